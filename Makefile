@@ -1,0 +1,33 @@
+# Each target does all of its own set-up in .venv; Python 3.11 or newer is all that must be there.
+PYTHON ?= python3
+BIN := .venv/bin
+ARGS ?=
+
+.PHONY: train test lint clean
+
+# The main job on an embedded default: gpt2-tiny, 2 processes, the Python standard library's source; then a sample.
+train: .venv/installed
+	$(BIN)/python launch.py $(ARGS)
+	@echo; echo 'dtrain sample latest "def "'
+	@$(BIN)/dtrain sample latest "def "
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# torch goes in first and by its pinned version, so that nothing else pulls another build of it
+.venv/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	touch $@
+
+.venv/installed-dev: .venv/installed
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv outputs multirun dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

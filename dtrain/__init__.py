@@ -1,0 +1,3 @@
+"""Distributed training where one word changes the parallelism and nothing else changes."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,281 @@
+"""Checkpoints that move between strategies and world sizes, and that no crash or flipped bit can turn into a lie.
+
+`checkpoints/step-00000100/` holds safetensors shards and `manifest.json`, which lists for every tensor its whole
+shape and the chunks it was saved in, for every file its size and sha256, and the state that is no tensor. Nothing is
+pickled. A save goes into a fresh folder: shards, then the manifest, all flushed, then one rename, then `latest`.
+So a folder with the right name is a whole checkpoint, at whatever moment the machine died.
+
+Every function here that takes part in a run is collective: all ranks call it, and all agree on what came out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dtrain import shards
+from dtrain.shards import Chunk
+
+FORMAT = "dtrain-1"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be saved or used; the message says which, why, and what to do."""
+
+
+# ---- save ----------------------------------------------------------------------------------------------------
+
+
+def save(folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], keep: int) -> Path:
+    """Save under `folder`, in agreement: when this returns, on any rank, the checkpoint is on disk and `latest`."""
+    final = folder / f"step-{step:08d}"
+    attempt = folder / broadcast(f".attempt-{step}-{uuid.uuid4().hex[:8]}")
+    failpoint("save.begin")
+    chunks = {name: Chunk(tensor) for name, tensor in tensors.items()}
+    with agreed(f"saving {final}", clean_up=attempt):
+        if rank() == 0:
+            for stale in folder.glob(".attempt-*"):  # of a run that was killed while it saved
+                shutil.rmtree(stale)
+            attempt.mkdir(parents=True)
+    with agreed(f"saving {final}", clean_up=attempt):
+        file = f"rank-{rank():05d}.safetensors"
+        mine = {name: chunks[name] for name in assign_writers(chunks)}
+        size, digest = shards.write(attempt / file, {n: c.values for n, c in mine.items()}, {"format": "pt"})
+        failpoint("save.shard")
+    written = [
+        {"name": name, "whole": c.whole_shape, "dtype": str(c.values.dtype).removeprefix("torch."),
+         "chunk": {"file": file, "offset": c.offset, "shape": c.shape}} for name, c in mine.items()
+    ]  # fmt: skip
+    reports = gather({"file": file, "size": size, "sha256": digest, "written": written})
+    with agreed(f"saving {final}", clean_up=attempt):
+        if rank() == 0:
+            write_manifest(attempt, manifest(step, reports, meta))
+            failpoint("save.manifest")
+            if final.exists():  # an earlier life of this run saved this very step; it is not ours to replace
+                shutil.rmtree(attempt)
+            else:
+                os.rename(attempt, final)
+                shards.fsync_folder(folder)
+            failpoint("save.rename")
+            point_latest(folder, final.name)
+            failpoint("save.latest")
+    prune(folder, final, keep)
+    return final
+
+
+def assign_writers(chunks: dict[str, Chunk]) -> list[str]:
+    """The names whose chunk this rank writes. A chunk that several ranks hold is written by one, loads balanced."""
+    holders: dict[tuple[Any, ...], list[int]] = {}
+    sizes: dict[tuple[Any, ...], int] = {}
+    for r, held in enumerate(gather([(n, c.offset, c.shape, c.nbytes) for n, c in chunks.items()])):
+        for name, offset, shape, nbytes in held:
+            if nbytes or not shape:  # an uneven cut leaves some ranks with nothing
+                holders.setdefault((name, offset, shape), []).append(r)
+                sizes[name, offset, shape] = nbytes
+    load = [0] * world_size()
+    mine = []
+    for key in sorted(holders):
+        writer = min(holders[key], key=lambda r: (load[r], r))
+        load[writer] += sizes[key]
+        if writer == rank():
+            mine.append(key[0])
+    return mine
+
+
+def manifest(step: int, reports: list[dict[str, Any]], meta: dict[str, Any]) -> dict[str, Any]:
+    tensors: dict[str, Any] = {}
+    for entry in (e for report in reports for e in report["written"]):
+        spec = tensors.setdefault(entry["name"], {"shape": entry["whole"], "dtype": entry["dtype"], "chunks": []})
+        spec["chunks"].append(entry["chunk"])
+    files = {r["file"]: {"size": r["size"], "sha256": r["sha256"]} for r in reports}
+    return {"format": FORMAT, "step": step, **meta, "files": files, "tensors": tensors}
+
+
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    content = content | {"sha256": manifest_hash(content)}
+    with open(folder / "manifest.json", "w") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    shards.fsync_folder(folder)
+
+
+def manifest_hash(content: dict[str, Any]) -> str:
+    body = {k: v for k, v in content.items() if k != "sha256"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def point_latest(folder: Path, name: str) -> None:
+    temporary = folder / ".latest.tmp"
+    with open(temporary, "w") as file:
+        file.write(name + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / "latest")
+    shards.fsync_folder(folder)
+
+
+def prune(folder: Path, newest: Path, keep: int) -> None:
+    """Delete all but the newest `keep`, but only once the newest was read back from the disk and found whole."""
+    old = broadcast([p.name for p in candidates(folder)][keep:])
+    if not old:
+        return
+    problem = verify(newest)
+    if problem:
+        raise CheckpointError(f"{newest} does not read back as it was written ({problem}); older checkpoints are kept")
+    if rank() == 0:
+        for name in old:
+            doomed = folder / f".attempt-pruned-{name}"  # renamed first: a half-deleted folder must not look whole
+            os.rename(folder / name, doomed)
+            failpoint("save.prune")
+            shutil.rmtree(doomed)
+
+
+# ---- load ----------------------------------------------------------------------------------------------------
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Checkpoints under `folder`, newest first. The rename came last, so each was whole once."""
+    found = [p for p in folder.glob("step-*") if p.name[5:].isdigit() and (p / "manifest.json").is_file()]
+    return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
+
+
+def newest_good(folder: Path, say: Any = print) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint whose every byte is as it was saved; a bad one is put aside and named. None: there is none yet."""
+    names = broadcast([p.name for p in candidates(folder)])
+    for name in names:
+        problem = verify(folder / name)
+        if not problem:
+            return folder / name, read_manifest(folder / name)
+        if rank() == 0:
+            os.rename(folder / name, folder / f"{name}.corrupt")
+        say(f"checkpoint {name} is damaged ({problem}); it was renamed to {name}.corrupt, trying an older one")
+    if names or broadcast([str(p) for p in folder.glob("step-*.corrupt")]):
+        raise CheckpointError(f"no good checkpoint is left in {folder}. Fix: start a new run, or bring back a copy")
+    return None
+
+
+def verify(path: Path) -> str:
+    """What is wrong with a checkpoint, or "". The ranks share the files; all get the same answer."""
+    problem = ""
+    try:
+        for name, spec in sorted(read_manifest(path)["files"].items())[rank() :: world_size()]:
+            file = path / name
+            if not file.is_file():
+                problem = f"{name} is missing"
+            elif file.stat().st_size != spec["size"]:
+                problem = f"{name} has {file.stat().st_size} bytes instead of {spec['size']}"
+            elif shards.sha256(file) != spec["sha256"]:
+                problem = f"{name} does not match its checksum"
+    except (CheckpointError, OSError) as error:
+        problem = str(error)
+    return next((p for p in gather(problem) if p), "")
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((path / "manifest.json").read_bytes())
+    except ValueError as error:  # not JSON, or not even text
+        raise CheckpointError(f"manifest.json is not readable: {error}") from error
+    if not isinstance(content, dict) or content.get("sha256") != manifest_hash(content):
+        raise CheckpointError("manifest.json does not match its checksum")
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"its format is {content.get('format')}, this version reads {FORMAT}")
+    return content
+
+
+def load(path: Path, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Fill `tensors`, in place, from a checkpoint saved under any layout."""
+    saved = content["tensors"]
+    wrong = [f"{n} is not in it" for n in tensors if n not in saved] + [f"{n} is only in it" for n in saved if n not in tensors]
+    wrong += [
+        f"{n} has shape {saved[n]['shape']} in it, {list(t.shape)} here"
+        for n, t in tensors.items() if n in saved and saved[n]["shape"] != list(t.shape)
+    ]  # fmt: skip
+    if wrong:
+        raise CheckpointError(
+            f"{path} is a checkpoint of another model: {wrong[0]}" + (f", and {len(wrong) - 1} more differ" if wrong[1:] else "")
+            + ". Fix: use the model that it was saved from, or another run_dir"
+        )  # fmt: skip
+    with shards.Reader(path, saved) as reader:
+        for name, tensor in tensors.items():
+            reader.fill(name, Chunk(tensor))
+
+
+def weights(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """The model's whole weights, one at a time, by canonical name: for export, sampling and the weights' hash."""
+    tensors = read_manifest(path)["tensors"]
+    with shards.Reader(path, tensors) as reader:
+        for name in sorted(n for n in tensors if n.startswith("model.")):
+            yield name.removeprefix("model."), reader.whole(name)
+
+
+def weights_sha256(path: Path) -> str:
+    """A hash of the float32 weights: equal for every layout that holds the same values."""
+    digest = hashlib.sha256()
+    for name, tensor in weights(path):
+        digest.update(f"{name}{list(tensor.shape)}".encode())
+        digest.update(tensor.float().contiguous().reshape(-1).numpy().data)
+    return digest.hexdigest()
+
+
+# ---- agreement -----------------------------------------------------------------------------------------------
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's value, on every rank."""
+    values: list[Any] = [value] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    box = [value]
+    if world_size() > 1:
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+@contextmanager
+def agreed(what: str, clean_up: Path) -> Iterator[None]:
+    """Run the block on every rank; if it failed on one, fail on all, with the first error, leaving nothing half done."""
+    problem, cause = "", None
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        problem, cause = f"rank {rank()}: {error}", error
+    problems = [p for p in gather(problem) if p]
+    if problems:
+        if rank() == 0:
+            shutil.rmtree(clean_up, ignore_errors=True)
+        raise CheckpointError(f"{what} failed on {problems[0]}") from cause
+
+
+def failpoint(name: str) -> None:
+    """For crash tests: die here, as from a power loss, at the n-th passage when DTRAIN_FAILPOINT is "name:n"."""
+    wanted, _, count = os.environ.get("DTRAIN_FAILPOINT", "").partition(":")
+    if wanted == name:
+        os.environ["DTRAIN_FAILPOINT"] = f"{name}:{int(count or 1) - 1}"
+        if int(count or 1) <= 1:
+            os.kill(os.getpid(), signal.SIGKILL)

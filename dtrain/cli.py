@@ -1,0 +1,145 @@
+"""The `dtrain` command. Each subcommand imports only what it needs, so that help and tables answer at once."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from dtrain import __version__
+
+USAGE = """usage: dtrain COMMAND ...
+
+  launch …                     train: the same as `python launch.py …` (dtrain launch --help)
+  runs [RUN …]                 list runs, or compare them
+  sample RUN "prompt"          let a trained language model write
+  export RUN [FILE]            one safetensors file with the weights
+  recipes ls|show|cp           complete starting points
+  data prepare SOURCE OUT      turn text into memory-mapped token files
+  version
+
+RUN is a run folder, a part of its name, or `latest`. Exit codes: 0 done, 2 bad configuration, 3 failed while
+running, 75 preempted with a checkpoint saved."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    commands = {"launch": launch, "runs": runs, "sample": sample, "export": export, "recipes": recipes, "data": data}
+    if command in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    if command in ("version", "--version"):
+        print(f"dtrain {__version__}")
+        return 0
+    try:
+        if command not in commands:
+            import difflib
+
+            near = difflib.get_close_matches(command, commands, 1)
+            raise ValueError(f"{command}: there is no such command\n  fix: "
+                             + (f"did you mean dtrain {near[0]}?" if near else "dtrain --help lists them"))  # fmt: skip
+        return commands[command](rest)
+    except (ValueError, OSError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        from dtrain import console
+
+        console.print_error(str(error))
+        return 2
+    except BrokenPipeError:  # dtrain runs | head
+        return 0
+
+
+def launch(argv: list[str]) -> int:
+    from dtrain.launch import main as launch_main
+
+    return launch_main(argv)
+
+
+def runs(argv: list[str]) -> int:
+    from dtrain.runs import main as runs_main
+
+    return runs_main(argv)
+
+
+def sample(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("dtrain sample", description="Let a trained language model go on with a text.")
+    parser.add_argument("run", help="a run folder, a part of its name, or latest")
+    parser.add_argument("prompt", nargs="?", default="\n")
+    parser.add_argument("--tokens", type=int, default=200, help="how many to write")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 = always the likeliest")
+    parser.add_argument("--top-k", type=int, default=50, help="choose among the k likeliest; 0 = all")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    from dtrain.runs import find_run
+
+    run_dir = find_run(options.run)
+    from dtrain.sample import sample as sample_text
+
+    print(sample_text(run_dir, options.prompt, options.tokens, options.temperature, options.top_k, options.seed))
+    return 0
+
+
+def export(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("dtrain export", description="Write a run's newest weights as one safetensors file.")
+    parser.add_argument("run", help="a run folder, a part of its name, or latest")
+    parser.add_argument("file", nargs="?", help="default: RUN/model.safetensors")
+    options = parser.parse_args(argv)
+    from dtrain.runs import find_run
+
+    run_dir = find_run(options.run)
+    from dtrain.sample import export as export_weights
+
+    path = export_weights(run_dir, Path(options.file) if options.file else run_dir / "model.safetensors")
+    print(f"wrote {path} ({path.stat().st_size / 2**20:.1f} MiB)")
+    return 0
+
+
+def recipes(argv: list[str]) -> int:
+    from dtrain.config import RECIPES
+
+    parser = argparse.ArgumentParser("dtrain recipes", description="Complete starting points: recipe=NAME runs one.")
+    parser.add_argument("action", choices=["ls", "show", "cp"], nargs="?", default="ls")
+    parser.add_argument("name", nargs="?")
+    parser.add_argument("target", nargs="?", help="cp: the new file")
+    options = parser.parse_args(argv)
+    found = {p.stem: p for p in sorted(RECIPES.glob("*.yaml"))}
+    if options.action == "ls":
+        width = max(map(len, found), default=0)
+        for name, path in found.items():
+            print(f"{name:{width}}  {path.read_text().splitlines()[0].lstrip('# ')}")
+        return 0
+    if options.name not in found:
+        raise ValueError(f"recipe={options.name}: there is no such recipe\n  fix: use one of {', '.join(found)}")
+    if options.action == "show":
+        print(found[options.name].read_text(), end="")
+        return 0
+    target = Path(options.target or f"{options.name}.yaml")
+    if target.is_dir():
+        target = target / f"{options.name}.yaml"
+    if target.exists():
+        raise ValueError(f"{target}: is there already\n  fix: another name; nothing was written")
+    shutil.copyfile(found[options.name], target)
+    relative = target if target.is_absolute() else f"./{target}"
+    print(f"wrote {target}; edit it, then: python launch.py recipe={relative}")
+    return 0
+
+
+def data(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("dtrain data", description="Turn text into memory-mapped token files.")
+    parser.add_argument("action", choices=["prepare"])
+    parser.add_argument("source", help="a text file, or a folder of them")
+    parser.add_argument("out", help="the folder to make")
+    parser.add_argument("--tokenizer", help="a tokenizers JSON file; default: bytes")
+    parser.add_argument("--val-fraction", type=float, default=0.05)
+    parser.add_argument("--pattern", default="**/*.txt", help="which files of a folder")
+    options = parser.parse_args(argv)
+    from dtrain.data.tokens import prepare
+
+    meta = prepare(Path(options.source), Path(options.out), options.tokenizer, options.val_fraction, options.pattern)
+    print(f"wrote {options.out}: {meta['train_tokens']:,} training and {meta['val_tokens']:,} validation tokens ({meta['dtype']})")
+    print(f"next: python launch.py data=tokens data.path={options.out}")
+    return 0

@@ -1,0 +1,122 @@
+"""The configuration: where it lies, how it is written, read and turned into objects.
+
+Hydra composes once, in the launcher (dtrain/launch.py). Workers read `run_dir/config.yaml` with `load` and
+make every object with `build`, the only place that turns a name in a file into code.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+SECRET = re.compile(r"(^|[._-])(api_?key|access_?key|secret|password|passwd|token|credential)s?$", re.IGNORECASE)
+
+
+def _folder(name: str) -> Path:
+    """conf/ and recipes/: inside the package when installed from a wheel, at the top of a checkout."""
+    package = Path(__file__).resolve().parent
+    return package / name if (package / name).is_dir() else package.parent / name
+
+
+CONF = _folder("conf")
+RECIPES = _folder("recipes")
+
+
+def bad(key: str, value: Any, rule: str, fix: str) -> ValueError:
+    """The shape of every message about a setting: the setting, its value, the rule, a fix."""
+    return ValueError(f"{key}={'null' if value is None else value}: {rule}\n  fix: {fix}")
+
+
+def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} → {"a.b": 1}. Lists are values, not branches."""
+    if not isinstance(node, dict) or (not node and prefix):
+        return {prefix: node}
+    flat: dict[str, Any] = {}
+    for key, value in node.items():
+        flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def allowed(target: str, trust: Iterable[str]) -> bool:
+    return any(target == name or target.startswith(name + ".") for name in ("dtrain", *trust))
+
+
+def build(node: Any, trust: Iterable[str] = (), **extra: Any) -> Any:
+    """Make the object that `node` describes: `_target_` called with the other keys, nested ones first.
+
+    Only names inside `dtrain` and the modules of `trust` are called. `_partial_: true` gives the callable with
+    its settings bound, for what needs more than the configuration knows.
+    """
+    if isinstance(node, DictConfig):
+        node = OmegaConf.to_container(node, resolve=True)
+    if isinstance(node, list):
+        return [build(item, trust) for item in node]
+    if not isinstance(node, dict):
+        return node
+    settings = {k: build(v, trust) for k, v in node.items() if k not in ("_target_", "_partial_")}
+    if "_target_" not in node:
+        return settings
+    target = locate(str(node["_target_"]), trust)
+    if node.get("_partial_"):
+        return functools.partial(target, **settings, **extra)
+    return target(**settings, **extra)
+
+
+def locate(target: str, trust: Iterable[str] = ()) -> Any:
+    trust = tuple(trust)
+    module_name, _, attribute = target.rpartition(".")
+    found = None
+    if allowed(target, trust) and module_name:
+        try:
+            found = getattr(importlib.import_module(module_name), attribute, None)
+        except ModuleNotFoundError as error:
+            raise bad("_target_", target, f"cannot be imported ({error})", "check the spelling, or install it") from error
+        if found is None:
+            raise bad("_target_", target, f"{module_name} has no {attribute}", "check the spelling")
+    # the second test closes the back door of a name that an allowed module merely imported, e.g. subprocess.Popen
+    if found is None or not allowed(getattr(found, "__module__", ""), trust):
+        raise bad("_target_", target, "only dtrain's own code and the modules you trust may be called",
+                  f"trust=[{target.partition('.')[0]}] if that module is yours")
+    return found
+
+
+def save(run_dir: Path, config: dict[str, Any]) -> None:
+    """Write config.yaml, complete and resolved; a value under a secret-like key is blacked out."""
+    redacted = OmegaConf.create(config)
+    for key, value in flatten(config).items():
+        if SECRET.search(key) and value:
+            OmegaConf.update(redacted, key, "<redacted>")
+    temporary = run_dir / ".config.yaml.tmp"
+    OmegaConf.save(redacted, temporary)
+    os.replace(temporary, run_dir / "config.yaml")
+
+
+def load(run_dir: Path) -> DictConfig:
+    config = OmegaConf.load(run_dir / "config.yaml")
+    assert isinstance(config, DictConfig)
+    return config
+
+
+def fingerprint(run_dir: Path) -> str:
+    return hashlib.sha256((run_dir / "config.yaml").read_bytes()).hexdigest()
+
+
+def world_size(config: Any) -> int:
+    return int(config["cluster"]["nodes"] * config["cluster"]["processes"])
+
+
+def count_gpus() -> int:
+    """GPUs that a process started here would see, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = sum(1 for p in Path("/dev").glob("nvidia*") if p.name[6:].isdigit())
+    if visible is None:
+        return present
+    return min(present, len([d for d in visible.split(",") if d.strip() not in ("", "-1")]))

@@ -1,0 +1,561 @@
+"""What a person sees: the header and progress of a run, its summary at the end, and errors.
+
+The launcher process imports this, so it stays quick: no torch, and rich (about 55 ms) only inside functions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+# ---------------------------------------------------------------- values as words
+
+
+def number(value: object) -> float | None:
+    """The value as a float, or None: run files come from other versions and from crashed writers."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def as_dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def si(value: object) -> str:
+    """124.4M, 1.56B, 65.5K, 512."""
+    n = number(value)
+    if n is None:
+        return "-"
+    if not math.isfinite(n):
+        return str(n)
+    if 0 < abs(n) < 1:
+        return f"{n:.3g}"
+    units = ["", "K", "M", "B", "T"]
+    unit = 0
+    # 999.95 and not 1000, because it would be rounded to 1000.0.
+    while abs(n) >= 999.95 and unit < len(units) - 1:
+        n, unit = n / 1000, unit + 1
+    text = f"{n:.2f}" if abs(n) < 9.995 else f"{n:.1f}"
+    return text.rstrip("0").rstrip(".") + units[unit]
+
+
+def duration(seconds: object) -> str:
+    """4.2s, 42s, 1m 23s, 2h 05m, 3d 04h."""
+    s = number(seconds)
+    if s is None or not math.isfinite(s) or s < 0:
+        return "-"
+    if round(s, 1) < 10:
+        return f"{s:.1f}s"
+    whole = round(s)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h {whole // 60 % 60:02d}m"
+    return f"{whole // 86400}d {whole // 3600 % 24:02d}h"
+
+
+def loss_text(value: object) -> str:
+    n = number(value)
+    if n is None:
+        return "-"
+    return f"{n:.4f}" if n == 0 or 1e-3 <= abs(n) < 1e5 or not math.isfinite(n) else f"{n:.3e}"
+
+
+def percent(fraction: object) -> str:
+    n = number(fraction)
+    return "-" if n is None else f"{100 * n:.1f}%"
+
+
+def gib(value: object) -> str:
+    n = number(value)
+    return "-" if n is None else f"{n:.2f} GiB" if n < 10 else f"{n:.1f} GiB"
+
+
+def perplexity(loss: object) -> str:
+    n = number(loss)
+    # Above e^20 the figure says nothing, and exp overflows at 710.
+    return si(math.exp(n)) if n is not None and n < 20 else "-"
+
+
+def clean(text: str) -> str:
+    """Text of unknown origin without colour codes and control characters, which confuse terminals."""
+    text = re.sub(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)", "", text)
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
+
+
+def short_path(path: Path) -> str:
+    """The path as a person would type it: relative when inside the current folder. Not quoted."""
+    full, here = Path(os.path.abspath(path)), Path.cwd()
+    return str(full.relative_to(here)) if full.is_relative_to(here) else str(full)
+
+
+def shell_path(path: Path) -> str:
+    """`short_path` ready to paste into a shell."""
+    text = short_path(path)
+    return shlex.quote("./" + text if text.startswith("-") else text)
+
+
+def resume_argument(path: Path) -> str:
+    """`resume=PATH` ready to paste: quoted for Hydra's grammar first, then for the shell.
+
+    A sweep folder's name holds `=` and `,`, which Hydra refuses or reads as a sweep unless quoted.
+    """
+    text = short_path(path)
+    if "/" not in text:
+        text = "./" + text  # so that a folder called `12` or `null` is not read as a number or as nothing
+    if not re.fullmatch(r"[A-Za-z0-9_./-]+", text):
+        # Hydra: backslashes are ordinary, except in front of a quote.
+        text = '"' + re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + ('\\"' if m[2] else ""), text) + '"'
+    return shlex.quote(f"resume={text}")
+
+
+# ---------------------------------------------------------------- files of a run
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in the file, or {} when it is missing, half-written or something else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return as_dict(value)
+
+
+def last_launch(launch: dict[str, Any]) -> dict[str, Any]:
+    """launch.json seen from its newest launch: that one's keys over the file's own."""
+    launches = launch.get("launches")
+    return {**launch, **as_dict(launches[-1] if isinstance(launches, list) and launches else {})}
+
+
+def launch_time(launch: dict[str, Any]) -> float | None:
+    """When the run was last launched, in seconds since the epoch."""
+    try:
+        return datetime.fromisoformat(last_launch(launch)["time"]).timestamp()
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """summary.json; while it says running its figures are not written yet, and come from metrics.jsonl."""
+    summary = read_json(run_dir / "summary.json")
+    if summary.get("status") != "running":
+        return summary
+    newest: dict[str, Any] = {}
+    try:
+        with open(run_dir / "metrics.jsonl", "rb") as file:
+            # Only the end of the file, about 200 lines: `dtrain runs` reads many runs.
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
+            for line in file.read().splitlines():
+                newest.update(parse_line(line))
+    except OSError:
+        pass  # no step was made yet
+    names = {"step": "steps", "loss": "train_loss", "mem_gib": "peak_mem_gib"}
+    names.update({key: key for key in ("val_loss", "val_accuracy", "tokens_per_s", "mfu")})
+    return {**summary, **{names[k]: v for k, v in newest.items() if k in names and v is not None}}
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return as_dict(row)
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest finished checkpoint: a manifest is written last, so one without it is torn."""
+    finished = sorted((run_dir / "checkpoints").glob("step-*/manifest.json"))
+    return finished[-1].parent if finished else None
+
+
+class Tail:
+    """New lines of a file that another process appends to, cuts short or replaces."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.offset = 0
+        self.before = b""  # the bytes just before offset: when they changed, this is another file
+
+    def read(self, final: bool = False) -> tuple[list[bytes], bool]:
+        """New lines, and whether the file was read again from its start. final: also a line without end."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.offset - len(self.before))
+                data = file.read()
+                again = not data.startswith(self.before)
+                if again:
+                    file.seek(0)
+                    data, self.before, self.offset = file.read(), b"", 0
+                else:
+                    data = data[len(self.before) :]
+        except OSError:  # not there yet, or between two names
+            return [], False
+        if not final:
+            data = data[: data.rfind(b"\n") + 1]  # the rest is still being written
+        self.offset += len(data)
+        self.before = (self.before + data)[-64:]
+        return data.splitlines(), again
+
+
+# ---------------------------------------------------------------- output
+
+
+def stdout_console() -> Console:
+    """A console for stdout. A pipe stays plain even under FORCE_COLOR, or progress bars end up in CI logs."""
+    from rich.console import Console
+
+    return Console(force_terminal=None if sys.stdout.isatty() else False)
+
+
+def say(console: Console, *parts: str | tuple[str, str]) -> None:
+    """One line of text or (text, style) parts, never wrapped or cut by rich and never read as markup."""
+    from rich.text import Text
+
+    text = Text.assemble(*(clean(p) if isinstance(p, str) else (clean(p[0]), p[1]) for p in parts))
+    console.print(text, soft_wrap=True, highlight=False)
+
+
+def print_error(message: str) -> None:
+    """`error: …` on stderr, red on a terminal. Without rich: the answer to a typing mistake comes at once."""
+    colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    label = "\x1b[1;31merror:\x1b[0m" if colour else "error:"
+    print(label, clean(message), file=sys.stderr, flush=True)
+
+
+def header_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is about to run, as (label, text); what the summary does not say is left out."""
+    get = summary.get
+
+    def join(*texts: object) -> str:
+        return " · ".join(str(t) for t in texts if t)
+
+    # An axis of size 1 does nothing, but dp is what people look for first.
+    mesh = {axis: size for axis, size in as_dict(get("mesh")).items() if size != 1 or axis == "dp"}
+    axes = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
+    parameters = get("parameters") and f"{si(get('parameters'))} parameters"
+    device = get("device") and f"{get('world_size') or '?'} × {get('device')}"
+    tokens = get("tokens_per_step") and f"{si(get('tokens_per_step'))} tokens per step"
+    start = number(get("start_step")) or 0
+    rows = [
+        ("model", join(get("model"), parameters, get("precision"))),
+        ("strategy", join(get("strategy"), axes, device)),
+        ("batch", join(batch_text(summary), tokens)),
+        ("steps", join(get("total_steps"), start > 0 and f"resuming from step {start:.0f}")),
+        ("run", short_path(run_dir)),
+    ]
+    return [(label, text) for label, text in rows if text]
+
+
+def batch_text(summary: dict[str, Any]) -> str | None:
+    whole, micro, accumulation = (
+        number(summary.get(k)) for k in ("global_batch_size", "micro_batch_size", "accumulation")
+    )
+    if not whole:
+        return None
+    if not micro or not accumulation or whole % (micro * accumulation):
+        return f"{whole:.0f}"
+    ranks = whole / (micro * accumulation)  # by arithmetic: a mesh may split its data axis in two
+    parts = f"{micro:.0f} micro × {accumulation:.0f} accumulation × {ranks:.0f} data rank"
+    return f"{whole:.0f} = {parts}" + ("" if ranks == 1 else "s")
+
+
+def eval_text(row: dict[str, Any]) -> str:
+    parts = [f"step {row.get('step', '?')}", f"validation loss {loss_text(row.get('val_loss'))}"]
+    if perplexity(row.get("val_loss")) != "-":
+        parts.append(f"perplexity {perplexity(row['val_loss'])}")
+    if number(row.get("val_accuracy")) is not None:
+        parts.append(f"accuracy {percent(row['val_accuracy'])}")
+    return "  ".join(parts)
+
+
+class Monitor:
+    """Follows a run from the launcher: a live line on a terminal, sparse plain lines in a pipe or file.
+
+    with Monitor(run_dir) as monitor:
+        while process_alive():
+            monitor.poll()
+            time.sleep(0.1)
+    """
+
+    def __init__(self, run_dir: Path, console: Console | None = None):
+        self.run_dir = Path(run_dir)
+        self.console = console or stdout_console()
+        self.live_wanted = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.live: Any = None
+        self.clock = time.monotonic
+        self.began = self.clock()
+        self.finished = False
+        self.summary: dict[str, Any] = {}
+        self.header: list[tuple[str, str]] = []
+        self.row: dict[str, Any] = {}  # the newest metrics line
+        self.printed: dict[str, Any] = {}  # the newest one that was printed (plain output)
+        self.printed_at = 0.0
+        self.refreshed_at = -1.0
+        self.first: tuple[float, float] | None = None  # (step, clock) of the first line seen, for the ETA
+        self.tail = Tail(self.run_dir / "metrics.jsonl")
+        self.summary_path = self.run_dir / "summary.json"
+        self.summary_seen: tuple[int, int, int] | None = None
+        # A resumed run starts with the files of its last attempt, perhaps with "running" in them when that
+        # was killed. They are history until they change. One second: file times are coarser than clocks.
+        since = (launch_time(read_json(self.run_dir / "launch.json")) or 0.0) - 1
+        self.history = {}
+        for path in (self.summary_path, self.tail.path):
+            signature = self._signature(path)
+            if signature and signature[0] < since * 1e9:
+                self.history[path] = signature
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.finish()
+
+    def poll(self) -> None:
+        """Show what is new. Costs two stat calls and a 64-byte read when nothing is."""
+        if self.finished:
+            return
+        if self.live_wanted and self.live is None:
+            from rich.live import Live
+
+            self.live = Live(console=self.console, auto_refresh=False, get_renderable=self._render)
+            self.live.start()
+        self._update()
+        if self.live and self.clock() - self.refreshed_at >= 0.2:
+            self.refreshed_at = self.clock()
+            self.live.refresh()
+
+    def message(self, text: str) -> None:
+        """A line above the progress."""
+        say(self.console, (text, "yellow"))
+
+    def finish(self) -> None:
+        """Show the last of it and give the terminal back. Calling it again does nothing."""
+        if self.finished:
+            return
+        self._update(final=True)
+        self.finished = True
+        if self.live:
+            self.live.transient = not self.row  # a bar that never moved is not worth keeping
+            self.live.stop()
+        elif not self.live_wanted and self.row is not self.printed:
+            self._print_row(self.row)
+
+    def _update(self, final: bool = False) -> None:
+        self._read_summary()
+        if not self.header or self._signature(self.tail.path) == self.history.get(self.tail.path, ()):
+            return
+        lines, again = self.tail.read(final)
+        start = number(self.summary.get("start_step")) or 0
+        # Left out: bad lines, and those from before this resume.
+        rows = [row for row in map(parse_line, lines) if (number(row.get("step")) or 0) > start]
+        if again:  # a restart cut the file back; its lines were shown before, so only where it is now is news
+            self.row = {}
+            rows = [row for row in rows if "loss" in row][-1:]
+        for row in rows:
+            if "loss" in row:
+                self.row = row
+                if not self.first or row["step"] < self.first[0]:
+                    self.first = (row["step"], self.clock())
+                if not self.live_wanted and self._due(row["step"]):
+                    self._print_row(row)
+            if "val_loss" in row:
+                say(self.console, (eval_text(row), "green"))
+
+    def _read_summary(self) -> None:
+        signature = self._signature(self.summary_path)
+        if signature in (None, self.summary_seen, self.history.get(self.summary_path)):
+            return
+        summary = read_json(self.summary_path)
+        if not summary:
+            return  # half-written: the next poll reads it
+        self.summary, self.summary_seen = summary, signature
+        header = header_rows(self.run_dir, summary)
+        # Again after a restart that changed something (start step, ranks); a run that failed before it had a
+        # model has no header.
+        if header != self.header and (summary.get("model") or summary.get("status") == "running"):
+            self.header = header
+            for label, text in header:
+                say(self.console, (f"{label:<10}", "dim"), text)
+
+    @staticmethod
+    def _signature(path: Path) -> tuple[int, int, int] | None:
+        try:
+            stat = os.stat(path)
+        except OSError:
+            return None
+        return stat.st_mtime_ns, stat.st_ino, stat.st_size
+
+    def _total(self) -> float:
+        return number(self.summary.get("total_steps")) or 0
+
+    def _due(self, step: float) -> bool:
+        """Plain output: about 50 lines for a short run, one each 10 s for a slow one; always the first."""
+        if not self.printed or step < self.printed["step"]:
+            return True
+        every = self._total() * 0.02
+        return self.clock() - self.printed_at >= 10 or (every > 0 and step - self.printed["step"] >= every)
+
+    def _print_row(self, row: dict[str, Any]) -> None:
+        if row:
+            self.printed, self.printed_at = row, self.clock()
+            say(self.console, "  ".join(text for _, text in self._fields(row)))
+
+    def _fields(self, row: dict[str, Any]) -> list[tuple[str, str]]:
+        """(name, text) of a metrics line; what it does not have (MFU on a CPU) is left out."""
+        total = self._total()
+        step = f"{row['step']:>{len(f'{total:.0f}')}}/{total:.0f}" if total else row["step"]
+        fields = [("step", f"step {step}"), ("loss", f"loss {loss_text(row.get('loss'))}")]
+        if (lr := number(row.get("lr"))) is not None:
+            fields.append(("lr", f"lr {lr:.2e}"))
+        for name, form in (("tokens_per_s", "{} tok/s"), ("mfu", "MFU {}"), ("mem_gib", "{}")):
+            write = {"tokens_per_s": si, "mfu": percent, "mem_gib": gib}[name]
+            if number(row.get(name)) is not None:
+                fields.append((name, form.format(write(row[name]))))
+        if self.finished:
+            fields.append(("eta", f"in {duration(self.clock() - self.began)}"))
+        elif (eta := self._eta(row)) is not None:
+            fields.append(("eta", f"ETA {duration(eta)}"))
+        return fields
+
+    def _eta(self, row: dict[str, Any]) -> float | None:
+        step, total = number(row.get("step")), self._total()
+        if step is None or step >= total:
+            return None
+        seconds = number(row.get("step_s"))
+        # The clock counts evaluations and checkpoints too, but is only fair after a while.
+        if self.first and step > self.first[0] and self.clock() - self.first[1] > 10:
+            seconds = (self.clock() - self.first[1]) / (step - self.first[0])
+        return None if seconds is None else seconds * (total - step)
+
+    def _render(self) -> RenderableType:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        if not self.row:
+            what = "waiting for the first step" if self.header else "starting the workers"
+            return Text(f"{what} … {duration(self.clock() - self.began)}", style="dim", no_wrap=True)
+        fields = self._fields(self.row)
+        room = self.console.width - 1  # some terminals wrap when the last column is written
+        for least in ("mem_gib", "lr", "mfu", "tokens_per_s", "eta"):
+            if sum(len(text) + 2 for _, text in fields) + 10 <= room:
+                break
+            fields = [field for field in fields if field[0] != least]
+        text = Text("  ".join(text for _, text in fields), no_wrap=True, overflow="ellipsis")
+        bar = min(20, room - len(text) - 2)
+        if not self._total() or bar < 5:
+            return text
+        line = Table.grid(padding=(0, 2, 0, 0))
+        line.add_row(ProgressBar(total=self._total(), completed=self.row["step"], width=bar), text)
+        return line
+
+
+def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """(label, measured, predicted or "") of a summary; what is not known is left out."""
+    get = summary.get
+    predicted = as_dict(get("predicted"))
+
+    def forecast(*names: str) -> object:
+        values = (predicted.get(name) for name in names)  # a plan nests some as {"total": …, parts}
+        return next((v.get("total") if isinstance(v, dict) else v for v in values if v is not None), None)
+
+    steps, total = get("steps"), get("total_steps")
+    tokens, speed = number(get("tokens_per_step")), number(get("tokens_per_s"))
+    val = loss_text(get("val_loss"))
+    if perplexity(get("val_loss")) != "-":
+        val += f" (perplexity {perplexity(get('val_loss'))})"
+    checkpoint = latest_checkpoint(run_dir)
+    rows = [
+        ("steps", f"{steps} of {total}" if total and steps is not None else str(steps or "-"), "-"),
+        ("skipped steps", str(get("skipped_steps") or "-"), "-"),
+        ("train loss", loss_text(get("train_loss")), "-"),
+        ("validation loss", val, "-"),
+        ("accuracy", percent(get("val_accuracy")), "-"),
+        ("tokens/s", si(speed), si(forecast("tokens_per_s"))),
+        ("step time", step_time(tokens / speed if tokens and speed else None), step_time(forecast("step_s"))),
+        ("MFU", percent(get("mfu")), percent(forecast("mfu"))),
+        ("peak memory", gib(get("peak_mem_gib")), gib(forecast("peak_mem_gib", "memory_gib"))),
+        ("wall time", duration(get("wall_s")), duration(forecast("wall_s"))),
+        ("checkpoint", short_path(checkpoint) if checkpoint else "-", "-"),
+    ]
+    return [(label, value, "" if guess == "-" else guess) for label, value, guess in rows if value != "-"]
+
+
+def step_time(seconds: object) -> str:
+    """A step's time: milliseconds below ten seconds, where `duration` is too coarse."""
+    s = number(seconds)
+    return duration(s) if s is None or not 0 <= s < 10 else f"{1000 * s:.3g} ms" if s < 1 else f"{s:.2f}s"
+
+
+def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[str]:
+    """What to type next."""
+    resume = f"python launch.py {resume_argument(run_dir)}"
+    if status in ("failed", "preempted", "died"):
+        return [resume]
+    if status != "done":
+        return []
+    run, total = shell_path(run_dir), number(summary.get("total_steps")) or 1000
+    longer = f"{resume} train.steps={2 * total:.0f} 'resume_allow=[train.steps]'"
+    # Image models and encoders have no text to continue.
+    writes = not str(summary.get("model")).startswith(("resnet", "vit", "bert"))
+    return [f'dtrain sample {run} "def "'] * writes + [f"dtrain export {run}", longer]
+
+
+def print_summary(run_dir: Path, console: Console | None = None, status: str | None = None) -> None:
+    """The end of a run on one screen: its figures, what failed, and what to type next.
+
+    status: what the caller knows better than summary.json, such as "died" (a killed run still says running).
+    """
+    console, run_dir = console or stdout_console(), Path(run_dir)
+    summary, failure = read_summary(run_dir), read_json(run_dir / "failure.json")
+    status = str(status or summary.get("status") or ("failed" if failure else "unknown"))
+    style = {"done": "bold green", "failed": "bold red", "died": "bold red", "preempted": "bold yellow"}
+    label = "{:<17}".format
+    say(
+        console,
+        (label("status"), "dim"),
+        (status, style.get(status, "bold")),
+        f" ({summary['reason']})" if summary.get("reason") else "",
+    )
+    say(console, (label("run"), "dim"), short_path(run_dir))
+    for name, value, guess in measured_rows(run_dir, summary):
+        say(
+            console,
+            (label(name), "dim"),
+            f"{value:<12}  " if guess else value,
+            (f"predicted {guess}" if guess else "", "dim"),
+        )
+    if status in ("failed", "died"):
+        _say_failure(console, run_dir, failure if status == "failed" else {})
+    for i, command in enumerate(next_commands(run_dir, status, summary)):
+        say(console, (label("" if i else "next"), "dim"), (command, "cyan"))
+
+
+def _say_failure(console: Console, run_dir: Path, failure: dict[str, Any]) -> None:
+    label = "{:<17}".format
+    if not failure:
+        why = "none was recorded: killed, out of host memory, or failed before training began"
+        say(console, (label("error"), "dim"), why)
+        say(console, (label("logs"), "dim"), short_path(run_dir / "logs"))
+        return
+    where = f"rank {failure['rank']}: " if failure.get("rank") is not None else ""
+    code = f" (exit code {failure['exit_code']})" if failure.get("exit_code") is not None else ""
+    what = f"{where}{failure.get('type') or 'error'}"
+    say(console, (label("first error"), "dim"), (what, "bold red"), code)
+    message = str(failure.get("message") or failure.get("traceback") or "")
+    for line in [line for line in message.splitlines() if line.strip()][-5:]:
+        say(console, label(""), line)
+    if failure.get("log"):
+        say(console, (label("log"), "dim"), short_path(run_dir / str(failure["log"])))

@@ -1,0 +1,36 @@
+"""The running Python's standard library as training data: real text on every machine, no download."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from pathlib import Path
+
+from dtrain.data.text import Text
+
+# Not the library itself (installed packages), or not like the rest of it (tests, demos, the 2to3 fixtures).
+SKIPPED = {
+    *("site-packages", "dist-packages", "__pycache__"),
+    *("test", "tests", "lib2to3", "idlelib", "turtledemo"),
+}
+
+
+class Stdlib(Text):
+    """The library's .py files as bytes; whole files are held out, so validation text is never trained on."""
+
+    def __init__(self, seq_len: int, val_fraction: float = 0.05) -> None:
+        path = sysconfig.get_paths()["stdlib"]
+        if not os.path.isfile(os.path.join(path, "os.py")):
+            raise ValueError(
+                f"data=stdlib needs the standard library's .py files, and this Python has none in {path!r}; "
+                "use data=text with a data.path"
+            )
+        super().__init__(path, seq_len, val_fraction=val_fraction, pattern="**/*.py")
+
+    def documents(self) -> tuple[Path, list[str]]:
+        names = []
+        # os.walk and not glob: it can leave out site-packages, where torch alone has 10,000 files.
+        for folder, folders, files in os.walk(self.path):
+            folders[:] = [name for name in folders if name not in SKIPPED]
+            names += [Path(folder, name) for name in files if name.endswith(".py")]
+        return self.path, sorted(name.relative_to(self.path).as_posix() for name in names)

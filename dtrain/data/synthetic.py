@@ -1,0 +1,103 @@
+"""Made-up data that a model can learn: for benchmarks, tests and a first run without any file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import gcd
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dtrain.data.corpus import check_split
+from dtrain.data.text import ByteTokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NOISE = 0.1
+# A rule over a whole vocabulary would be a table of 50,000 entries to learn; with 256 the loss falls at once.
+MAX_STATES = 256
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """splitmix64's output function: random bits from a counter, so any sample can be made on its own."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class SyntheticDataset:
+    """state -> (a * state + 3) mod states, except that one token in ten is drawn at random.
+
+    With 256 states the loss starts near ln(vocab_size) and can fall to 0.88, the entropy of the draws.
+    """
+
+    def __init__(self, seq_len: int, vocab_size: int, num_samples: int, seed: int, first: int) -> None:
+        self.seq_len = seq_len
+        self.num_samples = num_samples
+        self.seed = seed
+        self.first = first
+        self.num_states = min(vocab_size, MAX_STATES)
+        # Spread over the vocabulary, so that every shard of a split embedding has work.
+        self.stride = vocab_size // self.num_states
+        # Coprime with the states, so that every state has one successor and one predecessor.
+        multiplier = next(a for a in range(5, 5 + 2 * self.num_states) if gcd(a, self.num_states) == 1)
+        # The rule applied k times is scale[k] * state + shift[k]: a sample needs no loop over its tokens.
+        scale, shift = [1], [0]
+        for _ in range(seq_len):
+            scale.append(scale[-1] * multiplier % self.num_states)
+            shift.append((shift[-1] * multiplier + 3) % self.num_states)
+        self.scale, self.shift = np.array(scale), np.array(shift)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def batch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        import torch
+
+        place = np.arange(self.seq_len + 1)
+        key = _mix(np.array([self.seed], dtype=np.uint64) + GOLDEN)
+        sample = _mix(key + np.asarray(indices).astype(np.uint64) + np.uint64(self.first))
+        bits = _mix(sample[:, None] + (place.astype(np.uint64) + np.uint64(1)) * GOLDEN)
+        drawn = (bits >> np.uint64(32)).astype(np.int64) % self.num_states
+        is_drawn = (bits & np.uint64(0xFFFFFFFF)).astype(np.int64) < int(NOISE * 2**32)
+        # Each token follows from the last draw at or before it; the first token counts as drawn.
+        last = np.maximum.accumulate(np.where(is_drawn, place, 0), axis=1)
+        steps = place - last
+        origin = np.take_along_axis(drawn, last, axis=1)
+        states = (self.scale[steps] * origin + self.shift[steps]) % self.num_states
+        windows = torch.from_numpy(states * self.stride)
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+class Synthetic:
+    """Sample i is a pure function of (seed, i); validation follows the same rule with other samples."""
+
+    def __init__(self, seq_len: int, vocab_size: int, num_samples: int = 10000, seed: int = 0) -> None:
+        for setting, value, least in (
+            ("model.seq_len", seq_len, 1),
+            ("model.vocab_size", vocab_size, 2),
+            ("data.num_samples", num_samples, 1),
+            ("data.seed", seed, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{setting}={value} must be at least {least}")
+        self.vocab_size = vocab_size
+        self._tokenizer = ByteTokenizer()
+        num_val = max(1, num_samples // 10)
+        self._datasets = {
+            "train": SyntheticDataset(seq_len, vocab_size, num_samples, seed, first=0),
+            "val": SyntheticDataset(seq_len, vocab_size, num_val, seed, first=num_samples),
+        }
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+    def dataset(self, split: str) -> SyntheticDataset:
+        """The samples of "train" or "val"."""
+        check_split(split)
+        return self._datasets[split]

@@ -1,0 +1,1 @@
+"""Plain modules that carry the plans only they can know."""

@@ -1,0 +1,40 @@
+"""Optimizers, made from named parameters, and the rule that scales the learning rate with the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import nn
+
+
+def adamw(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    lr: float,
+    betas: list[float],
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none",
+    base_batch_size: int = 256,
+    global_batch_size: int = 256,
+) -> torch.optim.AdamW:
+    """AdamW with decay on matrices only; one fused kernel over all parameters where there is a GPU.
+
+    Each group keeps its peak rate under "peak_lr"; the loop sets "lr" from it before every step.
+    """
+    trained = [(n, p) for n, p in named_parameters if p.requires_grad]
+    peak = scaled_lr(lr, lr_scaling, global_batch_size, base_batch_size)
+    groups = [
+        {"params": [p for _, p in trained if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for _, p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [g | {"peak_lr": peak} for g in groups if g["params"]]
+    fused = all(p.device.type == "cuda" for _, p in trained)
+    return torch.optim.AdamW(groups, lr=peak, betas=(betas[0], betas[1]), eps=eps, fused=fused)
+
+
+def scaled_lr(lr: float, rule: str, global_batch_size: int, base_batch_size: int) -> float:
+    """lr × (batch / base)^power: power 1 keeps the step per sample (Goyal et al., 2017), ½ the noise scale of Adam."""
+    power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[rule]
+    return lr * (global_batch_size / base_batch_size) ** power

@@ -1,0 +1,31 @@
+"""Learning-rate schedules: pure functions from the step to a share of the peak rate.
+
+`step` counts from 0; warm-up rises linearly and reaches 1 at step `warmup_steps`; the last step's share is
+`min_ratio`. Being pure, a schedule has no state to save.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+def constant(step: int, steps: int, warmup_steps: int = 0) -> float:
+    return _warmup(step, warmup_steps)
+
+
+def linear(step: int, steps: int, warmup_steps: int = 0, min_ratio: float = 0.0) -> float:
+    return _warmup(step, warmup_steps) * (1.0 - (1.0 - min_ratio) * _progress(step, steps, warmup_steps))
+
+
+def cosine(step: int, steps: int, warmup_steps: int = 0, min_ratio: float = 0.0) -> float:
+    half_wave = 0.5 * (1.0 + math.cos(math.pi * _progress(step, steps, warmup_steps)))
+    return _warmup(step, warmup_steps) * (min_ratio + (1.0 - min_ratio) * half_wave)
+
+
+def _warmup(step: int, warmup_steps: int) -> float:
+    return min(1.0, (step + 1) / (warmup_steps + 1))
+
+
+def _progress(step: int, steps: int, warmup_steps: int) -> float:
+    """0 until the warm-up ends, 1 at the last step."""
+    return min(1.0, max(0.0, (step - warmup_steps) / max(1, steps - 1 - warmup_steps)))

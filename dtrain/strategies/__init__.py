@@ -1,0 +1,1 @@
+"""One file per strategy: how the model is spread over the ranks."""

@@ -1,0 +1,251 @@
+"""The seam between the loop and a way to parallelise: one optimizer step over a data rank's whole batch.
+
+A strategy gets the whole batch of its data rank, never a micro-batch: a pipeline schedule and DeepSpeed's engine
+split it their own way. Most strategies override only `parallelize`, `wrap` and `no_sync`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from dtrain import mesh
+from dtrain.precision import Precision
+
+
+@dataclass
+class StepResult:
+    loss: float  # mean over the global batch
+    grad_norm: float  # over the whole model, before clipping
+    updated: bool  # False: loss or gradient was not finite, and weights and optimizer were left alone
+    overflow: bool = False  # not updated only because the fp16 loss scale was too large; it is smaller now
+
+
+class Strategy:
+    """One process per data rank and nothing spread: the base that every strategy's maths must equal."""
+
+    def __init__(self, pp: int = 1, dp: int = -1, tp: int = 1) -> None:
+        self.axes = {"pp": pp, "dp": dp, "tp": tp}
+
+    def resolve_mesh(self, world_size: int) -> mesh.MeshSizes:
+        return mesh.resolve(world_size, **self.axes)
+
+    def setup(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
+        *,
+        precision: Precision,
+        device: torch.device,
+        seed: int,
+        micro_batch_size: int,
+        max_grad_norm: float | None = None,
+        activation_checkpointing: str = "none",
+        activation_checkpointing_every: int = 2,
+        compile: bool = False,
+    ) -> None:
+        """Spread a model that was built on the meta device, give it its first weights, make its optimizer."""
+        self.precision, self.device, self.compile = precision, device, compile
+        self.micro_batch_size, self.max_grad_norm = micro_batch_size, max_grad_norm
+        self.sizes = self.resolve_mesh(dist.get_world_size())
+        self.mesh = mesh.device_mesh(self.sizes, device.type)
+        self.module = model  # the bare module: its parameter names are the canonical ones
+        checkpoint_layers(model, activation_checkpointing, activation_checkpointing_every)
+        self.parallelize(model)
+        model.to_empty(device=device)
+        init_weights(model, seed)
+        self.model = self.wrap(model)
+        self.optimizer = make_optimizer(self.module.named_parameters())
+
+    # ---- what most strategies override -----------------------------------------------------------------------
+
+    def parallelize(self, model: nn.Module) -> None:
+        """Cut the model, in place, while its weights have no memory yet."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Wrap the model once its weights are there. What comes back is what is called."""
+        if self.compile:
+            model.compile()
+        return model
+
+    def no_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Around one micro-batch: hold gradient communication back unless it is the last one."""
+        return contextlib.nullcontext()
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return self.precision.autocast(self.device.type)
+
+    # ---- a step ----------------------------------------------------------------------------------------------
+
+    @property
+    def data_rank(self) -> int:
+        return self.mesh["dp"].get_local_rank()
+
+    def set_lr(self, share: float) -> float:
+        """Set every group's rate to its share of the peak; give the first one for the log."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * share
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def train_step(self, inputs: Tensor, targets: Tensor) -> StepResult:
+        self.model.train()
+        loss = self.forward_backward(inputs, targets)
+        return self.update(loss)
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Accumulate gradients over the micro-batches; give the mean loss of this data rank."""
+        micro_batches = list(zip(inputs.split(self.micro_batch_size), targets.split(self.micro_batch_size), strict=True))
+        total = torch.zeros((), device=self.device)
+        for i, (x, y) in enumerate(micro_batches):
+            with self.no_sync(last=i == len(micro_batches) - 1):
+                with self.autocast():
+                    loss = self.model(x, y) / len(micro_batches)
+                (loss * self.precision.scale).backward()
+            total += loss.detach()
+        return total
+
+    def update(self, loss: Tensor) -> StepResult:
+        """Unscale, clip, and step, unless something is not finite. All ranks see the same numbers and do the same."""
+        loss = self.mean_over_data_ranks(loss)
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        if self.precision.scaled:
+            torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], 1.0 / self.precision.scale)
+        norm = clip_grad_norm(parameters, self.max_grad_norm)
+        loss_value, norm_value = torch.stack([loss.float(), norm.float()]).tolist()  # the one host sync of a step
+        finite = all(abs(v) < float("inf") for v in (loss_value, norm_value))  # NaN compares false
+        if finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        overflow = self.precision.update(finite)
+        return StepResult(loss_value, norm_value, updated=finite, overflow=overflow)
+
+    @torch.no_grad()
+    def eval_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss over the global batch, without gradients."""
+        self.model.eval()
+        losses = []
+        for x, y in zip(inputs.split(self.micro_batch_size), targets.split(self.micro_batch_size), strict=True):
+            with self.autocast():
+                losses.append(self.model(x, y).float())
+        return self.mean_over_data_ranks(torch.stack(losses).mean())
+
+    def mean_over_data_ranks(self, value: Tensor) -> Tensor:
+        if self.sizes.dp > 1:
+            dist.all_reduce(value, group=self.mesh["dp"].get_group())  # gloo has no AVG
+            value = value / self.sizes.dp
+        return value
+
+    # ---- state: canonical names, whatever the layout ---------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Every tensor to save, under its canonical name: `model.NAME`, and `optim.NAME.KEY` of the optimizer.
+
+        The tensors are the live ones, whole or DTensor shards: a load fills them in place.
+        """
+        init_optimizer_state(self.optimizer)
+        state: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in self.module.named_parameters()}
+        state |= {f"model.{name}": b for name, b in self.module.named_buffers()}
+        for name, p in self.module.named_parameters():
+            for key, value in self.optimizer.state.get(p, {}).items():
+                if isinstance(value, Tensor) and value.shape == p.shape:
+                    state[f"optim.{name}.{key}"] = value
+        return state
+
+    def extra_state(self) -> dict[str, Any]:
+        """The state that is no tensor of a weight's shape: update counts, the loss scale."""
+        scalars: dict[str, float] = {}
+        for p, state in self.optimizer.state.items():
+            scalars |= {k: float(v) for k, v in state.items() if not (isinstance(v, Tensor) and v.shape == p.shape)}
+        return {"optimizer": scalars, "precision": self.precision.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Tensor], extra: dict[str, Any]) -> None:
+        """After a load has filled the tensors of `state_dict()`: take over the rest."""
+        for slots in self.optimizer.state.values():
+            for key, value in extra["optimizer"].items():
+                if isinstance(slots.get(key), Tensor):
+                    slots[key].fill_(value)
+                elif key in slots:
+                    slots[key] = value
+        self.precision.load_state_dict(extra["precision"])
+
+
+# ---- functions that strategies share -------------------------------------------------------------------------
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, seed: int) -> None:
+    """Give every weight the value that (seed, name) says: the same under every strategy and world size.
+
+    A weight is drawn whole, one at a time, and each rank keeps its shard; so no rank ever holds the whole model.
+    """
+    for name, parameter in model.named_parameters():
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:7]))
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        model.init_weights(name, whole, generator)  # type: ignore[operator]
+        if isinstance(parameter, DTensor):
+            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        local(parameter).copy_(local(whole))
+
+
+def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer's lazy state exist, by one step that changes nothing: zero gradients, zero rate."""
+    if optimizer.state:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for state in optimizer.state.values():  # that step does not count
+        for value in state.values():
+            if isinstance(value, Tensor):
+                value.zero_()
+
+
+def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
+    """Clip by one norm over all gradients, and give that norm.
+
+    torch's own function refuses gradients on different meshes; so squares are summed per mesh first.
+    """
+    by_mesh: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for p in parameters:
+        by_mesh[getattr(p.grad, "device_mesh", None)].append(p)
+    norms = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in by_mesh.values()]
+    norms = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    if max_norm is not None:
+        for group in by_mesh.values():
+            nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    return norm
+
+
+def checkpoint_layers(model: nn.Module, mode: str, every: int) -> None:
+    """Recompute a layer's activations in the backward pass instead of keeping them: all layers, or every k-th.
+
+    The layer's own forward is replaced, not the layer wrapped, so that parameter names stay canonical.
+    """
+    if mode == "none":
+        return
+    for i, unit in enumerate(model.fsdp_units()):  # type: ignore[operator]
+        if mode == "full" or i % every == 0:
+            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)

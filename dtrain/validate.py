@@ -1,0 +1,290 @@
+"""Every rule that a configuration must keep, checked before anything is started and without importing torch.
+
+A constructor's signature is the schema of its section: it is read from the source with `ast`, so that a typo in a
+yaml or on the command line is found at once, with no second description of the settings to keep in step.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from dtrain import mesh
+from dtrain.config import CONF, SECRET, allowed, bad, flatten, world_size
+
+CHOICES = {
+    "activation_checkpointing": ("none", "full", "selective"),
+    "train.nonfinite": ("stop", "skip"),
+}
+AT_LEAST = {
+    "train.steps": 1, "train.global_batch_size": 1, "train.micro_batch_size": 1, "train.log_every": 1,
+    "train.eval_every": 0, "train.eval_batches": 0, "train.stop_after": 1, "train.seed": 0,
+    "checkpoint.every": 0, "checkpoint.keep": 1, "activation_checkpointing_every": 1,
+    "model.num_layers": 1, "model.dim": 1, "model.num_heads": 1, "model.num_kv_heads": 1, "model.vocab_size": 1,
+    "model.vocab_multiple": 1, "model.seq_len": 1, "model.dropout": 0, "data.seq_len": 1, "data.num_samples": 1,
+    "optim.weight_decay": 0, "optim.base_batch_size": 1, "schedule.warmup_steps": 0, "schedule.min_ratio": 0,
+    "cluster.nodes": 1, "cluster.processes": 1, "cluster.max_restarts": 0, "cluster.grace_s": 0,
+    "precision.init_scale": 1, "precision.growth_interval": 1, "strategy.bucket_mb": 1,
+}  # fmt: skip
+MORE_THAN = {"optim.lr": 0, "optim.eps": 0, "train.max_grad_norm": 0, "data.val_fraction": 0}
+LESS_THAN = {"model.dropout": 1, "data.val_fraction": 1}
+AT_MOST = {"schedule.min_ratio": 1}
+NULLABLE = {"train.micro_batch_size": int, "train.max_grad_norm": float, "train.stop_after": int, "resume": str}
+
+# What a resumed run may change freely: how it is run, never what is computed.
+FREE_ON_RESUME = (
+    "strategy", "cluster", "logger", "choices", "checkpoint", "compile", "activation_checkpointing",
+    "activation_checkpointing_every", "train.micro_batch_size", "train.log_every", "train.eval_every",
+    "train.stop_after", "train.nonfinite", "resume", "resume_allow", "run_dir", "name", "trust", "dry_run",
+)  # fmt: skip
+
+
+def validate(config: dict[str, Any]) -> mesh.MeshSizes:
+    """Raise a ValueError for the first broken rule; give the mesh that the configuration means."""
+    check_keys_and_types(config)
+    check_ranges(flatten(config))
+    sizes = mesh.resolve(world_size(config), **{k: config["strategy"].get(k, d) for k, d in
+                                                (("pp", 1), ("dp", -1), ("tp", 1))})  # fmt: skip
+    check_model(config["model"], sizes)
+    batch_sizes(config, sizes)
+    check_data(config)
+    return sizes
+
+
+# ---- keys and types ------------------------------------------------------------------------------------------
+
+
+def check_keys_and_types(config: dict[str, Any]) -> None:
+    base = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"))
+    assert isinstance(base, dict)
+    groups = [next(iter(entry)) for entry in base.pop("defaults") if isinstance(entry, dict)]
+    base.pop("hydra")
+    known = [g for g in groups if "/" not in g and " " not in g and g != "recipe"]
+    for key, value in config.items():
+        if key in known:
+            check_section(key, value, config["trust"])
+        elif key in base:
+            check_plain(key, value, base[key])
+        elif key != "choices":  # which option of each group was chosen: written by the launcher
+            raise unknown(key, [*base, *known])
+
+
+def check_plain(key: str, value: Any, default: Any) -> None:
+    """A setting of config.yaml: its default there says which keys and which type it may have."""
+    if isinstance(default, dict):
+        if not isinstance(value, dict):
+            raise bad(key, value, f"is a section with the settings {', '.join(default)}", f"{key}.{next(iter(default))}=…")
+        for name, item in value.items():
+            if name not in default:
+                raise unknown(f"{key}.{name}", [f"{key}.{n}" for n in default])
+            check_plain(f"{key}.{name}", item, default[name])
+        return
+    if key in NULLABLE:
+        annotation = f"{NULLABLE[key].__name__} | None"
+    elif isinstance(default, list):
+        annotation = "list[str]"
+    else:
+        annotation = type(default).__name__
+    check_type(key, value, annotation, default)
+
+
+def check_section(group: str, section: Any, trust: Iterable[str]) -> None:
+    """A group: the signature of its `_target_` says which keys and types it may have."""
+    if not isinstance(section, dict) or "_target_" not in section:
+        raise bad(group, section, "must name what to build in `_target_`", f"choose an option of conf/{group}/")
+    target = str(section["_target_"])
+    if not allowed(target, trust):
+        raise bad(f"{group}._target_", target, "only dtrain's own code and the modules you trust may be called",
+                  f"trust=[{target.partition('.')[0]}] if that module is yours")
+    parameters = signature(target, f"{group}._target_")
+    if parameters is None:
+        return  # **kwargs or built at run time: the constructor itself will judge
+    for name, value in section.items():
+        if name in ("_target_", "_partial_"):
+            continue
+        if name not in parameters:
+            raise unknown(f"{group}.{name}", [f"{group}.{p}" for p in parameters])
+        check_type(f"{group}.{name}", value, *parameters[name])
+    missing = [p for p, (_, default) in parameters.items() if default is REQUIRED and p not in section]
+    if missing and not section.get("_partial_"):
+        raise bad(f"{group}.{missing[0]}", "", f"{target} needs it", f"{group}.{missing[0]}=…")
+
+
+REQUIRED = object()
+
+
+def signature(target: str, key: str) -> dict[str, tuple[str, Any]] | None:
+    """Parameter name → (annotation, default) of a class or function, read without importing its module."""
+    module_name, _, attribute = target.rpartition(".")
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or not spec.origin:
+        raise bad(key, target, f"there is no module {module_name}", "check the spelling, or PYTHONPATH")
+    if not spec.origin.endswith(".py"):
+        return None
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    found = [n for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name == attribute]
+    if not found:
+        defined = [n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))]
+        imported = [a for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
+        if any((a.asname or a.name) == attribute for a in imported):
+            return None
+        raise bad(key, target, f"{module_name} has no {attribute}", f"it has {', '.join(defined)}")
+    function: Any = found[-1]
+    if isinstance(function, ast.ClassDef):
+        function = next((n for n in function.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+    if function is None or function.args.kwarg or function.args.vararg:
+        return None
+    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    positional = len(function.args.posonlyargs) + len(function.args.args)
+    defaults = [REQUIRED] * (positional - len(function.args.defaults)) + [*function.args.defaults, *function.args.kw_defaults]
+    return {
+        a.arg: (ast.unparse(a.annotation) if a.annotation else "", REQUIRED if d in (REQUIRED, None) else ast.unparse(d))
+        for a, d in zip(arguments, defaults, strict=True)
+        if a.arg != "self"
+    }
+
+
+def check_type(key: str, value: Any, annotation: str, default: Any) -> None:
+    if not annotation or fits(value, ast.parse(annotation, mode="eval").body):
+        return
+    words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "None": "null"}
+    kind = re.sub(r"\w+", lambda m: words.get(m[0], m[0]), annotation).replace(" | ", " or ")
+    kind = re.sub(r"Literal\[(.*)\]", lambda m: "one of " + m[1].replace("'", ""), kind)
+    numbers = {"int": "1", "float": "0.001"}
+    example = numbers.get(annotation, "…") if default is REQUIRED else "null" if default is None else str(default).strip("'")
+    options = re.findall(r"'([^']*)'", annotation) if "Literal" in annotation else []
+    near = difflib.get_close_matches(str(value), options, 1)
+    raise bad(key, value, f"must be {kind}", f"{key}={near[0] if near else example}")
+
+
+def fits(value: Any, node: ast.expr) -> bool:
+    """Does a yaml value fit an annotation? What we cannot judge fits."""
+    if isinstance(node, ast.BinOp):  # int | None
+        return fits(value, node.left) or fits(value, node.right)
+    if isinstance(node, ast.Constant):
+        return value is None if node.value is None else True
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+        if node.value.id == "Literal":
+            return value in ast.literal_eval(node.slice if isinstance(node.slice, ast.Tuple) else ast.Tuple([node.slice]))
+        if node.value.id in ("list", "tuple", "Sequence"):
+            inner = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
+            return isinstance(value, (list, tuple)) and all(fits(v, inner) for v in value)
+        return True
+    if not isinstance(node, ast.Name):
+        return True
+    if isinstance(value, bool):
+        return node.id not in ("int", "float", "str", "list")
+    types: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool, "str": str, "list": list}
+    return isinstance(value, types[node.id]) if node.id in types else True
+
+
+def unknown(key: str, known: Iterable[str]) -> ValueError:
+    known = sorted(known)
+    near = difflib.get_close_matches(key, known, 3, 0.5)
+    leaf = key.rpartition(".")[2]
+    near += [k for k in known if k.rpartition(".")[2] == leaf and k not in near]
+    if near:
+        return ValueError(f"{key}: there is no such setting\n  fix: did you mean {' or '.join(near)}?")
+    section = key.rpartition(".")[0]
+    siblings = [k for k in known if k.rpartition(".")[0] == section] or known
+    return ValueError(f"{key}: there is no such setting\n  fix: use one of {', '.join(siblings)}")
+
+
+# ---- values --------------------------------------------------------------------------------------------------
+
+
+def check_ranges(flat: dict[str, Any]) -> None:
+    for key, value in flat.items():
+        if value == "???":
+            raise bad(key, "", "has no value, and needs one", f"{key}=…")
+        if SECRET.search(key) and value:
+            raise bad(key, "…", "looks like a secret, and a configuration is written to disk in several places",
+                      "give it in an environment variable")
+        if key in CHOICES and value not in CHOICES[key]:
+            near = difflib.get_close_matches(str(value), CHOICES[key], 1) or CHOICES[key][:1]
+            raise bad(key, value, f"must be one of {', '.join(CHOICES[key])}", f"{key}={near[0]}")
+        if value is None:
+            continue
+        if key in AT_LEAST and value < AT_LEAST[key]:
+            raise bad(key, value, f"must be at least {AT_LEAST[key]}", f"{key}={max(AT_LEAST[key], 1)}")
+        if key in AT_MOST and value > AT_MOST[key]:
+            raise bad(key, value, f"must be at most {AT_MOST[key]}", f"{key}={AT_MOST[key]}")
+        if key in MORE_THAN and not value > MORE_THAN[key]:
+            raise bad(key, value, f"must be more than {MORE_THAN[key]}", "give a positive number")
+        if key in LESS_THAN and not value < LESS_THAN[key]:
+            raise bad(key, value, f"must be less than {LESS_THAN[key]}", f"{key}=0.1")
+
+
+def check_model(model: dict[str, Any], sizes: mesh.MeshSizes) -> None:
+    """The arithmetic between a model's sizes and the mesh. A model without these settings has no such rule."""
+    dim, heads, layers = model.get("dim"), model.get("num_heads"), model.get("num_layers")
+    if dim and heads and dim % heads:
+        raise bad("model.dim", dim, f"must be a multiple of model.num_heads={heads}", f"model.dim={-(-dim // heads) * heads}")
+    if heads and heads % sizes.tp:
+        raise bad("strategy.tp", sizes.tp, f"must divide model.num_heads={heads}", "strategy.tp=1")
+    if layers and layers < sizes.pp:
+        raise bad("strategy.pp", sizes.pp, f"there are only model.num_layers={layers} layers", f"strategy.pp={layers}")
+
+
+def batch_sizes(config: dict[str, Any], sizes: mesh.MeshSizes) -> tuple[int, int, int]:
+    """(samples a data rank and step, samples a forward pass, forward passes): global = micro × accumulation × dp."""
+    total, asked = config["train"]["global_batch_size"], config["train"]["micro_batch_size"]
+    if total % sizes.dp:
+        down = total // sizes.dp * sizes.dp
+        raise bad("train.global_batch_size", total, f"must be a multiple of the {sizes.dp} data-parallel ranks",
+                  f"train.global_batch_size={down or sizes.dp}" + (f" or {down + sizes.dp}" if down else ""))
+    per_rank = total // sizes.dp
+    micro = min(asked or per_rank, per_rank)
+    if per_rank % micro:
+        divisors = [d for d in range(1, micro) if per_rank % d == 0]
+        raise bad("train.micro_batch_size", asked,
+                  f"must divide the {per_rank} samples of a data rank (train.global_batch_size={total} / {sizes.dp} ranks)",
+                  f"train.micro_batch_size={divisors[-1]}")
+    return per_rank, micro, per_rank // micro
+
+
+def check_data(config: dict[str, Any]) -> None:
+    model, data = config["model"], config["data"]
+    if data.get("seq_len") and model.get("seq_len") and data["seq_len"] > model["seq_len"]:
+        raise bad("data.seq_len", data["seq_len"], f"the model takes at most model.seq_len={model['seq_len']} tokens",
+                  f"data.seq_len={model['seq_len']}")
+    vocab_size = data.get("vocab_size")
+    module = importlib.import_module(data["_target_"].rpartition(".")[0]) if "path" in data else None
+    if module is not None and hasattr(module, "check"):  # e.g. does the path exist, can it be read, is it whole
+        vocab_size = module.check(**{k: v for k, v in data.items() if not k.startswith("_")})
+    if vocab_size and model.get("vocab_size") and vocab_size > model["vocab_size"]:
+        raise bad("model.vocab_size", model["vocab_size"], f"the data has {vocab_size} different tokens",
+                  f"model.vocab_size={vocab_size}, or a model with a larger vocabulary")
+
+
+# ---- resume --------------------------------------------------------------------------------------------------
+
+
+def check_resume(old: dict[str, Any], new: dict[str, Any], allow: Iterable[str], run_dir: Path) -> None:
+    """Refuse a resume that would silently compute something else; name what changed and how to allow it."""
+    before, after = flatten(old), flatten(new)
+    allow = list(allow)
+    free = (*FREE_ON_RESUME, *allow)
+    changed = [
+        key for key in sorted({*before, *after})
+        if before.get(key) != after.get(key) and not any(key == f or key.startswith(f + ".") for f in free)
+    ]  # fmt: skip
+    if changed:
+        diff = "\n".join(f"    {k}: {before.get(k)} → {after.get(k)}" for k in changed)
+        names = ",".join([*allow, *changed])
+        raise ValueError(
+            f"resume={os.path.relpath(run_dir)}: these settings differ from the run's own, and would change what it computes\n{diff}\n"
+            f"  fix: leave them as they were, or allow them by name: 'resume_allow=[{names}]'"
+        )

@@ -1,0 +1,88 @@
+"""What surrounds the loop in each rank: log file, process group, stop requests, and the report when it fails."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtrain.contract import STOP_FILE, STOP_SIGNALS, write_json
+
+log = logging.getLogger("dtrain")
+
+
+def redirect_output(run_dir: Path, rank: int) -> None:
+    """Send this rank's stdout and stderr, also of C++ code, to logs/rank-N.log."""
+    (run_dir / "logs").mkdir(exist_ok=True)
+    descriptor = os.open(run_dir / "logs" / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s", force=True)
+
+
+def join_process_group() -> torch.device:
+    """Join the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; give this rank's device.
+
+    CPU tensors travel over gloo, CUDA tensors over NCCL, in one group. NCCL refuses two ranks on one GPU; there gloo
+    carries both.
+    """
+    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus == 0:
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % num_gpus)
+    torch.cuda.set_device(device)
+    if local_size > num_gpus:
+        log.warning("%d ranks share %d GPUs: NCCL refuses that, so gloo is used, which is slow", local_size, num_gpus)
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    return device
+
+
+def seed_everything(seed: int, step: int, data_rank: int) -> None:
+    """Every random draw of a step depends on (seed, step, data rank) and on nothing that came before."""
+    torch.manual_seed(int(np.random.SeedSequence([seed, step, data_rank]).generate_state(1, np.uint64)[0]))
+
+
+class StopRequest:
+    """Signals and the stop file only set a flag; the ranks vote at each step, so that all stop after the same one."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.file = run_dir / STOP_FILE
+        self.requested = False
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.requested = True
+
+    def start_vote(self) -> tuple[Tensor, dist.Work | None]:
+        """Begin the vote; it travels while the step computes."""
+        vote = torch.tensor([float(self.requested or self.file.exists())])
+        return vote, dist.all_reduce(vote, async_op=True)
+
+    def read_vote(self, vote: tuple[Tensor, dist.Work | None]) -> bool:
+        if vote[1] is not None:
+            vote[1].wait()
+        return bool(vote[0].item())
+
+
+def report_failure(run_dir: Path, rank: int, error: BaseException, exit_code: int) -> None:
+    """Leave a note that the launcher reads: of all ranks' notes the earliest is the cause."""
+    log.error("rank %d failed", rank, exc_info=error)
+    note = {
+        "time": time.time(), "rank": rank, "type": type(error).__name__, "message": str(error), "exit_code": exit_code,
+        "log": f"logs/rank-{rank}.log", "traceback": "".join(traceback.format_exception(error)),
+    }  # fmt: skip
+    write_json(run_dir / "logs" / f"failure-{rank}.json", note)
