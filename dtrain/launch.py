@@ -189,6 +189,9 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     assert isinstance(choices, dict)
     config["choices"] = {g: choices.get(g) for g in (*GROUPS, "recipe")}
     config["run_dir"] = str(Path(config["run_dir"]).absolute())
+    for key in ("path", "tokenizer"):  # absolute, so that a resume finds them from any folder
+        if isinstance(config["data"].get(key), str) and config["data"][key] != "???":
+            config["data"][key] = str(Path(config["data"][key]).expanduser().absolute())
     validate(config)
     run_dir = Path(config["run_dir"])
     if config["resume"]:

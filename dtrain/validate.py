@@ -10,6 +10,7 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -69,6 +70,8 @@ def check_keys_and_types(config: dict[str, Any]) -> None:
     groups = [next(iter(entry)) for entry in base.pop("defaults") if isinstance(entry, dict)]
     base.pop("hydra")
     known = [g for g in groups if "/" not in g and " " not in g and g != "recipe"]
+    check_present("", config, [*base, *known])
+    check_plain("trust", config["trust"], base["trust"])  # first: the sections depend on it
     for key, value in config.items():
         if key in known:
             check_section(key, value, config["trust"])
@@ -78,17 +81,26 @@ def check_keys_and_types(config: dict[str, Any]) -> None:
             raise unknown(key, [*base, *known])
 
 
+def check_present(prefix: str, section: dict[str, Any], names: Iterable[str]) -> None:
+    missing = [prefix + name for name in names if name not in section]
+    if missing:
+        raise ValueError(f"{missing[0]}: was taken out, and a run needs it\n  fix: leave out ~{missing[0]}")
+
+
 def check_plain(key: str, value: Any, default: Any) -> None:
     """A setting of config.yaml: its default there says which keys and which type it may have."""
     if isinstance(default, dict):
         if not isinstance(value, dict):
             raise bad(key, value, f"is a section with the settings {', '.join(default)}", f"{key}.{next(iter(default))}=…")
+        check_present(f"{key}.", value, default)
         for name, item in value.items():
             if name not in default:
                 raise unknown(f"{key}.{name}", [f"{key}.{n}" for n in default])
             check_plain(f"{key}.{name}", item, default[name])
         return
-    if key in NULLABLE:
+    if key in CHOICES:
+        annotation = f"Literal[{', '.join(map(repr, CHOICES[key]))}]"
+    elif key in NULLABLE:
         annotation = f"{NULLABLE[key].__name__} | None"
     elif isinstance(default, list):
         annotation = "list[str]"
@@ -99,13 +111,10 @@ def check_plain(key: str, value: Any, default: Any) -> None:
 
 def check_section(group: str, section: Any, trust: Iterable[str]) -> None:
     """A group: the signature of its `_target_` says which keys and types it may have."""
-    if not isinstance(section, dict) or "_target_" not in section:
+    if not isinstance(section, dict) or not isinstance(section.get("_target_"), str) or not section["_target_"]:
         raise bad(group, section, "must name what to build in `_target_`", f"choose an option of conf/{group}/")
-    target = str(section["_target_"])
-    if not allowed(target, trust):
-        raise bad(f"{group}._target_", target, "only dtrain's own code and the modules you trust may be called",
-                  f"trust=[{target.partition('.')[0]}] if that module is yours")
-    parameters = signature(target, f"{group}._target_")
+    target = section["_target_"]
+    parameters = signature(target, f"{group}._target_", trust)
     if parameters is None:
         return  # **kwargs or built at run time: the constructor itself will judge
     for name, value in section.items():
@@ -122,9 +131,14 @@ def check_section(group: str, section: Any, trust: Iterable[str]) -> None:
 REQUIRED = object()
 
 
-def signature(target: str, key: str) -> dict[str, tuple[str, Any]] | None:
+def signature(target: str, key: str, trust: Iterable[str] = ()) -> dict[str, tuple[str, Any]] | None:
     """Parameter name → (annotation, default) of a class or function, read without importing its module."""
+    if not allowed(target, trust):
+        raise bad(key, target, "only dtrain's own code and the modules you trust may be called",
+                  f"trust=[{target.partition('.')[0]}] if that module is yours")
     module_name, _, attribute = target.rpartition(".")
+    if not module_name:
+        raise bad(key, target, "is a module, and not something in it that can be built", f"{key}={target}.NAME")
     try:
         spec = importlib.util.find_spec(module_name)
     except (ImportError, ValueError):
@@ -137,18 +151,23 @@ def signature(target: str, key: str) -> dict[str, tuple[str, Any]] | None:
     found = [n for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name == attribute]
     if not found:
         defined = [n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))]
-        imported = [a for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
-        if any((a.asname or a.name) == attribute for a in imported):
-            return None
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom) and not node.level:  # a name that the module took from another one
+                for a in node.names:
+                    if (a.asname or a.name) == attribute:
+                        return signature(f"{node.module}.{a.name}", key, trust)
         raise bad(key, target, f"{module_name} has no {attribute}", f"it has {', '.join(defined)}")
     function: Any = found[-1]
     if isinstance(function, ast.ClassDef):
+        plain = not function.bases and not function.decorator_list
         function = next((n for n in function.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+        if function is None and plain:
+            return {}
     if function is None or function.args.kwarg or function.args.vararg:
         return None
     arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
     positional = len(function.args.posonlyargs) + len(function.args.args)
-    defaults = [REQUIRED] * (positional - len(function.args.defaults)) + [*function.args.defaults, *function.args.kw_defaults]
+    defaults: list[Any] = [REQUIRED] * (positional - len(function.args.defaults)) + [*function.args.defaults, *function.args.kw_defaults]
     return {
         a.arg: (ast.unparse(a.annotation) if a.annotation else "", REQUIRED if d in (REQUIRED, None) else ast.unparse(d))
         for a, d in zip(arguments, defaults, strict=True)
@@ -162,11 +181,28 @@ def check_type(key: str, value: Any, annotation: str, default: Any) -> None:
     words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "None": "null"}
     kind = re.sub(r"\w+", lambda m: words.get(m[0], m[0]), annotation).replace(" | ", " or ")
     kind = re.sub(r"Literal\[(.*)\]", lambda m: "one of " + m[1].replace("'", ""), kind)
-    numbers = {"int": "1", "float": "0.001"}
-    example = numbers.get(annotation, "…") if default is REQUIRED else "null" if default is None else str(default).strip("'")
-    options = re.findall(r"'([^']*)'", annotation) if "Literal" in annotation else []
-    near = difflib.get_close_matches(str(value), options, 1)
-    raise bad(key, value, f"must be {kind}", f"{key}={near[0] if near else example}")
+    kind = re.sub(r"list\[(.*)\]", r"a list, each item \1", kind)
+    raise bad(key, value, f"must be {kind}", example(key, value, annotation, default))
+
+
+def example(key: str, value: Any, annotation: str, default: Any) -> str:
+    """An override of the right type: what was probably meant, or else the default."""
+    names = re.findall(r"\w+", annotation)
+    if "Literal" in names:
+        near = difflib.get_close_matches(str(value), names, 1)
+        if near:
+            return f"{key}={near[0]}"
+    elif names[0] == "list":
+        if isinstance(value, (str, int, float)):
+            return f"'{key}=[{value}]'"
+    elif "int" in names and re.fullmatch(r"-?\d+(\.0*)?", str(value)):  # 1e3, 5.0 or "5"
+        return f"{key}={int(float(value))}"
+    elif "str" in names and isinstance(value, (bool, int, float)):
+        return f"'{key}=\"{value}\"'"
+    if default is REQUIRED or "${" in str(default):
+        return f"{key}={ {'int': '1', 'float': '0.001'}.get(annotation, '…')}"
+    text = str(default).strip("'")
+    return f"{key}={ {'None': 'null', 'True': 'true', 'False': 'false'}.get(text, text)}"
 
 
 def fits(value: Any, node: ast.expr) -> bool:
@@ -192,9 +228,9 @@ def fits(value: Any, node: ast.expr) -> bool:
 
 def unknown(key: str, known: Iterable[str]) -> ValueError:
     known = sorted(known)
-    near = difflib.get_close_matches(key, known, 3, 0.5)
     leaf = key.rpartition(".")[2]
-    near += [k for k in known if k.rpartition(".")[2] == leaf and k not in near]
+    near = [k for k in known if k.rpartition(".")[2] == leaf]  # lr is meant as optim.lr, not as logger
+    near += [k for k in difflib.get_close_matches(key, known, 3, 0.5) if k not in near]
     if near:
         return ValueError(f"{key}: there is no such setting\n  fix: did you mean {' or '.join(near)}?")
     section = key.rpartition(".")[0]
@@ -212,13 +248,17 @@ def check_ranges(flat: dict[str, Any]) -> None:
         if SECRET.search(key) and value:
             raise bad(key, "…", "looks like a secret, and a configuration is written to disk in several places",
                       "give it in an environment variable")
-        if key in CHOICES and value not in CHOICES[key]:
-            near = difflib.get_close_matches(str(value), CHOICES[key], 1) or CHOICES[key][:1]
-            raise bad(key, value, f"must be one of {', '.join(CHOICES[key])}", f"{key}={near[0]}")
-        if value is None:
+        if key == "optim.betas" and not (len(value) == 2 and all(0 <= beta < 1 for beta in value)):
+            raise bad(key, value, "must be two numbers, each at least 0 and less than 1", f"'{key}=[0.9,0.95]'")
+        if key == "name" and not re.fullmatch(r"[^/\\\s]+", value):
+            fix = re.sub(r"[/\\\s]+", "-", value).strip("-.") or "my-run"
+            raise bad(key, value, "is a part of the run folder's name: no slash, no space, not empty", f"{key}={fix}")
+        if not isinstance(value, (int, float)):
             continue
+        if not math.isfinite(value):
+            raise bad(key, value, "must be a finite number", f"{key}=…")
         if key in AT_LEAST and value < AT_LEAST[key]:
-            raise bad(key, value, f"must be at least {AT_LEAST[key]}", f"{key}={max(AT_LEAST[key], 1)}")
+            raise bad(key, value, f"must be at least {AT_LEAST[key]}", f"{key}={AT_LEAST[key]}")
         if key in AT_MOST and value > AT_MOST[key]:
             raise bad(key, value, f"must be at most {AT_MOST[key]}", f"{key}={AT_MOST[key]}")
         if key in MORE_THAN and not value > MORE_THAN[key]:
@@ -276,6 +316,9 @@ def check_resume(old: dict[str, Any], new: dict[str, Any], allow: Iterable[str],
     """Refuse a resume that would silently compute something else; name what changed and how to allow it."""
     before, after = flatten(old), flatten(new)
     allow = list(allow)
+    for name in allow:
+        if not any(key == name or key.startswith(name + ".") for key in (*before, *after)):
+            raise ValueError(str(unknown(name, {*before, *after})).replace(name, f"resume_allow=[{name}]", 1))
     free = (*FREE_ON_RESUME, *allow)
     changed = [
         key for key in sorted({*before, *after})

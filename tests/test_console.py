@@ -409,6 +409,24 @@ def test_restart_while_watching(tmp_path: Path) -> None:
     assert [line[:14] for line in shown if line.startswith("step ")] == ["step  101/1000"]
 
 
+def test_metrics_cut_back_before_the_summary_says_so(tmp_path: Path) -> None:
+    write(tmp_path, "summary.json", RUNNING)
+    out = plain()
+    with Monitor(tmp_path, out) as monitor:
+        append(tmp_path, *(metric(step) for step in range(1, 151)))
+        monitor.poll()
+        before = len(lines(out))
+        kept = [*(metric(step) for step in range(1, 101)), '{"step": 100, "val_loss": 3.0}\n']
+        (tmp_path / "metrics.jsonl").write_text("".join(kept))
+        monitor.poll()
+        assert [line[:14] for line in lines(out)[before:]] == ["step  100/1000"]  # not all hundred again
+        append(tmp_path, metric(101))
+        monitor.poll()
+        (tmp_path / "metrics.jsonl").write_text("")
+        monitor.poll()
+    assert len(lines(out)) == before + 1  # step 101 is undone, so it is not the last word
+
+
 def test_the_header_is_not_repeated(tmp_path: Path) -> None:
     out = plain()
     with Monitor(tmp_path, out) as monitor:

@@ -363,12 +363,12 @@ def test_compare() -> None:
         "outputs/d/a",
         status="done",
         train_loss=1.0,
-        config="run_dir: /a\ntrain: {steps: 10, seed: 0}\noptim: {lr: 0.1, betas: [0.9, 0.95]}\nx: {}\n",
+        config="run_dir: /a\ntrain: {steps: 9, seed: 0}\noptim: {lr: 0.1, betas: [0.9, 0.95]}\nx: {}\ny: 1\n",
     )
     b = make(
         "outputs/d/b",
         status="failed",
-        config="run_dir: /b\ntrain: {steps: 10, seed: false}\noptim: {lr: 0.1, betas: [0.9, 0.9]}\n",
+        config="run_dir: /b\ntrain: {steps: 9, seed: false}\noptim: {lr: 0.1, betas: [0.9, 0.9]}\ny: '1'\n",
     )
     c = make("outputs/e/c", status="done", config="a: [")
     data = compare([a, b, c])
@@ -377,6 +377,7 @@ def test_compare() -> None:
         "train.seed": [0, False, None],
         "optim.betas": [[0.9, 0.95], [0.9, 0.9], None],
         "x": [{}, None, None],
+        "y": [1, "1", None],
     }
     assert data["results"] == {"status": ["done", "failed", "done"], "train_loss": [1.0, None, None]}
     assert data["unreadable"] == [str(c)]
@@ -388,6 +389,7 @@ def test_compare() -> None:
         ["train.seed", "0", "false", "-"],
         ["optim.betas", "[0.9,", "0.95]", "[0.9,", "0.9]", "-"],
         ["x", "{}", "-", "-"],
+        ["y", "1", "1", "-"],
         ["results:"],
         ["status", "done", "failed", "done"],
         ["train", "loss", "1.0000", "-", "-"],

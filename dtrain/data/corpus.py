@@ -97,7 +97,7 @@ def read_pieces(path: Path) -> Iterator[Piece]:
                     starts, rest = False, rest[cut:]
     except OSError as error:
         raise ValueError(
-            f"document {str(path)!r} cannot be read ({error.strerror}); fix its permissions or remove it"
+            f"document {str(path)!r} cannot be read ({error.strerror})\n  fix: its permissions or remove it"
         ) from error
     if rest:
         yield Piece(path, rest, starts)

@@ -51,10 +51,10 @@ class Loader:
             nearest = max(1, round(global_batch_size / data_ranks)) * data_ranks
             raise ValueError(
                 f"train.global_batch_size={global_batch_size} must be a positive multiple of "
-                f"the {data_ranks} data-parallel ranks; try {nearest}"
+                f"the {data_ranks} data-parallel ranks\n  fix: try {nearest}"
             )
         if seed < 0:
-            raise ValueError(f"train.seed={seed} must not be negative; try {-seed}")
+            raise ValueError(f"train.seed={seed} must not be negative\n  fix: try {-seed}")
         assert 0 <= data_rank < data_ranks, (data_rank, data_ranks)
         assert len(dataset) > 0, "an empty dataset should have been refused where it was built"
         self.dataset = dataset

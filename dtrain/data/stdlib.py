@@ -12,6 +12,7 @@ from dtrain.data.text import Text
 SKIPPED = {
     *("site-packages", "dist-packages", "__pycache__"),
     *("test", "tests", "lib2to3", "idlelib", "turtledemo"),
+    "pydoc_data",  # one 757 kB file of prose: where it falls, it would be most of the validation split
 }
 
 
@@ -22,7 +23,7 @@ class Stdlib(Text):
         path = sysconfig.get_paths()["stdlib"]
         if not os.path.isfile(os.path.join(path, "os.py")):
             raise ValueError(
-                f"data=stdlib needs the standard library's .py files, and this Python has none in {path!r}; "
+                f"data=stdlib needs the standard library's .py files, and this Python has none in {path!r}\n  fix: "
                 "use data=text with a data.path"
             )
         super().__init__(path, seq_len, val_fraction=val_fraction, pattern="**/*.py")

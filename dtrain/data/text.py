@@ -33,7 +33,7 @@ class TokenDataset:
             fix = "raise data.val_fraction" if name == "val" else "add text"
             raise ValueError(
                 f"model.seq_len={seq_len} needs at least {seq_len + 1} tokens for one sample, but the {name} "
-                f"split has {len(tokens)}; {fix} or set model.seq_len to at most {max(1, len(tokens) - 1)}"
+                f"split has {len(tokens)}\n  fix: {fix} or set model.seq_len to at most {max(1, len(tokens) - 1)}"
             )
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ class FileTokenizer:
             self.tokenizer = HFTokenizer.from_file(str(Path(path).expanduser()))
         except Exception as error:  # the Rust side raises a plain Exception
             raise ValueError(
-                f"data.tokenizer={path!r} is not a `tokenizers` JSON file ({error}); give a tokenizer.json"
+                f"data.tokenizer={path!r} is not a `tokenizers` JSON file ({error})\n  fix: give a tokenizer.json"
             ) from error
         # A file may carry the truncation of the model it was saved with (512 for BERT): that would drop text.
         self.tokenizer.no_truncation()
@@ -85,7 +85,7 @@ class FileTokenizer:
         # Not the number of entries: ids may have gaps, and the embedding must hold the largest.
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size < 1:
-            raise ValueError(f"data.tokenizer={path!r} has an empty vocabulary; give a trained tokenizer")
+            raise ValueError(f"data.tokenizer={path!r} has an empty vocabulary\n  fix: give a trained tokenizer")
         self.separator = next((vocabulary[token] for token in END_OF_DOCUMENT if token in vocabulary), None)
 
     def encode(self, text: str) -> list[int]:
@@ -102,7 +102,7 @@ class FileTokenizer:
             except UnicodeDecodeError as error:
                 raise ValueError(
                     f"document {str(piece.path)!r} is not UTF-8 ({error.reason}), which data.tokenizer "
-                    "needs; convert it, or leave data.tokenizer empty to train on bytes"
+                    "needs\n  fix: convert it, or leave data.tokenizer empty to train on bytes"
                 ) from error
         dtype = corpus.token_dtype(self.vocab_size)
         # Uses all cores; the fast one (tokenizers 0.20 on) leaves out the offsets: 4.2 s for 7.4 s on 11 MB.
@@ -122,10 +122,10 @@ def check_tokenizer(path: str | None, setting: str = "data.tokenizer") -> None:
     if path is None:
         return
     if not Path(path).expanduser().is_file():
-        raise ValueError(f"{setting}={str(path)!r} is not a file; give a tokenizer.json, or null for bytes")
+        raise ValueError(f"{setting}={str(path)!r} is not a file\n  fix: give a tokenizer.json, or null for bytes")
     if find_spec("tokenizers") is None:
         raise ValueError(
-            f"{setting}={str(path)!r} needs the tokenizers package, which is not installed; "
+            f"{setting}={str(path)!r} needs the tokenizers package, which is not installed\n  fix: "
             "pip install 'dtrain[text]', or set it to null for bytes"
         )
 
@@ -137,26 +137,27 @@ def check(
     pattern: str = "**/*.txt",
     setting: str = "data.path",
     **rest: object,
-) -> None:
-    """Refuse settings that cannot work, before anything is started; imports no torch and reads no text."""
+) -> int:
+    """Refuse settings that cannot work, before anything is started; the vocabulary size. Imports no torch, reads no text."""
     if not 0 < val_fraction < 1:
-        raise ValueError(f"data.val_fraction={val_fraction} must be between 0 and 1, ends excluded; try 0.05")
+        raise ValueError(f"data.val_fraction={val_fraction} must be between 0 and 1, ends excluded\n  fix: try 0.05")
     check_tokenizer(tokenizer)
     root = Path(path).expanduser()
     if not os.path.exists(root):
-        raise ValueError(f"{setting}={str(path)!r} does not exist; give a text file or a folder of them")
+        raise ValueError(f"{setting}={str(path)!r} does not exist\n  fix: give a text file or a folder of them")
     if not os.access(root, os.R_OK):
-        raise ValueError(f"{setting}={str(path)!r} cannot be read by this user; fix its permissions")
+        raise ValueError(f"{setting}={str(path)!r} cannot be read by this user\n  fix: its permissions")
     files = [root] if root.is_file() else corpus.list_files(root, pattern)
     sizes = (file.lstat().st_size for file in files)  # lazily: one file that is not empty is enough
     first = next(sizes, None)
     if first is None:
         raise ValueError(
-            f"{setting}={str(path)!r} has no file that matches data.pattern={pattern!r}; "
+            f"{setting}={str(path)!r} has no file that matches data.pattern={pattern!r}\n  fix: "
             "change the pattern, e.g. '**/*.md', or the path"
         )
     if first == 0 and not any(sizes):
-        raise ValueError(f"{setting}={str(path)!r} is empty; give a file or folder with text in it")
+        raise ValueError(f"{setting}={str(path)!r} is empty\n  fix: give a file or folder with text in it")
+    return load_tokenizer(tokenizer).vocab_size
 
 
 def find_documents(path: Path, pattern: str) -> tuple[Path, list[str]]:

@@ -18,7 +18,7 @@ from dtrain.data.text import TokenDataset
 
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 META_KEYS = {"dtype", "vocab_size", "tokenizer", "train_tokens", "val_tokens"}
-HOW_TO = "write one with dtrain.data.tokens.prepare(source, out)"
+HOW_TO = "write one with: dtrain data prepare SOURCE OUT"
 
 
 def prepare(
@@ -36,7 +36,7 @@ def prepare(
     text.check(str(source), tokenizer=tokenizer, val_fraction=val_fraction, pattern=pattern, setting="source")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         what = "already holds a token folder" if (out / "meta.json").exists() else "exists and is not empty"
-        raise ValueError(f"out={str(out)!r} {what} and is not overwritten; remove it or choose another")
+        raise ValueError(f"out={str(out)!r} {what} and is not overwritten\n  fix: remove it or choose another")
     root, names = text.find_documents(source, pattern)
     train, val = ([root / name for name in part] for part in corpus.split_documents(names, val_fraction))
     encoder = text.load_tokenizer(tokenizer)
@@ -55,7 +55,7 @@ def prepare(
         for split, count in counts.items():
             if not count:
                 raise ValueError(
-                    f"val_fraction={val_fraction} leaves no {split} tokens of {str(source)!r}; "
+                    f"val_fraction={val_fraction} leaves no {split} tokens of {str(source)!r}\n  fix: "
                     "change it or add text"
                 )
         if tokenizer is not None:
@@ -98,19 +98,19 @@ def read_meta(path: str | Path) -> dict:
     folder = Path(path).expanduser()
     setting = f"data.path={str(path)!r}"
     if not folder.is_dir():
-        raise ValueError(f"{setting} is not a folder; {HOW_TO}")
+        raise ValueError(f"{setting} is not a folder\n  fix: {HOW_TO}")
     try:
         meta = json.loads((folder / "meta.json").read_text())
     except FileNotFoundError as error:
-        raise ValueError(f"{setting} has no meta.json, so it is not a token folder; {HOW_TO}") from error
+        raise ValueError(f"{setting} has no meta.json, so it is not a token folder\n  fix: {HOW_TO}") from error
     except (OSError, ValueError) as error:
-        raise ValueError(f"{setting} has a meta.json that cannot be read ({error}); {HOW_TO}") from error
+        raise ValueError(f"{setting} has a meta.json that cannot be read ({error})\n  fix: {HOW_TO}") from error
     missing = META_KEYS - set(meta if isinstance(meta, dict) else ())
     if missing:
-        raise ValueError(f"{setting} has a meta.json without {', '.join(sorted(missing))}; {HOW_TO}")
+        raise ValueError(f"{setting} has a meta.json without {', '.join(sorted(missing))}\n  fix: {HOW_TO}")
     if meta["dtype"] not in DTYPES:
         raise ValueError(
-            f"{setting} has dtype={meta['dtype']!r} in meta.json, not uint16 or uint32; {HOW_TO}"
+            f"{setting} has dtype={meta['dtype']!r} in meta.json, not uint16 or uint32\n  fix: {HOW_TO}"
         )
     for split in ("train", "val"):
         file = folder / f"{split}.bin"
@@ -119,15 +119,15 @@ def read_meta(path: str | Path) -> dict:
         if actual != expected:
             found = "is missing" if actual is None else f"has {actual} bytes"
             raise ValueError(
-                f"{setting}: {file.name} {found}, meta.json says {expected} bytes; "
+                f"{setting}: {file.name} {found}, meta.json says {expected} bytes\n  fix: "
                 f"copy the folder again or {HOW_TO}"
             )
     return meta
 
 
-def check(path: str, **rest: object) -> None:
-    """Refuse a folder that is not complete, before anything is started; imports no torch."""
-    read_meta(path)
+def check(path: str, **rest: object) -> int:
+    """Refuse a folder that is not complete, before anything is started; its vocabulary size. Imports no torch."""
+    return int(read_meta(path)["vocab_size"])
 
 
 class Tokens:

@@ -124,7 +124,7 @@ def test_pin_memory_is_asked_for_only_when_wanted(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("batch, ranks, proposed", [(10, 4, 8), (3, 4, 4), (0, 2, 2), (-4, 2, 2)])
 def test_a_batch_that_does_not_divide_is_refused(batch: int, ranks: int, proposed: int) -> None:
-    with pytest.raises(ValueError, match=rf"train.global_batch_size={batch} .* {ranks} .*; try {proposed}$"):
+    with pytest.raises(ValueError, match=rf"train.global_batch_size={batch} .* {ranks} .*\n  fix: try {proposed}$"):
         Loader(Numbers(10), batch, seed=0, data_ranks=ranks)
 
 

@@ -61,7 +61,7 @@ def test_packages_in_the_library_folder_are_not_walked(
 
 def test_a_python_without_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(ValueError, match=r"data=stdlib needs .* use data=text"):
+    with pytest.raises(ValueError, match=r"(?s)data=stdlib needs .* use data=text"):
         Stdlib(seq_len=8)
 
 

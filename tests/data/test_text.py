@@ -42,7 +42,7 @@ def test_a_sample_past_the_end_is_an_error() -> None:
 
 
 def test_a_short_split_says_what_to_change() -> None:
-    with pytest.raises(ValueError, match=r"val split has 5; raise data.val_fraction or .* at most 4$"):
+    with pytest.raises(ValueError, match=r"val split has 5\n  fix: raise data.val_fraction or .* at most 4$"):
         TokenDataset(np.arange(5), 8, name="val")
     with pytest.raises(ValueError, match=r"model.seq_len=0"):
         TokenDataset(np.arange(5), 0)

@@ -158,7 +158,7 @@ def test_bad_folders_are_refused(folder: Path, tmp_path: Path) -> None:
     refused("dtype='float32'")
     (out / "meta.json").write_text(json.dumps({k: v for k, v in meta.items() if k != "vocab_size"}))
     refused("without vocab_size")
-    with pytest.raises(ValueError, match="nowhere' is not a folder; write one with"):
+    with pytest.raises(ValueError, match="nowhere' is not a folder\n  fix: write one with"):
         tokens.check(path=str(tmp_path / "nowhere"))
 
 

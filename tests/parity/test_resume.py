@@ -1,0 +1,75 @@
+"""A run is a pure function of (config, step): killed and resumed equals never interrupted, and layouts are exchangeable."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.parity.test_parity import STRATEGIES
+from tests.world import losses, make_run, metrics, start, summary, train
+
+
+def asked_for(path: Path, rank: int) -> list[list[int]]:
+    """The sample ids that a rank asked for, step by step (the first batch of each life only probes the shape)."""
+    return [json.loads(line) for line in Path(f"{path}-{rank}").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_sigkill_and_resume_is_bit_exact(strategy: str, tmp_path: Path) -> None:
+    def run(name: str) -> Path:
+        return make_run(tmp_path / name, f"strategy={strategy}", "cluster.processes=2", "train.steps=60", "checkpoint.every=7",
+                        "model.dropout=0.1", "train.micro_batch_size=2", "+data.path=" + str(tmp_path / f"{name}-ids"),
+                        "data._target_=tests.recording.Recorder", "trust=[tests]", "data.num_samples=300")  # fmt: skip
+
+    whole, broken = run("whole"), run("broken")
+    assert train(whole, 2) == [0, 0]
+
+    rng = random.Random()
+    kill_at = rng.randint(8, 50)  # any step after the first checkpoint; printed, so that a failure can be repeated
+    print(f"killed when step {kill_at} was seen")
+    world = start(broken, 2)
+    while not (done := metrics(broken)) or done[-1]["step"] < kill_at:
+        assert world.ranks[0].exitcode is None
+        time.sleep(0.001)
+    world.kill()
+    first_life = [asked_for(tmp_path / "broken-ids", r) for r in (0, 1)]
+    assert train(broken, 2) == [0, 0]
+
+    resumed_at = summary(broken)["start_step"]
+    assert 0 < resumed_at <= 56 and resumed_at % 7 == 0
+    hex_losses = [[(s, x.hex()) for s, x in losses(r).items()] for r in (whole, broken)]
+    assert hex_losses[0] == hex_losses[1] and len(hex_losses[0]) == 60
+    assert summary(whole)["weights_sha256"] == summary(broken)["weights_sha256"]
+    for r in (0, 1):
+        uninterrupted = asked_for(tmp_path / "whole-ids", r)[1:]
+        second_life = asked_for(tmp_path / "broken-ids", r)[len(first_life[r]) + 1 :]
+        assert first_life[r][1:] == uninterrupted[: len(first_life[r]) - 1]
+        assert second_life == uninterrupted[resumed_at:]
+
+
+def test_any_layout_resumes_from_any_other(tmp_path: Path) -> None:
+    layouts = list(itertools.product(STRATEGIES, (1, 2, 4)))
+    options = ("train.steps=8", "train.max_grad_norm=0.5")
+
+    def layout(run_dir: Path, strategy: str, size: int, stop_after: int) -> Path:
+        make_run(run_dir, *options, f"strategy={strategy}", f"cluster.processes={size}", f"train.stop_after={stop_after}")
+        assert train(run_dir, size) == [0] * size
+        return run_dir
+
+    reference = losses(layout(tmp_path / "reference", "ddp", 1, 8))
+    saved = {way: layout(tmp_path / f"{way[0]}-{way[1]}", *way, 4) for way in layouts}
+    # every layout saves, every layout loads; all 36 pairs would only repeat the two halves, so each loads two others
+    for i, target in enumerate(layouts):
+        for source in (layouts[i - 1], layouts[(i + 3) % len(layouts)]):
+            copy = tmp_path / "{}-{}-to-{}-{}".format(*source, *target)
+            shutil.copytree(saved[source], copy)
+            moved = losses(layout(copy, *target, 6))
+            assert sorted(moved) == [1, 2, 3, 4, 5, 6]
+            assert abs(moved[5] - reference[5]) < 1e-6, f"{source} → {target}: the next loss"
+            assert abs(moved[6] - reference[6]) < 2e-6, f"{source} → {target}: the loss after an update from loaded state"

@@ -1,0 +1,285 @@
+"""Checkpoints under faults: flipped bits, kills at every phase of a save, a full disk, another model."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from dtrain import checkpoint, shards
+from dtrain.checkpoint import CheckpointError
+from tests.world import make_run, spawn, start, summary, train
+
+PHASES = ["save.begin", "save.shard", "save.manifest", "save.rename", "save.latest", "save.prune"]
+
+
+def state(scale: float = 1.0) -> dict[str, torch.Tensor]:
+    return {
+        "model.weight": torch.arange(35, dtype=torch.float32).reshape(5, 7) * scale,
+        "model.half": torch.arange(6, dtype=torch.bfloat16) * scale,
+        "model.scalar": torch.tensor(3.5 * scale),
+        "optim.weight.exp_avg": torch.full((5, 7), 0.25 * scale),
+    }
+
+
+def saved(folder: Path, *steps: int, keep: int = 10) -> None:
+    for step in steps:
+        checkpoint.save(folder, step, state(float(step)), {"samples": step * 8, "extra": {}}, keep)
+
+
+def assert_holds(path: Path, content: dict, scale: float) -> None:
+    target = {name: torch.zeros_like(t) for name, t in state().items()}
+    checkpoint.load(path, content, target)
+    assert all(torch.equal(target[name], t) for name, t in state(scale).items())
+
+
+# ---- what is written -----------------------------------------------------------------------------------------
+
+
+def test_round_trip_and_latest(tmp_path: Path) -> None:
+    saved(tmp_path, 3, 7)
+    assert (tmp_path / "latest").read_text() == "step-00000007\n"
+    found = checkpoint.newest_good(tmp_path)
+    assert found is not None and found[1]["step"] == 7 and found[1]["samples"] == 56
+    assert_holds(*found, 7.0)
+    assert not list(tmp_path.glob(".attempt*"))
+
+
+def test_files_are_plain_safetensors(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    loaded = load_file(tmp_path / "step-00000001" / "rank-00000.safetensors")
+    assert all(torch.equal(loaded[name], t) for name, t in state().items())
+
+
+def test_nothing_is_pickled(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    assert {p.suffix for p in (tmp_path / "step-00000001").iterdir()} == {".safetensors", ".json"}
+    source = "".join(Path(m.__file__ or "").read_text() for m in (checkpoint, shards))
+    assert "torch.load" not in source and "pickle.load" not in source and "import pickle" not in source
+
+
+def test_keep_prunes_the_oldest(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3, 4, keep=2)
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000003", "step-00000004"]
+
+
+def test_prune_waits_for_a_newer_one_that_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, 1, 2)
+    monkeypatch.setattr(checkpoint, "verify", lambda path: "rank-00000.safetensors does not match its checksum")
+    with pytest.raises(CheckpointError, match="older checkpoints are kept"):
+        saved(tmp_path, 3, keep=1)
+    assert {"step-00000001", "step-00000002"} <= {p.name for p in tmp_path.glob("step-*")}
+
+
+@given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_cut_is_read_as_any_other(shape: list[int], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Saved in slabs of one dimension, read in boxes of any kind: the arithmetic of resharding."""
+    folder = tmp_path_factory.mktemp("cut")
+    whole = torch.randn(shape)
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    cuts = sorted({0, shape[dim], *data.draw(st.lists(st.integers(0, shape[dim]), max_size=3))})
+    chunks = []
+    for i, (low, high) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        part = whole.narrow(dim, low, high - low)
+        shards.write(folder / f"{i}.safetensors", {"t": part}, {})
+        offset = [0] * len(shape)
+        offset[dim] = low
+        chunks.append({"file": f"{i}.safetensors", "offset": offset, "shape": list(part.shape)})
+    box = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
+    target = shards.Chunk(torch.full([hi - lo for lo, hi in box], float("nan")))
+    target.offset, target.whole_shape = tuple(lo for lo, _ in box), tuple(shape)
+    with shards.Reader(folder, {"t": {"shape": shape, "dtype": "float32", "chunks": chunks}}) as reader:
+        reader.fill("t", target)
+    assert torch.equal(target.values, whole[tuple(slice(lo, hi) for lo, hi in box)])
+
+
+def _save_replicated(folder: Path) -> None:
+    checkpoint.save(folder, 1, state(), {"extra": {}}, keep=1)
+
+
+def test_what_all_ranks_hold_is_written_once_and_shared_out(tmp_path: Path) -> None:
+    spawn(3, _save_replicated, tmp_path)
+    content = checkpoint.read_manifest(tmp_path / "step-00000001")
+    assert all(len(spec["chunks"]) == 1 for spec in content["tensors"].values())
+    assert len({spec["chunks"][0]["file"] for spec in content["tensors"].values()}) == 3
+    assert_holds(tmp_path / "step-00000001", content, 1.0)
+
+
+# ---- flipped bits --------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, bit: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ (1 << bit % 8)]))
+
+
+def test_300_flips_in_a_shard_are_300_detected(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    shard = tmp_path / "step-00000001" / "rank-00000.safetensors"
+    rng = random.Random(0)
+    detected = 0
+    for _ in range(300):
+        bit = rng.randrange(shard.stat().st_size * 8)
+        flip(shard, bit)
+        detected += checkpoint.verify(tmp_path / "step-00000001") != ""
+        flip(shard, bit)
+    assert detected == 300
+    assert checkpoint.verify(tmp_path / "step-00000001") == ""
+
+
+def test_every_flip_in_the_manifest_is_detected_or_harmless(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    path = tmp_path / "step-00000001" / "manifest.json"
+    good = json.loads(path.read_text())
+    for bit in range(0, path.stat().st_size * 8, 5):
+        flip(path, bit)
+        try:
+            assert checkpoint.read_manifest(path.parent) == good, f"bit {bit} changed the content unseen"
+        except CheckpointError:
+            pass
+        flip(path, bit)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
+def test_a_damaged_one_is_put_aside_and_the_older_used(damage: str, tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    shard = tmp_path / "step-00000002" / "rank-00000.safetensors"
+    if damage == "flip":
+        flip(shard, 8 * (shard.stat().st_size - 1))
+    elif damage == "truncate":
+        os.truncate(shard, 100)
+    elif damage == "remove":
+        shard.unlink()
+    else:
+        (tmp_path / "step-00000002" / "manifest.json").write_text("{")
+    said: list[str] = []
+    found = checkpoint.newest_good(tmp_path, said.append)
+    assert found is not None and found[1]["step"] == 1
+    assert_holds(*found, 1.0)
+    assert "step-00000002 is damaged" in said[0]
+    assert (tmp_path / "step-00000002.corrupt").is_dir()
+
+
+def test_all_damaged_is_an_error_and_never_a_fresh_start(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    flip(tmp_path / "step-00000001" / "rank-00000.safetensors", 999)
+    for _ in range(2):  # also the second time, when only the .corrupt folder is left
+        with pytest.raises(CheckpointError, match="no good checkpoint is left"):
+            checkpoint.newest_good(tmp_path, lambda text: None)
+
+
+def test_a_run_falls_back_on_all_ranks_and_says_so(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "strategy=fsdp", "cluster.processes=2", "train.steps=9", "checkpoint.every=3",
+                   "train.stop_after=6")  # fmt: skip
+    assert train(run, 2) == [0, 0]
+    flip(run / "checkpoints" / "step-00000006" / "rank-00001.safetensors", 5000)
+    make_run(run, "strategy=fsdp", "cluster.processes=2", "train.steps=9", "checkpoint.every=3")
+    assert train(run, 2) == [0, 0]
+    assert summary(run)["start_step"] == 3 and summary(run)["steps"] == 9
+
+
+# ---- kills ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_sigkill_at_each_phase_loses_no_acknowledged_checkpoint(phase: str, tmp_path: Path) -> None:
+    options = ("cluster.processes=2", "train.steps=30", "checkpoint.every=2", "checkpoint.keep=1")
+    run = make_run(tmp_path / "run", *options)
+    world = start(run, 2, env={"DTRAIN_FAILPOINT": f"{phase}:3"})  # the third save dies; two were acknowledged
+    assert -9 in world.join()
+    assert summary(run)["status"] == "running"
+    good = checkpoint.newest_good(run / "checkpoints", lambda text: pytest.fail(text))
+    assert good is not None and good[1]["step"] >= 4
+    assert train(run, 2) == [0, 0]
+    assert summary(run)["start_step"] == good[1]["step"] and summary(run)["steps"] == 30
+    assert not list((run / "checkpoints").glob(".attempt*"))
+
+
+def test_50_random_kills_lose_no_acknowledged_checkpoint(tmp_path: Path) -> None:
+    """One run, killed 50 times wherever it is; `latest` is the acknowledgement, and it must hold each time."""
+    run = make_run(tmp_path / "run", "cluster.processes=1", "train.steps=100000", "checkpoint.every=1", "checkpoint.keep=2")
+    rng = random.Random()
+    folder = run / "checkpoints"
+    reached = 0
+    for _ in range(50):
+        world = start(run, 1)
+        pointer = folder / "latest"
+        while not pointer.exists() or int(pointer.read_text()[5:]) <= reached:
+            assert world.ranks[0].exitcode is None
+            time.sleep(0.002)
+        time.sleep(rng.random() * 0.03)  # a step with its save takes about that long
+        world.kill()
+        acknowledged = int(pointer.read_text()[5:])
+        assert acknowledged > reached
+        good = checkpoint.newest_good(folder, lambda text: pytest.fail(text))
+        assert good is not None and good[1]["step"] >= acknowledged
+        reached = good[1]["step"]
+
+
+# ---- what stops a run, with exit code 3 ----------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "train.steps=2", "cluster.processes=1")
+    assert train(run) == [0]
+    make_run(run, "train.steps=4", "cluster.processes=1", "model.dim=64")
+    assert train(run) == [3]
+    note = json.loads((run / "logs" / "failure-0.json").read_text())
+    assert "is a checkpoint of another model: model.embed.weight has shape [64, 32] in it, [64, 64] here" in note["message"]
+    assert "Fix:" in note["message"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):
+    """A file system of one megabyte, so that full is really full."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_keeps_the_old_checkpoint_and_says_what_is_needed(small_disk: Path) -> None:
+    options = ("cluster.processes=2", "train.steps=8", "checkpoint.every=2")  # one checkpoint is about 0.4 MB
+    run = make_run(small_disk / "run", *options)
+    assert train(run, 2) == [3, 3]
+    notes = [json.loads((run / "logs" / f"failure-{r}.json").read_text()) for r in (0, 1)]
+    assert all("the disk is full" in n["message"] and "bytes needed" in n["message"] for n in notes), "agreed by all ranks"
+    good = checkpoint.newest_good(run / "checkpoints", lambda text: pytest.fail(text))
+    assert good is not None and good[1]["step"] >= 2
+    assert not list((run / "checkpoints").glob(".attempt*")), "the failed attempt gave its room back"
+
+
+def test_weights_hash_is_of_the_values_not_of_the_layout(tmp_path: Path) -> None:
+    hashes = set()
+    for i, cuts in enumerate([[0, 5], [0, 2, 5]]):
+        folder = tmp_path / str(i) / "step-00000001"
+        folder.mkdir(parents=True)
+        whole = torch.from_numpy(np.arange(20, dtype=np.float32).reshape(5, 4))
+        chunks, files = [], {}
+        for j, (low, high) in enumerate(zip(cuts, cuts[1:], strict=False)):
+            name = f"rank-{j:05d}.safetensors"
+            size, digest = shards.write(folder / name, {"model.w": whole[low:high]}, {})
+            files[name] = {"size": size, "sha256": digest}
+            chunks.append({"file": name, "offset": [low, 0], "shape": [high - low, 4]})
+        tensors = {"model.w": {"shape": [5, 4], "dtype": "float32", "chunks": chunks}}
+        checkpoint.write_manifest(folder, {"format": checkpoint.FORMAT, "step": 1, "files": files, "tensors": tensors})
+        hashes.add(checkpoint.weights_sha256(folder))
+    assert len(hashes) == 1
+    shutil.rmtree(tmp_path / "0")
