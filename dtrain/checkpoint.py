@@ -198,7 +198,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def load(path: Path, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Fill `tensors`, in place, from a checkpoint saved under any layout."""
     saved = content["tensors"]
-    wrong = [f"{n} is not in it" for n in tensors if n not in saved] + [f"{n} is only in it" for n in saved if n not in tensors]
+    wrong = [f"{n} is not in it" for n in tensors if n not in saved] + [
+        f"{n} is only in it" for n in saved if n not in tensors
+    ]
     wrong += [
         f"{n} has shape {saved[n]['shape']} in it, {list(t.shape)} here"
         for n, t in tensors.items() if n in saved and saved[n]["shape"] != list(t.shape)

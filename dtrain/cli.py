@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -38,19 +39,26 @@ def main(argv: list[str] | None = None) -> int:
         if command not in commands:
             import difflib
 
-            near = difflib.get_close_matches(command, commands, 1)
-            raise ValueError(f"{command}: there is no such command\n  fix: "
-                             + (f"did you mean dtrain {near[0]}?" if near else "dtrain --help lists them"))  # fmt: skip
-        return commands[command](rest)
+            near = difflib.get_close_matches(command.lower(), commands, 1)
+            fix = f"did you mean dtrain {near[0]}?" if near else "dtrain --help lists them"
+            fix = f"dtrain launch {shlex.join(argv)}" if "=" in command else fix
+            raise ValueError(f"{command or repr(command)}: there is no such command\n  fix: {fix}")
+        code = commands[command](rest)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # dtrain runs | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its end
+        return 0
     except (ValueError, OSError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         from dtrain import console
 
-        console.print_error(str(error))
+        text = str(error)
+        if isinstance(error, OSError) and error.filename:
+            text = f"{error.filename}: {error.strerror}\n  fix: check that the path is right, and yours to use"
+        console.print_error(text)
         return 2
-    except BrokenPipeError:  # dtrain runs | head
-        return 0
 
 
 def launch(argv: list[str]) -> int:
@@ -113,7 +121,7 @@ def recipes(argv: list[str]) -> int:
             print(f"{name:{width}}  {path.read_text().splitlines()[0].lstrip('# ')}")
         return 0
     if options.name not in found:
-        raise ValueError(f"recipe={options.name}: there is no such recipe\n  fix: use one of {', '.join(found)}")
+        raise ValueError(f"recipe={options.name or ''}: there is no such recipe\n  fix: use one of {', '.join(found)}")
     if options.action == "show":
         print(found[options.name].read_text(), end="")
         return 0

@@ -78,13 +78,19 @@ def locate(target: str, trust: Iterable[str] = ()) -> Any:
         try:
             found = getattr(importlib.import_module(module_name), attribute, None)
         except ModuleNotFoundError as error:
-            raise bad("_target_", target, f"cannot be imported ({error})", "check the spelling, or install it") from error
+            raise bad(
+                "_target_", target, f"cannot be imported ({error})", "check the spelling, or install it"
+            ) from error
         if found is None:
             raise bad("_target_", target, f"{module_name} has no {attribute}", "check the spelling")
     # the second test closes the back door of a name that an allowed module merely imported, e.g. subprocess.Popen
     if found is None or not allowed(getattr(found, "__module__", ""), trust):
-        raise bad("_target_", target, "only dtrain's own code and the modules you trust may be called",
-                  f"trust=[{target.partition('.')[0]}] if that module is yours")
+        raise bad(
+            "_target_",
+            target,
+            "only dtrain's own code and the modules you trust may be called",
+            f"trust=[{target.partition('.')[0]}] if that module is yours",
+        )
     return found
 
 

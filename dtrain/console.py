@@ -508,6 +508,8 @@ def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[s
         return []
     run, total = shell_path(run_dir), number(summary.get("total_steps")) or 1000
     longer = f"{resume} train.steps={2 * total:.0f} 'resume_allow=[train.steps]'"
+    if (number(summary.get("steps")) or total) < total:  # train.stop_after ended it early
+        longer = resume
     # Image models and encoders have no text to continue.
     writes = not str(summary.get("model")).startswith(("resnet", "vit", "bert"))
     return [f'dtrain sample {run} "def "'] * writes + [f"dtrain export {run}", longer]

@@ -13,7 +13,9 @@ import re
 import shlex
 import socket
 import sys
+import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from dtrain import console, runs
@@ -31,6 +33,7 @@ from dtrain.config import CONF, RECIPES, SECRET, bad, build, count_gpus, flatten
 from dtrain.validate import check_resume, unknown, validate
 
 GROUPS = sorted(p.name for p in CONF.iterdir() if p.is_dir())
+MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)  # a person's, not ours: explained in one message
 
 
 def main(argv: list[str]) -> int:
@@ -44,15 +47,15 @@ def main(argv: list[str]) -> int:
         OmegaConf.register_new_resolver("dtrain.slug", slug, replace=True)
         task = functools.wraps(run)(lambda cfg: exit_codes.append(run(cfg)))
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
-    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
+    except MISTAKES as error:
         if full_error:
             raise
         console.print_error(explain(error))
         return 2
-    except SystemExit as stop:  # from the gate
+    except SystemExit as stop:  # from the gate, or from Hydra's own argument parser
         if stop.__cause__ is None:
-            return int(stop.code or 0)
-        if full_error:
+            return 2 if stop.code else 0
+        if full_error or not isinstance(stop.__cause__, MISTAKES):
             raise stop.__cause__ from None
         console.print_error(explain(stop.__cause__))
         return 2
@@ -69,11 +72,23 @@ def main(argv: list[str]) -> int:
 def prepare_arguments(argv: list[str]) -> list[str]:
     """Turn `--dry-run`, `recipe=FILE` and `resume=RUN` into what Hydra composes; leave the rest as typed."""
     argv = ["dry_run=true" if a == "--dry-run" else a for a in argv]
+    argv = [re.sub(rf"^\++({'|'.join([*GROUPS, 'recipe', 'resume', 'run_dir'])})=", r"\1=", a) for a in argv]  # +strategy=fsdp
+    argv = [re.sub(r"^([\w.+]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), a) for a in argv]  # which the shell leaves alone
+    argv = [a for a in argv if a != "recipe=null"]  # the default, which Hydra does not let one type
+    for word in argv:
+        name, _, value = word.lstrip("-").partition("=")
+        if word.startswith("-") and name in known_settings():
+            raise ValueError(f"{word}: settings have no dashes\n  fix: {name}={value or '…'}")
     given = {a.split("=", 1)[0]: a.split("=", 1)[1] for a in argv if "=" in a and not a.startswith("-")}
-    for key in given:
+    for key, value in given.items():
         if SECRET.search(key):
             raise bad(key, "…", "looks like a secret, and a configuration is written to disk in several places",
                       "give it in an environment variable")
+        if key in GROUPS and re.search(r"^(null)?$|\[|\.\.|\.ya?ml$", value):
+            raise bad(key, value, f"names one option of conf/{key}/, without .yaml",
+                      f"{key} can be {', '.join(options_of(key))}")
+    if "run_dir" in given and {"-m", "--multirun"} & set(argv):
+        raise bad("run_dir", given["run_dir"], "a sweep makes a folder for each job", "hydra.sweep.dir=FOLDER")
     store_recipes()
     if "recipe" in given and re.search(r"[/\\]|\.ya?ml$", given["recipe"]):
         path = Path(given["recipe"]).expanduser()
@@ -107,8 +122,11 @@ def store_recipe(path: Path) -> None:
         node = OmegaConf.load(path)
     except Exception as error:  # yaml errors have many types; all of them mean: this file is not yaml
         raise bad("recipe", path, f"is not valid yaml: {error}", "mend the file") from error
-    if not isinstance(node, DictConfig):
+    if not isinstance(node, DictConfig) or not all(re.fullmatch(r"[\w.-]+", str(key)) for key in node):
         raise bad("recipe", path, "must be a yaml mapping of settings", "dtrain recipes cp cpu-tiny my.yaml")
+    for key in ("resume", "trust"):  # else a file from elsewhere could name any code and trust it, too
+        if node.get(key):
+            raise bad("recipe", path, f"{key} is for the command line", f"take it out of the file and type {key}=…")
     ConfigStore.instance().store(group="recipe", name=path.stem, node=node, package="_global_")
 
 
@@ -151,25 +169,20 @@ class Gate(Callback):
         self._check([config])
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-        from hydra.core.override_parser.overrides_parser import OverridesParser
+        if str(config.hydra.sweeper._target_).endswith("BasicSweeper"):
+            self._check(sweep_jobs(config))
+        # else a search, which decides its jobs as it goes; each is checked when it comes
 
-        if not str(config.hydra.sweeper._target_).endswith("BasicSweeper"):
-            return  # a search decides its jobs as it goes; each is checked when it comes
-        overrides = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
-        loader = GlobalHydra.instance().config_loader()
-        jobs = [j for batch in BasicSweeper.split_arguments(overrides, None) for j in batch]
-        self._check([loader.load_sweep_config(config, list(job)) for job in jobs])
-
-    def _check(self, configs: list[DictConfig]) -> None:
-        # Hydra turns an exception of a callback into a warning; SystemExit is the way to be heard
+    def _check(self, configs: Iterable[DictConfig]) -> None:
+        # Hydra turns an exception of a callback into a warning and goes on; SystemExit is the way to be heard
         try:
             resolved = [resolve(config) for config in configs]
-        except (ValueError, OSError, OmegaConfBaseException, HydraException) as error:
+            clusters = [build(config["cluster"], config["trust"]) for config in resolved]
+        except Exception as error:
             raise SystemExit(2) from error
         if resolved[0]["dry_run"]:
-            for config in resolved:
-                build(config["cluster"]).dry_run(Path(config["run_dir"]), config)
+            for cluster, config in zip(clusters, resolved, strict=True):
+                cluster.dry_run(Path(config["run_dir"]), config)
             raise SystemExit(0)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
@@ -177,23 +190,51 @@ class Gate(Callback):
         runs.print_sweep(sorted((p.parent for p in folder.glob("*/launch.json")), key=lambda p: int(p.name.split("-")[0])))
 
 
+def sweep_jobs(config: DictConfig) -> Iterator[DictConfig]:
+    """The configuration of each job of a sweep, with the folder that it will have."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    overrides = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
+    loader = GlobalHydra.instance().config_loader()
+    folder = Path(config.hydra.sweep.dir)  # asked of this config, which is the sweeper's: its ${now:} is settled here
+    jobs = [job for batch in BasicSweeper.split_arguments(overrides, None) for job in batch]
+    for number, job in enumerate(jobs):
+        cfg = loader.load_sweep_config(config, list(job))
+        with read_write(cfg), open_dict(cfg):
+            cfg.hydra.job.num = number
+            cfg.run_dir = str(folder / cfg.hydra.sweep.subdir)
+        yield cfg
+
+
 def resolve(cfg: DictConfig) -> dict[str, Any]:
     """The composed configuration as plain, checked values."""
     if "hydra" in cfg:  # before Hydra's own start of the job: the gate
         HydraConfig.instance().set_config(cfg)
+    for group in GROUPS:
+        if group in cfg and not isinstance(cfg[group], DictConfig):
+            raise bad(group, cfg[group], "is a section, and an option is chosen by the defaults list",
+                      f"type {group}=OPTION, or in a file `defaults: [override /{group}: OPTION]`")
+    if "choices" in cfg:
+        raise unknown("choices", known_settings())
     plain = OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k not in ("hydra", "recipe")])
     config: Any = OmegaConf.to_container(plain, resolve=True)
+    config["run_dir"] = cfg.get("run_dir")  # the one that Hydra will read: in a copy, ${now:} may be a second later
     if config["cluster"].get("processes", 0) is None:
         config["cluster"]["processes"] = count_gpus() or 2
     choices = OmegaConf.to_container(HydraConfig.get().runtime.choices)
     assert isinstance(choices, dict)
     config["choices"] = {g: choices.get(g) for g in (*GROUPS, "recipe")}
-    config["run_dir"] = str(Path(config["run_dir"]).absolute())
     for key in ("path", "tokenizer"):  # absolute, so that a resume finds them from any folder
-        if isinstance(config["data"].get(key), str) and config["data"][key] != "???":
+        if isinstance(config.get("data", {}).get(key), str) and config["data"][key] != "???":
             config["data"][key] = str(Path(config["data"][key]).expanduser().absolute())
     validate(config)
-    run_dir = Path(config["run_dir"])
+    if not config["run_dir"]:
+        raise bad("run_dir", "", "must name a folder", "run_dir=outputs/my-run")
+    run_dir = Path(config["run_dir"]).absolute()
+    if "hydra" in cfg and OmegaConf.to_container(cfg.hydra.run) != {"dir": "${run_dir}"}:
+        raise bad("hydra.run.dir", cfg.hydra.run.dir, "run_dir says where a run goes", f"run_dir={cfg.hydra.run.dir}")
+    config["run_dir"] = str(run_dir)
     if config["resume"]:
         old = read_config(run_dir)
         config["choices"]["recipe"] = old.get("choices", {}).get("recipe")
@@ -201,21 +242,26 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     elif (run_dir / "launch.json").exists():
         raise bad("run_dir", config["run_dir"], "there is a run in this folder already",
                   f"resume={config['run_dir']} to go on with it, or another run_dir")
-    writable = next(p for p in (run_dir, *run_dir.parents) if p.exists())
-    if not writable.is_dir() or not os.access(writable, os.W_OK | os.X_OK):
-        raise bad("run_dir", config["run_dir"], f"{writable} cannot be written to", "run_dir=… somewhere that is yours")
+    elif run_dir.is_dir() and any(p.name != ".hydra" for p in run_dir.iterdir()):
+        raise bad("run_dir", config["run_dir"], "the folder is not empty, and holds no run", "run_dir=… a new folder")
+    writable = next(p for p in (run_dir, *run_dir.parents) if os.path.lexists(p))
+    try:
+        tempfile.TemporaryFile(dir=writable).close()  # the truth, also for root and on read-only file systems
+    except OSError as error:
+        raise bad("run_dir", config["run_dir"], f"{writable} cannot be written to ({error.strerror})",
+                  "run_dir=… somewhere that is yours") from error
     return config
 
 
 def run(cfg: DictConfig) -> int:
     """Hydra's task: write the run folder and hand it to the launcher of the cluster."""
+    OmegaConf.update(cfg, "run_dir", HydraConfig.get().runtime.output_dir)  # a sweep's job has its own
     config = resolve(cfg)
-    run_dir = Path(HydraConfig.get().runtime.output_dir).absolute()
-    config["run_dir"] = str(run_dir)
+    run_dir = Path(config["run_dir"])
     os.chmod(run_dir, 0o700)
     save(run_dir, config)
     record_launch(run_dir, config)
-    return int(build(config["cluster"]).launch(run_dir))
+    return int(build(config["cluster"], config["trust"]).launch(run_dir))
 
 
 def record_launch(run_dir: Path, config: dict[str, Any]) -> None:
@@ -240,21 +286,49 @@ def record_launch(run_dir: Path, config: dict[str, Any]) -> None:
 def explain(error: BaseException) -> str:
     """One clear message for a person's mistake, from Hydra's and OmegaConf's several kinds of exception."""
     text = str(error)
-    if isinstance(error, (ValueError, OSError)):
-        return text
-    if isinstance(error, OverrideParseException):
-        return f"{error.override}: is not understood ({text})\n  fix: key=value; put quotes around values with spaces, brackets or commas"
-    if isinstance(error, MissingConfigException) and error.options is not None:
-        group, _, option = str(error.missing_cfg_file).rpartition("/")
+    if isinstance(error, MissingConfigException) and error.options is not None:  # before OSError, which it is, too
+        path = str(error.missing_cfg_file)
+        group, _, option = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
         options = sorted(error.options)
-        near = difflib.get_close_matches(option, options, 1, 0.4)
+        near = difflib.get_close_matches(option.lower(), options, 1, 0.4)
         fix = f"did you mean {group}={near[0]}? " if near else ""
         return f"{group}={option}: there is no such option\n  fix: {fix}{group} can be {', '.join(options)}"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}\n  fix: check that the path is right, and yours to use"
+    if "  fix: " in text:  # ours
+        return text
+    if isinstance(error, OverrideParseException):
+        word = error.override
+        pair = re.fullmatch(r"\s*([A-Za-z_][\w.]*)\s*[:=/ ]*\s*([\w./-]*)\s*", word)
+        meant = f"{pair[1]}={pair[2] or '…'}" if pair else "key=value; a value with brackets, commas or = in it needs quotes: 'key=\"a,b\"'"
+        option_of = [group for group in GROUPS if word in options_of(group)]
+        return f"{word if word.strip() else repr(word)}: is not understood as key=value\n" \
+               f"  fix: {f'{option_of[0]}={word}' if option_of else meant}"
     key = re.search(r"Could not (?:override|append to|delete from) config.*?'?([\w./@-]+)'?\.|Could not override '([\w.@/-]+)'", text)
     if key and "HYDRA_FULL_ERROR" not in (key[2] or key[1]):
-        return str(unknown(key[2] or key[1], known_settings()))
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith(("See ", "Set the env"))]
-    return "\n  ".join(lines[:4]) if lines else type(error).__name__
+        name, known = key[2] or key[1], known_settings()
+        if name not in known:
+            return str(unknown(name, known))
+        group, _, setting = name.partition(".")
+        if not setting:
+            return f"{name}: is a section\n  fix: {name}.SETTING=value" + (f", or {name}={' or '.join(options_of(name))}" if name in GROUPS else "")
+        having = [o for o in options_of(group) if setting in OmegaConf.load(CONF / group / f"{o}.yaml")]
+        return f"{name}: the chosen {group} has no such setting\n  fix: leave it out, or {group}={' or '.join(having)}"
+    full_key = getattr(error, "full_key", None)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith(("See ", "Set the env", "full_key:", "object_type=", "reference_type="))]
+    multiple = re.match(r"Multiple values for ([\w/]+)\. To override a value use '(.*): (.*)'", text)
+    ambiguous = re.match(r"Ambiguous value for argument '(.*)'", text)
+    if multiple:
+        return f"{multiple[1]}={multiple[3]}: there is a {multiple[1]} already\n  fix: in the file, `{multiple[2]}: {multiple[3]}`"
+    if ambiguous:
+        return f"{ambiguous[1]}: is more than one value\n  fix: give one, or -m for a sweep over them"
+    what = (f"{full_key}: " if full_key else "") + (" ".join(lines[:2]) if lines else type(error).__name__)
+    return f"{what}\n  fix: python launch.py --help shows every group and setting"
+
+
+def options_of(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
 def known_settings() -> list[str]:
@@ -266,5 +340,5 @@ def known_settings() -> list[str]:
     for path in CONF.glob("*/*.yaml"):
         section = OmegaConf.to_container(OmegaConf.load(path))
         assert isinstance(section, dict)
-        names |= {f"{path.parent.name}.{k}" for k in section if not str(k).startswith("_")}
+        names |= {f"{path.parent.name}.{k!s}" for k in section if not str(k).startswith("_")}
     return sorted(names)

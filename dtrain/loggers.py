@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 
 class NoLogger:
-    def start(self, run_name: str, run_dir: str, config: dict[str, Any], resumed: bool) -> None:
+    def start(self, run_name: str, run_dir: str, config: Any) -> None:
         pass
 
     def log(self, values: dict[str, Any]) -> None:
@@ -22,11 +22,13 @@ class Wandb(NoLogger):
     def __init__(self, project: str = "dtrain", mode: Literal["online", "offline", "disabled"] = "online") -> None:
         self.project, self.mode = project, mode
 
-    def start(self, run_name: str, run_dir: str, config: dict[str, Any], resumed: bool) -> None:
+    def start(self, run_name: str, run_dir: str, config: Any) -> None:
         try:
             import wandb
         except ModuleNotFoundError as error:
-            raise ValueError("logger=wandb: wandb is not installed\n  fix: pip install 'dtrain[wandb]', or logger=none") from error
+            raise ValueError(
+                "logger=wandb: wandb is not installed\n  fix: pip install 'dtrain[wandb]', or logger=none"
+            ) from error
         run_id = run_dir.rstrip("/").replace("/", "-")[-64:]
         self.run = wandb.init(
             project=self.project, name=run_name, id=run_id, dir=run_dir, config=config, mode=self.mode, resume="allow"

@@ -33,11 +33,14 @@ def resolve(world_size: int, pp: int = 1, dp: int = -1, tp: int = 1) -> MeshSize
     sizes = {"pp": pp, "dp": dp, "tp": tp}
     asked = ", ".join(f"strategy.{axis}={size}" for axis, size in sizes.items())
     fill = [axis for axis, size in sizes.items() if size == -1]
-    if len(fill) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
-        raise ValueError(f"{asked}: each must be at least 1, and at most one may be -1 (fill)\n  fix: strategy.dp=-1")
+    wrong = [axis for axis, size in sizes.items() if size < 1 and size != -1]
+    if wrong or len(fill) > 1:
+        axis = (wrong or [axis for axis in fill if axis != "dp"])[0]
+        raise ValueError(f"{asked}: each must be at least 1, and at most one may be -1 (fill)\n"
+                         f"  fix: strategy.{axis}={-1 if axis == 'dp' and not fill else 1}")  # fmt: skip
     fixed = 1
     for size in sizes.values():
-        fixed *= max(size, 1) if size != -1 else 1
+        fixed *= max(size, 1)
     if fill and world_size % fixed == 0:
         sizes[fill[0]] = world_size // fixed
     mesh = MeshSizes(**sizes) if world_size % fixed == 0 else None

@@ -1,4 +1,4 @@
-"""What a run leaves for people and scripts to read: metrics.jsonl, summary.json, and the figures in them."""
+"""What a run leaves for people and scripts to read: metrics.jsonl, and the figures in it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from dtrain.data.loader import Loader
+
 # Dense 16-bit matrix rate by NVIDIA's data sheets, FLOP/s. MFU is measured against it.
 PEAK_FLOPS = {
     "B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "V100": 125e12, "L40S": 362e12, "L4": 121e12,
@@ -19,19 +21,22 @@ PEAK_FLOPS = {
 }  # fmt: skip
 
 
-class Metrics:
-    """Appends to metrics.jsonl. On a resume, lines of steps that will be done again are dropped first."""
+class Recorder:
+    """Appends to metrics.jsonl and tells the logger. On a resume, steps that will be done again are dropped first."""
 
-    def __init__(self, run_dir: Path, start_step: int) -> None:
+    def __init__(self, run_dir: Path, start_step: int, logger: Any) -> None:
+        self.logger = logger
         path = run_dir / "metrics.jsonl"
         kept = [line for line in _lines(path) if line["step"] <= start_step]
         temporary = run_dir / ".metrics.jsonl.tmp"
         temporary.write_text("".join(_dump(line) for line in kept))
         os.replace(temporary, path)
-        self.file = open(path, "a", buffering=1)  # noqa: SIM115, closed with the process; a line reaches the file at once
+        # open until the process ends; line-buffered, so that a reader sees each step at once
+        self.file = open(path, "a", buffering=1)  # noqa: SIM115
 
     def write(self, **values: Any) -> None:
         self.file.write(_dump(values))
+        self.logger.log(values)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -50,15 +55,35 @@ def _dump(values: dict[str, Any]) -> str:
     return json.dumps(finite) + "\n"
 
 
+class Rate:
+    """Turns the seconds of a step into tokens a second and MFU. A token is whatever has a target of its own."""
+
+    def __init__(
+        self, model: Any, data: Loader, batch_size: int, device: torch.device, dtype: torch.dtype, world_size: int
+    ) -> None:
+        self.tokens_per_sample = data.batch(0)[1][0].numel()
+        self.tokens_per_step = batch_size * self.tokens_per_sample
+        self.flops_per_step = batch_size * model.flops_per_sample()
+        peak = peak_flops(device, dtype)
+        self.peak = peak * world_size if peak else None
+
+    def tokens_per_s(self, step_s: float) -> float:
+        return self.tokens_per_step / step_s
+
+    def mfu(self, step_s: float) -> float | None:
+        return self.flops_per_step / step_s / self.peak if self.peak else None
+
+
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """The device's peak for this type, or None where it is not known (every CPU): MFU is null then."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
     for word, peak in PEAK_FLOPS.items():
-        if word in name:
+        if word in device_name(device):
             return peak if dtype != torch.float32 else peak / 2  # TF32 has half the rate
     return None
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def memory_gib(device: torch.device) -> float:

@@ -80,7 +80,11 @@ def describe_disk(error: OSError, path: Path, needed: int) -> OSError:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return error
     free = shutil.disk_usage(path.parent).free
-    return OSError(error.errno, f"the disk is full: {needed:,} bytes needed, {free:,} free. Fix: make room, or a smaller checkpoint.keep", str(path))
+    return OSError(
+        error.errno,
+        f"the disk is full: {needed:,} bytes needed, {free:,} free. Fix: make room, or a smaller checkpoint.keep",
+        str(path),
+    )
 
 
 def sha256(path: Path) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from dtrain import mesh
 from dtrain.config import CONF, SECRET, allowed, bad, flatten, world_size
@@ -31,7 +31,7 @@ AT_LEAST = {
     "train.eval_every": 0, "train.eval_batches": 0, "train.stop_after": 1, "train.seed": 0,
     "checkpoint.every": 0, "checkpoint.keep": 1, "activation_checkpointing_every": 1,
     "model.num_layers": 1, "model.dim": 1, "model.num_heads": 1, "model.num_kv_heads": 1, "model.vocab_size": 1,
-    "model.vocab_multiple": 1, "model.seq_len": 1, "model.dropout": 0, "data.seq_len": 1, "data.num_samples": 1,
+    "model.vocab_multiple": 1, "model.seq_len": 1, "model.dropout": 0, "data.seq_len": 1, "data.num_samples": 1, "data.seed": 0,
     "optim.weight_decay": 0, "optim.base_batch_size": 1, "schedule.warmup_steps": 0, "schedule.min_ratio": 0,
     "cluster.nodes": 1, "cluster.processes": 1, "cluster.max_restarts": 0, "cluster.grace_s": 0,
     "precision.init_scale": 1, "precision.growth_interval": 1, "strategy.bucket_mb": 1,
@@ -248,14 +248,14 @@ def check_ranges(flat: dict[str, Any]) -> None:
         if SECRET.search(key) and value:
             raise bad(key, "…", "looks like a secret, and a configuration is written to disk in several places",
                       "give it in an environment variable")
-        if key == "optim.betas" and not (len(value) == 2 and all(0 <= beta < 1 for beta in value)):
+        if key == "optim.betas" and isinstance(value, list) and not (len(value) == 2 and all(0 <= beta < 1 for beta in value)):
             raise bad(key, value, "must be two numbers, each at least 0 and less than 1", f"'{key}=[0.9,0.95]'")
-        if key == "name" and not re.fullmatch(r"[^/\\\s]+", value):
-            fix = re.sub(r"[/\\\s]+", "-", value).strip("-.") or "my-run"
-            raise bad(key, value, "is a part of the run folder's name: no slash, no space, not empty", f"{key}={fix}")
+        if key == "name" and (not value.strip() or "/" in value):
+            raise bad(key, value, "is a part of the run folder's name: not empty, and no slash",
+                      f"{key}={value.replace('/', '-').strip(' .-') or 'my-run'}")
         if not isinstance(value, (int, float)):
             continue
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             raise bad(key, value, "must be a finite number", f"{key}=…")
         if key in AT_LEAST and value < AT_LEAST[key]:
             raise bad(key, value, f"must be at least {AT_LEAST[key]}", f"{key}={AT_LEAST[key]}")
@@ -278,7 +278,7 @@ def check_model(model: dict[str, Any], sizes: mesh.MeshSizes) -> None:
         raise bad("strategy.pp", sizes.pp, f"there are only model.num_layers={layers} layers", f"strategy.pp={layers}")
 
 
-def batch_sizes(config: dict[str, Any], sizes: mesh.MeshSizes) -> tuple[int, int, int]:
+def batch_sizes(config: dict[str, Any] | DictConfig, sizes: mesh.MeshSizes) -> tuple[int, int, int]:
     """(samples a data rank and step, samples a forward pass, forward passes): global = micro × accumulation × dp."""
     total, asked = config["train"]["global_batch_size"], config["train"]["micro_batch_size"]
     if total % sizes.dp:

@@ -84,7 +84,9 @@ def test_prune_waits_for_a_newer_one_that_reads_back(tmp_path: Path, monkeypatch
 
 @given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_any_cut_is_read_as_any_other(shape: list[int], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_cut_is_read_as_any_other(
+    shape: list[int], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Saved in slabs of one dimension, read in boxes of any kind: the arithmetic of resharding."""
     folder = tmp_path_factory.mktemp("cut")
     whole = torch.randn(shape)
@@ -212,7 +214,9 @@ def test_sigkill_at_each_phase_loses_no_acknowledged_checkpoint(phase: str, tmp_
 
 def test_50_random_kills_lose_no_acknowledged_checkpoint(tmp_path: Path) -> None:
     """One run, killed 50 times wherever it is; `latest` is the acknowledgement, and it must hold each time."""
-    run = make_run(tmp_path / "run", "cluster.processes=1", "train.steps=100000", "checkpoint.every=1", "checkpoint.keep=2")
+    run = make_run(
+        tmp_path / "run", "cluster.processes=1", "train.steps=100000", "checkpoint.every=1", "checkpoint.keep=2"
+    )
     rng = random.Random()
     folder = run / "checkpoints"
     reached = 0
@@ -240,7 +244,10 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     make_run(run, "train.steps=4", "cluster.processes=1", "model.dim=64")
     assert train(run) == [3]
     note = json.loads((run / "logs" / "failure-0.json").read_text())
-    assert "is a checkpoint of another model: model.embed.weight has shape [64, 32] in it, [64, 64] here" in note["message"]
+    assert (
+        "is a checkpoint of another model: model.embed.weight has shape [64, 32] in it, [64, 64] here"
+        in note["message"]
+    )
     assert "Fix:" in note["message"]
 
 
@@ -260,7 +267,9 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_says_what_is_needed(small_disk
     run = make_run(small_disk / "run", *options)
     assert train(run, 2) == [3, 3]
     notes = [json.loads((run / "logs" / f"failure-{r}.json").read_text()) for r in (0, 1)]
-    assert all("the disk is full" in n["message"] and "bytes needed" in n["message"] for n in notes), "agreed by all ranks"
+    assert all("the disk is full" in n["message"] and "bytes needed" in n["message"] for n in notes), (
+        "agreed by all ranks"
+    )
     good = checkpoint.newest_good(run / "checkpoints", lambda text: pytest.fail(text))
     assert good is not None and good[1]["step"] >= 2
     assert not list((run / "checkpoints").glob(".attempt*")), "the failed attempt gave its room back"

@@ -176,9 +176,7 @@ def test_small_formats() -> None:
     assert console.clean("\x1b[31mred\x1b[0m\r\x07 a\n\tb\x1b]0;title\x07!") == "red a\n\tb!"
 
 
-NAMES = st.text(
-    st.characters(codec="utf-8", exclude_characters="/\0", exclude_categories=("Cc", "Cs")), min_size=1
-)
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="/\0", exclude_categories=("Cc", "Cs")), min_size=1)
 
 
 @given(NAMES.filter(lambda name: name not in (".", "..") and "${" not in name))
@@ -244,9 +242,7 @@ def test_tail_knows_a_replaced_file_with_the_same_beginning(tmp_path: Path) -> N
 
 
 @given(st.binary(max_size=200), st.lists(st.integers(0, 60)))
-def test_tail_loses_nothing_however_the_writes_are_cut(
-    tmp_path_factory: Any, data: bytes, cuts: list[int]
-) -> None:
+def test_tail_loses_nothing_however_the_writes_are_cut(tmp_path_factory: Any, data: bytes, cuts: list[int]) -> None:
     path = tmp_path_factory.getbasetemp() / "tail"
     path.write_bytes(b"")
     tail, seen, at = Tail(path), [], 0
@@ -297,9 +293,7 @@ def test_header_and_lines_in_a_pipe(tmp_path: Path) -> None:
 
 
 def test_values_that_are_missing_are_left_out(tmp_path: Path) -> None:
-    write(
-        tmp_path, "summary.json", {"status": "running", "model": "resnet", "mesh": None, "parameters": None}
-    )
+    write(tmp_path, "summary.json", {"status": "running", "model": "resnet", "mesh": None, "parameters": None})
     append(tmp_path, json.dumps({"step": 7, "loss": float("nan"), "mfu": None}) + "\n")
     out = plain()
     with Monitor(tmp_path, out) as monitor:
@@ -576,17 +570,14 @@ def test_summary_of_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "checkpoint       outputs/my run/checkpoints/step-00001000",
         "next             dtrain sample 'outputs/my run' \"def \"",
         "                 dtrain export 'outputs/my run'",
-        "                 python launch.py 'resume=\"outputs/my run\"' train.steps=2000 "
-        "'resume_allow=[train.steps]'",
+        "                 python launch.py 'resume=\"outputs/my run\"' train.steps=2000 'resume_allow=[train.steps]'",
     ]
 
 
 def test_summary_of_an_image_model_has_nothing_to_sample(tmp_path: Path) -> None:
     shown = summary_of(tmp_path, status="done", model="resnet-tiny", steps=10, val_loss=1.0, val_accuracy=0.5)
     assert "accuracy         50.0%" in shown
-    assert [line for line in shown if "dtrain export" in line] and not [
-        line for line in shown if "sample" in line
-    ]
+    assert [line for line in shown if "dtrain export" in line] and not [line for line in shown if "sample" in line]
 
 
 def test_summary_of_a_preempted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -600,9 +591,7 @@ def test_summary_of_a_preempted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_summary_of_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    message = "\n".join(
-        [*(f"noise {i}" for i in range(10)), "", "CUDA error: [bold]\x1b[31massert\x1b[0m " + "x" * 90]
-    )
+    message = "\n".join([*(f"noise {i}" for i in range(10)), "", "CUDA error: [bold]\x1b[31massert\x1b[0m " + "x" * 90])
     write(
         tmp_path,
         "failure.json",
@@ -640,9 +629,7 @@ def test_summary_without_files(tmp_path: Path) -> None:
 
 
 def test_summary_of_a_killed_run_uses_its_metrics(tmp_path: Path) -> None:
-    append(
-        tmp_path, '{"step": 40, "val_loss": 3.5}\n', *(metric(s) for s in range(1, 48)), '{"step": 48, "lo'
-    )
+    append(tmp_path, '{"step": 40, "val_loss": 3.5}\n', *(metric(s) for s in range(1, 48)), '{"step": 48, "lo')
     write(tmp_path, "failure.json", {"type": "OldError"})  # of an attempt before
     write(tmp_path, "summary.json", {**RUNNING, "steps": 0})
     out = plain()
@@ -682,7 +669,5 @@ def test_a_pipe_stays_plain_and_the_import_light() -> None:
         "print(sorted(heavy), dtrain.console.stdout_console().is_terminal)"
     )
     env = {**os.environ, "FORCE_COLOR": "1", "PYTHONPATH": str(Path(console.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "[] False\n"

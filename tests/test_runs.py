@@ -26,9 +26,7 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def make(
-    path: str, *, time: str | None = None, config: str | None = None, launch: Any = None, **summary: Any
-) -> Path:
+def make(path: str, *, time: str | None = None, config: str | None = None, launch: Any = None, **summary: Any) -> Path:
     """A run folder below the current folder."""
     run_dir = Path(path).absolute()
     run_dir.mkdir(parents=True)
@@ -268,9 +266,7 @@ def test_a_new_metrics_line_is_a_sign_of_life_and_has_the_figures() -> None:
     run = make("outputs/a", status="running", steps=0, total_steps=100, train_loss=None)
     for file in run.iterdir():
         os.utime(file, (time.time() - 3600,) * 2)
-    (run / "metrics.jsonl").write_text(
-        '{"step": 5, "val_loss": 2.5}\n{"step": 6, "loss": 2.0, "mfu": null}\n{"st'
-    )
+    (run / "metrics.jsonl").write_text('{"step": 5, "val_loss": 2.5}\n{"step": 6, "loss": 2.0, "mfu": null}\n{"st')
     [found] = list_runs()
     assert (found["status"], found["steps"], found["train_loss"], found["val_loss"]) == (
         "running",

@@ -30,7 +30,9 @@ SMALL = [
 ]  # fmt: skip
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["torch._dynamo", "dtrain.train", "dtrain.strategies.ddp", "dtrain.strategies.fsdp", "dtrain.sample"])
+_server.set_forkserver_preload(
+    ["torch._dynamo", "dtrain.train", "dtrain.strategies.ddp", "dtrain.strategies.fsdp", "dtrain.sample"]
+)
 
 
 def make_run(run_dir: Path, *overrides: str) -> Path:
@@ -46,14 +48,23 @@ def make_run(run_dir: Path, *overrides: str) -> Path:
 class World:
     """N ranks that run `function(*arguments)`; each has the launcher's environment contract."""
 
-    def __init__(self, size: int, function: Callable[..., Any], *arguments: Any, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, size: int, function: Callable[..., Any], *arguments: Any, env: dict[str, str] | None = None
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        shared = {
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         shared |= {"OMP_NUM_THREADS": "1", **(env or {})}
         self.ranks = [
-            _server.Process(target=_rank, args=(function, arguments, shared | {"RANK": str(r), "LOCAL_RANK": str(r)}), daemon=True)
+            _server.Process(
+                target=_rank, args=(function, arguments, shared | {"RANK": str(r), "LOCAL_RANK": str(r)}), daemon=True
+            )
             for r in range(size)
         ]
         for process in self.ranks:

@@ -109,9 +109,7 @@ def read_meta(path: str | Path) -> dict:
     if missing:
         raise ValueError(f"{setting} has a meta.json without {', '.join(sorted(missing))}\n  fix: {HOW_TO}")
     if meta["dtype"] not in DTYPES:
-        raise ValueError(
-            f"{setting} has dtype={meta['dtype']!r} in meta.json, not uint16 or uint32\n  fix: {HOW_TO}"
-        )
+        raise ValueError(f"{setting} has dtype={meta['dtype']!r} in meta.json, not uint16 or uint32\n  fix: {HOW_TO}")
     for split in ("train", "val"):
         file = folder / f"{split}.bin"
         expected = meta[f"{split}_tokens"] * DTYPES[meta["dtype"]].itemsize

@@ -20,9 +20,21 @@ from typing import Any
 
 from dtrain import console
 from dtrain.config import bad
-from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent, read_json, write_json
+from dtrain.contract import (
+    BAD_CONFIG,
+    DONE,
+    FAILED,
+    PREEMPTED,
+    STOP_FILE,
+    STOP_SIGNALS,
+    die_with_parent,
+    read_json,
+    write_json,
+)
 
-LOST_PEER = re.compile(r"closed by peer|reset by peer|broken pipe|refused|remote process exited|Socket ?Timeout|ncclRemoteError", re.I)
+LOST_PEER = re.compile(
+    r"closed by peer|reset by peer|broken pipe|refused|remote process exited|Socket ?Timeout|ncclRemoteError", re.I
+)
 
 
 class Local:
@@ -41,8 +53,12 @@ class Local:
         """What the ranks get beside the user's own environment, which wins."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         ours = {
-            "OMP_NUM_THREADS": str(max(1, cores // self.processes)),  # torchrun would say 1; more than the cores is slower
-            "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])),
+            "OMP_NUM_THREADS": str(
+                max(1, cores // self.processes)
+            ),  # torchrun would say 1; more than the cores is slower
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+            ),
         }
         return {k: v for k, v in ours.items() if k == "PYTHONPATH" or k not in os.environ}
 
@@ -57,7 +73,9 @@ class Local:
         try:
             for attempt in range(self.max_restarts + 1):
                 code = self._run_once(run_dir, attempt)
-                if code in (DONE, BAD_CONFIG, PREEMPTED) or self.stop_requests:  # a bad configuration does not get better
+                if (
+                    code in (DONE, BAD_CONFIG, PREEMPTED) or self.stop_requests
+                ):  # a bad configuration does not get better
                     break
             console.print_summary(run_dir)
             return code
@@ -71,7 +89,12 @@ class Local:
     def _run_once(self, run_dir: Path, attempt: int) -> int:
         logs = run_dir / "logs"
         logs.mkdir(exist_ok=True)
-        for old in (run_dir / STOP_FILE, run_dir / "failure.json", run_dir / "summary.json", *logs.glob("failure-*.json")):
+        for old in (
+            run_dir / STOP_FILE,
+            run_dir / "failure.json",
+            run_dir / "summary.json",
+            *logs.glob("failure-*.json"),
+        ):
             old.unlink(missing_ok=True)
         with open(logs / "torchrun.log", "ab") as log:
             position = log.tell()
@@ -88,7 +111,9 @@ class Local:
         finally:
             if torchrun.poll() is None:  # we are being torn down ourselves: take everything along
                 os.killpg(torchrun.pid, signal.SIGKILL)
-        return self._outcome(run_dir, torchrun.wait(), (logs / "torchrun.log").read_bytes()[position:].decode(errors="replace"))
+        return self._outcome(
+            run_dir, torchrun.wait(), (logs / "torchrun.log").read_bytes()[position:].decode(errors="replace")
+        )
 
     def _watch(self, torchrun: subprocess.Popen[bytes], run_dir: Path, monitor: console.Monitor) -> None:
         deadline, said = None, 0
@@ -99,7 +124,9 @@ class Local:
                 if said == 1:
                     (run_dir / STOP_FILE).touch()
                     deadline = time.monotonic() + self.grace_s
-                    monitor.message(f"stop requested: saving after this step, at most {self.grace_s} s (once more: end at once)")
+                    monitor.message(
+                        f"stop requested: saving after this step, at most {self.grace_s} s (once more: end at once)"
+                    )
             if said > 1 or (deadline is not None and time.monotonic() > deadline):
                 os.killpg(torchrun.pid, signal.SIGKILL)  # its ranks die with it, see die_with_parent
             time.sleep(0.05)

@@ -23,7 +23,9 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = dim // num_heads
         self.dropout = dropout
-        self.qkv = nn.Linear(dim, 3 * dim)  # rows ordered head by head (q, k, v of head 0, ...): a cut by rows keeps heads whole
+        self.qkv = nn.Linear(
+            dim, 3 * dim
+        )  # rows ordered head by head (q, k, v of head 0, ...): a cut by rows keeps heads whole
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:

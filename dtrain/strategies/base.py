@@ -105,7 +105,9 @@ class Strategy:
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Accumulate gradients over the micro-batches; give the mean loss of this data rank."""
-        micro_batches = list(zip(inputs.split(self.micro_batch_size), targets.split(self.micro_batch_size), strict=True))
+        micro_batches = list(
+            zip(inputs.split(self.micro_batch_size), targets.split(self.micro_batch_size), strict=True)
+        )
         total = torch.zeros((), device=self.device)
         for i, (x, y) in enumerate(micro_batches):
             with self.no_sync(last=i == len(micro_batches) - 1):

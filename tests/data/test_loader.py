@@ -69,9 +69,7 @@ def test_resume_with_other_world_sizes_continues_exactly(size: int, worlds: list
 def test_a_used_loader_gives_what_a_fresh_one_gives(size: int, seed: int, positions: list[int]) -> None:
     used = Loader(Numbers(size), 7, seed)
     for position in positions:  # jumps back and forth through more epochs than the cache holds
-        np.testing.assert_array_equal(
-            used.indices(position), Loader(Numbers(size), 7, seed).indices(position)
-        )
+        np.testing.assert_array_equal(used.indices(position), Loader(Numbers(size), 7, seed).indices(position))
 
 
 @given(SIZES, PER_RANK, st.integers(0, 500))

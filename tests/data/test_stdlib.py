@@ -39,9 +39,7 @@ def test_sizes_are_worth_training_on(data: Stdlib) -> None:
     assert data.vocab_size == 256
 
 
-def test_packages_in_the_library_folder_are_not_walked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_in_the_library_folder_are_not_walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("os.py", "site-packages/torch/a.py", "email/tests/b.py", "email/c.py", "test/d.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("pass")

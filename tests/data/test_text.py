@@ -88,9 +88,7 @@ def test_truncation_saved_in_a_tokenizer_file_is_lifted(tokenizer_file: str, tmp
     assert lifted.encode(long) == load_tokenizer(tokenizer_file).encode(long)
 
 
-def test_bad_tokenizers_are_refused(
-    tmp_path: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_tokenizers_are_refused(tmp_path: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"data.tokenizer='nowhere.json' is not a file"):
         load_tokenizer("nowhere.json")
     (tmp_path / "bad.json").write_text("{}")

@@ -39,9 +39,7 @@ def test_bytes_round_trip(source: str, tmp_path: Path, request: pytest.FixtureRe
 
 
 @pytest.mark.parametrize("source", ["folder", "small_folder"])
-def test_uint16_round_trip(
-    source: str, tmp_path: Path, tokenizer_file: str, request: pytest.FixtureRequest
-) -> None:
+def test_uint16_round_trip(source: str, tmp_path: Path, tokenizer_file: str, request: pytest.FixtureRequest) -> None:
     meta = same_as_text(request.getfixturevalue(source), tmp_path / "new" / "out", tokenizer_file, "<u2")
     assert meta["tokenizer"] == "tokenizer.json" and meta["dtype"] == "uint16"
 
@@ -69,9 +67,7 @@ def test_the_type_holds_the_largest_id(vocab_size: int, dtype: str) -> None:
     assert np.iinfo(corpus.token_dtype(vocab_size)).max >= vocab_size - 1
 
 
-def test_prepare_does_not_hold_the_corpus(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prepare_does_not_hold_the_corpus(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are on disk before the next batch of documents is read."""
     written: list[int] = []
     read = corpus.read_pieces

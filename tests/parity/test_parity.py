@@ -49,7 +49,9 @@ def test_memory_settings_do_not_change_the_maths(options: list[str], reference: 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_half_precision_stays_near(strategy: str, precision: str, reference: Path, tmp_path: Path) -> None:
     # bf16 keeps 8 bits of a number: a relative error of 4e-3 a product, 0.02 on a loss of 4 leaves room for five of them
-    run = make_run(tmp_path, f"strategy={strategy}", f"precision={precision}", "cluster.processes=2", "train.stop_after=4")
+    run = make_run(
+        tmp_path, f"strategy={strategy}", f"precision={precision}", "cluster.processes=2", "train.stop_after=4"
+    )
     assert train(run, 2, env={"DNNL_DEFAULT_FPMATH_MODE": "ANY"}) == [0, 0]
     assert max(abs(losses(run)[s] - losses(reference)[s]) for s in range(1, 5)) < 0.02
     assert losses(run) != {s: losses(reference)[s] for s in range(1, 5)}, "the precision had no effect at all"

@@ -58,7 +58,9 @@ def test_any_layout_resumes_from_any_other(tmp_path: Path) -> None:
     options = ("train.steps=8", "train.max_grad_norm=0.5")
 
     def layout(run_dir: Path, strategy: str, size: int, stop_after: int) -> Path:
-        make_run(run_dir, *options, f"strategy={strategy}", f"cluster.processes={size}", f"train.stop_after={stop_after}")
+        make_run(
+            run_dir, *options, f"strategy={strategy}", f"cluster.processes={size}", f"train.stop_after={stop_after}"
+        )
         assert train(run_dir, size) == [0] * size
         return run_dir
 
@@ -72,4 +74,6 @@ def test_any_layout_resumes_from_any_other(tmp_path: Path) -> None:
             moved = losses(layout(copy, *target, 6))
             assert sorted(moved) == [1, 2, 3, 4, 5, 6]
             assert abs(moved[5] - reference[5]) < 1e-6, f"{source} → {target}: the next loss"
-            assert abs(moved[6] - reference[6]) < 2e-6, f"{source} → {target}: the loss after an update from loaded state"
+            assert abs(moved[6] - reference[6]) < 2e-6, (
+                f"{source} → {target}: the loss after an update from loaded state"
+            )

@@ -1,0 +1,162 @@
+"""The local launcher as a user meets it: real `python launch.py` processes, signals, kills, restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dtrain.launchers.local import first_failure
+from tests.world import ROOT, SMALL, losses, metrics, summary
+
+FAILING = """
+import os, time
+from dtrain.models.gpt2 import GPT2
+
+class Failing(GPT2):
+    def forward(self, inputs, targets=None):
+        if os.environ["RANK"] == "1" and not os.path.exists(os.environ["HEALED"]):
+            self.calls = getattr(self, "calls", 0) + 1
+            if self.calls > 6:
+                open(os.environ["HEALED"], "w").close()
+                {how}
+        return super().forward(inputs, targets)
+"""
+
+
+def launch(cwd: Path, *overrides: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    command = [sys.executable, str(ROOT / "launch.py"), *SMALL, "run_dir=run", *overrides]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", **(env or {})}
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not (lines := metrics(run)) or lines[-1]["step"] < step:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def ranks_of(run: Path) -> list[int]:
+    """Processes that train in this run folder: torchrun and the ranks, found by their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if b"dtrain.train" in command and str(run).encode() in command:
+                found.append(int(entry.name))
+    return found
+
+
+def assert_no_orphans(run: Path) -> None:
+    deadline = time.monotonic() + 5
+    while ranks_of(run):
+        assert time.monotonic() < deadline, f"still alive after 5 s: {ranks_of(run)}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_saves_at_the_step_boundary_and_ends_with_75(number: signal.Signals, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = launch(tmp_path, "train.steps=100000", "cluster.processes=2")
+    wait_for_step(run, 5, process)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert_no_orphans(run)
+    last = metrics(run)[-1]["step"]
+    assert summary(run)["status"] == "preempted" and summary(run)["steps"] == last
+    assert (run / "checkpoints" / "latest").read_text() == f"step-{last:08d}\n"
+    assert "stop requested" in output and "resume=./run" in output
+
+
+def test_killing_the_launcher_leaves_no_orphans(tmp_path: Path) -> None:
+    process = launch(tmp_path, "train.steps=100000", "cluster.processes=2")
+    wait_for_step(tmp_path / "run", 2, process)
+    assert len(ranks_of(tmp_path / "run")) == 3  # torchrun and two ranks
+    process.kill()
+    process.communicate()
+    assert_no_orphans(tmp_path / "run")
+
+
+@pytest.mark.parametrize("how, message", [
+    ("raise RuntimeError('the loss function exploded')", "the loss function exploded"),
+    ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+])  # fmt: skip
+def test_the_first_error_is_shown_with_its_rank(how: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FAILING.format(how=how))
+    process = launch(tmp_path, "cluster.processes=2", "model._target_=mine.Failing", "trust=[mine]",
+                     env={"HEALED": str(tmp_path / "healed"), "PYTHONPATH": str(tmp_path)})  # fmt: skip
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 3, output
+    failure = json.loads((tmp_path / "run" / "failure.json").read_text())
+    assert failure["rank"] == 1 and message in failure["message"]
+    assert "rank 1" in output and message in output and "logs/rank-1.log" in output
+    assert "Traceback" not in output
+    assert summary(tmp_path / "run")["status"] == "failed"
+    assert_no_orphans(tmp_path / "run")
+
+
+def test_restart_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FAILING.format(how="raise RuntimeError('once')"))
+    process = launch(tmp_path, "cluster.processes=2", "model._target_=mine.Failing", "trust=[mine]", "checkpoint.every=3",
+                     "cluster.max_restarts=1", env={"HEALED": str(tmp_path / "healed"), "PYTHONPATH": str(tmp_path)})  # fmt: skip
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, output
+    assert "restart 1 of 1" in output
+    assert summary(tmp_path / "run")["start_step"] == 6
+    assert sorted(losses(tmp_path / "run")) == list(range(1, 21)), "every step once, none twice"
+
+
+def test_resume_under_another_strategy_and_world_size(tmp_path: Path) -> None:
+    first = launch(tmp_path, "strategy=ddp", "cluster.processes=2", "train.stop_after=6")
+    assert first.wait(60) == 0
+    command = [sys.executable, str(ROOT / "launch.py"), "resume=run", "strategy=fsdp", "cluster.processes=1"]
+    second = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "resuming from step 6" in second.stdout
+    assert summary(tmp_path / "run")["strategy"] == "fsdp" and sorted(losses(tmp_path / "run")) == list(range(1, 21))
+    launches = json.loads((tmp_path / "run" / "launch.json").read_text())["launches"]
+    assert [entry["choices"]["strategy"] for entry in launches] == ["ddp", "fsdp"]
+    assert os.stat(tmp_path / "run").st_mode & 0o777 == 0o700
+
+
+def test_a_sweep_ends_in_one_table(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "launch.py"), "-m", *SMALL, "train.steps=3", "cluster.processes=1",
+               "strategy=ddp,fsdp"]  # fmt: skip
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    runs = sorted(p.parent for p in tmp_path.glob("multirun/*/*/*/summary.json"))
+    assert len(runs) == 2 and all(summary(r)["status"] == "done" for r in runs)
+    table = result.stdout[result.stdout.rindex("next ") :]
+    for word in ("strategy=ddp", "strategy=fsdp", "done", "tok"):
+        assert word in table, table
+
+
+def test_the_killed_rank_is_named_not_the_one_that_lost_its_peer(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    note = {
+        "time": 1.0,
+        "rank": 0,
+        "type": "RuntimeError",
+        "message": "Connection closed by peer [127.0.0.1]:1",
+        "exit_code": 3,
+    }
+    (tmp_path / "logs" / "failure-0.json").write_text(json.dumps(note))
+    log = "Root Cause:\n  rank      : 0 (local_rank: 0)\n  exitcode  : 3 (pid: 7)\n[1]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 8)\n"
+    assert first_failure(tmp_path, 1, log)["rank"] == 1
+    note["message"] = "shapes do not match"
+    (tmp_path / "logs" / "failure-0.json").write_text(json.dumps(note))
+    assert first_failure(tmp_path, 1, log)["rank"] == 0

@@ -1,0 +1,136 @@
+"""One step, looked at closely: accumulation, clipping, non-finite values, loss scaling, initial weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dtrain import checkpoint
+from dtrain.config import build, load
+from dtrain.precision import Precision
+from tests.parity.test_parity import STRATEGIES
+from tests.world import losses, make_run, metrics, spawn, summary, train
+
+BROKEN = """
+import torch
+from dtrain.models.gpt2 import GPT2
+
+class Broken(GPT2):
+    '''Its loss is {value} in the forward passes of {steps}.'''
+    def forward(self, inputs, targets=None):
+        self.calls = getattr(self, "calls", 0) + 1
+        loss = super().forward(inputs, targets)
+        return loss * float("{value}") if self.calls in {steps} else loss
+"""
+
+
+def broken_run(tmp_path: Path, value: str, steps: list[int], *overrides: str) -> Path:
+    (tmp_path / "broken_model.py").write_text(BROKEN.format(value=value, steps=steps))
+    return make_run(tmp_path / "run", "model._target_=broken_model.Broken", "trust=[broken_model]", *overrides)
+
+
+@pytest.fixture(autouse=True)
+def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def same_weights_everywhere(run_dir: Path) -> None:
+    cfg = load(run_dir)
+    with torch.device("meta"):
+        model = build(cfg.model)
+    strategy = build(cfg.strategy)
+    strategy.setup(
+        model, build(cfg.optim), precision=build(cfg.precision), device=torch.device("cpu"), seed=5, micro_batch_size=1
+    )
+    checkpoint.save(run_dir / "checkpoints", 0, strategy.state_dict(), {"extra": strategy.extra_state()}, keep=1)
+
+
+def test_first_weights_are_the_same_whatever_the_layout(tmp_path: Path) -> None:
+    hashes = set()
+    for strategy in STRATEGIES:
+        for size in (1, 2, 3):  # 3 does not divide the dimensions: uneven shards
+            run = make_run(tmp_path / f"{strategy}-{size}", f"strategy={strategy}", f"cluster.processes={size}",
+                           f"train.global_batch_size={size}")  # fmt: skip
+            spawn(size, same_weights_everywhere, run)
+            hashes.add(checkpoint.weights_sha256(run / "checkpoints" / "step-00000000"))
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_nonfinite_stops_before_the_update_and_is_never_saved(value: str, strategy: str, tmp_path: Path) -> None:
+    run = broken_run(
+        tmp_path, value, [6], f"strategy={strategy}", "cluster.processes=2", "checkpoint.every=1", "checkpoint.keep=99"
+    )
+    assert train(run, 2, {"PYTHONPATH": str(tmp_path)}) == [3, 3]
+    note = json.loads((run / "logs" / "failure-0.json").read_text())
+    assert note["type"] == "NonFiniteError" and "step 6" in note["message"] and "Fix:" in note["message"]
+    assert [p.name for p in checkpoint.candidates(run / "checkpoints")][0] == "step-00000005"
+    for path in checkpoint.candidates(run / "checkpoints"):
+        assert all(t.isfinite().all() for _, t in checkpoint.weights(path))
+
+
+def test_nonfinite_skip_leaves_weights_alone_and_goes_on(tmp_path: Path) -> None:
+    run = broken_run(tmp_path, "nan", [6], "cluster.processes=2", "checkpoint.every=1", "checkpoint.keep=99",
+                     "train.nonfinite=skip")  # fmt: skip
+    assert train(run, 2) == [0, 0]
+    assert summary(run)["skipped_steps"] == 1 and summary(run)["steps"] == 20
+    folder = run / "checkpoints"
+    assert checkpoint.weights_sha256(folder / "step-00000005") == checkpoint.weights_sha256(folder / "step-00000006")
+    assert checkpoint.weights_sha256(folder / "step-00000006") != checkpoint.weights_sha256(folder / "step-00000007")
+    skipped = next(m for m in metrics(run) if m["step"] == 6)
+    assert skipped["loss"] is None, "NaN is not JSON"
+    assert losses(run)[20] < losses(run)[1]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fp16_scale_falls_at_an_overflow_and_training_goes_on(strategy: str, tmp_path: Path) -> None:
+    # a loss of 4 × 2^24 has fp16 gradients past 65504; the scale must halve until they fit
+    run = make_run(tmp_path / "run", f"strategy={strategy}", "precision=fp16", "precision.init_scale=16777216", "cluster.processes=2",
+                   "train.stop_after=12", "precision.growth_interval=3")  # fmt: skip
+    assert train(run, 2) == [0, 0]
+    content = checkpoint.read_manifest(run / "checkpoints" / "step-00000012")
+    state = content["extra"]["precision"]
+    assert 0 < summary(run)["skipped_steps"] < 12 and state["scale"] < 16777216
+    assert content["extra"]["optimizer"]["step"] == 12 - summary(run)["skipped_steps"]
+    assert losses(run)[12] < losses(run)[1]
+
+
+def test_scale_grows_back_and_gives_up_at_the_floor() -> None:
+    precision = Precision("float16", init_scale=8.0, growth_interval=2)
+    assert precision.update(finite=False) and precision.scale == 4.0
+    assert not precision.update(finite=True) and not precision.update(finite=True)
+    assert precision.scale == 8.0
+    while precision.update(finite=False):
+        assert precision.scale > 0
+    assert precision.scale < 2.0**-14, "a loss that is broken at any scale is not called an overflow"
+    restored = Precision("float16")
+    restored.load_state_dict({"scale": 32.0, "good_steps": 1})
+    assert restored.scale == 32.0
+    restored.load_state_dict(Precision("float32").state_dict())
+    assert restored.scale == 32.0, "a checkpoint of an fp32 run has no scale to give"
+
+
+def test_clipping_bounds_the_update_and_reports_the_norm_before_it(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / str(i), "cluster.processes=1", f"train.max_grad_norm={norm}", "train.steps=2")
+            for i, norm in enumerate(["null", "1e-6"])]  # fmt: skip
+    for run in runs:
+        assert train(run) == [0]
+    first = [next(m["grad_norm"] for m in metrics(run)) for run in runs]
+    assert first[0] == first[1] > 1e-3
+    assert summary(runs[0])["weights_sha256"] != summary(runs[1])["weights_sha256"]
+
+
+def test_compile_keeps_the_maths(tmp_path: Path) -> None:
+    curves = []
+    for strategy in STRATEGIES:
+        for flag in ("false", "true"):
+            run = make_run(tmp_path / f"{strategy}-{flag}", f"strategy={strategy}", "cluster.processes=2", f"compile={flag}",
+                           "train.steps=4", "model.num_layers=1")  # fmt: skip
+            assert train(run, 2) == [0, 0]
+            curves.append(Tensor([losses(run)[s] for s in range(1, 5)]))
+    assert all((curve - curves[0]).abs().max() < 1e-5 for curve in curves)

@@ -1,0 +1,202 @@
+"""Configuration as plain values: flattened, written, read back, and turned only into objects that are allowed."""
+
+import functools
+import importlib
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from dtrain import config as config_module
+from dtrain import launch
+from dtrain.config import CONF, SECRET, allowed, bad, build, count_gpus, fingerprint, flatten, load, locate, save
+
+scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=8))
+leaves = st.one_of(scalars, st.lists(scalars, max_size=3))
+names = st.text("abcdefgh_", min_size=1, max_size=4)
+trees = st.dictionaries(
+    names, st.recursive(leaves, lambda inner: st.dictionaries(names, inner, max_size=4), max_leaves=12), max_size=5
+)
+
+
+def compose(*overrides: str) -> dict[str, Any]:
+    """What the launcher would write to config.yaml, without starting anything."""
+    OmegaConf.register_new_resolver("dtrain.slug", launch.slug, replace=True)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return launch.resolve(hydra_compose("config", list(overrides), return_hydra_config=True))
+
+
+# ---- flatten -------------------------------------------------------------------------------------------------
+
+
+def unflatten(flat: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *path, leaf = key.split(".")
+        functools.reduce(lambda node, name: node.setdefault(name, {}), path, tree)[leaf] = value
+    return tree
+
+
+@given(trees)
+def test_flatten_loses_nothing(tree: dict[str, Any]) -> None:
+    flat = flatten(tree)
+    assert unflatten(flat) == tree
+    assert not any(isinstance(value, dict) and value for value in flat.values())
+
+
+@given(trees, trees)
+def test_two_trees_are_equal_exactly_when_their_flat_forms_are(one: dict[str, Any], two: dict[str, Any]) -> None:
+    assert (flatten(one) == flatten(two)) == (one == two)
+
+
+def test_lists_are_values_and_an_empty_section_is_kept() -> None:
+    assert flatten({"a": {"b": [{"c": 1}], "d": {}}, "e": 2}) == {"a.b": [{"c": 1}], "a.d": {}, "e": 2}
+    assert flatten({}) == {}
+
+
+# ---- what may be built ---------------------------------------------------------------------------------------
+
+
+@given(st.lists(names, max_size=3), st.lists(names, min_size=1, max_size=3))
+def test_a_name_is_allowed_by_its_whole_first_parts(trust: list[str], parts: list[str]) -> None:
+    target = ".".join(parts)
+    starts = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+    assert allowed(target, trust) == any(start in trust for start in starts)
+    assert allowed(f"dtrain.{target}", trust)
+    assert not allowed(f"dtrain{target}", trust) or f"dtrain{target}".partition(".")[0] == "dtrain"
+
+
+TORCH_FREE = ["config", "cli", "console", "contract", "launch", "launchers.local", "mesh", "runs", "schedule", "validate"]
+
+
+@pytest.mark.parametrize("module_name", TORCH_FREE)
+def test_nothing_that_a_module_merely_imported_can_be_reached_through_it(module_name: str) -> None:
+    module = importlib.import_module(f"dtrain.{module_name}")
+    foreign = [
+        name for name, value in vars(module).items()
+        if getattr(inspect.getmodule(value), "__name__", "builtins").partition(".")[0] != "dtrain"
+    ]  # fmt: skip
+    assert len(foreign) > 5, "the test looks at something"
+    for name in foreign:
+        with pytest.raises(ValueError, match="only dtrain's own code|has no "):
+            locate(f"dtrain.{module_name}.{name}")
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "os.system", "builtins.eval", "eval", "", "dtrain", "dtrain.launchers.local.subprocess.Popen",
+        "dtrain.launchers.local.os.system", "dtrain.config.importlib.import_module", "dtrainer.evil", "dtrain.nowhere.X",
+        "dtrain.config.nothing", "dtrain.config.build.__globals__", "dtrain.schedule.cosine.__globals__",
+    ],
+)  # fmt: skip
+def test_a_target_outside_is_refused_and_not_called(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "system", lambda command: pytest.fail(f"called with {command}"))
+    with pytest.raises(ValueError, match="fix: ") as error:
+        build({"_target_": target, "command": "true"})
+    assert f"_target_={target}" in str(error.value)
+
+
+def test_a_nested_target_is_refused_too() -> None:
+    with pytest.raises(ValueError, match="_target_=os.getcwd"):
+        build({"_target_": "dtrain.schedule.constant", "_partial_": True, "more": [{"deep": {"_target_": "os.getcwd"}}]})
+
+
+def test_trust_opens_a_module_and_no_other() -> None:
+    assert build({"_target_": "fractions.Fraction", "numerator": 3}, trust=["fractions"]) == 3
+    with pytest.raises(ValueError, match=r"trust=\[decimal\]"):
+        build({"_target_": "decimal.Decimal", "value": "3"}, trust=["fractions"])
+
+
+def test_build_makes_nested_objects_partials_and_plain_values() -> None:
+    from dtrain.mesh import MeshSizes
+    from dtrain.schedule import linear
+
+    node = OmegaConf.create({
+        "sizes": [{"_target_": "dtrain.mesh.MeshSizes", "dp": 4}, {"_target_": "dtrain.mesh.MeshSizes", "dp": "${n}"}],
+        "n": 2,
+        "schedule": {"_target_": "dtrain.schedule.linear", "_partial_": True, "warmup_steps": 3},
+    })  # fmt: skip
+    made = build(node)
+    assert made["sizes"] == [MeshSizes(dp=4), MeshSizes(dp=2)]
+    assert made["n"] == 2
+    assert made["schedule"](1, 10) == linear(1, 10, 3)
+    assert build({"_target_": "dtrain.mesh.MeshSizes", "pp": 2}, dp=3) == MeshSizes(pp=2, dp=3)
+
+
+# ---- the file ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["api_key", "apikey", "wandb.api_key", "AWS_SECRET_ACCESS_KEY", "db-password", "hf.token"])
+def test_secrets_are_recognised_and_never_written(key: str, tmp_path: Path) -> None:
+    assert SECRET.search(key)
+    save(tmp_path, {"deep": {key: "hunter2"}, "plain": "shown"})
+    text = (tmp_path / "config.yaml").read_text()
+    assert "hunter2" not in text and "shown" in text and "<redacted>" in text
+
+
+@pytest.mark.parametrize("key", ["data.tokenizer", "model.num_key_value_heads", "train.seed", "model.vocab_size", "passes"])
+def test_what_is_no_secret_is_not_taken_for_one(key: str) -> None:
+    assert not SECRET.search(key)
+
+
+def test_every_setting_that_exists_is_no_secret() -> None:
+    assert [key for key in launch.known_settings() if SECRET.search(key)] == []
+
+
+@given(trees)
+def test_config_yaml_reads_back_exactly(tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any]) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    tree = {k: v for k, v in tree.items() if "$" not in str(v) and "???" not in str(v)}
+    save(folder, tree)
+    assert OmegaConf.to_container(load(folder)) == tree
+    assert [p.name for p in folder.iterdir()] == ["config.yaml"], "no temporary file is left"
+
+
+def test_the_fingerprint_is_of_the_values(tmp_path: Path) -> None:
+    prints = []
+    for lr in (0.1, 0.1, 0.2):
+        save(tmp_path, {"optim": {"lr": lr}})
+        prints.append(fingerprint(tmp_path))
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_what_the_launcher_writes_is_complete_and_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "count_gpus", lambda: 0)
+    config = compose("strategy=fsdp", "model.seq_len=64")
+    assert "${" not in str(config)
+    assert config["data"]["seq_len"] == 64
+    assert config["cluster"]["processes"] == 2
+    assert config["name"] == "gpt2-tiny-fsdp"
+    assert config["choices"]["strategy"] == "fsdp" and config["choices"]["recipe"] is None
+    assert config["run_dir"].startswith(f"{tmp_path}/outputs/")
+    assert "hydra" not in config
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- the machine ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("present", "visible", "want"),
+    [(0, None, 0), (4, None, 4), (4, "", 0), (4, "-1", 0), (4, "0,2", 2), (2, "0,1,2,3", 2), (4, "GPU-abc", 1), (0, "0", 0)],
+)
+def test_count_gpus(present: int, visible: str | None, want: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [Path(f"/dev/nvidia{i}") for i in range(present)] + [Path("/dev/nvidiactl"), Path("/dev/nvidia-uvm")]
+    monkeypatch.setattr(config_module.Path, "glob", lambda self, pattern: iter(devices))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert count_gpus() == want
+
+
+def test_a_refusal_names_setting_value_rule_and_fix() -> None:
+    assert str(bad("a.b", None, "must be 1", "a.b=1")) == "a.b=null: must be 1\n  fix: a.b=1"

@@ -1,0 +1,81 @@
+"""The mesh: the axes multiply to the ranks, or a message says which change would make them."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtrain.mesh import MeshSizes, resolve
+
+AXES = ("pp", "dp", "tp")
+sizes = st.integers(-3, 9)
+good_sizes = st.integers(1, 9)
+world_sizes = st.integers(1, 48)
+
+
+def product(values: dict[str, int]) -> int:
+    return values["pp"] * values["dp"] * values["tp"]
+
+
+@given(world_sizes, sizes, sizes, sizes)
+def test_resolve_gives_the_only_mesh_of_that_size_or_refuses(world: int, pp: int, dp: int, tp: int) -> None:
+    asked = {"pp": pp, "dp": dp, "tp": tp}
+    fits = [
+        MeshSizes(p, d, t)
+        for p in (range(1, world + 1) if pp == -1 else [pp])
+        for t in (range(1, world + 1) if tp == -1 else [tp])
+        for d in (range(1, world + 1) if dp == -1 else [dp])
+        if min(p, d, t) >= 1 and p * d * t == world
+    ] if list(asked.values()).count(-1) <= 1 else []  # fmt: skip
+    if fits:
+        assert [resolve(world, **asked)] == fits
+        assert fits[0].world_size == world
+    else:
+        with pytest.raises(ValueError, match="fix: ") as error:
+            resolve(world, **asked)
+        for axis, size in asked.items():
+            assert f"strategy.{axis}={size}" in str(error.value)
+
+
+@given(good_sizes, good_sizes, good_sizes, st.sampled_from(AXES))
+def test_the_fill_is_what_is_left(pp: int, dp: int, tp: int, axis: str) -> None:
+    want = {"pp": pp, "dp": dp, "tp": tp}
+    assert resolve(product(want), **(want | {axis: -1})).as_dict() == want
+
+
+@given(world_sizes, good_sizes, st.one_of(st.just(-1), good_sizes), good_sizes)
+def test_the_number_of_ranks_that_a_refusal_proposes_is_accepted(world: int, pp: int, dp: int, tp: int) -> None:
+    try:
+        resolve(world, pp, dp, tp)
+    except ValueError as error:
+        assert f"there are {world}" in str(error)
+        found = re.search(r"cluster\.processes=(\d+)", str(error))
+        assert found
+        assert resolve(int(found[1]), pp, dp, tp).world_size == int(found[1])
+
+
+@given(sizes, sizes, sizes)
+def test_following_the_fixes_leads_to_a_mesh(pp: int, dp: int, tp: int) -> None:
+    """A user who does what the message says, and only that, ends with a mesh after at most four messages."""
+    asked, world = {"pp": pp, "dp": dp, "tp": tp}, 12
+    for _ in range(5):
+        try:
+            assert resolve(world, **asked).world_size == world
+            return
+        except ValueError as error:
+            fix = str(error).split("fix: ")[1]
+            ranks = re.search(r"cluster\.processes=(\d+)", fix)
+            axis = re.match(r"strategy\.(\w+)=(-?\d+)$", fix)
+            assert (ranks is None) != (axis is None), fix
+            if ranks:
+                world = int(ranks[1])
+            elif axis:
+                assert asked[axis[1]] != int(axis[2]), "the fix is what was asked already"
+                asked[axis[1]] = int(axis[2])
+    pytest.fail(f"still refused: {asked} with {world} ranks")
+
+
+def test_a_mesh_in_words() -> None:
+    assert str(MeshSizes(pp=2, dp=3, tp=4)) == "pp 2 × dp 3 × tp 4"
+    assert MeshSizes(pp=2, dp=3, tp=4).as_dict() == {"pp": 2, "dp": 3, "tp": 4}
