@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node=2 benchmarks/handwritten.py --steps 100
 
-Only the model class comes from dtrain, so that both sides compute the same thing. No checkpoint, no resume, no
-validation, no clean stop: what those cost a step is what overhead.py measures.
+Only the model class comes from dtrain, so that both sides compute the same thing. No checkpoint, no resume,
+no validation, no clean stop: what those cost is what overhead.py measures.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 from dtrain.models.gpt2 import GPT2
 
 SEED, SEQ_LEN, PEAK_LR, WARMUP_STEPS, MIN_RATIO = 0, 128, 1e-3, 20, 0.1
-SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "lib2to3", "idlelib", "turtledemo"}
+SKIPPED = {
+    "site-packages", "dist-packages", "__pycache__",
+    "test", "tests", "lib2to3", "idlelib", "turtledemo",
+}
 
 
 def read_corpus() -> np.ndarray:
-    """The source of Python's standard library as bytes, a zero between two files; the last 5% are held out."""
+    """The source of Python's standard library as bytes, a zero between files; the last 5% are held out."""
     paths = []
     for folder, folders, files in os.walk(sysconfig.get_paths()["stdlib"]):
         folders[:] = [name for name in folders if name not in SKIPPED]
@@ -46,8 +49,8 @@ def lr_at(step: int, steps: int) -> float:
 
 
 def main(argv: list[str] | None = None, before_step: Callable[[], None] | None = None) -> None:
-    """Train. `before_step` is where overhead.py holds the loop between two blocks of steps; else it is nothing."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Train. `before_step` is where overhead.py holds the loop between two blocks of steps."""
+    parser = argparse.ArgumentParser(description="gpt2-tiny under DDP, written by hand")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=32, help="samples of a step over all ranks")
     options = parser.parse_args(argv)
@@ -68,11 +71,13 @@ def main(argv: list[str] | None = None, before_step: Callable[[], None] | None =
     def batch(step: int) -> tuple[Tensor, Tensor]:
         start = step * options.batch + rank * rank_batch
         chosen = order[np.arange(start, start + rank_batch) % num_samples]
-        windows = torch.from_numpy(corpus[chosen[:, None] * SEQ_LEN + np.arange(SEQ_LEN + 1)].astype(np.int64))
+        where = chosen[:, None] * SEQ_LEN + np.arange(SEQ_LEN + 1)
+        windows = torch.from_numpy(corpus[where].astype(np.int64))
         return windows[:, :-1].contiguous().to(device), windows[:, 1:].contiguous().to(device)
 
     torch.manual_seed(SEED)
-    model = GPT2(num_layers=4, dim=128, num_heads=4, vocab_size=256, vocab_multiple=64, seq_len=SEQ_LEN).to(device)
+    model = GPT2(num_layers=4, dim=128, num_heads=4, vocab_size=256, vocab_multiple=64, seq_len=SEQ_LEN)
+    model.to(device)
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2:
             into_residual = name.endswith(("proj.weight", "down.weight"))
@@ -103,9 +108,8 @@ def main(argv: list[str] | None = None, before_step: Callable[[], None] | None =
         dist.all_reduce(mean)
         value = mean.item() / world_size
         if rank == 0:
-            took = time.perf_counter() - began
-            speed = options.batch * SEQ_LEN / took
-            print(f"step {step + 1} loss {value:.4f} lr {lr:.2e} norm {norm:.3f} {speed:.0f} tok/s", flush=True)
+            speed = options.batch * SEQ_LEN / (time.perf_counter() - began)
+            print(f"step {step + 1} loss {value:.4f} lr {lr:.2e} norm {norm:.2f} {speed:.0f} tok/s", flush=True)
 
     dist.destroy_process_group()
 

@@ -108,8 +108,11 @@ def prepare_arguments(argv: list[str]) -> list[str]:
 
 
 def quote(path: Path) -> str:
-    """A path as a Hydra value: quoted, so that spaces, commas and equals signs are only characters."""
-    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"
+    """A path as a Hydra value: quoted, so that spaces, commas and equals signs are only characters.
+
+    Hydra takes a backslash as an escape only before a quote.
+    """
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + m[2].replace("'", "\\'"), str(path)) + "'"
 
 
 def store_recipes() -> None:
@@ -136,7 +139,7 @@ def store_as_run(run_dir: Path, overridden: list[str]) -> None:
     So a resume does not depend on what conf/ or a recipe says today.
     """
     config = read_config(run_dir)
-    choices = config.pop("choices", {})
+    choices = config.pop("choices", None) or {}
     for key in ("run_dir", "resume", "resume_allow", "dry_run", *overridden):
         config.pop(key, None)
     config["train"].pop("stop_after", None)  # it meant the launch that has stopped
@@ -148,9 +151,11 @@ def store_as_run(run_dir: Path, overridden: list[str]) -> None:
 def read_config(run_dir: Path) -> dict[str, Any]:
     try:
         config = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
-    except OSError as error:
-        raise bad("resume", run_dir, f"its config.yaml cannot be read ({error.strerror})", "name a run folder; dtrain runs lists them") from error
-    assert isinstance(config, dict)
+    except Exception as error:  # of the file system, or one of yaml's many types
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise bad("resume", run_dir, f"its config.yaml cannot be read ({why})", "another run; dtrain runs lists them") from error
+    if not isinstance(config, dict) or not isinstance(config.get("train"), dict):
+        raise bad("resume", run_dir, "its config.yaml is not that of a run", "another run; dtrain runs lists them")
     return {str(k): v for k, v in config.items()}
 
 

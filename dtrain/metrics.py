@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dtrain.data.loader import Loader
@@ -61,7 +62,7 @@ class Rate:
     def __init__(
         self, model: Any, data: Loader, batch_size: int, device: torch.device, dtype: torch.dtype, world_size: int
     ) -> None:
-        self.tokens_per_sample = data.batch(0)[1][0].numel()
+        self.tokens_per_sample = data.dataset.batch(np.zeros(1, dtype=np.int64))[1].numel()
         self.tokens_per_step = batch_size * self.tokens_per_sample
         self.flops_per_step = batch_size * model.flops_per_sample()
         peak = peak_flops(device, dtype)

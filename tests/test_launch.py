@@ -1,0 +1,297 @@
+"""`dtrain launch` up to the launcher: the words it takes, the run folder, sweeps and resumes. Nothing is trained."""
+
+import json
+import os
+import shlex
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
+
+from dtrain import launch
+from dtrain.cli import main
+from dtrain.launch import prepare_arguments, quote, resolve, slug
+from dtrain.launchers.local import Local
+from tests.test_bad_inputs import COMPOSE_ONCE
+
+
+@pytest.fixture(autouse=True)
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Work in an empty folder; the run folders that were handed to the launcher."""
+    folders: list[Path] = []
+    monkeypatch.setattr(*COMPOSE_ONCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    monkeypatch.setattr(Local, "launch", lambda self, run_dir: folders.append(run_dir) or 0)
+    return folders
+
+
+def read(run_dir: Path) -> dict[str, Any]:
+    config = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
+    assert isinstance(config, dict)
+    return config  # type: ignore[return-value]
+
+
+def run(*arguments: str) -> None:
+    assert main(["launch", *arguments]) == 0
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["launch", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+# ---- the run folder ------------------------------------------------------------------------------------------
+
+
+def test_a_run_folder(started: list[Path], tmp_path: Path) -> None:
+    run("strategy=fsdp", "train.steps=7", "name=mine")
+    [run_dir] = started
+    assert run_dir.relative_to(tmp_path / "outputs").parts[1].endswith("-mine")
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    config = read(run_dir)
+    assert config["train"]["steps"] == 7
+    assert config["run_dir"] == str(run_dir)
+    assert config["choices"] | {"strategy": "fsdp", "model": "gpt2-tiny", "recipe": None} == config["choices"]
+    record = json.loads((run_dir / "launch.json").read_text())
+    assert shlex.split(record["command"]) == ["python", "launch.py", "strategy=fsdp", "train.steps=7", "name=mine"]
+    assert record["cwd"] == str(tmp_path)
+    assert [launch["overrides"] for launch in record["launches"]] == [["strategy=fsdp", "train.steps=7", "name=mine"]]
+    assert {p.name for p in run_dir.iterdir()} == {".hydra", "config.yaml", "launch.json"}
+
+
+def test_data_paths_are_absolute_so_that_a_resume_finds_them_from_anywhere(started: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("words and words\n" * 40)
+    run("data=text", "data.path=text.txt")
+    assert read(started[0])["data"]["path"] == str(tmp_path / "text.txt")
+
+
+@pytest.mark.parametrize("code", [3, 75])
+def test_the_exit_code_is_the_launchers(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Local, "launch", lambda self, run_dir: code)
+    assert main(["launch"]) == code
+
+
+def test_a_cluster_of_ones_own(started: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_cluster_xyz.py").write_text(
+        "from dtrain.launchers.local import Local\n"
+        "class Mine(Local):\n"
+        "    def __init__(self, nodes: int, processes: int, max_restarts: int, grace_s: int):\n"
+        "        super().__init__(1, processes)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run("cluster._target_=my_cluster_xyz.Mine", "trust=[my_cluster_xyz]", "cluster.nodes=3", "cluster.processes=2",
+        "train.global_batch_size=6")  # fmt: skip
+    assert read(started[0])["cluster"]["nodes"] == 3
+
+
+def test_an_empty_folder_may_be_the_run_folder(started: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    run("run_dir=here")
+    assert started == [tmp_path / "here"]
+
+
+# ---- words that are ours -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "want"),
+    [
+        (["--dry-run"], ["dry_run=true"]),
+        (["+strategy=fsdp", "++model=gpt2-124m"], ["strategy=fsdp", "model=gpt2-124m"]),
+        (["+recipe=cpu-tiny"], ["recipe=cpu-tiny"]),
+        (["recipe=null", "train.steps=3"], ["train.steps=3"]),
+        (["run_dir=~/x", "data.path=~", "name=a~b"], ["run_dir=/home/me/x", "data.path=/home/me", "name=a~b"]),
+        (["-m", "strategy=ddp,fsdp", "+train.foo=1"], ["-m", "strategy=ddp,fsdp", "+train.foo=1"]),
+        (["--cfg", "job", "-p", "train", "--info", "--help"], ["--cfg", "job", "-p", "train", "--info", "--help"]),
+        (["resume=null"], ["resume=null"]),
+    ],
+)
+def test_arguments(typed: list[str], want: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert prepare_arguments(typed) == want
+
+
+@given(st.text(st.characters(exclude_categories=("Cc", "Cs")), min_size=1, max_size=20))
+def test_any_path_survives_hydras_grammar(text: str) -> None:
+    path = Path(text)
+    [override] = OverridesParser.create().parse_overrides([f"run_dir={quote(path)}"])
+    assert override.value() == str(path) or "${" in text
+
+
+@given(st.text(max_size=300))
+def test_a_slug_is_one_folder_name(text: str) -> None:
+    name = slug(text)
+    assert len(name) <= 120
+    assert not set(name) & set("/\\ \0\n'\"$*?<>|:;&")
+    assert slug(name) == name
+
+
+def test_a_recipe_is_a_start_and_the_command_line_wins(started: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "my own.yaml").write_text(
+        "defaults:\n  - override /strategy: fsdp\n  - override /model: gpt2-tiny\ntrain: {steps: 11, seed: 5}\n"
+    )
+    run("recipe=my own.yaml", "train.seed=6", "run_dir=out")
+    config = read(started[0])
+    assert (config["choices"]["strategy"], config["train"]["steps"], config["train"]["seed"]) == ("fsdp", 11, 6)
+    assert config["choices"]["recipe"] == "my own"
+
+
+# ---- sweeps --------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep(started: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("-m", "strategy=ddp,fsdp", "train.seed=2", "hydra.sweep.dir=sweep")
+    assert [p.parent for p in started] == [tmp_path / "sweep"] * 2
+    assert [(read(p)["choices"]["strategy"], read(p)["train"]["seed"]) for p in started] == [("ddp", 2), ("fsdp", 2)]
+    assert [read(p)["run_dir"] for p in started] == [str(p) for p in started]
+    table = capsys.readouterr().out
+    assert "strategy=fsdp" in table and "train.seed=2" in table
+
+
+def test_a_dry_sweep_shows_each_command_and_starts_none(
+    started: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("-m", "train.seed=1,2", "dry_run=true", "hydra.sweep.dir=sweep")
+    commands = [shlex.split(c) for c in capsys.readouterr().out.splitlines() if "dtrain.train" in c]
+    assert [Path(c[-1]).parent for c in commands] == [tmp_path / "sweep"] * 2
+    assert [Path(c[-1]).name.partition("-")[0] for c in commands] == ["0", "1"]
+    assert started == [] and not list(tmp_path.iterdir())
+
+
+def test_the_folder_that_was_checked_is_the_one_that_is_used(
+    started: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`${now:}` is read once: a second later it would be a folder that nobody has looked at."""
+    checked: list[str] = []
+
+    def spy(cfg: DictConfig) -> dict[str, Any]:
+        config = resolve(cfg)
+        checked.append(config["run_dir"])
+        return config
+
+    monkeypatch.setattr(launch, "resolve", spy)
+    run("run_dir=outputs/${now:%f}")
+    run("-m", "train.seed=1,2", "hydra.sweep.dir=multirun/${now:%f}")
+    assert sorted(set(checked)) == sorted(map(str, started))
+    assert len(started) == 3
+
+
+# ---- resume --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was launched once; made once, because composing takes a quarter of a second."""
+    folder = tmp_path_factory.mktemp("template")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*COMPOSE_ONCE)
+        patch.chdir(folder)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setattr(Local, "launch", lambda self, run_dir: 0)
+        run("run_dir=run", "train.steps=9", "train.stop_after=4", "optim.lr=0.25", "schedule=linear")
+    return folder / "run"
+
+
+@pytest.fixture
+def old(template: Path, tmp_path: Path) -> Path:
+    copy = shutil.copytree(template, tmp_path / "old, with = odd 'signs'")
+    os.chmod(copy, 0o755)
+    return copy
+
+
+def test_a_resume_goes_on_in_its_folder_with_its_own_settings(
+    old: Path, template: Path, started: list[Path]
+) -> None:
+    before = read(old)
+    run(f"resume={old}")
+    assert started == [old]
+    after = read(old)
+    assert after.pop("resume") == str(old)
+    assert before.pop("resume") is None
+    assert (before.pop("run_dir"), after.pop("run_dir")) == (str(template), str(old)), "it may have been moved"
+    assert (before["train"].pop("stop_after"), after["train"].pop("stop_after")) == (4, None), "it meant that launch"
+    assert after == before
+    assert len(json.loads((old / "launch.json").read_text())["launches"]) == 2
+    assert stat.S_IMODE(old.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("word", ["latest", "= odd 'sig"])
+def test_a_resume_by_name(old: Path, started: list[Path], word: str, tmp_path: Path) -> None:
+    (tmp_path / "outputs").mkdir()
+    moved = old.rename(tmp_path / "outputs" / old.name)
+    run(f"resume={word}")
+    assert started == [moved]
+
+
+def test_how_a_run_is_run_may_change_on_resume(old: Path, started: list[Path]) -> None:
+    run(
+        f"resume={old}", "strategy=fsdp", "strategy.reshard_after_forward=false", "cluster.processes=4", "compile=true",
+        "checkpoint.every=1", "train.micro_batch_size=2", "train.stop_after=8", "logger=wandb", "logger.mode=offline",
+        "activation_checkpointing=full",
+    )  # fmt: skip
+    config = read(old)
+    assert started == [old]
+    assert config["choices"]["strategy"] == "fsdp" and config["choices"]["schedule"] == "linear"
+    assert config["strategy"]["reshard_after_forward"] is False and "bucket_mb" not in config["strategy"]
+    assert config["train"]["stop_after"] == 8 and config["train"]["steps"] == 9
+    run(f"resume={old}", "strategy=ddp")
+    assert read(old)["strategy"]["bucket_mb"] == 25
+    assert read(old)["cluster"]["processes"] == 4, "what the last launch set stays"
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ("train.steps=20", "train.steps: 9 → 20"),
+        ("schedule=cosine", "schedule._target_: dtrain.schedule.linear → dtrain.schedule.cosine"),
+    ],
+)
+def test_what_is_computed_may_change_only_by_name(
+    old: Path, started: list[Path], change: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (old / "config.yaml").read_bytes()
+    text = refused(capsys, f"resume={old}", change)
+    assert f"    {shown}\n" in text
+    assert started == [] and (old / "config.yaml").read_bytes() == before
+    allow = text.rsplit("'", 2)[1]  # exactly what the message says
+    assert allow.startswith("resume_allow=[")
+    run(f"resume={old}", change, allow)
+    assert started == [old]
+
+
+def test_a_resume_does_not_depend_on_what_the_defaults_are_today(old: Path, started: list[Path]) -> None:
+    """As if conf/ had said something else when the run was made. Its recipe is not asked, either."""
+    config = OmegaConf.load(old / "config.yaml")
+    config.train.seed, config.optim.lr, config.model.dropout = 77, 0.25, 0.5
+    OmegaConf.save(config, old / "config.yaml")
+    run(f"resume={old}")
+    after = read(old)
+    assert (after["train"]["seed"], after["optim"]["lr"], after["model"]["dropout"]) == (77, 0.25, 0.5)
+
+
+def test_a_resume_can_be_a_dry_run(old: Path, started: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    before = (old / "config.yaml").read_bytes()
+    run(f"resume={old}", "--dry-run", "cluster.processes=4")
+    out = capsys.readouterr().out
+    assert "--nproc-per-node=4" in out and shlex.split(out)[-1] == str(old)
+    assert started == [] and (old / "config.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", ["", "- a list\n", "train: [1\n", "just words\n", None])
+def test_a_run_with_a_damaged_config_is_refused(
+    old: Path, started: list[Path], damage: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (old / "config.yaml").unlink()
+    if damage is not None:
+        (old / "config.yaml").write_text(damage)
+    text = refused(capsys, f"resume={old}")
+    assert "resume=" in text and "config.yaml" in text and "  fix: " in text and "Traceback" not in text
+    assert started == []

@@ -1,0 +1,422 @@
+"""The rules: every option that exists keeps them, and what breaks one is refused with a way out that works."""
+
+import ast
+import copy
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from dtrain import launch, validate
+from dtrain.config import CONF, RECIPES, flatten
+from dtrain.data.tokens import prepare
+from dtrain.mesh import MeshSizes
+from dtrain.validate import (
+    AT_LEAST,
+    AT_MOST,
+    FREE_ON_RESUME,
+    LESS_THAN,
+    MORE_THAN,
+    REQUIRED,
+    batch_sizes,
+    check_resume,
+    check_section,
+    fits,
+    signature,
+    unknown,
+)
+from tests.test_config import compose
+
+OPTIONS = sorted(CONF.glob("*/*.yaml"))
+IDS = [f"{path.parent.name}={path.stem}" for path in OPTIONS]
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "count_gpus", lambda: 0)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("base"))
+        return compose("cluster.processes=2")
+
+
+def changed(config: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """A copy with other values; double underscores stand for dots."""
+    config = copy.deepcopy(config)
+    for key, value in settings.items():
+        *path, leaf = key.split("__")
+        node = config
+        for name in path:
+            node = node[name]
+        node[leaf] = value
+    return config
+
+
+def with_key(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    return changed(config, **{key.replace(".", "__"): value})
+
+
+def message(config: dict[str, Any]) -> str:
+    with pytest.raises(ValueError, match="\n  fix: ") as error:
+        validate.validate(config)
+    return str(error.value)
+
+
+# ---- every option that exists --------------------------------------------------------------------------------
+
+
+def needed(path: Path, tmp_path: Path) -> list[str]:
+    """What an option cannot do without: the data path that only a user knows."""
+    section = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(section, dict)
+    if section.get("path") != "???":
+        return []
+    (tmp_path / "text.txt").write_text("words and words\n" * 40)
+    if path.stem == "tokens":
+        prepare(tmp_path / "text.txt", tmp_path / "tokens")
+        return [f"data.path={tmp_path / 'tokens'}"]
+    return [f"data.path={tmp_path / 'text.txt'}"]
+
+
+@pytest.mark.parametrize("path", OPTIONS, ids=IDS)
+def test_every_option_composes_and_validates(path: Path, tmp_path: Path) -> None:
+    config = compose(f"{path.parent.name}={path.stem}", *needed(path, tmp_path))
+    assert config["choices"][path.parent.name] == path.stem
+    written = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(written, dict)
+    assert set(config[path.parent.name]) == set(written), "the section is the file's"
+
+
+@pytest.mark.parametrize("path", OPTIONS, ids=IDS)
+def test_a_typo_in_any_option_is_found(path: Path) -> None:
+    """So no option's constructor swallows what it does not know, and the signature reader reads them all."""
+    section = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(section, dict)
+    with pytest.raises(ValueError, match=rf"{path.parent.name}\.zzz: there is no such setting"):
+        check_section(path.parent.name, {"zzz": 1} | section, [])
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_validates(path: Path) -> None:
+    launch.store_recipes()
+    assert compose(f"recipe={path.stem}")["choices"]["recipe"] == path.stem
+
+
+# ---- the signature reader ------------------------------------------------------------------------------------
+
+TORCH_FREE = [
+    "dtrain.schedule.constant", "dtrain.schedule.linear", "dtrain.schedule.cosine", "dtrain.launchers.local.Local",
+    "dtrain.loggers.Wandb", "dtrain.loggers.NoLogger", "dtrain.data.text.Text", "dtrain.data.tokens.Tokens",
+    "dtrain.data.stdlib.Stdlib", "dtrain.data.synthetic.Synthetic", "dtrain.data.loader.Loader",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("target", TORCH_FREE)
+def test_the_signature_read_from_source_is_the_real_one(target: str) -> None:
+    module_name, _, name = target.rpartition(".")
+    real = inspect.signature(getattr(importlib.import_module(module_name), name)).parameters
+    read = signature(target, "x")
+    assert read is not None
+    assert list(read) == list(real)
+    for parameter, (annotation, default) in read.items():
+        assert annotation == real[parameter].annotation
+        if default is REQUIRED:
+            assert real[parameter].default is inspect.Parameter.empty
+        else:
+            assert ast.literal_eval(default) == real[parameter].default
+
+
+def test_the_signature_reader_reads_awkward_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_xyz.py").write_text(
+        "import nothing_that_exists\n"
+        "from dtrain.loggers import Wandb as W\n"
+        "from subprocess import Popen\n"
+        "class Plain: pass\n"
+        "class Base:\n    def __init__(self, a): ...\n"
+        "class Child(Base): pass\n"
+        "def keyword(a, /, b: int = 1, *, c: str, d=None): ...\n"
+        "def swallow(**rest): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    trust = ["mine_xyz"]
+    assert signature("mine_xyz.Plain", "x", trust) == {}
+    assert signature("mine_xyz.Child", "x", trust) is None, "its base decides, at run time"
+    assert signature("mine_xyz.swallow", "x", trust) is None
+    assert signature("mine_xyz.keyword", "x", trust) == {
+        "a": ("", REQUIRED), "b": ("int", "1"), "c": ("str", REQUIRED), "d": ("", "None")
+    }  # fmt: skip
+    assert signature("mine_xyz.W", "x", trust) == signature("dtrain.loggers.Wandb", "x")
+    for target in ("mine_xyz.Popen", "mine_xyz.nothing_that_exists", "mine_xyz.nope", "mine_xyz", "mine_abc.X"):
+        with pytest.raises(ValueError, match=rf"model\._target_=(subprocess|{target.partition('.')[0]}).*\n  fix: "):
+            signature(target, "model._target_", trust)
+    with pytest.raises(ValueError, match=r"trust=\[mine_xyz\]"):
+        signature("mine_xyz.Plain", "model._target_", [])
+
+
+values = st.one_of(
+    st.none(), st.booleans(), st.integers(-9, 9), st.floats(allow_nan=False), st.text("abc", max_size=2),
+    st.lists(st.one_of(st.integers(), st.floats(0, 1), st.booleans(), st.text("ab", max_size=1)), max_size=3),
+)  # fmt: skip
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+ORACLE: dict[str, Any] = {
+    "int": lambda v: is_number(v) and not isinstance(v, float),
+    "float": is_number,
+    "bool": lambda v: v is True or v is False,
+    "str": lambda v: isinstance(v, str),
+    "int | None": lambda v: v is None or (is_number(v) and not isinstance(v, float)),
+    "list[float]": lambda v: isinstance(v, list) and all(map(is_number, v)),
+    "list[str]": lambda v: isinstance(v, list) and all(isinstance(i, str) for i in v),
+    "Literal['a', 'b']": lambda v: isinstance(v, str) and v in ("a", "b"),
+    "Literal['a']": lambda v: isinstance(v, str) and v == "a",
+    "Anything[at, all]": lambda v: True,
+}
+
+
+@given(values, st.sampled_from(sorted(ORACLE)))
+def test_fits(value: Any, annotation: str) -> None:
+    assert fits(value, ast.parse(annotation, mode="eval").body) == ORACLE[annotation](value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fix"),
+    [
+        ("train.steps", 1000.0, "train.steps=1000"),
+        ("train.steps", "10", "train.steps=10"),
+        ("train.steps", 1.5, "train.steps=500"),
+        ("train.steps", True, "train.steps=500"),
+        ("train.micro_batch_size", "x", "train.micro_batch_size=null"),
+        ("compile", "maybe", "compile=false"),
+        ("trust", "mine", "'trust=[mine]'"),
+        ("name", 5, "'name=\"5\"'"),
+        ("model.dim", "x", "model.dim=1"),
+        ("optim.lr", "x", "optim.lr=0.001"),
+        ("optim.betas", 0.9, "'optim.betas=[0.9]'"),
+        ("optim.lr_scaling", "linaer", "optim.lr_scaling=linear"),
+        ("optim.lr_scaling", "zzz", "optim.lr_scaling=none"),
+        ("cluster.grace_s", "soon", "cluster.grace_s=300"),
+        ("activation_checkpointing", True, "activation_checkpointing=none"),
+        ("activation_checkpointing", "ful", "activation_checkpointing=full"),
+    ],
+)
+def test_a_wrong_type_gets_what_was_probably_meant(base: dict[str, Any], key: str, value: Any, fix: str) -> None:
+    text = message(with_key(base, key, value))
+    assert text.startswith(f"{key}={value}: must be ")
+    assert text.endswith(f"\n  fix: {fix}")
+
+
+# ---- ranges --------------------------------------------------------------------------------------------------
+
+
+def present(base: dict[str, Any], keys: Any) -> list[str]:
+    return [key for key in keys if key in flatten(base)]
+
+
+def test_each_limit_holds_exactly(base: dict[str, Any]) -> None:
+    """The limit itself is accepted or refused as the rule says, and the proposed value is accepted."""
+    flat = flatten(base)
+    assert len(present(base, AT_LEAST)) > 20, "the test looks at something"
+    for key in present(base, AT_LEAST):
+        below = flat | {key: AT_LEAST[key] - 1}
+        with pytest.raises(ValueError, match=rf"{key}={below[key]}: must be at least {AT_LEAST[key]}\n  fix: {key}="):
+            validate.check_ranges(below)
+        validate.check_ranges(flat | {key: AT_LEAST[key]})
+    for key in present(base, AT_MOST):
+        with pytest.raises(ValueError, match=f"{key}=.*must be at most"):
+            validate.check_ranges(flat | {key: AT_MOST[key] + 0.1})
+        validate.check_ranges(flat | {key: AT_MOST[key]})
+    for key in present(base, MORE_THAN):
+        with pytest.raises(ValueError, match=f"{key}=0: must be more than 0"):
+            validate.check_ranges(flat | {key: MORE_THAN[key]})
+    for key in present(base, LESS_THAN):
+        with pytest.raises(ValueError, match=f"{key}=1: must be less than 1"):
+            validate.check_ranges(flat | {key: LESS_THAN[key]})
+
+
+def test_no_number_may_be_infinite_or_nan(base: dict[str, Any]) -> None:
+    for value in (float("inf"), float("-inf"), float("nan")):
+        for key in ("optim.lr", "optim.weight_decay", "train.max_grad_norm", "model.dropout", "schedule.min_ratio"):
+            assert f"{key}={value}: must be" in message(with_key(base, key, value))
+
+
+@pytest.mark.parametrize("betas", [[], [0.9], [0.9, 0.95, 0.99], [1.0, 0.9], [0.9, -0.1]])
+def test_betas(base: dict[str, Any], betas: list[float]) -> None:
+    assert message(changed(base, optim__betas=betas)).startswith(f"optim.betas={betas}: must be two numbers")
+
+
+@pytest.mark.parametrize(("name", "fix"), [("", "my-run"), ("../../x", "x"), ("a/b", "a-b"), (" ", "my-run")])
+def test_a_name_that_would_leave_its_folder(base: dict[str, Any], name: str, fix: str) -> None:
+    assert message(changed(base, name=name)).endswith(f"fix: name={fix}")
+    validate.validate(changed(base, name=fix))
+
+
+def test_heads_layers_and_sequence_lengths(base: dict[str, Any]) -> None:
+    text = message(changed(base, model__dim=130))
+    assert "model.dim=130: must be a multiple of model.num_heads=4" in text
+    validate.validate(changed(base, model__dim=int(text.split("model.dim=")[-1])))
+    sizes = MeshSizes(pp=5, tp=3)
+    with pytest.raises(ValueError, match=r"strategy\.tp=3: must divide model\.num_heads=4"):
+        validate.check_model(base["model"], sizes)
+    with pytest.raises(ValueError, match=r"strategy\.pp=5.*\n  fix: strategy\.pp=4"):
+        validate.check_model(base["model"], MeshSizes(pp=5))
+    assert "data.seq_len=129: the model takes at most" in message(changed(base, data__seq_len=129))
+    validate.check_model({"_target_": "a.model.without.these"}, sizes)
+
+
+def test_a_vocabulary_smaller_than_the_data(base: dict[str, Any], tmp_path: Path) -> None:
+    synthetic = compose("data=synthetic", "cluster.processes=2")
+    assert "model.vocab_size=256: the data has 300" in message(changed(synthetic, data__vocab_size=300))
+    (tmp_path / "text.txt").write_text("words and words\n" * 40)
+    text = compose("data=text", f"data.path={tmp_path / 'text.txt'}", "cluster.processes=2")
+    assert "model.vocab_size=255: the data has 256" in message(changed(text, model__vocab_size=255))
+
+
+@pytest.mark.parametrize("key", ["train", "train.steps", "checkpoint.keep", "trust", "model", "strategy", "run_dir"])
+def test_what_is_taken_out_is_missed(base: dict[str, Any], key: str) -> None:
+    config = copy.deepcopy(base)
+    *path, leaf = key.split(".")
+    del (config[path[0]] if path else config)[leaf]
+    assert message(config) == f"{key}: was taken out, and a run needs it\n  fix: leave out ~{key}"
+
+
+# ---- did you mean --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("train.stpes", "train.steps"), ("steps", "train.steps"), ("lr", "optim.lr"), ("stratgy", "strategy"),
+        ("modle", "model"), ("train.gloabl_batch_size", "train.global_batch_size"), ("optimizer", "optim"),
+        ("warmup_steps", "schedule.warmup_steps"), ("train.lr", "optim.lr"), ("nodes", "cluster.nodes"),
+    ],
+)  # fmt: skip
+def test_did_you_mean(typed: str, meant: str) -> None:
+    text = str(unknown(typed, launch.known_settings()))
+    assert text.startswith(f"{typed}: there is no such setting\n  fix: did you mean {meant}")
+
+
+def test_without_a_near_name_the_neighbours_are_listed() -> None:
+    text = str(unknown("train.qqqqqqqqqq", ["train.steps", "train.seed", "model.dim"]))
+    assert text.endswith("use one of train.seed, train.steps")
+
+
+# ---- batch arithmetic ----------------------------------------------------------------------------------------
+
+counts = st.integers(1, 64)
+
+
+def batch_config(total: int, micro: int | None) -> dict[str, Any]:
+    return {"train": {"global_batch_size": total, "micro_batch_size": micro}}
+
+
+@given(st.integers(1, 2000), st.one_of(st.none(), counts), counts)
+def test_batch_sizes(total: int, asked: int | None, dp: int) -> None:
+    """Accepted: global = micro × accumulation × dp. Refused: what the messages propose is accepted in the end."""
+    sizes = MeshSizes(dp=dp)
+    for _ in range(3):
+        try:
+            per_rank, micro, accumulation = batch_sizes(batch_config(total, asked), sizes)
+        except ValueError as error:
+            text = str(error)
+            if text.startswith(f"train.global_batch_size={total}: "):
+                assert total % dp
+                proposed = [int(n) for n in re.findall(r"\d+", text.split("fix: train.global_batch_size")[1])]
+                assert 1 <= len(proposed) <= 2
+                assert all(n > 0 and n % dp == 0 and abs(n - total) < dp for n in proposed)
+                total = proposed[-1]
+            else:
+                assert text.startswith(f"train.micro_batch_size={asked}: ")
+                assert total % dp == 0 and asked is not None and (total // dp) % asked
+                smaller = int(text.split("fix: train.micro_batch_size=")[1])
+                assert smaller < asked, "a smaller one surely fits in memory"
+                asked = smaller
+            continue
+        assert micro * accumulation * dp == total
+        assert per_rank * dp == total
+        assert micro <= (asked or per_rank)
+        return
+    pytest.fail("still refused after following two messages")
+
+
+@given(st.integers(1, 40), counts, counts)
+def test_a_batch_that_divides_is_accepted_as_asked(accumulation: int, micro: int, dp: int) -> None:
+    total = accumulation * micro * dp
+    assert batch_sizes(batch_config(total, micro), MeshSizes(dp=dp)) == (accumulation * micro, micro, accumulation)
+
+
+@given(counts, st.integers(1, 8), st.integers(1, 8))
+def test_only_data_ranks_share_the_batch(total: int, tp: int, pp: int) -> None:
+    assert batch_sizes(batch_config(total, None), MeshSizes(pp=pp, dp=1, tp=tp)) == (total, total, 1)
+
+
+# ---- resume --------------------------------------------------------------------------------------------------
+
+
+def other(value: Any) -> Any:
+    """Some other value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    return [*value, "x"] if isinstance(value, list) else "something-else"
+
+
+def is_free(key: str) -> bool:
+    return any(key == name or key.startswith(name + ".") for name in FREE_ON_RESUME)
+
+
+def test_each_setting_is_free_or_refused_and_then_allowed_by_name(base: dict[str, Any], tmp_path: Path) -> None:
+    """Every single setting of the default configuration, one after the other."""
+    free, refused = [], []
+    for key, value in flatten(base).items():
+        new = with_key(base, key, other(value))
+        if is_free(key):
+            check_resume(base, new, [], tmp_path)
+            free.append(key)
+            continue
+        with pytest.raises(ValueError, match="resume=") as error:
+            check_resume(base, new, [], tmp_path)
+        assert f"    {key}: {value} → {other(value)}" in str(error.value)
+        assert f"fix: leave them as they were, or allow them by name: 'resume_allow=[{key}]'" in str(error.value)
+        check_resume(base, new, [key], tmp_path)
+        check_resume(base, new, [key.split(".")[0]], tmp_path)
+        refused.append(key)
+    # the promise in words: how it is run may change, what is computed may not
+    assert {"strategy.dp", "cluster.processes", "checkpoint.every", "compile", "train.micro_batch_size"} <= set(free)
+    assert {"train.seed", "train.steps", "train.global_batch_size", "optim.lr", "model.dim", "precision.dtype",
+            "data._target_", "schedule.warmup_steps", "train.max_grad_norm"} <= set(refused)  # fmt: skip
+
+
+def test_a_refused_resume_names_all_that_changed(base: dict[str, Any], tmp_path: Path) -> None:
+    new = changed(base, train__seed=5, optim__lr=0.5, train__steps=9)
+    with pytest.raises(ValueError, match=r"'resume_allow=\[train\.steps,optim\.lr,train\.seed\]'") as error:
+        check_resume(base, new, ["train.steps"], tmp_path)
+    assert "train.steps:" not in str(error.value)
+    check_resume(base, new, ["train.steps", "optim.lr", "train.seed"], tmp_path)
+
+
+def test_a_setting_that_came_or_went_counts_as_changed(base: dict[str, Any], tmp_path: Path) -> None:
+    new = copy.deepcopy(base)
+    del new["model"]["dropout"]
+    for pair in ((base, new), (new, base)):
+        with pytest.raises(ValueError, match=r"model\.dropout: (None → 0\.0|0\.0 → None)"):
+            check_resume(*pair, [], tmp_path)
+
+
+def test_allowing_a_name_that_is_none_is_refused(base: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"resume_allow=\[train\.stpes\]: .*\n  fix: did you mean train\.steps"):
+        check_resume(base, base, ["train.stpes"], tmp_path)
