@@ -92,7 +92,7 @@ def sample(argv: list[str]) -> int:
 
 
 def export(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("dtrain export", description="Write a run's newest weights as one safetensors file.")
+    parser = argparse.ArgumentParser("dtrain export", description="A run's newest weights as one safetensors file.")
     parser.add_argument("run", help="a run folder, a part of its name, or latest")
     parser.add_argument("file", nargs="?", help="default: RUN/model.safetensors")
     options = parser.parse_args(argv)
@@ -148,6 +148,7 @@ def data(argv: list[str]) -> int:
     from dtrain.data.tokens import prepare
 
     meta = prepare(Path(options.source), Path(options.out), options.tokenizer, options.val_fraction, options.pattern)
-    print(f"wrote {options.out}: {meta['train_tokens']:,} training and {meta['val_tokens']:,} validation tokens ({meta['dtype']})")
+    counts = f"{meta['train_tokens']:,} training and {meta['val_tokens']:,} validation tokens"
+    print(f"wrote {options.out}: {counts} ({meta['dtype']})")
     print(f"next: python launch.py data=tokens data.path={options.out}")
     return 0

@@ -5,211 +5,31 @@ The launcher process imports this, so it stays quick: no torch, and rich (about 
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import re
-import shlex
 import sys
 import time
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtrain.rundir import Tail, latest_checkpoint, launch_time, parse_line, read_json, read_summary
+from dtrain.words import (
+    as_dict,
+    clean,
+    duration,
+    gib,
+    loss_text,
+    number,
+    percent,
+    perplexity,
+    resume_argument,
+    shell_path,
+    short_path,
+    si,
+    step_time,
+)
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-
-# ---------------------------------------------------------------- values as words
-
-
-def number(value: object) -> float | None:
-    """The value as a float, or None: run files come from other versions and from crashed writers."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def as_dict(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def si(value: object) -> str:
-    """124.4M, 1.56B, 65.5K, 512."""
-    n = number(value)
-    if n is None:
-        return "-"
-    if not math.isfinite(n):
-        return str(n)
-    if 0 < abs(n) < 1:
-        return f"{n:.3g}"
-    units = ["", "K", "M", "B", "T"]
-    unit = 0
-    # 999.95 and not 1000, because it would be rounded to 1000.0.
-    while abs(n) >= 999.95 and unit < len(units) - 1:
-        n, unit = n / 1000, unit + 1
-    text = f"{n:.2f}" if abs(n) < 9.995 else f"{n:.1f}"
-    return text.rstrip("0").rstrip(".") + units[unit]
-
-
-def duration(seconds: object) -> str:
-    """4.2s, 42s, 1m 23s, 2h 05m, 3d 04h."""
-    s = number(seconds)
-    if s is None or not math.isfinite(s) or s < 0:
-        return "-"
-    if round(s, 1) < 10:
-        return f"{s:.1f}s"
-    whole = round(s)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h {whole // 60 % 60:02d}m"
-    return f"{whole // 86400}d {whole // 3600 % 24:02d}h"
-
-
-def loss_text(value: object) -> str:
-    n = number(value)
-    if n is None:
-        return "-"
-    return f"{n:.4f}" if n == 0 or 1e-3 <= abs(n) < 1e5 or not math.isfinite(n) else f"{n:.3e}"
-
-
-def percent(fraction: object) -> str:
-    n = number(fraction)
-    return "-" if n is None else f"{100 * n:.1f}%"
-
-
-def gib(value: object) -> str:
-    n = number(value)
-    return "-" if n is None else f"{n:.2f} GiB" if n < 10 else f"{n:.1f} GiB"
-
-
-def perplexity(loss: object) -> str:
-    n = number(loss)
-    # Above e^20 the figure says nothing, and exp overflows at 710.
-    return si(math.exp(n)) if n is not None and n < 20 else "-"
-
-
-def clean(text: str) -> str:
-    """Text of unknown origin without colour codes and control characters, which confuse terminals."""
-    text = re.sub(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)", "", text)
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
-
-
-def short_path(path: Path) -> str:
-    """The path as a person would type it: relative when inside the current folder. Not quoted."""
-    full, here = Path(os.path.abspath(path)), Path.cwd()
-    return str(full.relative_to(here)) if full.is_relative_to(here) else str(full)
-
-
-def shell_path(path: Path) -> str:
-    """`short_path` ready to paste into a shell."""
-    text = short_path(path)
-    return shlex.quote("./" + text if text.startswith("-") else text)
-
-
-def resume_argument(path: Path) -> str:
-    """`resume=PATH` ready to paste: quoted for Hydra's grammar first, then for the shell.
-
-    A sweep folder's name holds `=` and `,`, which Hydra refuses or reads as a sweep unless quoted.
-    """
-    text = short_path(path)
-    if "/" not in text:
-        text = "./" + text  # so that a folder called `12` or `null` is not read as a number or as nothing
-    if not re.fullmatch(r"[A-Za-z0-9_./-]+", text):
-        # Hydra: backslashes are ordinary, except in front of a quote.
-        text = '"' + re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + ('\\"' if m[2] else ""), text) + '"'
-    return shlex.quote(f"resume={text}")
-
-
-# ---------------------------------------------------------------- files of a run
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in the file, or {} when it is missing, half-written or something else."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return as_dict(value)
-
-
-def last_launch(launch: dict[str, Any]) -> dict[str, Any]:
-    """launch.json seen from its newest launch: that one's keys over the file's own."""
-    launches = launch.get("launches")
-    return {**launch, **as_dict(launches[-1] if isinstance(launches, list) and launches else {})}
-
-
-def launch_time(launch: dict[str, Any]) -> float | None:
-    """When the run was last launched, in seconds since the epoch."""
-    try:
-        return datetime.fromisoformat(last_launch(launch)["time"]).timestamp()
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def read_summary(run_dir: Path) -> dict[str, Any]:
-    """summary.json; while it says running its figures are not written yet, and come from metrics.jsonl."""
-    summary = read_json(run_dir / "summary.json")
-    if summary.get("status") != "running":
-        return summary
-    newest: dict[str, Any] = {}
-    try:
-        with open(run_dir / "metrics.jsonl", "rb") as file:
-            # Only the end of the file, about 200 lines: `dtrain runs` reads many runs.
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
-            for line in file.read().splitlines():
-                newest.update(parse_line(line))
-    except OSError:
-        pass  # no step was made yet
-    names = {"step": "steps", "loss": "train_loss", "mem_gib": "peak_mem_gib"}
-    names.update({key: key for key in ("val_loss", "val_accuracy", "tokens_per_s", "mfu")})
-    return {**summary, **{names[k]: v for k, v in newest.items() if k in names and v is not None}}
-
-
-def parse_line(line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return {}
-    return as_dict(row)
-
-
-def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest finished checkpoint: a manifest is written last, so one without it is torn."""
-    finished = sorted((run_dir / "checkpoints").glob("step-*/manifest.json"))
-    return finished[-1].parent if finished else None
-
-
-class Tail:
-    """New lines of a file that another process appends to, cuts short or replaces."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.offset = 0
-        self.before = b""  # the bytes just before offset: when they changed, this is another file
-
-    def read(self, final: bool = False) -> tuple[list[bytes], bool]:
-        """New lines, and whether the file was read again from its start. final: also a line without end."""
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self.offset - len(self.before))
-                data = file.read()
-                again = not data.startswith(self.before)
-                if again:
-                    file.seek(0)
-                    data, self.before, self.offset = file.read(), b"", 0
-                else:
-                    data = data[len(self.before) :]
-        except OSError:  # not there yet, or between two names
-            return [], False
-        if not final:
-            data = data[: data.rfind(b"\n") + 1]  # the rest is still being written
-        self.offset += len(data)
-        self.before = (self.before + data)[-64:]
-        return data.splitlines(), again
-
-
-# ---------------------------------------------------------------- output
 
 
 def stdout_console() -> Console:
@@ -491,12 +311,6 @@ def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str
         ("checkpoint", short_path(checkpoint) if checkpoint else "-", "-"),
     ]
     return [(label, value, "" if guess == "-" else guess) for label, value, guess in rows if value != "-"]
-
-
-def step_time(seconds: object) -> str:
-    """A step's time: milliseconds below ten seconds, where `duration` is too coarse."""
-    s = number(seconds)
-    return duration(s) if s is None or not 0 <= s < 10 else f"{1000 * s:.3g} ms" if s < 1 else f"{s:.2f}s"
 
 
 def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[str]:

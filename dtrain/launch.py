@@ -33,7 +33,7 @@ from dtrain.config import CONF, RECIPES, SECRET, bad, build, count_gpus, flatten
 from dtrain.validate import check_resume, unknown, validate
 
 GROUPS = sorted(p.name for p in CONF.iterdir() if p.is_dir())
-MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)  # a person's, not ours: explained in one message
+MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)  # a person's, not ours: one message explains
 
 
 def main(argv: list[str]) -> int:
@@ -72,8 +72,9 @@ def main(argv: list[str]) -> int:
 def prepare_arguments(argv: list[str]) -> list[str]:
     """Turn `--dry-run`, `recipe=FILE` and `resume=RUN` into what Hydra composes; leave the rest as typed."""
     argv = ["dry_run=true" if a == "--dry-run" else a for a in argv]
-    argv = [re.sub(rf"^\++({'|'.join([*GROUPS, 'recipe', 'resume', 'run_dir'])})=", r"\1=", a) for a in argv]  # +strategy=fsdp
-    argv = [re.sub(r"^([\w.+]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), a) for a in argv]  # which the shell leaves alone
+    ours = "|".join([*GROUPS, "recipe", "resume", "run_dir"])
+    argv = [re.sub(rf"^\++({ours})=", r"\1=", a) for a in argv]  # +strategy=fsdp
+    argv = [re.sub(r"^([\w.+]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), a) for a in argv]  # no shell does it here
     argv = [a for a in argv if a != "recipe=null"]  # the default, which Hydra does not let one type
     for word in argv:
         name, _, value = word.lstrip("-").partition("=")
@@ -153,7 +154,8 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         config = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
     except Exception as error:  # of the file system, or one of yaml's many types
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise bad("resume", run_dir, f"its config.yaml cannot be read ({why})", "another run; dtrain runs lists them") from error
+        raise bad("resume", run_dir, f"its config.yaml cannot be read ({why})",
+                  "another run; dtrain runs lists them") from error
     if not isinstance(config, dict) or not isinstance(config.get("train"), dict):
         raise bad("resume", run_dir, "its config.yaml is not that of a run", "another run; dtrain runs lists them")
     return {str(k): v for k, v in config.items()}
@@ -192,7 +194,8 @@ class Gate(Callback):
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
-        runs.print_sweep(sorted((p.parent for p in folder.glob("*/launch.json")), key=lambda p: int(p.name.split("-")[0])))
+        folders = [p.parent for p in folder.glob("*/launch.json")]
+        runs.print_sweep(sorted(folders, key=lambda p: (len(p.name.split("-")[0]), p.name)))  # 2-… before 10-…
 
 
 def sweep_jobs(config: DictConfig) -> Iterator[DictConfig]:
@@ -200,15 +203,20 @@ def sweep_jobs(config: DictConfig) -> Iterator[DictConfig]:
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    overrides = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
     loader = GlobalHydra.instance().config_loader()
+    overrides = OverridesParser.create(loader).parse_overrides(list(config.hydra.overrides.task))
     folder = Path(config.hydra.sweep.dir)  # asked of this config, which is the sweeper's: its ${now:} is settled here
     jobs = [job for batch in BasicSweeper.split_arguments(overrides, None) for job in batch]
+    seen: set[str] = set()
     for number, job in enumerate(jobs):
         cfg = loader.load_sweep_config(config, list(job))
         with read_write(cfg), open_dict(cfg):
             cfg.hydra.job.num = number
             cfg.run_dir = str(folder / cfg.hydra.sweep.subdir)
+        if cfg.run_dir in seen:
+            raise bad("hydra.sweep.subdir", cfg.hydra.sweep.subdir, "two jobs would have the same folder",
+                      "hydra.sweep.subdir='${hydra.job.num}'")
+        seen.add(cfg.run_dir)
         yield cfg
 
 
@@ -231,7 +239,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     assert isinstance(choices, dict)
     config["choices"] = {g: choices.get(g) for g in (*GROUPS, "recipe")}
     for key in ("path", "tokenizer"):  # absolute, so that a resume finds them from any folder
-        if isinstance(config.get("data", {}).get(key), str) and config["data"][key] != "???":
+        if isinstance(config.get("data", {}).get(key), str) and config["data"][key] not in ("", "???"):
             config["data"][key] = str(Path(config["data"][key]).expanduser().absolute())
     validate(config)
     if not config["run_dir"]:
@@ -279,7 +287,8 @@ def record_launch(run_dir: Path, config: dict[str, Any]) -> None:
         "cluster": config["cluster"],
     }
     record = {
-        "command": shlex.join(["python", *sys.argv]), "cwd": os.getcwd(), "host": socket.gethostname(), "pid": os.getpid(),
+        "command": shlex.join(["python", *sys.argv]), "cwd": os.getcwd(),
+        "host": socket.gethostname(), "pid": os.getpid(),
         "overrides": launch["overrides"], "launches": [*before, launch],
     }  # fmt: skip
     path.write_text(json.dumps(record, indent=1) + "\n")
@@ -304,32 +313,45 @@ def explain(error: BaseException) -> str:
         return text
     if isinstance(error, OverrideParseException):
         word = error.override
-        pair = re.fullmatch(r"\s*([A-Za-z_][\w.]*)\s*[:=/ ]*\s*([\w./-]*)\s*", word)
-        meant = f"{pair[1]}={pair[2] or '…'}" if pair else "key=value; a value with brackets, commas or = in it needs quotes: 'key=\"a,b\"'"
-        option_of = [group for group in GROUPS if word in options_of(group)]
-        return f"{word if word.strip() else repr(word)}: is not understood as key=value\n" \
-               f"  fix: {f'{option_of[0]}={word}' if option_of else meant}"
-    key = re.search(r"Could not (?:override|append to|delete from) config.*?'?([\w./@-]+)'?\.|Could not override '([\w.@/-]+)'", text)
+        return f"{word if word.strip() else repr(word)}: is not understood as key=value\n  fix: {probably_meant(word)}"
+    key = re.search(r"Could not (?:override|append to|delete from) config.*?'?([\w./@-]+)'?\."
+                    r"|Could not override '([\w.@/-]+)'", text)  # fmt: skip
     if key and "HYDRA_FULL_ERROR" not in (key[2] or key[1]):
         name, known = key[2] or key[1], known_settings()
         if name not in known:
             return str(unknown(name, known))
         group, _, setting = name.partition(".")
         if not setting:
-            return f"{name}: is a section\n  fix: {name}.SETTING=value" + (f", or {name}={' or '.join(options_of(name))}" if name in GROUPS else "")
+            choose = f", or {name}={' or '.join(options_of(name))}" if name in GROUPS else ""
+            return f"{name}: is a section\n  fix: {name}.SETTING=value{choose}"
         having = [o for o in options_of(group) if setting in OmegaConf.load(CONF / group / f"{o}.yaml")]
         return f"{name}: the chosen {group} has no such setting\n  fix: leave it out, or {group}={' or '.join(having)}"
     full_key = getattr(error, "full_key", None)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    lines = [line for line in lines if not line.startswith(("See ", "Set the env", "full_key:", "object_type=", "reference_type="))]
+    noise = ("See ", "Set the env", "full_key:", "object_type=", "reference_type=")
+    lines = [line for line in lines if not line.startswith(noise)]
     multiple = re.match(r"Multiple values for ([\w/]+)\. To override a value use '(.*): (.*)'", text)
     ambiguous = re.match(r"Ambiguous value for argument '(.*)'", text)
     if multiple:
-        return f"{multiple[1]}={multiple[3]}: there is a {multiple[1]} already\n  fix: in the file, `{multiple[2]}: {multiple[3]}`"
+        group, override, option = multiple.groups()
+        return f"{group}={option}: there is a {group} already\n  fix: in the file, `{override}: {option}`"
     if ambiguous:
         return f"{ambiguous[1]}: is more than one value\n  fix: give one, or -m for a sweep over them"
     what = (f"{full_key}: " if full_key else "") + (" ".join(lines[:2]) if lines else type(error).__name__)
     return f"{what}\n  fix: python launch.py --help shows every group and setting"
+
+
+def probably_meant(word: str) -> str:
+    """The override that somebody wanted who typed `fsdp`, `strategy:fsdp`, `train.steps = 5` or `run_dir=a=b`."""
+    for group in GROUPS:
+        if word in options_of(group):
+            return f"{group}={word}"
+    pair = re.fullmatch(r"\s*([A-Za-z_][\w.]*)\s*[=:/ ]\s*(.*?)\s*|\s*([A-Za-z_][\w.-]*)\s*", word)
+    if pair is None:
+        return "key=value"
+    key, value = pair[1] or pair[3], (pair[2] or "").strip("=")
+    simple = re.fullmatch(r"[\w./-]*", value, re.ASCII)
+    return f"{key}={value or '…'}" if simple else f"'{key}=\"{value}\"'"
 
 
 def options_of(group: str) -> list[str]:

@@ -53,6 +53,6 @@ def resolve(world_size: int, pp: int = 1, dp: int = -1, tp: int = 1) -> MeshSize
 
 
 def device_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh:
-    from torch.distributed.device_mesh import init_device_mesh  # torch only where ranks exist: launchers import this file
+    from torch.distributed.device_mesh import init_device_mesh  # here: launchers import this file, without torch
 
     return init_device_mesh(device_type, (sizes.pp, sizes.dp, sizes.tp), mesh_dim_names=("pp", "dp", "tp"))

@@ -15,25 +15,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain.console import (
-    as_dict,
-    clean,
-    duration,
-    gib,
-    last_launch,
-    launch_time,
-    loss_text,
-    number,
-    percent,
-    print_error,
-    print_summary,
-    read_json,
-    read_summary,
-    say,
-    short_path,
-    si,
-    stdout_console,
-)
+from dtrain.console import print_error, print_summary, say, stdout_console
+from dtrain.rundir import last_launch, launch_time, read_json, read_summary
+from dtrain.words import as_dict, clean, duration, gib, loss_text, number, percent, short_path, si
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -20,8 +20,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from dtrain import checkpoint, config, metrics, worker
 from dtrain.config import build
-from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED, die_with_parent, write_json
+from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED, die_with_parent
 from dtrain.data.loader import Loader
+from dtrain.rundir import write_json
 from dtrain.validate import batch_sizes
 from dtrain.worker import log
 

@@ -31,7 +31,8 @@ AT_LEAST = {
     "train.eval_every": 0, "train.eval_batches": 0, "train.stop_after": 1, "train.seed": 0,
     "checkpoint.every": 0, "checkpoint.keep": 1, "activation_checkpointing_every": 1,
     "model.num_layers": 1, "model.dim": 1, "model.num_heads": 1, "model.num_kv_heads": 1, "model.vocab_size": 1,
-    "model.vocab_multiple": 1, "model.seq_len": 1, "model.dropout": 0, "data.seq_len": 1, "data.num_samples": 1, "data.seed": 0,
+    "model.vocab_multiple": 1, "model.seq_len": 1, "model.dropout": 0, "data.seq_len": 1, "data.num_samples": 1,
+    "data.seed": 0,
     "optim.weight_decay": 0, "optim.base_batch_size": 1, "schedule.warmup_steps": 0, "schedule.min_ratio": 0,
     "cluster.nodes": 1, "cluster.processes": 1, "cluster.max_restarts": 0, "cluster.grace_s": 0,
     "precision.init_scale": 1, "precision.growth_interval": 1, "strategy.bucket_mb": 1,
@@ -91,7 +92,8 @@ def check_plain(key: str, value: Any, default: Any) -> None:
     """A setting of config.yaml: its default there says which keys and which type it may have."""
     if isinstance(default, dict):
         if not isinstance(value, dict):
-            raise bad(key, value, f"is a section with the settings {', '.join(default)}", f"{key}.{next(iter(default))}=…")
+            raise bad(key, value, f"is a section with the settings {', '.join(default)}",
+                      f"{key}.{next(iter(default))}=…")
         check_present(f"{key}.", value, default)
         for name, item in value.items():
             if name not in default:
@@ -167,9 +169,11 @@ def signature(target: str, key: str, trust: Iterable[str] = ()) -> dict[str, tup
         return None
     arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
     positional = len(function.args.posonlyargs) + len(function.args.args)
-    defaults: list[Any] = [REQUIRED] * (positional - len(function.args.defaults)) + [*function.args.defaults, *function.args.kw_defaults]
+    defaults: list[Any] = [REQUIRED] * (positional - len(function.args.defaults))
+    defaults += [*function.args.defaults, *function.args.kw_defaults]
     return {
-        a.arg: (ast.unparse(a.annotation) if a.annotation else "", REQUIRED if d in (REQUIRED, None) else ast.unparse(d))
+        a.arg: (ast.unparse(a.annotation) if a.annotation else "",
+                REQUIRED if d in (REQUIRED, None) else ast.unparse(d))
         for a, d in zip(arguments, defaults, strict=True)
         if a.arg != "self"
     }
@@ -213,7 +217,8 @@ def fits(value: Any, node: ast.expr) -> bool:
         return value is None if node.value is None else True
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
         if node.value.id == "Literal":
-            return value in ast.literal_eval(node.slice if isinstance(node.slice, ast.Tuple) else ast.Tuple([node.slice]))
+            options = node.slice if isinstance(node.slice, ast.Tuple) else ast.Tuple([node.slice])
+            return value in ast.literal_eval(options)
         if node.value.id in ("list", "tuple", "Sequence"):
             inner = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
             return isinstance(value, (list, tuple)) and all(fits(v, inner) for v in value)
@@ -243,12 +248,12 @@ def unknown(key: str, known: Iterable[str]) -> ValueError:
 
 def check_ranges(flat: dict[str, Any]) -> None:
     for key, value in flat.items():
-        if value == "???":
+        if value == "???" or (key == "data.path" and not value):
             raise bad(key, "", "has no value, and needs one", f"{key}=…")
         if SECRET.search(key) and value:
             raise bad(key, "…", "looks like a secret, and a configuration is written to disk in several places",
                       "give it in an environment variable")
-        if key == "optim.betas" and isinstance(value, list) and not (len(value) == 2 and all(0 <= beta < 1 for beta in value)):
+        if key == "optim.betas" and (len(value) != 2 or not all(0 <= beta < 1 for beta in value)):
             raise bad(key, value, "must be two numbers, each at least 0 and less than 1", f"'{key}=[0.9,0.95]'")
         if key == "name" and (not value.strip() or "/" in value):
             raise bad(key, value, "is a part of the run folder's name: not empty, and no slash",
@@ -271,7 +276,8 @@ def check_model(model: dict[str, Any], sizes: mesh.MeshSizes) -> None:
     """The arithmetic between a model's sizes and the mesh. A model without these settings has no such rule."""
     dim, heads, layers = model.get("dim"), model.get("num_heads"), model.get("num_layers")
     if dim and heads and dim % heads:
-        raise bad("model.dim", dim, f"must be a multiple of model.num_heads={heads}", f"model.dim={-(-dim // heads) * heads}")
+        raise bad("model.dim", dim, f"must be a multiple of model.num_heads={heads}",
+                  f"model.dim={-(-dim // heads) * heads}")
     if heads and heads % sizes.tp:
         raise bad("strategy.tp", sizes.tp, f"must divide model.num_heads={heads}", "strategy.tp=1")
     if layers and layers < sizes.pp:
@@ -289,8 +295,8 @@ def batch_sizes(config: dict[str, Any] | DictConfig, sizes: mesh.MeshSizes) -> t
     micro = min(asked or per_rank, per_rank)
     if per_rank % micro:
         divisors = [d for d in range(1, micro) if per_rank % d == 0]
-        raise bad("train.micro_batch_size", asked,
-                  f"must divide the {per_rank} samples of a data rank (train.global_batch_size={total} / {sizes.dp} ranks)",
+        share = f"train.global_batch_size={total} / {sizes.dp} ranks"
+        raise bad("train.micro_batch_size", asked, f"must divide the {per_rank} samples of a data rank ({share})",
                   f"train.micro_batch_size={divisors[-1]}")
     return per_rank, micro, per_rank // micro
 
@@ -328,6 +334,7 @@ def check_resume(old: dict[str, Any], new: dict[str, Any], allow: Iterable[str],
         diff = "\n".join(f"    {k}: {before.get(k)} → {after.get(k)}" for k in changed)
         names = ",".join([*allow, *changed])
         raise ValueError(
-            f"resume={os.path.relpath(run_dir)}: these settings differ from the run's own, and would change what it computes\n{diff}\n"
+            f"resume={os.path.relpath(run_dir)}: these settings differ from the run's own, "
+            f"and would change what it computes\n{diff}\n"
             f"  fix: leave them as they were, or allow them by name: 'resume_allow=[{names}]'"
         )

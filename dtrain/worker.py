@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.contract import STOP_FILE, STOP_SIGNALS, write_json
+from dtrain.contract import STOP_FILE, STOP_SIGNALS
+from dtrain.rundir import write_json
 
 log = logging.getLogger("dtrain")
 

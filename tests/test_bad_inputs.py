@@ -97,7 +97,9 @@ CASES = [
     case("strategy=fsdp", "strategy=fsdp", "dtrain launch strategy=fsdp"),
     case("recipes show cpu", "recipe=cpu:", "cpu-tiny"),
     # what Hydra's grammar does not take
-    case("launch train.steps=[1", "train.steps=[1", "needs quotes"),
+    case("launch run_dir=a=b", "run_dir=a=b", "fix: 'run_dir=\"a=b\"'"),
+    case("launch name=日本", "name=日本", "fix: 'name=\"日本\"'"),
+    case("launch train.steps=[1", "train.steps=[1", "not understood"),
     case("launch train.steps==", "train.steps==", "fix: train.steps=…"),
     case("launch fsdp", "fsdp", "fix: strategy=fsdp"),
     case("launch strategy:fsdp", "strategy:fsdp", "fix: strategy=fsdp"),
@@ -126,6 +128,7 @@ CASES = [
     case("launch data=text data.path={world}/text.txt model.vocab_size=9", "model.vocab_size=9", "256"),
     # data
     case("launch data=text", "data.path=", "needs one"),
+    case("launch data=text data.path=", "data.path=", "needs one"),
     case("launch data=text data.path={world}/nothing", "data.path=", "/nothing", "does not exist"),
     case("launch data=text data.path={world}/empty", "data.path=", "/empty", "no file that matches"),
     case("launch data=text data.path={world}/empty.txt", "data.path=", "/empty.txt", "is empty"),
@@ -168,6 +171,7 @@ CASES = [
     case("launch recipe={world}/trusts.yaml", "/trusts.yaml", "trust is for the command line"),
     # sweeps: the first job is good, and must not be started either
     case("launch -m train.steps=1,0", "train.steps=0", "at least 1"),
+    case("launch -m train.seed=1,2 hydra.sweep.subdir=same", "hydra.sweep.subdir=same", "the same folder"),
     case("launch -m strategy=ddp,fdsp", "strategy=fdsp", "did you mean strategy=fsdp?"),
 ]
 

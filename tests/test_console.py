@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from dtrain import console
-from dtrain.console import Monitor, Tail, duration, print_error, print_summary, resume_argument, si
+from dtrain.console import Monitor, print_error, print_summary
+from dtrain.rundir import Tail
+from dtrain.words import duration, resume_argument, si
 
 RUNNING = {
     "status": "running",

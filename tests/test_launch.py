@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from dtrain import launch
 from dtrain.cli import main
-from dtrain.launch import prepare_arguments, quote, resolve, slug
+from dtrain.launch import options_of, prepare_arguments, probably_meant, quote, resolve, slug
 from dtrain.launchers.local import Local
 from tests.test_bad_inputs import COMPOSE_ONCE
 
@@ -119,6 +119,20 @@ def test_arguments(typed: list[str], want: list[str], monkeypatch: pytest.Monkey
     assert prepare_arguments(typed) == want
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("fsdp", "strategy=fsdp"), ("strategy", "strategy=…"), ("strategy:fsdp", "strategy=fsdp"),
+        ("model/gpt2-tiny", "model=gpt2-tiny"),
+        ("train.steps = 5", "train.steps=5"), ("train.steps==", "train.steps=…"),
+        ("strategy fsdp", "strategy=fsdp"), ("run_dir=a=b", "'run_dir=\"a=b\"'"), ("", "key=value"), ("?", "key=value"),
+    ],
+)  # fmt: skip
+def test_what_was_probably_meant(typed: str, meant: str) -> None:
+    assert probably_meant(typed) == meant
+
+
+@settings(max_examples=60)
 @given(st.text(st.characters(exclude_categories=("Cc", "Cs")), min_size=1, max_size=20))
 def test_any_path_survives_hydras_grammar(text: str) -> None:
     path = Path(text)
@@ -154,6 +168,12 @@ def test_a_sweep(started: list[Path], tmp_path: Path, capsys: pytest.CaptureFixt
     assert [read(p)["run_dir"] for p in started] == [str(p) for p in started]
     table = capsys.readouterr().out
     assert "strategy=fsdp" in table and "train.seed=2" in table
+
+
+def test_a_sweep_over_all_options_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    run("-m", "strategy=glob(*)", "dry_run=true")
+    commands = [c for c in capsys.readouterr().out.splitlines() if "dtrain.train" in c]
+    assert len(commands) == len(options_of("strategy")) > 1
 
 
 def test_a_dry_sweep_shows_each_command_and_starts_none(

@@ -7,6 +7,7 @@ TERM). It leaves a stop file in the run folder; the ranks see it, agree on a ste
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -20,21 +21,15 @@ from typing import Any
 
 from dtrain import console
 from dtrain.config import bad
-from dtrain.contract import (
-    BAD_CONFIG,
-    DONE,
-    FAILED,
-    PREEMPTED,
-    STOP_FILE,
-    STOP_SIGNALS,
-    die_with_parent,
-    read_json,
-    write_json,
-)
+from dtrain.contract import DONE, FAILED, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent
+from dtrain.rundir import read_json, write_json
+from dtrain.words import short_path
 
 LOST_PEER = re.compile(
     r"closed by peer|reset by peer|broken pipe|refused|remote process exited|Socket ?Timeout|ncclRemoteError", re.I
 )
+
+PEERS_S = 5.0  # how long the other ranks may take to end after one has failed
 
 
 class Local:
@@ -71,12 +66,13 @@ class Local:
         """Run to the end, restarting after failures as often as allowed; give the exit code."""
         before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         try:
-            for attempt in range(self.max_restarts + 1):
-                code = self._run_once(run_dir, attempt)
-                if (
-                    code in (DONE, BAD_CONFIG, PREEMPTED) or self.stop_requests
-                ):  # a bad configuration does not get better
-                    break
+            with console.Monitor(run_dir) as monitor:
+                for attempt in range(self.max_restarts + 1):
+                    again = f", restart {attempt} of {self.max_restarts} from the newest checkpoint" if attempt else ""
+                    monitor.message(f"starting {self.processes} ranks{again}; logs in {short_path(run_dir / 'logs')}")
+                    code = self._run_once(run_dir, monitor)
+                    if code != FAILED or self.stop_requests:  # a bad configuration does not get better
+                        break
             console.print_summary(run_dir)
             return code
         finally:
@@ -86,60 +82,62 @@ class Local:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.stop_requests += 1
 
-    def _run_once(self, run_dir: Path, attempt: int) -> int:
+    def _run_once(self, run_dir: Path, monitor: console.Monitor) -> int:
         logs = run_dir / "logs"
         logs.mkdir(exist_ok=True)
-        for old in (
-            run_dir / STOP_FILE,
-            run_dir / "failure.json",
-            run_dir / "summary.json",
-            *logs.glob("failure-*.json"),
-        ):
+        for old in (run_dir / STOP_FILE, run_dir / "failure.json", *logs.glob("failure-*.json")):
             old.unlink(missing_ok=True)
+        past = read_json(run_dir / "summary.json")
         with open(logs / "torchrun.log", "ab") as log:
             position = log.tell()
             torchrun = subprocess.Popen(
-                self.command(run_dir), env=os.environ | self.environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True, preexec_fn=die_with_parent,
-            )  # fmt: skip
+                self.command(run_dir),
+                env=os.environ | self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for us: torchrun must not see it
+                preexec_fn=die_with_parent,
+            )
         try:
-            with console.Monitor(run_dir) as monitor:
-                if attempt:
-                    monitor.message(f"restart {attempt} of {self.max_restarts}, from the newest checkpoint")
-                self._watch(torchrun, run_dir, monitor)
-                monitor.finish()
+            killed_because = self._watch(torchrun, run_dir, monitor)
         finally:
             if torchrun.poll() is None:  # we are being torn down ourselves: take everything along
                 os.killpg(torchrun.pid, signal.SIGKILL)
-        return self._outcome(
-            run_dir, torchrun.wait(), (logs / "torchrun.log").read_bytes()[position:].decode(errors="replace")
-        )
+        returncode = torchrun.wait()
 
-    def _watch(self, torchrun: subprocess.Popen[bytes], run_dir: Path, monitor: console.Monitor) -> None:
-        deadline, said = None, 0
+        summary = read_json(run_dir / "summary.json")
+        if summary != past and summary.get("status") in ("done", "preempted"):
+            return DONE if summary["status"] == "done" else PREEMPTED
+        if killed_because:
+            first = failure(None, "stopped", killed_because, "logs/rank-0.log")
+        else:
+            first = first_failure(run_dir, returncode, (logs / "torchrun.log").read_bytes()[position:].decode())
+        write_json(run_dir / "failure.json", first)
+        write_json(run_dir / "summary.json", summary | {"status": "failed"})
+        return int(first["exit_code"])
+
+    def _watch(self, torchrun: subprocess.Popen[bytes], run_dir: Path, monitor: console.Monitor) -> str:
+        """Show progress until torchrun ends. If it had to be killed, on whose account."""
+        deadline = math.inf
+        because = ""
         while torchrun.poll() is None:
             monitor.poll()
-            if self.stop_requests > said:
-                said = self.stop_requests
-                if said == 1:
-                    (run_dir / STOP_FILE).touch()
-                    deadline = time.monotonic() + self.grace_s
-                    monitor.message(
-                        f"stop requested: saving after this step, at most {self.grace_s} s (once more: end at once)"
-                    )
-            if said > 1 or (deadline is not None and time.monotonic() > deadline):
+            now = time.monotonic()
+            if deadline == math.inf and self.stop_requests:
+                (run_dir / STOP_FILE).touch()
+                deadline, because = now + self.grace_s, f"it did not save within cluster.grace_s={self.grace_s} seconds"
+                monitor.message(f"stop requested: saving after this step, within {self.grace_s} s (again: end at once)")
+            elif deadline == math.inf and any((run_dir / "logs").glob("failure-*.json")):
+                deadline = now + PEERS_S  # a rank has failed; its peers may wait for it for ever
+            if self.stop_requests > 1:
+                deadline, because = now, "stopped twice: ended at once, without saving"
+            if now >= deadline:
                 os.killpg(torchrun.pid, signal.SIGKILL)  # its ranks die with it, see die_with_parent
+                torchrun.wait()
+                return because
             time.sleep(0.05)
-
-    def _outcome(self, run_dir: Path, returncode: int, torchrun_log: str) -> int:
-        """The exit code; when it failed, failure.json with the rank that failed first."""
-        summary = read_json(run_dir / "summary.json")
-        if summary.get("status") in ("done", "preempted"):
-            return DONE if summary["status"] == "done" else PREEMPTED
-        failure = first_failure(run_dir, returncode, torchrun_log)
-        write_json(run_dir / "failure.json", failure)
-        write_json(run_dir / "summary.json", summary | {"status": "failed", "reason": failure["message"]})
-        return int(failure["exit_code"])
+        return ""
 
 
 def first_failure(run_dir: Path, returncode: int, torchrun_log: str) -> dict[str, Any]:
@@ -152,15 +150,16 @@ def first_failure(run_dir: Path, returncode: int, torchrun_log: str) -> dict[str
     causes = [note for note in notes if not LOST_PEER.search(note["message"])]
     if causes:
         return causes[0]
-    killed = re.findall(r"rank\s*:\s*(\d+).*?\n.*?exitcode\s*:\s*-(\d+)", torchrun_log)
-    for rank, number in killed:
-        if int(number) != signal.SIGTERM:
+    for rank, number in re.findall(r"rank\s*:\s*(\d+).*?\n.*?exitcode\s*:\s*-(\d+)", torchrun_log):
+        if int(number) != signal.SIGTERM:  # that one is torchrun ending the others
             name = signal.Signals(int(number)).name
             hint = " (out of memory?)" if name == "SIGKILL" else ""
-            return {"rank": int(rank), "type": name, "message": f"the process was killed by {name}{hint}", "exit_code": FAILED,
-                    "log": f"logs/rank-{rank}.log", "traceback": ""}  # fmt: skip
+            return failure(int(rank), name, f"the process was killed by {name}{hint}", f"logs/rank-{rank}.log")
     if notes:
         return notes[0]
     tail = "\n".join(torchrun_log.splitlines()[-15:])
-    return {"rank": None, "type": "launch", "message": f"torchrun ended with {returncode}\n{tail}", "exit_code": FAILED,
-            "log": "logs/torchrun.log", "traceback": ""}  # fmt: skip
+    return failure(None, "launch", f"torchrun ended with {returncode}\n{tail}", "logs/torchrun.log")
+
+
+def failure(rank: int | None, kind: str, message: str, log: str) -> dict[str, Any]:
+    return {"rank": rank, "type": kind, "message": message, "exit_code": FAILED, "log": log, "traceback": ""}

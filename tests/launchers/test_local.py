@@ -160,3 +160,18 @@ def test_the_killed_rank_is_named_not_the_one_that_lost_its_peer(tmp_path: Path)
     note["message"] = "shapes do not match"
     (tmp_path / "logs" / "failure-0.json").write_text(json.dumps(note))
     assert first_failure(tmp_path, 1, log)["rank"] == 0
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FAILING.format(how="time.sleep(600)"))
+    process = launch(tmp_path, "cluster.processes=2", "model._target_=mine.Failing", "trust=[mine]", "checkpoint.every=2",
+                     env={"HEALED": str(tmp_path / "healed"), "PYTHONPATH": str(tmp_path)})  # fmt: skip
+    wait_for_step(tmp_path / "run", 6, process)
+    for _ in range(2):  # rank 1 hangs in its step: the first request cannot be met
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 3, output
+    assert "stopped twice" in output and "resume=./run" in output
+    assert_no_orphans(tmp_path / "run")
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step-00000006\n"

@@ -1,0 +1,103 @@
+"""Files of a run folder: written so that a reader never sees half of one, read so that a broken one does no harm."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from dtrain.words import as_dict
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write a small JSON file so that a reader sees the old one or the new one, never half."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(values, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in the file, or {} when it is missing, half-written or something else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return as_dict(value)
+
+
+def last_launch(launch: dict[str, Any]) -> dict[str, Any]:
+    """launch.json seen from its newest launch: that one's keys over the file's own."""
+    launches = launch.get("launches")
+    return {**launch, **as_dict(launches[-1] if isinstance(launches, list) and launches else {})}
+
+
+def launch_time(launch: dict[str, Any]) -> float | None:
+    """When the run was last launched, in seconds since the epoch."""
+    try:
+        return datetime.fromisoformat(last_launch(launch)["time"]).timestamp()
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """summary.json; while it says running its figures are not written yet, and come from metrics.jsonl."""
+    summary = read_json(run_dir / "summary.json")
+    if summary.get("status") != "running":
+        return summary
+    newest: dict[str, Any] = {}
+    try:
+        with open(run_dir / "metrics.jsonl", "rb") as file:
+            # Only the end of the file, about 200 lines: `dtrain runs` reads many runs.
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
+            for line in file.read().splitlines():
+                newest.update(parse_line(line))
+    except OSError:
+        pass  # no step was made yet
+    names = {"step": "steps", "loss": "train_loss", "mem_gib": "peak_mem_gib"}
+    names.update({key: key for key in ("val_loss", "val_accuracy", "tokens_per_s", "mfu")})
+    return {**summary, **{names[k]: v for k, v in newest.items() if k in names and v is not None}}
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return as_dict(row)
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest finished checkpoint: a manifest is written last, so one without it is torn."""
+    finished = sorted((run_dir / "checkpoints").glob("step-*/manifest.json"))
+    return finished[-1].parent if finished else None
+
+
+class Tail:
+    """New lines of a file that another process appends to, cuts short or replaces."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.offset = 0
+        self.before = b""  # the bytes just before offset: when they changed, this is another file
+
+    def read(self, final: bool = False) -> tuple[list[bytes], bool]:
+        """New lines, and whether the file was read again from its start. final: also a line without end."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.offset - len(self.before))
+                data = file.read()
+                again = not data.startswith(self.before)
+                if again:
+                    file.seek(0)
+                    data, self.before, self.offset = file.read(), b"", 0
+                else:
+                    data = data[len(self.before) :]
+        except OSError:  # not there yet, or between two names
+            return [], False
+        if not final:
+            data = data[: data.rfind(b"\n") + 1]  # the rest is still being written
+        self.offset += len(data)
+        self.before = (self.before + data)[-64:]
+        return data.splitlines(), again

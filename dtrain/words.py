@@ -1,0 +1,118 @@
+"""Values as words: numbers, durations, losses and paths as a person reads or types them.
+
+Every format takes any object and gives "-" for what it cannot use: run files come from other versions and crashed runs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+
+def number(value: object) -> float | None:
+    """The value as a float, or None: run files come from other versions and from crashed writers."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def as_dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def si(value: object) -> str:
+    """124.4M, 1.56B, 65.5K, 512."""
+    n = number(value)
+    if n is None:
+        return "-"
+    if not math.isfinite(n):
+        return str(n)
+    if 0 < abs(n) < 1:
+        return f"{n:.3g}"
+    units = ["", "K", "M", "B", "T"]
+    unit = 0
+    # 999.95 and not 1000, because it would be rounded to 1000.0.
+    while abs(n) >= 999.95 and unit < len(units) - 1:
+        n, unit = n / 1000, unit + 1
+    text = f"{n:.2f}" if abs(n) < 9.995 else f"{n:.1f}"
+    return text.rstrip("0").rstrip(".") + units[unit]
+
+
+def duration(seconds: object) -> str:
+    """4.2s, 42s, 1m 23s, 2h 05m, 3d 04h."""
+    s = number(seconds)
+    if s is None or not math.isfinite(s) or s < 0:
+        return "-"
+    if round(s, 1) < 10:
+        return f"{s:.1f}s"
+    whole = round(s)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h {whole // 60 % 60:02d}m"
+    return f"{whole // 86400}d {whole // 3600 % 24:02d}h"
+
+
+def step_time(seconds: object) -> str:
+    """A step's time: milliseconds below ten seconds, where `duration` is too coarse."""
+    s = number(seconds)
+    return duration(s) if s is None or not 0 <= s < 10 else f"{1000 * s:.3g} ms" if s < 1 else f"{s:.2f}s"
+
+
+def loss_text(value: object) -> str:
+    n = number(value)
+    if n is None:
+        return "-"
+    return f"{n:.4f}" if n == 0 or 1e-3 <= abs(n) < 1e5 or not math.isfinite(n) else f"{n:.3e}"
+
+
+def percent(fraction: object) -> str:
+    n = number(fraction)
+    return "-" if n is None else f"{100 * n:.1f}%"
+
+
+def gib(value: object) -> str:
+    n = number(value)
+    return "-" if n is None else f"{n:.2f} GiB" if n < 10 else f"{n:.1f} GiB"
+
+
+def perplexity(loss: object) -> str:
+    n = number(loss)
+    # Above e^20 the figure says nothing, and exp overflows at 710.
+    return si(math.exp(n)) if n is not None and n < 20 else "-"
+
+
+def clean(text: str) -> str:
+    """Text of unknown origin without colour codes and control characters, which confuse terminals."""
+    text = re.sub(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)", "", text)
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
+
+
+def short_path(path: Path) -> str:
+    """The path as a person would type it: relative when inside the current folder. Not quoted."""
+    full, here = Path(os.path.abspath(path)), Path.cwd()
+    return str(full.relative_to(here)) if full.is_relative_to(here) else str(full)
+
+
+def shell_path(path: Path) -> str:
+    """`short_path` ready to paste into a shell."""
+    text = short_path(path)
+    return shlex.quote("./" + text if text.startswith("-") else text)
+
+
+def resume_argument(path: Path) -> str:
+    """`resume=PATH` ready to paste: quoted for Hydra's grammar first, then for the shell.
+
+    A sweep folder's name holds `=` and `,`, which Hydra refuses or reads as a sweep unless quoted.
+    """
+    text = short_path(path)
+    if "/" not in text:
+        text = "./" + text  # so that a folder called `12` or `null` is not read as a number or as nothing
+    if not re.fullmatch(r"[A-Za-z0-9_./-]+", text):
+        # Hydra: backslashes are ordinary, except in front of a quote.
+        text = '"' + re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + ('\\"' if m[2] else ""), text) + '"'
+    return shlex.quote(f"resume={text}")
