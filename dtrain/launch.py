@@ -41,6 +41,7 @@ def main(argv: list[str]) -> int:
     full_error = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, so that the message below is ours and the code is 2
     exit_codes: list[int] = []
+    sys.path.append(os.getcwd())  # a user's own modules lie there, and the ranks look there too
     try:
         arguments = prepare_arguments(argv)
         sys.argv = ["launch.py", *arguments]

@@ -116,6 +116,12 @@ def check_section(group: str, section: Any, trust: Iterable[str]) -> None:
     if not isinstance(section, dict) or not isinstance(section.get("_target_"), str) or not section["_target_"]:
         raise bad(group, section, "must name what to build in `_target_`", f"choose an option of conf/{group}/")
     target = section["_target_"]
+    # not all of dtrain is for building: config.build with a `trust` of its own would call anything
+    files = "\n".join(path.read_text(encoding="utf-8") for path in (CONF / group).glob("*.yaml"))
+    places = sorted(set(re.findall(r"^_target_: (dtrain\.\w+)", files, re.MULTILINE)))
+    if target.startswith("dtrain.") and not any(target.startswith(f"{place}.") for place in places):
+        raise bad(f"{group}._target_", target, f"a {group} is made from {' or '.join(places)}",
+                  f"choose an option of conf/{group}/")
     parameters = signature(target, f"{group}._target_", trust)
     if parameters is None:
         return  # **kwargs or built at run time: the constructor itself will judge
