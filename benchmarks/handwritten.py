@@ -111,6 +111,7 @@ def main(argv: list[str] | None = None, before_step: Callable[[], None] | None =
             speed = options.batch * SEQ_LEN / (time.perf_counter() - began)
             print(f"step {step + 1} loss {value:.4f} lr {lr:.2e} norm {norm:.2f} {speed:.0f} tok/s", flush=True)
 
+    dist.barrier()  # gloo may abort a rank whose peer has gone first
     dist.destroy_process_group()
 
 

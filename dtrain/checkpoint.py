@@ -152,7 +152,7 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def newest_good(folder: Path, say: Any = print) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint whose every byte is as it was saved; a bad one is put aside and named. None: there is none yet."""
+    """The newest checkpoint whose every byte is as it was saved, or None; a bad one is put aside and named."""
     names = broadcast([p.name for p in candidates(folder)])
     for name in names:
         problem = verify(folder / name)
@@ -207,9 +207,9 @@ def load(path: Path, content: dict[str, Any], tensors: dict[str, Tensor]) -> Non
     ]  # fmt: skip
     if wrong:
         raise CheckpointError(
-            f"{path} is a checkpoint of another model: {wrong[0]}" + (f", and {len(wrong) - 1} more differ" if wrong[1:] else "")
-            + ". Fix: use the model that it was saved from, or another run_dir"
-        )  # fmt: skip
+            f"{path} is a checkpoint of another model: {wrong[0]}; {len(wrong)} differences in all. "
+            "Fix: use the model that it was saved from, or another run_dir"
+        )
     with shards.Reader(path, saved) as reader:
         for name, tensor in tensors.items():
             reader.fill(name, Chunk(tensor))
@@ -261,7 +261,7 @@ def broadcast(value: Any) -> Any:
 
 @contextmanager
 def agreed(what: str, clean_up: Path) -> Iterator[None]:
-    """Run the block on every rank; if it failed on one, fail on all, with the first error, leaving nothing half done."""
+    """Run the block on every rank; if it failed on one, fail on all with that error, leaving nothing half done."""
     problem, cause = "", None
     try:
         yield

@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-SECRET = re.compile(r"(^|[._-])(api_?key|access_?key|secret|password|passwd|token|credential)s?$", re.IGNORECASE)
+SECRET = re.compile(r"(^|[._-])(((api|access)_?key|secret|password|passwd|credential)s?|token)$", re.IGNORECASE)
 
 
 def _folder(name: str) -> Path:
@@ -96,13 +96,17 @@ def locate(target: str, trust: Iterable[str] = ()) -> Any:
 
 def save(run_dir: Path, config: dict[str, Any]) -> None:
     """Write config.yaml, complete and resolved; a value under a secret-like key is blacked out."""
-    redacted = OmegaConf.create(config)
-    for key, value in flatten(config).items():
-        if SECRET.search(key) and value:
-            OmegaConf.update(redacted, key, "<redacted>")
     temporary = run_dir / ".config.yaml.tmp"
-    OmegaConf.save(redacted, temporary)
+    OmegaConf.save(OmegaConf.create(redact(config)), temporary)
     os.replace(temporary, run_dir / "config.yaml")
+
+
+def redact(node: Any) -> Any:
+    if isinstance(node, list):
+        return [redact(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    return {k: "<redacted>" if v and SECRET.search(str(k)) else redact(v) for k, v in node.items()}
 
 
 def load(run_dir: Path) -> DictConfig:

@@ -5,7 +5,6 @@ The order matters: `Gate` runs before Hydra makes any folder, so a refused confi
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import os
@@ -23,16 +22,18 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from dtrain import console, runs
-from dtrain.config import CONF, RECIPES, SECRET, bad, build, count_gpus, flatten, save
-from dtrain.validate import check_resume, unknown, validate
+from dtrain.config import CONF, RECIPES, SECRET, bad, build, count_gpus, save
+from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED
+from dtrain.explain import GROUPS, explain, known_settings, options_of
+from dtrain.schema import unknown
+from dtrain.validate import check_resume, validate
 
-GROUPS = sorted(p.name for p in CONF.iterdir() if p.is_dir())
 MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)  # a person's, not ours: one message explains
 
 
@@ -41,7 +42,8 @@ def main(argv: list[str]) -> int:
     full_error = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, so that the message below is ours and the code is 2
     exit_codes: list[int] = []
-    sys.path.append(os.getcwd())  # a user's own modules lie there, and the ranks look there too
+    if os.getcwd() not in sys.path:  # a user's own modules lie there, and the ranks look there too
+        sys.path.append(os.getcwd())
     try:
         arguments = prepare_arguments(argv)
         sys.argv = ["launch.py", *arguments]
@@ -64,7 +66,7 @@ def main(argv: list[str]) -> int:
         os.environ.pop("HYDRA_FULL_ERROR", None)
         if full_error:
             os.environ["HYDRA_FULL_ERROR"] = "1"
-    return max(exit_codes, default=0)
+    return max(exit_codes, key=[DONE, PREEMPTED, BAD_CONFIG, FAILED].index, default=DONE)  # the worst of a sweep
 
 
 # ---- before Hydra: the words that are ours -------------------------------------------------------------------
@@ -84,11 +86,19 @@ def prepare_arguments(argv: list[str]) -> list[str]:
     given = {a.split("=", 1)[0]: a.split("=", 1)[1] for a in argv if "=" in a and not a.startswith("-")}
     for key, value in given.items():
         if SECRET.search(key):
-            raise bad(key, "…", "looks like a secret, and a configuration is written to disk in several places",
-                      "give it in an environment variable")
+            raise bad(
+                key,
+                "…",
+                "looks like a secret, and a configuration is written to disk in several places",
+                "give it in an environment variable",
+            )
         if key in GROUPS and re.search(r"^(null)?$|\[|\.\.|\.ya?ml$", value):
-            raise bad(key, value, f"names one option of conf/{key}/, without .yaml",
-                      f"{key} can be {', '.join(options_of(key))}")
+            raise bad(
+                key,
+                value,
+                f"names one option of conf/{key}/, without .yaml",
+                f"{key} can be {', '.join(options_of(key))}",
+            )
     if "run_dir" in given and {"-m", "--multirun"} & set(argv):
         raise bad("run_dir", given["run_dir"], "a sweep makes a folder for each job", "hydra.sweep.dir=FOLDER")
     store_recipes()
@@ -100,8 +110,12 @@ def prepare_arguments(argv: list[str]) -> list[str]:
         argv = [f"recipe={path.stem}" if a == f"recipe={given['recipe']}" else a for a in argv]
     if given.get("resume", "null") != "null":
         if "recipe" in given or {"-m", "--multirun"} & set(argv):
-            raise bad("resume", given["resume"], "a run goes on with its own configuration, one run at a time",
-                      "leave out recipe= and -m")
+            raise bad(
+                "resume",
+                given["resume"],
+                "a run goes on with its own configuration, one run at a time",
+                "leave out recipe= and -m",
+            )
         run_dir = runs.find_run(given["resume"])
         store_as_run(run_dir, overridden=[g for g in GROUPS if g in given])
         argv = [a for a in argv if not a.startswith(("resume=", "run_dir="))]
@@ -155,8 +169,9 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         config = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
     except Exception as error:  # of the file system, or one of yaml's many types
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise bad("resume", run_dir, f"its config.yaml cannot be read ({why})",
-                  "another run; dtrain runs lists them") from error
+        raise bad(
+            "resume", run_dir, f"its config.yaml cannot be read ({why})", "another run; dtrain runs lists them"
+        ) from error
     if not isinstance(config, dict) or not isinstance(config.get("train"), dict):
         raise bad("resume", run_dir, "its config.yaml is not that of a run", "another run; dtrain runs lists them")
     return {str(k): v for k, v in config.items()}
@@ -215,8 +230,12 @@ def sweep_jobs(config: DictConfig) -> Iterator[DictConfig]:
             cfg.hydra.job.num = number
             cfg.run_dir = str(folder / cfg.hydra.sweep.subdir)
         if cfg.run_dir in seen:
-            raise bad("hydra.sweep.subdir", cfg.hydra.sweep.subdir, "two jobs would have the same folder",
-                      "hydra.sweep.subdir='${hydra.job.num}'")
+            raise bad(
+                "hydra.sweep.subdir",
+                cfg.hydra.sweep.subdir,
+                "two jobs would have the same folder",
+                "hydra.sweep.subdir='${hydra.job.num}'",
+            )
         seen.add(cfg.run_dir)
         yield cfg
 
@@ -227,8 +246,12 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         HydraConfig.instance().set_config(cfg)
     for group in GROUPS:
         if group in cfg and not isinstance(cfg[group], DictConfig):
-            raise bad(group, cfg[group], "is a section, and an option is chosen by the defaults list",
-                      f"type {group}=OPTION, or in a file `defaults: [override /{group}: OPTION]`")
+            raise bad(
+                group,
+                cfg[group],
+                "is a section, and an option is chosen by the defaults list",
+                f"type {group}=OPTION, or in a file `defaults: [override /{group}: OPTION]`",
+            )
     if "choices" in cfg:
         raise unknown("choices", known_settings())
     plain = OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k not in ("hydra", "recipe")])
@@ -254,16 +277,24 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         config["choices"]["recipe"] = old.get("choices", {}).get("recipe")
         check_resume(old, config, config["resume_allow"], run_dir)
     elif (run_dir / "launch.json").exists():
-        raise bad("run_dir", config["run_dir"], "there is a run in this folder already",
-                  f"resume={config['run_dir']} to go on with it, or another run_dir")
+        raise bad(
+            "run_dir",
+            config["run_dir"],
+            "there is a run in this folder already",
+            f"resume={config['run_dir']} to go on with it, or another run_dir",
+        )
     elif run_dir.is_dir() and any(p.name != ".hydra" for p in run_dir.iterdir()):
         raise bad("run_dir", config["run_dir"], "the folder is not empty, and holds no run", "run_dir=… a new folder")
     writable = next(p for p in (run_dir, *run_dir.parents) if os.path.lexists(p))
     try:
         tempfile.TemporaryFile(dir=writable).close()  # the truth, also for root and on read-only file systems
     except OSError as error:
-        raise bad("run_dir", config["run_dir"], f"{writable} cannot be written to ({error.strerror})",
-                  "run_dir=… somewhere that is yours") from error
+        raise bad(
+            "run_dir",
+            config["run_dir"],
+            f"{writable} cannot be written to ({error.strerror})",
+            "run_dir=… somewhere that is yours",
+        ) from error
     return config
 
 
@@ -293,80 +324,3 @@ def record_launch(run_dir: Path, config: dict[str, Any]) -> None:
         "overrides": launch["overrides"], "launches": [*before, launch],
     }  # fmt: skip
     path.write_text(json.dumps(record, indent=1) + "\n")
-
-
-# ---- messages ------------------------------------------------------------------------------------------------
-
-
-def explain(error: BaseException) -> str:
-    """One clear message for a person's mistake, from Hydra's and OmegaConf's several kinds of exception."""
-    text = str(error)
-    if isinstance(error, MissingConfigException) and error.options is not None:  # before OSError, which it is, too
-        path = str(error.missing_cfg_file)
-        group, _, option = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
-        options = sorted(error.options)
-        near = difflib.get_close_matches(option.lower(), options, 1, 0.4)
-        fix = f"did you mean {group}={near[0]}? " if near else ""
-        return f"{group}={option}: there is no such option\n  fix: {fix}{group} can be {', '.join(options)}"
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}\n  fix: check that the path is right, and yours to use"
-    if "  fix: " in text:  # ours
-        return text
-    if isinstance(error, OverrideParseException):
-        word = error.override
-        return f"{word if word.strip() else repr(word)}: is not understood as key=value\n  fix: {probably_meant(word)}"
-    key = re.search(r"Could not (?:override|append to|delete from) config.*?'?([\w./@-]+)'?\."
-                    r"|Could not override '([\w.@/-]+)'", text)  # fmt: skip
-    if key and "HYDRA_FULL_ERROR" not in (key[2] or key[1]):
-        name, known = key[2] or key[1], known_settings()
-        if name not in known:
-            return str(unknown(name, known))
-        group, _, setting = name.partition(".")
-        if not setting:
-            choose = f", or {name}={' or '.join(options_of(name))}" if name in GROUPS else ""
-            return f"{name}: is a section\n  fix: {name}.SETTING=value{choose}"
-        having = [o for o in options_of(group) if setting in OmegaConf.load(CONF / group / f"{o}.yaml")]
-        return f"{name}: the chosen {group} has no such setting\n  fix: leave it out, or {group}={' or '.join(having)}"
-    full_key = getattr(error, "full_key", None)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    noise = ("See ", "Set the env", "full_key:", "object_type=", "reference_type=")
-    lines = [line for line in lines if not line.startswith(noise)]
-    multiple = re.match(r"Multiple values for ([\w/]+)\. To override a value use '(.*): (.*)'", text)
-    ambiguous = re.match(r"Ambiguous value for argument '(.*)'", text)
-    if multiple:
-        group, override, option = multiple.groups()
-        return f"{group}={option}: there is a {group} already\n  fix: in the file, `{override}: {option}`"
-    if ambiguous:
-        return f"{ambiguous[1]}: is more than one value\n  fix: give one, or -m for a sweep over them"
-    what = (f"{full_key}: " if full_key else "") + (" ".join(lines[:2]) if lines else type(error).__name__)
-    return f"{what}\n  fix: python launch.py --help shows every group and setting"
-
-
-def probably_meant(word: str) -> str:
-    """The override that somebody wanted who typed `fsdp`, `strategy:fsdp`, `train.steps = 5` or `run_dir=a=b`."""
-    for group in GROUPS:
-        if word in options_of(group):
-            return f"{group}={word}"
-    pair = re.fullmatch(r"\s*([A-Za-z_][\w.]*)\s*[=:/ ]\s*(.*?)\s*|\s*([A-Za-z_][\w.-]*)\s*", word)
-    if pair is None:
-        return "key=value"
-    key, value = pair[1] or pair[3], (pair[2] or "").strip("=")
-    simple = re.fullmatch(r"[\w./-]*", value, re.ASCII)
-    return f"{key}={value or '…'}" if simple else f"'{key}=\"{value}\"'"
-
-
-def options_of(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-
-
-def known_settings() -> list[str]:
-    """Every setting of the default configuration, and the groups, for did-you-mean."""
-    names = set(GROUPS)
-    config = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"))
-    assert isinstance(config, dict)
-    names |= {k for k in flatten(config) if not k.startswith(("defaults", "hydra"))}
-    for path in CONF.glob("*/*.yaml"):
-        section = OmegaConf.to_container(OmegaConf.load(path))
-        assert isinstance(section, dict)
-        names |= {f"{path.parent.name}.{k!s}" for k in section if not str(k).startswith("_")}
-    return sorted(names)

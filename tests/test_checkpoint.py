@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -93,7 +94,7 @@ def test_any_cut_is_read_as_any_other(
     dim = data.draw(st.integers(0, len(shape) - 1))
     cuts = sorted({0, shape[dim], *data.draw(st.lists(st.integers(0, shape[dim]), max_size=3))})
     chunks = []
-    for i, (low, high) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for i, (low, high) in enumerate(pairwise(cuts)):
         part = whole.narrow(dim, low, high - low)
         shards.write(folder / f"{i}.safetensors", {"t": part}, {})
         offset = [0] * len(shape)
@@ -186,8 +187,14 @@ def test_all_damaged_is_an_error_and_never_a_fresh_start(tmp_path: Path) -> None
 
 
 def test_a_run_falls_back_on_all_ranks_and_says_so(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", "strategy=fsdp", "cluster.processes=2", "train.steps=9", "checkpoint.every=3",
-                   "train.stop_after=6")  # fmt: skip
+    run = make_run(
+        tmp_path / "run",
+        "strategy=fsdp",
+        "cluster.processes=2",
+        "train.steps=9",
+        "checkpoint.every=3",
+        "train.stop_after=6",
+    )
     assert train(run, 2) == [0, 0]
     flip(run / "checkpoints" / "step-00000006" / "rank-00001.safetensors", 5000)
     make_run(run, "strategy=fsdp", "cluster.processes=2", "train.steps=9", "checkpoint.every=3")
@@ -282,7 +289,7 @@ def test_weights_hash_is_of_the_values_not_of_the_layout(tmp_path: Path) -> None
         folder.mkdir(parents=True)
         whole = torch.from_numpy(np.arange(20, dtype=np.float32).reshape(5, 4))
         chunks, files = [], {}
-        for j, (low, high) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        for j, (low, high) in enumerate(pairwise(cuts)):
             name = f"rank-{j:05d}.safetensors"
             size, digest = shards.write(folder / name, {"model.w": whole[low:high]}, {})
             files[name] = {"size": size, "sha256": digest}

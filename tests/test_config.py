@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from dtrain import config as config_module
-from dtrain import launch
+from dtrain import explain, launch
 from dtrain.config import CONF, SECRET, allowed, bad, build, count_gpus, fingerprint, flatten, load, locate, save
 
 # yaml has no control characters
@@ -151,7 +151,7 @@ def test_what_is_no_secret_is_not_taken_for_one(key: str) -> None:
 
 
 def test_every_setting_that_exists_is_no_secret() -> None:
-    assert [key for key in launch.known_settings() if SECRET.search(key)] == []
+    assert [key for key in explain.known_settings() if SECRET.search(key)] == []
 
 
 @settings(max_examples=40)

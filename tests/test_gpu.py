@@ -1,4 +1,4 @@
-"""The same promises on a CUDA device: `pytest -m gpu` on a machine that has one. Results are kept in benchmarks/results."""
+"""The same promises on a CUDA device: `pytest -m gpu` on a machine that has one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def test_follows_one_process(strategy: str, size: int, reference: dict[int, floa
 def test_half_precision(
     strategy: str, precision: str, tolerance: float, compile: str, reference: dict[int, float], tmp_path: Path
 ) -> None:
-    run = make_run(tmp_path, f"strategy={strategy}", f"precision={precision}", "cluster.processes=1", f"compile={compile}")
+    run = make_run(
+        tmp_path, f"strategy={strategy}", f"precision={precision}", "cluster.processes=1", f"compile={compile}"
+    )
     assert train(run, 1) == [0]
     skipped = summary(run)["skipped_steps"]
     assert skipped <= 3
@@ -49,8 +51,15 @@ def test_half_precision(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sigkill_and_resume_is_bit_exact(strategy: str, tmp_path: Path) -> None:
     def run(name: str) -> Path:
-        return make_run(tmp_path / name, f"strategy={strategy}", "cluster.processes=1", "train.steps=60",
-                        "checkpoint.every=7", "model.dropout=0.1", "precision=bf16")  # fmt: skip
+        return make_run(
+            tmp_path / name,
+            f"strategy={strategy}",
+            "cluster.processes=1",
+            "train.steps=60",
+            "checkpoint.every=7",
+            "model.dropout=0.1",
+            "precision=bf16",
+        )
 
     whole, broken = run("whole"), run("broken")
     assert train(whole, 1) == [0]

@@ -16,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from dtrain import launch
 from dtrain.cli import main
-from dtrain.launch import options_of, prepare_arguments, probably_meant, quote, resolve, slug
+from dtrain.explain import options_of, probably_meant
+from dtrain.launch import prepare_arguments, quote, resolve, slug
 from dtrain.launchers.local import Local
 from tests.test_bad_inputs import COMPOSE_ONCE
 
@@ -227,9 +228,7 @@ def old(template: Path, tmp_path: Path) -> Path:
     return copy
 
 
-def test_a_resume_goes_on_in_its_folder_with_its_own_settings(
-    old: Path, template: Path, started: list[Path]
-) -> None:
+def test_a_resume_goes_on_in_its_folder_with_its_own_settings(old: Path, template: Path, started: list[Path]) -> None:
     before = read(old)
     run(f"resume={old}")
     assert started == [old]

@@ -16,7 +16,18 @@ from tests.world import ROOT
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), str(ROOT)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(folder),
+        str(ROOT),
+    ]
     subprocess.run(pip, check=True)
     (wheel,) = folder.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(folder / "site")
@@ -25,8 +36,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def dtrain(site: Path, cwd: Path, *words: str) -> str:
     """The command as installed: only the wheel on the path, nothing of the checkout."""
-    script = f"import sys; sys.path[:0] = [{str(site)!r}]; import dtrain.cli; assert dtrain.__file__.startswith({str(site)!r}); "
-    script += "sys.exit(dtrain.cli.main(sys.argv[1:]))"
+    script = (
+        f"import sys; sys.path[:0] = [{str(site)!r}]; import dtrain.cli; "
+        f"assert dtrain.__file__.startswith({str(site)!r}); sys.exit(dtrain.cli.main(sys.argv[1:]))"
+    )
     env = os.environ | {"PYTHONPATH": str(site)}
     result = subprocess.run([sys.executable, "-c", script, *words], cwd=cwd, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -18,8 +18,16 @@ from tests.world import make_run, train
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_run(tmp_path_factory.mktemp("sample"), "strategy=fsdp", "cluster.processes=2", "model.vocab_size=256",
-                      "data=text", f"data.path={Path(__file__).parent}", "data.pattern='**/*.py'", "train.steps=30")  # fmt: skip
+    folder = make_run(
+        tmp_path_factory.mktemp("sample"),
+        "strategy=fsdp",
+        "cluster.processes=2",
+        "model.vocab_size=256",
+        "data=text",
+        f"data.path={Path(__file__).parent}",
+        "data.pattern='**/*.py'",
+        "train.steps=30",
+    )
     assert train(folder, 2) == [0, 0]
     (folder / "launch.json").write_text('{"launches": []}')
     return folder

@@ -13,24 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from dtrain import launch, validate
+from dtrain import explain, launch, validate
 from dtrain.config import CONF, RECIPES, flatten
 from dtrain.data.tokens import prepare
 from dtrain.mesh import MeshSizes
-from dtrain.validate import (
-    AT_LEAST,
-    AT_MOST,
-    FREE_ON_RESUME,
-    LESS_THAN,
-    MORE_THAN,
-    REQUIRED,
-    batch_sizes,
-    check_resume,
-    check_section,
-    fits,
-    signature,
-    unknown,
-)
+from dtrain.schema import REQUIRED, check_section, fits, signature, unknown
+from dtrain.validate import AT_LEAST, AT_MOST, FREE_ON_RESUME, LESS_THAN, MORE_THAN, batch_sizes, check_resume
 from tests.test_config import compose
 
 OPTIONS = sorted(CONF.glob("*/*.yaml"))
@@ -305,7 +293,7 @@ def test_what_is_taken_out_is_missed(base: dict[str, Any], key: str) -> None:
     ],
 )  # fmt: skip
 def test_did_you_mean(typed: str, meant: str) -> None:
-    text = str(unknown(typed, launch.known_settings()))
+    text = str(unknown(typed, explain.known_settings()))
     assert text.startswith(f"{typed}: there is no such setting\n  fix: did you mean {meant}")
 
 

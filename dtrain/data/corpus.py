@@ -57,7 +57,9 @@ def list_files(root: Path, pattern: str) -> Iterator[Path]:
     try:
         yield from (path for path in root.glob(pattern) if not path.is_dir())
     except (ValueError, NotImplementedError) as error:  # empty or absolute pattern
-        raise ValueError(f"data.pattern={pattern!r} must be a relative glob such as '**/*.txt' ({error})") from error
+        raise ValueError(
+            f"data.pattern={pattern!r} must be a relative glob ({error})\n  fix: data.pattern='**/*.txt'"
+        ) from error
 
 
 def hash_share(name: str) -> float:

@@ -16,17 +16,23 @@ SKIPPED = {
 }
 
 
+def check(**settings: object) -> int:
+    """Refuse a Python that came without its sources; the vocabulary size of bytes."""
+    path = sysconfig.get_paths()["stdlib"]
+    if not os.path.isfile(os.path.join(path, "os.py")):
+        raise ValueError(
+            f"data=stdlib needs the standard library's .py files, and this Python has none in {path!r}\n  fix: "
+            "use data=text with a data.path"
+        )
+    return 256
+
+
 class Stdlib(Text):
     """The library's .py files as bytes; whole files are held out, so validation text is never trained on."""
 
     def __init__(self, seq_len: int, val_fraction: float = 0.05) -> None:
-        path = sysconfig.get_paths()["stdlib"]
-        if not os.path.isfile(os.path.join(path, "os.py")):
-            raise ValueError(
-                f"data=stdlib needs the standard library's .py files, and this Python has none in {path!r}\n  fix: "
-                "use data=text with a data.path"
-            )
-        super().__init__(path, seq_len, val_fraction=val_fraction, pattern="**/*.py")
+        check()
+        super().__init__(sysconfig.get_paths()["stdlib"], seq_len, val_fraction=val_fraction, pattern="**/*.py")
 
     def documents(self) -> tuple[Path, list[str]]:
         names = []

@@ -136,7 +136,7 @@ def check(
     setting: str = "data.path",
     **rest: object,
 ) -> int:
-    """Refuse settings that cannot work, before anything is started; the vocabulary size. Imports no torch, reads no text."""
+    """Refuse settings that cannot work, before anything is started; the vocabulary size. Reads no text."""
     if not 0 < val_fraction < 1:
         raise ValueError(f"data.val_fraction={val_fraction} must be between 0 and 1, ends excluded\n  fix: try 0.05")
     check_tokenizer(tokenizer)

@@ -129,7 +129,7 @@ class GPT2(nn.Module):
         return plan
 
     def pipeline_split(self, stage: int, num_stages: int) -> GPT2:
-        """Keep what stage `stage` of `num_stages` owns and drop the rest; names stay. The tied weight is on both ends."""
+        """Keep what this stage owns and drop the rest; names stay. The tied weight is on both ends."""
         low, high = (self.num_layers * s // num_stages for s in (stage, stage + 1))
         for i in list(self.layers):
             if not low <= int(i) < high:

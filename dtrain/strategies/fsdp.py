@@ -21,7 +21,7 @@ class FSDP(Strategy):
     def parallelize(self, model: nn.Module) -> None:
         if not hasattr(model, "fsdp_units"):
             raise ValueError(
-                f"strategy=fsdp: {type(model).__name__} has no fsdp_units(), so it is not known what to gather at a time\n"
+                f"strategy=fsdp: {type(model).__name__} does not say what to gather at a time\n"
                 "  fix: add fsdp_units() to the model (a list of its layers), or strategy=ddp"
             )
         if self.precision.dtype == torch.float32:

@@ -91,14 +91,22 @@ def test_killing_the_launcher_leaves_no_orphans(tmp_path: Path) -> None:
     assert_no_orphans(tmp_path / "run")
 
 
-@pytest.mark.parametrize("how, message", [
-    ("raise RuntimeError('the loss function exploded')", "the loss function exploded"),
-    ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        ("raise RuntimeError('the loss function exploded')", "the loss function exploded"),
+        ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+    ],
+)
 def test_the_first_error_is_shown_with_its_rank(how: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FAILING.format(how=how))
-    process = launch(tmp_path, "cluster.processes=2", "model._target_=mine.Failing", "trust=[mine]",
-                     env={"HEALED": str(tmp_path / "healed"), "PYTHONPATH": str(tmp_path)})  # fmt: skip
+    process = launch(
+        tmp_path,
+        "cluster.processes=2",
+        "model._target_=mine.Failing",
+        "trust=[mine]",
+        env={"HEALED": str(tmp_path / "healed"), "PYTHONPATH": str(tmp_path)},
+    )
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 3, output
     failure = json.loads((tmp_path / "run" / "failure.json").read_text())
@@ -111,8 +119,15 @@ def test_the_first_error_is_shown_with_its_rank(how: str, message: str, tmp_path
 
 def test_restart_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FAILING.format(how="raise RuntimeError('once')"))
-    process = launch(tmp_path, "cluster.processes=2", "model._target_=mine.Failing", "trust=[mine]", "checkpoint.every=3",
-                     "cluster.max_restarts=1", env={"HEALED": str(tmp_path / "healed"), "PYTHONPATH": str(tmp_path)})  # fmt: skip
+    process = launch(
+        tmp_path,
+        "cluster.processes=2",
+        "model._target_=mine.Failing",
+        "trust=[mine]",
+        "checkpoint.every=3",
+        "cluster.max_restarts=1",
+        env={"HEALED": str(tmp_path / "healed"), "PYTHONPATH": str(tmp_path)},
+    )
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 0, output
     assert "restart 1 of 1" in output
@@ -134,8 +149,15 @@ def test_resume_under_another_strategy_and_world_size(tmp_path: Path) -> None:
 
 
 def test_a_sweep_ends_in_one_table(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "launch.py"), "-m", *SMALL, "train.steps=3", "cluster.processes=1",
-               "strategy=ddp,fsdp"]  # fmt: skip
+    command = [
+        sys.executable,
+        str(ROOT / "launch.py"),
+        "-m",
+        *SMALL,
+        "train.steps=3",
+        "cluster.processes=1",
+        "strategy=ddp,fsdp",
+    ]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     runs = sorted(p.parent for p in tmp_path.glob("multirun/*/*/*/summary.json"))
@@ -155,7 +177,8 @@ def test_the_killed_rank_is_named_not_the_one_that_lost_its_peer(tmp_path: Path)
         "exit_code": 3,
     }
     (tmp_path / "logs" / "failure-0.json").write_text(json.dumps(note))
-    log = "Root Cause:\n  rank      : 0 (local_rank: 0)\n  exitcode  : 3 (pid: 7)\n[1]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 8)\n"
+    log = "Root Cause:\n  rank      : 0 (local_rank: 0)\n  exitcode  : 3 (pid: 7)\n"
+    log += "[1]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 8)\n"
     assert first_failure(tmp_path, 1, log)["rank"] == 1
     note["message"] = "shapes do not match"
     (tmp_path / "logs" / "failure-0.json").write_text(json.dumps(note))
@@ -164,8 +187,14 @@ def test_the_killed_rank_is_named_not_the_one_that_lost_its_peer(tmp_path: Path)
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FAILING.format(how="time.sleep(600)"))
-    process = launch(tmp_path, "cluster.processes=2", "model._target_=mine.Failing", "trust=[mine]", "checkpoint.every=2",
-                     env={"HEALED": str(tmp_path / "healed"), "PYTHONPATH": str(tmp_path)})  # fmt: skip
+    process = launch(
+        tmp_path,
+        "cluster.processes=2",
+        "model._target_=mine.Failing",
+        "trust=[mine]",
+        "checkpoint.every=2",
+        env={"HEALED": str(tmp_path / "healed"), "PYTHONPATH": str(tmp_path)},
+    )
     wait_for_step(tmp_path / "run", 6, process)
     for _ in range(2):  # rank 1 hangs in its step: the first request cannot be met
         time.sleep(1)

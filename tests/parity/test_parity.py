@@ -23,8 +23,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_follows_one_process(strategy: str, world_size: int, reference: Path, tmp_path: Path) -> None:
     # a micro-batch of 1 or 2 makes every world size accumulate, each a different number of times
-    run = make_run(tmp_path, f"strategy={strategy}", f"cluster.processes={world_size}", "train.micro_batch_size=1",
-                   "train.eval_batches=2")  # fmt: skip
+    run = make_run(
+        tmp_path,
+        f"strategy={strategy}",
+        f"cluster.processes={world_size}",
+        "train.micro_batch_size=1",
+        "train.eval_batches=2",
+    )
     assert train(run, world_size) == [0] * world_size
     ours, expected = losses(run), losses(reference)
     assert len(ours) == 20
@@ -35,10 +40,14 @@ def test_follows_one_process(strategy: str, world_size: int, reference: Path, tm
     assert expected[20] < expected[1] - 0.1, "the reference must learn, or equality means little"
 
 
-@pytest.mark.parametrize("options", [
-    ["activation_checkpointing=full"], ["activation_checkpointing=selective", "activation_checkpointing_every=2"],
-    ["strategy.reshard_after_forward=false"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["activation_checkpointing=full"],
+        ["activation_checkpointing=selective", "activation_checkpointing_every=2"],
+        ["strategy.reshard_after_forward=false"],
+    ],
+)
 def test_memory_settings_do_not_change_the_maths(options: list[str], reference: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path, "strategy=fsdp", "cluster.processes=2", *options)
     assert train(run, 2) == [0, 0]
@@ -48,7 +57,7 @@ def test_memory_settings_do_not_change_the_maths(options: list[str], reference: 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_half_precision_stays_near(strategy: str, precision: str, reference: Path, tmp_path: Path) -> None:
-    # bf16 keeps 8 bits of a number: a relative error of 4e-3 a product, 0.02 on a loss of 4 leaves room for five of them
+    # bf16 keeps 8 bits: a relative error of 4e-3 a product; 0.02 on a loss of 4 is little more than one of them
     run = make_run(
         tmp_path, f"strategy={strategy}", f"precision={precision}", "cluster.processes=2", "train.stop_after=4"
     )

@@ -1,4 +1,4 @@
-"""A run is a pure function of (config, step): killed and resumed equals never interrupted, and layouts are exchangeable."""
+"""A run is a function of (config, step): killed and resumed equals never interrupted; layouts are exchangeable."""
 
 from __future__ import annotations
 
@@ -23,9 +23,19 @@ def asked_for(path: Path, rank: int) -> list[list[int]]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sigkill_and_resume_is_bit_exact(strategy: str, tmp_path: Path) -> None:
     def run(name: str) -> Path:
-        return make_run(tmp_path / name, f"strategy={strategy}", "cluster.processes=2", "train.steps=60", "checkpoint.every=7",
-                        "model.dropout=0.1", "train.micro_batch_size=2", "+data.path=" + str(tmp_path / f"{name}-ids"),
-                        "data._target_=tests.recording.Recorder", "trust=[tests]", "data.num_samples=300")  # fmt: skip
+        return make_run(
+            tmp_path / name,
+            f"strategy={strategy}",
+            "cluster.processes=2",
+            "train.steps=60",
+            "checkpoint.every=7",
+            "model.dropout=0.1",
+            "train.micro_batch_size=2",
+            "+data.path=" + str(tmp_path / f"{name}-ids"),
+            "data._target_=tests.recording.Recorder",
+            "trust=[tests]",
+            "data.num_samples=300",
+        )
 
     whole, broken = run("whole"), run("broken")
     assert train(whole, 2) == [0, 0]

@@ -53,8 +53,12 @@ def test_first_weights_are_the_same_whatever_the_layout(tmp_path: Path) -> None:
     hashes = set()
     for strategy in STRATEGIES:
         for size in (1, 2, 3):  # 3 does not divide the dimensions: uneven shards
-            run = make_run(tmp_path / f"{strategy}-{size}", f"strategy={strategy}", f"cluster.processes={size}",
-                           f"train.global_batch_size={size}")  # fmt: skip
+            run = make_run(
+                tmp_path / f"{strategy}-{size}",
+                f"strategy={strategy}",
+                f"cluster.processes={size}",
+                f"train.global_batch_size={size}",
+            )
             spawn(size, same_weights_everywhere, run)
             hashes.add(checkpoint.weights_sha256(run / "checkpoints" / "step-00000000"))
     assert len(hashes) == 1
@@ -69,14 +73,15 @@ def test_nonfinite_stops_before_the_update_and_is_never_saved(value: str, strate
     assert train(run, 2, {"PYTHONPATH": str(tmp_path)}) == [3, 3]
     note = json.loads((run / "logs" / "failure-0.json").read_text())
     assert note["type"] == "NonFiniteError" and "step 6" in note["message"] and "Fix:" in note["message"]
-    assert [p.name for p in checkpoint.candidates(run / "checkpoints")][0] == "step-00000005"
+    assert checkpoint.candidates(run / "checkpoints")[0].name == "step-00000005"
     for path in checkpoint.candidates(run / "checkpoints"):
         assert all(t.isfinite().all() for _, t in checkpoint.weights(path))
 
 
 def test_nonfinite_skip_leaves_weights_alone_and_goes_on(tmp_path: Path) -> None:
-    run = broken_run(tmp_path, "nan", [6], "cluster.processes=2", "checkpoint.every=1", "checkpoint.keep=99",
-                     "train.nonfinite=skip")  # fmt: skip
+    run = broken_run(
+        tmp_path, "nan", [6], "cluster.processes=2", "checkpoint.every=1", "checkpoint.keep=99", "train.nonfinite=skip"
+    )
     assert train(run, 2) == [0, 0]
     assert summary(run)["skipped_steps"] == 1 and summary(run)["steps"] == 20
     folder = run / "checkpoints"
@@ -90,8 +95,15 @@ def test_nonfinite_skip_leaves_weights_alone_and_goes_on(tmp_path: Path) -> None
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fp16_scale_falls_at_an_overflow_and_training_goes_on(strategy: str, tmp_path: Path) -> None:
     # a loss of 4 × 2^24 has fp16 gradients past 65504; the scale must halve until they fit
-    run = make_run(tmp_path / "run", f"strategy={strategy}", "precision=fp16", "precision.init_scale=16777216", "cluster.processes=2",
-                   "train.stop_after=12", "precision.growth_interval=3")  # fmt: skip
+    run = make_run(
+        tmp_path / "run",
+        f"strategy={strategy}",
+        "precision=fp16",
+        "precision.init_scale=16777216",
+        "cluster.processes=2",
+        "train.stop_after=12",
+        "precision.growth_interval=3",
+    )
     assert train(run, 2) == [0, 0]
     content = checkpoint.read_manifest(run / "checkpoints" / "step-00000012")
     state = content["extra"]["precision"]
@@ -116,8 +128,10 @@ def test_scale_grows_back_and_gives_up_at_the_floor() -> None:
 
 
 def test_clipping_bounds_the_update_and_reports_the_norm_before_it(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / str(i), "cluster.processes=1", f"train.max_grad_norm={norm}", "train.steps=2")
-            for i, norm in enumerate(["null", "1e-6"])]  # fmt: skip
+    runs = [
+        make_run(tmp_path / str(i), "cluster.processes=1", f"train.max_grad_norm={norm}", "train.steps=2")
+        for i, norm in enumerate(["null", "1e-6"])
+    ]
     for run in runs:
         assert train(run) == [0]
     first = [next(m["grad_norm"] for m in metrics(run)) for run in runs]
@@ -129,8 +143,14 @@ def test_compile_keeps_the_maths(tmp_path: Path) -> None:
     curves = []
     for strategy in STRATEGIES:
         for flag in ("false", "true"):
-            run = make_run(tmp_path / f"{strategy}-{flag}", f"strategy={strategy}", "cluster.processes=2", f"compile={flag}",
-                           "train.steps=4", "model.num_layers=1")  # fmt: skip
+            run = make_run(
+                tmp_path / f"{strategy}-{flag}",
+                f"strategy={strategy}",
+                "cluster.processes=2",
+                f"compile={flag}",
+                "train.steps=4",
+                "model.num_layers=1",
+            )
             assert train(run, 2) == [0, 0]
             curves.append(Tensor([losses(run)[s] for s in range(1, 5)]))
     assert all((curve - curves[0]).abs().max() < 1e-5 for curve in curves)

@@ -1,0 +1,88 @@
+"""A person's mistake in words: one message with a fix, from Hydra's and OmegaConf's many kinds of exception."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
+
+from dtrain.config import CONF, flatten
+from dtrain.schema import unknown
+
+GROUPS = sorted(p.name for p in CONF.iterdir() if p.is_dir())
+
+
+def explain(error: BaseException) -> str:
+    """One clear message for a person's mistake, from Hydra's and OmegaConf's several kinds of exception."""
+    text = str(error)
+    if isinstance(error, MissingConfigException) and error.options is not None:  # before OSError, which it is, too
+        path = str(error.missing_cfg_file)
+        group, _, option = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
+        options = sorted(error.options)
+        near = difflib.get_close_matches(option.lower(), options, 1, 0.4)
+        fix = f"did you mean {group}={near[0]}? " if near else ""
+        return f"{group}={option}: there is no such option\n  fix: {fix}{group} can be {', '.join(options)}"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}\n  fix: check that the path is right, and yours to use"
+    if "  fix: " in text:  # ours
+        return text
+    if isinstance(error, OverrideParseException):
+        word = error.override
+        return f"{word if word.strip() else repr(word)}: is not understood as key=value\n  fix: {probably_meant(word)}"
+    key = re.search(r"Could not (?:override|append to|delete from) config.*?'?([\w./@-]+)'?\."
+                    r"|Could not override '([\w.@/-]+)'", text)  # fmt: skip
+    if key and "HYDRA_FULL_ERROR" not in (key[2] or key[1]):
+        name, known = key[2] or key[1], known_settings()
+        if name not in known:
+            return str(unknown(name, known))
+        group, _, setting = name.partition(".")
+        if not setting:
+            choose = f", or {name}={' or '.join(options_of(name))}" if name in GROUPS else ""
+            return f"{name}: is a section\n  fix: {name}.SETTING=value{choose}"
+        having = [o for o in options_of(group) if setting in OmegaConf.load(CONF / group / f"{o}.yaml")]
+        return f"{name}: the chosen {group} has no such setting\n  fix: leave it out, or {group}={' or '.join(having)}"
+    full_key = getattr(error, "full_key", None)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    noise = ("See ", "Set the env", "full_key:", "object_type=", "reference_type=")
+    lines = [line for line in lines if not line.startswith(noise)]
+    multiple = re.match(r"Multiple values for ([\w/]+)\. To override a value use '(.*): (.*)'", text)
+    ambiguous = re.match(r"Ambiguous value for argument '(.*)'", text)
+    if multiple:
+        group, override, option = multiple.groups()
+        return f"{group}={option}: there is a {group} already\n  fix: in the file, `{override}: {option}`"
+    if ambiguous:
+        return f"{ambiguous[1]}: is more than one value\n  fix: give one, or -m for a sweep over them"
+    what = (f"{full_key}: " if full_key else "") + (" ".join(lines[:2]) if lines else type(error).__name__)
+    return f"{what}\n  fix: python launch.py --help shows every group and setting"
+
+
+def probably_meant(word: str) -> str:
+    """The override that somebody wanted who typed `fsdp`, `strategy:fsdp`, `train.steps = 5` or `run_dir=a=b`."""
+    for group in GROUPS:
+        if word in options_of(group):
+            return f"{group}={word}"
+    pair = re.fullmatch(r"\s*([A-Za-z_][\w.]*)\s*[=:/ ]\s*(.*?)\s*|\s*([A-Za-z_][\w.-]*)\s*", word)
+    if pair is None:
+        return "key=value"
+    key, value = pair[1] or pair[3], (pair[2] or "").strip("=")
+    simple = re.fullmatch(r"[\w./-]*", value, re.ASCII)
+    return f"{key}={value or '…'}" if simple else f"'{key}=\"{value}\"'"
+
+
+def options_of(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def known_settings() -> list[str]:
+    """Every setting of the default configuration, and the groups, for did-you-mean."""
+    names = set(GROUPS)
+    config = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"))
+    assert isinstance(config, dict)
+    names |= {k for k in flatten(config) if not k.startswith(("defaults", "hydra"))}
+    for path in CONF.glob("*/*.yaml"):
+        section = OmegaConf.to_container(OmegaConf.load(path))
+        assert isinstance(section, dict)
+        names |= {f"{path.parent.name}.{k!s}" for k in section if not str(k).startswith("_")}
+    return sorted(names)

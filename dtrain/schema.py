@@ -1,0 +1,221 @@
+"""Which settings there are and what type each has, without importing torch.
+
+A constructor's signature is the schema of its section: it is read from the source with `ast`, so that a typo in a yaml
+or on the command line is found at once, with no second description of the settings to keep in step. The plain settings
+have their schema in conf/config.yaml: the default says the type.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from dtrain.config import CONF, allowed, bad
+
+CHOICES = {
+    "activation_checkpointing": ("none", "full", "selective"),
+    "train.nonfinite": ("stop", "skip"),
+}
+NULLABLE = {"train.micro_batch_size": int, "train.max_grad_norm": float, "train.stop_after": int, "resume": str}
+
+
+def check_keys_and_types(config: dict[str, Any]) -> None:
+    base = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"))
+    assert isinstance(base, dict)
+    groups = [next(iter(entry)) for entry in base.pop("defaults") if isinstance(entry, dict)]
+    base.pop("hydra")
+    known = [g for g in groups if "/" not in g and " " not in g and g != "recipe"]
+    check_present("", config, [*base, *known])
+    check_plain("trust", config["trust"], base["trust"])  # first: the sections depend on it
+    for key, value in config.items():
+        if key in known:
+            check_section(key, value, config["trust"])
+        elif key in base:
+            check_plain(key, value, base[key])
+        elif key != "choices":  # which option of each group was chosen: written by the launcher
+            raise unknown(key, [*base, *known])
+
+
+def check_present(prefix: str, section: dict[str, Any], names: Iterable[str]) -> None:
+    missing = [prefix + name for name in names if name not in section]
+    if missing:
+        raise ValueError(f"{missing[0]}: was taken out, and a run needs it\n  fix: leave out ~{missing[0]}")
+
+
+def check_plain(key: str, value: Any, default: Any) -> None:
+    """A setting of config.yaml: its default there says which keys and which type it may have."""
+    if isinstance(default, dict):
+        if not isinstance(value, dict):
+            raise bad(
+                key, value, f"is a section with the settings {', '.join(default)}", f"{key}.{next(iter(default))}=…"
+            )
+        check_present(f"{key}.", value, default)
+        for name, item in value.items():
+            if name not in default:
+                raise unknown(f"{key}.{name}", [f"{key}.{n}" for n in default])
+            check_plain(f"{key}.{name}", item, default[name])
+        return
+    if key in CHOICES:
+        annotation = f"Literal[{', '.join(map(repr, CHOICES[key]))}]"
+    elif key in NULLABLE:
+        annotation = f"{NULLABLE[key].__name__} | None"
+    elif isinstance(default, list):
+        annotation = "list[str]"
+    else:
+        annotation = type(default).__name__
+    check_type(key, value, annotation, default)
+
+
+def check_section(group: str, section: Any, trust: Iterable[str]) -> None:
+    """A group: the signature of its `_target_` says which keys and types it may have."""
+    if not isinstance(section, dict) or not isinstance(section.get("_target_"), str) or not section["_target_"]:
+        raise bad(group, section, "must name what to build in `_target_`", f"choose an option of conf/{group}/")
+    target = section["_target_"]
+    # not all of dtrain is for building: config.build with a `trust` of its own would call anything
+    files = "\n".join(path.read_text(encoding="utf-8") for path in (CONF / group).glob("*.yaml"))
+    places = sorted(set(re.findall(r"^_target_: (dtrain\.\w+)", files, re.MULTILINE)))
+    if target.startswith("dtrain.") and not any(target.startswith(f"{place}.") for place in places):
+        raise bad(
+            f"{group}._target_",
+            target,
+            f"a {group} is made from {' or '.join(places)}",
+            f"choose an option of conf/{group}/",
+        )
+    parameters = signature(target, f"{group}._target_", trust)
+    if parameters is None:
+        return  # **kwargs or built at run time: the constructor itself will judge
+    for name, value in section.items():
+        if name in ("_target_", "_partial_"):
+            continue
+        if name not in parameters:
+            raise unknown(f"{group}.{name}", [f"{group}.{p}" for p in parameters])
+        check_type(f"{group}.{name}", value, *parameters[name])
+    missing = [p for p, (_, default) in parameters.items() if default is REQUIRED and p not in section]
+    if missing and not section.get("_partial_"):
+        raise bad(f"{group}.{missing[0]}", "", f"{target} needs it", f"{group}.{missing[0]}=…")
+
+
+REQUIRED = object()
+
+
+def signature(target: str, key: str, trust: Iterable[str] = ()) -> dict[str, tuple[str, Any]] | None:
+    """Parameter name → (annotation, default) of a class or function, read without importing its module."""
+    if not allowed(target, trust):
+        raise bad(
+            key,
+            target,
+            "only dtrain's own code and the modules you trust may be called",
+            f"trust=[{target.partition('.')[0]}] if that module is yours",
+        )
+    module_name, _, attribute = target.rpartition(".")
+    if not module_name:
+        raise bad(key, target, "is a module, and not something in it that can be built", f"{key}={target}.NAME")
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or not spec.origin:
+        raise bad(key, target, f"there is no module {module_name}", "check the spelling, or PYTHONPATH")
+    if not spec.origin.endswith(".py"):
+        return None
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    found = [n for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name == attribute]
+    if not found:
+        defined = [n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))]
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom) and not node.level:  # a name that the module took from another one
+                for a in node.names:
+                    if (a.asname or a.name) == attribute:
+                        return signature(f"{node.module}.{a.name}", key, trust)
+        raise bad(key, target, f"{module_name} has no {attribute}", f"it has {', '.join(defined)}")
+    function: Any = found[-1]
+    if isinstance(function, ast.ClassDef):
+        plain = not function.bases and not function.decorator_list
+        function = next((n for n in function.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+        if function is None and plain:
+            return {}
+    if function is None or function.args.kwarg or function.args.vararg:
+        return None
+    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    positional = len(function.args.posonlyargs) + len(function.args.args)
+    defaults: list[Any] = [REQUIRED] * (positional - len(function.args.defaults))
+    defaults += [*function.args.defaults, *function.args.kw_defaults]
+    return {
+        a.arg: (
+            ast.unparse(a.annotation) if a.annotation else "",
+            REQUIRED if d in (REQUIRED, None) else ast.unparse(d),
+        )
+        for a, d in zip(arguments, defaults, strict=True)
+        if a.arg != "self"
+    }
+
+
+def check_type(key: str, value: Any, annotation: str, default: Any) -> None:
+    if not annotation or fits(value, ast.parse(annotation, mode="eval").body):
+        return
+    words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "None": "null"}
+    kind = re.sub(r"\w+", lambda m: words.get(m[0], m[0]), annotation).replace(" | ", " or ")
+    kind = re.sub(r"Literal\[(.*)\]", lambda m: "one of " + m[1].replace("'", ""), kind)
+    kind = re.sub(r"list\[(.*)\]", r"a list, each item \1", kind)
+    raise bad(key, value, f"must be {kind}", example(key, value, annotation, default))
+
+
+def example(key: str, value: Any, annotation: str, default: Any) -> str:
+    """An override of the right type: what was probably meant, or else the default."""
+    names = re.findall(r"\w+", annotation)
+    if "Literal" in names:
+        near = difflib.get_close_matches(str(value), names, 1)
+        if near:
+            return f"{key}={near[0]}"
+    elif names[0] == "list":
+        if isinstance(value, (str, int, float)):
+            return f"'{key}=[{value}]'"
+    elif "int" in names and re.fullmatch(r"-?\d+(\.0*)?", str(value)):  # 1e3, 5.0 or "5"
+        return f"{key}={int(float(value))}"
+    elif "str" in names and isinstance(value, (bool, int, float)):
+        return f"'{key}=\"{value}\"'"
+    if default is REQUIRED or "${" in str(default):
+        return f"{key}={ {'int': '1', 'float': '0.001'}.get(annotation, '…') }"
+    text = str(default).strip("'")
+    return f"{key}={ {'None': 'null', 'True': 'true', 'False': 'false'}.get(text, text) }"
+
+
+def fits(value: Any, node: ast.expr) -> bool:
+    """Does a yaml value fit an annotation? What we cannot judge fits."""
+    if isinstance(node, ast.BinOp):  # int | None
+        return fits(value, node.left) or fits(value, node.right)
+    if isinstance(node, ast.Constant):
+        return value is None if node.value is None else True
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+        if node.value.id == "Literal":
+            options = node.slice if isinstance(node.slice, ast.Tuple) else ast.Tuple([node.slice])
+            return value in ast.literal_eval(options)
+        if node.value.id in ("list", "tuple", "Sequence"):
+            inner = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
+            return isinstance(value, (list, tuple)) and all(fits(v, inner) for v in value)
+        return True
+    if not isinstance(node, ast.Name):
+        return True
+    if isinstance(value, bool):
+        return node.id not in ("int", "float", "str", "list")
+    types: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool, "str": str, "list": list}
+    return isinstance(value, types[node.id]) if node.id in types else True
+
+
+def unknown(key: str, known: Iterable[str]) -> ValueError:
+    known = sorted(known)
+    leaf = key.rpartition(".")[2]
+    near = [k for k in known if k.rpartition(".")[2] == leaf]  # lr is meant as optim.lr, not as logger
+    near += [k for k in difflib.get_close_matches(key, known, 3, 0.5) if k not in near]
+    if near:
+        return ValueError(f"{key}: there is no such setting\n  fix: did you mean {' or '.join(near)}?")
+    section = key.rpartition(".")[0]
+    siblings = [k for k in known if k.rpartition(".")[0] == section] or known
+    return ValueError(f"{key}: there is no such setting\n  fix: use one of {', '.join(siblings)}")
