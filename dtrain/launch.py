@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 import shlex
@@ -31,6 +32,7 @@ from dtrain import console, runs
 from dtrain.config import CONF, RECIPES, SECRET, bad, build, count_gpus, save
 from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED
 from dtrain.explain import GROUPS, explain, known_settings, options_of
+from dtrain.rundir import latest_checkpoint
 from dtrain.schema import unknown
 from dtrain.validate import check_resume, validate
 
@@ -276,6 +278,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         old = read_config(run_dir)
         config["choices"]["recipe"] = old.get("choices", {}).get("recipe")
         check_resume(old, config, config["resume_allow"], run_dir)
+        check_unfinished(config, run_dir)
     elif (run_dir / "launch.json").exists():
         raise bad(
             "run_dir",
@@ -296,6 +299,16 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
             "run_dir=… somewhere that is yours",
         ) from error
     return config
+
+
+def check_unfinished(config: dict[str, Any], run_dir: Path) -> None:
+    """A resume that has nothing to do is a mistake: somebody wanted more steps."""
+    newest = latest_checkpoint(run_dir)
+    done = int(newest.name.removeprefix("step-")) if newest else 0
+    for key in ("steps", "stop_after"):
+        if (config["train"][key] or math.inf) <= done:
+            fix = f"train.{key}={2 * done}" + (" 'resume_allow=[train.steps]'" if key == "steps" else "")
+            raise bad(f"train.{key}", config["train"][key], f"the run has made {done} steps already", fix)
 
 
 def run(cfg: DictConfig) -> int:
@@ -319,7 +332,7 @@ def record_launch(run_dir: Path, config: dict[str, Any]) -> None:
         "cluster": config["cluster"],
     }
     record = {
-        "command": shlex.join(["python", *sys.argv]), "cwd": os.getcwd(),
+        "command": shlex.join(sys.orig_argv), "cwd": os.getcwd(),
         "host": socket.gethostname(), "pid": os.getpid(),
         "overrides": launch["overrides"], "launches": [*before, launch],
     }  # fmt: skip

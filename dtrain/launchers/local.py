@@ -64,7 +64,9 @@ class Local:
 
     def launch(self, run_dir: Path) -> int:
         """Run to the end, restarting after failures as often as allowed; give the exit code."""
-        before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        wanted = [*STOP_SIGNALS, signal.SIGHUP]  # the terminal was closed
+        heard = [s for s in wanted if signal.getsignal(s) != signal.SIG_IGN]  # nohup ignores SIGHUP, and means it
+        before = {number: signal.signal(number, self._on_signal) for number in heard}
         try:
             with console.Monitor(run_dir) as monitor:
                 for attempt in range(self.max_restarts + 1):

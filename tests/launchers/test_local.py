@@ -67,7 +67,7 @@ def assert_no_orphans(run: Path) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
 def test_a_signal_saves_at_the_step_boundary_and_ends_with_75(number: signal.Signals, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = launch(tmp_path, "train.steps=100000", "cluster.processes=2")
@@ -143,6 +143,9 @@ def test_resume_under_another_strategy_and_world_size(tmp_path: Path) -> None:
     assert second.returncode == 0, second.stdout + second.stderr
     assert "resuming from step 6" in second.stdout
     assert summary(tmp_path / "run")["strategy"] == "fsdp" and sorted(losses(tmp_path / "run")) == list(range(1, 21))
+    third = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert third.returncode == 2 and "the run has made 20 steps already" in third.stderr
+    assert summary(tmp_path / "run")["train_loss"], "a finished run's summary is left alone"
     launches = json.loads((tmp_path / "run" / "launch.json").read_text())["launches"]
     assert [entry["choices"]["strategy"] for entry in launches] == ["ddp", "fsdp"]
     assert os.stat(tmp_path / "run").st_mode & 0o777 == 0o700
