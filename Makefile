@@ -7,7 +7,7 @@ ARGS ?=
 
 # The main job on an embedded default: gpt2-tiny, 2 processes, the Python standard library's source; then a sample.
 train: .venv/installed
-	$(BIN)/python launch.py $(ARGS)
+	$(BIN)/python launch.py recipe=cpu-tiny $(ARGS)
 	@echo; echo 'dtrain sample latest "def "'
 	@$(BIN)/dtrain sample latest "def "
 

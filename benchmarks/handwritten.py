@@ -26,8 +26,14 @@ from dtrain.models.gpt2 import GPT2
 
 SEED, SEQ_LEN, PEAK_LR, WARMUP_STEPS, MIN_RATIO = 0, 128, 1e-3, 20, 0.1
 SKIPPED = {
-    "site-packages", "dist-packages", "__pycache__",
-    "test", "tests", "lib2to3", "idlelib", "turtledemo",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "lib2to3",
+    "idlelib",
+    "turtledemo",
 }
 
 

@@ -9,9 +9,10 @@
    start to the start of the next, logging included; the first of a block is not counted. A round is one block of
    each world; "peer" is the mean of the two. The figure is the median over the rounds, its range a 95% interval of
    that median; the control, peer against peer, shows the noise.
-   Batch 32 is the real case. At batch 2 a step is a tenth as long, so the same milliseconds show ten times
-   larger; the third comparison lays the cost found there on the step of batch 32. What dtrain adds does not grow
-   with the batch, so the two must agree, and the latter has far less noise.
+   Batch 32 is the real case. At batch 2 a step is a tenth as long, so what dtrain adds to each step shows ten
+   times larger. The third comparison, "estimated", has far less noise than the first and must agree with it: the
+   milliseconds a step found at batch 2, laid on the peer's step of batch 32, and the whole CPU time of our
+   supervisor, which grows with time and not with steps, as if no core were free for it.
 2. `python launch.py dry_run=true` against `python -c "import torch"`: wall time of the process.
 3. Process start to the line of the first step (metrics.jsonl, and the script's print), looked for every 5 ms.
 
@@ -40,8 +41,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dtrain import __version__
-from dtrain.data.stdlib import Stdlib
+from dtrain import __version__, schedule
 
 ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = 2
@@ -80,34 +80,16 @@ class Gate:
         self.marks, self.due = [(time.perf_counter(), time.process_time())], self.block + 1
 
 
-class GatedDataset:
-    """The loop asks for one batch a step, on every rank: the place to hold it without touching it."""
+class GatedCosine:
+    """schedule=cosine with a gate: every rank asks for its rate once a step, so that is where to hold the loop."""
 
-    def __init__(self, dataset: Any, address: str, block: int) -> None:
-        self.dataset, self.address, self.block = dataset, address, block
-        self.gate: Gate | None = None
+    def __init__(self, warmup_steps: int, min_ratio: float, address: str, block: int, steps: int = 0) -> None:
+        self.steps, self.warmup_steps, self.min_ratio = steps, warmup_steps, min_ratio
+        self.gate = Gate(address, block)
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def batch(self, indices: Any) -> Any:
-        if self.gate is not None:
-            self.gate()
-        else:  # the first call only asks for the shape of a sample
-            self.gate = Gate(self.address, self.block)
-        return self.dataset.batch(indices)
-
-
-class GatedStdlib(Stdlib):
-    """data=stdlib with a gate before each training batch."""
-
-    def __init__(self, seq_len: int, address: str, block: int, val_fraction: float = 0.05) -> None:
-        super().__init__(seq_len, val_fraction)
-        self.address, self.block = address, block
-
-    def dataset(self, split: str) -> Any:
-        dataset = super().dataset(split)
-        return GatedDataset(dataset, self.address, self.block) if split == "train" else dataset
+    def __call__(self, step: int) -> float:
+        self.gate()
+        return schedule.cosine(step, self.steps, self.warmup_steps, self.min_ratio)
 
 
 # ---- outside: worlds that run in turn ----------------------------------------------------------------------
@@ -118,6 +100,7 @@ class World:
 
     def __init__(self, folder: Path, name: str, batch: int, block: int, steps: int) -> None:
         self.name, self.is_ours, self.said = name, name == "ours", b""
+        self.busy = self.ran = 0.0  # seconds: CPU of our supervisor, and wall, over all blocks
         self.ranks: list[Any] = []
         address = str(folder / f"{name}.sock")
         with socket.socket(socket.AF_UNIX) as listener:
@@ -145,8 +128,12 @@ class World:
 
     def run_block(self) -> list[tuple[float, float]]:
         """(wall, CPU) seconds of rank 0's steps."""
+        busy, began = cpu_seconds(self.process.pid), time.perf_counter()
         self._go()
-        return self._wait()
+        steps = self._wait()
+        self.ran += time.perf_counter() - began
+        self.busy += cpu_seconds(self.process.pid) - busy
+        return steps
 
     def finish(self) -> None:
         """Let the last step, and what follows it, happen."""
@@ -188,8 +175,15 @@ class World:
         raise RuntimeError(f"the world {self.name!r} ended early:\n{self.said.decode(errors='replace')}")
 
 
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process's main thread so far; Linux alone tells, elsewhere it counts as none."""
+    path = Path(f"/proc/{pid}/schedstat")
+    return int(path.read_text().split()[0]) / 1e9 if path.exists() else 0.0
+
+
 def our_settings(folder: Path, address: str, batch: int, block: int, steps: int) -> list[str]:
-    gate = ["data._target_=benchmarks.overhead.GatedStdlib", f"+data.address={address}", f"+data.block={block}"]
+    gate = ["schedule._target_=benchmarks.overhead.GatedCosine", "schedule._partial_=false"]
+    gate += [f"+schedule.address={address}", f"+schedule.block={block}"]
     return [
         *("strategy=ddp", "model=gpt2-tiny", f"cluster.processes={PROCESSES}", f"run_dir={folder / 'run'}"),
         *(f"train.global_batch_size={batch}", f"train.steps={steps}", "train.eval_batches=0"),
@@ -207,8 +201,9 @@ def environment() -> dict[str, str]:
 # ---- the three comparisons ---------------------------------------------------------------------------------
 
 
-def time_steps(rounds: int, block: int, batch: int) -> tuple[Blocks, Blocks]:
-    """Wall and CPU time of a step, for each world."""
+def time_steps(rounds: int, block: int, batch: int) -> tuple[Blocks, Blocks, float]:
+    """Wall and CPU time of a step, for each world, and the share of a core that our supervisor takes."""
+    busy = ran = 0.0
     wall: Blocks = {name: [] for name in WORLDS}
     cpu: Blocks = {name: [] for name in WORLDS}
     launches = math.ceil(rounds / ROUNDS_A_LAUNCH)
@@ -228,29 +223,30 @@ def time_steps(rounds: int, block: int, batch: int) -> tuple[Blocks, Blocks]:
                     if i >= 0:
                         wall[world.name].append(statistics.median(w for w, _ in timed))
                         cpu[world.name].append(statistics.median(c for _, c in timed))
+            busy, ran = busy + worlds[0].busy, ran + worlds[0].ran
             for world in worlds:
                 world.finish()
-    return wall, cpu
+    return wall, cpu, busy / ran
 
 
 def compare_steps(rounds: int, block: int) -> list[Row]:
     rows, found = [], {}
     for batch, n, steps in ((32, rounds, block), (2, 2 * rounds, 4 * block)):
-        wall, cpu = time_steps(n, steps, batch)
+        wall, cpu, supervisor = time_steps(n, steps, batch)
         peer, peer_cpu = mean(wall["peer"], wall["control"]), mean(cpu["peer"], cpu["control"])
         how, target = f"{n} rounds of {steps} steps", STEP if batch == 32 else None
         rows += [
             ratio_row(f"step, batch {batch}", how, wall["ours"], peer, target)
-            | {"cpu": ratio_row("", "", cpu["ours"], peer_cpu)},
+            | {"cpu": ratio_row("", "", cpu["ours"], peer_cpu), "supervisor_cores": supervisor},
             ratio_row(f"step, batch {batch}, control", how, wall["control"], wall["peer"])
             | {"cpu": ratio_row("", "", cpu["control"], cpu["peer"])},
         ]
-        found[batch] = wall["ours"], peer
-    peer_step = statistics.median(found[32][1])
-    costs = [(ours - peer) for ours, peer in zip(*found[2], strict=True)]
-    laid_on = [peer_step + cost for cost in costs]
-    how = f"{statistics.median(costs) * 1000:+.2f} ms a step at batch 2"
-    rows.append(ratio_row("step, batch 32, by batch 2", how, laid_on, [peer_step] * len(costs), STEP))
+        found[batch] = wall["ours"], peer, supervisor
+    whole = statistics.median(found[32][1])
+    costs = [ours * (1 - found[2][2]) - peer for ours, peer in zip(*found[2][:2], strict=True)]
+    how = f"{statistics.median(costs) * 1000:+.2f} ms a step, supervisor {found[32][2]:.1%} of a core"
+    estimates = [(whole + cost) * (1 + found[32][2]) for cost in costs]
+    rows.append(ratio_row("step, batch 32, estimated", how, estimates, [whole] * len(costs), STEP))
     return rows
 
 
@@ -361,7 +357,7 @@ def print_table(rows: list[Row], load: list[float]) -> None:
         cpu = ratio_text(row["cpu"]) if "cpu" in row else ""
         met = {True: "yes", False: "NO", None: ""}[row["met"]]
         table.add_row(row["name"], row["how"], ours, peer, value, cpu, target, met)
-    console = Console(width=max(160, Console().width), highlight=False)
+    console = Console(width=max(170, Console().width), highlight=False)
     console.print(table)
     console.print(f"load average {load[0]:.1f} before, {load[1]:.1f} after, {os.cpu_count()} cores; "
                   "control = the peer against itself: the noise of the row above")  # fmt: skip
