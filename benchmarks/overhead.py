@@ -381,7 +381,7 @@ def main() -> None:
     options = parser.parse_args()
     rounds, short, long = (4, 3, 2) if options.quick else (options.rounds, 11, 7)
 
-    load = [os.getloadavg()[0]]
+    load, measured = [os.getloadavg()[0]], commit()
     rows = [*compare_steps(rounds, options.steps), compare_dry_run(short), compare_first_step(long)]
     load.append(os.getloadavg()[0])
     say("")
@@ -392,7 +392,7 @@ def main() -> None:
             "benchmark": "overhead",
             "hardware": hardware() | {"load_average": load},
             "versions": {"python": platform.python_version(), "torch": torch_version, "dtrain": __version__},
-            "commit": commit(),
+            "commit": measured if commit() == measured else f"{measured}, changed while it ran",
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
             "rows": rows,
         }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -25,13 +26,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain import shards
+from dtrain.rundir import checkpoints
 from dtrain.shards import Chunk
 
+log = logging.getLogger("dtrain")
 FORMAT = "dtrain-1"
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be saved or used; the message says which, why, and what to do."""
+
+
+class Damaged(CheckpointError):
+    """The bytes are not the ones that were saved."""
 
 
 # ---- save ----------------------------------------------------------------------------------------------------
@@ -42,11 +49,15 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, An
     final = folder / f"step-{step:08d}"
     attempt = folder / broadcast(f".attempt-{step}-{uuid.uuid4().hex[:8]}")
     failpoint("save.begin")
+    if broadcast(final.exists()):
+        if not verify(final):  # an earlier life of this run saved this very step, and it is as good
+            return final
+        put_aside(final)
     chunks = {name: Chunk(tensor) for name, tensor in tensors.items()}
     with agreed(f"saving {final}", clean_up=attempt):
         if rank() == 0:
             for stale in folder.glob(".attempt-*"):  # of a run that was killed while it saved
-                shutil.rmtree(stale)
+                shutil.rmtree(stale, ignore_errors=True)
             attempt.mkdir(parents=True)
     with agreed(f"saving {final}", clean_up=attempt):
         file = f"rank-{rank():05d}.safetensors"
@@ -62,11 +73,8 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, An
         if rank() == 0:
             write_manifest(attempt, manifest(step, reports, meta))
             failpoint("save.manifest")
-            if final.exists():  # an earlier life of this run saved this very step; it is not ours to replace
-                shutil.rmtree(attempt)
-            else:
-                os.rename(attempt, final)
-                shards.fsync_folder(folder)
+            os.rename(attempt, final)
+            shards.fsync_folder(folder)
             failpoint("save.rename")
             point_latest(folder, final.name)
             failpoint("save.latest")
@@ -128,7 +136,7 @@ def point_latest(folder: Path, name: str) -> None:
 
 def prune(folder: Path, newest: Path, keep: int) -> None:
     """Delete all but the newest `keep`, but only once the newest was read back from the disk and found whole."""
-    old = broadcast([p.name for p in candidates(folder)][keep:])
+    old = broadcast([p.name for p in checkpoints(folder)][keep:])
     if not old:
         return
     problem = verify(newest)
@@ -137,49 +145,57 @@ def prune(folder: Path, newest: Path, keep: int) -> None:
     if rank() == 0:
         for name in old:
             doomed = folder / f".attempt-pruned-{name}"  # renamed first: a half-deleted folder must not look whole
-            os.rename(folder / name, doomed)
-            failpoint("save.prune")
-            shutil.rmtree(doomed)
+            try:
+                os.rename(folder / name, doomed)
+                failpoint("save.prune")
+                shutil.rmtree(doomed)
+            except OSError as error:  # a stuck file costs room, and is no reason to end a run
+                log.warning("could not delete the old checkpoint %s: %s", name, error)
 
 
 # ---- load ----------------------------------------------------------------------------------------------------
 
 
-def candidates(folder: Path) -> list[Path]:
-    """Checkpoints under `folder`, newest first. The rename came last, so each was whole once."""
-    found = [p for p in folder.glob("step-*") if p.name[5:].isdigit() and (p / "manifest.json").is_file()]
-    return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
-
-
-def newest_good(folder: Path, say: Any = print) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint whose every byte is as it was saved, or None; a bad one is put aside and named."""
-    names = broadcast([p.name for p in candidates(folder)])
+def newest_good(folder: Path, say: Any = print, quarantine: bool = True) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint whose every byte is as it was saved, or None; a damaged one is named and put aside."""
+    names = broadcast([p.name for p in checkpoints(folder)])
     for name in names:
         problem = verify(folder / name)
         if not problem:
             return folder / name, read_manifest(folder / name)
-        if rank() == 0:
-            os.rename(folder / name, folder / f"{name}.corrupt")
-        say(f"checkpoint {name} is damaged ({problem}); it was renamed to {name}.corrupt, trying an older one")
-    if names or broadcast([str(p) for p in folder.glob("step-*.corrupt")]):
+        if quarantine:
+            put_aside(folder / name)
+        say(f"checkpoint {name} is damaged ({problem}) and was put aside as .corrupt; trying an older one")
+    if names or broadcast((folder / "latest").exists()):
         raise CheckpointError(f"no good checkpoint is left in {folder}. Fix: start a new run, or bring back a copy")
     return None
 
 
+def put_aside(path: Path) -> None:
+    with agreed(f"renaming {path}"):
+        if rank() == 0:
+            os.rename(path, path.with_name(f"{path.name}.corrupt-{uuid.uuid4().hex[:4]}"))
+
+
 def verify(path: Path) -> str:
-    """What is wrong with a checkpoint, or "". The ranks share the files; all get the same answer."""
+    """What is damaged in a checkpoint, or "". The ranks share the files; all get the same answer.
+
+    Only bytes that differ from what was saved are damage. A disk that does not answer is an error, and no reason to
+    put anything aside.
+    """
     problem = ""
-    try:
-        for name, spec in sorted(read_manifest(path)["files"].items())[rank() :: world_size()]:
-            file = path / name
-            if not file.is_file():
-                problem = f"{name} is missing"
-            elif file.stat().st_size != spec["size"]:
-                problem = f"{name} has {file.stat().st_size} bytes instead of {spec['size']}"
-            elif shards.sha256(file) != spec["sha256"]:
-                problem = f"{name} does not match its checksum"
-    except (CheckpointError, OSError) as error:
-        problem = str(error)
+    with agreed(f"reading {path}"):
+        try:
+            for name, spec in sorted(read_manifest(path)["files"].items())[rank() :: world_size()]:
+                file = path / name
+                if file.stat().st_size != spec["size"]:
+                    problem = f"{name} has {file.stat().st_size} bytes instead of {spec['size']}"
+                elif shards.sha256(file) != spec["sha256"]:
+                    problem = f"{name} does not match its checksum"
+        except Damaged as error:
+            problem = str(error)
+        except FileNotFoundError as error:
+            problem = f"{Path(error.filename).name} is missing"
     return next((p for p in gather(problem) if p), "")
 
 
@@ -187,11 +203,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         content = json.loads((path / "manifest.json").read_bytes())
     except ValueError as error:  # not JSON, or not even text
-        raise CheckpointError(f"manifest.json is not readable: {error}") from error
+        raise Damaged(f"manifest.json is not readable: {error}") from error
     if not isinstance(content, dict) or content.get("sha256") != manifest_hash(content):
-        raise CheckpointError("manifest.json does not match its checksum")
+        raise Damaged("manifest.json does not match its checksum")
     if content.get("format") != FORMAT:
-        raise CheckpointError(f"its format is {content.get('format')}, this version reads {FORMAT}")
+        raise CheckpointError(f"{path} has the format {content.get('format')}, this version of dtrain reads {FORMAT}")
     return content
 
 
@@ -260,7 +276,7 @@ def broadcast(value: Any) -> Any:
 
 
 @contextmanager
-def agreed(what: str, clean_up: Path) -> Iterator[None]:
+def agreed(what: str, clean_up: Path | None = None) -> Iterator[None]:
     """Run the block on every rank; if it failed on one, fail on all with that error, leaving nothing half done."""
     problem, cause = "", None
     try:
@@ -269,7 +285,7 @@ def agreed(what: str, clean_up: Path) -> Iterator[None]:
         problem, cause = f"rank {rank()}: {error}", error
     problems = [p for p in gather(problem) if p]
     if problems:
-        if rank() == 0:
+        if rank() == 0 and clean_up is not None:
             shutil.rmtree(clean_up, ignore_errors=True)
         raise CheckpointError(f"{what} failed on {problems[0]}") from cause
 

@@ -81,13 +81,15 @@ def sample(argv: list[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 = always the likeliest")
     parser.add_argument("--top-k", type=int, default=50, help="choose among the k likeliest; 0 = all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trust", nargs="*", default=[], metavar="MODULE", help="your own modules that the run names")
     options = parser.parse_args(argv)
     from dtrain.runs import find_run
 
     run_dir = find_run(options.run)
     from dtrain.sample import sample as sample_text
 
-    print(sample_text(run_dir, options.prompt, options.tokens, options.temperature, options.top_k, options.seed))
+    choices = (options.temperature, options.top_k, options.seed, options.trust)
+    print(sample_text(run_dir, options.prompt, options.tokens, *choices))
     return 0
 
 
@@ -132,7 +134,9 @@ def recipes(argv: list[str]) -> int:
         raise ValueError(f"{target}: is there already\n  fix: another name; nothing was written")
     shutil.copyfile(found[options.name], target)
     relative = target if target.is_absolute() else f"./{target}"
-    print(f"wrote {target}; edit it, then: python launch.py recipe={relative}")
+    from dtrain.console import LAUNCH
+
+    print(f"wrote {target}; edit it, then: {LAUNCH} recipe={relative}")
     return 0
 
 
@@ -150,5 +154,7 @@ def data(argv: list[str]) -> int:
     meta = prepare(Path(options.source), Path(options.out), options.tokenizer, options.val_fraction, options.pattern)
     counts = f"{meta['train_tokens']:,} training and {meta['val_tokens']:,} validation tokens"
     print(f"wrote {options.out}: {counts} ({meta['dtype']})")
-    print(f"next: python launch.py data=tokens data.path={options.out}")
+    from dtrain.console import LAUNCH
+
+    print(f"next: {LAUNCH} data=tokens data.path={shlex.quote(options.out)}")
     return 0

@@ -31,6 +31,8 @@ from dtrain.words import (
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+LAUNCH = "python launch.py" if Path("launch.py").exists() else "dtrain launch"  # in a checkout, or installed
+
 
 def stdout_console() -> Console:
     """A console for stdout. A pipe stays plain even under FORCE_COLOR, or progress bars end up in CI logs."""
@@ -315,27 +317,27 @@ def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str
 
 def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[str]:
     """What to type next."""
-    resume = f"python launch.py {resume_argument(run_dir)}"
+    resume = f"{LAUNCH} {resume_argument(run_dir)}"
     if status in ("failed", "preempted", "died"):
-        return [resume]
+        return [resume] if latest_checkpoint(run_dir) else []
     if status != "done":
         return []
     run, total = shell_path(run_dir), number(summary.get("total_steps")) or 1000
     longer = f"{resume} train.steps={2 * total:.0f} 'resume_allow=[train.steps]'"
     if (number(summary.get("steps")) or total) < total:  # train.stop_after ended it early
         longer = resume
-    # Image models and encoders have no text to continue.
-    writes = not str(summary.get("model")).startswith(("resnet", "vit", "bert"))
-    return [f'dtrain sample {run} "def "'] * writes + [f"dtrain export {run}", longer]
+    return [f'dtrain sample {run} "def "', f"dtrain export {run}", longer]
 
 
-def print_summary(run_dir: Path, console: Console | None = None, status: str | None = None) -> None:
+def print_summary(
+    run_dir: Path, console: Console | None = None, status: str | None = None, failure: dict[str, Any] | None = None
+) -> None:
     """The end of a run on one screen: its figures, what failed, and what to type next.
 
-    status: what the caller knows better than summary.json, such as "died" (a killed run still says running).
+    status, failure: what the caller knows better than the files, of a run that was killed, or on a full disk.
     """
     console, run_dir = console or stdout_console(), Path(run_dir)
-    summary, failure = read_summary(run_dir), read_json(run_dir / "failure.json")
+    summary, failure = read_summary(run_dir), failure or read_json(run_dir / "failure.json")
     status = str(status or summary.get("status") or ("failed" if failure else "unknown"))
     style = {"done": "bold green", "failed": "bold red", "died": "bold red", "preempted": "bold yellow"}
     label = "{:<17}".format
@@ -343,7 +345,6 @@ def print_summary(run_dir: Path, console: Console | None = None, status: str | N
         console,
         (label("status"), "dim"),
         (status, style.get(status, "bold")),
-        f" ({summary['reason']})" if summary.get("reason") else "",
     )
     say(console, (label("run"), "dim"), short_path(run_dir))
     for name, value, guess in measured_rows(run_dir, summary):

@@ -1,4 +1,4 @@
-"""What the launcher and the ranks agree on: exit codes, how a stop is asked for, how small files are written.
+"""What the launcher and the ranks agree on: exit codes, and how a stop is asked for.
 
 Both sides import this file, so it imports neither torch nor Hydra.
 """
@@ -15,7 +15,7 @@ STOP_FILE = "stop"  # in the run folder: the launcher's way to ask for a stop; `
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends, however it ends: no orphans."""
+    """Ask the kernel to kill this process when its parent ends, from now on and however it ends: no orphans."""
     pr_set_pdeathsig = 1
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

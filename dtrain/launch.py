@@ -6,11 +6,11 @@ The order matters: `Gate` runs before Hydra makes any folder, so a refused confi
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 import re
 import shlex
+import shutil
 import socket
 import sys
 import tempfile
@@ -25,6 +25,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
@@ -32,7 +33,7 @@ from dtrain import console, runs
 from dtrain.config import CONF, RECIPES, SECRET, bad, build, count_gpus, save
 from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED
 from dtrain.explain import GROUPS, explain, known_settings, options_of
-from dtrain.rundir import latest_checkpoint
+from dtrain.rundir import latest_checkpoint, locked, read_json, write_json
 from dtrain.schema import unknown
 from dtrain.validate import check_resume, validate
 
@@ -59,7 +60,7 @@ def main(argv: list[str]) -> int:
         return 2
     except SystemExit as stop:  # from the gate, or from Hydra's own argument parser
         if stop.__cause__ is None:
-            return 2 if stop.code else 0
+            return PREEMPTED if stop.code == PREEMPTED else BAD_CONFIG if stop.code else DONE
         if full_error or not isinstance(stop.__cause__, MISTAKES):
             raise stop.__cause__ from None
         console.print_error(explain(stop.__cause__))
@@ -158,7 +159,8 @@ def store_as_run(run_dir: Path, overridden: list[str]) -> None:
     """
     config = read_config(run_dir)
     choices = config.pop("choices", None) or {}
-    for key in ("run_dir", "resume", "resume_allow", "dry_run", *overridden):
+    # trust is typed anew: a run folder may come from elsewhere
+    for key in ("run_dir", "resume", "resume_allow", "dry_run", "trust", *overridden):
         config.pop(key, None)
     config["train"].pop("stop_after", None)  # it meant the launch that has stopped
     defaults = [{f"override /{g}": choices[g]} for g in GROUPS if g in choices and g not in overridden]
@@ -279,6 +281,8 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         config["choices"]["recipe"] = old.get("choices", {}).get("recipe")
         check_resume(old, config, config["resume_allow"], run_dir)
         check_unfinished(config, run_dir)
+        with locked(run_dir):
+            pass  # refused here when the run is still running
     elif (run_dir / "launch.json").exists():
         raise bad(
             "run_dir",
@@ -317,14 +321,28 @@ def run(cfg: DictConfig) -> int:
     config = resolve(cfg)
     run_dir = Path(config["run_dir"])
     os.chmod(run_dir, 0o700)
-    save(run_dir, config)
-    record_launch(run_dir, config)
-    return int(build(config["cluster"], config["trust"]).launch(run_dir))
+    with locked(run_dir):
+        past, newest = run_dir / "config.yaml", latest_checkpoint(run_dir)
+        kept = run_dir / f"config-{len(read_json(run_dir / 'launch.json').get('launches', []))}.yaml"
+        if past.exists():
+            shutil.copy2(past, kept)
+        save(run_dir, config)
+        record_launch(run_dir, config)
+        try:
+            code = int(build(config["cluster"], config["trust"]).launch(run_dir))
+        except OSError as error:  # the run has begun: whatever this is, it is no bad setting
+            console.print_error(explain(error))
+            code = FAILED
+        if code in (BAD_CONFIG, FAILED) and kept.exists() and latest_checkpoint(run_dir) == newest:
+            os.replace(kept, past)  # nothing came of the changed settings: the next resume starts from the old ones
+    if code == PREEMPTED and HydraConfig.get().mode == RunMode.MULTIRUN:  # who stops a job stops the sweep
+        runs.print_sweep([p.parent for p in sorted(run_dir.parent.glob("*/launch.json"))])
+        raise SystemExit(PREEMPTED)
+    return code
 
 
 def record_launch(run_dir: Path, config: dict[str, Any]) -> None:
-    path = run_dir / "launch.json"
-    before = json.loads(path.read_text())["launches"] if path.exists() else []
+    before = read_json(run_dir / "launch.json").get("launches", [])
     launch = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "overrides": list(HydraConfig.get().overrides.task),
@@ -336,4 +354,4 @@ def record_launch(run_dir: Path, config: dict[str, Any]) -> None:
         "host": socket.gethostname(), "pid": os.getpid(),
         "overrides": launch["overrides"], "launches": [*before, launch],
     }  # fmt: skip
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_json(run_dir / "launch.json", record)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import resource
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from dtrain.data.loader import Loader
+from dtrain.shards import describe_disk
 
 # Dense 16-bit matrix rate by NVIDIA's data sheets, FLOP/s. MFU is measured against it.
 PEAK_FLOPS = {
@@ -36,7 +38,10 @@ class Recorder:
         self.file = open(path, "a", buffering=1)  # noqa: SIM115
 
     def write(self, **values: Any) -> None:
-        self.file.write(_dump(values))
+        try:
+            self.file.write(_dump(values))
+        except OSError as error:
+            raise describe_disk(error, Path(self.file.name), 1000) from error
         self.logger.log(values)
 
 
@@ -76,10 +81,11 @@ class Rate:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The device's peak for this type, or None where it is not known (every CPU): MFU is null then."""
-    for word, peak in PEAK_FLOPS.items():
-        if word in device_name(device):
-            return peak if dtype != torch.float32 else peak / 2  # TF32 has half the rate
+    """The device's 16-bit peak, or None where none is published (every CPU) or meant (fp32): MFU is null then."""
+    if dtype != torch.float32:  # its rate depends on whether TF32 is on
+        for word, peak in PEAK_FLOPS.items():
+            if re.search(rf"\b{word}\b", device_name(device)):
+                return peak
     return None
 
 

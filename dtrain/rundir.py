@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,20 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(values, indent=1) + "\n")
     os.replace(temporary, path)
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold a run folder: two launchers in one would spoil each other's checkpoints. The kernel frees it at death."""
+    with open(run_dir / ".lock", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = read_json(run_dir / "launch.json").get("pid")
+            raise ValueError(
+                f"{run_dir}: the run is running (process {pid})\n  fix: wait for it, or stop it first: kill {pid}"
+            ) from None
+        yield
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -68,10 +85,14 @@ def parse_line(line: bytes) -> dict[str, Any]:
     return as_dict(row)
 
 
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, newest first. A save's rename came last, so each was whole once."""
+    found = [p for p in folder.glob("step-*") if p.name[5:].isdigit()]
+    return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
+
+
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest finished checkpoint: a manifest is written last, so one without it is torn."""
-    finished = sorted((run_dir / "checkpoints").glob("step-*/manifest.json"))
-    return finished[-1].parent if finished else None
+    return next(iter(checkpoints(run_dir / "checkpoints")), None)
 
 
 class Tail:

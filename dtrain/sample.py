@@ -11,30 +11,44 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from dtrain import checkpoint, config, shards
+from dtrain.schema import check_section
 
 
 def newest_checkpoint(run_dir: Path) -> Path:
-    found = checkpoint.newest_good(run_dir / "checkpoints")
+    found = checkpoint.newest_good(run_dir / "checkpoints", quarantine=False)  # a reader changes nothing
     if found is None:
         raise ValueError(f"{run_dir} has no checkpoint yet\n  fix: let it train up to its first one (checkpoint.every)")
     return found[0]
 
 
-def load_model(run_dir: Path) -> tuple[nn.Module, Any]:
-    """The run's model with its newest weights, on one device, and the configuration it was trained with."""
+def load_model(run_dir: Path, trust: list[str]) -> tuple[nn.Module, Any]:
+    """The run's model with its newest weights, on one device, and the configuration it was trained with.
+
+    The modules to trust come from the caller, not from the file: a run folder may come from elsewhere.
+    """
     cfg = config.load(run_dir)
+    for section in ("model", "data"):
+        check_section(section, OmegaConf.to_container(cfg[section]), trust)
     with torch.device("meta"):
-        model: nn.Module = config.build(cfg.model, cfg.trust)
+        model: nn.Module = config.build(cfg.model, trust)
     state = dict(checkpoint.weights(newest_checkpoint(run_dir)))
     model.load_state_dict(state, assign=True)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), cfg
 
 
 @torch.inference_mode()
-def sample(run_dir: Path, prompt: str, num_tokens: int, temperature: float, top_k: int, seed: int) -> str:
+def sample(
+    run_dir: Path,
+    prompt: str,
+    num_tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    trust: list[str] | None = None,
+) -> str:
     """The prompt, and what the model writes after it."""
-    model, cfg = load_model(run_dir)
-    data = config.build(cfg.data, cfg.trust)
+    model, cfg = load_model(run_dir, trust or [])
+    data = config.build(cfg.data, trust or [])
     device = next(model.parameters()).device
     tokens = torch.tensor([list(data.encode(prompt or "\n"))], dtype=torch.int64, device=device)
     generator = torch.Generator(device).manual_seed(seed)

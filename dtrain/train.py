@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dtrain import checkpoint, config, metrics, worker
 from dtrain.config import build
-from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED, die_with_parent
+from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED
 from dtrain.data.loader import Loader
 from dtrain.rundir import write_json
 from dtrain.validate import batch_sizes
@@ -61,6 +60,7 @@ def train(run_dir: Path, cfg: DictConfig, device: torch.device) -> str:
     )
     place = (batch_size, seed, strategy.data_rank, sizes.dp)
     train_data = Loader(data.dataset("train"), *place, pin_memory=device.type == "cuda")
+    data_identity = f"{len(train_data.dataset)} samples {getattr(train_data.dataset, 'fingerprint', '')}".strip()
     val_data = Loader(data.dataset("val"), *place, shuffle=False) if cfg.train.eval_batches else None
     num_val_batches = min(cfg.train.eval_batches, len(val_data.dataset) // batch_size) if val_data else 0
     if val_data and not num_val_batches:
@@ -76,6 +76,11 @@ def train(run_dir: Path, cfg: DictConfig, device: torch.device) -> str:
     found = checkpoint.newest_good(checkpoints, say=log.warning)
     if found is not None:
         saved, manifest = found
+        if manifest["data"] != data_identity and "data" not in cfg.resume_allow:
+            raise ValueError(
+                f"data: it is not what this run was trained on so far ({manifest['data']} then, {data_identity} now)\n"
+                "  fix: bring the old data back, or allow it: 'resume_allow=[data]'"
+            )
         state = strategy.state_dict()
         checkpoint.load(saved, manifest, state)
         strategy.load_state_dict(state, manifest["extra"])
@@ -149,8 +154,9 @@ def train(run_dir: Path, cfg: DictConfig, device: torch.device) -> str:
         # once in a while: save
         if step == last_step or stopping or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
             meta = {
-                "samples": samples, "mesh": sizes.as_dict(), "world_size": world_size, "choices": dict(cfg.choices),
-                "config_sha256": config.fingerprint(run_dir), "extra": strategy.extra_state(),
+                "samples": samples, "data": data_identity, "mesh": sizes.as_dict(), "world_size": world_size,
+                "choices": dict(cfg.choices), "config_sha256": config.fingerprint(run_dir),
+                "extra": strategy.extra_state(),
             }  # fmt: skip
             saved = checkpoint.save(checkpoints, step, strategy.state_dict(), meta, cfg.checkpoint.keep)
 
@@ -178,14 +184,7 @@ def main(run_dir: Path) -> int:
         dist.destroy_process_group()
         return PREEMPTED if status == "preempted" else DONE
     except BaseException as error:
-        exit_code = BAD_CONFIG if isinstance(error, ValueError) else FAILED
+        # our own messages about settings have a fix; a ValueError from deeper down is a failure like any other
+        exit_code = BAD_CONFIG if isinstance(error, ValueError) and "\n  fix: " in str(error) else FAILED
         worker.report_failure(run_dir, int(os.environ["RANK"]), error, exit_code)
         return exit_code
-
-
-if __name__ == "__main__":
-    die_with_parent()
-    worker.redirect_output(Path(sys.argv[1]), int(os.environ["RANK"]))
-    code = main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    os._exit(code)  # a failed rank must not wait for its peers in the destructor of its process group

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
 import os
 from collections.abc import Iterable
@@ -30,7 +31,7 @@ MORE_THAN = {"optim.lr": 0, "optim.eps": 0, "train.max_grad_norm": 0, "data.val_
 LESS_THAN = {"model.dropout": 1, "data.val_fraction": 1}
 AT_MOST = {"schedule.min_ratio": 1}
 
-# What a resumed run may change freely: how it is run, never what is computed.
+# What a resumed run may change freely: how it is run. Dropout draws depend on the data ranks and micro-batches.
 FREE_ON_RESUME = (
     "strategy", "cluster", "logger", "choices", "checkpoint", "compile", "activation_checkpointing",
     "activation_checkpointing_every", "train.micro_batch_size", "train.log_every", "train.eval_every",
@@ -48,6 +49,8 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     check_model(config["model"], sizes)
     batch_sizes(config, sizes)
     check_data(config)
+    if config["logger"]["_target_"] == "dtrain.loggers.Wandb" and importlib.util.find_spec("wandb") is None:
+        raise bad("logger", "wandb", "wandb is not installed", "pip install 'dtrain[wandb]', or logger=none")
     return sizes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import signal
 import sys
 import time
@@ -55,7 +56,10 @@ def join_process_group() -> torch.device:
 
 def seed_everything(seed: int, step: int, data_rank: int) -> None:
     """Every random draw of a step depends on (seed, step, data rank) and on nothing that came before."""
-    torch.manual_seed(int(np.random.SeedSequence([seed, step, data_rank]).generate_state(1, np.uint64)[0]))
+    for_torch, for_numpy = np.random.SeedSequence([seed, step, data_rank]).generate_state(2, np.uint64)
+    torch.manual_seed(int(for_torch))
+    np.random.seed(int(for_numpy) % 2**32)
+    random.seed(int(for_numpy))
 
 
 class StopRequest:
@@ -88,4 +92,7 @@ def report_failure(run_dir: Path, rank: int, error: BaseException, exit_code: in
         "time": time.time(), "rank": rank, "type": type(error).__name__, "message": str(error), "exit_code": exit_code,
         "log": f"logs/rank-{rank}.log", "traceback": "".join(traceback.format_exception(error)),
     }  # fmt: skip
-    write_json(run_dir / "logs" / f"failure-{rank}.json", note)
+    try:
+        write_json(run_dir / "logs" / f"failure-{rank}.json", note)
+    except OSError as full:  # the log above is all there is, then
+        log.error("and it could not be noted: %s", full)

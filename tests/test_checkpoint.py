@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import shutil
 import subprocess
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +22,7 @@ from safetensors.torch import load_file
 
 from dtrain import checkpoint, shards
 from dtrain.checkpoint import CheckpointError
-from tests.world import make_run, spawn, start, summary, train
+from tests.world import ROOT, SMALL, make_run, metrics, spawn, start, summary, train
 
 PHASES = ["save.begin", "save.shard", "save.manifest", "save.rename", "save.latest", "save.prune"]
 
@@ -175,7 +177,48 @@ def test_a_damaged_one_is_put_aside_and_the_older_used(damage: str, tmp_path: Pa
     assert found is not None and found[1]["step"] == 1
     assert_holds(*found, 1.0)
     assert "step-00000002 is damaged" in said[0]
-    assert (tmp_path / "step-00000002.corrupt").is_dir()
+    assert len(list(tmp_path.glob("step-00000002.corrupt-*"))) == 1
+
+
+def test_a_folder_that_lost_its_manifest_is_damaged_and_no_fresh_start(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    (tmp_path / "step-00000002" / "manifest.json").unlink()
+    found = checkpoint.newest_good(tmp_path, lambda text: None)
+    assert found is not None and found[1]["step"] == 1
+    saved(tmp_path, 2)
+    (tmp_path / "step-00000002" / "manifest.json").unlink()
+    saved(tmp_path, 2)  # a save never gives way to a damaged folder of the same name
+    assert checkpoint.verify(tmp_path / "step-00000002") == ""
+    assert len(list(tmp_path.glob("step-00000002.corrupt-*"))) == 2
+
+
+def test_a_disk_that_does_not_answer_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, 1)
+
+    def broken(path: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(shards, "sha256", broken)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        checkpoint.newest_good(tmp_path)
+    monkeypatch.undo()
+    assert checkpoint.newest_good(tmp_path) is not None
+
+
+def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    content = checkpoint.read_manifest(tmp_path / "step-00000001")
+    checkpoint.write_manifest(tmp_path / "step-00000001", content | {"format": "dtrain-9"})
+    with pytest.raises(CheckpointError, match="has the format dtrain-9, this version of dtrain reads dtrain-1"):
+        checkpoint.newest_good(tmp_path)
+    assert (tmp_path / "step-00000001").is_dir()
+
+
+def test_a_reader_puts_nothing_aside(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    flip(tmp_path / "step-00000002" / "rank-00000.safetensors", 999)
+    found = checkpoint.newest_good(tmp_path, lambda text: None, quarantine=False)
+    assert found is not None and found[1]["step"] == 1 and (tmp_path / "step-00000002").is_dir()
 
 
 def test_all_damaged_is_an_error_and_never_a_fresh_start(tmp_path: Path) -> None:
@@ -222,13 +265,13 @@ def test_sigkill_at_each_phase_loses_no_acknowledged_checkpoint(phase: str, tmp_
 def test_50_random_kills_lose_no_acknowledged_checkpoint(tmp_path: Path) -> None:
     """One run, killed 50 times wherever it is; `latest` is the acknowledgement, and it must hold each time."""
     run = make_run(
-        tmp_path / "run", "cluster.processes=1", "train.steps=100000", "checkpoint.every=1", "checkpoint.keep=2"
+        tmp_path / "run", "cluster.processes=2", "train.steps=100000", "checkpoint.every=1", "checkpoint.keep=2"
     )
     rng = random.Random()
     folder = run / "checkpoints"
     reached = 0
     for _ in range(50):
-        world = start(run, 1)
+        world = start(run, 2)
         pointer = folder / "latest"
         while not pointer.exists() or int(pointer.read_text()[5:]) <= reached:
             assert world.ranks[0].exitcode is None
@@ -280,6 +323,31 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_says_what_is_needed(small_disk
     good = checkpoint.newest_good(run / "checkpoints", lambda text: pytest.fail(text))
     assert good is not None and good[1]["step"] >= 2
     assert not list((run / "checkpoints").glob(".attempt*")), "the failed attempt gave its room back"
+
+
+def test_a_disk_without_a_byte_left_is_exit_code_3_and_says_so(small_disk: Path) -> None:
+    run = small_disk / "run"
+    command = [
+        sys.executable,
+        str(ROOT / "launch.py"),
+        *SMALL,
+        f"run_dir={run}",
+        "cluster.processes=1",
+        "train.steps=99999",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while not metrics(run):
+        assert process.poll() is None
+        time.sleep(0.02)
+    with open(small_disk / "filler", "wb", buffering=0) as filler:
+        try:
+            while filler.write(b"0" * 4096):
+                pass
+        except OSError:
+            pass
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, output
+    assert "disk" in output and "full" in output and "Traceback" not in output
 
 
 def test_weights_hash_is_of_the_values_not_of_the_layout(tmp_path: Path) -> None:

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 class Dataset(Protocol):
-    """What a loader needs: a length and a batch of any sample ids."""
+    """What a loader needs: a length and a batch of any sample ids.
+
+    A batch must be a function of its indices alone. It is read in a thread, ahead of its step: a draw from a global
+    random generator would mix with the model's, and a resumed run would see other numbers.
+    """
 
     def __len__(self) -> int: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable
 from functools import cached_property
@@ -35,6 +36,13 @@ class TokenDataset:
                 f"model.seq_len={seq_len} needs at least {seq_len + 1} tokens for one sample, but the {name} "
                 f"split has {len(tokens)}\n  fix: {fix} or set model.seq_len to at most {max(1, len(tokens) - 1)}"
             )
+
+    @property
+    def fingerprint(self) -> str:
+        """Which text this is: its length and a hash of 256 places in it, quick also for a file of a terabyte."""
+        places = np.linspace(0, max(0, len(self.tokens) - 64), 256).astype(np.int64)
+        windows = self.tokens[places[:, None] + np.arange(min(64, len(self.tokens)))]
+        return hashlib.sha256(np.ascontiguousarray(windows).astype("<u4").tobytes()).hexdigest()[:16]
 
     def __len__(self) -> int:
         return self.num_samples

@@ -6,11 +6,14 @@ TERM). It leaves a stop file in the run folder; the ranks see it, agree on a ste
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,13 +25,11 @@ from typing import Any
 from dtrain import console
 from dtrain.config import bad
 from dtrain.contract import DONE, FAILED, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent
-from dtrain.rundir import read_json, write_json
+from dtrain.rundir import read_summary, write_json
 from dtrain.words import short_path
 
-LOST_PEER = re.compile(
-    r"closed by peer|reset by peer|broken pipe|refused|remote process exited|Socket ?Timeout|ncclRemoteError", re.I
-)
-
+# what a rank says whose peer has gone: gloo, NCCL
+LOST_PEER = re.compile(r"(closed|reset) by peer|Broken pipe|Socket Timeout|remote process exited|ncclRemoteError", re.I)
 PEERS_S = 5.0  # how long the other ranks may take to end after one has failed
 
 
@@ -38,11 +39,13 @@ class Local:
             raise bad("cluster.nodes", nodes, "cluster=local is one machine", "cluster.nodes=1")
         assert processes is not None, "the launcher fills it in"
         self.processes, self.max_restarts, self.grace_s = processes, max_restarts, grace_s
-        self.stop_requests = 0
+        self.stop_requested_at = math.inf
+        self.end_at_once = False
+        self.failure: dict[str, Any] = {}
 
     def command(self, run_dir: Path) -> list[str]:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.processes}"]
-        return [*torchrun, "-m", "dtrain.train", str(run_dir)]
+        return [*torchrun, "-m", "dtrain.rank", str(run_dir)]
 
     def environment(self) -> dict[str, str]:
         """What the ranks get beside the user's own environment, which wins."""
@@ -73,23 +76,30 @@ class Local:
                     again = f", restart {attempt} of {self.max_restarts} from the newest checkpoint" if attempt else ""
                     monitor.message(f"starting {self.processes} ranks{again}; logs in {short_path(run_dir / 'logs')}")
                     code = self._run_once(run_dir, monitor)
-                    if code != FAILED or self.stop_requests:  # a bad configuration does not get better
+                    if code != FAILED or self.stop_requested_at < math.inf:  # a bad configuration does not get better
                         break
-            console.print_summary(run_dir)
+            failed = code not in (DONE, PREEMPTED)
+            console.print_summary(
+                run_dir, status="failed" if failed else None, failure=self.failure if failed else None
+            )
             return code
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.stop_requests += 1
+        """The first signal asks for a stop. Schedulers send several; only a second Ctrl-C, later, is impatience."""
+        now = time.monotonic()
+        if number == signal.SIGINT and now > self.stop_requested_at + 1:
+            self.end_at_once = True
+        self.stop_requested_at = min(self.stop_requested_at, now)
 
     def _run_once(self, run_dir: Path, monitor: console.Monitor) -> int:
         logs = run_dir / "logs"
         logs.mkdir(exist_ok=True)
         for old in (run_dir / STOP_FILE, run_dir / "failure.json", *logs.glob("failure-*.json")):
             old.unlink(missing_ok=True)
-        past = read_json(run_dir / "summary.json")
+        past = read_summary(run_dir)
         with open(logs / "torchrun.log", "ab") as log:
             position = log.tell()
             torchrun = subprocess.Popen(
@@ -99,7 +109,7 @@ class Local:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for us: torchrun must not see it
-                preexec_fn=die_with_parent,
+                preexec_fn=functools.partial(_tie_to, os.getpid()),
             )
         try:
             killed_because = self._watch(torchrun, run_dir, monitor)
@@ -108,16 +118,17 @@ class Local:
                 os.killpg(torchrun.pid, signal.SIGKILL)
         returncode = torchrun.wait()
 
-        summary = read_json(run_dir / "summary.json")
+        summary = read_summary(run_dir)
         if summary != past and summary.get("status") in ("done", "preempted"):
             return DONE if summary["status"] == "done" else PREEMPTED
         if killed_because:
-            first = failure(None, "stopped", killed_because, "logs/rank-0.log")
+            self.failure = failure(None, "stopped", killed_because, "logs/rank-0.log")
         else:
-            first = first_failure(run_dir, returncode, (logs / "torchrun.log").read_bytes()[position:].decode())
-        write_json(run_dir / "failure.json", first)
-        write_json(run_dir / "summary.json", summary | {"status": "failed"})
-        return int(first["exit_code"])
+            self.failure = first_failure(run_dir, returncode, (logs / "torchrun.log").read_bytes()[position:].decode())
+        with contextlib.suppress(OSError):  # on a full disk the message on the screen must do
+            write_json(run_dir / "failure.json", self.failure)
+            write_json(run_dir / "summary.json", summary | {"status": "failed"})
+        return int(self.failure["exit_code"])
 
     def _watch(self, torchrun: subprocess.Popen[bytes], run_dir: Path, monitor: console.Monitor) -> str:
         """Show progress until torchrun ends. If it had to be killed, on whose account."""
@@ -126,13 +137,15 @@ class Local:
         while torchrun.poll() is None:
             monitor.poll()
             now = time.monotonic()
-            if deadline == math.inf and self.stop_requests:
+            if not because and self.stop_requested_at < math.inf:
                 (run_dir / STOP_FILE).touch()
                 deadline, because = now + self.grace_s, f"it did not save within cluster.grace_s={self.grace_s} seconds"
-                monitor.message(f"stop requested: saving after this step, within {self.grace_s} s (again: end at once)")
+                monitor.message(
+                    f"stop requested: saving after this step, within {self.grace_s} s (Ctrl-C: end at once)"
+                )
             elif deadline == math.inf and any((run_dir / "logs").glob("failure-*.json")):
                 deadline = now + PEERS_S  # a rank has failed; its peers may wait for it for ever
-            if self.stop_requests > 1:
+            if self.end_at_once:
                 deadline, because = now, "stopped twice: ended at once, without saving"
             if now >= deadline:
                 os.killpg(torchrun.pid, signal.SIGKILL)  # its ranks die with it, see die_with_parent
@@ -159,9 +172,18 @@ def first_failure(run_dir: Path, returncode: int, torchrun_log: str) -> dict[str
             return failure(int(rank), name, f"the process was killed by {name}{hint}", f"logs/rank-{rank}.log")
     if notes:
         return notes[0]
+    if shutil.disk_usage(run_dir).free < 2**20:
+        return failure(None, "disk", f"the disk of {run_dir} is full. Fix: make room, then resume", "logs/torchrun.log")
     tail = "\n".join(torchrun_log.splitlines()[-15:])
     return failure(None, "launch", f"torchrun ended with {returncode}\n{tail}", "logs/torchrun.log")
 
 
 def failure(rank: int | None, kind: str, message: str, log: str) -> dict[str, Any]:
     return {"rank": rank, "type": kind, "message": message, "exit_code": FAILED, "log": log, "traceback": ""}
+
+
+def _tie_to(parent: int) -> None:
+    """In the child, before it becomes torchrun: die with the launcher, also if it is dead already."""
+    die_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 
+class LayerNorm(nn.LayerNorm):
+    """In float32 in every precision, also where fsdp has gathered 16-bit weights; in fp32 the casts do nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
+
+
 class Attention(nn.Module):
     def __init__(self, dim: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -49,9 +56,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, dim: int, num_heads: int, dropout: float) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim)
+        self.norm1 = LayerNorm(dim)
         self.attention = Attention(dim, num_heads, dropout)
-        self.norm2 = nn.LayerNorm(dim)
+        self.norm2 = LayerNorm(dim)
         self.mlp = MLP(dim)
         self.dropout = nn.Dropout(dropout)
 
@@ -79,7 +86,7 @@ class GPT2(nn.Module):
         self.positions: nn.Embedding | None = nn.Embedding(seq_len, dim)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleDict({str(i): Block(dim, num_heads, dropout) for i in range(num_layers)})
-        self.norm: nn.LayerNorm | None = nn.LayerNorm(dim)
+        self.norm: LayerNorm | None = LayerNorm(dim)
         # as published: the rows that only pad the vocabulary are not counted
         self.num_parameters = sum(p.numel() for p in self.parameters()) - (padded - vocab_size) * dim
 
@@ -88,7 +95,8 @@ class GPT2(nn.Module):
         if self.is_first:
             assert self.embed is not None and self.positions is not None
             position = torch.arange(inputs.shape[1], device=inputs.device)
-            x = self.dropout(self.embed(inputs) + self.positions(position))
+            # the residual stream is float32 in every precision, too
+            x = self.dropout(self.embed(inputs).float() + self.positions(position).float())
         for layer in self.layers.values():
             x = layer(x)
         if not self.is_last:

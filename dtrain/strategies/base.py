@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class Strategy:
         self.module = model  # the bare module: its parameter names are the canonical ones
         checkpoint_layers(model, activation_checkpointing, activation_checkpointing_every)
         self.parallelize(model)
-        model.to_empty(device=device)
+        materialize(model, device)
         init_weights(model, seed)
         self.model = self.wrap(model)
         self.optimizer = make_optimizer(self.module.named_parameters())
@@ -125,11 +126,12 @@ class Strategy:
             torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], 1.0 / self.precision.scale)
         norm = clip_grad_norm(parameters, self.max_grad_norm)
         loss_value, norm_value = torch.stack([loss.float(), norm.float()]).tolist()  # the one host sync of a step
-        finite = all(abs(v) < float("inf") for v in (loss_value, norm_value))  # NaN compares false
+        finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         if finite:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        overflow = self.precision.update(finite)
+        # a loss that is not finite is no matter of the scale, which only gradients see
+        overflow = math.isfinite(loss_value) and self.precision.update(finite)
         return StepResult(loss_value, norm_value, updated=finite, overflow=overflow)
 
     @torch.no_grad()
@@ -165,19 +167,21 @@ class Strategy:
         return state
 
     def extra_state(self) -> dict[str, Any]:
-        """The state that is no tensor of a weight's shape: update counts, the loss scale."""
-        scalars: dict[str, float] = {}
-        for p, state in self.optimizer.state.items():
-            scalars |= {k: float(v) for k, v in state.items() if not (isinstance(v, Tensor) and v.shape == p.shape)}
-        return {"optimizer": scalars, "precision": self.precision.state_dict()}
+        """The state that is no tensor of a weight's shape: update counts of each weight, the loss scale."""
+        counts: dict[str, dict[str, float]] = {}
+        for name, p in self.module.named_parameters():
+            slots = self.optimizer.state.get(p, {}).items()
+            counts[name] = {k: float(v) for k, v in slots if not (isinstance(v, Tensor) and v.shape == p.shape)}
+        return {"optimizer": counts, "precision": self.precision.state_dict()}
 
     def load_state_dict(self, state: dict[str, Tensor], extra: dict[str, Any]) -> None:
         """After a load has filled the tensors of `state_dict()`: take over the rest."""
-        for slots in self.optimizer.state.values():
-            for key, value in extra["optimizer"].items():
+        for name, p in self.module.named_parameters():
+            slots = self.optimizer.state.get(p, {})
+            for key, value in extra["optimizer"].get(name, {}).items():
                 if isinstance(slots.get(key), Tensor):
                     slots[key].fill_(value)
-                elif key in slots:
+                else:
                     slots[key] = value
         self.precision.load_state_dict(extra["precision"])
 
@@ -189,13 +193,28 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give a model from the meta device memory. Weights that were one tensor under two names would come out as two."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    for tied in names.values():
+        if len(tied) > 1:
+            raise ValueError(
+                f"model: {' and '.join(tied)} are one weight under two names, which the meta device unties\n"
+                f"  fix: keep {tied[0]} only, and use it in both places of forward()"
+            )
+    model.to_empty(device=device)
+
+
 @torch.no_grad()
 def init_weights(model: nn.Module, seed: int) -> None:
-    """Give every weight the value that (seed, name) says: the same under every strategy and world size.
+    """Give every weight and buffer the value that (seed, name) says, the same under every strategy and world size.
 
-    A weight is drawn whole, one at a time, and each rank keeps its shard; so no rank ever holds the whole model.
+    Each is drawn whole, one at a time, and each rank keeps its shard; so no rank ever holds the whole model. The draws
+    of a CPU and of a GPU differ.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:7]))
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.strategies.base import Strategy
@@ -15,6 +16,7 @@ class DDP(Strategy):
     def __init__(self, dp: int = -1, bucket_mb: int = 25) -> None:
         super().__init__(dp=dp)
         self.bucket_mb = bucket_mb
+        self.settled = False
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.sizes.dp > 1:
@@ -25,6 +27,28 @@ class DDP(Strategy):
                 gradient_as_bucket_view=True,  # gradients live in the buckets: one copy of them less
             )
         return super().wrap(model)  # compiled outside DDP, so that torch cuts the graph at the buckets and overlaps
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        if not self.settled and isinstance(self.model, DistributedDataParallel):
+            self.settle_buckets(inputs[: self.micro_batch_size], targets[: self.micro_batch_size])
+        return super().forward_backward(inputs, targets)
+
+    def settle_buckets(self, inputs: Tensor, targets: Tensor) -> None:
+        """One backward pass whose gradients are thrown away, at the start of every process.
+
+        DDP arranges its buckets anew after its first backward pass, and with three or more ranks the order in which an
+        element is summed depends on its place in a bucket. Without this, the first step after a resume would round
+        differently from the same step of a run that was never interrupted.
+        """
+        assert self.model is not None
+        buffers = [b.clone() for b in self.module.buffers()]
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), self.autocast():
+            self.model.train()
+            self.model(inputs, targets).backward()
+        self.optimizer.zero_grad(set_to_none=True)
+        for buffer, before in zip(self.module.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+        self.settled = True
 
     def no_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         if last or not isinstance(self.model, DistributedDataParallel):

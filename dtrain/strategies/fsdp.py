@@ -26,8 +26,10 @@ class FSDP(Strategy):
             )
         if self.precision.dtype == torch.float32:
             policy = MixedPrecisionPolicy()
-        else:  # gathered in 16 bits, half the traffic; reduced in 32, so that the sum does not depend on the ranks
-            policy = MixedPrecisionPolicy(param_dtype=self.precision.dtype, reduce_dtype=torch.float32)
+        else:
+            # Weights are gathered in 16 bits, half the traffic; gradients are reduced in 32. What flows between layers
+            # is left to autocast, as under ddp: products in 16 bits, norms and the residual stream in 32.
+            policy = MixedPrecisionPolicy(self.precision.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         options: dict[str, Any] = {"mesh": self.mesh["dp"], "mp_policy": policy}
         for unit in model.fsdp_units():  # type: ignore[operator]
             if self.compile:  # block by block: the gathers between blocks cannot be part of a graph
@@ -37,9 +39,6 @@ class FSDP(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return model
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()  # the mixed-precision policy casts
 
     @contextlib.contextmanager
     def no_sync(self, last: bool) -> Iterator[None]:

@@ -55,7 +55,7 @@ def ranks_of(run: Path) -> list[int]:
                 command = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if b"dtrain.train" in command and str(run).encode() in command:
+            if b"dtrain.rank" in command and str(run).encode() in command:
                 found.append(int(entry.name))
     return found
 
@@ -80,6 +80,43 @@ def test_a_signal_saves_at_the_step_boundary_and_ends_with_75(number: signal.Sig
     assert summary(run)["status"] == "preempted" and summary(run)["steps"] == last
     assert (run / "checkpoints" / "latest").read_text() == f"step-{last:08d}\n"
     assert "stop requested" in output and "resume=./run" in output
+
+
+@pytest.mark.parametrize("after", [0.5, 1.5, 2.5, 3.5, 5.0])
+def test_killing_the_launcher_while_it_starts_leaves_no_orphans(after: float, tmp_path: Path) -> None:
+    process = launch(tmp_path, "train.steps=100000", "cluster.processes=2")
+    time.sleep(after)
+    process.kill()
+    process.communicate()
+    assert_no_orphans(tmp_path / "run")
+
+
+def test_two_signals_of_a_scheduler_are_one_request(tmp_path: Path) -> None:
+    process = launch(tmp_path, "train.steps=100000", "cluster.processes=2")
+    wait_for_step(tmp_path / "run", 2, process)
+    process.send_signal(signal.SIGUSR1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+
+
+def test_a_run_that_is_running_is_not_resumed(tmp_path: Path) -> None:
+    process = launch(tmp_path, "train.steps=100000", "cluster.processes=1", "checkpoint.every=5")
+    wait_for_step(tmp_path / "run", 6, process)
+    command = [sys.executable, str(ROOT / "launch.py"), "resume=run"]
+    second = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert second.returncode == 2 and f"the run is running (process {process.pid})" in second.stderr
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 75
+
+
+def test_a_failed_resume_leaves_the_configuration_as_it_was(tmp_path: Path) -> None:
+    assert launch(tmp_path, "cluster.processes=1", "train.stop_after=4").wait(60) == 0
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    command = [sys.executable, str(ROOT / "launch.py"), "resume=run", "model.dim=64", "resume_allow=[model.dim]"]
+    second = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert second.returncode == 3 and "is a checkpoint of another model" in second.stdout
+    assert (tmp_path / "run" / "config.yaml").read_text() == before
 
 
 def test_killing_the_launcher_leaves_no_orphans(tmp_path: Path) -> None:

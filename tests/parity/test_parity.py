@@ -64,3 +64,15 @@ def test_half_precision_stays_near(strategy: str, precision: str, reference: Pat
     assert train(run, 2, env={"DNNL_DEFAULT_FPMATH_MODE": "ANY"}) == [0, 0]
     assert max(abs(losses(run)[s] - losses(reference)[s]) for s in range(1, 5)) < 0.02
     assert losses(run) != {s: losses(reference)[s] for s in range(1, 5)}, "the precision had no effect at all"
+
+
+def test_bf16_means_the_same_under_every_strategy(reference: Path, tmp_path: Path) -> None:
+    """Products in bf16, norms and the residual stream in fp32: then the curves lie as near to each other as to fp32."""
+    curves = {"fp32": losses(reference)}
+    for strategy in STRATEGIES:
+        run = make_run(tmp_path / strategy, f"strategy={strategy}", "precision=bf16", "cluster.processes=1")
+        assert train(run) == [0]
+        curves[strategy] = losses(run)
+    distance = {name: max(abs(c[s] - curves["fp32"][s]) for s in c) for name, c in curves.items()}
+    print(distance)
+    assert max(distance.values()) < 1.5e-3

@@ -20,13 +20,15 @@ def asked_for(path: Path, rank: int) -> list[list[int]]:
     return [json.loads(line) for line in Path(f"{path}-{rank}").read_text().splitlines()]
 
 
+# with two ranks a sum has one order only; with three or more it could depend on DDP's buckets
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_sigkill_and_resume_is_bit_exact(strategy: str, tmp_path: Path) -> None:
+def test_sigkill_and_resume_is_bit_exact(strategy: str, size: int, tmp_path: Path) -> None:
     def run(name: str) -> Path:
         return make_run(
             tmp_path / name,
             f"strategy={strategy}",
-            "cluster.processes=2",
+            f"cluster.processes={size}",
             "train.steps=60",
             "checkpoint.every=7",
             "model.dropout=0.1",
@@ -38,25 +40,25 @@ def test_sigkill_and_resume_is_bit_exact(strategy: str, tmp_path: Path) -> None:
         )
 
     whole, broken = run("whole"), run("broken")
-    assert train(whole, 2) == [0, 0]
+    assert train(whole, size) == [0] * size
 
     rng = random.Random()
     kill_at = rng.randint(8, 50)  # any step after the first checkpoint; printed, so that a failure can be repeated
     print(f"killed when step {kill_at} was seen")
-    world = start(broken, 2)
+    world = start(broken, size)
     while not (done := metrics(broken)) or done[-1]["step"] < kill_at:
         assert world.ranks[0].exitcode is None
         time.sleep(0.001)
     world.kill()
-    first_life = [asked_for(tmp_path / "broken-ids", r) for r in (0, 1)]
-    assert train(broken, 2) == [0, 0]
+    first_life = [asked_for(tmp_path / "broken-ids", r) for r in range(size)]
+    assert train(broken, size) == [0] * size
 
     resumed_at = summary(broken)["start_step"]
     assert 0 < resumed_at <= 56 and resumed_at % 7 == 0
     hex_losses = [[(s, x.hex()) for s, x in losses(r).items()] for r in (whole, broken)]
     assert hex_losses[0] == hex_losses[1] and len(hex_losses[0]) == 60
     assert summary(whole)["weights_sha256"] == summary(broken)["weights_sha256"]
-    for r in (0, 1):
+    for r in range(size):
         uninterrupted = asked_for(tmp_path / "whole-ids", r)[1:]
         second_life = asked_for(tmp_path / "broken-ids", r)[len(first_life[r]) + 1 :]
         assert first_life[r][1:] == uninterrupted[: len(first_life[r]) - 1]
@@ -76,9 +78,8 @@ def test_any_layout_resumes_from_any_other(tmp_path: Path) -> None:
 
     reference = losses(layout(tmp_path / "reference", "ddp", 1, 8))
     saved = {way: layout(tmp_path / f"{way[0]}-{way[1]}", *way, 4) for way in layouts}
-    # every layout saves, every layout loads; all 36 pairs would only repeat the two halves, so each loads two others
-    for i, target in enumerate(layouts):
-        for source in (layouts[i - 1], layouts[(i + 3) % len(layouts)]):
+    for source in layouts:
+        for target in layouts:
             copy = tmp_path / "{}-{}-to-{}-{}".format(*source, *target)
             shutil.copytree(saved[source], copy)
             moved = losses(layout(copy, *target, 6))

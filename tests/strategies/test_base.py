@@ -73,8 +73,8 @@ def test_nonfinite_stops_before_the_update_and_is_never_saved(value: str, strate
     assert train(run, 2, {"PYTHONPATH": str(tmp_path)}) == [3, 3]
     note = json.loads((run / "logs" / "failure-0.json").read_text())
     assert note["type"] == "NonFiniteError" and "step 6" in note["message"] and "Fix:" in note["message"]
-    assert checkpoint.candidates(run / "checkpoints")[0].name == "step-00000005"
-    for path in checkpoint.candidates(run / "checkpoints"):
+    assert checkpoint.checkpoints(run / "checkpoints")[0].name == "step-00000005"
+    for path in checkpoint.checkpoints(run / "checkpoints"):
         assert all(t.isfinite().all() for _, t in checkpoint.weights(path))
 
 
