@@ -16,10 +16,13 @@ test: lint
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check -q dtrain tests
 	$(BIN)/mypy
 
 # torch goes in first and by its pinned version, so that nothing else pulls another build of it
 .venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo 'dtrain needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=python3.11'; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e .

@@ -154,7 +154,7 @@ class Monitor:
             self.live = Live(console=self.console, auto_refresh=False, get_renderable=self._render)
             self.live.start()
         self._update()
-        if self.live and self.clock() - self.refreshed_at >= 0.2:
+        if self.live and self.clock() - self.refreshed_at >= 1:
             self.refreshed_at = self.clock()
             self.live.refresh()
 
@@ -319,7 +319,7 @@ def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[s
     """What to type next."""
     resume = f"{LAUNCH} {resume_argument(run_dir)}"
     if status in ("failed", "preempted", "died"):
-        return [resume] if latest_checkpoint(run_dir) else []
+        return [resume]
     if status != "done":
         return []
     run, total = shell_path(run_dir), number(summary.get("total_steps")) or 1000
@@ -356,6 +356,8 @@ def print_summary(
         )
     if status in ("failed", "died"):
         _say_failure(console, run_dir, failure if status == "failed" else {})
+    if failure.get("exit_code") == 2 and not latest_checkpoint(run_dir):
+        return  # a bad configuration, and nothing to go on with
     for i, command in enumerate(next_commands(run_dir, status, summary)):
         say(console, (label("" if i else "next"), "dim"), (command, "cyan"))
 

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
         arguments = prepare_arguments(argv)
         sys.argv = ["launch.py", *arguments]
         OmegaConf.register_new_resolver("dtrain.slug", slug, replace=True)
-        task = functools.wraps(run)(lambda cfg: exit_codes.append(run(cfg)))
+        task = functools.wraps(run)(lambda cfg: exit_codes.append(run(cfg, argv)))
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
     except MISTAKES as error:
         if full_error:
@@ -315,7 +315,7 @@ def check_unfinished(config: dict[str, Any], run_dir: Path) -> None:
             raise bad(f"train.{key}", config["train"][key], f"the run has made {done} steps already", fix)
 
 
-def run(cfg: DictConfig) -> int:
+def run(cfg: DictConfig, argv: list[str]) -> int:
     """Hydra's task: write the run folder and hand it to the launcher of the cluster."""
     OmegaConf.update(cfg, "run_dir", HydraConfig.get().runtime.output_dir)  # a sweep's job has its own
     config = resolve(cfg)
@@ -327,7 +327,7 @@ def run(cfg: DictConfig) -> int:
         if past.exists():
             shutil.copy2(past, kept)
         save(run_dir, config)
-        record_launch(run_dir, config)
+        record_launch(run_dir, config, argv)
         try:
             code = int(build(config["cluster"], config["trust"]).launch(run_dir))
         except OSError as error:  # the run has begun: whatever this is, it is no bad setting
@@ -341,7 +341,7 @@ def run(cfg: DictConfig) -> int:
     return code
 
 
-def record_launch(run_dir: Path, config: dict[str, Any]) -> None:
+def record_launch(run_dir: Path, config: dict[str, Any], argv: list[str]) -> None:
     before = read_json(run_dir / "launch.json").get("launches", [])
     launch = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -350,7 +350,7 @@ def record_launch(run_dir: Path, config: dict[str, Any]) -> None:
         "cluster": config["cluster"],
     }
     record = {
-        "command": shlex.join(sys.orig_argv), "cwd": os.getcwd(),
+        "command": shlex.join(["dtrain", "launch", *argv]), "cwd": os.getcwd(),
         "host": socket.gethostname(), "pid": os.getpid(),
         "overrides": launch["overrides"], "launches": [*before, launch],
     }  # fmt: skip

@@ -92,7 +92,8 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    return next(iter(checkpoints(run_dir / "checkpoints")), None)
+    """The newest checkpoint that has its manifest, for people to see: only a load finds out whether it is whole."""
+    return next((p for p in checkpoints(run_dir / "checkpoints") if (p / "manifest.json").is_file()), None)
 
 
 class Tail:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from dtrain import checkpoint, config, shards
@@ -28,7 +27,7 @@ def load_model(run_dir: Path, trust: list[str]) -> tuple[nn.Module, Any]:
     """
     cfg = config.load(run_dir)
     for section in ("model", "data"):
-        check_section(section, OmegaConf.to_container(cfg[section]), trust)
+        check_section(section, cfg[section], trust)
     with torch.device("meta"):
         model: nn.Module = config.build(cfg.model, trust)
     state = dict(checkpoint.weights(newest_checkpoint(run_dir)))
@@ -72,7 +71,7 @@ def export(run_dir: Path, path: Path) -> Path:
     cfg = config.load(run_dir)
     state = dict(checkpoint.weights(newest_checkpoint(run_dir)))
     path.parent.mkdir(parents=True, exist_ok=True)
-    model = json.dumps(OmegaConf.to_container(cfg.model))
+    model = json.dumps(cfg.model)
     temporary = path.with_name(f".{path.name}.tmp")
     shards.write(temporary, state, {"format": "pt", "model": model})
     temporary.replace(path)

@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -28,14 +26,22 @@ DTYPES = {
 }  # fmt: skip
 
 
+def is_dtensor(tensor: Tensor) -> bool:
+    """Told by its looks: importing torch.distributed.tensor takes 0.8 s, and who has a DTensor has paid already."""
+    return hasattr(tensor, "placements")
+
+
 class Chunk:
     """The part of a named tensor that this rank holds: where it begins in the whole, and its values."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.whole_shape = tuple(tensor.shape)
-        if isinstance(tensor, DTensor):
-            shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-            self.values: Tensor = tensor.to_local()
+        if is_dtensor(tensor):
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+            dtensor: Any = tensor
+            shape, offset = compute_local_shape_and_global_offset(tensor.shape, dtensor.device_mesh, dtensor.placements)
+            self.values: Tensor = dtensor.to_local()
             self.shape, self.offset = tuple(shape), tuple(offset)
         else:
             self.values, self.shape, self.offset = tensor, tuple(tensor.shape), (0,) * tensor.dim()

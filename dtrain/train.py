@@ -15,10 +15,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
 
 from dtrain import checkpoint, config, metrics, worker
-from dtrain.config import build
+from dtrain.config import Settings, build
 from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED
 from dtrain.data.loader import Loader
 from dtrain.rundir import write_json
@@ -30,7 +29,7 @@ class NonFiniteError(RuntimeError):
     """Loss or gradient became NaN or Inf, and train.nonfinite is `stop`."""
 
 
-def train(run_dir: Path, cfg: DictConfig, device: torch.device) -> str:
+def train(run_dir: Path, cfg: Settings, device: torch.device) -> str:
     """Train until the last step, or until asked to stop. Gives the status: done or preempted."""
     began = time.perf_counter()
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -101,7 +100,7 @@ def train(run_dir: Path, cfg: DictConfig, device: torch.device) -> str:
     record = metrics.Recorder(run_dir, step, build(cfg.logger, trust)) if rank == 0 else None
     if record:
         write_json(run_dir / "summary.json", summary)
-        record.logger.start(cfg.name, str(run_dir), OmegaConf.to_container(cfg))
+        record.logger.start(cfg.name, str(run_dir), cfg)
 
     # ---- the loop --------------------------------------------------------------------------------------------
     stopping = False

@@ -317,6 +317,6 @@ def test_help_cfg_and_dry_run_never_import_torch(
     )  # fmt: skip
     assert (dry.returncode, dry.stderr) == (0, "")
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node=4"
-    assert dry.stdout.splitlines()[-1] == f"{sys.executable} {torchrun} -m dtrain.train '{tmp_path}/a b/run'"
+    assert dry.stdout.splitlines()[-1] == f"{sys.executable} {torchrun} -m dtrain.rank '{tmp_path}/a b/run'"
     assert any(line.startswith("export OMP_NUM_THREADS=") for line in dry.stdout.splitlines())
     assert not list(tmp_path.iterdir())

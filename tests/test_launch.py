@@ -62,10 +62,10 @@ def test_a_run_folder(started: list[Path], tmp_path: Path) -> None:
     assert config["run_dir"] == str(run_dir)
     assert config["choices"] | {"strategy": "fsdp", "model": "gpt2-tiny", "recipe": None} == config["choices"]
     record = json.loads((run_dir / "launch.json").read_text())
-    assert shlex.split(record["command"]) == ["python", "launch.py", "strategy=fsdp", "train.steps=7", "name=mine"]
+    assert shlex.split(record["command"]) == ["dtrain", "launch", "strategy=fsdp", "train.steps=7", "name=mine"]
     assert record["cwd"] == str(tmp_path)
     assert [launch["overrides"] for launch in record["launches"]] == [["strategy=fsdp", "train.steps=7", "name=mine"]]
-    assert {p.name for p in run_dir.iterdir()} == {".hydra", "config.yaml", "launch.json"}
+    assert {p.name for p in run_dir.iterdir()} == {".hydra", ".lock", "config.yaml", "launch.json"}
 
 
 def test_data_paths_are_absolute_so_that_a_resume_finds_them_from_anywhere(started: list[Path], tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_sweep(started: list[Path], tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_sweep_over_all_options_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
     run("-m", "strategy=glob(*)", "dry_run=true")
-    commands = [c for c in capsys.readouterr().out.splitlines() if "dtrain.train" in c]
+    commands = [c for c in capsys.readouterr().out.splitlines() if "dtrain.rank" in c]
     assert len(commands) == len(options_of("strategy")) > 1
 
 
@@ -181,7 +181,7 @@ def test_a_dry_sweep_shows_each_command_and_starts_none(
     started: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("-m", "train.seed=1,2", "dry_run=true", "hydra.sweep.dir=sweep")
-    commands = [shlex.split(c) for c in capsys.readouterr().out.splitlines() if "dtrain.train" in c]
+    commands = [shlex.split(c) for c in capsys.readouterr().out.splitlines() if "dtrain.rank" in c]
     assert [Path(c[-1]).parent for c in commands] == [tmp_path / "sweep"] * 2
     assert [Path(c[-1]).name.partition("-")[0] for c in commands] == ["0", "1"]
     assert started == [] and not list(tmp_path.iterdir())

@@ -185,8 +185,8 @@ def test_fits(value: Any, annotation: str) -> None:
     [
         ("train.steps", 1000.0, "train.steps=1000"),
         ("train.steps", "10", "train.steps=10"),
-        ("train.steps", 1.5, "train.steps=500"),
-        ("train.steps", True, "train.steps=500"),
+        ("train.steps", 1.5, "train.steps=300"),
+        ("train.steps", True, "train.steps=300"),
         ("train.micro_batch_size", "x", "train.micro_batch_size=null"),
         ("compile", "maybe", "compile=false"),
         ("trust", "mine", "'trust=[mine]'"),

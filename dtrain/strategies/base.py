@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from dtrain import mesh
 from dtrain.precision import Precision
+from dtrain.shards import is_dtensor
 
 
 @dataclass
@@ -61,6 +61,8 @@ class Strategy:
         self.micro_batch_size, self.max_grad_norm = micro_batch_size, max_grad_norm
         self.sizes = self.resolve_mesh(dist.get_world_size())
         self.mesh = mesh.device_mesh(self.sizes, device.type)
+        self.data_rank = self.mesh.get_local_rank("dp")
+        self.data_group = self.mesh.get_group("dp")
         self.module = model  # the bare module: its parameter names are the canonical ones
         checkpoint_layers(model, activation_checkpointing, activation_checkpointing_every)
         self.parallelize(model)
@@ -89,10 +91,6 @@ class Strategy:
 
     # ---- a step ----------------------------------------------------------------------------------------------
 
-    @property
-    def data_rank(self) -> int:
-        return self.mesh["dp"].get_local_rank()
-
     def set_lr(self, share: float) -> float:
         """Set every group's rate to its share of the peak; give the first one for the log."""
         for group in self.optimizer.param_groups:
@@ -100,7 +98,8 @@ class Strategy:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def train_step(self, inputs: Tensor, targets: Tensor) -> StepResult:
-        self.model.train()
+        if not self.model.training:  # walking all modules takes 0.1 ms
+            self.model.train()
         loss = self.forward_backward(inputs, targets)
         return self.update(loss)
 
@@ -146,7 +145,7 @@ class Strategy:
 
     def mean_over_data_ranks(self, value: Tensor) -> Tensor:
         if self.sizes.dp > 1:
-            dist.all_reduce(value, group=self.mesh["dp"].get_group())  # gloo has no AVG
+            dist.all_reduce(value, group=self.data_group)  # gloo has no AVG
             value = value / self.sizes.dp
         return value
 
@@ -190,7 +189,8 @@ class Strategy:
 
 
 def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
@@ -219,8 +219,11 @@ def init_weights(model: nn.Module, seed: int) -> None:
         generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:7]))
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         model.init_weights(name, whole, generator)  # type: ignore[operator]
-        if isinstance(parameter, DTensor):
-            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        if is_dtensor(parameter):
+            from torch.distributed.tensor import distribute_tensor
+
+            dtensor: Any = parameter
+            whole = distribute_tensor(whole, dtensor.device_mesh, dtensor.placements, src_data_rank=None)
         local(parameter).copy_(local(whole))
 
 
@@ -252,7 +255,7 @@ def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float | None) -> Te
     for p in parameters:
         by_mesh[getattr(p.grad, "device_mesh", None)].append(p)
     norms = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in by_mesh.values()]
-    norms = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
+    norms = [n.full_tensor() if is_dtensor(n) else n for n in norms]  # type: ignore[attr-defined]
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if max_norm is not None:
         for group in by_mesh.values():

@@ -22,7 +22,7 @@ class DDP(Strategy):
         if self.sizes.dp > 1:
             model = DistributedDataParallel(
                 model,
-                process_group=self.mesh["dp"].get_group(),
+                process_group=self.data_group,
                 bucket_cap_mb=self.bucket_mb,
                 gradient_as_bucket_view=True,  # gradients live in the buckets: one copy of them less
             )
@@ -30,7 +30,8 @@ class DDP(Strategy):
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         if not self.settled and isinstance(self.model, DistributedDataParallel):
-            self.settle_buckets(inputs[: self.micro_batch_size], targets[: self.micro_batch_size])
+            few = self.micro_batch_size if self.compile else 1  # another shape would be compiled for itself
+            self.settle_buckets(inputs[:few], targets[:few])
         return super().forward_backward(inputs, targets)
 
     def settle_buckets(self, inputs: Tensor, targets: Tensor) -> None:

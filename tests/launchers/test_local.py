@@ -23,7 +23,7 @@ class Failing(GPT2):
     def forward(self, inputs, targets=None):
         if os.environ["RANK"] == "1" and not os.path.exists(os.environ["HEALED"]):
             self.calls = getattr(self, "calls", 0) + 1
-            if self.calls > 6:
+            if self.calls > 7:  # ddp begins with a pass that does not count
                 open(os.environ["HEALED"], "w").close()
                 {how}
         return super().forward(inputs, targets)

@@ -67,8 +67,15 @@ def test_first_weights_are_the_same_whatever_the_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_nonfinite_stops_before_the_update_and_is_never_saved(value: str, strategy: str, tmp_path: Path) -> None:
+    calls = [6 + (strategy == "ddp")]  # which begins with a pass that does not count
     run = broken_run(
-        tmp_path, value, [6], f"strategy={strategy}", "cluster.processes=2", "checkpoint.every=1", "checkpoint.keep=99"
+        tmp_path,
+        value,
+        calls,
+        f"strategy={strategy}",
+        "cluster.processes=2",
+        "checkpoint.every=1",
+        "checkpoint.keep=99",
     )
     assert train(run, 2, {"PYTHONPATH": str(tmp_path)}) == [3, 3]
     note = json.loads((run / "logs" / "failure-0.json").read_text())
@@ -80,7 +87,7 @@ def test_nonfinite_stops_before_the_update_and_is_never_saved(value: str, strate
 
 def test_nonfinite_skip_leaves_weights_alone_and_goes_on(tmp_path: Path) -> None:
     run = broken_run(
-        tmp_path, "nan", [6], "cluster.processes=2", "checkpoint.every=1", "checkpoint.keep=99", "train.nonfinite=skip"
+        tmp_path, "nan", [7], "cluster.processes=2", "checkpoint.every=1", "checkpoint.keep=99", "train.nonfinite=skip"
     )
     assert train(run, 2) == [0, 0]
     assert summary(run)["skipped_steps"] == 1 and summary(run)["steps"] == 20
@@ -108,7 +115,8 @@ def test_fp16_scale_falls_at_an_overflow_and_training_goes_on(strategy: str, tmp
     content = checkpoint.read_manifest(run / "checkpoints" / "step-00000012")
     state = content["extra"]["precision"]
     assert 0 < summary(run)["skipped_steps"] < 12 and state["scale"] < 16777216
-    assert content["extra"]["optimizer"]["step"] == 12 - summary(run)["skipped_steps"]
+    counts = {count["step"] for count in content["extra"]["optimizer"].values()}
+    assert counts == {12 - summary(run)["skipped_steps"]}
     assert losses(run)[12] < losses(run)[1]
 
 
