@@ -50,6 +50,11 @@ def sample(
     data = config.build(cfg.data, trust or [])
     device = next(model.parameters()).device
     tokens = torch.tensor([list(data.encode(prompt or "\n"))], dtype=torch.int64, device=device)
+    if int(tokens.max()) >= cfg.model.vocab_size:
+        raise ValueError(
+            f"prompt {prompt!r}: it has tokens that the model does not know (it has {cfg.model.vocab_size})\n"
+            "  fix: another prompt"
+        )
     generator = torch.Generator(device).manual_seed(seed)
     for _ in range(num_tokens):
         logits = model(tokens[:, -cfg.model.seq_len :])[:, -1].float()

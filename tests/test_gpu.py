@@ -48,18 +48,13 @@ def test_half_precision(
     assert losses(run)[20] < losses(run)[1]
 
 
+# 64 a head and 1024 tokens: the shapes at which flash attention is chosen
+@pytest.mark.parametrize("shape", [[], ["model.dim=256", "model.seq_len=1024"]])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_sigkill_and_resume_is_bit_exact(strategy: str, tmp_path: Path) -> None:
+def test_sigkill_and_resume_is_bit_exact(strategy: str, shape: list[str], tmp_path: Path) -> None:
     def run(name: str) -> Path:
-        return make_run(
-            tmp_path / name,
-            f"strategy={strategy}",
-            "cluster.processes=1",
-            "train.steps=60",
-            "checkpoint.every=7",
-            "model.dropout=0.1",
-            "precision=bf16",
-        )
+        options = ["cluster.processes=1", "train.steps=60", "checkpoint.every=7", "model.dropout=0.1", "precision=bf16"]
+        return make_run(tmp_path / name, f"strategy={strategy}", *options, *shape)
 
     whole, broken = run("whole"), run("broken")
     assert train(whole, 1) == [0]

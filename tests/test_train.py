@@ -1,0 +1,112 @@
+"""The loop's own promises: what it records, what it refuses, and which exit code a failure has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dtrain.cli import main
+from tests.world import losses, make_run, metrics, summary, train
+
+KEYS = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "data_s", "mfu", "mem_gib"}
+
+
+def failure(run: Path) -> dict[str, object]:
+    note: dict[str, object] = json.loads((run / "logs" / "failure-0.json").read_text())
+    return note
+
+
+def test_metrics_and_summary_have_the_names_that_scripts_rely_on(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path / "run", "cluster.processes=1", "train.steps=6", "train.eval_every=3", "train.eval_batches=2"
+    )
+    assert train(run) == [0]
+    steps = [m for m in metrics(run) if "loss" in m]
+    assert [m["step"] for m in steps] == [1, 2, 3, 4, 5, 6] and all(set(m) == KEYS for m in steps)
+    assert steps[-1]["tokens"] == 6 * 8 * 16 and steps[0]["mfu"] is None, "a CPU has no published peak"
+    evaluations = [m for m in metrics(run) if "val_loss" in m]
+    assert [m["step"] for m in evaluations] == [3, 6]
+    final = summary(run)
+    assert final["status"] == "done" and final["steps"] == 6 and final["val_loss"] == evaluations[-1]["val_loss"]
+    assert final["train_loss"] == steps[-1]["loss"] and len(final["weights_sha256"]) == 64
+    for key in ("val_accuracy", "tokens_per_s", "mfu", "peak_mem_gib", "wall_s", "predicted"):
+        assert key in final
+
+
+def test_stop_after_saves_and_the_schedule_still_aims_at_the_end(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "cluster.processes=1", "train.stop_after=7")
+    whole = make_run(tmp_path / "whole", "cluster.processes=1")
+    assert train(run) == [0] and train(whole) == [0]
+    assert summary(run)["steps"] == 7 and (run / "checkpoints" / "step-00000007").is_dir()
+    assert [m["lr"] for m in metrics(run)] == [m["lr"] for m in metrics(whole)][:7]
+    assert losses(run) == {s: x for s, x in losses(whole).items() if s <= 7}
+
+
+def test_a_validation_split_smaller_than_a_batch_is_a_bad_configuration(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "cluster.processes=1", "train.eval_batches=1", "data.num_samples=20")
+    assert train(run) == [2]
+    assert "the validation split has only 2 samples" in str(failure(run)["message"])
+
+
+def test_other_data_is_refused_on_resume_unless_allowed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "cluster.processes=1", "train.stop_after=4")
+    assert train(run) == [0]
+    make_run(run, "cluster.processes=1", "data.num_samples=999")
+    assert train(run) == [2]
+    assert "10000 samples then, 999 samples now" in str(failure(run)["message"])
+    make_run(run, "cluster.processes=1", "data.num_samples=999", "resume_allow=[data]")
+    assert train(run) == [0]
+
+
+def test_a_value_error_in_a_step_is_a_failure_and_no_bad_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "odd_model.py").write_text(
+        "from dtrain.models.gpt2 import GPT2\n"
+        "class Odd(GPT2):\n"
+        "    def forward(self, inputs, targets=None):\n"
+        "        raise ValueError('shapes do not match')\n"
+    )
+    run = make_run(tmp_path / "run", "cluster.processes=1", "model._target_=odd_model.Odd", "trust=[odd_model]")
+    assert train(run) == [3]
+
+
+def test_a_tied_weight_is_refused_before_the_meta_device_unties_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "tied_model.py").write_text(
+        "from torch import nn\n"
+        "from dtrain.models.gpt2 import GPT2\n"
+        "class Tied(GPT2):\n"
+        "    def __init__(self, num_layers: int, dim: int, num_heads: int, vocab_size: int, seq_len: int,\n"
+        "                 vocab_multiple: int = 1, dropout: float = 0.0):\n"
+        "        super().__init__(num_layers, dim, num_heads, vocab_size, seq_len, vocab_multiple, dropout)\n"
+        "        self.head = nn.Linear(dim, vocab_size, bias=False)\n"
+        "        self.head.weight = self.embed.weight\n"
+    )
+    run = make_run(tmp_path / "run", "cluster.processes=1", "model._target_=tied_model.Tied", "trust=[tied_model]")
+    assert train(run) == [2]
+    assert "embed.weight and head.weight are one weight under two names" in str(failure(run)["message"])
+
+
+def test_a_run_folder_is_not_trusted_for_what_it_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(
+        tmp_path / "run",
+        "cluster.processes=1",
+        "train.steps=2",
+        f"+data.path={tmp_path / 'ids'}",
+        "data._target_=tests.recording.Recorder",
+        "trust=[tests]",
+        "data.num_samples=300",
+    )
+    assert train(run) == [0]
+    (run / "launch.json").write_text("{}")
+    assert main(["sample", str(run), "x", "--tokens", "2"]) == 2
+    assert "trust=[tests]" in capsys.readouterr().err
+    assert main(["sample", str(run), "x", "--tokens", "2", "--trust", "tests"]) == 2
+    assert "tokens that the model does not know" in capsys.readouterr().err, "x is 120, the vocabulary 61"
+    assert main(["sample", str(run), "\n", "--tokens", "2", "--trust", "tests"]) == 0
