@@ -177,8 +177,9 @@ def train(run_dir: Path, cfg: Settings, device: torch.device) -> str:
 def main(run_dir: Path) -> int:
     """One rank, from the process group to the exit code."""
     try:
-        device = worker.join_process_group()
-        status = train(run_dir, config.load(run_dir), device)
+        cfg = config.load(run_dir)
+        device = worker.join_process_group(cfg.deterministic)
+        status = train(run_dir, cfg, device)
         dist.barrier()  # rank 0 may still write the summary; leaving early would look like a failure to its peers
         dist.destroy_process_group()
         return PREEMPTED if status == "preempted" else DONE

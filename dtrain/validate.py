@@ -33,7 +33,7 @@ AT_MOST = {"schedule.min_ratio": 1}
 
 # What a resumed run may change freely: how it is run. Dropout draws depend on the data ranks and micro-batches.
 FREE_ON_RESUME = (
-    "strategy", "cluster", "logger", "choices", "checkpoint", "compile", "activation_checkpointing",
+    "strategy", "cluster", "logger", "choices", "checkpoint", "compile", "deterministic", "activation_checkpointing",
     "activation_checkpointing_every", "train.micro_batch_size", "train.log_every", "train.eval_every",
     "train.eval_batches", "train.stop_after", "train.nonfinite", "resume", "resume_allow", "run_dir",
     "name", "trust", "dry_run",

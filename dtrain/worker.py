@@ -33,7 +33,7 @@ def redirect_output(run_dir: Path, rank: int) -> None:
     )
 
 
-def join_process_group() -> torch.device:
+def join_process_group(deterministic: bool = True) -> torch.device:
     """Join the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; give this rank's device.
 
     CPU tensors travel over gloo, CUDA tensors over NCCL, in one group. NCCL refuses two ranks on one GPU; there gloo
@@ -46,6 +46,11 @@ def join_process_group() -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % num_gpus)
     torch.cuda.set_device(device)
+    if deterministic:  # flash attention's backward pass adds in any order otherwise; what has no such kernel warns
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # we read no memory that nothing wrote, so it need not be filled first
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if local_size > num_gpus:
         log.warning("%d ranks share %d GPUs: NCCL refuses that, so gloo is used, which is slow", local_size, num_gpus)
         dist.init_process_group("gloo")
