@@ -34,7 +34,14 @@ def launch(cwd: Path, *overrides: str, env: dict[str, str] | None = None) -> sub
     command = [sys.executable, str(ROOT / "launch.py"), *SMALL, "run_dir=run", *overrides]
     environment = os.environ | {"OMP_NUM_THREADS": "1", **(env or {})}
     return subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # a background job of a shell is born with SIGINT ignored, and dtrain respects that; here a foreground one is meant
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
