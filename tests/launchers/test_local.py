@@ -40,7 +40,7 @@ def launch(cwd: Path, *overrides: str, env: dict[str, str] | None = None) -> sub
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # a background job of a shell is born with SIGINT ignored, and dtrain respects that; here a foreground one is meant
+        # a background job is born with SIGINT ignored, and dtrain respects that; a foreground one is meant here
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
