@@ -20,9 +20,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMON = ["data=synthetic", "train.eval_batches=0", "checkpoint.every=0", "precision=bf16", "train.steps=30"]
+COMMON += ["deterministic=false"]
 ROWS = {
     "gpt2-124m ddp, eager": ["model=gpt2-124m", "train.global_batch_size=32"],
     "gpt2-124m ddp, compile": ["model=gpt2-124m", "train.global_batch_size=32", "compile=true"],
+    "gpt2-124m ddp, compile, deterministic": [
+        *("model=gpt2-124m", "train.global_batch_size=32", "compile=true", "deterministic=true"),
+    ],
     "gpt2-124m fsdp, compile": ["model=gpt2-124m", "train.global_batch_size=32", "compile=true", "strategy=fsdp"],
     "gpt2-1.5b ddp, compile": ["model=gpt2-1.5b", "train.global_batch_size=16", "compile=true"],
     "gpt2-1.5b fsdp, compile": ["model=gpt2-1.5b", "train.global_batch_size=16", "compile=true", "strategy=fsdp"],
