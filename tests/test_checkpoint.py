@@ -262,6 +262,7 @@ def test_sigkill_at_each_phase_loses_no_acknowledged_checkpoint(phase: str, tmp_
     assert not list((run / "checkpoints").glob(".attempt*"))
 
 
+@pytest.mark.timeout(600)  # a minute on a quiet machine
 def test_50_random_kills_lose_no_acknowledged_checkpoint(tmp_path: Path) -> None:
     """One run, killed 50 times wherever it is; `latest` is the acknowledgement, and it must hold each time."""
     run = make_run(

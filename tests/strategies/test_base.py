@@ -148,6 +148,7 @@ def test_clipping_scales_all_gradients_by_one_norm() -> None:
     torch.testing.assert_close(gradients, torch.tensor([0.6, 0.0, 0.0, 0.8]))
 
 
+@pytest.mark.timeout(600)  # a minute on a quiet machine
 def test_compile_keeps_the_maths(tmp_path: Path) -> None:
     curves = []
     for strategy in STRATEGIES:
