@@ -41,7 +41,6 @@ class DDP(Strategy):
         element is summed depends on its place in a bucket. Without this, the first step after a resume would round
         differently from the same step of a run that was never interrupted.
         """
-        assert self.model is not None
         buffers = [b.clone() for b in self.module.buffers()]
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), self.autocast():
             self.model.train()
