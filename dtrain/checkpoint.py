@@ -287,6 +287,7 @@ def agreed(what: str, clean_up: Path | None = None) -> Iterator[None]:
     if problems:
         if rank() == 0 and clean_up is not None:
             shutil.rmtree(clean_up, ignore_errors=True)
+        gather(None)  # only then do the others go on: on a full disk, that room is needed to note the failure
         raise CheckpointError(f"{what} failed on {problems[0]}") from cause
 
 
