@@ -17,7 +17,7 @@ import os
 import shutil
 import signal
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dtrain import shards
 from dtrain.rundir import checkpoints
-from dtrain.shards import Chunk
+from dtrain.shards import Chunk, Held, chunks_of
 
 log = logging.getLogger("dtrain")
 FORMAT = "dtrain-1"
@@ -44,7 +44,7 @@ class Damaged(CheckpointError):
 # ---- save ----------------------------------------------------------------------------------------------------
 
 
-def save(folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], keep: int) -> Path:
+def save(folder: Path, step: int, tensors: Mapping[str, Held], meta: dict[str, Any], keep: int) -> Path:
     """Save under `folder`, in agreement: when this returns, on any rank, the checkpoint is on disk and `latest`."""
     final = folder / f"step-{step:08d}"
     attempt = folder / broadcast(f".attempt-{step}-{uuid.uuid4().hex[:8]}")
@@ -53,7 +53,11 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, An
         if not verify(final):  # an earlier life of this run saved this very step, and it is as good
             return final
         put_aside(final)
-    chunks = {name: Chunk(tensor) for name, tensor in tensors.items()}
+    # one name in a rank's file may stand for several boxes of a tensor: the first has the name itself
+    chunks = {
+        (name, name if i == 0 else f"{name}#{i}"): chunk
+        for name, held in tensors.items() for i, chunk in enumerate(chunks_of(held))
+    }  # fmt: skip
     with agreed(f"saving {final}", clean_up=attempt):
         if rank() == 0:
             for stale in folder.glob(".attempt-*"):  # of a run that was killed while it saved
@@ -61,12 +65,13 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, An
             attempt.mkdir(parents=True)
     with agreed(f"saving {final}", clean_up=attempt):
         file = f"rank-{rank():05d}.safetensors"
-        mine = {name: chunks[name] for name in assign_writers(chunks)}
-        size, digest = shards.write(attempt / file, {n: c.values for n, c in mine.items()}, {"format": "pt"})
+        mine = {names: chunks[names] for names in assign_writers(chunks)}
+        size, digest = shards.write(attempt / file, {key: c.values for (_, key), c in mine.items()}, {"format": "pt"})
         failpoint("save.shard")
     written = [
         {"name": name, "whole": c.whole_shape, "dtype": str(c.values.dtype).removeprefix("torch."),
-         "chunk": {"file": file, "offset": c.offset, "shape": c.shape}} for name, c in mine.items()
+         "chunk": {"file": file, "offset": c.offset, "shape": c.shape} | ({"key": key} if key != name else {})}
+        for (name, key), c in mine.items()
     ]  # fmt: skip
     reports = gather({"file": file, "size": size, "sha256": digest, "written": written})
     with agreed(f"saving {final}", clean_up=attempt):
@@ -82,11 +87,12 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, An
     return final
 
 
-def assign_writers(chunks: dict[str, Chunk]) -> list[str]:
-    """The names whose chunk this rank writes. A chunk that several ranks hold is written by one, loads balanced."""
+def assign_writers(chunks: dict[tuple[str, str], Chunk]) -> list[tuple[str, str]]:
+    """The chunks that this rank writes. One that several ranks hold is written by one of them, loads balanced."""
     holders: dict[tuple[Any, ...], list[int]] = {}
     sizes: dict[tuple[Any, ...], int] = {}
-    for r, held in enumerate(gather([(n, c.offset, c.shape, c.nbytes) for n, c in chunks.items()])):
+    names_of = {(names[0], c.offset, c.shape): names for names, c in chunks.items()}
+    for r, held in enumerate(gather([(name, c.offset, c.shape, c.nbytes) for (name, _), c in chunks.items()])):
         for name, offset, shape, nbytes in held:
             if nbytes or not shape:  # an uneven cut leaves some ranks with nothing
                 holders.setdefault((name, offset, shape), []).append(r)
@@ -97,7 +103,7 @@ def assign_writers(chunks: dict[str, Chunk]) -> list[str]:
         writer = min(holders[key], key=lambda r: (load[r], r))
         load[writer] += sizes[key]
         if writer == rank():
-            mine.append(key[0])
+            mine.append(names_of[key])
     return mine
 
 
@@ -211,15 +217,19 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return content
 
 
-def load(path: Path, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Fill `tensors`, in place, from a checkpoint saved under any layout."""
+def load(path: Path, content: dict[str, Any], tensors: Mapping[str, Held]) -> None:
+    """Fill what this rank holds, in place, from a checkpoint saved under any layout."""
     saved = content["tensors"]
-    wrong = [f"{n} is not in it" for n in tensors if n not in saved] + [
-        f"{n} is only in it" for n in saved if n not in tensors
-    ]
+    chunks = {name: chunks_of(held) for name, held in tensors.items()}
+    # a pipeline's rank knows its own stage only: what the model has is what all of them have
+    shapes: dict[str, list[int]] = {}
+    for part in gather({name: list(c[0].whole_shape) for name, c in chunks.items() if c}):
+        shapes |= part
+    wrong = [f"{n} is not in it" for n in shapes if n not in saved]
+    wrong += [f"{n} is only in it" for n in saved if n not in shapes]
     wrong += [
-        f"{n} has shape {saved[n]['shape']} in it, {list(t.shape)} here"
-        for n, t in tensors.items() if n in saved and saved[n]["shape"] != list(t.shape)
+        f"{n} has shape {saved[n]['shape']} in it, {shape} here"
+        for n, shape in shapes.items() if n in saved and saved[n]["shape"] != shape
     ]  # fmt: skip
     if wrong:
         raise CheckpointError(
@@ -227,8 +237,9 @@ def load(path: Path, content: dict[str, Any], tensors: dict[str, Tensor]) -> Non
             "Fix: use the model that it was saved from, or another run_dir"
         )
     with shards.Reader(path, saved) as reader:
-        for name, tensor in tensors.items():
-            reader.fill(name, Chunk(tensor))
+        for name, held in chunks.items():
+            for chunk in held:
+                reader.fill(name, chunk)
 
 
 def weights(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -28,28 +29,36 @@ class MeshSizes:
         return " × ".join(f"{axis} {size}" for axis, size in asdict(self).items())
 
 
-def resolve(world_size: int, pp: int = 1, dp: int = -1, tp: int = 1) -> MeshSizes:
-    """Fill in the one -1 and check that the axes multiply to the number of ranks."""
+def resolve(world_size: int, node_size: int | None = None, pp: int = 1, dp: int = -1, tp: int = 1) -> MeshSizes:
+    """Fill in each -1 and check that the axes multiply to the number of ranks.
+
+    Of several -1 tp is filled first, up to a node (its messages are the most and the largest), then pp, then dp. So
+    `strategy=tensor` is tensor parallel over all ranks of a node, and with `strategy.tp=2` the rest is data parallel.
+    """
+    node_size = node_size or world_size
     sizes = {"pp": pp, "dp": dp, "tp": tp}
     asked = ", ".join(f"strategy.{axis}={size}" for axis, size in sizes.items())
-    fill = [axis for axis, size in sizes.items() if size == -1]
-    wrong = [axis for axis, size in sizes.items() if size < 1 and size != -1]
-    if wrong or len(fill) > 1:
-        axis = (wrong or [axis for axis in fill if axis != "dp"])[0]
-        raise ValueError(f"{asked}: each must be at least 1, and at most one may be -1 (fill)\n"
-                         f"  fix: strategy.{axis}={-1 if axis == 'dp' and not fill else 1}")  # fmt: skip
-    fixed = 1
-    for size in sizes.values():
-        fixed *= max(size, 1)
-    if fill and world_size % fixed == 0:
-        sizes[fill[0]] = world_size // fixed
-    mesh = MeshSizes(**sizes) if world_size % fixed == 0 else None
-    if mesh is None or mesh.world_size != world_size:
+    for axis, size in sizes.items():
+        if size < 1 and size != -1:
+            raise ValueError(f"{asked}: each must be at least 1, or -1 (fill)\n  fix: strategy.{axis}=-1")
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    fill = [axis for axis in ("tp", "pp", "dp") if sizes[axis] == -1]
+    rest = world_size // fixed
+    for axis in fill:
+        last = axis == fill[-1]
+        sizes[axis] = math.gcd(rest, node_size) if axis == "tp" and not last else rest
+        rest //= sizes[axis] or 1
+    if math.prod(sizes.values()) != world_size:
         raise ValueError(
             f"{asked}: pp × dp × tp must be the number of ranks, and there are {world_size}\n"
             f"  fix: strategy.dp=-1 with pp × tp dividing {world_size}, or cluster.processes={fixed}"
         )
-    return mesh
+    if node_size % sizes["tp"]:
+        raise ValueError(
+            f"{asked}: tp = {sizes['tp']} does not divide the {node_size} ranks of a node, and tensor ranks must share "
+            f"one\n  fix: strategy.tp={math.gcd(sizes['tp'], node_size)} strategy.dp=-1"
+        )
+    return MeshSizes(**sizes)
 
 
 def device_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh:

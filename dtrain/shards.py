@@ -9,10 +9,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +33,67 @@ def is_dtensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements")
 
 
+@dataclass(frozen=True, eq=False)
 class Chunk:
-    """The part of a named tensor that this rank holds: where it begins in the whole, and its values."""
+    """A box of a named tensor that this rank holds: its live values, and where it begins in the whole."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.whole_shape = tuple(tensor.shape)
-        if is_dtensor(tensor):
-            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    values: Tensor
+    whole_shape: tuple[int, ...]
+    offset: tuple[int, ...]
 
-            dtensor: Any = tensor
-            shape, offset = compute_local_shape_and_global_offset(tensor.shape, dtensor.device_mesh, dtensor.placements)
-            self.values: Tensor = dtensor.to_local()
-            self.shape, self.offset = tuple(shape), tuple(offset)
-        else:
-            self.values, self.shape, self.offset = tensor, tuple(tensor.shape), (0,) * tensor.dim()
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The place in the whole: `whole[chunk.box]` has the shape of the values."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
     @property
     def nbytes(self) -> int:
         return self.values.numel() * self.values.element_size()
+
+
+Held = Tensor | list[Chunk]  # what a rank holds of a named tensor: all of it, a DTensor's shard, or some boxes
+
+
+def chunks_of(held: Held) -> list[Chunk]:
+    if isinstance(held, list):
+        return held
+    if is_dtensor(held):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        dtensor: Any = held
+        _, offset = compute_local_shape_and_global_offset(held.shape, dtensor.device_mesh, dtensor.placements)
+        return [Chunk(dtensor.to_local(), tuple(held.shape), tuple(offset))]
+    return [Chunk(held, tuple(held.shape), (0,) * held.dim())]
+
+
+def flat_chunks(values: Tensor, whole_shape: tuple[int, ...], begin: int) -> list[Chunk]:
+    """The boxes that a run of elements of the flattened whole is made of, as views of `values`.
+
+    DeepSpeed cuts a weight without regard to its rows. Of a matrix such a run is at most three boxes: the rest of a
+    row, whole rows, the start of a row; each more dimension adds two.
+    """
+    if len(whole_shape) <= 1 or not values.numel():
+        offset = (begin,) if whole_shape else ()
+        return [Chunk(values.view(values.shape if whole_shape else ()), whole_shape, offset)] if values.numel() else []
+    row_shape = whole_shape[1:]
+    row = math.prod(row_shape)
+    boxes: list[Chunk] = []
+    at, end = begin, begin + values.numel()
+    while at < end:
+        if at % row == 0 and end - at >= row:  # whole rows
+            stop = end - end % row
+            rows = values[at - begin : stop - begin].view(-1, *row_shape)
+            boxes.append(Chunk(rows, whole_shape, (at // row, *(0 for _ in row_shape))))
+        else:
+            stop = min(end, at - at % row + row)
+            for part in flat_chunks(values[at - begin : stop - begin], row_shape, at % row):
+                boxes.append(Chunk(part.values.unsqueeze(0), whole_shape, (at // row, *part.offset)))
+        at = stop
+    return boxes
 
 
 def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> tuple[int, str]:
@@ -122,7 +167,7 @@ class Reader:
         self.stack.close()
 
     def fill(self, name: str, chunk: Chunk) -> None:
-        """Copy into a rank's chunk every saved chunk that overlaps it."""
+        """Copy into a rank's chunk what overlaps it of every saved one."""
         for saved in self.tensors[name]["chunks"]:
             low = [max(a, b) for a, b in zip(saved["offset"], chunk.offset, strict=True)]
             high = [min(a + n, b + m) for a, n, b, m in
@@ -132,13 +177,15 @@ class Reader:
             source = tuple(slice(lo - o, hi - o) for lo, hi, o in zip(low, high, saved["offset"], strict=True))
             target = tuple(slice(lo - o, hi - o) for lo, hi, o in zip(low, high, chunk.offset, strict=True))
             file = self._open(saved["file"])
-            values = file.get_slice(name)[source] if source else file.get_tensor(name)
+            key = saved.get("key", name)
+            values = file.get_slice(key)[source] if source else file.get_tensor(key)
             chunk.values[target].copy_(values)
 
     def whole(self, name: str) -> Tensor:
         spec = self.tensors[name]
         tensor = torch.empty(spec["shape"], dtype=getattr(torch, spec["dtype"]))
-        self.fill(name, Chunk(tensor))
+        for chunk in chunks_of(tensor):
+            self.fill(name, chunk)
         return tensor
 
     def _open(self, file: str) -> Any:

@@ -43,7 +43,7 @@ def train(run_dir: Path, cfg: Settings, device: torch.device) -> str:
     precision = build(cfg.precision, trust)
     schedule = build(cfg.schedule, trust, steps=cfg.train.steps)
     strategy = build(cfg.strategy, trust)
-    sizes = strategy.resolve_mesh(world_size)
+    sizes = strategy.resolve_mesh(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
     _, micro_batch_size, accumulation = batch_sizes(cfg, sizes)
     strategy.setup(
         model,

@@ -44,8 +44,8 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     """Raise a ValueError for the first broken rule; give the mesh that the configuration means."""
     check_keys_and_types(config)
     check_ranges(flatten(config))
-    sizes = mesh.resolve(world_size(config), **{k: config["strategy"].get(k, d) for k, d in
-                                                (("pp", 1), ("dp", -1), ("tp", 1))})  # fmt: skip
+    axes = {axis: config["strategy"].get(axis, default) for axis, default in (("pp", 1), ("dp", -1), ("tp", 1))}
+    sizes = mesh.resolve(world_size(config), config["cluster"]["processes"], **axes)
     check_model(config["model"], sizes)
     batch_sizes(config, sizes)
     check_data(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import random
 import shutil
@@ -103,11 +104,26 @@ def test_any_cut_is_read_as_any_other(
         offset[dim] = low
         chunks.append({"file": f"{i}.safetensors", "offset": offset, "shape": list(part.shape)})
     box = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
-    target = shards.Chunk(torch.full([hi - lo for lo, hi in box], float("nan")))
-    target.offset, target.whole_shape = tuple(lo for lo, _ in box), tuple(shape)
+    values = torch.full([hi - lo for lo, hi in box], float("nan"))
+    target = shards.Chunk(values, tuple(shape), tuple(lo for lo, _ in box))
     with shards.Reader(folder, {"t": {"shape": shape, "dtype": "float32", "chunks": chunks}}) as reader:
         reader.fill("t", target)
     assert torch.equal(target.values, whole[tuple(slice(lo, hi) for lo, hi in box)])
+
+
+@given(shape=st.lists(st.integers(1, 5), max_size=4), data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_run_of_elements_is_a_few_boxes(shape: list[int], data: st.DataObject) -> None:
+    """DeepSpeed cuts a flattened weight anywhere; boxes of it are what a checkpoint can hold."""
+    whole = torch.arange(math.prod(shape), dtype=torch.float32)
+    begin, end = sorted(data.draw(st.tuples(*[st.integers(0, whole.numel())] * 2)))
+    run = whole[begin:end].clone()
+    boxes = shards.flat_chunks(run, tuple(shape), begin)
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    for box in boxes:
+        assert torch.equal(box.values, whole.view(shape)[box.box])
+        box.values.neg_()  # the values are views: a load that fills them fills the run
+    assert torch.equal(run, -whole[begin:end])
 
 
 def _save_replicated(folder: Path) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recompute
 
-from dtrain import mesh
+from dtrain import checkpoint, mesh
 from dtrain.precision import Precision
-from dtrain.shards import is_dtensor
+from dtrain.shards import Held, chunks_of, is_dtensor
 
 
 @dataclass
@@ -39,8 +40,8 @@ class Strategy:
     def __init__(self, pp: int = 1, dp: int = -1, tp: int = 1) -> None:
         self.axes = {"pp": pp, "dp": dp, "tp": tp}
 
-    def resolve_mesh(self, world_size: int) -> mesh.MeshSizes:
-        return mesh.resolve(world_size, **self.axes)
+    def resolve_mesh(self, world_size: int, node_size: int | None = None) -> mesh.MeshSizes:
+        return mesh.resolve(world_size, node_size, **self.axes)
 
     def setup(
         self,
@@ -59,7 +60,7 @@ class Strategy:
         """Spread a model that was built on the meta device, give it its first weights, make its optimizer."""
         self.precision, self.device, self.compile = precision, device, compile
         self.micro_batch_size, self.max_grad_norm = micro_batch_size, max_grad_norm
-        self.sizes = self.resolve_mesh(dist.get_world_size())
+        self.sizes = self.resolve_mesh(dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None)
         self.mesh = mesh.device_mesh(self.sizes, device.type)
         self.data_rank = self.mesh.get_local_rank("dp")
         self.data_group = self.mesh.get_group("dp")
@@ -151,13 +152,13 @@ class Strategy:
 
     # ---- state: canonical names, whatever the layout ---------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Every tensor to save, under its canonical name: `model.NAME`, and `optim.NAME.KEY` of the optimizer.
+    def state_dict(self) -> dict[str, Held]:
+        """What this rank holds of every tensor to save, by canonical name: `model.NAME`, `optim.NAME.KEY`.
 
-        The tensors are the live ones, whole or DTensor shards: a load fills them in place.
+        The values are the live ones: a load fills them in place. All ranks call it.
         """
         init_optimizer_state(self.optimizer)
-        state: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in self.module.named_parameters()}
+        state: dict[str, Held] = {f"model.{name}": p.detach() for name, p in self.module.named_parameters()}
         state |= {f"model.{name}": b for name, b in self.module.named_buffers()}
         for name, p in self.module.named_parameters():
             for key, value in self.optimizer.state.get(p, {}).items():
@@ -166,15 +167,18 @@ class Strategy:
         return state
 
     def extra_state(self) -> dict[str, Any]:
-        """The state that is no tensor of a weight's shape: update counts of each weight, the loss scale."""
+        """The state that is no tensor of a weight's shape: update counts of each weight, the loss scale.
+
+        All ranks call it: no rank need know every weight.
+        """
         counts: dict[str, dict[str, float]] = {}
         for name, p in self.module.named_parameters():
             slots = self.optimizer.state.get(p, {}).items()
             counts[name] = {k: float(v) for k, v in slots if not (isinstance(v, Tensor) and v.shape == p.shape)}
-        return {"optimizer": counts, "precision": self.precision.state_dict()}
+        return {"optimizer": merged(counts), "precision": self.precision.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Tensor], extra: dict[str, Any]) -> None:
-        """After a load has filled the tensors of `state_dict()`: take over the rest."""
+    def load_state_dict(self, state: dict[str, Held], extra: dict[str, Any]) -> None:
+        """After a load has filled the values of `state_dict()`: take over the rest."""
         for name, p in self.module.named_parameters():
             slots = self.optimizer.state.get(p, {})
             for key, value in extra["optimizer"].get(name, {}).items():
@@ -191,6 +195,15 @@ class Strategy:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor as it is."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def merged(counts: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """What all ranks together know of each weight."""
+    everything: dict[str, dict[str, float]] = {}
+    for part in checkpoint.gather(counts):
+        for name, slots in part.items():
+            everything.setdefault(name, {}).update(slots)
+    return everything
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
@@ -219,12 +232,8 @@ def init_weights(model: nn.Module, seed: int) -> None:
         generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:7]))
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         model.init_weights(name, whole, generator)  # type: ignore[operator]
-        if is_dtensor(parameter):
-            from torch.distributed.tensor import distribute_tensor
-
-            dtensor: Any = parameter
-            whole = distribute_tensor(whole, dtensor.device_mesh, dtensor.placements, src_data_rank=None)
-        local(parameter).copy_(local(whole))
+        for chunk in chunks_of(parameter):
+            chunk.values.copy_(whole[chunk.box])
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
@@ -272,4 +281,4 @@ def checkpoint_layers(model: nn.Module, mode: str, every: int) -> None:
         return
     for i, unit in enumerate(model.fsdp_units()):  # type: ignore[operator]
         if mode == "full" or i % every == 0:
-            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+            unit.forward = functools.partial(recompute, unit.forward, use_reentrant=False)
