@@ -37,6 +37,10 @@ class StepResult:
 class Strategy:
     """One process per data rank and nothing spread: the base that every strategy's maths must equal."""
 
+    # How far the losses of `dtrain verify` may be from one process. None: what its precision allows, as the maths is
+    # the same. A strategy with other maths states its own figure, and why.
+    tolerance: float | None = None
+
     def __init__(self, pp: int = 1, dp: int = -1, tp: int = 1) -> None:
         self.axes = {"pp": pp, "dp": dp, "tp": tp}
 
@@ -67,8 +71,7 @@ class Strategy:
         self.module = model  # the bare module: its parameter names are the canonical ones
         checkpoint_layers(model, activation_checkpointing, activation_checkpointing_every)
         self.parallelize(model)
-        materialize(model, device)
-        init_weights(model, seed)
+        self.materialize(model, seed)
         self.model = self.wrap(model)
         self.optimizer = make_optimizer(self.module.named_parameters())
 
@@ -76,6 +79,11 @@ class Strategy:
 
     def parallelize(self, model: nn.Module) -> None:
         """Cut the model, in place, while its weights have no memory yet."""
+
+    def materialize(self, model: nn.Module, seed: int) -> None:
+        """Give the model memory and its first weights."""
+        materialize(model, self.device)
+        init_weights(model, seed)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap the model once its weights are there. What comes back is what is called."""
