@@ -67,6 +67,14 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
+class Head(nn.Module):
+    """Logits, or the mean loss, from the last hidden states and the embedding. A module, so that a plan can name it."""
+
+    def forward(self, x: Tensor, weight: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits = F.linear(x, weight)
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
 class GPT2(nn.Module):
     def __init__(
         self,
@@ -87,6 +95,7 @@ class GPT2(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleDict({str(i): Block(dim, num_heads, dropout) for i in range(num_layers)})
         self.norm: LayerNorm | None = LayerNorm(dim)
+        self.head = Head()
         # as published: the rows that only pad the vocabulary are not counted
         self.num_parameters = sum(p.numel() for p in self.parameters()) - (padded - vocab_size) * dim
 
@@ -102,10 +111,9 @@ class GPT2(nn.Module):
         if not self.is_last:
             return x
         assert self.embed is not None and self.norm is not None
-        logits = F.linear(self.norm(x), self.embed.weight)  # tied: no second matrix, and no tie for a wrapper to break
-        if targets is None:
-            return logits[..., : self.vocab_size]
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        # tied: no second matrix, and no tie for a wrapper to break
+        out: Tensor = self.head(self.norm(x), self.embed.weight, targets)
+        return out if targets is not None else out[..., : self.vocab_size]
 
     # ---- the plans -------------------------------------------------------------------------------------------
 
@@ -124,25 +132,62 @@ class GPT2(nn.Module):
         """The modules gathered one at a time under fsdp; also the unit of activation checkpointing."""
         return list(self.layers.values())
 
-    def tp_plan(self) -> dict[str, ParallelStyle]:
-        """Cut each block's matrices over the tensor-parallel ranks: two all-reduces a block and direction."""
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    def tp_plan(self, sequence_parallel: bool = False, loss_parallel: bool = False) -> dict[str, ParallelStyle]:
+        """How the tensor-parallel ranks share each module that this (stage of the) model has.
 
+        Each block's matrices are cut: two all-reduces a block and direction. Sequence parallel also cuts, along the
+        sequence, what lies between them (norms, dropout, the residual stream): each all-reduce becomes a gather and a
+        scatter. Loss parallel cuts embedding and head by the vocabulary, so that no rank ever has whole logits.
+        """
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            PrepareModuleInput,
+            PrepareModuleInputOutput,
+            PrepareModuleOutput,
+            RowwiseParallel,
+            SequenceParallel,
+        )
+
+        between = Shard(1) if sequence_parallel else Replicate()
         plan: dict[str, ParallelStyle] = {}
         for i in self.layers:
-            plan[f"layers.{i}.attention.qkv"] = ColwiseParallel()
-            plan[f"layers.{i}.attention.proj"] = RowwiseParallel()
-            plan[f"layers.{i}.mlp.up"] = ColwiseParallel()
-            plan[f"layers.{i}.mlp.down"] = RowwiseParallel()
+            block = f"layers.{i}"
+            if sequence_parallel:
+                for norm, module in (("norm1", "attention"), ("norm2", "mlp")):
+                    plan[f"{block}.{norm}"] = SequenceParallel()
+                    plan[f"{block}.{module}"] = PrepareModuleInput(
+                        input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
+                    )
+            plan[f"{block}.attention.qkv"] = ColwiseParallel()
+            plan[f"{block}.attention.proj"] = RowwiseParallel(output_layouts=between)
+            plan[f"{block}.mlp.up"] = ColwiseParallel()
+            plan[f"{block}.mlp.down"] = RowwiseParallel(output_layouts=between)
+        if loss_parallel and self.embed is not None:
+            plan["embed"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+        if self.is_first and sequence_parallel:
+            plan["dropout"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+        if self.is_last and sequence_parallel:
+            plan["norm"] = SequenceParallel()
+        if self.is_last and (sequence_parallel or loss_parallel):
+            plan["head"] = PrepareModuleInputOutput(
+                input_layouts=(between, None, None),
+                desired_input_layouts=(Replicate(), None, None),
+                use_local_input=not loss_parallel,
+                output_layouts=Replicate(),
+                desired_output_layouts=Replicate(),
+            )
         return plan
 
-    def pipeline_split(self, stage: int, num_stages: int) -> GPT2:
-        """Keep what this stage owns and drop the rest; names stay. The tied weight is on both ends."""
-        low, high = (self.num_layers * s // num_stages for s in (stage, stage + 1))
+    def pipeline_split(self, low: int, high: int) -> GPT2:
+        """Keep the layers from `low` to before `high`, with the ends that belong to them, and drop the rest.
+
+        Names stay. The tied weight is on both ends; a stage that is not the last ignores the targets.
+        """
         for i in list(self.layers):
             if not low <= int(i) < high:
                 del self.layers[i]
-        self.is_first, self.is_last = stage == 0, stage == num_stages - 1
+        self.is_first, self.is_last = low == 0, high == self.num_layers
         if not self.is_first:
             self.positions = None
         if not self.is_last:

@@ -12,7 +12,7 @@ import hashlib
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,26 +64,27 @@ class Strategy:
         """Spread a model that was built on the meta device, give it its first weights, make its optimizer."""
         self.precision, self.device, self.compile = precision, device, compile
         self.micro_batch_size, self.max_grad_norm = micro_batch_size, max_grad_norm
-        self.sizes = self.resolve_mesh(dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None)
+        self.node_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        self.sizes = self.resolve_mesh(dist.get_world_size(), self.node_size)
         self.mesh = mesh.device_mesh(self.sizes, device.type)
         self.data_rank = self.mesh.get_local_rank("dp")
         self.data_group = self.mesh.get_group("dp")
-        self.module = model  # the bare module: its parameter names are the canonical ones
         checkpoint_layers(model, activation_checkpointing, activation_checkpointing_every)
-        self.parallelize(model)
-        self.materialize(model, seed)
-        self.model = self.wrap(model)
+        self.module = self.parallelize(model)  # the bare module: its parameter names are the canonical ones
+        self.materialize(self.module, seed)
+        self.model = self.wrap(self.module)
         self.optimizer = make_optimizer(self.module.named_parameters())
 
     # ---- what most strategies override -----------------------------------------------------------------------
 
-    def parallelize(self, model: nn.Module) -> None:
-        """Cut the model, in place, while its weights have no memory yet."""
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        """Cut the model while its weights have no memory yet."""
+        return model
 
     def materialize(self, model: nn.Module, seed: int) -> None:
         """Give the model memory and its first weights."""
         materialize(model, self.device)
-        init_weights(model, seed)
+        init_weights(model, seed, self.device)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap the model once its weights are there. What comes back is what is called."""
@@ -97,6 +98,16 @@ class Strategy:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return self.precision.autocast(self.device.type)
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Around a pass that only prepares something: gradients, random draws and changed buffers are thrown away."""
+        buffers = [b.clone() for b in self.module.buffers()]
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            yield
+        self.optimizer.zero_grad(set_to_none=True)
+        for buffer, before in zip(self.module.buffers(), buffers, strict=True):
+            buffer.copy_(before)
 
     # ---- a step ----------------------------------------------------------------------------------------------
 
@@ -132,7 +143,7 @@ class Strategy:
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         if self.precision.scaled:
             torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], 1.0 / self.precision.scale)
-        norm = clip_grad_norm(parameters, self.max_grad_norm)
+        norm = self.clip(parameters)
         loss_value, norm_value = torch.stack([loss.float(), norm.float()]).tolist()  # the one host sync of a step
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         if finite:
@@ -141,6 +152,10 @@ class Strategy:
         # a loss that is not finite is no matter of the scale, which only gradients see
         overflow = math.isfinite(loss_value) and self.precision.update(finite)
         return StepResult(loss_value, norm_value, updated=finite, overflow=overflow)
+
+    def clip(self, parameters: list[nn.Parameter]) -> Tensor:
+        """Clip by one norm over the whole model, and give that norm."""
+        return clip_grad_norm(parameters, self.max_grad_norm)
 
     @torch.no_grad()
     def eval_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -228,20 +243,28 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     model.to_empty(device=device)
 
 
-@torch.no_grad()
-def init_weights(model: nn.Module, seed: int) -> None:
+def init_weights(model: nn.Module, seed: int, device: torch.device | None = None) -> None:
     """Give every weight and buffer the value that (seed, name) says, the same under every strategy and world size.
 
     Each is drawn whole, one at a time, and each rank keeps its shard; so no rank ever holds the whole model. The draws
-    of a CPU and of a GPU differ.
+    of a CPU and of a GPU differ, so `device` does them also for weights that are offloaded.
     """
-    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:7]))
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        model.init_weights(name, whole, generator)  # type: ignore[operator]
-        for chunk in chunks_of(parameter):
-            chunk.values.copy_(whole[chunk.box])
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        init_weight(model, seed, name, tensor, device or tensor.device)
+
+
+@torch.no_grad()
+def init_weight(model: nn.Module, seed: int, name: str, held: Held, device: torch.device) -> None:
+    """Draw one weight whole, and keep what this rank holds of it."""
+    chunks = chunks_of(held)
+    if not chunks:
+        return
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7]))
+    whole = torch.empty(chunks[0].whole_shape, dtype=chunks[0].values.dtype, device=device)
+    model.init_weights(name, whole, generator)  # type: ignore[operator]
+    for chunk in chunks:
+        chunk.values.copy_(whole[chunk.box])
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
@@ -263,21 +286,46 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
                 value.zero_()
 
 
-def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
-    """Clip by one norm over all gradients, and give that norm.
+def clip_grad_norm(
+    parameters: list[nn.Parameter],
+    max_norm: float | None,
+    counted: list[nn.Parameter] | None = None,
+    num_stages: int = 1,
+) -> Tensor:
+    """Clip by one norm over all gradients, and give that norm, the same bits on every rank.
 
-    torch's own function refuses gradients on different meshes; so squares are summed per mesh first.
+    torch's own function refuses gradients on different meshes. So each rank sums the squares of what it holds, every
+    gradient divided by the ranks that hold the same values, and one sum over all ranks makes the norm, across shards
+    and pipeline stages. `counted` are the parameters that make the norm, when a copy must not count twice.
     """
-    by_mesh: dict[Any, list[nn.Parameter]] = defaultdict(list)
-    for p in parameters:
-        by_mesh[getattr(p.grad, "device_mesh", None)].append(p)
-    norms = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in by_mesh.values()]
-    norms = [n.full_tensor() if is_dtensor(n) else n for n in norms]  # type: ignore[attr-defined]
-    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    groups: dict[int, list[Tensor]] = defaultdict(list)
+    for p in parameters if counted is None else counted:
+        if p.grad is not None:
+            groups[_num_shards(p.grad)].append(local(p.grad))
+    if num_stages == 1 and set(groups) <= {1}:  # every rank holds everything
+        norm = nn.utils.get_total_norm(groups[1])
+    else:
+        num_ranks = dist.get_world_size() // num_stages
+        squares = [nn.utils.get_total_norm(g).square() * (n / num_ranks) for n, g in groups.items()]
+        device = squares[0].device if squares else local(parameters[0]).device
+        total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
+        dist.all_reduce(total)
+        norm = total.sqrt()
     if max_norm is not None:
-        for group in by_mesh.values():
-            nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
     return norm
+
+
+def _num_shards(gradient: Tensor) -> int:
+    """Over how many ranks the values are cut; all other ranks of a stage hold copies."""
+    if not is_dtensor(gradient):
+        return 1
+    dtensor: Any = gradient
+    assert not any(p.is_partial() for p in dtensor.placements), "a sum that is not finished has no norm"
+    return math.prod(
+        n for n, p in zip(dtensor.device_mesh.shape, dtensor.placements, strict=True) if not p.is_replicate()
+    )
 
 
 def checkpoint_layers(model: nn.Module, mode: str, every: int) -> None:

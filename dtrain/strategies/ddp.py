@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,13 +40,9 @@ class DDP(Strategy):
         element is summed depends on its place in a bucket. Without this, the first step after a resume would round
         differently from the same step of a run that was never interrupted.
         """
-        buffers = [b.clone() for b in self.module.buffers()]
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), self.autocast():
+        with self.rehearsal(), self.autocast():
             self.model.train()
             self.model(inputs, targets).backward()
-        self.optimizer.zero_grad(set_to_none=True)
-        for buffer, before in zip(self.module.buffers(), buffers, strict=True):
-            buffer.copy_(before)
         self.settled = True
 
     def no_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:

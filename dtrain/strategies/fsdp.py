@@ -4,38 +4,49 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from dtrain.strategies.base import Strategy
+from dtrain.strategies.base import Strategy, init_weights, materialize
 
 
 class FSDP(Strategy):
-    def __init__(self, dp: int = -1, reshard_after_forward: bool = True) -> None:
+    def __init__(
+        self,
+        dp: int = -1,
+        sharding: Literal["full", "grad_op", "hybrid"] = "full",
+        replica_size: int | None = None,
+        offload: Literal["none", "cpu"] = "none",
+        forward_prefetch: int = 0,
+        backward_prefetch: int = 1,
+    ) -> None:
         super().__init__(dp=dp)
-        self.reshard_after_forward = reshard_after_forward
+        self.sharding, self.replica_size, self.offload = sharding, replica_size, offload
+        self.forward_prefetch, self.backward_prefetch = forward_prefetch, backward_prefetch
 
-    def parallelize(self, model: nn.Module) -> None:
-        if not hasattr(model, "fsdp_units"):
-            raise ValueError(
-                f"strategy=fsdp: {type(model).__name__} does not say what to gather at a time\n"
-                "  fix: add fsdp_units() to the model (a list of its layers), or strategy=ddp"
-            )
-        if self.precision.dtype == torch.float32:
-            policy = MixedPrecisionPolicy()
-        else:
-            # Weights are gathered in 16 bits, half the traffic; gradients are reduced in 32. What flows between layers
-            # is left to autocast, as under ddp: products in 16 bits, norms and the residual stream in 32.
-            policy = MixedPrecisionPolicy(self.precision.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        options: dict[str, Any] = {"mesh": self.mesh["dp"], "mp_policy": policy}
-        for unit in model.fsdp_units():  # type: ignore[operator]
-            if self.compile:  # block by block: the gathers between blocks cannot be part of a graph
-                unit.compile()
-            fully_shard(unit, reshard_after_forward=self.reshard_after_forward, **options)
-        fully_shard(model, **options)
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        replica_size = (self.replica_size or self.node_size) if self.sharding == "hybrid" else self.sizes.dp
+        units = shard_layers(
+            model,
+            data_mesh(self.mesh, replica_size),
+            self.precision.dtype,
+            reshard_after_forward=self.sharding != "grad_op",
+            # pages that a GPU can read at once must be pinned; without a GPU there is nothing to pin them for
+            offload=CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offload == "cpu" else None,
+            compile=self.compile,
+        )
+        for i, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + self.forward_prefetch])
+            unit.set_modules_to_backward_prefetch(units[max(0, i - self.backward_prefetch) : i][::-1])
+        return model
+
+    def materialize(self, model: nn.Module, seed: int) -> None:
+        materialize(model, torch.device("cpu") if self.offload == "cpu" else self.device)
+        init_weights(model, seed, self.device)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return model
@@ -45,3 +56,48 @@ class FSDP(Strategy):
         assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(last)
         yield
+
+
+# ---- shared with the strategies that add tensor or pipeline parallel to it -----------------------------------
+
+
+def data_mesh(mesh: DeviceMesh, replica_size: int) -> DeviceMesh:
+    """The data-parallel axis, in groups of neighbours that hold one copy of the model together.
+
+    One group: everything is cut over all data ranks. Groups of one: every rank has all of its part, as under ddp.
+    """
+    size = mesh["dp"].size()
+    if replica_size == size:
+        return mesh["dp"]
+    names = ("replicate", "shard")
+    return mesh._unflatten("dp", (size // replica_size, replica_size), names)[names]
+
+
+def shard_layers(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    reshard_after_forward: bool = True,
+    offload: OffloadPolicy | None = None,
+    compile: bool = False,
+) -> list[FSDPModule]:
+    """Cut each layer, and then the rest, over the data ranks; give the layers."""
+    if not hasattr(model, "fsdp_units"):
+        raise ValueError(
+            f"strategy=fsdp: {type(model).__name__} does not say what to gather at a time\n"
+            "  fix: add fsdp_units() to the model (a list of its layers), or strategy=ddp"
+        )
+    if dtype == torch.float32:
+        policy = MixedPrecisionPolicy()
+    else:
+        # Weights are gathered in 16 bits, half the traffic; gradients are reduced in 32. What flows between layers
+        # is left to autocast, as under ddp: products in 16 bits, norms and the residual stream in 32.
+        policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload or OffloadPolicy()}
+    units: list[Any] = model.fsdp_units()  # type: ignore[operator]
+    for unit in units:
+        if compile:  # block by block: the gathers between blocks cannot be part of a graph
+            unit.compile()
+        fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(model, reshard_after_forward=reshard_after_forward, **options)
+    return units

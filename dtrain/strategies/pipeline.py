@@ -1,0 +1,220 @@
+"""Pipeline parallel: each rank holds some layers, micro-batches flow through. With tensor and data parallel: 3d."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.tensor.parallel import loss_parallel
+
+from dtrain.shards import Held
+from dtrain.strategies.base import Strategy, clip_grad_norm, local
+from dtrain.strategies.fsdp import data_mesh, shard_layers
+from dtrain.strategies.rules import balance, stages_of_rank
+from dtrain.strategies.tensor import cut_layers, finish_sums
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+}
+
+
+class Pipeline(Strategy):
+    def __init__(
+        self,
+        pp: int = -1,
+        dp: int = -1,
+        tp: int = 1,
+        schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zbv"] = "1f1b",
+        stages_per_rank: int = 2,
+        split: list[int] | None = None,
+        data: Literal["fsdp", "ddp"] = "fsdp",
+        sequence_parallel: bool = False,
+        loss_parallel: bool = False,
+    ) -> None:
+        super().__init__(pp=pp, dp=dp, tp=tp)
+        self.schedule, self.stages_per_rank, self.split, self.data = schedule, stages_per_rank, split, data
+        self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
+        # One schedule trains and one evaluates: one that does both prepares itself anew at every change, with a forward
+        # pass that draws random numbers.
+        self.schedules: dict[bool, Any] = {}
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        if not hasattr(model, "pipeline_split"):
+            raise ValueError(
+                f"strategy.pp={self.sizes.pp}: {type(model).__name__} does not say how to cut itself into stages\n"
+                "  fix: add pipeline_split() to the model, or strategy=fsdp, zero3 or ddp"
+            )
+        self.pp_rank, self.pp_group = self.mesh.get_local_rank("pp"), self.mesh.get_group("pp")
+        self.stage_ids, self.num_stages = stages_of_rank(
+            self.pp_rank, self.sizes.pp, self.schedule, self.stages_per_rank
+        )
+        bounds = self.split_points(model)
+        return Stages([self.parallelize_stage(stage_of(model, *bounds[i])) for i in self.stage_ids])
+
+    def split_points(self, model: nn.Module) -> list[tuple[int, int]]:
+        """Which layers each stage has: as asked for, or such that the largest stage has the fewest parameters."""
+        layers = [num_parameters(unit) for unit in model.fsdp_units()]  # type: ignore[operator]
+        if self.split is not None:
+            return list(pairwise([0, *self.split, len(layers)]))
+        if self.num_stages == 1:
+            return [(0, len(layers))]
+        first = num_parameters(stage_of(model, 0, 1)) - layers[0]  # embeddings
+        last = num_parameters(stage_of(model, len(layers) - 1, len(layers))) - layers[-1]  # norm and head
+        return balance(layers, first, last, self.num_stages)
+
+    def parallelize_stage(self, stage: nn.Module) -> nn.Module:
+        """Tensor and data parallel inside a stage, as without a pipeline."""
+        cut_layers(stage, self.mesh["tp"], self.sequence_parallel, self.loss_parallel)
+        stage.forward = self.in_precision(stage.forward)
+        if self.sizes.dp > 1:  # layers stay gathered: every micro-batch would gather them again
+            mesh = data_mesh(self.mesh, self.sizes.dp if self.data == "fsdp" else 1)
+            shard_layers(stage, mesh, self.precision.dtype, reshard_after_forward=False, compile=self.compile)
+        elif self.compile:
+            for unit in stage.fsdp_units():  # type: ignore[operator]
+                unit.compile()
+        return stage
+
+    def in_precision(self, forward: Any) -> Any:
+        """The schedule runs forward and backward passes; only the forward ones belong under autocast."""
+
+        def forward_in_precision(*args: Any, **kwargs: Any) -> Any:
+            with self.autocast():
+                return forward(*args, **kwargs)
+
+        return forward_in_precision
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        names: list[Any] = [None] * self.sizes.pp
+        dist.all_gather_object(names, [name for name, _ in model.named_parameters()], group=self.pp_group)
+        everywhere = [(name, rank) for rank, held in enumerate(names) for name in held]
+        # a weight under one name on two stages is one weight: name → the ranks that have it, the first of them counts
+        self.tied = {n: sorted({r for m, r in everywhere if m == n}) for n, _ in everywhere
+                     if sum(m == n for m, _ in everywhere) > 1}  # fmt: skip
+        return model
+
+    # ---- a step ----------------------------------------------------------------------------------------------
+
+    def run(self, inputs: Tensor, targets: Tensor, train: bool) -> Tensor:
+        """Let the schedule take the micro-batches through all stages; give the mean loss to all of them."""
+        if train not in self.schedules:
+            self.schedules[train] = self.make_schedule(len(inputs) // self.micro_batch_size, train)
+            if train:  # its first pass asks every stage for its shapes, once more with a forward pass
+                with self.rehearsal():
+                    self.run(inputs, targets, train)
+        is_first, is_last = 0 in self.stage_ids, self.num_stages - 1 in self.stage_ids
+        losses: list[Tensor] = []
+        run = self.schedules[train].step if train else self.schedules[train].eval
+        with loss_parallel() if self.loss_parallel else contextlib.nullcontext():
+            run(
+                *([inputs] if is_first else []),
+                target=targets if is_last else None,
+                losses=losses if is_last else None,
+                return_outputs=False,
+                **({"targets": targets} if is_last else {}),
+            )
+        loss = torch.stack(losses).detach().float().sum() if is_last else torch.zeros((), device=self.device)
+        dist.all_reduce(loss, group=self.pp_group)
+        return loss / self.precision.scale
+
+    def make_schedule(self, num_micro_batches: int, train: bool) -> Any:
+        stages = [
+            pipelining.PipelineStage(stage, i, self.num_stages, self.device, group=self.pp_group)
+            for i, stage in zip(self.stage_ids, self.module.children(), strict=True)
+        ]
+        one_stage = self.schedule in ("gpipe", "1f1b")
+
+        def share_of_loss(output: Tensor, targets: Tensor) -> Tensor:
+            """The last stage gives the mean loss itself. Scaled here as without a pipeline, and not by the schedule."""
+            return output / num_micro_batches * self.precision.scale
+
+        schedule = SCHEDULES[self.schedule](
+            stages[0] if one_stage else stages, num_micro_batches, share_of_loss, scale_grads=False
+        )
+        if not train and self.schedule == "zbv":  # torch's own eval() walks into a backward pass that is not there
+            for rank, actions in schedule.pipeline_order_with_comms.items():
+                forward = [a for a in actions if a.computation_type.value not in ("I", "W", "B", "SEND_B", "RECV_B")]
+                schedule.pipeline_order_with_comms[rank] = forward
+        return schedule
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = self.run(inputs, targets, train=True)
+        finish_sums(self.module)
+        self.sum_tied_gradients()
+        return loss
+
+    @torch.no_grad()
+    def eval_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        self.model.eval()
+        return self.mean_over_data_ranks(self.run(inputs, targets, train=False))
+
+    def sum_tied_gradients(self) -> None:
+        """Each copy of a tied weight has the gradient of its own use; give all copies the sum, the same bits."""
+        for name, holders in self.tied.items():
+            copies = self.copies(name)
+            if not copies:
+                continue
+            total, *others = [local(p.grad) for p in copies if p.grad is not None]
+            for gradient in others:
+                total += gradient
+            if len(holders) == 2:
+                peer, received = holders[holders[0] == self.pp_rank], torch.empty_like(total)
+                swap = [dist.P2POp(dist.isend, total, group=self.pp_group, group_peer=peer),
+                        dist.P2POp(dist.irecv, received, group=self.pp_group, group_peer=peer)]  # fmt: skip
+                for work in dist.batch_isend_irecv(swap):
+                    work.wait()
+                total += received
+            for gradient in others:
+                gradient.copy_(total)
+
+    def copies(self, name: str) -> list[nn.Parameter]:
+        return [p for n, p in self.module.named_parameters() if n == name]
+
+    def clip(self, parameters: list[nn.Parameter]) -> Tensor:
+        again = {id(p) for name, holders in self.tied.items() for i, p in enumerate(self.copies(name))
+                 if i > 0 or holders[0] != self.pp_rank}  # fmt: skip
+        counted = [p for p in parameters if id(p) not in again]
+        return clip_grad_norm(parameters, self.max_grad_norm, counted, num_stages=self.sizes.pp)
+
+    def load_state_dict(self, state: dict[str, Held], extra: dict[str, Any]) -> None:
+        super().load_state_dict(state, extra)
+        for name in self.tied:  # of two copies on this rank the state has one, the last
+            copies = self.copies(name)
+            for p in copies[:-1]:
+                local(p.detach()).copy_(local(copies[-1].detach()))
+                for key, value in self.optimizer.state[copies[-1]].items():
+                    if isinstance(value, Tensor):
+                        local(self.optimizer.state[p][key]).copy_(local(value))
+
+
+class Stages(nn.ModuleList):
+    """The stages of a rank as one module, whose weights have their canonical names."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for stage in self:
+            yield from stage.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        for stage in self:
+            yield from stage.named_buffers(*args, **kwargs)
+
+    def init_weights(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
+        self[0].init_weights(name, weight, generator)  # type: ignore[operator]
+
+
+def stage_of(model: nn.Module, low: int, high: int) -> nn.Module:
+    stage: nn.Module = copy.deepcopy(model).pipeline_split(low, high)  # type: ignore[operator]
+    return stage
+
+
+def num_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

@@ -1,0 +1,88 @@
+"""Tensor parallel: each layer's matrices cut over ranks that compute it together; data parallel over the rest."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+
+from dtrain.shards import is_dtensor
+from dtrain.strategies.base import Strategy
+from dtrain.strategies.fsdp import data_mesh, shard_layers
+
+
+class TensorParallel(Strategy):
+    def __init__(
+        self,
+        tp: int = -1,
+        dp: int = -1,
+        data: Literal["fsdp", "ddp"] = "fsdp",
+        sequence_parallel: bool = False,
+        loss_parallel: bool = False,
+    ) -> None:
+        super().__init__(dp=dp, tp=tp)
+        self.data, self.sequence_parallel, self.loss_parallel = data, sequence_parallel, loss_parallel
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        cut_layers(model, self.mesh["tp"], self.sequence_parallel, self.loss_parallel)
+        if self.sizes.dp > 1:
+            replica_size = self.sizes.dp if self.data == "fsdp" else 1
+            shard_layers(model, data_mesh(self.mesh, replica_size), self.precision.dtype, compile=self.compile)
+        return model
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return model if self.sizes.dp > 1 else super().wrap(model)
+
+    @contextlib.contextmanager
+    def no_sync(self, last: bool) -> Iterator[None]:
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(last)
+        yield
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with loss_parallel() if self.loss_parallel else contextlib.nullcontext():
+            loss = super().forward_backward(inputs, targets)
+        finish_sums(self.module)
+        return loss
+
+    def eval_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with loss_parallel() if self.loss_parallel else contextlib.nullcontext():
+            return super().eval_step(inputs, targets)
+
+
+def cut_layers(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool, loss_parallel: bool) -> None:
+    """Cut the model's matrices as its plan says."""
+    if mesh.size() == 1:
+        return
+    if not hasattr(model, "tp_plan"):
+        raise ValueError(
+            f"strategy.tp={mesh.size()}: {type(model).__name__} does not say how to cut its layers\n"
+            "  fix: add tp_plan() to the model, or strategy=fsdp, zero3 or ddp"
+        )
+    plan: Any = model.tp_plan(sequence_parallel, loss_parallel)  # type: ignore[operator]
+    parallelize_module(model, mesh, plan, src_data_rank=None)
+
+
+def finish_sums(model: nn.Module) -> None:
+    """Add up, in one message, what each tensor-parallel rank has of the gradients of weights that all of them hold.
+
+    Under sequence parallel a norm sees a part of the sequence on each rank, and DTensor leaves the sum of its gradients
+    for later. fsdp finishes it by itself.
+    """
+    partial: list[Any] = [p for p in model.parameters() if is_dtensor(p) and p.grad is not None]
+    partial = [p for p in partial if any(placement.is_partial() for placement in p.grad.placements)]
+    if not partial:
+        return
+    gradients = [p.grad.to_local() for p in partial]
+    flat = torch.cat([g.flatten() for g in gradients])
+    dist.all_reduce(flat, group=partial[0].device_mesh.get_group())
+    for p, part in zip(partial, flat.split([g.numel() for g in gradients]), strict=True):
+        p.grad = DTensor.from_local(part.view(p.grad.to_local().shape), p.device_mesh, p.placements, run_check=False)
