@@ -157,6 +157,25 @@ def signature(target: str, key: str, trust: Iterable[str] = ()) -> dict[str, tup
     }
 
 
+def has_method(target: str, method: str) -> bool | None:
+    """Does a class define a method? None: cannot be told without importing it."""
+    module_name, _, attribute = target.rpartition(".")
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == attribute:
+            if any(isinstance(n, ast.FunctionDef) and n.name == method for n in node.body):
+                return True
+            plain = all(ast.unparse(base) in ("nn.Module", "torch.nn.Module", "Module") for base in node.bases)
+            return False if plain else None
+    return None
+
+
 def check_type(key: str, value: Any, annotation: str, default: Any) -> None:
     if not annotation or fits(value, ast.parse(annotation, mode="eval").body):
         return

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from dtrain import mesh
 from dtrain.config import SECRET, bad, flatten, world_size
 from dtrain.schema import check_keys_and_types, unknown
+from dtrain.strategies import rules
 
 AT_LEAST = {
     "train.steps": 1, "train.global_batch_size": 1, "train.micro_batch_size": 1, "train.log_every": 1,
@@ -25,7 +26,8 @@ AT_LEAST = {
     "data.seed": 0,
     "optim.weight_decay": 0, "optim.base_batch_size": 1, "schedule.warmup_steps": 0, "schedule.min_ratio": 0,
     "cluster.nodes": 1, "cluster.processes": 1, "cluster.max_restarts": 0, "cluster.grace_s": 0,
-    "precision.init_scale": 1, "precision.growth_interval": 1, "strategy.bucket_mb": 1,
+    "precision.init_scale": 1, "precision.growth_interval": 1, "strategy.bucket_mb": 1, "strategy.replica_size": 1,
+    "strategy.forward_prefetch": 0, "strategy.backward_prefetch": 0, "strategy.stages_per_rank": 2,
 }  # fmt: skip
 MORE_THAN = {"optim.lr": 0, "optim.eps": 0, "train.max_grad_norm": 0, "data.val_fraction": 0}
 LESS_THAN = {"model.dropout": 1, "data.val_fraction": 1}
@@ -47,7 +49,8 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     axes = {axis: config["strategy"].get(axis, default) for axis, default in (("pp", 1), ("dp", -1), ("tp", 1))}
     sizes = mesh.resolve(world_size(config), config["cluster"]["processes"], **axes)
     check_model(config["model"], sizes)
-    batch_sizes(config, sizes)
+    _, _, num_micro_batches = batch_sizes(config, sizes)
+    rules.check(config, sizes, num_micro_batches)
     check_data(config)
     if config["logger"]["_target_"] == "dtrain.loggers.Wandb" and importlib.util.find_spec("wandb") is None:
         raise bad("logger", "wandb", "wandb is not installed", "pip install 'dtrain[wandb]', or logger=none")
@@ -113,6 +116,9 @@ def batch_sizes(config: dict[str, Any] | DictConfig, sizes: mesh.MeshSizes) -> t
             f"train.global_batch_size={down or sizes.dp}" + (f" or {down + sizes.dp}" if down else ""),
         )
     per_rank = total // sizes.dp
+    if sizes.pp > 1 and not asked:  # a pipeline needs some to fill it: 4 a stage keep it busy for 80% of the slots
+        wanted = min(4 * sizes.pp, per_rank)
+        asked = max(m for m in range(1, per_rank // wanted + 1) if per_rank % m == 0)
     micro = min(asked or per_rank, per_rank)
     if per_rank % micro:
         divisors = [d for d in range(1, micro) if per_rank % d == 0]

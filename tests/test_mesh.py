@@ -19,7 +19,7 @@ def product(values: dict[str, int]) -> int:
 
 
 @given(world_sizes, sizes, sizes, sizes)
-def test_resolve_gives_the_only_mesh_of_that_size_or_refuses(world: int, pp: int, dp: int, tp: int) -> None:
+def test_resolve_gives_a_mesh_of_that_size_or_refuses(world: int, pp: int, dp: int, tp: int) -> None:
     asked = {"pp": pp, "dp": dp, "tp": tp}
     fits = [
         MeshSizes(p, d, t)
@@ -27,15 +27,26 @@ def test_resolve_gives_the_only_mesh_of_that_size_or_refuses(world: int, pp: int
         for t in (range(1, world + 1) if tp == -1 else [tp])
         for d in (range(1, world + 1) if dp == -1 else [dp])
         if min(p, d, t) >= 1 and p * d * t == world
-    ] if list(asked.values()).count(-1) <= 1 else []  # fmt: skip
-    if fits:
-        assert [resolve(world, **asked)] == fits
-        assert fits[0].world_size == world
+    ]
+    if fits:  # of several -1, tp is filled first, then pp
+        assert resolve(world, **asked) == max(fits, key=lambda m: (m.tp if tp == -1 else 0, m.pp if pp == -1 else 0))
     else:
         with pytest.raises(ValueError, match="fix: ") as error:
             resolve(world, **asked)
         for axis, size in asked.items():
             assert f"strategy.{axis}={size}" in str(error.value)
+
+
+@given(good_sizes, st.integers(1, 6), st.sampled_from([-1, 1, 2, 3, 4]))
+def test_tensor_ranks_share_a_node(node_size: int, nodes: int, tp: int) -> None:
+    try:
+        sizes = resolve(nodes * node_size, node_size, tp=tp)
+    except ValueError as error:
+        assert nodes * node_size % tp or node_size % tp
+        assert "fix: strategy." in str(error)
+    else:
+        assert node_size % sizes.tp == 0
+        assert tp != -1 or sizes.tp == node_size, "-1 fills the node"
 
 
 @given(good_sizes, good_sizes, good_sizes, st.sampled_from(AXES))
@@ -47,12 +58,12 @@ def test_the_fill_is_what_is_left(pp: int, dp: int, tp: int, axis: str) -> None:
 @given(world_sizes, good_sizes, st.one_of(st.just(-1), good_sizes), good_sizes)
 def test_the_number_of_ranks_that_a_refusal_proposes_is_accepted(world: int, pp: int, dp: int, tp: int) -> None:
     try:
-        resolve(world, pp, dp, tp)
+        resolve(world, None, pp, dp, tp)
     except ValueError as error:
         assert f"there are {world}" in str(error)
         found = re.search(r"cluster\.processes=(\d+)", str(error))
         assert found
-        assert resolve(int(found[1]), pp, dp, tp).world_size == int(found[1])
+        assert resolve(int(found[1]), None, pp, dp, tp).world_size == int(found[1])
 
 
 @given(sizes, sizes, sizes)

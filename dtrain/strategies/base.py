@@ -328,6 +328,12 @@ def _num_shards(gradient: Tensor) -> int:
     )
 
 
+def compile_layers(model: nn.Module) -> None:
+    """Compile layer by layer: the messages between layers cannot be part of a graph."""
+    for unit in model.fsdp_units():  # type: ignore[operator]
+        unit.compile()
+
+
 def checkpoint_layers(model: nn.Module, mode: str, every: int) -> None:
     """Recompute a layer's activations in the backward pass instead of keeping them: all layers, or every k-th.
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from dtrain.strategies.base import Strategy, init_weights, materialize
+from dtrain.strategies.base import Strategy, compile_layers, init_weights, materialize
 
 
 class FSDP(Strategy):
@@ -29,6 +29,8 @@ class FSDP(Strategy):
         self.forward_prefetch, self.backward_prefetch = forward_prefetch, backward_prefetch
 
     def parallelize(self, model: nn.Module) -> nn.Module:
+        if self.compile:
+            compile_layers(model)
         replica_size = (self.replica_size or self.node_size) if self.sharding == "hybrid" else self.sizes.dp
         units = shard_layers(
             model,
@@ -37,7 +39,6 @@ class FSDP(Strategy):
             reshard_after_forward=self.sharding != "grad_op",
             # pages that a GPU can read at once must be pinned; without a GPU there is nothing to pin them for
             offload=CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offload == "cpu" else None,
-            compile=self.compile,
         )
         for i, unit in enumerate(units):
             unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + self.forward_prefetch])
@@ -79,7 +80,6 @@ def shard_layers(
     dtype: torch.dtype,
     reshard_after_forward: bool = True,
     offload: OffloadPolicy | None = None,
-    compile: bool = False,
 ) -> list[FSDPModule]:
     """Cut each layer, and then the rest, over the data ranks; give the layers."""
     if not hasattr(model, "fsdp_units"):
@@ -96,8 +96,6 @@ def shard_layers(
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload or OffloadPolicy()}
     units: list[Any] = model.fsdp_units()  # type: ignore[operator]
     for unit in units:
-        if compile:  # block by block: the gathers between blocks cannot be part of a graph
-            unit.compile()
         fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=reshard_after_forward, **options)
     return units

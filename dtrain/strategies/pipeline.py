@@ -15,7 +15,7 @@ from torch.distributed import pipelining
 from torch.distributed.tensor.parallel import loss_parallel
 
 from dtrain.shards import Held
-from dtrain.strategies.base import Strategy, clip_grad_norm, local
+from dtrain.strategies.base import Strategy, clip_grad_norm, compile_layers, local
 from dtrain.strategies.fsdp import data_mesh, shard_layers
 from dtrain.strategies.rules import balance, stages_of_rank
 from dtrain.strategies.tensor import cut_layers, finish_sums
@@ -75,13 +75,12 @@ class Pipeline(Strategy):
     def parallelize_stage(self, stage: nn.Module) -> nn.Module:
         """Tensor and data parallel inside a stage, as without a pipeline."""
         cut_layers(stage, self.mesh["tp"], self.sequence_parallel, self.loss_parallel)
+        if self.compile:
+            compile_layers(stage)
         stage.forward = self.in_precision(stage.forward)
         if self.sizes.dp > 1:  # layers stay gathered: every micro-batch would gather them again
             mesh = data_mesh(self.mesh, self.sizes.dp if self.data == "fsdp" else 1)
-            shard_layers(stage, mesh, self.precision.dtype, reshard_after_forward=False, compile=self.compile)
-        elif self.compile:
-            for unit in stage.fsdp_units():  # type: ignore[operator]
-                unit.compile()
+            shard_layers(stage, mesh, self.precision.dtype, reshard_after_forward=False)
         return stage
 
     def in_precision(self, forward: Any) -> Any:

@@ -2,6 +2,95 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
+from itertools import pairwise
+from typing import Any
+
+from dtrain.config import bad
+from dtrain.mesh import MeshSizes
+from dtrain.schema import has_method
+
+EXTRAS = {"dtrain.strategies.zero": "deepspeed", "dtrain.strategies.fairscale": "fairscale"}
+
+
+def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> None:
+    """Raise a ValueError for a combination that cannot work: which part, why, and what does."""
+    strategy, model = config["strategy"], config["model"]
+    package = EXTRAS.get(strategy["_target_"].rpartition(".")[0])
+    if package and importlib.util.find_spec(package) is None:
+        rule, fix = f"{package} is not installed", f"pip install 'dtrain[{package}]', or strategy=fsdp"
+        raise bad("strategy", config["choices"]["strategy"], rule, fix)
+    check_plans(config, sizes)
+    check_tensor(strategy, model, sizes)
+    if "schedule" in strategy:
+        check_pipeline(config, sizes, num_micro_batches)
+    if "replica_size" in strategy:
+        check_replicas(strategy, config["cluster"]["processes"], sizes)
+
+
+def check_plans(config: dict[str, Any], sizes: MeshSizes) -> None:
+    """A model must say how it is cut, for what cuts it."""
+    target = config["model"]["_target_"]
+    for axis, size, plan in (("tp", sizes.tp, "tp_plan"), ("pp", sizes.pp, "pipeline_split")):
+        if size > 1 and has_method(target, plan) is False:
+            rule = f"{target.rpartition('.')[2]} has no {plan}(): it does not say how it is cut"
+            raise bad(f"strategy.{axis}", size, rule, "strategy=ddp, fsdp or zero3, or add the plan (docs/your-own.md)")
+
+
+def check_tensor(strategy: dict[str, Any], model: dict[str, Any], sizes: MeshSizes) -> None:
+    tp, seq_len, vocab_size = sizes.tp, model.get("seq_len"), model.get("vocab_size")
+    if strategy.get("sequence_parallel") and seq_len and seq_len % tp:
+        rule = f"model.seq_len={seq_len} must be a multiple of the {tp} tensor-parallel ranks"
+        raise bad("strategy.sequence_parallel", "true", rule, "strategy.sequence_parallel=false")
+    multiple = model.get("vocab_multiple", 1)
+    if strategy.get("loss_parallel") and vocab_size and -(-vocab_size // multiple) * multiple % tp:
+        rule = (
+            f"the vocabulary, padded to a multiple of {multiple}, must be a multiple of the {tp} tensor-parallel ranks"
+        )
+        raise bad("strategy.loss_parallel", "true", rule, f"model.vocab_multiple={math.lcm(multiple, tp)}")
+
+
+def check_pipeline(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> None:
+    strategy, layers, pp = config["strategy"], config["model"].get("num_layers"), sizes.pp
+    schedule = strategy["schedule"]
+    stages = stages_of_rank(0, pp, schedule, strategy.get("stages_per_rank", 2))[1]
+    if layers and layers < stages:
+        rule = f"{pp} ranks have {stages} stages, and there are only model.num_layers={layers} layers"
+        fix = f"strategy.schedule=1f1b, or model.num_layers={stages}" if layers >= pp else f"strategy.pp={layers}"
+        raise bad("strategy.schedule", schedule, rule, fix)
+    split = strategy.get("split")
+    if split is not None:
+        ends = [0, *split, layers or math.inf]
+        if len(split) != stages - 1 or any(low >= high for low, high in pairwise(ends)):
+            rule = f"must be the {stages - 1} layers, rising, at which stages 2 to {stages} begin, of {layers} layers"
+            raise bad("strategy.split", split, rule, "strategy.split=null")
+    if schedule == "1f1b" and num_micro_batches < pp:
+        rule = f"needs at least as many micro-batches as ranks in a row ({pp}), and there are {num_micro_batches}"
+        fix = f"a smaller train.micro_batch_size, train.global_batch_size={pp * sizes.dp}, or strategy.schedule=gpipe"
+        raise bad("strategy.schedule", schedule, rule, fix)
+    rounds = max(1, num_micro_batches // pp)
+    if schedule == "interleaved_1f1b" and num_micro_batches % rounds:
+        rule = f"needs a multiple of strategy.pp={pp} micro-batches, and there are {num_micro_batches}"
+        raise bad("strategy.schedule", schedule, rule, "another train.micro_batch_size, or strategy.schedule=1f1b")
+    if schedule == "zbv" and config["compile"]:
+        rule = "splits the backward pass in two, which torch.compile cannot"
+        raise bad("strategy.schedule", schedule, rule, "compile=false, or strategy.schedule=interleaved_1f1b")
+
+
+def check_replicas(strategy: dict[str, Any], node_size: int, sizes: MeshSizes) -> None:
+    size, hybrid = strategy["replica_size"], strategy["sharding"] == "hybrid"
+    if size is not None and not hybrid:
+        raise bad("strategy.replica_size", size, "is only for strategy.sharding=hybrid", "strategy.sharding=hybrid")
+    if hybrid and sizes.dp % (size or node_size):
+        rule = f"must divide the {sizes.dp} data-parallel ranks"
+        raise bad(
+            "strategy.replica_size",
+            size or node_size,
+            rule,
+            f"strategy.replica_size={math.gcd(sizes.dp, size or node_size)}",
+        )
+
 
 def stages_of_rank(rank: int, pp: int, schedule: str, stages_per_rank: int) -> tuple[list[int], int]:
     """The stages that a pipeline rank holds, and how many there are in all.

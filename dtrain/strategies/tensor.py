@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from dtrain.shards import is_dtensor
-from dtrain.strategies.base import Strategy
+from dtrain.strategies.base import Strategy, compile_layers
 from dtrain.strategies.fsdp import data_mesh, shard_layers
 
 
@@ -33,13 +33,15 @@ class TensorParallel(Strategy):
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         cut_layers(model, self.mesh["tp"], self.sequence_parallel, self.loss_parallel)
+        if self.compile:
+            compile_layers(model)
         if self.sizes.dp > 1:
             replica_size = self.sizes.dp if self.data == "fsdp" else 1
-            shard_layers(model, data_mesh(self.mesh, replica_size), self.precision.dtype, compile=self.compile)
+            shard_layers(model, data_mesh(self.mesh, replica_size), self.precision.dtype)
         return model
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        return model if self.sizes.dp > 1 else super().wrap(model)
+        return model
 
     @contextlib.contextmanager
     def no_sync(self, last: bool) -> Iterator[None]:

@@ -1,0 +1,89 @@
+"""What a strategy cannot do is said before the launch, with a fix that works; and how layers become stages."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtrain.strategies import rules
+from tests.world import make_run
+
+REFUSED = [
+    (["strategy=3d", "cluster.processes=2"], "pp × dp × tp must be the number of ranks"),
+    (["strategy=tensor", "cluster.processes=3"], "must divide model.num_heads"),
+    (["strategy=tensor", "strategy.sequence_parallel=true", "model.seq_len=15"], "must be a multiple of the 2 tensor"),
+    (["strategy=tensor", "strategy.loss_parallel=true", "model.vocab_multiple=1"], "vocabulary, padded"),
+    (["strategy=tensor", "model._target_=plain.Plain", "trust=[plain]"], r"Plain has no tp_plan\(\)"),
+    (["strategy=pipeline", "model._target_=plain.Plain", "trust=[plain]"], r"Plain has no pipeline_split\(\)"),
+    (["strategy=pipeline", "cluster.processes=5", "train.global_batch_size=20"], "only model.num_layers=4"),
+    (["strategy=pipeline", "cluster.processes=4", "strategy.schedule=zbv"], "8 stages, and there are only"),
+    (["strategy=pipeline", "strategy.schedule=zbv", "compile=true"], "torch.compile cannot"),
+    (["strategy=pipeline", "cluster.processes=4", "train.global_batch_size=2"], "at least as many micro-batches"),
+    (["strategy=pipeline", "train.micro_batch_size=8"], "at least as many micro-batches"),
+    (["strategy=pipeline", "strategy.schedule=interleaved_1f1b", "train.global_batch_size=5"], "a multiple of"),
+    (["strategy=pipeline", "strategy.split=[1,2]"], "must be the 1 layers"),
+    (["strategy=pipeline", "strategy.split=[4]"], "must be the 1 layers"),
+    (["strategy=pipeline", "strategy.split=[0]"], "must be the 1 layers"),
+    (["strategy=pipeline", "strategy.stages_per_rank=1"], "must be at least 2"),
+    (["strategy=fsdp", "strategy.replica_size=2"], "only for strategy.sharding=hybrid"),
+    (["strategy=fsdp", "strategy.sharding=hybrid", "strategy.replica_size=3"], "must divide the 2 data-parallel"),
+    (["strategy=fsdp", "strategy.sharding=some"], "one of full, grad_op, hybrid"),
+    (["strategy=fsdp", "strategy.offload=disk"], "one of none, cpu"),
+]
+
+
+@pytest.fixture(autouse=True)
+def plain_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plain.py").write_text(
+        "from torch import nn\n\nclass Plain(nn.Module):\n    def __init__(self, **sizes: int) -> None: ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=[" ".join(o) for o, _ in REFUSED])
+def test_refused_before_the_launch(overrides: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        make_run(tmp_path / "run", "model.num_layers=4", "cluster.processes=2", *overrides)
+    assert "\n  fix: " in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_not_installed_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: None)
+    for strategy, package in (("zero2", "deepspeed"), ("fairscale", "fairscale")):
+        config = {"strategy": {"_target_": f"dtrain.strategies.{strategy.rstrip('123')}.X"}, "model": {},
+                  "choices": {"strategy": strategy}}  # fmt: skip
+        fix = re.escape(f"pip install 'dtrain[{package}]'")
+        with pytest.raises(ValueError, match=f"strategy={strategy}: {package} is not installed\n  fix: {fix}"):
+            rules.check(config, rules.MeshSizes(), 1)
+
+
+# ---- stages --------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 8), st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", "zbv"]), st.integers(2, 4))
+def test_every_stage_is_on_one_rank(pp: int, schedule: str, stages_per_rank: int) -> None:
+    held = [rules.stages_of_rank(rank, pp, schedule, stages_per_rank) for rank in range(pp)]
+    assert len({total for _, total in held}) == 1
+    assert sorted(i for stages, _ in held for i in stages) == list(range(held[0][1]))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(0, 30), st.integers(0, 30), st.data())
+def test_balance_makes_the_largest_stage_as_small_as_it_can_be(
+    layers: list[int], first: int, last: int, data: st.DataObject
+) -> None:
+    num_stages = data.draw(st.integers(1, len(layers)))
+
+    def largest(bounds: list[tuple[int, int]]) -> int:
+        return max(sum(layers[a:b]) + (first if a == 0 else 0) + (last if b == len(layers) else 0) for a, b in bounds)
+
+    bounds = rules.balance(layers, first, last, num_stages)
+    assert [a for a, _ in bounds] == [0, *(b for _, b in bounds[:-1])] and bounds[-1][1] == len(layers)
+    assert len(bounds) == num_stages and all(a < b for a, b in bounds)
+    cuts = itertools.combinations(range(1, len(layers)), num_stages - 1)
+    assert largest(bounds) == min(largest(list(itertools.pairwise([0, *c, len(layers)]))) for c in cuts)
