@@ -159,6 +159,8 @@ def train(run_dir: Path, cfg: Settings, device: torch.device) -> str:
             }  # fmt: skip
             saved = checkpoint.save(checkpoints, step, strategy.state_dict(), meta, cfg.checkpoint.keep)
 
+    strategy.close()
+
     # ---- the summary -----------------------------------------------------------------------------------------
     summary["status"] = "preempted" if stopping and step < last_step else "done"
     summary["peak_mem_gib"] = max(checkpoint.gather(metrics.memory_gib(device)))

@@ -212,6 +212,10 @@ class Strategy:
         self.precision.load_state_dict(extra["precision"])
 
 
+    def close(self) -> None:
+        """At the end of a run: let go of what would outlive the process, as files on a disk."""
+
+
 # ---- functions that strategies share -------------------------------------------------------------------------
 
 
@@ -269,19 +273,22 @@ def init_weight(model: nn.Module, seed: int, name: str, held: Held, device: torc
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer's lazy state exist, by one step that changes nothing: zero gradients, zero rate."""
-    if optimizer.state:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if all(p in optimizer.state for p in parameters):
         return
     rates = [group["lr"] for group in optimizer.param_groups]
+    gradients = [p.grad for p in parameters]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-        for p in group["params"]:
-            p.grad = torch.zeros_like(p)
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    for state in optimizer.state.values():  # that step does not count
-        for value in state.values():
+    for p in parameters:  # that step does not count
+        for value in optimizer.state[p].values():
             if isinstance(value, Tensor):
                 value.zero_()
 
