@@ -144,6 +144,7 @@ class Strategy:
         if self.precision.scaled:
             torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], 1.0 / self.precision.scale)
         norm = self.clip(parameters)
+        norm = norm.to(loss.device)  # offloaded gradients have it on the CPU
         loss_value, norm_value = torch.stack([loss.float(), norm.float()]).tolist()  # the one host sync of a step
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         if finite:
@@ -274,20 +275,21 @@ def init_weight(model: nn.Module, seed: int, name: str, held: Held, device: torc
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer's lazy state exist, by one step that changes nothing: zero gradients, zero rate."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if all(p in optimizer.state for p in parameters):
+    missing = {p for p in parameters if p not in optimizer.state}
+    if not missing:
         return
     rates = [group["lr"] for group in optimizer.param_groups]
     gradients = [p.grad for p in parameters]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     for p in parameters:
-        p.grad = torch.zeros_like(p)
+        p.grad = torch.zeros_like(p) if p in missing else None
     optimizer.step()
     for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = gradient
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    for p in parameters:  # that step does not count
+    for p in missing:  # that step does not count
         for value in optimizer.state[p].values():
             if isinstance(value, Tensor):
                 value.zero_()

@@ -25,6 +25,9 @@ def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> N
     check_tensor(strategy, model, sizes)
     if "schedule" in strategy:
         check_pipeline(config, sizes, num_micro_batches)
+    if strategy.get("mode") == "fsdp" and package == "fairscale":
+        rule = "FairScale's own FSDP needs NCCL, so a GPU for every rank, and torch's is its successor"
+        raise bad("strategy.mode", "fsdp", rule, "strategy=fsdp, or strategy.mode=sharded_ddp")
     if "replica_size" in strategy:
         check_replicas(strategy, config["cluster"]["processes"], sizes)
 

@@ -34,6 +34,8 @@ REFUSED = [
     (["strategy=fsdp", "strategy.sharding=hybrid", "strategy.replica_size=3"], "must divide the 2 data-parallel"),
     (["strategy=fsdp", "strategy.sharding=some"], "one of full, grad_op, hybrid"),
     (["strategy=fsdp", "strategy.offload=disk"], "one of none, cpu"),
+    (["strategy=fairscale", "strategy.mode=fsdp"], "needs NCCL"),
+    (["strategy=local_sgd", "strategy.every=0"], "must be at least 1"),
 ]
 
 
