@@ -9,10 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.test_parity import STRATEGIES
-from tests.world import losses, make_run, metrics, start, summary, train
+from dtrain.config import build, load
+from tests.world import STRATEGIES, losses, make_run, metrics, sizes_of, start, summary, train
 
 pytestmark = pytest.mark.gpu
+ON_ONE_RANK = [s for s in STRATEGIES if 1 in sizes_of(s, (1,))]  # 3d needs four GPUs
+
+
+def allowed(run: Path, usual: float) -> float:
+    return build(load(run).strategy).tolerance or usual
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +31,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 @pytest.mark.parametrize("size", [1, 2])  # two ranks share the GPU, over gloo
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_follows_one_process(strategy: str, size: int, reference: dict[int, float], tmp_path: Path) -> None:
-    run = make_run(tmp_path, f"strategy={strategy}", f"cluster.processes={size}", "train.micro_batch_size=1")
+    options = [f"strategy={strategy}", f"cluster.processes={size}", "train.micro_batch_size=1"]
+    try:
+        run = make_run(tmp_path, *options)
+    except ValueError as refusal:
+        pytest.skip(str(refusal).splitlines()[0])
     assert train(run, size) == [0] * size
-    assert max(abs(losses(run)[s] - reference[s]) for s in reference) < 1e-5
+    assert max(abs(losses(run)[s] - reference[s]) for s in reference) < allowed(run, 1e-5)
 
 
 @pytest.mark.parametrize("compile", ["false", "true"])
 @pytest.mark.parametrize("precision, tolerance", [("bf16", 0.02), ("fp16", 0.01)])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ON_ONE_RANK)
 def test_half_precision(
     strategy: str, precision: str, tolerance: float, compile: str, reference: dict[int, float], tmp_path: Path
 ) -> None:
@@ -50,7 +59,7 @@ def test_half_precision(
 
 # 64 a head and 1024 tokens: the shapes at which flash attention is chosen
 @pytest.mark.parametrize("shape", [[], ["model.dim=256", "model.seq_len=1024"]])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ON_ONE_RANK)
 def test_sigkill_and_resume_is_bit_exact(strategy: str, shape: list[str], tmp_path: Path) -> None:
     def run(name: str) -> Path:
         options = ["cluster.processes=1", "train.steps=60", "checkpoint.every=7", "model.dropout=0.1", "precision=bf16"]

@@ -7,9 +7,10 @@ import math
 from itertools import pairwise
 from typing import Any
 
-from dtrain.config import bad
+from dtrain.config import bad, count_gpus
 from dtrain.mesh import MeshSizes
 from dtrain.schema import has_method
+from dtrain.strategies import zero_config
 
 EXTRAS = {"dtrain.strategies.zero": "deepspeed", "dtrain.strategies.fairscale": "fairscale"}
 
@@ -21,6 +22,8 @@ def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> N
     if package and importlib.util.find_spec(package) is None:
         rule, fix = f"{package} is not installed", f"pip install 'dtrain[{package}]', or strategy=fsdp"
         raise bad("strategy", config["choices"]["strategy"], rule, fix)
+    if package == "deepspeed":
+        zero_config.check(config, sizes)
     check_plans(config, sizes)
     check_tensor(strategy, model, sizes)
     if "schedule" in strategy:
@@ -62,6 +65,11 @@ def check_pipeline(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: 
         rule = f"{pp} ranks have {stages} stages, and there are only model.num_layers={layers} layers"
         fix = f"strategy.schedule=1f1b, or model.num_layers={stages}" if layers >= pp else f"strategy.pp={layers}"
         raise bad("strategy.schedule", schedule, rule, fix)
+    if pp > 1 and 0 < count_gpus() < config["cluster"]["processes"]:
+        rule = (
+            f"ranks that share one of {count_gpus()} GPUs talk over gloo, which passes no GPU tensors from rank to rank"
+        )
+        raise bad("strategy.pp", pp, rule, f"cluster.processes={count_gpus()}, or strategy=fsdp or tensor")
     split = strategy.get("split")
     if split is not None:
         ends = [0, *split, layers or math.inf]

@@ -55,6 +55,12 @@ def test_refused_before_the_launch(overrides: list[str], message: str, tmp_path:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_pipeline_needs_a_gpu_for_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "count_gpus", lambda: 1)
+    with pytest.raises(ValueError, match="gloo, which passes no GPU tensors"):
+        make_run(tmp_path / "run", "model.num_layers=4", "cluster.processes=2", "strategy=pipeline")
+
+
 def test_what_is_not_installed_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: None)
     for strategy, package in (("zero2", "deepspeed"), ("fairscale", "fairscale")):
