@@ -6,6 +6,7 @@ The order matters: `Gate` runs before Hydra makes any folder, so a refused confi
 from __future__ import annotations
 
 import functools
+import json
 import math
 import os
 import re
@@ -35,6 +36,7 @@ from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED
 from dtrain.explain import GROUPS, explain, known_settings, options_of
 from dtrain.rundir import latest_checkpoint, locked, read_json, write_json
 from dtrain.schema import unknown
+from dtrain.strategies import zero_config
 from dtrain.validate import check_resume, validate
 
 MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)  # a person's, not ours: one message explains
@@ -210,6 +212,9 @@ class Gate(Callback):
         if resolved[0]["dry_run"]:
             for cluster, config in zip(clusters, resolved, strict=True):
                 cluster.dry_run(Path(config["run_dir"]), config)
+                if "deepspeed_config" in config["strategy"]:
+                    print("\nDeepSpeed's configuration, made from these settings:")
+                    print(json.dumps(zero_config.check(config, validate(config)), indent=2))
             raise SystemExit(0)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
@@ -266,9 +271,12 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     choices = OmegaConf.to_container(HydraConfig.get().runtime.choices)
     assert isinstance(choices, dict)
     config["choices"] = {g: choices.get(g) for g in (*GROUPS, "recipe")}
-    for key in ("path", "tokenizer"):  # absolute, so that a resume finds them from any folder
-        if isinstance(config.get("data", {}).get(key), str) and config["data"][key] not in ("", "???"):
-            config["data"][key] = str(Path(config["data"][key]).expanduser().absolute())
+    # absolute, so that a resume finds them from any folder
+    for group, keys in (("data", ("path", "tokenizer")), ("strategy", ("nvme_path", "deepspeed_config"))):
+        section = config.get(group, {})
+        for key in keys:
+            if isinstance(section.get(key), str) and section[key] not in ("", "???"):
+                section[key] = str(Path(section[key]).expanduser().absolute())
     validate(config)
     if not config["run_dir"]:
         raise bad("run_dir", "", "must name a folder", "run_dir=outputs/my-run")

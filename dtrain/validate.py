@@ -28,7 +28,7 @@ AT_LEAST = {
     "cluster.nodes": 1, "cluster.processes": 1, "cluster.max_restarts": 0, "cluster.grace_s": 0,
     "precision.init_scale": 1, "precision.growth_interval": 1, "strategy.bucket_mb": 1, "strategy.replica_size": 1,
     "strategy.forward_prefetch": 0, "strategy.backward_prefetch": 0, "strategy.stages_per_rank": 2,
-    "strategy.every": 1,
+    "strategy.every": 1, "strategy.gather_mb": 1, "strategy.whole_below": 0,
 }  # fmt: skip
 MORE_THAN = {"optim.lr": 0, "optim.eps": 0, "train.max_grad_norm": 0, "data.val_fraction": 0}
 LESS_THAN = {"model.dropout": 1, "data.val_fraction": 1}

@@ -46,9 +46,11 @@ def test_follows_one_process(strategy: str, size: int, reference: dict[int, floa
 def test_half_precision(
     strategy: str, precision: str, tolerance: float, compile: str, reference: dict[int, float], tmp_path: Path
 ) -> None:
-    run = make_run(
-        tmp_path, f"strategy={strategy}", f"precision={precision}", "cluster.processes=1", f"compile={compile}"
-    )
+    options = [f"strategy={strategy}", f"precision={precision}", "cluster.processes=1", f"compile={compile}"]
+    try:
+        run = make_run(tmp_path, *options)
+    except ValueError as refusal:
+        pytest.skip(str(refusal).splitlines()[0])
     assert train(run, 1) == [0]
     skipped = summary(run)["skipped_steps"]
     assert skipped <= 3

@@ -7,31 +7,44 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from dtrain import checkpoint
 from dtrain.config import build, load
 from dtrain.precision import Precision
 from dtrain.strategies.base import clip_grad_norm
-from tests.parity.test_parity import STRATEGIES
-from tests.world import losses, make_run, metrics, spawn, summary, train
+from tests.world import STRATEGIES, layouts, losses, make_run, metrics, sizes_of, spawn, summary, train
 
 BROKEN = """
-import torch
+import numpy as np
+from dtrain.data.loader import permutation
+from dtrain.data.synthetic import Synthetic
 from dtrain.models.gpt2 import GPT2
 
 class Broken(GPT2):
-    '''Its loss is {value} in the forward passes of {steps}.'''
+    '''Its loss is {value} where all targets are 0.'''
     def forward(self, inputs, targets=None):
-        self.calls = getattr(self, "calls", 0) + 1
-        loss = super().forward(inputs, targets)
-        return loss * float("{value}") if self.calls in {steps} else loss
+        out = super().forward(inputs, targets)
+        return out * float("{value}") if self.is_last and targets is not None and not targets.any() else out
+
+class Data(Synthetic):
+    '''All targets of step {step} are 0: the samples say it, however they are cut into micro-batches and stages.'''
+    def dataset(self, split):
+        dataset = super().dataset(split)
+        whole = dataset.batch
+        poisoned = permutation(0, 0, len(dataset))[{step} * 8 - 8 : {step} * 8]
+        def batch(indices):
+            inputs, targets = whole(indices)
+            targets[np.isin(indices, poisoned)] = 0
+            return inputs, targets
+        dataset.batch = batch
+        return dataset
 """
 
 
-def broken_run(tmp_path: Path, value: str, steps: list[int], *overrides: str) -> Path:
-    (tmp_path / "broken_model.py").write_text(BROKEN.format(value=value, steps=steps))
-    return make_run(tmp_path / "run", "model._target_=broken_model.Broken", "trust=[broken_model]", *overrides)
+def broken_run(tmp_path: Path, value: str, *overrides: str, step: int = 6) -> Path:
+    (tmp_path / "broken_model.py").write_text(BROKEN.format(value=value, step=step))
+    targets = ["model._target_=broken_model.Broken", "data._target_=broken_model.Data", "trust=[broken_model]"]
+    return make_run(tmp_path / "run", *targets, *overrides)
 
 
 @pytest.fixture(autouse=True)
@@ -51,34 +64,31 @@ def same_weights_everywhere(run_dir: Path) -> None:
 
 
 def test_first_weights_are_the_same_whatever_the_layout(tmp_path: Path) -> None:
-    hashes = set()
-    for strategy in STRATEGIES:
-        for size in (1, 2, 3):  # 3 does not divide the dimensions: uneven shards
-            run = make_run(
-                tmp_path / f"{strategy}-{size}",
-                f"strategy={strategy}",
-                f"cluster.processes={size}",
-                f"train.global_batch_size={size}",
-            )
-            spawn(size, same_weights_everywhere, run)
-            hashes.add(checkpoint.weights_sha256(run / "checkpoints" / "step-00000000"))
-    assert len(hashes) == 1
+    hashes = {}
+    # 3 does not divide the dimensions: uneven shards. 6 heads and 33 rows can be cut by any of them.
+    for strategy, size in layouts(1, 2, 3, 4):
+        sizes = ["model.num_heads=6", "model.dim=30", "model.num_layers=4", f"train.global_batch_size={4 * size}"]
+        if strategy == "tensor" and size == 4:
+            continue  # and 4 does not divide the heads
+        run = make_run(tmp_path / f"{strategy}-{size}", f"strategy={strategy}", f"cluster.processes={size}", *sizes)
+        spawn(size, same_weights_everywhere, run)
+        hashes[strategy, size] = checkpoint.weights_sha256(run / "checkpoints" / "step-00000000")
+    assert len(set(hashes.values())) == 1, hashes
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_nonfinite_stops_before_the_update_and_is_never_saved(value: str, strategy: str, tmp_path: Path) -> None:
-    calls = [6 + (strategy == "ddp")]  # which begins with a pass that does not count
+    size = sizes_of(strategy)[0]
     run = broken_run(
         tmp_path,
         value,
-        calls,
         f"strategy={strategy}",
-        "cluster.processes=2",
+        f"cluster.processes={size}",
         "checkpoint.every=1",
         "checkpoint.keep=99",
     )
-    assert train(run, 2, {"PYTHONPATH": str(tmp_path)}) == [3, 3]
+    assert train(run, size, {"PYTHONPATH": str(tmp_path)}) == [3] * size
     note = json.loads((run / "logs" / "failure-0.json").read_text())
     assert note["type"] == "NonFiniteError" and "step 6" in note["message"] and "Fix:" in note["message"]
     assert checkpoint.checkpoints(run / "checkpoints")[0].name == "step-00000005"
@@ -88,7 +98,7 @@ def test_nonfinite_stops_before_the_update_and_is_never_saved(value: str, strate
 
 def test_nonfinite_skip_leaves_weights_alone_and_goes_on(tmp_path: Path) -> None:
     run = broken_run(
-        tmp_path, "nan", [7], "cluster.processes=2", "checkpoint.every=1", "checkpoint.keep=99", "train.nonfinite=skip"
+        tmp_path, "nan", "cluster.processes=2", "checkpoint.every=1", "checkpoint.keep=99", "train.nonfinite=skip"
     )
     assert train(run, 2) == [0, 0]
     assert summary(run)["skipped_steps"] == 1 and summary(run)["steps"] == 20
@@ -103,16 +113,17 @@ def test_nonfinite_skip_leaves_weights_alone_and_goes_on(tmp_path: Path) -> None
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fp16_scale_falls_at_an_overflow_and_training_goes_on(strategy: str, tmp_path: Path) -> None:
     # a loss of 4 × 2^24 has fp16 gradients past 65504; the scale must halve until they fit
+    size = sizes_of(strategy)[0]
     run = make_run(
         tmp_path / "run",
         f"strategy={strategy}",
         "precision=fp16",
         "precision.init_scale=16777216",
-        "cluster.processes=2",
+        f"cluster.processes={size}",
         "train.stop_after=12",
         "precision.growth_interval=3",
     )
-    assert train(run, 2) == [0, 0]
+    assert train(run, size) == [0] * size
     content = checkpoint.read_manifest(run / "checkpoints" / "step-00000012")
     state = content["extra"]["precision"]
     assert 0 < summary(run)["skipped_steps"] < 12 and state["scale"] < 16777216
@@ -150,17 +161,20 @@ def test_clipping_scales_all_gradients_by_one_norm() -> None:
 
 @pytest.mark.timeout(600)  # a minute on a quiet machine
 def test_compile_keeps_the_maths(tmp_path: Path) -> None:
-    curves = []
+    options = ["train.steps=4", "model.num_layers=2"]
+    reference = make_run(tmp_path / "reference", *options, "cluster.processes=1")
+    assert train(reference, 1) == [0]
+    apart = {}
     for strategy in STRATEGIES:
-        for flag in ("false", "true"):
-            run = make_run(
-                tmp_path / f"{strategy}-{flag}",
-                f"strategy={strategy}",
-                "cluster.processes=2",
-                f"compile={flag}",
-                "train.steps=4",
-                "model.num_layers=1",
-            )
-            assert train(run, 2) == [0, 0]
-            curves.append(Tensor([losses(run)[s] for s in range(1, 5)]))
-    assert all((curve - curves[0]).abs().max() < 1e-5 for curve in curves)
+        size = sizes_of(strategy)[0]
+        where = [f"strategy={strategy}", f"cluster.processes={size}", "compile=true"]
+        try:
+            run = make_run(tmp_path / strategy, *options, *where)
+        except ValueError as refusal:
+            assert strategy == "zero3" and "compile" in str(refusal)
+            continue
+        if not build(load(run).strategy).tolerance:  # with other maths there is nothing to compare with
+            assert train(run, size) == [0] * size
+            apart[strategy] = max(abs(losses(run)[s] - losses(reference)[s]) for s in range(1, 5))
+    print(apart)
+    assert max(apart.values()) < 1e-5

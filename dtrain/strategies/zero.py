@@ -1,0 +1,278 @@
+"""ZeRO (DeepSpeed): optimizer state (1), gradients too (2), weights too (3) cut over the data ranks as flat runs.
+
+DeepSpeed's engine reduces, clips and steps. What stays ours: the optimizer, the learning rate, the loss scale, the
+first weights and the checkpoint, so that a run may come from and go to any other strategy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.checkpoint import CheckpointError
+from dtrain.shards import Chunk, Held, chunks_of, flat_chunks
+from dtrain.strategies import zero_config
+from dtrain.strategies.base import StepResult, Strategy, init_optimizer_state, init_weight, materialize, merged
+
+
+class Zero(Strategy):
+    def __init__(
+        self,
+        stage: Literal[1, 2, 3],
+        dp: int = -1,
+        offload: Literal["none", "cpu", "nvme"] = "none",
+        offload_params: Literal["none", "cpu", "nvme"] = "none",
+        nvme_path: str | None = None,
+        bucket_mb: int = 100,
+        gather_mb: int = 100,
+        whole_below: int = 100_000,
+        overlap_comm: bool = True,
+        deepspeed_config: str | None = None,
+    ) -> None:
+        super().__init__(dp=dp)
+        self.stage = stage
+        self.settings: dict[str, Any] = {
+            "stage": stage, "offload": offload, "offload_params": offload_params, "nvme_path": nvme_path,
+            "bucket_mb": bucket_mb, "gather_mb": gather_mb, "whole_below": whole_below, "overlap_comm": overlap_comm,
+        }  # fmt: skip
+        self.user_config = zero_config.read(deepspeed_config) if deepspeed_config else {}
+
+    def setup(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
+        *,
+        seed: int,
+        **options: Any,
+    ) -> None:
+        self.deepspeed = import_deepspeed(options["device"])
+        super().setup(model, functools.partial(optimizer_of_shapes, make_optimizer), seed=seed, **options)
+        with contextlib.redirect_stdout(io.StringIO()):  # what it prints is not logged: warnings still show
+            self.engine, self.zero, _, _ = self.deepspeed.initialize(
+                model=self.module, optimizer=self.optimizer, config=self.config, dist_init_required=False
+            )
+        self.model = self.engine
+        for name, held in self.masters(write=True):
+            if name.startswith("model."):
+                init_weight(self.module, seed, name.removeprefix("model."), held, self.device)
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        if frozen:
+            raise ValueError(
+                f"strategy=zero{self.stage}: {frozen[0]} is frozen, and ZeRO's masters are of trained weights only\n"
+                "  fix: strategy=fsdp"
+            )
+        if self.settings["nvme_path"]:
+            self.settings["nvme_path"] = str(zero_config.swap_folder(self.settings["nvme_path"]))
+        # Where a step ends we tell the engine at every micro-batch, so it need not count them.
+        dtype, batches = str(self.precision.dtype).removeprefix("torch."), (self.micro_batch_size, 1)
+        ours = zero_config.generate(self.settings, dtype, self.sizes.dp, *batches, self.max_grad_norm)
+        self.config = zero_config.merged(ours, self.user_config)
+        if self.settings["offload_params"] == "nvme":  # each buffer must hold the largest weight's part
+            largest = max(-(-p.numel() // self.sizes.dp) for p in model.parameters())
+            self.config["zero_optimization"]["offload_param"].setdefault("buffer_size", largest)
+        if self.compile:  # block by block: the engine's hooks around the model cannot be part of a graph
+            for unit in model.fsdp_units():  # type: ignore[operator]
+                unit.compile()
+        # The engine switches off an autocast that it finds around itself; so ours is inside.
+        model.forward = autocast_inside(model.forward, lambda: self.precision.autocast(self.device.type))
+        return model
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def materialize(self, model: nn.Module, seed: int) -> None:
+        """Memory only, in the type that the weights are held in; under zero3 never for more than one module at a time.
+
+        The first values are drawn into the float32 masters, which would else be 16-bit values.
+        """
+        materialize(model, torch.device("meta"))
+        for p in model.parameters():
+            p.data = p.data.to(self.precision.dtype)
+        first: Any = None
+        for module in model.modules():
+            module.to_empty(device=self.device, recurse=False)
+            own = list(module.parameters(recurse=False))
+            if self.stage < 3 or not own:
+                continue
+            if first is None:
+                first = own[0]
+                self.deepspeed.zero.Init(nn.ParameterList(own), config_dict_or_path=self.config, dtype=first.dtype)
+            else:  # not another Init: each has its own buffers, and clears the disk
+                first.convert_to_zero_parameters(param_list=own)
+        for name, buffer in model.named_buffers():
+            init_weight(model, seed, name, buffer, self.device)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return model  # the engine wraps it, once there is an optimizer
+
+    # ---- a step ----------------------------------------------------------------------------------------------
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        if not self.module.training:  # the engine's own flag is always true
+            self.module.train()
+        if self.precision.scaled:
+            self.zero.override_loss_scale(self.precision.scale)
+        xs, ys = inputs.split(self.micro_batch_size), targets.split(self.micro_batch_size)
+        total = torch.zeros((), device=self.device)
+        for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+            self.engine.set_gradient_accumulation_boundary(i == len(xs) - 1)
+            loss = self.engine(x, y) / len(xs)
+            total += loss.detach()
+            # The engine itself skips a step whose gradient is not finite, under every precision, before it touches
+            # masters or state. It knows nothing of the loss; so one that is not finite makes the gradient NaN.
+            self.engine.backward(loss * (1.0 + 0.0 * loss.detach()), scale_wrt_gas=False)
+        return total
+
+    def update(self, loss: Tensor) -> StepResult:
+        loss_value = self.mean_over_data_ranks(loss).item()
+        self.engine.step()
+        updated = self.engine.was_step_applied()
+        norm = float(self.engine.get_global_grad_norm())
+        overflow = math.isfinite(loss_value) and self.precision.update(updated)
+        return StepResult(loss_value, norm, updated=updated, overflow=overflow)
+
+    # ---- state: the masters are flat runs of elements ----------------------------------------------------------
+
+    def masters(self, write: bool = False) -> Iterator[tuple[str, list[Chunk]]]:
+        """What this rank holds of every master weight and of its optimizer state, flat group by flat group.
+
+        A group that lies on disk is in memory only while its own are given. What a caller writes reaches the weights
+        that the model computes with at the end. All ranks go through all of it.
+        """
+        if write and self.stage == 3:
+            self.zero._partition_all_parameters()
+        for i, flat in enumerate(self.flats()):
+            swapped = self.stage == 3 and self.zero._swappable_optimizer_subgroup(i)
+            if swapped:
+                self.zero._optimizer_states_and_gradient_swap_in(i)
+            for key, values in {"": flat, **self.optimizer_state(i, flat)}.items():
+                if not isinstance(values, Tensor) or values.shape != flat.shape:
+                    continue
+                for name, p in self.module.named_parameters():
+                    group, at, numel, begin = self.place(p)
+                    if group == i:
+                        whole = tuple(getattr(p, "ds_shape", p.shape))
+                        chunks = flat_chunks(values.detach()[at : at + numel], whole, begin)
+                        yield (f"optim.{name}.{key}" if key else f"model.{name}"), chunks
+            if write and self.stage == 3:
+                self.zero._reassign_or_swap_out_partitioned_parameters(i)
+            if swapped:
+                self.zero._optimizer_states_and_gradient_swap_out(i)
+        if write and self.stage == 3:
+            self.zero._post_step(set())  # gathers the weights that stay whole
+        elif write:
+            self.zero.update_lp_params()
+
+    def flats(self) -> list[Tensor]:
+        if self.stage == 3:
+            return list(self.zero.fp32_partitioned_groups_flat)
+        return [group["params"][0] for group in self.optimizer.param_groups]
+
+    def place(self, p: Any) -> tuple[int, int, int, int]:
+        """Where this rank's part of a weight lies: which flat group, from where, how much; and where in the weight."""
+        if self.stage == 3:  # every weight is cut evenly; the end is padded
+            group, at, size = self.zero.grad_position[self.zero.get_param_id(p)]
+            begin = size * self.data_rank
+            return group, at, max(0, min(size, p.ds_numel - begin)), begin
+        mapping = p._hp_mapping  # all weights of a group are laid end to end and cut once
+        if mapping is None:  # all of it lies with other ranks
+            return -1, 0, 0, 0
+        master, weight = mapping.hp_fragment_address, mapping.lp_fragment_address
+        return mapping.param_group_index, master.start, master.numel, weight.start
+
+    def optimizer_state(self, i: int, flat: Tensor) -> dict[str, Any]:
+        if self.stage == 3:  # which shows its optimizer one group at a time
+            group = self.optimizer.param_groups[self.zero.sub_group_to_group_id[i]]
+            group["params"] = [flat]
+            init_optimizer_state(self.optimizer)
+            group["params"] = []
+        else:
+            init_optimizer_state(self.optimizer)
+        return self.optimizer.state[flat]
+
+    def state_dict(self) -> dict[str, Held]:
+        state: dict[str, Held] = {f"model.{name}": b for name, b in self.module.named_buffers()}
+        for name, chunks in self.masters():
+            if self.settings["offload"] == "nvme":
+                chunks = [dataclasses.replace(c, values=c.values.clone()) for c in chunks]
+            state[name] = chunks
+        return state
+
+    def extra_state(self) -> dict[str, Any]:
+        counts = {}
+        flats = self.flats()
+        for name, p in self.module.named_parameters():
+            group, _, numel, _ = self.place(p)
+            if numel:
+                slots = self.optimizer.state[flats[group]].items()
+                counts[name] = {k: float(v) for k, v in slots if not (isinstance(v, Tensor) and v.dim())}
+        return {"optimizer": merged(counts), "precision": self.precision.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Held], extra: dict[str, Any]) -> None:
+        for name, chunks in self.masters(write=True):
+            for mine, filled in zip(chunks, chunks_of(state[name]), strict=True):
+                if mine.values.data_ptr() != filled.values.data_ptr():
+                    mine.values.copy_(filled.values)
+        for i, flat in enumerate(self.flats()):
+            names = [name for name, p in self.module.named_parameters() if self.place(p)[0] == i]
+            counts = [extra["optimizer"][name] for name in names]
+            if any(count != counts[0] for count in counts):
+                raise CheckpointError("ZeRO counts updates by group, and these weights had different numbers of them")
+            for key, value in counts[0].items() if counts else ():
+                self.optimizer.state[flat][key].fill_(value)
+        self.precision.load_state_dict(extra["precision"])
+
+    def close(self) -> None:
+        self.engine.destroy()
+        if self.settings["nvme_path"]:
+            shutil.rmtree(self.settings["nvme_path"], ignore_errors=True)
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    os.environ["DS_ACCELERATOR"] = device.type  # read once, at the first import
+    if device.type == "cuda":  # DeepSpeed takes it for the number of the GPU, which ranks may share
+        os.environ["LOCAL_RANK"] = str(device.index)
+    import deepspeed
+
+    # torch 2.13 has new names for what DeepSpeed calls, and says so at every step
+    warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)
+    # On a CPU it would compile a kernel for messages in shared memory, for minutes, before the first step.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_init_required=False)  # it takes over the process group that is there
+    return deepspeed
+
+
+def autocast_inside(forward: Callable[..., Any], autocast: Callable[[], Any]) -> Callable[..., Any]:
+    def wrapped(*inputs: Any, **named: Any) -> Any:
+        with autocast():
+            return forward(*inputs, **named)
+
+    return wrapped
+
+
+def optimizer_of_shapes(
+    make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+) -> torch.optim.Optimizer:
+    """An optimizer groups weights by their shapes, which partitioned ones do not show: it is made of stand-ins."""
+    stand_ins: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
+    for name, p in named_parameters:
+        shape = getattr(p, "ds_shape", p.shape)
+        stand_ins[nn.Parameter(torch.zeros(1, device=p.device).expand(shape))] = (name, p)
+    optimizer = make_optimizer((name, stand_in) for stand_in, (name, _) in stand_ins.items())
+    for group in optimizer.param_groups:
+        group["params"] = [stand_ins[stand_in][1] for stand_in in group["params"]]
+    return optimizer
