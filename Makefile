@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: train test lint clean
+.PHONY: train test test-all lint clean
 
 # The main job on an embedded default: gpt2-tiny, 2 processes, the Python standard library's source; then a sample.
 train: .venv/installed
@@ -13,6 +13,10 @@ train: .venv/installed
 
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
+
+# Also every pair of strategies as saver and resumer; --matrix FILE writes what came out to FILE.json and FILE.md
+test-all: lint
+	$(BIN)/python -m pytest --all $(ARGS)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ from dtrain import __version__
 USAGE = """usage: dtrain COMMAND ...
 
   launch …                     train: the same as `python launch.py …` (dtrain launch --help)
+  verify [strategies=…]        prove, here, that every strategy computes what one process does
   runs [RUN …]                 list runs, or compare them
   sample RUN "prompt"          let a trained language model write
   export RUN [FILE]            one safetensors file with the weights
@@ -28,7 +29,10 @@ running, 75 preempted with a checkpoint saved."""
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
-    commands = {"launch": launch, "runs": runs, "sample": sample, "export": export, "recipes": recipes, "data": data}
+    commands = {
+        "launch": launch, "verify": verify, "runs": runs, "sample": sample, "export": export, "recipes": recipes,
+        "data": data,
+    }  # fmt: skip
     if command in ("-h", "--help", "help"):
         print(USAGE)
         return 0
@@ -65,6 +69,12 @@ def launch(argv: list[str]) -> int:
     from dtrain.launch import main as launch_main
 
     return launch_main(argv)
+
+
+def verify(argv: list[str]) -> int:
+    from dtrain.verify import main as verify_main
+
+    return verify_main(argv)
 
 
 def runs(argv: list[str]) -> int:

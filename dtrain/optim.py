@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,13 +25,16 @@ def adamw(
     """
     trained = [(n, p) for n, p in named_parameters if p.requires_grad]
     peak = scaled_lr(lr, lr_scaling, global_batch_size, base_batch_size)
-    groups = [
-        {"params": [p for _, p in trained if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for _, p in trained if p.dim() < 2], "weight_decay": 0.0},
+    # a kernel over many parameters wants them of one kind: plain tensors, or DTensors of one mesh
+    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    for _, p in trained:
+        groups.setdefault((p.dim() >= 2, getattr(p, "device_mesh", None)), []).append(p)
+    options = [
+        {"params": parameters, "weight_decay": weight_decay if is_matrix else 0.0, "peak_lr": peak}
+        for (is_matrix, _), parameters in sorted(groups.items(), key=lambda item: not item[0][0])
     ]
-    groups = [g | {"peak_lr": peak} for g in groups if g["params"]]
     fused = all(p.device.type == "cuda" for _, p in trained)
-    return torch.optim.AdamW(groups, lr=peak, betas=(betas[0], betas[1]), eps=eps, fused=fused)
+    return torch.optim.AdamW(options, lr=peak, betas=(betas[0], betas[1]), eps=eps, fused=fused)
 
 
 def scaled_lr(lr: float, rule: str, global_batch_size: int, base_batch_size: int) -> float:
