@@ -1,0 +1,266 @@
+"""`dtrain verify`: every strategy against one process, on this machine: same seed, same global batch, same numbers.
+
+Each strategy trains a very small model (or the one you name) in a world of its own. Its losses, gradient norms and
+final weights are compared with those of one process, and a table says how far apart they are (dtrain/parity.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from dtrain import console, parity, world
+from dtrain.config import bad, flatten
+from dtrain.contract import BAD_CONFIG, DONE, FAILED
+from dtrain.explain import explain, options_of
+from dtrain.launch import MISTAKES, prepare_arguments
+from dtrain.parity import ACCUMULATE, FEWER_STEPS, FULL, SMALL, Case, compose, make_case
+from dtrain.runs import strict_json
+from dtrain.schema import check_section
+from dtrain.validate import check_ranges
+
+TIED_TO = {"optim.lr": "model", "train.stop_after": "train.steps"}  # a default of ours that goes when this is given
+NOT_HERE = {
+    "strategy": "strategies=…", "cluster.processes": "processes=2,4", "run_dir": "--keep DIR",
+    **dict.fromkeys(["cluster", "cluster.nodes", "resume", "dry_run", "hydra.run.dir"], "leave it out"),
+}  # fmt: skip
+INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
+HEADINGS = (
+    "strategy", "ranks", "mesh", "precision", "loss diff", "norm diff", "weight diff", "tolerance", "seconds", "result",
+)  # fmt: skip
+
+
+def main(argv: list[str]) -> int:
+    """Exit codes: 0 all passed, 2 bad input, 3 one did not pass."""
+    options = argument_parser().parse_intermixed_args(argv)
+    if os.getcwd() not in sys.path:  # a user's own modules lie there, and the ranks look there too
+        sys.path.append(os.getcwd())
+    try:
+        with term_is_ctrl_c(), run_folder(options.keep) as folder:
+            references, cases = plan(read_request(options), folder)
+            targets = {case.config["strategy"]["_target_"] for case in cases if case.config}
+            world.start_server(target.rpartition(".")[0] for target in targets if target.startswith("dtrain."))
+            return show(cases, rows(references, cases, options.timeout), options.json)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except MISTAKES as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1" or isinstance(error, BrokenPipeError):
+            raise
+        console.print_error(explain(error))
+        return BAD_CONFIG
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "dtrain verify",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Train with each strategy and with one process; compare losses, gradient norms and final weights.",
+        epilog="""settings, all of them optional:
+  strategies=ddp,fsdp      default: all of conf/strategy
+  processes=2,4            default: the two smallest of 2, 4 and 8 that a strategy's axes can make a mesh of
+  precisions=fp32,bf16     default: fp32, and each other one at the smallest number of processes
+  model=… train.steps=…    any setting of `dtrain launch`, for all runs; those of strategy.… not for the one process
+
+Exit codes: 0 all passed, 2 bad input, 3 one did not pass.""",
+    )
+    parser.add_argument("settings", nargs="*", metavar="setting=value")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON; the table goes to stderr")
+    parser.add_argument("--keep", metavar="DIR", help="keep the run folders there")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for each world (120)")
+    return parser
+
+
+# ---- what was asked for --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    strategies: list[str]
+    sizes: list[int]  # empty: the two smallest of each strategy
+    precisions: list[str]  # empty: fp32 at these sizes, the others at the smallest of them
+    overrides: list[str]
+
+
+def key_of(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
+
+
+def read_request(options: argparse.Namespace) -> Request:
+    lists: dict[str, list[str]] = {"strategies": [], "processes": [], "precisions": []}
+    overrides = []
+    for word in prepare_arguments(options.settings):
+        key, _, value = word.partition("=")
+        if key in lists or key == "precision":
+            items = [item.strip() for item in value.strip("[]").split(",")]
+            lists["precisions" if key == "precision" else key] = list(dict.fromkeys(items))
+        elif key_of(word) in NOT_HERE:
+            fix = NOT_HERE[key_of(word)]
+            raise ValueError(f"{word}: is not for verify, which runs each strategy on this machine\n  fix: {fix}")
+        else:
+            overrides.append(word)
+    for key, group in (("strategies", "strategy"), ("precisions", "precision")):
+        for name in lists[key]:
+            if name not in options_of(group):
+                fix = f"{key} can be {', '.join(options_of(group))}"
+                raise bad(key, ",".join(lists[key]), f"there is no {group} {name!r}", fix)
+    for text in lists["processes"]:
+        if not text.isdecimal() or int(text) < 1:
+            raise bad("processes", ",".join(lists["processes"]), "must be whole numbers from 1 on", "processes=2,4")
+    if not options.timeout > 0:
+        raise bad("--timeout", options.timeout, "must be more than 0 seconds", "--timeout 120")
+    sizes = [int(text) for text in lists["processes"]]
+    return Request(lists["strategies"] or options_of("strategy"), sizes, lists["precisions"], overrides)
+
+
+def settings(overrides: Sequence[str], defaults: Sequence[str]) -> list[str]:
+    """The overrides, after those of the defaults that they leave room for.
+
+    An option that is chosen for a group brings its own settings, and a recipe brings all of them.
+    """
+    given = {key_of(o) for o in overrides}
+
+    def wanted(default: str) -> bool:
+        key = key_of(default)
+        if "recipe" in given and key != "precision":
+            return False
+        return not given & {key, key.partition(".")[0], TIED_TO.get(key, key)}
+
+    return [*filter(wanted, defaults), *overrides]
+
+
+def plan(request: Request, folder: Path) -> tuple[dict[str, Case], list[Case]]:
+    """The one process of each precision, and the cases. What is wrong for any number of ranks is a ValueError."""
+    references: dict[str, Case] = {}
+    cases: list[Case] = []
+    plain = [o for o in request.overrides if not key_of(o).startswith("strategy.")]
+    for precision in request.precisions or sorted(options_of("precision"), key=lambda name: name != FULL):
+        defaults = [*SMALL, f"precision={precision}", *([] if precision == FULL else [FEWER_STEPS])]
+        one = make_case("ddp", 1, precision, compose(settings(plain, defaults)), folder / f"one-{precision}")
+        if one.refused:
+            raise ValueError(one.refused)
+        references[precision] = one
+        for strategy in request.strategies:
+            cfg = compose([f"strategy={strategy}", *settings(request.overrides, [*defaults, ACCUMULATE])])
+            section: Any = OmegaConf.to_container(cfg.strategy, resolve=True)
+            check_section("strategy", section, cfg.trust)
+            check_ranges(flatten({"strategy": section}))
+            sizes = request.sizes or parity.world_sizes(section)[:2]
+            for size in sizes if precision == FULL or request.precisions else sizes[:1]:
+                cases.append(make_case(strategy, size, precision, cfg, folder / f"{strategy}-{size}-{precision}"))
+    return references, cases
+
+
+@contextlib.contextmanager
+def run_folder(keep: str | None) -> Iterator[Path]:
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="dtrain-verify-") as folder:
+            yield Path(folder)
+        return
+    kept = Path(keep).expanduser().absolute()
+    if kept.exists() and (not kept.is_dir() or any(kept.iterdir())):
+        raise bad("--keep", keep, "is there already, and not an empty folder", "--keep with another name")
+    yield kept
+
+
+@contextlib.contextmanager
+def term_is_ctrl_c() -> Iterator[None]:
+    """A plain kill, too, must end the ranks and remove the folder."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# ---- the table -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table; the names are those of `--json`."""
+
+    strategy: str
+    world_size: int
+    precision: str
+    max_loss_diff: float | None
+    max_grad_norm_diff: float | None  # as a part of the norm
+    max_weight_diff: float | None
+    tolerance: float | None  # of the losses
+    passed: bool
+    seconds: float
+    mesh: str
+    reason: str  # why it did not pass
+
+    def cells(self) -> list[str]:
+        figures = (self.max_loss_diff, self.max_grad_norm_diff, self.max_weight_diff, self.tolerance)
+        return [
+            self.strategy, str(self.world_size), self.mesh or "-", self.precision,
+            *("-" if x is None else f"{x:.1e}" for x in figures), f"{self.seconds:.1f}",
+            "PASS" if self.passed else "FAIL",
+        ]  # fmt: skip
+
+
+def rows(references: dict[str, Case], cases: Sequence[Case], timeout: float) -> Iterator[Row]:
+    """Run world after world. A precision's one process comes before the first case that is compared with it."""
+    # one thread a rank is best for a model this small; who verifies a larger one may say more
+    env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    failed: dict[str, str] = {}
+    for case in cases:
+        if case.precision not in failed:
+            error = parity.run(references[case.precision], timeout, env)
+            failed[case.precision] = f"the one process to compare with: {error}" if error else ""
+        start = time.monotonic()
+        error = case.refused or failed[case.precision] or parity.run(case, timeout, env)
+        yield judge(case, references[case.precision], error, round(time.monotonic() - start, 1))
+
+
+def judge(case: Case, one: Case, error: str, seconds: float) -> Row:
+    """The row of a case that was run, or that could not be."""
+    reason = error.splitlines()[0] if error else ""
+    row = Row(case.strategy, case.size, case.precision, None, None, None, None, False, seconds, case.mesh, reason)
+    if error:
+        return row
+    allowed = parity.tolerance(case.config, parity.stated_tolerance(case.run_dir))
+    found = parity.compare(case.run_dir, one.run_dir)
+    reason = found.beyond(allowed)
+    return replace(
+        row, max_loss_diff=found.loss, max_grad_norm_diff=found.grad_norm, max_weight_diff=found.weight,
+        tolerance=allowed.loss, passed=not reason, reason=reason,
+    )  # fmt: skip
+
+
+def show(cases: Sequence[Case], results: Iterator[Row], as_json: bool) -> int:
+    """Print each row as it comes, to stderr when stdout is for the data; give the exit code."""
+    from rich.console import Console
+
+    out = Console(stderr=True) if as_json else console.stdout_console()
+    widths = [len(heading) for heading in HEADINGS]
+    widths[0], widths[2] = (max(w, *map(len, names)) for w, names in (
+        (widths[0], [case.strategy for case in cases]), (widths[2], [case.mesh for case in cases])
+    ))  # fmt: skip
+
+    def line(texts: Sequence[str]) -> str:
+        return "  ".join(f"{text:<{width}}" for text, width in zip(texts, widths, strict=True)).rstrip()
+
+    start, done = time.monotonic(), []
+    console.say(out, (line(HEADINGS), "bold"))
+    for row in results:
+        done.append(row)
+        console.say(out, (line(row.cells()), "" if row.passed else "red"), f"  {row.reason}".rstrip())
+    passed = sum(row.passed for row in done)
+    console.say(out, f"{passed} of {len(done)} passed in {time.monotonic() - start:.0f} s")
+    if as_json:
+        print(json.dumps(strict_json([asdict(row) for row in done]), indent=2))
+    return DONE if passed == len(done) else FAILED

@@ -1,0 +1,134 @@
+"""Small worlds on this machine: ranks forked from a server that has imported torch once.
+
+A fresh Python takes 2 s to import torch; a fork takes 20 ms. `dtrain verify` and the tests start hundreds of ranks.
+Training proper goes through torchrun (launchers/local.py): a fork server is no place for a run of days.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing import connection, forkserver
+from pathlib import Path
+from typing import Any
+
+from dtrain.config import count_gpus
+from dtrain.contract import die_with_parent
+from dtrain.launchers.local import PEERS_S, first_failure
+
+_server = multiprocessing.get_context("forkserver")
+
+
+def start_server(strategy_modules: Iterable[str] = ()) -> None:
+    """Start the fork server, unless there is one; it imports while the caller goes on.
+
+    With GPUs it leaves the strategies to the ranks: an optional package may ask for the GPUs when it is imported, and
+    CUDA does not survive a fork. torch and our own code do not ask.
+    """
+    modules = ["torch._dynamo", "dtrain.train", *([] if count_gpus() else strategy_modules)]
+    os.environ["DTRAIN_PRELOAD"] = " ".join(dict.fromkeys(modules))
+    _server.set_forkserver_preload(["dtrain.preload"])
+    # blocked, and so in all that it forks: Ctrl-C is for the process that asked for the ranks, and that ends them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        del os.environ["DTRAIN_PRELOAD"]
+
+
+class World:
+    """N ranks that run `function(*arguments)`, which gives an exit code; each has the launcher's environment contract.
+
+    As a context it leaves no rank behind, whatever happens inside.
+    """
+
+    def __init__(
+        self, size: int, function: Callable[..., Any], *arguments: Any, env: dict[str, str] | None = None
+    ) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        shared = {
+            "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", **(env or {}),
+        }  # fmt: skip
+        start_server()
+        self.ranks = [
+            _server.Process(
+                target=_rank, args=(function, arguments, shared | {"RANK": str(r), "LOCAL_RANK": str(r)}), daemon=True
+            )
+            for r in range(size)
+        ]
+        try:
+            for process in self.ranks:
+                process.start()
+        except BaseException:  # Ctrl-C
+            self.kill()
+            raise
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+    def join(self, timeout: float = 120) -> list[int | None]:
+        """Wait for all ranks; their exit codes, None for one that had to be killed. Peers of a failed one may hang."""
+        deadline = time.monotonic() + timeout
+        waiting = {process.sentinel: process for process in self.ranks}
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for sentinel in connection.wait(list(waiting), left):
+                if waiting.pop(sentinel).exitcode:  # type: ignore[arg-type]
+                    deadline = min(deadline, time.monotonic() + PEERS_S)
+        codes = [process.exitcode for process in self.ranks]
+        self.kill()
+        return codes
+
+    def kill(self) -> None:
+        started = [process for process in self.ranks if process.pid is not None]
+        for process in started:
+            process.kill()
+        for process in started:
+            process.join()
+
+
+def _rank(function: Callable[..., Any], arguments: tuple[Any, ...], env: dict[str, str]) -> None:
+    die_with_parent()  # the server, which ends when who started it does
+    import torch
+
+    os.environ |= env
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # the server has read that variable before
+    code = function(*arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)  # a failed rank must not wait for its peers in the destructor of its process group
+
+
+def train_rank(run_dir: Path) -> int:
+    """What dtrain.rank does under torchrun: train, with the output in the run folder."""
+    from dtrain import train, worker
+
+    worker.redirect_output(run_dir, int(os.environ["RANK"]))
+    return train.main(run_dir)
+
+
+def failure(run_dir: Path, codes: list[int | None]) -> str:
+    """What went wrong in a world that trained, in one line, or ""."""
+    if all(code == 0 for code in codes):
+        return ""
+    for r, code in enumerate(codes):
+        if code is not None and code < 0:  # it leaves no note, and those of its peers are about the lost connection
+            return f"rank {r} was killed by {signal.Signals(-code).name}"
+    if any((run_dir / "logs").glob("failure-*.json")):
+        first = first_failure(run_dir, 0, "")
+        return f"rank {first['rank']}: {first['type']}: {first['message'].strip().splitlines()[0]}"
+    if None in codes:
+        return f"rank {codes.index(None)} did not end in time"
+    rank, code = next((r, code) for r, code in enumerate(codes) if code)
+    return f"rank {rank} ended with {code} and left no note; see {run_dir}/logs"

@@ -1,0 +1,187 @@
+"""Any checkpoint, any strategy: what one layout saved another one loads, bit for bit, and goes on as the first would.
+
+By default each strategy gives and takes once, and the two with the most to translate (zero3's flat partitions, 3d's
+stages of shards) exchange with all; `--all` does all pairs, and `--matrix FILE` writes what came out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtrain import checkpoint, shards
+from dtrain.config import build, load
+from dtrain.data.loader import Loader
+from dtrain.validate import batch_sizes
+from dtrain.worker import seed_everything
+from tests.world import STRATEGIES, losses, make_run, sizes_of, spawn, train
+
+SAVED, STEPS = 4, 6  # a checkpoint after the 4th step; the 5th loss needs its weights, the 6th its optimizer state
+HARDEST = ("zero3", "3d")
+OPTIONS = (
+    f"train.steps={STEPS + 2}", f"train.stop_after={STEPS}", "train.max_grad_norm=0.5", "train.micro_batch_size=1",
+    f"checkpoint.every={SAVED}", "checkpoint.keep=9",
+)  # fmt: skip
+
+
+@dataclass
+class Cell:
+    source: str
+    target: str
+    loss_diff: float  # of the next loss
+    second_loss_diff: float | None  # of the one after an update; None where the maths of one side differ by design
+    state_equal: bool  # what the target saves again, without a step, has the bits of what it loaded
+    differing: list[str]
+
+    @property
+    def passed(self) -> bool:
+        return self.state_equal and self.loss_diff < 1e-5 and (self.second_loss_diff or 0.0) < 1e-5
+
+
+def size_of(strategy: str, role: str) -> int:
+    """Saved on the smallest number of ranks, loaded on the next: so they differ where they can."""
+    sizes = sizes_of(strategy, (2, 4, 8))
+    return sizes[0] if role == "source" else sizes[:2][-1]
+
+
+def pairs(everything: bool) -> list[tuple[str, str]]:
+    """(source, target)"""
+    if everything:
+        return list(product(STRATEGIES, STRATEGIES))
+    ring = zip(STRATEGIES, STRATEGIES[1:] + STRATEGIES[:1], strict=True)
+    return sorted({*ring, *(pair for pair in product(STRATEGIES, STRATEGIES) if set(pair) & set(HARDEST))})
+
+
+def step_folder(run_dir: Path, step: int = SAVED) -> Path:
+    return run_dir / "checkpoints" / f"step-{step:08d}"
+
+
+def take_over(target: Path, sources: dict[str, Path], out: Path) -> None:
+    """On each rank of the target's world: load each source's checkpoint, save it again, and go on for two steps."""
+    cfg = load(target)
+    sizes = build(cfg.strategy).resolve_mesh(dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
+    schedule = build(cfg.schedule, steps=cfg.train.steps)
+    for name, source in sources.items():
+        with torch.device("meta"):
+            model = build(cfg.model)
+        strategy = build(cfg.strategy)
+        strategy.setup(
+            model,
+            build(cfg.optim, global_batch_size=cfg.train.global_batch_size),
+            precision=build(cfg.precision),
+            device=torch.device("cpu"),
+            seed=cfg.train.seed + 1,
+            micro_batch_size=batch_sizes(cfg, sizes)[1],
+            max_grad_norm=cfg.train.max_grad_norm,
+        )  # fmt: skip  (another seed: weights that are not loaded would show)
+        manifest = checkpoint.read_manifest(step_folder(source))
+        state = strategy.state_dict()
+        checkpoint.load(step_folder(source), manifest, state)
+        strategy.load_state_dict(state, manifest["extra"])
+        checkpoint.save(out / name / "checkpoints", SAVED, strategy.state_dict(), {"extra": strategy.extra_state()}, 1)
+
+        place = (cfg.train.global_batch_size, cfg.train.seed, strategy.data_rank, sizes.dp)
+        data = Loader(build(cfg.data).dataset("train"), *place)
+        went_on = []
+        for step in range(SAVED, STEPS):
+            strategy.set_lr(schedule(step))
+            seed_everything(cfg.train.seed, step, strategy.data_rank)
+            went_on.append(strategy.train_step(*data.batch(step * cfg.train.global_batch_size)).loss)
+        if dist.get_rank() == 0:
+            (out / name / "losses.json").write_text(json.dumps([went_on, strategy.tolerance]))
+
+
+def differing(one: Path, other: Path) -> list[str]:
+    """The tensors of model and optimizer, and the update counts, whose bits are not the same in two checkpoints."""
+    contents = [checkpoint.read_manifest(path) for path in (one, other)]
+    tensors = [{n: t for n, t in c["tensors"].items() if n.startswith(("model.", "optim."))} for c in contents]
+    wrong = sorted(tensors[0].keys() ^ tensors[1].keys())
+    with shards.Reader(one, tensors[0]) as ours, shards.Reader(other, tensors[1]) as theirs:
+        for name in tensors[0].keys() & tensors[1].keys():
+            a, b = ours.whole(name), theirs.whole(name)
+            if a.dtype != b.dtype or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+                wrong.append(name)
+    counts = [c["extra"]["optimizer"] for c in contents]
+    return wrong + [
+        f"count of {n}" for n in counts[0].keys() | counts[1].keys() if counts[0].get(n) != counts[1].get(n)
+    ]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of each strategy, uninterrupted, with a checkpoint on the way."""
+    folder = tmp_path_factory.mktemp("saved")
+    runs = {}
+    for strategy in STRATEGIES:
+        size = size_of(strategy, "source")
+        runs[strategy] = make_run(folder / strategy, *OPTIONS, f"strategy={strategy}", f"cluster.processes={size}")
+        assert train(runs[strategy], size) == [0] * size, strategy
+    return runs
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = make_run(tmp_path_factory.mktemp("one"), *OPTIONS, "checkpoint.every=0", "cluster.processes=1")
+    assert train(run, 1) == [0]
+    return run
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_save_on_the_way_changes_nothing(strategy: str, saved: dict[str, Path], one_process: Path) -> None:
+    ours, theirs = losses(saved[strategy]), losses(one_process)
+    allowed = build(load(saved[strategy]).strategy).tolerance or 1e-5
+    assert max(abs(ours[s] - theirs[s]) for s in theirs) < allowed, "one process, which saves at the end only"
+
+
+@pytest.fixture(scope="module")
+def cells(request: pytest.FixtureRequest) -> Any:
+    """What the tests below found out; written at the end, whole or not."""
+    found: list[Cell] = []
+    yield found
+    if file := request.config.getoption("--matrix"):
+        write_matrix(Path(file), found)
+
+
+@pytest.mark.timeout(600)  # 20 s on a quiet machine, for all sources
+@pytest.mark.parametrize("target", STRATEGIES)
+def test_takes_over_from(
+    target: str, saved: dict[str, Path], cells: list[Cell], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    sources = {source: saved[source] for source, t in pairs(request.config.getoption("--all")) if t == target}
+    size = size_of(target, "target")
+    run = make_run(tmp_path / "run", *OPTIONS, f"strategy={target}", f"cluster.processes={size}")
+    spawn(size, take_over, run, sources, tmp_path, timeout=500)
+    found = []
+    for source, run_dir in sources.items():
+        went_on, tolerance = json.loads((tmp_path / source / "losses.json").read_text())
+        diffs = [abs(loss - losses(run_dir)[SAVED + 1 + i]) for i, loss in enumerate(went_on)]
+        same_maths = tolerance is None and build(load(run_dir).strategy).tolerance is None
+        wrong = differing(step_folder(run_dir), step_folder(tmp_path / source))
+        names = [f"{name} × {size_of(name, role)}" for name, role in ((source, "source"), (target, "target"))]
+        found.append(Cell(*names, diffs[0], diffs[1] if same_maths else None, not wrong, wrong))
+    cells += found
+    assert found and all(cell.passed for cell in found), [cell for cell in found if not cell.passed]
+
+
+def write_matrix(file: Path, cells: list[Cell]) -> None:
+    """FILE.json with every cell, FILE.md as a table: the larger of the two loss differences, ✓ for equal state."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.with_suffix(".json").write_text(json.dumps([vars(cell) | {"passed": cell.passed} for cell in cells], indent=1))
+    targets = list(dict.fromkeys(cell.target for cell in cells))
+    text = {
+        (c.source, c.target): f"{max(c.loss_diff, c.second_loss_diff or 0.0):.0e} {'✓' if c.state_equal else '✗'}"
+        for c in cells
+    }
+    text = {cell: entry.replace("0e+00", "0") for cell, entry in text.items()}
+    lines = ["| saved by ↓, resumed by → | " + " | ".join(targets) + " |", "|---" * (len(targets) + 1) + "|"]
+    for source in sorted({cell.source for cell in cells}):
+        lines.append(f"| {source} | " + " | ".join(text.get((source, target), "") for target in targets) + " |")
+    file.with_suffix(".md").write_text("\n".join(lines) + "\n")

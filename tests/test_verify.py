@@ -1,0 +1,244 @@
+"""`dtrain verify`: what it runs, what it prints, and that it can fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dtrain import parity
+from dtrain.cli import main
+from dtrain.parity import SMALL
+from dtrain.verify import Request, plan, settings
+from tests.world import ROOT, STRATEGIES, sizes_of, start_server
+
+QUICK = ["strategies=ddp", "processes=2", "precisions=fp32", "train.steps=3"]
+OWN = ["strategy._target_=own.Own", "trust=[own]"]
+STRATEGY = """
+import time
+from dtrain.strategies.{module} import {base}
+
+class Own({base}):
+    {body}
+"""
+FORGETS = ("base", "Strategy", "def __init__(self, dp: int = -1, bucket_mb: int = 25): super().__init__(dp=dp)")
+RAISES = ("ddp", "DDP", "def wrap(self, model): raise RuntimeError('no such wire\\nand more')")
+HANGS = ("ddp", "DDP", "def wrap(self, model): time.sleep(99)")
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    start_server()  # before, or it would have its socket in the folder that is looked at
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    assert not left_behind(tmp_path / "tmp")
+
+
+def left_behind(folder: Path) -> list[Path]:
+    """Its own folders, and those of multiprocessing; torch's cache of compiled code is meant to stay."""
+    return [*folder.glob("dtrain-*"), *folder.glob("pymp-*")]
+
+
+def own_strategy(module: str, base: str, body: str) -> None:
+    Path("own.py").write_text(STRATEGY.format(module=module, base=base, body=body))
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+# ---- the command ---------------------------------------------------------------------------------------------
+
+
+def test_json_from_any_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dtrain", "verify", "strategies=ddp,fsdp", *QUICK[1:], "--json"]
+    environment = os.environ | {"TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert [(row["strategy"], row["world_size"], row["precision"]) for row in rows] == [
+        ("ddp", 2, "fp32"), ("fsdp", 2, "fp32"),
+    ]  # fmt: skip
+    for row in rows:
+        assert list(row) == [
+            "strategy", "world_size", "precision", "max_loss_diff", "max_grad_norm_diff", "max_weight_diff",
+            "tolerance", "passed", "seconds", "mesh", "reason",
+        ]  # fmt: skip
+        assert row["passed"] is True and row["tolerance"] == 1e-5 and row["reason"] == ""
+        assert 0 <= row["max_loss_diff"] < 1e-5 and 0 < row["max_weight_diff"] < 1e-3 and row["seconds"] > 0
+    assert "2 of 2 passed in " in done.stderr and "Traceback" not in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["tmp"] and not left_behind(tmp_path / "tmp")
+
+
+def test_a_layout_that_is_refused_is_a_row_that_did_not_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *QUICK, "processes=2,3"]) == 3
+    header, two, three, end = lines(capsys)
+    assert header.split()[:4] == ["strategy", "ranks", "mesh", "precision"]
+    assert "PASS" in two and "FAIL  train.global_batch_size=8: must be a multiple of the 3 data-parallel ranks" in three
+    assert end.startswith("1 of 2 passed in ")
+
+
+def test_a_strategy_that_forgets_to_average_gradients_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    own_strategy(*FORGETS)
+    assert main(["verify", *QUICK, *OWN, "--json"]) == 3
+    (row,) = json.loads(capsys.readouterr().out)
+    assert not row["passed"] and row["max_loss_diff"] > 1e-5 and row["max_grad_norm_diff"] > 1e-2
+    assert row["reason"].startswith("losses differ by ") and "weights differ by " in row["reason"]
+
+
+def test_a_strategy_with_other_maths_states_its_tolerance(capsys: pytest.CaptureFixture[str]) -> None:
+    own_strategy(*FORGETS[:2], FORGETS[2] + "\n    tolerance = 0.5")
+    assert main(["verify", *QUICK, *OWN, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["tolerance"] == 0.5 and row["max_loss_diff"] > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reason"),
+    [(RAISES, "rank 0: RuntimeError: no such wire"), (HANGS, "rank 0 did not end in time")],
+)
+def test_a_rank_that_fails_or_hangs(
+    strategy: tuple[str, str, str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own_strategy(*strategy)
+    assert main(["verify", *QUICK, *OWN, "--timeout", "20" if strategy is RAISES else "6"]) == 3
+    assert lines(capsys)[1].replace("rank 1", "rank 0").endswith(f"FAIL  {reason}")
+
+
+def test_keep(tmp_path: Path) -> None:
+    assert main(["verify", *QUICK, "--keep", "kept"]) == 0
+    assert sorted(p.name for p in (tmp_path / "kept").iterdir()) == ["ddp-2-fp32", "one-fp32"]
+    assert (tmp_path / "kept" / "ddp-2-fp32" / "logs" / "rank-1.log").exists()
+    assert main(["verify", *QUICK, "--keep", "kept"]) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_quietly_and_takes_the_ranks_along(number: signal.Signals, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dtrain", "verify", "train.steps=99999", "--keep", "kept"],
+        env=os.environ | {"TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        # a background job is born with SIGINT ignored; a foreground one is meant here
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    metrics = tmp_path / "kept" / "one-fp32" / "metrics.jsonl"
+    while not metrics.exists() or not metrics.read_text():
+        assert process.poll() is None
+        time.sleep(0.05)
+    assert session(process.pid) > 1
+    os.killpg(process.pid, number)  # as a terminal does: to all of them
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "")
+    for _ in range(50):  # the fork server ends when it sees that we did
+        if not session(process.pid):
+            break
+        time.sleep(0.1)
+    assert session(process.pid) == 0 and not left_behind(tmp_path / "tmp")
+
+
+def session(leader: int) -> int:
+    """How many processes it has, but for those that only wait to be asked how they ended."""
+    found = subprocess.run(["ps", "-o", "stat=", "-s", str(leader)], capture_output=True, text=True).stdout.split()
+    return sum(not state.startswith("Z") for state in found)
+
+
+# ---- bad input -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "fix"),
+    [
+        (["strategies=dpd"], "strategies=dpd: there is no strategy 'dpd'", "strategies can be "),
+        (["precisions=fp31"], "precisions=fp31: there is no precision 'fp31'", "precisions can be bf16, fp16, fp32"),
+        (["precision=fp31"], "there is no precision 'fp31'", "precisions can be"),
+        (["processes=two"], "processes=two: must be whole numbers", "processes=2,4"),
+        (["processes=0"], "processes=0: must be", "processes=2,4"),
+        (["strategy=fsdp"], "strategy=fsdp: is not for verify", "strategies=…"),
+        (["cluster.processes=2"], "is not for verify", "processes=2,4"),
+        (["run_dir=x"], "is not for verify", "--keep DIR"),
+        (["train.stpes=3"], "train.stpes: there is no such setting", "did you mean train.steps"),
+        (["train.steps=-1"], "train.steps=-1: must be at least 1", "train.steps=1"),
+        (["model=gpt3"], "model=gpt3: there is no such option", "model can be"),
+        (["strategies=ddp", "strategy.bucket_mb=0"], "strategy.bucket_mb=0: must be at least 1", "strategy.bucket_mb"),
+        (["strategies=ddp,fsdp", "strategy.bucket_mb=9"], "the chosen strategy has no such setting", "leave it out"),
+        (["strategies=ddp", *OWN[:1]], "only dtrain's own code and the modules you trust", "trust=[own]"),
+        (["--timeout", "0"], "--timeout=0.0: must be more than 0", "--timeout 120"),
+    ],
+)  # fmt: skip
+def test_bad_input(
+    words: list[str], message: str, fix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dtrain.world.start_server", lambda *_: pytest.fail("something was started"))
+    assert main(["verify", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and message in err and fix in err.partition("\n  fix: ")[2]
+
+
+# ---- what it runs --------------------------------------------------------------------------------------------
+
+
+def test_by_default_every_strategy_at_its_two_smallest_sizes(tmp_path: Path) -> None:
+    references, cases = plan(Request(STRATEGIES, [], [], []), tmp_path)
+    assert list(references) == ["fp32", "bf16", "fp16"]
+    for strategy in STRATEGIES:
+        mine = [(case.precision, case.size) for case in cases if case.strategy == strategy]
+        sizes = sizes_of(strategy, (2, 4, 8))[:2]
+        assert mine == [("fp32", sizes[0]), ("fp32", sizes[1]), ("bf16", sizes[0]), ("fp16", sizes[0])]
+    assert not [case.refused for case in cases if case.refused]
+    for case in cases:
+        accumulation = case.config["train"]["global_batch_size"] // case.config["train"]["micro_batch_size"]
+        dp = parity.mesh_of(case.config["strategy"], case.size).dp
+        assert accumulation // dp > 1, "every layout accumulates"
+
+
+@pytest.mark.parametrize(
+    ("axes", "sizes"),
+    [
+        ({"dp": -1}, [2, 4, 8]),
+        ({"pp": 2, "dp": -1, "tp": 2}, [4, 8]),
+        ({"tp": -1, "dp": 2}, [2, 4, 8]),
+        ({"dp": 4}, [4]),
+        ({"dp": 3}, [3]),
+    ],
+)
+def test_sizes_follow_from_the_axes(axes: dict[str, int], sizes: list[int]) -> None:
+    assert parity.world_sizes(axes) == sizes
+
+
+def test_what_is_typed_wins_over_the_small_defaults() -> None:
+    small = settings(["train.steps=5", "model.dim=64"], SMALL)
+    assert "train.steps=20" not in small and "model.dim=32" not in small and "model.num_layers=4" in small
+    large = settings(["model=gpt2-124m"], SMALL)
+    assert not [s for s in large if s.startswith("model.") or s == "optim.lr=3e-3"] and "data=synthetic" in large
+    assert settings(["recipe=cpu-tiny"], [*SMALL, "precision=bf16"]) == ["precision=bf16", "recipe=cpu-tiny"]
+    assert settings(["train.steps=5"], [parity.FEWER_STEPS]) == ["train.steps=5"]
+
+
+def test_strategy_settings_are_not_for_the_one_process(tmp_path: Path) -> None:
+    request = Request(["fsdp"], [2], ["bf16"], ["strategy.sharding=grad_op", "model=gpt2-124m"])
+    references, (case,) = plan(request, tmp_path)
+    assert case.config["strategy"]["sharding"] == "grad_op" and case.config["model"]["num_layers"] == 12
+    one = references["bf16"].config
+    assert one["choices"]["strategy"] == "ddp" and one["model"] == case.config["model"]
+    assert one["precision"]["dtype"] == "bfloat16"
+
+
+def test_nothing_imports_torch_before_there_is_something_to_run() -> None:
+    code = "import sys, dtrain.verify; dtrain.verify.argument_parser(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_skipped_step_must_be_skipped_under_both() -> None:
+    assert parity.apart(None, None) == 0.0
+    assert parity.apart(None, 1.0) == parity.apart(1.0, None) == float("inf")
+    assert parity.apart(2.2, 2.0, relative=True) == pytest.approx(0.1)
