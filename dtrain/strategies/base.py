@@ -7,11 +7,8 @@ split it their own way. Most strategies override only `parallelize`, `wrap` and 
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import math
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +16,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recompute
 
-from dtrain import checkpoint, mesh
+from dtrain import mesh
 from dtrain.precision import Precision
-from dtrain.shards import Held, chunks_of, is_dtensor
+from dtrain.shards import Held
+from dtrain.strategies.shared import (
+    checkpoint_layers,
+    clip_grad_norm,
+    init_optimizer_state,
+    init_weights,
+    local,
+    materialize,
+    merged,
+)
 
 
 @dataclass
@@ -212,144 +217,5 @@ class Strategy:
                     slots[key] = value
         self.precision.load_state_dict(extra["precision"])
 
-
     def close(self) -> None:
         """At the end of a run: let go of what would outlive the process, as files on a disk."""
-
-
-# ---- functions that strategies share -------------------------------------------------------------------------
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor as it is."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def merged(counts: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """What all ranks together know of each weight."""
-    everything: dict[str, dict[str, float]] = {}
-    for part in checkpoint.gather(counts):
-        for name, slots in part.items():
-            everything.setdefault(name, {}).update(slots)
-    return everything
-
-
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give a model from the meta device memory. Weights that were one tensor under two names would come out as two."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    for tied in names.values():
-        if len(tied) > 1:
-            raise ValueError(
-                f"model: {' and '.join(tied)} are one weight under two names, which the meta device unties\n"
-                f"  fix: keep {tied[0]} only, and use it in both places of forward()"
-            )
-    model.to_empty(device=device)
-
-
-def init_weights(model: nn.Module, seed: int, device: torch.device | None = None) -> None:
-    """Give every weight and buffer the value that (seed, name) says, the same under every strategy and world size.
-
-    Each is drawn whole, one at a time, and each rank keeps its shard; so no rank ever holds the whole model. The draws
-    of a CPU and of a GPU differ, so `device` does them also for weights that are offloaded.
-    """
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        init_weight(model, seed, name, tensor, device or tensor.device)
-
-
-@torch.no_grad()
-def init_weight(model: nn.Module, seed: int, name: str, held: Held, device: torch.device) -> None:
-    """Draw one weight whole, and keep what this rank holds of it."""
-    chunks = chunks_of(held)
-    if not chunks:
-        return
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7]))
-    whole = torch.empty(chunks[0].whole_shape, dtype=chunks[0].values.dtype, device=device)
-    model.init_weights(name, whole, generator)  # type: ignore[operator]
-    for chunk in chunks:
-        chunk.values.copy_(whole[chunk.box])
-
-
-def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer's lazy state exist, by one step that changes nothing: zero gradients, zero rate."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    missing = {p for p in parameters if p not in optimizer.state}
-    if not missing:
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    gradients = [p.grad for p in parameters]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    for p in parameters:
-        p.grad = torch.zeros_like(p) if p in missing else None
-    optimizer.step()
-    for p, gradient in zip(parameters, gradients, strict=True):
-        p.grad = gradient
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for p in missing:  # that step does not count
-        for value in optimizer.state[p].values():
-            if isinstance(value, Tensor):
-                value.zero_()
-
-
-def clip_grad_norm(
-    parameters: list[nn.Parameter],
-    max_norm: float | None,
-    counted: list[nn.Parameter] | None = None,
-    num_stages: int = 1,
-) -> Tensor:
-    """Clip by one norm over all gradients, and give that norm, the same bits on every rank.
-
-    torch's own function refuses gradients on different meshes. So each rank sums the squares of what it holds, every
-    gradient divided by the ranks that hold the same values, and one sum over all ranks makes the norm, across shards
-    and pipeline stages. `counted` are the parameters that make the norm, when a copy must not count twice.
-    """
-    groups: dict[int, list[Tensor]] = defaultdict(list)
-    for p in parameters if counted is None else counted:
-        if p.grad is not None:
-            groups[_num_shards(p.grad)].append(local(p.grad))
-    if num_stages == 1 and set(groups) <= {1}:  # every rank holds everything
-        norm = nn.utils.get_total_norm(groups[1])
-    else:
-        num_ranks = dist.get_world_size() // num_stages
-        squares = [nn.utils.get_total_norm(g).square() * (n / num_ranks) for n, g in groups.items()]
-        device = squares[0].device if squares else local(parameters[0]).device
-        total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
-        dist.all_reduce(total)
-        norm = total.sqrt()
-    if max_norm is not None:
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
-    return norm
-
-
-def _num_shards(gradient: Tensor) -> int:
-    """Over how many ranks the values are cut; all other ranks of a stage hold copies."""
-    if not is_dtensor(gradient):
-        return 1
-    dtensor: Any = gradient
-    assert not any(p.is_partial() for p in dtensor.placements), "a sum that is not finished has no norm"
-    return math.prod(
-        n for n, p in zip(dtensor.device_mesh.shape, dtensor.placements, strict=True) if not p.is_replicate()
-    )
-
-
-def compile_layers(model: nn.Module) -> None:
-    """Compile layer by layer: the messages between layers cannot be part of a graph."""
-    for unit in model.fsdp_units():  # type: ignore[operator]
-        unit.compile()
-
-
-def checkpoint_layers(model: nn.Module, mode: str, every: int) -> None:
-    """Recompute a layer's activations in the backward pass instead of keeping them: all layers, or every k-th.
-
-    The layer's own forward is replaced, not the layer wrapped, so that parameter names stay canonical.
-    """
-    if mode == "none":
-        return
-    for i, unit in enumerate(model.fsdp_units()):  # type: ignore[operator]
-        if mode == "full" or i % every == 0:
-            unit.forward = functools.partial(recompute, unit.forward, use_reentrant=False)

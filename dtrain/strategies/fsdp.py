@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from dtrain.strategies.base import Strategy, compile_layers, init_weights, materialize
+from dtrain.strategies.base import Strategy
+from dtrain.strategies.shared import compile_layers, init_weights, materialize
 
 
 class FSDP(Strategy):

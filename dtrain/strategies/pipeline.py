@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -15,9 +12,11 @@ from torch.distributed import pipelining
 from torch.distributed.tensor.parallel import loss_parallel
 
 from dtrain.shards import Held
-from dtrain.strategies.base import Strategy, clip_grad_norm, compile_layers, local
+from dtrain.strategies.base import Strategy
 from dtrain.strategies.fsdp import data_mesh, shard_layers
-from dtrain.strategies.rules import balance, stages_of_rank
+from dtrain.strategies.rules import stages_of_rank
+from dtrain.strategies.shared import autocast_inside, clip_grad_norm, compile_layers, local
+from dtrain.strategies.stages import Stages, split_points, stage_of
 from dtrain.strategies.tensor import cut_layers, finish_sums
 
 SCHEDULES: dict[str, Any] = {
@@ -58,39 +57,19 @@ class Pipeline(Strategy):
         self.stage_ids, self.num_stages = stages_of_rank(
             self.pp_rank, self.sizes.pp, self.schedule, self.stages_per_rank
         )
-        bounds = self.split_points(model)
+        bounds = split_points(model, self.num_stages, self.split)
         return Stages([self.parallelize_stage(stage_of(model, *bounds[i])) for i in self.stage_ids])
-
-    def split_points(self, model: nn.Module) -> list[tuple[int, int]]:
-        """Which layers each stage has: as asked for, or such that the largest stage has the fewest parameters."""
-        layers = [num_parameters(unit) for unit in model.fsdp_units()]  # type: ignore[operator]
-        if self.split is not None:
-            return list(pairwise([0, *self.split, len(layers)]))
-        if self.num_stages == 1:
-            return [(0, len(layers))]
-        first = num_parameters(stage_of(model, 0, 1)) - layers[0]  # embeddings
-        last = num_parameters(stage_of(model, len(layers) - 1, len(layers))) - layers[-1]  # norm and head
-        return balance(layers, first, last, self.num_stages)
 
     def parallelize_stage(self, stage: nn.Module) -> nn.Module:
         """Tensor and data parallel inside a stage, as without a pipeline."""
         cut_layers(stage, self.mesh["tp"], self.sequence_parallel, self.loss_parallel)
         if self.compile:
             compile_layers(stage)
-        stage.forward = self.in_precision(stage.forward)
+        stage.forward = autocast_inside(stage.forward, self.autocast)  # the schedule's backward pass is outside
         if self.sizes.dp > 1:  # layers stay gathered: every micro-batch would gather them again
             mesh = data_mesh(self.mesh, self.sizes.dp if self.data == "fsdp" else 1)
             shard_layers(stage, mesh, self.precision.dtype, reshard_after_forward=False)
         return stage
-
-    def in_precision(self, forward: Any) -> Any:
-        """The schedule runs forward and backward passes; only the forward ones belong under autocast."""
-
-        def forward_in_precision(*args: Any, **kwargs: Any) -> Any:
-            with self.autocast():
-                return forward(*args, **kwargs)
-
-        return forward_in_precision
 
     def wrap(self, model: nn.Module) -> nn.Module:
         names: list[Any] = [None] * self.sizes.pp
@@ -193,27 +172,3 @@ class Pipeline(Strategy):
                 for key, value in self.optimizer.state[copies[-1]].items():
                     if isinstance(value, Tensor):
                         local(self.optimizer.state[p][key]).copy_(local(value))
-
-
-class Stages(nn.ModuleList):
-    """The stages of a rank as one module, whose weights have their canonical names."""
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        for stage in self:
-            yield from stage.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        for stage in self:
-            yield from stage.named_buffers(*args, **kwargs)
-
-    def init_weights(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
-        self[0].init_weights(name, weight, generator)  # type: ignore[operator]
-
-
-def stage_of(model: nn.Module, low: int, high: int) -> nn.Module:
-    stage: nn.Module = copy.deepcopy(model).pipeline_split(low, high)  # type: ignore[operator]
-    return stage
-
-
-def num_parameters(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())

@@ -25,7 +25,7 @@ def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> N
     if package == "deepspeed":
         zero_config.check(config, sizes)
     check_plans(config, sizes)
-    check_tensor(strategy, model, sizes)
+    check_tensor(strategy, model, config["cluster"], sizes)
     if "schedule" in strategy:
         check_pipeline(config, sizes, num_micro_batches)
     if strategy.get("mode") == "fsdp" and package == "fairscale":
@@ -44,8 +44,15 @@ def check_plans(config: dict[str, Any], sizes: MeshSizes) -> None:
             raise bad(f"strategy.{axis}", size, rule, "strategy=ddp, fsdp or zero3, or add the plan (docs/your-own.md)")
 
 
-def check_tensor(strategy: dict[str, Any], model: dict[str, Any], sizes: MeshSizes) -> None:
+def shared_gpus(cluster: dict[str, Any]) -> bool:
+    return 0 < count_gpus() < int(cluster["processes"])
+
+
+def check_tensor(strategy: dict[str, Any], model: dict[str, Any], cluster: dict[str, Any], sizes: MeshSizes) -> None:
     tp, seq_len, vocab_size = sizes.tp, model.get("seq_len"), model.get("vocab_size")
+    if strategy.get("sequence_parallel") and tp > 1 and shared_gpus(cluster):
+        rule = "ranks that share a GPU talk over gloo, and that crashed under it (SIGSEGV, torch 2.11)"
+        raise bad("strategy.sequence_parallel", "true", rule, f"cluster.processes={count_gpus()}, or false")
     if strategy.get("sequence_parallel") and seq_len and seq_len % tp:
         rule = f"model.seq_len={seq_len} must be a multiple of the {tp} tensor-parallel ranks"
         raise bad("strategy.sequence_parallel", "true", rule, "strategy.sequence_parallel=false")
@@ -65,7 +72,7 @@ def check_pipeline(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: 
         rule = f"{pp} ranks have {stages} stages, and there are only model.num_layers={layers} layers"
         fix = f"strategy.schedule=1f1b, or model.num_layers={stages}" if layers >= pp else f"strategy.pp={layers}"
         raise bad("strategy.schedule", schedule, rule, fix)
-    if pp > 1 and 0 < count_gpus() < config["cluster"]["processes"]:
+    if pp > 1 and shared_gpus(config["cluster"]):
         rule = (
             f"ranks that share one of {count_gpus()} GPUs talk over gloo, which passes no GPU tensors from rank to rank"
         )

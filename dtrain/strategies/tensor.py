@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from dtrain.shards import is_dtensor
-from dtrain.strategies.base import Strategy, compile_layers
+from dtrain.strategies.base import Strategy
 from dtrain.strategies.fsdp import data_mesh, shard_layers
+from dtrain.strategies.shared import compile_layers
 
 
 class TensorParallel(Strategy):

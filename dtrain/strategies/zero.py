@@ -14,16 +14,17 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from dtrain.checkpoint import CheckpointError
-from dtrain.shards import Chunk, Held, chunks_of, flat_chunks
+from dtrain.shards import Held, chunks_of
 from dtrain.strategies import zero_config
-from dtrain.strategies.base import StepResult, Strategy, init_optimizer_state, init_weight, materialize, merged
+from dtrain.strategies.base import StepResult, Strategy
+from dtrain.strategies.shared import autocast_inside, compile_layers, init_weight, materialize, merged
+from dtrain.strategies.zero_state import Masters
 
 
 class Zero(Strategy):
@@ -63,7 +64,8 @@ class Zero(Strategy):
                 model=self.module, optimizer=self.optimizer, config=self.config, dist_init_required=False
             )
         self.model = self.engine
-        for name, held in self.masters(write=True):
+        self.masters = Masters(self.zero, self.optimizer, self.module, self.stage, self.data_rank)
+        for name, held in self.masters.walk(write=True):
             if name.startswith("model."):
                 init_weight(self.module, seed, name.removeprefix("model."), held, self.device)
 
@@ -84,10 +86,9 @@ class Zero(Strategy):
             largest = max(-(-p.numel() // self.sizes.dp) for p in model.parameters())
             self.config["zero_optimization"]["offload_param"].setdefault("buffer_size", largest)
         if self.compile:  # block by block: the engine's hooks around the model cannot be part of a graph
-            for unit in model.fsdp_units():  # type: ignore[operator]
-                unit.compile()
+            compile_layers(model)
         # The engine switches off an autocast that it finds around itself; so ours is inside.
-        model.forward = autocast_inside(model.forward, lambda: self.precision.autocast(self.device.type))
+        model.forward = autocast_inside(model.forward, super().autocast)
         return model
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -144,95 +145,25 @@ class Zero(Strategy):
         overflow = math.isfinite(loss_value) and self.precision.update(updated)
         return StepResult(loss_value, norm, updated=updated, overflow=overflow)
 
-    # ---- state: the masters are flat runs of elements ----------------------------------------------------------
-
-    def masters(self, write: bool = False) -> Iterator[tuple[str, list[Chunk]]]:
-        """What this rank holds of every master weight and of its optimizer state, flat group by flat group.
-
-        A group that lies on disk is in memory only while its own are given. What a caller writes reaches the weights
-        that the model computes with at the end. All ranks go through all of it.
-        """
-        if write and self.stage == 3:
-            self.zero._partition_all_parameters()
-        for i, flat in enumerate(self.flats()):
-            swapped = self.stage == 3 and self.zero._swappable_optimizer_subgroup(i)
-            if swapped:
-                self.zero._optimizer_states_and_gradient_swap_in(i)
-            for key, values in {"": flat, **self.optimizer_state(i, flat)}.items():
-                if not isinstance(values, Tensor) or values.shape != flat.shape:
-                    continue
-                for name, p in self.module.named_parameters():
-                    group, at, numel, begin = self.place(p)
-                    if group == i:
-                        whole = tuple(getattr(p, "ds_shape", p.shape))
-                        chunks = flat_chunks(values.detach()[at : at + numel], whole, begin)
-                        yield (f"optim.{name}.{key}" if key else f"model.{name}"), chunks
-            if write and self.stage == 3:
-                self.zero._reassign_or_swap_out_partitioned_parameters(i)
-            if swapped:
-                self.zero._optimizer_states_and_gradient_swap_out(i)
-        if write and self.stage == 3:
-            self.zero._post_step(set())  # gathers the weights that stay whole
-        elif write:
-            self.zero.update_lp_params()
-
-    def flats(self) -> list[Tensor]:
-        if self.stage == 3:
-            return list(self.zero.fp32_partitioned_groups_flat)
-        return [group["params"][0] for group in self.optimizer.param_groups]
-
-    def place(self, p: Any) -> tuple[int, int, int, int]:
-        """Where this rank's part of a weight lies: which flat group, from where, how much; and where in the weight."""
-        if self.stage == 3:  # every weight is cut evenly; the end is padded
-            group, at, size = self.zero.grad_position[self.zero.get_param_id(p)]
-            begin = size * self.data_rank
-            return group, at, max(0, min(size, p.ds_numel - begin)), begin
-        mapping = p._hp_mapping  # all weights of a group are laid end to end and cut once
-        if mapping is None:  # all of it lies with other ranks
-            return -1, 0, 0, 0
-        master, weight = mapping.hp_fragment_address, mapping.lp_fragment_address
-        return mapping.param_group_index, master.start, master.numel, weight.start
-
-    def optimizer_state(self, i: int, flat: Tensor) -> dict[str, Any]:
-        if self.stage == 3:  # which shows its optimizer one group at a time
-            group = self.optimizer.param_groups[self.zero.sub_group_to_group_id[i]]
-            group["params"] = [flat]
-            init_optimizer_state(self.optimizer)
-            group["params"] = []
-        else:
-            init_optimizer_state(self.optimizer)
-        return self.optimizer.state[flat]
+    # ---- state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Held]:
         state: dict[str, Held] = {f"model.{name}": b for name, b in self.module.named_buffers()}
-        for name, chunks in self.masters():
-            if self.settings["offload"] == "nvme":
+        for name, chunks in self.masters.walk():
+            if self.settings["offload"] == "nvme":  # in memory only while it is looked at
                 chunks = [dataclasses.replace(c, values=c.values.clone()) for c in chunks]
             state[name] = chunks
         return state
 
     def extra_state(self) -> dict[str, Any]:
-        counts = {}
-        flats = self.flats()
-        for name, p in self.module.named_parameters():
-            group, _, numel, _ = self.place(p)
-            if numel:
-                slots = self.optimizer.state[flats[group]].items()
-                counts[name] = {k: float(v) for k, v in slots if not (isinstance(v, Tensor) and v.dim())}
-        return {"optimizer": merged(counts), "precision": self.precision.state_dict()}
+        return {"optimizer": merged(self.masters.counts()), "precision": self.precision.state_dict()}
 
     def load_state_dict(self, state: dict[str, Held], extra: dict[str, Any]) -> None:
-        for name, chunks in self.masters(write=True):
+        for name, chunks in self.masters.walk(write=True):
             for mine, filled in zip(chunks, chunks_of(state[name]), strict=True):
                 if mine.values.data_ptr() != filled.values.data_ptr():
                     mine.values.copy_(filled.values)
-        for i, flat in enumerate(self.flats()):
-            names = [name for name, p in self.module.named_parameters() if self.place(p)[0] == i]
-            counts = [extra["optimizer"][name] for name in names]
-            if any(count != counts[0] for count in counts):
-                raise CheckpointError("ZeRO counts updates by group, and these weights had different numbers of them")
-            for key, value in counts[0].items() if counts else ():
-                self.optimizer.state[flat][key].fill_(value)
+        self.masters.set_counts(extra["optimizer"])
         self.precision.load_state_dict(extra["precision"])
 
     def close(self) -> None:
@@ -253,14 +184,6 @@ def import_deepspeed(device: torch.device) -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False)  # it takes over the process group that is there
     return deepspeed
-
-
-def autocast_inside(forward: Callable[..., Any], autocast: Callable[[], Any]) -> Callable[..., Any]:
-    def wrapped(*inputs: Any, **named: Any) -> Any:
-        with autocast():
-            return forward(*inputs, **named)
-
-    return wrapped
 
 
 def optimizer_of_shapes(

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from dtrain.config import CONF, build
 from dtrain.models.gpt2 import GPT2
-from dtrain.strategies.base import init_weights
+from dtrain.strategies.shared import init_weights
 from tests.world import spawn
 
 PUBLISHED = {

@@ -11,7 +11,7 @@ import torch
 from dtrain import checkpoint
 from dtrain.config import build, load
 from dtrain.precision import Precision
-from dtrain.strategies.base import clip_grad_norm
+from dtrain.strategies.shared import clip_grad_norm
 from tests.world import STRATEGIES, layouts, losses, make_run, metrics, sizes_of, spawn, summary, train
 
 BROKEN = """

@@ -59,13 +59,15 @@ def test_a_pipeline_needs_a_gpu_for_every_rank(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(rules, "count_gpus", lambda: 1)
     with pytest.raises(ValueError, match="gloo, which passes no GPU tensors"):
         make_run(tmp_path / "run", "model.num_layers=4", "cluster.processes=2", "strategy=pipeline")
+    with pytest.raises(ValueError, match="crashed under it"):
+        make_run(tmp_path / "run", "cluster.processes=2", "strategy=tensor", "strategy.sequence_parallel=true")
 
 
 def test_what_is_not_installed_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: None)
     for strategy, package in (("zero2", "deepspeed"), ("fairscale", "fairscale")):
-        config = {"strategy": {"_target_": f"dtrain.strategies.{strategy.rstrip('123')}.X"}, "model": {},
-                  "choices": {"strategy": strategy}}  # fmt: skip
+        section = {"_target_": f"dtrain.strategies.{strategy.rstrip('123')}.X"}
+        config = {"strategy": section, "model": {}, "choices": {"strategy": strategy}}
         fix = re.escape(f"pip install 'dtrain[{package}]'")
         with pytest.raises(ValueError, match=f"strategy={strategy}: {package} is not installed\n  fix: {fix}"):
             rules.check(config, rules.MeshSizes(), 1)

@@ -1,0 +1,98 @@
+"""ZeRO's float32 masters and optimizer state, which DeepSpeed keeps as flat runs, by their canonical names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.checkpoint import CheckpointError
+from dtrain.shards import Chunk, flat_chunks
+from dtrain.strategies.shared import init_optimizer_state
+
+
+class Masters:
+    def __init__(
+        self, zero: Any, optimizer: torch.optim.Optimizer, module: nn.Module, stage: int, data_rank: int
+    ) -> None:
+        self.zero, self.optimizer, self.module = zero, optimizer, module
+        self.stage, self.data_rank = stage, data_rank
+
+    def walk(self, write: bool = False) -> Iterator[tuple[str, list[Chunk]]]:
+        """What this rank holds of every master weight and of its optimizer state, flat group by flat group.
+
+        A group that lies on disk is in memory only while its own are given. What a caller writes reaches the weights
+        that the model computes with at the end. All ranks go through all of it.
+        """
+        if write and self.stage == 3:
+            self.zero._partition_all_parameters()
+        for i, flat in enumerate(self.flats()):
+            swapped = self.stage == 3 and self.zero._swappable_optimizer_subgroup(i)
+            if swapped:
+                self.zero._optimizer_states_and_gradient_swap_in(i)
+            for key, values in {"": flat, **self.optimizer_state(i, flat)}.items():
+                if not isinstance(values, Tensor) or values.shape != flat.shape:
+                    continue
+                for name, p in self.module.named_parameters():
+                    group, at, numel, begin = self.place(p)
+                    if group == i:
+                        whole = tuple(getattr(p, "ds_shape", p.shape))
+                        chunks = flat_chunks(values.detach()[at : at + numel], whole, begin)
+                        yield (f"optim.{name}.{key}" if key else f"model.{name}"), chunks
+            if write and self.stage == 3:
+                self.zero._reassign_or_swap_out_partitioned_parameters(i)
+            if swapped:
+                self.zero._optimizer_states_and_gradient_swap_out(i)
+        if write and self.stage == 3:
+            self.zero._post_step(set())  # gathers the weights that stay whole
+        elif write:
+            self.zero.update_lp_params()
+
+    def flats(self) -> list[Tensor]:
+        if self.stage == 3:
+            return list(self.zero.fp32_partitioned_groups_flat)
+        return [group["params"][0] for group in self.optimizer.param_groups]
+
+    def place(self, p: Any) -> tuple[int, int, int, int]:
+        """Where this rank's part of a weight lies: which flat group, from where, how much; and where in the weight."""
+        if self.stage == 3:  # every weight is cut evenly; the end is padded
+            group, at, size = self.zero.grad_position[self.zero.get_param_id(p)]
+            begin = size * self.data_rank
+            return group, at, max(0, min(size, p.ds_numel - begin)), begin
+        mapping = p._hp_mapping  # all weights of a group are laid end to end and cut once
+        if mapping is None:  # all of it lies with other ranks
+            return -1, 0, 0, 0
+        master, weight = mapping.hp_fragment_address, mapping.lp_fragment_address
+        return mapping.param_group_index, master.start, master.numel, weight.start
+
+    def optimizer_state(self, i: int, flat: Tensor) -> dict[str, Any]:
+        if self.stage == 3:  # which shows its optimizer one group at a time
+            group = self.optimizer.param_groups[self.zero.sub_group_to_group_id[i]]
+            group["params"] = [flat]
+            init_optimizer_state(self.optimizer)
+            group["params"] = []
+        else:
+            init_optimizer_state(self.optimizer)
+        return self.optimizer.state[flat]
+
+    # ---- DeepSpeed counts updates by flat group, we by weight ------------------------------------------------
+
+    def counts(self) -> dict[str, dict[str, float]]:
+        counts = {}
+        flats = self.flats()
+        for name, p in self.module.named_parameters():
+            group, _, numel, _ = self.place(p)
+            if numel:
+                slots = self.optimizer.state[flats[group]].items()
+                counts[name] = {k: float(v) for k, v in slots if not (isinstance(v, Tensor) and v.dim())}
+        return counts
+
+    def set_counts(self, counts: dict[str, dict[str, float]]) -> None:
+        for i, flat in enumerate(self.flats()):
+            of_group = [counts[name] for name, p in self.module.named_parameters() if self.place(p)[0] == i]
+            if any(count != of_group[0] for count in of_group):
+                raise CheckpointError("ZeRO counts updates by group, and these weights had different numbers of them")
+            for key, value in of_group[0].items() if of_group else ():
+                self.optimizer.state[flat][key].fill_(value)
