@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: train test test-all lint clean
+.PHONY: train test test-all nvme lint clean
 
 # The main job on an embedded default: gpt2-tiny, 2 processes, the Python standard library's source; then a sample.
 train: .venv/installed
@@ -17,6 +17,11 @@ test: lint
 # Also every pair of strategies as saver and resumer; --matrix FILE writes what came out to FILE.json and FILE.md
 test-all: lint
 	$(BIN)/python -m pytest --all $(ARGS)
+
+# DeepSpeed's operation for offload to NVMe: 2 to 5 minutes of compiling, for which libaio-dev and g++ must be there
+nvme: .venv/installed-dev
+	DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions $(BIN)/python -c \
+		'from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=False)'
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -58,6 +58,7 @@ def save(folder: Path, step: int, tensors: Mapping[str, Held], meta: dict[str, A
         (name, name if i == 0 else f"{name}#{i}"): chunk
         for name, held in tensors.items() for i, chunk in enumerate(chunks_of(held))
     }  # fmt: skip
+    assert len({key for _, key in chunks}) == len(chunks), "a name with # in it is another's second box"
     with agreed(f"saving {final}", clean_up=attempt):
         if rank() == 0:
             for stale in folder.glob(".attempt-*"):  # of a run that was killed while it saved

@@ -213,7 +213,9 @@ class Gate(Callback):
             for cluster, config in zip(clusters, resolved, strict=True):
                 cluster.dry_run(Path(config["run_dir"]), config)
                 if "deepspeed_config" in config["strategy"]:
-                    print("\nDeepSpeed's configuration, made from these settings:")
+                    print(
+                        "\nDeepSpeed's configuration, made from these settings (where a step ends we tell the engine):"
+                    )
                     print(json.dumps(zero_config.check(config, validate(config)), indent=2))
             raise SystemExit(0)
 

@@ -51,7 +51,7 @@ def resolve(world_size: int, node_size: int | None = None, pp: int = 1, dp: int 
     if math.prod(sizes.values()) != world_size:
         raise ValueError(
             f"{asked}: pp × dp × tp must be the number of ranks, and there are {world_size}\n"
-            f"  fix: strategy.dp=-1 with pp × tp dividing {world_size}, or cluster.processes={fixed}"
+            f"  fix: cluster.processes={fixed}, or strategy.dp=-1 with pp and tp whose product divides {world_size}"
         )
     if node_size % sizes["tp"]:
         raise ValueError(

@@ -186,6 +186,7 @@ def compose(overrides: Sequence[str]) -> DictConfig:
 
 def make_case(strategy: str, size: int, precision: str, cfg: DictConfig, run_dir: Path) -> Case:
     OmegaConf.update(cfg, "cluster.processes", size)
+    OmegaConf.update(cfg, "train.log_every", 1)  # every step is compared
     OmegaConf.update(cfg, "run_dir", str(run_dir))
     case = Case(strategy, size, precision, run_dir)
     try:

@@ -113,7 +113,7 @@ def train(run_dir: Path, cfg: Settings, device: torch.device) -> str:
 
         vote = stop.start_vote()
         lr = strategy.set_lr(schedule(step))
-        worker.seed_everything(seed, step, strategy.data_rank)
+        worker.seed_everything(seed, step, strategy.random_rank)
         # forward and backward over the micro-batches, gradients averaged over the data ranks and clipped by one
         # global norm, then the optimizer's update; all of it but the update when something is not finite
         result = strategy.train_step(inputs, targets)

@@ -100,9 +100,13 @@ def check_model(model: dict[str, Any], sizes: mesh.MeshSizes) -> None:
             "model.dim", dim, f"must be a multiple of model.num_heads={heads}", f"model.dim={-(-dim // heads) * heads}"
         )
     if heads and heads % sizes.tp:
-        raise bad("strategy.tp", sizes.tp, f"must divide model.num_heads={heads}", "strategy.tp=1")
+        fits = math.gcd(heads, sizes.tp)
+        fix = f"strategy.tp={fits} strategy.dp=-1" if fits > 1 else "strategy=fsdp"
+        raise bad("strategy.tp", sizes.tp, f"must divide model.num_heads={heads}", fix)
     if layers and layers < sizes.pp:
-        raise bad("strategy.pp", sizes.pp, f"there are only model.num_layers={layers} layers", f"strategy.pp={layers}")
+        ranks = sizes.pp * sizes.dp
+        fix = f"strategy.pp={max(d for d in range(1, layers + 1) if ranks % d == 0)} strategy.dp=-1"
+        raise bad("strategy.pp", sizes.pp, f"there are only model.num_layers={layers} layers", fix)
 
 
 def batch_sizes(config: dict[str, Any] | DictConfig, sizes: mesh.MeshSizes) -> tuple[int, int, int]:

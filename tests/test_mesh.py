@@ -43,7 +43,7 @@ def test_tensor_ranks_share_a_node(node_size: int, nodes: int, tp: int) -> None:
         sizes = resolve(nodes * node_size, node_size, tp=tp)
     except ValueError as error:
         assert nodes * node_size % tp or node_size % tp
-        assert "fix: strategy." in str(error)
+        assert "\n  fix: " in str(error)
     else:
         assert node_size % sizes.tp == 0
         assert tp != -1 or sizes.tp == node_size, "-1 fills the node"

@@ -260,7 +260,7 @@ def test_heads_layers_and_sequence_lengths(base: dict[str, Any]) -> None:
     sizes = MeshSizes(pp=5, tp=3)
     with pytest.raises(ValueError, match=r"strategy\.tp=3: must divide model\.num_heads=4"):
         validate.check_model(base["model"], sizes)
-    with pytest.raises(ValueError, match=r"strategy\.pp=5.*\n  fix: strategy\.pp=4"):
+    with pytest.raises(ValueError, match=r"strategy\.pp=5.*\n  fix: strategy\.pp=1 strategy\.dp=-1"):
         validate.check_model(base["model"], MeshSizes(pp=5))
     assert "data.seq_len=129: the model takes at most" in message(changed(base, data__seq_len=129))
     validate.check_model({"_target_": "a.model.without.these"}, sizes)

@@ -72,7 +72,7 @@ class Strategy:
         self.node_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         self.sizes = self.resolve_mesh(dist.get_world_size(), self.node_size)
         self.mesh = mesh.device_mesh(self.sizes, device.type)
-        self.data_rank = self.mesh.get_local_rank("dp")
+        self.data_rank = self.random_rank = self.mesh.get_local_rank("dp")  # of which samples, of which random draws
         self.data_group = self.mesh.get_group("dp")
         checkpoint_layers(model, activation_checkpointing, activation_checkpointing_every)
         self.module = self.parallelize(model)  # the bare module: its parameter names are the canonical ones
@@ -187,6 +187,9 @@ class Strategy:
         The values are the live ones: a load fills them in place. All ranks call it.
         """
         init_optimizer_state(self.optimizer)
+        held = {id(p) for p in self.module.parameters()}
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        assert trained <= held, "the module shows other tensors than the optimizer has"
         state: dict[str, Held] = {f"model.{name}": p.detach() for name, p in self.module.named_parameters()}
         state |= {f"model.{name}": b for name, b in self.module.named_buffers()}
         for name, p in self.module.named_parameters():

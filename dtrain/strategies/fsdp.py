@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -59,6 +59,11 @@ class FSDP(Strategy):
         self.model.set_requires_gradient_sync(last)
         yield
 
+    def eval_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = super().eval_step(inputs, targets)
+        free_layers(self.module)
+        return loss
+
 
 # ---- shared with the strategies that add tensor or pipeline parallel to it -----------------------------------
 
@@ -100,3 +105,10 @@ def shard_layers(
         fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=reshard_after_forward, **options)
     return units
+
+
+def free_layers(model: nn.Module) -> None:
+    """Let go of gathered layers. After an evaluation nothing else does, and a save would take them for the weights."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from dtrain.shards import Held
 from dtrain.strategies.base import Strategy
-from dtrain.strategies.fsdp import data_mesh, shard_layers
+from dtrain.strategies.fsdp import data_mesh, free_layers, shard_layers
 from dtrain.strategies.rules import stages_of_rank
 from dtrain.strategies.shared import autocast_inside, clip_grad_norm, compile_layers, local
 from dtrain.strategies.stages import Stages, split_points, stage_of
@@ -54,6 +55,8 @@ class Pipeline(Strategy):
                 "  fix: add pipeline_split() to the model, or strategy=fsdp, zero3 or ddp"
             )
         self.pp_rank, self.pp_group = self.mesh.get_local_rank("pp"), self.mesh.get_group("pp")
+        self.random_rank += self.sizes.dp * self.pp_rank  # or the layers of two stages would drop the same elements
+        self.data_mesh = data_mesh(self.mesh, self.sizes.dp if self.data == "fsdp" else 1)
         self.stage_ids, self.num_stages = stages_of_rank(
             self.pp_rank, self.sizes.pp, self.schedule, self.stages_per_rank
         )
@@ -67,17 +70,21 @@ class Pipeline(Strategy):
             compile_layers(stage)
         stage.forward = autocast_inside(stage.forward, self.autocast)  # the schedule's backward pass is outside
         if self.sizes.dp > 1:  # layers stay gathered: every micro-batch would gather them again
-            mesh = data_mesh(self.mesh, self.sizes.dp if self.data == "fsdp" else 1)
-            shard_layers(stage, mesh, self.precision.dtype, reshard_after_forward=False)
+            shard_layers(stage, self.data_mesh, self.precision.dtype, reshard_after_forward=False)
         return stage
 
     def wrap(self, model: nn.Module) -> nn.Module:
         names: list[Any] = [None] * self.sizes.pp
         dist.all_gather_object(names, [name for name, _ in model.named_parameters()], group=self.pp_group)
-        everywhere = [(name, rank) for rank, held in enumerate(names) for name in held]
+        copies = Counter(name for held in names for name in held)
         # a weight under one name on two stages is one weight: name → the ranks that have it, the first of them counts
-        self.tied = {n: sorted({r for m, r in everywhere if m == n}) for n, _ in everywhere
-                     if sum(m == n for m, _ in everywhere) > 1}  # fmt: skip
+        self.tied = {n: [r for r, held in enumerate(names) if n in held] for n, count in copies.items() if count > 1}
+        for name, holders in self.tied.items():
+            if len(holders) > 2:
+                raise ValueError(
+                    f"strategy.pp={self.sizes.pp}: {name} is on {len(holders)} ranks, and only two can share a weight\n"
+                    "  fix: keep it on two stages in pipeline_split(), or a smaller strategy.pp"
+                )
         return model
 
     # ---- a step ----------------------------------------------------------------------------------------------
@@ -118,7 +125,7 @@ class Pipeline(Strategy):
         schedule = SCHEDULES[self.schedule](
             stages[0] if one_stage else stages, num_micro_batches, share_of_loss, scale_grads=False
         )
-        if not train and self.schedule == "zbv":  # torch's own eval() walks into a backward pass that is not there
+        if not train and not one_stage:  # torch's own eval() walks into a backward pass that is not there
             for rank, actions in schedule.pipeline_order_with_comms.items():
                 forward = [a for a in actions if a.computation_type.value not in ("I", "W", "B", "SEND_B", "RECV_B")]
                 schedule.pipeline_order_with_comms[rank] = forward
@@ -133,13 +140,15 @@ class Pipeline(Strategy):
     @torch.no_grad()
     def eval_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         self.model.eval()
-        return self.mean_over_data_ranks(self.run(inputs, targets, train=False))
+        loss = self.mean_over_data_ranks(self.run(inputs, targets, train=False))
+        free_layers(self.module)
+        return loss
 
     def sum_tied_gradients(self) -> None:
         """Each copy of a tied weight has the gradient of its own use; give all copies the sum, the same bits."""
         for name, holders in self.tied.items():
             copies = self.copies(name)
-            if not copies:
+            if not copies or copies[0].grad is None:  # on other ranks, or frozen
                 continue
             total, *others = [local(p.grad) for p in copies if p.grad is not None]
             for gradient in others:

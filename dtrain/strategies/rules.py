@@ -25,7 +25,7 @@ def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> N
     if package == "deepspeed":
         zero_config.check(config, sizes)
     check_plans(config, sizes)
-    check_tensor(strategy, model, config["cluster"], sizes)
+    check_tensor(strategy, model, config["data"], config["cluster"], sizes)
     if "schedule" in strategy:
         check_pipeline(config, sizes, num_micro_batches)
     if strategy.get("mode") == "fsdp" and package == "fairscale":
@@ -48,13 +48,16 @@ def shared_gpus(cluster: dict[str, Any]) -> bool:
     return 0 < count_gpus() < int(cluster["processes"])
 
 
-def check_tensor(strategy: dict[str, Any], model: dict[str, Any], cluster: dict[str, Any], sizes: MeshSizes) -> None:
-    tp, seq_len, vocab_size = sizes.tp, model.get("seq_len"), model.get("vocab_size")
+def check_tensor(
+    strategy: dict[str, Any], model: dict[str, Any], data: dict[str, Any], cluster: dict[str, Any], sizes: MeshSizes
+) -> None:
+    tp, vocab_size = sizes.tp, model.get("vocab_size")
+    seq_len, where = (data["seq_len"], "data") if data.get("seq_len") else (model.get("seq_len"), "model")
     if strategy.get("sequence_parallel") and tp > 1 and shared_gpus(cluster):
         rule = "ranks that share a GPU talk over gloo, and that crashed under it (SIGSEGV, torch 2.11)"
         raise bad("strategy.sequence_parallel", "true", rule, f"cluster.processes={count_gpus()}, or false")
     if strategy.get("sequence_parallel") and seq_len and seq_len % tp:
-        rule = f"model.seq_len={seq_len} must be a multiple of the {tp} tensor-parallel ranks"
+        rule = f"{where}.seq_len={seq_len} must be a multiple of the {tp} tensor-parallel ranks"
         raise bad("strategy.sequence_parallel", "true", rule, "strategy.sequence_parallel=false")
     multiple = model.get("vocab_multiple", 1)
     if strategy.get("loss_parallel") and vocab_size and -(-vocab_size // multiple) * multiple % tp:
@@ -70,8 +73,7 @@ def check_pipeline(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: 
     stages = stages_of_rank(0, pp, schedule, strategy.get("stages_per_rank", 2))[1]
     if layers and layers < stages:
         rule = f"{pp} ranks have {stages} stages, and there are only model.num_layers={layers} layers"
-        fix = f"strategy.schedule=1f1b, or model.num_layers={stages}" if layers >= pp else f"strategy.pp={layers}"
-        raise bad("strategy.schedule", schedule, rule, fix)
+        raise bad("strategy.schedule", schedule, rule, f"strategy.schedule=1f1b, or model.num_layers={stages}")
     if pp > 1 and shared_gpus(config["cluster"]):
         rule = (
             f"ranks that share one of {count_gpus()} GPUs talk over gloo, which passes no GPU tensors from rank to rank"
@@ -85,7 +87,8 @@ def check_pipeline(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: 
             raise bad("strategy.split", split, rule, "strategy.split=null")
     if schedule == "1f1b" and num_micro_batches < pp:
         rule = f"needs at least as many micro-batches as ranks in a row ({pp}), and there are {num_micro_batches}"
-        fix = f"a smaller train.micro_batch_size, train.global_batch_size={pp * sizes.dp}, or strategy.schedule=gpipe"
+        size = config["train"]["global_batch_size"] // num_micro_batches  # of one micro-batch over all data ranks
+        fix = f"a smaller train.micro_batch_size, train.global_batch_size={size * pp}, or strategy.schedule=gpipe"
         raise bad("strategy.schedule", schedule, rule, fix)
     rounds = max(1, num_micro_batches // pp)
     if schedule == "interleaved_1f1b" and num_micro_batches % rounds:
@@ -100,6 +103,9 @@ def check_replicas(strategy: dict[str, Any], node_size: int, sizes: MeshSizes) -
     size, hybrid = strategy["replica_size"], strategy["sharding"] == "hybrid"
     if size is not None and not hybrid:
         raise bad("strategy.replica_size", size, "is only for strategy.sharding=hybrid", "strategy.sharding=hybrid")
+    if hybrid and sizes.dp > 1 and (size or node_size) == sizes.dp:
+        rule = f"is one copy over all {sizes.dp} data-parallel ranks, which is strategy.sharding=full"
+        raise bad("strategy.replica_size", size, rule, "strategy.sharding=full, or a smaller strategy.replica_size")
     if hybrid and sizes.dp % (size or node_size):
         rule = f"must divide the {sizes.dp} data-parallel ranks"
         raise bad(

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from dtrain.shards import is_dtensor
 from dtrain.strategies.base import Strategy
-from dtrain.strategies.fsdp import data_mesh, shard_layers
+from dtrain.strategies.fsdp import data_mesh, free_layers, shard_layers
 from dtrain.strategies.shared import compile_layers
 
 
@@ -58,7 +58,9 @@ class TensorParallel(Strategy):
 
     def eval_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with loss_parallel() if self.loss_parallel else contextlib.nullcontext():
-            return super().eval_step(inputs, targets)
+            loss = super().eval_step(inputs, targets)
+        free_layers(self.module)
+        return loss
 
 
 def cut_layers(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool, loss_parallel: bool) -> None:

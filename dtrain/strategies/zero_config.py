@@ -151,6 +151,9 @@ def check_offload(strategy: Mapping[str, Any]) -> None:
                 f"strategy=zero3, or strategy.{key}=none",
             )
     if "nvme" not in (strategy["offload"], strategy["offload_params"]):
+        if path:
+            fix = "strategy.offload=nvme, or strategy.nvme_path=null"
+            raise bad("strategy.nvme_path", path, "is only for offload to nvme", fix)
         return
     if not path:
         raise bad("strategy.nvme_path", path, "offload to nvme needs a folder on a fast disk", "strategy.nvme_path=/…")
@@ -178,6 +181,7 @@ def wanted(config: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tupl
         "gradient_accumulation_steps": (ours["gradient_accumulation_steps"], "train.micro_batch_size"),
         "gradient_clipping": (ours["gradient_clipping"], "train.max_grad_norm"),
         "zero_optimization.stage": (zero["stage"], "strategy"),
+        "zero_optimization.compute_grad_norm": (True, ""),
         "zero_allow_untested_optimizer": (True, ""),
         "zero_force_ds_cpu_optimizer": (False, ""),
         "bf16.enabled": (dtype == "bfloat16", "precision"),

@@ -93,7 +93,7 @@ def take_over(target: Path, sources: dict[str, Path], out: Path) -> None:
         went_on = []
         for step in range(SAVED, STEPS):
             strategy.set_lr(schedule(step))
-            seed_everything(cfg.train.seed, step, strategy.data_rank)
+            seed_everything(cfg.train.seed, step, strategy.random_rank)
             went_on.append(strategy.train_step(*data.batch(step * cfg.train.global_batch_size)).loss)
         if dist.get_rank() == 0:
             (out / name / "losses.json").write_text(json.dumps([went_on, strategy.tolerance]))
