@@ -181,7 +181,10 @@ def world_sizes(section: Any, sizes: Sequence[int] = SIZES) -> list[int]:
 
 def compose(overrides: Sequence[str]) -> DictConfig:
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        return hydra.compose("config", list(overrides), return_hydra_config=True)
+        cfg = hydra.compose("config", list(overrides), return_hydra_config=True)
+    if "whole_below" in cfg.strategy and not any(o.startswith("strategy.whole_below=") for o in overrides):
+        OmegaConf.update(cfg, "strategy.whole_below", 0)  # or zero3 would keep every weight of a small model whole
+    return cfg
 
 
 def make_case(strategy: str, size: int, precision: str, cfg: DictConfig, run_dir: Path) -> Case:
