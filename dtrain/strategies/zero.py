@@ -11,9 +11,7 @@ import dataclasses
 import functools
 import io
 import math
-import os
 import shutil
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -24,7 +22,7 @@ from dtrain.shards import Held, chunks_of
 from dtrain.strategies import zero_config
 from dtrain.strategies.base import StepResult, Strategy
 from dtrain.strategies.shared import autocast_inside, compile_layers, init_weight, materialize, merged
-from dtrain.strategies.zero_state import Masters
+from dtrain.strategies.zero_state import Masters, import_deepspeed, optimizer_of_shapes
 
 
 class Zero(Strategy):
@@ -170,32 +168,3 @@ class Zero(Strategy):
         self.engine.destroy()
         if self.settings["nvme_path"]:
             shutil.rmtree(self.settings["nvme_path"], ignore_errors=True)
-
-
-def import_deepspeed(device: torch.device) -> Any:
-    os.environ["DS_ACCELERATOR"] = device.type  # read once, at the first import
-    if device.type == "cuda":  # DeepSpeed takes it for the number of the GPU, which ranks may share
-        os.environ["LOCAL_RANK"] = str(device.index)
-    import deepspeed
-
-    # torch 2.13 has new names for what DeepSpeed calls, and says so at every step
-    warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)
-    # On a CPU it would compile a kernel for messages in shared memory, for minutes, before the first step.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_init_required=False)  # it takes over the process group that is there
-    return deepspeed
-
-
-def optimizer_of_shapes(
-    make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-) -> torch.optim.Optimizer:
-    """An optimizer groups weights by their shapes, which partitioned ones do not show: it is made of stand-ins."""
-    stand_ins: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
-    for name, p in named_parameters:
-        shape = getattr(p, "ds_shape", p.shape)
-        stand_ins[nn.Parameter(torch.zeros(1, device=p.device).expand(shape))] = (name, p)
-    optimizer = make_optimizer((name, stand_in) for stand_in, (name, _) in stand_ins.items())
-    for group in optimizer.param_groups:
-        group["params"] = [stand_ins[stand_in][1] for stand_in in group["params"]]
-    return optimizer

@@ -1,8 +1,10 @@
-"""ZeRO's float32 masters and optimizer state, which DeepSpeed keeps as flat runs, by their canonical names."""
+"""Where DeepSpeed and dtrain meet: its import, an optimizer for cut weights, its flat masters by canonical names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +15,38 @@ from dtrain.shards import Chunk, flat_chunks
 from dtrain.strategies.shared import init_optimizer_state
 
 
+def import_deepspeed(device: torch.device) -> Any:
+    os.environ["DS_ACCELERATOR"] = device.type  # read once, at the first import
+    if device.type == "cuda":  # DeepSpeed takes it for the number of the GPU, which ranks may share
+        os.environ["LOCAL_RANK"] = str(device.index)
+    import deepspeed
+
+    # torch 2.13 has new names for what DeepSpeed calls, and says so at every step
+    warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)
+    # On a CPU it would compile a kernel for messages in shared memory, for minutes, before the first step.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_init_required=False)  # it takes over the process group that is there
+    return deepspeed
+
+
+def optimizer_of_shapes(
+    make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+) -> torch.optim.Optimizer:
+    """An optimizer groups weights by their shapes, which partitioned ones do not show: it is made of stand-ins."""
+    stand_ins: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
+    for name, p in named_parameters:
+        shape = getattr(p, "ds_shape", p.shape)
+        stand_ins[nn.Parameter(torch.zeros(1, device=p.device).expand(shape))] = (name, p)
+    optimizer = make_optimizer((name, stand_in) for stand_in, (name, _) in stand_ins.items())
+    for group in optimizer.param_groups:
+        group["params"] = [stand_ins[stand_in][1] for stand_in in group["params"]]
+    return optimizer
+
+
 class Masters:
+    """The float32 masters and the optimizer state, which DeepSpeed keeps as flat runs."""
+
     def __init__(
         self, zero: Any, optimizer: torch.optim.Optimizer, module: nn.Module, stage: int, data_rank: int
     ) -> None:
