@@ -49,10 +49,14 @@ def main(argv: list[str]) -> int:
         sys.path.append(os.getcwd())
     try:
         with term_is_ctrl_c(), run_folder(options.keep) as folder:
-            references, cases = plan(read_request(options), folder)
+            request = read_request(options)
+            references, cases = plan(request, folder)
+            # what nobody named and cannot run here (a package is missing, or a GPU) is told, and is no failure
+            left_out = [] if request.named else [case for case in cases if case.refused]
+            cases = [case for case in cases if case not in left_out]
             targets = {case.config["strategy"]["_target_"] for case in cases if case.config}
             world.start_server(target.rpartition(".")[0] for target in targets if target.startswith("dtrain."))
-            return show(cases, rows(references, cases, options.timeout), options.json)
+            return show(cases, rows(references, cases, options.timeout), left_out, options.json)
     except KeyboardInterrupt:
         return INTERRUPTED
     except MISTAKES as error:
@@ -68,7 +72,7 @@ def argument_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Train with each strategy and with one process; compare losses, gradient norms and final weights.",
         epilog="""settings, all of them optional:
-  strategies=ddp,fsdp      default: all of conf/strategy
+  strategies=ddp,fsdp      default: all of conf/strategy that can run here; the others are listed with the reason
   processes=2,4            default: the two smallest of 2, 4 and 8 that a strategy's axes can make a mesh of
   precisions=fp32,bf16     default: fp32, and each other one at the smallest number of processes
   model=… train.steps=…    any setting of `dtrain launch`, for all runs; those of strategy.… not for the one process
@@ -88,6 +92,7 @@ Exit codes: 0 all passed, 2 bad input, 3 one did not pass.""",
 @dataclass(frozen=True)
 class Request:
     strategies: list[str]
+    named: bool  # by the user; else all there are
     sizes: list[int]  # empty: the two smallest of each strategy
     precisions: list[str]  # empty: fp32 at these sizes, the others at the smallest of them
     overrides: list[str]
@@ -121,7 +126,8 @@ def read_request(options: argparse.Namespace) -> Request:
     if not options.timeout > 0:
         raise bad("--timeout", options.timeout, "must be more than 0 seconds", "--timeout 120")
     sizes = [int(text) for text in lists["processes"]]
-    return Request(lists["strategies"] or options_of("strategy"), sizes, lists["precisions"], overrides)
+    strategies = lists["strategies"] or options_of("strategy")
+    return Request(strategies, bool(lists["strategies"]), sizes, lists["precisions"], overrides)
 
 
 def settings(overrides: Sequence[str], defaults: Sequence[str]) -> list[str]:
@@ -241,7 +247,7 @@ def judge(case: Case, one: Case, error: str, seconds: float) -> Row:
     )  # fmt: skip
 
 
-def show(cases: Sequence[Case], results: Iterator[Row], as_json: bool) -> int:
+def show(cases: Sequence[Case], results: Iterator[Row], left_out: Sequence[Case], as_json: bool) -> int:
     """Print each row as it comes, to stderr when stdout is for the data; give the exit code."""
     from rich.console import Console
 
@@ -260,6 +266,9 @@ def show(cases: Sequence[Case], results: Iterator[Row], as_json: bool) -> int:
         done.append(row)
         console.say(out, (line(row.cells()), "" if row.passed else "red"), f"  {row.reason}".rstrip())
     passed = sum(row.passed for row in done)
+    for case in left_out:
+        text = f"left out: {case.strategy} at {case.size} in {case.precision}: {case.refused.splitlines()[0]}"
+        console.say(out, (text, "yellow"))
     console.say(out, f"{passed} of {len(done)} passed in {time.monotonic() - start:.0f} s")
     if as_json:
         print(json.dumps(strict_json([asdict(row) for row in done]), indent=2))

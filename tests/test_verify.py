@@ -88,6 +88,16 @@ def test_a_layout_that_is_refused_is_a_row_that_did_not_pass(capsys: pytest.Capt
     assert end.startswith("1 of 2 passed in ")
 
 
+def test_what_nobody_named_and_cannot_run_here_is_left_out_aloud(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dtrain.verify.options_of", lambda group: ["3d", "ddp"] if group == "strategy" else ["fp32"])
+    assert main(["verify", *(word for word in QUICK if not word.startswith("strategies")), "processes=2"]) == 0
+    _, row, left_out, end = lines(capsys)
+    assert row.startswith("ddp ") and "PASS" in row
+    assert left_out.startswith("left out: 3d at 2 in fp32: strategy.pp=2") and end.startswith("1 of 1 passed")
+
+
 def test_a_strategy_that_forgets_to_average_gradients_fails(capsys: pytest.CaptureFixture[str]) -> None:
     own_strategy(*FORGETS)
     assert main(["verify", *QUICK, *OWN, "--json"]) == 3
@@ -188,7 +198,7 @@ def test_bad_input(
 
 
 def test_by_default_every_strategy_at_its_two_smallest_sizes(tmp_path: Path) -> None:
-    references, cases = plan(Request(STRATEGIES, [], [], []), tmp_path)
+    references, cases = plan(Request(STRATEGIES, False, [], [], []), tmp_path)
     assert list(references) == ["fp32", "bf16", "fp16"]
     for strategy in STRATEGIES:
         mine = [(case.precision, case.size) for case in cases if case.strategy == strategy]
@@ -225,7 +235,7 @@ def test_what_is_typed_wins_over_the_small_defaults() -> None:
 
 
 def test_strategy_settings_are_not_for_the_one_process(tmp_path: Path) -> None:
-    request = Request(["fsdp"], [2], ["bf16"], ["strategy.sharding=grad_op", "model=gpt2-124m"])
+    request = Request(["fsdp"], True, [2], ["bf16"], ["strategy.sharding=grad_op", "model=gpt2-124m"])
     references, (case,) = plan(request, tmp_path)
     assert case.config["strategy"]["sharding"] == "grad_op" and case.config["model"]["num_layers"] == 12
     one = references["bf16"].config
