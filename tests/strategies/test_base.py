@@ -65,19 +65,16 @@ def same_weights_everywhere(run_dir: Path) -> None:
 
 def test_first_weights_are_the_same_whatever_the_layout(tmp_path: Path) -> None:
     hashes = {}
-    # 3 does not divide the dimensions: uneven shards. 6 heads and 33 rows can be cut by any of them.
-    for strategy, size in layouts(1, 2, 3, 4):
-        sizes = ["model.num_heads=6", "model.dim=30", "model.num_layers=4", f"train.global_batch_size={4 * size}"]
-        if strategy == "tensor" and size == 4:
-            continue  # and 4 does not divide the heads
+    # 3 divides neither the vocabulary nor the sequence: uneven shards; 6 heads can be shared by 2 and by 3 ranks
+    for strategy, size in layouts(1, 2, 3):
+        sizes = ["model.num_heads=6", "model.dim=30", f"train.global_batch_size={4 * size}"]
         run = make_run(tmp_path / f"{strategy}-{size}", f"strategy={strategy}", f"cluster.processes={size}", *sizes)
         spawn(size, same_weights_everywhere, run)
         hashes[strategy, size] = checkpoint.weights_sha256(run / "checkpoints" / "step-00000000")
     assert len(set(hashes.values())) == 1, hashes
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize(("value", "strategy"), [("inf", "ddp"), *(("nan", strategy) for strategy in STRATEGIES)])
 def test_nonfinite_stops_before_the_update_and_is_never_saved(value: str, strategy: str, tmp_path: Path) -> None:
     size = sizes_of(strategy)[0]
     run = broken_run(
