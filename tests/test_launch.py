@@ -172,7 +172,7 @@ def test_a_sweep(started: list[Path], tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_sweep_over_all_options_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
-    run("-m", "strategy=glob(*)", "dry_run=true")
+    run("-m", "strategy=glob(*)", "cluster.processes=4", "dry_run=true")
     commands = [c for c in capsys.readouterr().out.splitlines() if "dtrain.rank" in c]
     assert len(commands) == len(options_of("strategy")) > 1
 
@@ -252,14 +252,14 @@ def test_a_resume_by_name(old: Path, started: list[Path], word: str, tmp_path: P
 
 def test_how_a_run_is_run_may_change_on_resume(old: Path, started: list[Path]) -> None:
     run(
-        f"resume={old}", "strategy=fsdp", "strategy.reshard_after_forward=false", "cluster.processes=4", "compile=true",
+        f"resume={old}", "strategy=fsdp", "strategy.sharding=grad_op", "cluster.processes=4", "compile=true",
         "checkpoint.every=1", "train.micro_batch_size=2", "train.stop_after=8", "logger=wandb", "logger.mode=offline",
         "activation_checkpointing=full",
     )  # fmt: skip
     config = read(old)
     assert started == [old]
     assert config["choices"]["strategy"] == "fsdp" and config["choices"]["schedule"] == "linear"
-    assert config["strategy"]["reshard_after_forward"] is False and "bucket_mb" not in config["strategy"]
+    assert config["strategy"]["sharding"] == "grad_op" and "bucket_mb" not in config["strategy"]
     assert config["train"]["stop_after"] == 8 and config["train"]["steps"] == 9
     run(f"resume={old}", "strategy=ddp")
     assert read(old)["strategy"]["bucket_mb"] == 25
