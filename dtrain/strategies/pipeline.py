@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from typing import Any, Literal
 
 import torch
@@ -16,8 +15,8 @@ from dtrain.shards import Held
 from dtrain.strategies.base import Strategy
 from dtrain.strategies.fsdp import data_mesh, free_layers, shard_layers
 from dtrain.strategies.rules import stages_of_rank
-from dtrain.strategies.shared import autocast_inside, clip_grad_norm, compile_layers, local
-from dtrain.strategies.stages import Stages, split_points, stage_of
+from dtrain.strategies.shared import autocast_inside, clip_grad_norm, compile_layers
+from dtrain.strategies.stages import Stages, TiedWeights, split_points, stage_of
 from dtrain.strategies.tensor import cut_layers, finish_sums
 
 SCHEDULES: dict[str, Any] = {
@@ -74,17 +73,7 @@ class Pipeline(Strategy):
         return stage
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        names: list[Any] = [None] * self.sizes.pp
-        dist.all_gather_object(names, [name for name, _ in model.named_parameters()], group=self.pp_group)
-        copies = Counter(name for held in names for name in held)
-        # a weight under one name on two stages is one weight: name → the ranks that have it, the first of them counts
-        self.tied = {n: [r for r, held in enumerate(names) if n in held] for n, count in copies.items() if count > 1}
-        for name, holders in self.tied.items():
-            if len(holders) > 2:
-                raise ValueError(
-                    f"strategy.pp={self.sizes.pp}: {name} is on {len(holders)} ranks, and only two can share a weight\n"
-                    "  fix: keep it on two stages in pipeline_split(), or a smaller strategy.pp"
-                )
+        self.tied = TiedWeights(model, self.pp_rank, self.sizes.pp, self.pp_group)
         return model
 
     # ---- a step ----------------------------------------------------------------------------------------------
@@ -134,7 +123,7 @@ class Pipeline(Strategy):
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss = self.run(inputs, targets, train=True)
         finish_sums(self.module)
-        self.sum_tied_gradients()
+        self.tied.sum_gradients()
         return loss
 
     @torch.no_grad()
@@ -144,40 +133,11 @@ class Pipeline(Strategy):
         free_layers(self.module)
         return loss
 
-    def sum_tied_gradients(self) -> None:
-        """Each copy of a tied weight has the gradient of its own use; give all copies the sum, the same bits."""
-        for name, holders in self.tied.items():
-            copies = self.copies(name)
-            if not copies or copies[0].grad is None:  # on other ranks, or frozen
-                continue
-            total, *others = [local(p.grad) for p in copies if p.grad is not None]
-            for gradient in others:
-                total += gradient
-            if len(holders) == 2:
-                peer, received = holders[holders[0] == self.pp_rank], torch.empty_like(total)
-                swap = [dist.P2POp(dist.isend, total, group=self.pp_group, group_peer=peer),
-                        dist.P2POp(dist.irecv, received, group=self.pp_group, group_peer=peer)]  # fmt: skip
-                for work in dist.batch_isend_irecv(swap):
-                    work.wait()
-                total += received
-            for gradient in others:
-                gradient.copy_(total)
-
-    def copies(self, name: str) -> list[nn.Parameter]:
-        return [p for n, p in self.module.named_parameters() if n == name]
-
     def clip(self, parameters: list[nn.Parameter]) -> Tensor:
-        again = {id(p) for name, holders in self.tied.items() for i, p in enumerate(self.copies(name))
-                 if i > 0 or holders[0] != self.pp_rank}  # fmt: skip
+        again = self.tied.counted_elsewhere()
         counted = [p for p in parameters if id(p) not in again]
         return clip_grad_norm(parameters, self.max_grad_norm, counted, num_stages=self.sizes.pp)
 
     def load_state_dict(self, state: dict[str, Held], extra: dict[str, Any]) -> None:
         super().load_state_dict(state, extra)
-        for name in self.tied:  # of two copies on this rank the state has one, the last
-            copies = self.copies(name)
-            for p in copies[:-1]:
-                local(p.detach()).copy_(local(copies[-1].detach()))
-                for key, value in self.optimizer.state[copies[-1]].items():
-                    if isinstance(value, Tensor):
-                        local(self.optimizer.state[p][key]).copy_(local(value))
+        self.tied.copy_state(self.optimizer)

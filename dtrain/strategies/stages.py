@@ -1,16 +1,19 @@
-"""A model cut into pipeline stages: which layers each has, and the stages of a rank as one module."""
+"""A model cut into pipeline stages: which layers each has, a rank's stages as one module, weights on two of them."""
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtrain.strategies.rules import balance
+from dtrain.strategies.shared import local
 
 
 def split_points(model: nn.Module, num_stages: int, split: list[int] | None) -> list[tuple[int, int]]:
@@ -47,3 +50,60 @@ class Stages(nn.ModuleList):
 
     def init_weights(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
         self[0].init_weights(name, weight, generator)  # type: ignore[operator]
+
+
+class TiedWeights:
+    """Weights that are on two stages under one name: one weight, with one gradient, that counts once in the norm."""
+
+    def __init__(self, module: nn.Module, rank: int, num_ranks: int, group: dist.ProcessGroup) -> None:
+        self.module, self.rank, self.group = module, rank, group
+        names: list[Any] = [None] * num_ranks
+        dist.all_gather_object(names, [name for name, _ in module.named_parameters()], group=group)
+        copies = Counter(name for held in names for name in held)
+        # name → the pipeline ranks that have it; two copies may be on one rank
+        self.holders = {n: [r for r, held in enumerate(names) if n in held] for n, count in copies.items() if count > 1}
+        for name, holders in self.holders.items():
+            if len(holders) > 2:
+                raise ValueError(
+                    f"strategy.pp={num_ranks}: {name} is on {len(holders)} ranks, and only two can share a weight\n"
+                    "  fix: keep it on two stages in pipeline_split(), or a smaller strategy.pp"
+                )
+
+    def copies(self, name: str) -> list[nn.Parameter]:
+        return [p for n, p in self.module.named_parameters() if n == name]
+
+    def sum_gradients(self) -> None:
+        """Each copy has the gradient of its own use; give all copies the sum, the same bits."""
+        for name, holders in self.holders.items():
+            copies = self.copies(name)
+            if not copies or copies[0].grad is None:  # on other ranks, or frozen
+                continue
+            total, *others = [local(p.grad) for p in copies if p.grad is not None]
+            for gradient in others:
+                total += gradient
+            if len(holders) == 2:
+                peer, received = holders[holders[0] == self.rank], torch.empty_like(total)
+                swap = [dist.P2POp(dist.isend, total, group=self.group, group_peer=peer),
+                        dist.P2POp(dist.irecv, received, group=self.group, group_peer=peer)]  # fmt: skip
+                for work in dist.batch_isend_irecv(swap):
+                    work.wait()
+                total += received
+            for gradient in others:
+                gradient.copy_(total)
+
+    def counted_elsewhere(self) -> set[int]:
+        """Of the copies here, the ids of those that are not the first there is."""
+        return {
+            id(p) for name, holders in self.holders.items() for i, p in enumerate(self.copies(name))
+            if i > 0 or holders[0] != self.rank
+        }  # fmt: skip
+
+    def copy_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Of two copies on this rank a checkpoint fills the last: make the other one the same."""
+        for name in self.holders:
+            *others, filled = self.copies(name) or [nn.Parameter()]
+            for p in others:
+                local(p.detach()).copy_(local(filled.detach()))
+                for key, value in optimizer.state[filled].items():
+                    if isinstance(value, Tensor):
+                        local(optimizer.state[p][key]).copy_(local(value))
