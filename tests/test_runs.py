@@ -1,69 +1,19 @@
 """Run folders: found by name, listed with the truth about their status, compared."""
 
-import io
 import json
 import os
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from rich.console import Console
 
-from dtrain import runs
-from dtrain.runs import compare, find_run, list_runs, main, print_compare, print_runs, print_sweep, sort_runs
+from dtrain.runs import find_run, main
+from dtrain.tables import COLUMNS, print_runs
+from tests import rundirs
+from tests.rundirs import HERE, list_runs, make, plain, sweep
 
-HERE = socket.gethostname()
-
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def make(path: str, *, time: str | None = None, config: str | None = None, launch: Any = None, **summary: Any) -> Path:
-    """A run folder below the current folder."""
-    run_dir = Path(path).absolute()
-    run_dir.mkdir(parents=True)
-    record = {"overrides": [], "launches": [{"time": time}] if time else [], **(launch or {})}
-    (run_dir / "launch.json").write_text(json.dumps(record))
-    if summary:
-        (run_dir / "summary.json").write_text(json.dumps(summary))
-    if config is not None:
-        (run_dir / "config.yaml").write_text(config)
-    return run_dir
-
-
-def plain() -> Console:
-    return Console(file=io.StringIO(), force_terminal=False, width=40)
-
-
-def terminal(width: int) -> Console:
-    return Console(
-        file=io.StringIO(),
-        force_terminal=True,
-        width=width,
-        color_system=None,
-        legacy_windows=False,
-        _environ={"TERM": "xterm"},
-    )
-
-
-def lines(c: Console) -> list[str]:
-    assert isinstance(c.file, io.StringIO)
-    return c.file.getvalue().splitlines()
-
-
-@pytest.fixture
-def dead_pid() -> int:
-    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    process.wait()
-    return process.pid
+in_tmp_path, dead_pid = rundirs.in_tmp_path, rundirs.dead_pid
 
 
 # ---------------------------------------------------------------- find
@@ -165,6 +115,7 @@ def test_list_reads_what_is_known(tmp_path: Path) -> None:
         "path": "outputs/d/10-00-00-first",
         "name": "first",
         "status": "done",
+        "job_id": None,
         "model": "gpt2",
         "strategy": "ddp",
         "precision": "bf16",
@@ -179,9 +130,9 @@ def test_list_reads_what_is_known(tmp_path: Path) -> None:
         "wall_s": 3.0,
         "started": "2025-01-01T00:00:00.000000+00:00",
     }
-    assert list(first) == list(runs.COLUMNS)
-    assert len(list_runs(["outputs", "outputs/d", tmp_path / "outputs"])) == 1  # each run once
-    assert list_runs(["nowhere"]) == []
+    assert list(first) == list(COLUMNS)
+    assert len(list_runs("outputs", "outputs/d", tmp_path / "outputs")) == 1  # each run once
+    assert list_runs("nowhere") == []
 
 
 def test_list_walks_four_levels_and_not_into_runs() -> None:
@@ -191,7 +142,7 @@ def test_list_walks_four_levels_and_not_into_runs() -> None:
     make("root/run/checkpoints", status="done")
     make("root/.hidden", status="done")
     os.symlink(Path("root/run").absolute(), "root/latest")
-    assert sorted(run["path"] for run in list_runs(["root"])) == ["root/1/2/3/4", "root/run"]
+    assert sorted(run["path"] for run in list_runs("root")) == ["root/1/2/3/4", "root/run"]
 
 
 def test_list_tolerates_broken_files() -> None:
@@ -274,165 +225,6 @@ def test_a_new_metrics_line_is_a_sign_of_life_and_has_the_figures() -> None:
         2.0,
         2.5,
     )
-
-
-# ---------------------------------------------------------------- sort
-
-
-@given(
-    st.lists(st.one_of(st.none(), st.floats(), st.integers(-5, 5))),
-    st.sampled_from(["val_loss", "tokens_per_s"]),
-)
-def test_sort_puts_the_best_first_and_the_unknown_last(values: list[Any], key: str) -> None:
-    table = [{"id": i, key: value} for i, value in enumerate(values)]
-    ranked = sort_runs(table, key)
-    assert sorted(run["id"] for run in ranked) == list(range(len(values)))
-    known = [v for v in values if v is not None and v == v]
-    assert [run[key] for run in ranked[: len(known)]] == sorted(known, reverse=key == "tokens_per_s")
-
-
-def test_sort_by_an_unknown_key() -> None:
-    with pytest.raises(ValueError, match=r"sort=valloss: not a column\n  fix: did you mean val_loss\?"):
-        sort_runs([], "valloss")
-
-
-# ---------------------------------------------------------------- tables
-
-
-def test_table_in_a_pipe_has_whole_lines_and_no_empty_columns() -> None:
-    name = "10-00-00-" + "long" * 30 + "[red]"
-    make(
-        f"outputs/d/{name}",
-        time="2025-01-02T00:00:00",
-        status="done",
-        strategy="fsdp",
-        steps=5,
-        total_steps=10,
-        train_loss=1.23456,
-    )
-    make("outputs/d/b", time="2025-01-01T00:00:00", status="failed")
-    out = plain()
-    print_runs(list_runs(), out)
-    head, first, second = lines(out)
-    assert head.split() == ["run", "status", "strategy", "steps", "train", "loss"]
-    assert first.split() == [f"outputs/d/{name}", "done", "fsdp", "5/10", "1.2346"]
-    assert second.split() == ["outputs/d/b", "failed", "-", "-", "-"]
-    assert head.index("status") == first.index("done") == second.index("failed")
-    out = plain()
-    print_runs(list_runs(), out, columns=["path", "status"], sort="total_steps")
-    assert lines(out)[0].split() == ["run", "status", "total", "steps"]
-    out = plain()
-    print_runs([], out)
-    assert "python launch.py" in lines(out)[0]
-
-
-def test_table_on_a_narrow_terminal_hides_what_matters_least() -> None:
-    make(
-        "outputs/d/a",
-        status="done",
-        model="gpt2",
-        strategy="fsdp",
-        precision="bf16",
-        steps=5,
-        train_loss=1.0,
-        val_loss=2.0,
-        tokens_per_s=1000.0,
-        wall_s=5.0,
-        peak_mem_gib=2.0,
-        world_size=8,
-    )
-    wide, narrow = terminal(200), terminal(70)
-    print_runs(list_runs(), wide)
-    assert "precision" in lines(wide)[0] and len(lines(wide)) == 2
-    print_runs(list_runs(), narrow)
-    head, row, note = lines(narrow)
-    assert "val loss" in head and "outputs/d/a" in row and "precision" not in head
-    assert note.startswith("hidden to fit 70 columns: precision, wall")
-    assert all(len(line) <= 70 for line in lines(narrow))
-    narrow = terminal(70)
-    print_runs(list_runs(), narrow, sort="wall_s")
-    assert "wall" in lines(narrow)[0]  # asked for, so it stays
-
-
-def test_compare() -> None:
-    a = make(
-        "outputs/d/a",
-        status="done",
-        train_loss=1.0,
-        config="run_dir: /a\ntrain: {steps: 9, seed: 0}\noptim: {lr: 0.1, betas: [0.9, 0.95]}\nx: {}\ny: 1\n",
-    )
-    b = make(
-        "outputs/d/b",
-        status="failed",
-        config="run_dir: /b\ntrain: {steps: 9, seed: false}\noptim: {lr: 0.1, betas: [0.9, 0.9]}\ny: '1'\n",
-    )
-    c = make("outputs/e/c", status="done", config="a: [")
-    data = compare([a, b, c])
-    assert data["runs"] == [str(a), str(b), str(c)]
-    assert data["settings"] == {
-        "train.seed": [0, False, None],
-        "optim.betas": [[0.9, 0.95], [0.9, 0.9], None],
-        "x": [{}, None, None],
-        "y": [1, "1", None],
-    }
-    assert data["results"] == {"status": ["done", "failed", "done"], "train_loss": [1.0, None, None]}
-    assert data["unreadable"] == [str(c)]
-    out = plain()
-    print_compare([a, b, c], out)
-    assert [line.split() for line in lines(out)[:-1]] == [
-        ["d/a", "d/b", "e/c"],
-        ["settings", "that", "differ:"],
-        ["train.seed", "0", "false", "-"],
-        ["optim.betas", "[0.9,", "0.95]", "[0.9,", "0.9]", "-"],
-        ["x", "{}", "-", "-"],
-        ["y", "1", "1", "-"],
-        ["results:"],
-        ["status", "done", "failed", "done"],
-        ["train", "loss", "1.0000", "-", "-"],
-    ]
-    assert lines(out)[-1] == "settings of outputs/e/c are not compared: no readable config.yaml"
-
-
-def sweep(*losses: tuple[Any, Any]) -> list[Path]:
-    return [
-        make(
-            f"multirun/d/t/{i}-optim.lr={i}",
-            launch={"overrides": ["model=gpt2", f"optim.lr={i}"]},
-            status="done",
-            train_loss=train,
-            val_loss=val,
-            wall_s=5.0,
-        )
-        for i, (train, val) in enumerate(losses)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("losses", "best"),
-    [
-        ([(1.0, 3.0), (2.0, 2.0), (3.0, float("nan"))], 1),  # by validation, whatever the training loss
-        ([(1.0, None), (0.5, None), (float("inf"), None)], 1),
-        ([(0.1, None), (2.0, 2.0)], 1),
-        ([(None, None), (float("nan"), None)], None),
-    ],
-)
-def test_sweep_marks_the_best(losses: list[tuple[Any, Any]], best: int | None) -> None:
-    out = plain()
-    print_sweep(sweep(*losses), out)
-    rows = lines(out)[1 : 1 + len(losses)]
-    assert [line.split()[1] for line in rows] == [f"optim.lr={i}" for i in range(len(losses))]
-    assert [i for i, line in enumerate(rows) if line.endswith("← best")] == ([] if best is None else [best])
-    assert lines(out)[-1] == "all jobs: model=gpt2"
-
-
-def test_sweep_orders_jobs_by_number_and_shows_all_overrides_of_one() -> None:
-    jobs = sweep(*((1.0, 1.0 + i) for i in range(11)))
-    out = plain()
-    print_sweep(sorted(jobs), out)  # by name: 0, 1, 10, 2
-    assert [line.split()[0] for line in lines(out)[1:-1]] == [str(i) for i in range(11)]
-    out = plain()
-    print_sweep(jobs[:1], out)
-    assert lines(out)[1].split()[:3] == ["0", "model=gpt2", "optim.lr=0"]
 
 
 # ---------------------------------------------------------------- command

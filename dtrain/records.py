@@ -1,0 +1,239 @@
+"""What is known of a run: its files, what SLURM says of its job, and the status that follows from both."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dtrain.rundir import last_launch, launch_time, parse_line, read_json, read_summary
+from dtrain.squeue import Job, query
+from dtrain.words import as_dict, number
+
+ROOTS = ("outputs", "multirun")
+CANCELLED_FILE = "cancelled"  # `dtrain cancel` leaves it: the supervisor does not queue such a run again
+QUIET_S = 600  # a running run that wrote nothing for this long is doubted: compiling or saving takes less
+SKEW_S = 300  # clocks of a login node and of the controller differ by less
+FIGURES = ("train_loss", "val_loss", "tokens_per_s", "mfu", "peak_mem_gib", "wall_s")
+
+
+def run_folders(root: Path, levels: int = 4) -> Iterator[Path]:
+    """The folders with a launch.json at or below root; not inside one, where a checkpoint has many files."""
+    if (root / "launch.json").is_file():
+        yield root
+        return
+    if levels == 0:
+        return
+    try:
+        with os.scandir(root) as entries:
+            folders = [e.path for e in entries if e.name[0] != "." and e.is_dir(follow_symlinks=False)]
+    except OSError:  # not there, or not ours to read
+        return
+    for folder in sorted(folders):
+        yield from run_folders(Path(folder), levels - 1)
+
+
+def started(run_dir: Path, launches: dict[str, Any] | None = None) -> float:
+    """When a run was last launched, in seconds since the epoch."""
+    path = run_dir / "launch.json"
+    try:
+        written = path.stat().st_mtime
+    except OSError:  # removed while we look
+        return 0.0
+    said = launch_time(read_json(path) if launches is None else launches)
+    # The file's time orders two launches of one second; it is only right while the folder was not copied.
+    return written if said is None or abs(written - said) < 2 else said
+
+
+def run_name(run_dir: Path) -> str:
+    """The folder's name without the time of day in front of it."""
+    return re.sub(r"^\d\d-?\d\d-?\d\d(-\d+)?-(?=.)", "", run_dir.name)
+
+
+@dataclass(eq=False)
+class Record:
+    """One run. Without config.yaml, which takes 20 times longer to read than the rest."""
+
+    run_dir: Path
+    launches: dict[str, Any]  # launch.json
+    summary: dict[str, Any]
+    job: Job | None = None  # None: it has none, it need not be asked for, or nobody could say
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Record:
+        return cls(run_dir, read_json(run_dir / "launch.json"), read_summary(run_dir))
+
+    @cached_property
+    def launch(self) -> dict[str, Any]:
+        return last_launch(self.launches)
+
+    @property
+    def job_id(self) -> str | None:
+        found = self.launch.get("job_id")
+        return None if found is None or found == "" else str(found)
+
+    @property
+    def num_launches(self) -> int:
+        launches = self.launches.get("launches")
+        return len(launches) if isinstance(launches, list) else 0
+
+    @cached_property
+    def attempts(self) -> list[dict[str, Any]]:
+        """Each start of the run's job with its end; `ended` is None when it was killed, or is still at it."""
+        found: list[dict[str, Any]] = []
+        try:
+            lines = (self.run_dir / "attempts.jsonl").read_bytes().splitlines()
+        except OSError:
+            lines = []
+        for line in map(parse_line, lines):
+            if line.get("event") == "start":
+                keys = {k: line.get(k) for k in ("job_id", "restart", "nodes")}
+                ends = dict.fromkeys(("ended", "code", "why", "step"))
+                found.append({**keys, "started": line.get("time"), "from_step": line.get("step"), **ends})
+            elif line.get("event") == "end" and found:
+                found[-1].update(ended=line.get("time"), **{k: line.get(k) for k in ("code", "why", "step")})
+        return found
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the newest launch has started: until then the files speak of the one before."""
+        if self.job_id is None or (not self.attempts and self.num_launches < 2):
+            return bool(self.summary)
+        since = launch_time(self.launches) or 0.0
+        return any(str(a["job_id"]) == self.job_id or (number(a["started"]) or 0) >= since > 0 for a in self.attempts)
+
+    @property
+    def said(self) -> str | None:
+        """The status that the newest launch wrote, if it came to that."""
+        if self.job_id is not None and not self.has_begun:
+            return None
+        status = self.summary.get("status")
+        return str(status) if status else "failed" if (self.run_dir / "failure.json").is_file() else None
+
+    @property
+    def interrupted(self) -> bool:
+        """It said that it stopped with a checkpoint, and was not started again since."""
+        return self.said == "preempted" and (not self.attempts or self.attempts[-1]["ended"] is not None)
+
+    @property
+    def cancel_asked(self) -> float | None:
+        """When `dtrain cancel` was typed for this launch; one from before a resume does not count."""
+        asked = read_json(self.run_dir / CANCELLED_FILE)
+        return number(asked.get("time")) if asked.get("launches") == self.num_launches else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether only SLURM knows how the run is."""
+        return self.job_id is not None and self.said not in ("done", "failed") and not self.interrupted
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it runs or will run without anybody doing anything; ask for the job first."""
+        if self.job_id is None or not self.job:
+            return self.status.rstrip("?") in ("queued", "starting", "running")
+        return not self.job.ended
+
+    @property
+    def status(self) -> str:
+        """queued, starting, running, preempted, failed, done, cancelled or died: what a reader should believe.
+
+        `died`: it said running, and its process or job is gone. `?`: nobody could say, and it was quiet for long.
+        """
+        said, job = self.said, self.job
+        if said in ("done", "failed"):
+            return said
+        if self.interrupted:
+            return "cancelled" if self.cancel_asked and not (job and not job.ended) else "preempted"
+        if said not in (None, "running", "preempted"):
+            return str(said)
+        if self.job_id is None or job is None:
+            word = self._without_slurm(said)
+            return "cancelled" if self.cancel_asked and word.rstrip("?") not in ("running", "starting") else word
+        if job.queued:
+            return "preempted" if self.has_begun else "queued"
+        if job.active:
+            return "running"
+        if self.cancel_asked or job.state == "CANCELLED":
+            return "cancelled"
+        return "preempted" if job.state == "PREEMPTED" else "died"
+
+    def _without_slurm(self, said: str | None) -> str:
+        launch, cluster = self.launch, as_dict(self.launch.get("cluster"))
+        word = "running" if said else "starting" if self.job_id is None else "queued"
+        pid = launch.get("pid")
+        # A submitted job outlives the process that submitted it, so that pid says nothing.
+        ours = "local" in str(cluster.get("_target_", "local")) or cluster.get("launcher") == "torchrun"
+        ours = ours and self.job_id is None and launch.get("host") == socket.gethostname()
+        if ours and isinstance(pid, int) and pid > 0:
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                return "died"
+            except (OSError, OverflowError):
+                pass  # someone else's process: alive
+        return word if time.time() - self.last_sign < QUIET_S else word + "?"
+
+    @property
+    def last_sign(self) -> float:
+        """When the run last wrote something, in seconds since the epoch."""
+        times = [0.0]
+        for name in ("summary.json", "metrics.jsonl", "launch.json"):
+            try:
+                times.append((self.run_dir / name).stat().st_mtime)
+            except OSError:
+                pass
+        return max(times)
+
+    def row(self) -> dict[str, Any]:
+        """The run by the keys of the tables."""
+        run: dict[str, Any] = {
+            "path": str(self.run_dir),
+            "name": self.summary.get("name") or self.launches.get("name") or run_name(self.run_dir),
+            "status": self.status,
+            "job_id": self.job_id,
+        }
+        for key in ("model", "strategy", "precision", "world_size", "steps", "total_steps", *FIGURES):
+            run[key] = self.summary.get(key)
+        # UTC, so that text order is time order.
+        run["started"] = datetime.fromtimestamp(started(self.run_dir, self.launches), UTC).isoformat(
+            timespec="microseconds"
+        )
+        return run
+
+
+def load(run_dirs: Sequence[Path], ask_all: bool = False) -> tuple[list[Record], str]:
+    """Read the runs, with one question to SLURM for all whose files do not say enough; and why it did not answer.
+
+    ask_all: also for the jobs of runs that say they have ended.
+    """
+    records = [Record.read(Path(d)) for d in run_dirs]
+    asked = [r for r in records if r.job_id and (ask_all or r.is_open)]
+    jobs = query(r.job_id for r in asked)
+    for i, record in enumerate(records):
+        if record not in asked or not (job := jobs.get(str(record.job_id))):
+            continue
+        if job.ended:  # perhaps after we read the files
+            record = records[i] = Record.read(record.run_dir)
+        since = launch_time(record.launches)
+        # Ids start again on a new cluster: a job from before this launch is another one.
+        alien = since is not None and job.submitted is not None and job.submitted < since - SKEW_S
+        record.job = Job(job.id, "GONE") if alien else job
+    return records, jobs.problem
+
+
+def read_run(run_dir: Path) -> dict[str, Any]:
+    return load([run_dir])[0][0].row()
+
+
+def all_runs(roots: Sequence[str | Path] = ROOTS) -> list[Path]:
+    """Every run below the roots, the newest launch first."""
+    # A root inside another one must not list its runs twice.
+    folders = {os.path.abspath(run): run for root in roots for run in run_folders(Path(root))}
+    return sorted(folders.values(), key=started, reverse=True)

@@ -1,0 +1,273 @@
+"""Tables of runs: list them, compare them, and one line a point of a sweep."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtrain.console import say, stdout_console
+from dtrain.records import FIGURES, load
+from dtrain.rundir import last_launch, read_json
+from dtrain.words import as_dict, clean, duration, gib, loss_text, number, percent, short_path, si
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LARGE_IS_GOOD = ("tokens_per_s", "mfu", "steps", "total_steps", "world_size", "started")
+
+# Heading and format of each key of a run, in the order of the table.
+COLUMNS: dict[str, tuple[str, Any]] = {
+    "path": ("run", lambda path: short_path(Path(path))),
+    "name": ("name", str),
+    "status": ("status", str),
+    "job_id": ("job", str),
+    "model": ("model", str),
+    "strategy": ("strategy", str),
+    "precision": ("precision", str),
+    "world_size": ("ranks", str),
+    "steps": ("steps", str),
+    "total_steps": ("total steps", str),
+    "train_loss": ("train loss", loss_text),
+    "val_loss": ("val loss", loss_text),
+    "tokens_per_s": ("tok/s", si),
+    "mfu": ("MFU", percent),
+    "peak_mem_gib": ("memory", gib),
+    "wall_s": ("wall", duration),
+    "started": ("started", lambda text: datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M")),
+}
+DEFAULT_COLUMNS = tuple(key for key in COLUMNS if key not in ("name", "total_steps", "started"))
+# A narrow terminal loses these first.
+LEAST_NEEDED = ("precision", "wall_s", "peak_mem_gib", "world_size", "mfu", "model", "tokens_per_s", "job_id")
+STYLES = {
+    "done": "green",
+    "failed": "red",
+    "died": "red",
+    "preempted": "yellow",
+    "cancelled": "yellow",
+    "queued": "dim",
+}
+
+
+def sort_runs(runs: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """Best first: small losses, large speeds, new runs; unknown values last."""
+    if key not in COLUMNS:
+        near = difflib.get_close_matches(key, COLUMNS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"sort={key}: not a column\n  fix: {hint}sort can be {', '.join(COLUMNS)}")
+
+    def value(run: dict[str, Any]) -> float | str | None:
+        n = number(run.get(key))
+        if key in FIGURES or key in ("world_size", "steps", "total_steps"):
+            return None if n is None or math.isnan(n) else n
+        return None if run.get(key) is None else str(run[key])
+
+    known = [(value(run), i) for i, run in enumerate(runs) if value(run) is not None]
+    order = [i for _, i in sorted(known, key=lambda pair: pair[0], reverse=key in LARGE_IS_GOOD)]  # type: ignore
+    return [runs[i] for i in order] + [run for run in runs if value(run) is None]
+
+
+def flat_config(run_dir: Path) -> dict[str, Any] | None:
+    """config.yaml as {"train.steps": 100, …}, a list being one value; None when it cannot be read."""
+    import yaml  # 28 ms, and OmegaConf behind the other: only a comparison needs them
+
+    from dtrain.config import flatten
+
+    try:
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        tree = yaml.load((run_dir / "config.yaml").read_bytes(), loader)
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    flat = flatten(as_dict(tree))
+    flat.pop("run_dir", None)  # differs always, and is the heading of the table
+    return flat
+
+
+def compare(run_dirs: Sequence[Path]) -> dict[str, Any]:
+    """What differs between the runs' settings, and their results: lists in the order of the runs.
+
+    {"runs": [path, …], "settings": {key: [value, …]}, "results": {key: [value, …]}, "unreadable": [path, …]};
+    a setting that a run does not have is None there.
+    """
+    dirs = [Path(d) for d in run_dirs]
+    configs = [flat_config(d) for d in dirs]
+    readable = [c for c in configs if c is not None]
+    missing = object()
+    settings: dict[str, list[Any]] = {}
+    for key in dict.fromkeys(key for config in readable for key in config):
+        values = [c.get(key, missing) for c in readable]
+        # By text, because True == 1 and a list is not hashable.
+        if len({repr(v) if v is not missing else "" for v in values}) > 1:
+            settings[key] = [None if c is None else c.get(key) for c in configs]
+    runs = [record.row() for record in load(dirs)[0]]
+    results = {key: [run[key] for run in runs] for key in COLUMNS if key not in ("path", "name", "started")}
+    return {
+        "runs": [run["path"] for run in runs],
+        "settings": settings,
+        "results": {key: values for key, values in results.items() if any(v is not None for v in values)},
+        "unreadable": [str(d) for d, config in zip(dirs, configs, strict=True) if config is None],
+    }
+
+
+def cell(key: str, value: Any) -> str:
+    return "-" if value is None else clean(COLUMNS[key][1](value))
+
+
+def print_table(
+    console: Console,
+    columns: dict[str, str],
+    rows: list[dict[str, str]],
+    droppable: Sequence[str] = (),
+    best: int | None = None,
+) -> None:
+    """Rows of text by column. A terminal hides droppable columns that do not fit; a file gets full lines."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    def build() -> Table:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        for key, heading in columns.items():
+            numeric = key in COLUMNS and COLUMNS[key][1] in (loss_text, si, percent, gib, duration)
+            table.add_column(Text(heading), justify="right" if numeric else "left", overflow="fold")
+        for i, row in enumerate(rows):
+            cells = [Text(row[key], style=_style(row[key]) if key == "status" else "") for key in columns]
+            table.add_row(*cells, style="bold green" if i == best else "")
+        return table
+
+    wide = Console(width=100_000, color_system=None, force_terminal=False)
+    if not console.is_terminal:
+        with wide.capture() as text:
+            wide.print(build())
+        for line in text.get().splitlines():
+            say(console, line.rstrip())
+        return
+    hidden: list[str] = []
+    for key in droppable:
+        if wide.measure(build()).maximum <= console.width:
+            break
+        if key in columns:
+            columns = {k: v for k, v in columns.items() if k != key}
+            hidden.append(key)
+    console.print(build(), highlight=False)
+    if hidden:
+        headings = ", ".join(COLUMNS[key][0] if key in COLUMNS else key for key in hidden)
+        say(console, (f"hidden to fit {console.width} columns: {headings}", "dim"))
+
+
+def _style(status: str) -> str:
+    return STYLES.get(status, "cyan")
+
+
+def print_runs(
+    runs: list[dict[str, Any]],
+    console: Console | None = None,
+    sort: str | None = None,
+    columns: Sequence[str] = DEFAULT_COLUMNS,
+) -> None:
+    """One line a run. sort: a key of COLUMNS, best first; otherwise in the order given."""
+    console = console or stdout_console()
+    runs = sort_runs(runs, sort) if sort else runs
+    # A column that no run fills (MFU on CPUs) or that nobody asked for is noise; the sorted one is not.
+    keys = [k for k in COLUMNS if (k in columns or k == sort) and any(run.get(k) is not None for run in runs)]
+    if not runs:
+        say(console, "no runs here yet: start one with `python launch.py`")
+        return
+    rows = [{key: cell(key, run.get(key)) for key in keys} for run in runs]
+    for run, row in zip(runs, rows, strict=True):
+        if "steps" in row and run.get("total_steps") is not None:
+            row["steps"] += f"/{run['total_steps']}"
+    print_table(console, {key: COLUMNS[key][0] for key in keys}, rows, [k for k in LEAST_NEEDED if k != sort])
+
+
+def print_compare(run_dirs: Sequence[Path], console: Console | None = None) -> None:
+    """The settings that differ and the results, a column a run."""
+    console = console or stdout_console()
+    data = compare(run_dirs)
+    # By position, as two runs may have one name.
+    columns = {"key": ""} | {str(i): name for i, name in enumerate(_headings(data["runs"]))}
+    rows = []
+    for part, note in (("settings", "settings that differ"), ("results", "results")):
+        rows.append({key: "" for key in columns} | {"key": f"{note}:" if data[part] else f"{note}: none"})
+        for key, values in data[part].items():
+            texts = [cell(key, v) if part == "results" else _setting(v) for v in values]
+            name = COLUMNS[key][0] if part == "results" and key in COLUMNS else key
+            rows.append({"key": f"  {name}"} | {str(i): text for i, text in enumerate(texts)})
+    print_table(console, columns, rows)
+    for path in data["unreadable"]:
+        note = f"settings of {short_path(Path(path))} are not compared: no readable config.yaml"
+        say(console, (note, "yellow"))
+
+
+def _setting(value: Any) -> str:
+    if value is None:
+        return "-"
+    return clean(value if isinstance(value, str) else json.dumps(value, default=str))
+
+
+def _headings(paths: list[str]) -> list[str]:
+    """The runs' paths without the folders that all of them share."""
+    common = os.path.commonpath([os.path.dirname(os.path.abspath(p)) for p in paths])
+    return [os.path.relpath(os.path.abspath(p), common) for p in paths]
+
+
+def print_sweep(run_dirs: Sequence[Path], console: Console | None = None) -> None:
+    """One line a point of a sweep: what was varied and what came of it; the best loss is marked."""
+    console = console or stdout_console()
+    records, problem = load(sorted((Path(d) for d in run_dirs), key=point))
+    print_points([record.row() for record in records], console)
+    say_problem(problem, console)
+
+
+def point(run_dir: Path) -> tuple[float, str]:
+    """For sorting: the number that a sweep puts before a folder's name, so that 2 comes before 10."""
+    prefix = re.match(r"(\d+)(-|$)", run_dir.name)
+    return (int(prefix[1]) if prefix else math.inf), run_dir.name
+
+
+def print_points(runs: list[dict[str, Any]], console: Console) -> None:
+    dirs = [Path(run["path"]) for run in runs]
+    overrides = [_overrides(d) for d in dirs]
+    shared = set.intersection(*map(set, overrides)) if len(dirs) > 1 else set()
+    key = "val_loss" if any(_finite(run["val_loss"]) for run in runs) else "train_loss"
+    ranked = [i for i, run in enumerate(runs) if _finite(run[key])]
+    best = min(ranked, key=lambda i: runs[i][key]) if ranked else None
+    keys = [k for k in ("status", "job_id", *FIGURES) if any(run[k] is not None for run in runs)]
+    rows = []
+    for i, run in enumerate(runs):
+        number_of = point(dirs[i])[0]
+        rows.append(
+            {
+                "point": str(number_of) if number_of != math.inf else dirs[i].name,
+                "overrides": clean(" ".join(o for o in overrides[i] if o not in shared)) or "-",
+                **{k: cell(k, run[k]) for k in keys},
+                "best": "← best" if i == best else "",
+            }
+        )
+    columns = {"point": "#", "overrides": "overrides"} | {k: COLUMNS[k][0] for k in keys} | {"best": ""}
+    print_table(console, columns, rows, ["mfu", "wall_s", "peak_mem_gib", "tokens_per_s", "job_id"], best)
+    if shared:
+        say(console, (f"all jobs: {' '.join(o for o in overrides[0] if o in shared)}", "dim"))
+
+
+def say_problem(problem: str, console: Console) -> None:
+    """Why the statuses are only what the files say, when SLURM could not be asked."""
+    if problem:
+        say(console, (f"SLURM did not answer, so this is what the files say: {problem}", "yellow"))
+
+
+def _overrides(run_dir: Path) -> list[str]:
+    launch = read_json(run_dir / "launch.json")
+    found = launch.get("overrides") or last_launch(launch).get("overrides")
+    return [str(o) for o in found] if isinstance(found, list) else [re.sub(r"^\d+-", "", run_dir.name)]
+
+
+def _finite(value: object) -> bool:
+    n = number(value)
+    return n is not None and math.isfinite(n)
