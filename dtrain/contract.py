@@ -8,10 +8,18 @@ from __future__ import annotations
 import ctypes
 import signal
 import sys
+from collections.abc import MutableMapping
 
-DONE, BAD_CONFIG, FAILED, PREEMPTED = 0, 2, 3, 75
+DONE, BAD_CONFIG, FAILED, PREFLIGHT, PREEMPTED = 0, 2, 3, 4, 75
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 STOP_FILE = "stop"  # in the run folder: the launcher's way to ask for a stop; `touch RUN/stop` works too
+
+
+def name_slurm_rank(environ: MutableMapping[str, str]) -> None:
+    """What torchrun would set, from what srun does; MASTER_ADDR and MASTER_PORT come from the supervisor."""
+    num_ranks, num_nodes = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_STEP_NUM_NODES"])
+    environ["RANK"], environ["WORLD_SIZE"] = environ["SLURM_PROCID"], str(num_ranks)
+    environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"] = environ["SLURM_LOCALID"], str(num_ranks // num_nodes)
 
 
 def die_with_parent() -> None:

@@ -16,28 +16,28 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dtrain import console, runs
-from dtrain.config import CONF, RECIPES, SECRET, bad, build, count_gpus, save
-from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED
-from dtrain.explain import GROUPS, explain, known_settings, options_of
+from dtrain import console, runs, sweeps
+from dtrain.arguments import prepare_arguments, read_config
+from dtrain.config import CONF, bad, build, count_gpus, redact, save
+from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED, PREFLIGHT
+from dtrain.explain import GROUPS, explain, known_settings
 from dtrain.rundir import latest_checkpoint, locked, read_json, write_json
 from dtrain.schema import unknown
 from dtrain.strategies import zero_config
 from dtrain.validate import check_resume, validate
+from dtrain.words import shell_path
 
 MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)  # a person's, not ours: one message explains
 
@@ -71,124 +71,12 @@ def main(argv: list[str]) -> int:
         os.environ.pop("HYDRA_FULL_ERROR", None)
         if full_error:
             os.environ["HYDRA_FULL_ERROR"] = "1"
-    return max(exit_codes, key=[DONE, PREEMPTED, BAD_CONFIG, FAILED].index, default=DONE)  # the worst of a sweep
-
-
-# ---- before Hydra: the words that are ours -------------------------------------------------------------------
-
-
-def prepare_arguments(argv: list[str]) -> list[str]:
-    """Turn `--dry-run`, `recipe=FILE` and `resume=RUN` into what Hydra composes; leave the rest as typed."""
-    argv = ["dry_run=true" if a == "--dry-run" else a for a in argv]
-    ours = "|".join([*GROUPS, "recipe", "resume", "run_dir"])
-    argv = [re.sub(rf"^\++({ours})=", r"\1=", a) for a in argv]  # +strategy=fsdp
-    argv = [re.sub(r"^([\w.+]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), a) for a in argv]  # no shell does it here
-    argv = [a for a in argv if a != "recipe=null"]  # the default, which Hydra does not let one type
-    for word in argv:
-        name, _, value = word.lstrip("-").partition("=")
-        if word.startswith("-") and name in known_settings():
-            raise ValueError(f"{word}: settings have no dashes\n  fix: {name}={value or '…'}")
-    given = {a.split("=", 1)[0]: a.split("=", 1)[1] for a in argv if "=" in a and not a.startswith("-")}
-    for key, value in given.items():
-        if SECRET.search(key):
-            raise bad(
-                key,
-                "…",
-                "looks like a secret, and a configuration is written to disk in several places",
-                "give it in an environment variable",
-            )
-        if key in GROUPS and re.search(r"^(null)?$|\[|\.\.|\.ya?ml$", value):
-            raise bad(
-                key,
-                value,
-                f"names one option of conf/{key}/, without .yaml",
-                f"{key} can be {', '.join(options_of(key))}",
-            )
-    if "run_dir" in given and {"-m", "--multirun"} & set(argv):
-        raise bad("run_dir", given["run_dir"], "a sweep makes a folder for each job", "hydra.sweep.dir=FOLDER")
-    store_recipes()
-    if "recipe" in given and re.search(r"[/\\]|\.ya?ml$", given["recipe"]):
-        path = Path(given["recipe"]).expanduser()
-        if not path.is_file():
-            raise bad("recipe", given["recipe"], "there is no such file", "dtrain recipes ls shows the built-in ones")
-        store_recipe(path)
-        argv = [f"recipe={path.stem}" if a == f"recipe={given['recipe']}" else a for a in argv]
-    if given.get("resume", "null") != "null":
-        if "recipe" in given or {"-m", "--multirun"} & set(argv):
-            raise bad(
-                "resume",
-                given["resume"],
-                "a run goes on with its own configuration, one run at a time",
-                "leave out recipe= and -m",
-            )
-        run_dir = runs.find_run(given["resume"])
-        store_as_run(run_dir, overridden=[g for g in GROUPS if g in given])
-        argv = [a for a in argv if not a.startswith(("resume=", "run_dir="))]
-        argv += ["recipe=as-run", f"resume={quote(run_dir)}", f"run_dir={quote(run_dir)}"]
-    return argv
-
-
-def quote(path: Path) -> str:
-    """A path as a Hydra value: quoted, so that spaces, commas and equals signs are only characters.
-
-    Hydra takes a backslash as an escape only before a quote.
-    """
-    return "'" + re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + m[2].replace("'", "\\'"), str(path)) + "'"
-
-
-def store_recipes() -> None:
-    for path in sorted(RECIPES.glob("*.yaml")):
-        store_recipe(path)
-
-
-def store_recipe(path: Path) -> None:
-    try:
-        node = OmegaConf.load(path)
-    except Exception as error:  # yaml errors have many types; all of them mean: this file is not yaml
-        raise bad("recipe", path, f"is not valid yaml: {error}", "mend the file") from error
-    if not isinstance(node, DictConfig) or not all(re.fullmatch(r"[\w.-]+", str(key)) for key in node):
-        raise bad("recipe", path, "must be a yaml mapping of settings", "dtrain recipes cp cpu-tiny my.yaml")
-    for key in ("resume", "trust"):  # else a file from elsewhere could name any code and trust it, too
-        if node.get(key):
-            raise bad("recipe", path, f"{key} is for the command line", f"take it out of the file and type {key}=…")
-    ConfigStore.instance().store(group="recipe", name=path.stem, node=node, package="_global_")
-
-
-def store_as_run(run_dir: Path, overridden: list[str]) -> None:
-    """Offer a run's own config.yaml as a recipe: every value as it was, less the groups named on the command line.
-
-    So a resume does not depend on what conf/ or a recipe says today.
-    """
-    config = read_config(run_dir)
-    choices = config.pop("choices", None) or {}
-    # trust is typed anew: a run folder may come from elsewhere
-    for key in ("run_dir", "resume", "resume_allow", "dry_run", "trust", *overridden):
-        config.pop(key, None)
-    config["train"].pop("stop_after", None)  # it meant the launch that has stopped
-    defaults = [{f"override /{g}": choices[g]} for g in GROUPS if g in choices and g not in overridden]
-    node = OmegaConf.create({"defaults": [*defaults, "_self_"], **config})
-    ConfigStore.instance().store(group="recipe", name="as-run", node=node, package="_global_")
-
-
-def read_config(run_dir: Path) -> dict[str, Any]:
-    try:
-        config = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
-    except Exception as error:  # of the file system, or one of yaml's many types
-        why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise bad(
-            "resume", run_dir, f"its config.yaml cannot be read ({why})", "another run; dtrain runs lists them"
-        ) from error
-    if not isinstance(config, dict) or not isinstance(config.get("train"), dict):
-        raise bad("resume", run_dir, "its config.yaml is not that of a run", "another run; dtrain runs lists them")
-    return {str(k): v for k, v in config.items()}
+    return max(exit_codes, key=[DONE, PREEMPTED, PREFLIGHT, BAD_CONFIG, FAILED].index, default=DONE)  # a sweep's worst
 
 
 def slug(text: str) -> str:
     """Overrides as a folder name: no slashes, no spaces, not longer than file systems take."""
     return re.sub(r"[^\w.,=+-]+", "-", text)[:120].strip("-")
-
-
-# ---- Hydra's side --------------------------------------------------------------------------------------------
 
 
 class Gate(Callback):
@@ -199,7 +87,8 @@ class Gate(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         if str(config.hydra.sweeper._target_).endswith("BasicSweeper"):
-            self._check(sweep_jobs(config))
+            self._check(sweeps.jobs_of(config))
+            sweeps.note(Path(config.hydra.sweep.dir), sys.argv[1:])
         # else a search, which decides its jobs as it goes; each is checked when it comes
 
     def _check(self, configs: Iterable[DictConfig]) -> None:
@@ -207,6 +96,9 @@ class Gate(Callback):
         try:
             resolved = [resolve(config) for config in configs]
             clusters = [build(config["cluster"], config["trust"]) for config in resolved]
+            for cluster, config in distinct(clusters, resolved):
+                if hasattr(cluster, "check") and not config["dry_run"]:  # a scheduler knows what it would refuse
+                    cluster.check(config)
         except Exception as error:
             raise SystemExit(2) from error
         if resolved[0]["dry_run"]:
@@ -221,34 +113,10 @@ class Gate(Callback):
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
-        folders = [p.parent for p in folder.glob("*/launch.json")]
-        runs.print_sweep(sorted(folders, key=lambda p: (len(p.name.split("-")[0]), p.name)))  # 2-… before 10-…
-
-
-def sweep_jobs(config: DictConfig) -> Iterator[DictConfig]:
-    """The configuration of each job of a sweep, with the folder that it will have."""
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    loader = GlobalHydra.instance().config_loader()
-    overrides = OverridesParser.create(loader).parse_overrides(list(config.hydra.overrides.task))
-    folder = Path(config.hydra.sweep.dir)  # asked of this config, which is the sweeper's: its ${now:} is settled here
-    jobs = [job for batch in BasicSweeper.split_arguments(overrides, None) for job in batch]
-    seen: set[str] = set()
-    for number, job in enumerate(jobs):
-        cfg = loader.load_sweep_config(config, list(job))
-        with read_write(cfg), open_dict(cfg):
-            cfg.hydra.job.num = number
-            cfg.run_dir = str(folder / cfg.hydra.sweep.subdir)
-        if cfg.run_dir in seen:
-            raise bad(
-                "hydra.sweep.subdir",
-                cfg.hydra.sweep.subdir,
-                "two jobs would have the same folder",
-                "hydra.sweep.subdir='${hydra.job.num}'",
-            )
-        seen.add(cfg.run_dir)
-        yield cfg
+        submitted = sweeps.submit(folder)
+        runs.print_sweep(sweeps.points(folder))
+        if submitted:
+            print(f"submitted {len(submitted)} jobs; the table at any time: dtrain runs {shell_path(folder)}")
 
 
 def resolve(cfg: DictConfig) -> dict[str, Any]:
@@ -269,7 +137,8 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     config: Any = OmegaConf.to_container(plain, resolve=True)
     config["run_dir"] = cfg.get("run_dir")  # the one that Hydra will read: in a copy, ${now:} may be a second later
     if config["cluster"].get("processes", 0) is None:
-        config["cluster"]["processes"] = count_gpus() or 2
+        here = "gpus_per_node" not in config["cluster"]  # else the ranks run elsewhere
+        config["cluster"]["processes"] = count_gpus() or 2 if here else config["cluster"]["gpus_per_node"] or 1
     choices = OmegaConf.to_container(HydraConfig.get().runtime.choices)
     assert isinstance(choices, dict)
     config["choices"] = {g: choices.get(g) for g in (*GROUPS, "recipe")}
@@ -286,10 +155,18 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     if "hydra" in cfg and OmegaConf.to_container(cfg.hydra.run) != {"dir": "${run_dir}"}:
         raise bad("hydra.run.dir", cfg.hydra.run.dir, "run_dir says where a run goes", f"run_dir={cfg.hydra.run.dir}")
     config["run_dir"] = str(run_dir)
+    if config["cluster"].get("node_rank"):
+        return config  # a further node of a run whose folder node 0 looks after
+    in_sweep = "hydra" in cfg and HydraConfig.get().mode == RunMode.MULTIRUN
+    if in_sweep and (run_dir / "launch.json").exists():  # the same command again: what is unfinished goes on
+        config["resume"] = config["run_dir"]
+        if runs.read_run(run_dir)["status"] not in sweeps.TO_DO:
+            return config
     if config["resume"]:
         old = read_config(run_dir)
         config["choices"]["recipe"] = old.get("choices", {}).get("recipe")
         check_resume(old, config, config["resume_allow"], run_dir)
+        check_setup(old, config)
         check_unfinished(config, run_dir)
         with locked(run_dir):
             pass  # refused here when the run is still running
@@ -315,6 +192,22 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     return config
 
 
+def check_setup(old: dict[str, Any], config: dict[str, Any]) -> None:
+    """cluster.setup is shell code, and a run folder may come from elsewhere: what it says is not run unseen."""
+    then, now = (c.get("cluster", {}).get("setup") for c in (old, config))
+    if then and then != now and now is not None:
+        raise bad(
+            "cluster.setup", now, f"the run was started with {then}, and shell code is not taken from a run folder",
+            f"type it again: 'cluster.setup={json.dumps(then)}'",
+        )  # fmt: skip
+
+
+def distinct(clusters: Sequence[Any], configs: Sequence[dict[str, Any]]) -> list[tuple[Any, dict[str, Any]]]:
+    """One of each kind: many points of a sweep ask for the same."""
+    found = {json.dumps(config["cluster"], sort_keys=True): i for i, config in enumerate(configs)}
+    return [(clusters[i], configs[i]) for i in found.values()]
+
+
 def check_unfinished(config: dict[str, Any], run_dir: Path) -> None:
     """A resume that has nothing to do is a mistake: somebody wanted more steps."""
     newest = latest_checkpoint(run_dir)
@@ -331,34 +224,62 @@ def run(cfg: DictConfig, argv: list[str]) -> int:
     config = resolve(cfg)
     run_dir = Path(config["run_dir"])
     os.chmod(run_dir, 0o700)
+    in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    if in_sweep and config["resume"] and runs.read_run(run_dir)["status"] not in sweeps.TO_DO:
+        return DONE  # done, or under way
+    cluster = build(config["cluster"], config["trust"])
+    if config["cluster"].get("node_rank"):
+        wait_for_node_0(run_dir, config)
+        return int(cluster.launch(run_dir))
     with locked(run_dir):
         past, newest = run_dir / "config.yaml", latest_checkpoint(run_dir)
         kept = run_dir / f"config-{len(read_json(run_dir / 'launch.json').get('launches', []))}.yaml"
         if past.exists():
             shutil.copy2(past, kept)
+        if "node_rank" in config["cluster"]:
+            config["cluster"]["node_rank"] = None  # of this node: the others read the file, too
         save(run_dir, config)
-        record_launch(run_dir, config, argv)
+        later = in_sweep and hasattr(cluster, "submit")  # all points together, see Gate.on_multirun_end
+        record_launch(run_dir, config, argv, prepared=later)
+        (run_dir / "cancelled").unlink(missing_ok=True)
         try:
-            code = int(build(config["cluster"], config["trust"]).launch(run_dir))
+            code = DONE if later else int(cluster.launch(run_dir))
         except OSError as error:  # the run has begun: whatever this is, it is no bad setting
             console.print_error(explain(error))
             code = FAILED
         if code in (BAD_CONFIG, FAILED) and kept.exists() and latest_checkpoint(run_dir) == newest:
             os.replace(kept, past)  # nothing came of the changed settings: the next resume starts from the old ones
-    if code == PREEMPTED and HydraConfig.get().mode == RunMode.MULTIRUN:  # who stops a job stops the sweep
-        runs.print_sweep([p.parent for p in sorted(run_dir.parent.glob("*/launch.json"))])
+    if code == PREEMPTED and in_sweep:  # who stops a job stops the sweep
+        runs.print_sweep(sweeps.points(run_dir.parent))
         raise SystemExit(PREEMPTED)
     return code
 
 
-def record_launch(run_dir: Path, config: dict[str, Any], argv: list[str]) -> None:
+def wait_for_node_0(run_dir: Path, config: dict[str, Any], patience_s: float = 120) -> None:
+    """A further node started by hand: node 0 writes the run folder, and must mean the same configuration."""
+    mine = redact(config) | {"cluster": config["cluster"] | {"node_rank": None}, "resume": None}
+    deadline = time.monotonic() + patience_s
+    while True:
+        theirs: Any = read_config(run_dir) if (run_dir / "config.yaml").exists() else {}
+        if theirs and theirs | {"resume": None} == mine:
+            return
+        if time.monotonic() > deadline:
+            raise bad(
+                "cluster.node_rank", config["cluster"]["node_rank"],
+                f"node 0 wrote {'another configuration' if theirs else 'nothing'} to {run_dir} in {patience_s:.0f} s",
+                "the same command on each node, but for cluster.node_rank, and a run_dir that all of them share",
+            )  # fmt: skip
+        time.sleep(0.5)
+
+
+def record_launch(run_dir: Path, config: dict[str, Any], argv: list[str], prepared: bool) -> None:
     before = read_json(run_dir / "launch.json").get("launches", [])
     launch = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "overrides": list(HydraConfig.get().overrides.task),
         "choices": config["choices"],
         "cluster": config["cluster"],
-    }
+    } | ({"prepared": True} if prepared else {})
     record = {
         "command": shlex.join(["dtrain", "launch", *argv]), "cwd": os.getcwd(),
         "host": socket.gethostname(), "pid": os.getpid(),

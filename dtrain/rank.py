@@ -1,22 +1,30 @@
-"""What torchrun starts for each rank: tie its life to torchrun's, and only then import torch, which takes seconds."""
+"""What torchrun or srun starts for each rank: tie its life to its parent's, and only then import torch (seconds)."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
-from dtrain.contract import die_with_parent
+from dtrain.contract import DONE, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent, name_slurm_rank
 
 if __name__ == "__main__":
+    run_dir = Path(sys.argv[1])
+    on_slurm = "RANK" not in os.environ
+    if on_slurm:
+        name_slurm_rank(os.environ)
     die_with_parent()
     # that works from now on; if torchrun died before, we have another parent already
     parent = Path(f"/proc/{os.getppid()}/cmdline")
-    if parent.exists() and b"torch" not in parent.read_bytes():
+    if not on_slurm and parent.exists() and b"torch" not in parent.read_bytes():
         sys.exit(1)
+    for number in STOP_SIGNALS:  # until the loop listens: a stop that comes while torch is imported is kept for it
+        signal.signal(number, lambda *_: (run_dir / STOP_FILE).touch())
 
     from dtrain import train, worker
 
-    run_dir = Path(sys.argv[1])
     worker.redirect_output(run_dir, int(os.environ["RANK"]))
     code = train.main(run_dir)
     sys.stdout.flush()
+    # srun ends the whole step when a task ends with anything but 0; the supervisor reads summary.json
+    code = DONE if on_slurm and code == PREEMPTED else code
     os._exit(code)  # a failed rank must not wait for its peers in the destructor of its process group

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from dtrain import mesh
+from dtrain.comm import profile
 from dtrain.config import SECRET, bad, flatten, world_size
 from dtrain.schema import check_keys_and_types, unknown
 from dtrain.strategies import rules
@@ -26,6 +28,8 @@ AT_LEAST = {
     "data.seed": 0,
     "optim.weight_decay": 0, "optim.base_batch_size": 1, "schedule.warmup_steps": 0, "schedule.min_ratio": 0,
     "cluster.nodes": 1, "cluster.processes": 1, "cluster.max_restarts": 0, "cluster.grace_s": 0,
+    "cluster.gpus_per_node": 0, "cluster.max_idle_starts": 1, "cluster.array_parallelism": 1, "cluster.start_s": 1,
+    "cluster.cpus_per_task": 1, "cluster.master_port": 1, "cluster.node_rank": 0,
     "precision.init_scale": 1, "precision.growth_interval": 1, "strategy.bucket_mb": 1, "strategy.replica_size": 1,
     "strategy.forward_prefetch": 0, "strategy.backward_prefetch": 0, "strategy.stages_per_rank": 2,
     "strategy.every": 1, "strategy.gather_mb": 1, "strategy.whole_below": 0,
@@ -34,19 +38,24 @@ MORE_THAN = {"optim.lr": 0, "optim.eps": 0, "train.max_grad_norm": 0, "data.val_
 LESS_THAN = {"model.dropout": 1, "data.val_fraction": 1}
 AT_MOST = {"schedule.min_ratio": 1}
 
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
 # What a resumed run may change freely: how it is run. Dropout draws depend on the data ranks and micro-batches.
 FREE_ON_RESUME = (
-    "strategy", "cluster", "logger", "choices", "checkpoint", "compile", "deterministic", "activation_checkpointing",
-    "activation_checkpointing_every", "train.micro_batch_size", "train.log_every", "train.eval_every",
-    "train.eval_batches", "train.stop_after", "train.nonfinite", "resume", "resume_allow", "run_dir",
-    "name", "trust", "dry_run",
+    "strategy", "cluster", "hardware", "preflight", "logger", "choices", "checkpoint", "compile", "deterministic",
+    "activation_checkpointing", "activation_checkpointing_every", "train.micro_batch_size", "train.log_every",
+    "train.eval_every", "train.eval_batches", "train.stop_after", "train.nonfinite", "resume", "resume_allow",
+    "run_dir", "name", "trust", "dry_run",
 )  # fmt: skip
 
 
 def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     """Raise a ValueError for the first broken rule; give the mesh that the configuration means."""
     check_keys_and_types(config)
-    check_ranges(flatten(config))
+    flat = flatten(config)
+    check_ranges(flat)
+    check_text(flat)
+    check_cluster(config)
     axes = {axis: config["strategy"].get(axis, default) for axis, default in (("pp", 1), ("dp", -1), ("tp", 1))}
     sizes = mesh.resolve(world_size(config), config["cluster"]["processes"], **axes)
     check_model(config["model"], sizes)
@@ -90,6 +99,29 @@ def check_ranges(flat: dict[str, Any]) -> None:
             raise bad(key, value, f"must be more than {MORE_THAN[key]}", "give a positive number")
         if key in LESS_THAN and not value < LESS_THAN[key]:
             raise bad(key, value, f"must be less than {LESS_THAN[key]}", f"{key}=0.1")
+
+
+def check_text(flat: dict[str, Any]) -> None:
+    """No control character in what may reach a script or SLURM: a newline would begin a new line of the script."""
+    for key, value in flat.items():
+        if not key.startswith("cluster.") and key not in ("name", "run_dir"):
+            continue
+        for text in [key, *(value if isinstance(value, list) else [value])]:
+            if isinstance(text, str) and (found := CONTROL.search(text)):
+                rule = f"has a control character ({found[0]!r}), and it would reach a shell script"
+                more = ", one line an item" if key == "cluster.setup" else ""
+                raise bad(repr(key)[1:-1], repr(value), rule, f"leave it out{more}")
+
+
+def check_cluster(config: dict[str, Any]) -> None:
+    cluster = config["cluster"]
+    if cluster.get("launcher") == "submitit" and importlib.util.find_spec("submitit") is None:
+        fix = "pip install 'dtrain[slurm]', or cluster.launcher=torchrun"
+        raise bad("cluster", config["choices"]["cluster"], "submitit is not installed", fix)
+    if cluster.get("launcher") == "torchrun" and config["preflight"]["level"] == "full" and cluster["nodes"] > 1:
+        rule = "nodes that were started by hand cannot be asked together"
+        raise bad("preflight", "full", rule, "preflight=quick, or srun/ssh `dtrain preflight` on each")
+    profile.check(config)
 
 
 def check_model(model: dict[str, Any], sizes: mesh.MeshSizes) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from dtrain.config import count_gpus
 from dtrain.contract import die_with_parent
-from dtrain.launchers.local import PEERS_S, first_failure
+from dtrain.launchers.supervisor import PEERS_S, first_failure
 
 _server = multiprocessing.get_context("forkserver")
 
@@ -126,7 +126,7 @@ def failure(run_dir: Path, codes: list[int | None]) -> str:
         if code is not None and code < 0:  # it leaves no note, and those of its peers are about the lost connection
             return f"rank {r} was killed by {signal.Signals(-code).name}"
     if any((run_dir / "logs").glob("failure-*.json")):
-        first = first_failure(run_dir, 0, "")
+        first = first_failure(run_dir) or {}
         return f"rank {first['rank']}: {first['type']}: {first['message'].strip().splitlines()[0]}"
     if None in codes:
         return f"rank {codes.index(None)} did not end in time"

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.launchers.local import first_failure
+from dtrain.launchers.local import killed_ranks
+from dtrain.launchers.supervisor import first_failure
 from tests.world import ROOT, SMALL, losses, metrics, summary
 
 FAILING = """
@@ -226,10 +227,10 @@ def test_the_killed_rank_is_named_not_the_one_that_lost_its_peer(tmp_path: Path)
     (tmp_path / "logs" / "failure-0.json").write_text(json.dumps(note))
     log = "Root Cause:\n  rank      : 0 (local_rank: 0)\n  exitcode  : 3 (pid: 7)\n"
     log += "[1]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 8)\n"
-    assert first_failure(tmp_path, 1, log)["rank"] == 1
+    assert first_failure(tmp_path, killed_ranks(log))["rank"] == 1
     note["message"] = "shapes do not match"
     (tmp_path / "logs" / "failure-0.json").write_text(json.dumps(note))
-    assert first_failure(tmp_path, 1, log)["rank"] == 0
+    assert first_failure(tmp_path, killed_ranks(log))["rank"] == 0
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:

@@ -1,0 +1,130 @@
+"""Before Hydra: `--dry-run`, `recipe=FILE`, `resume=RUN` and a sweep begun earlier become words that Hydra composes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from dtrain import runs, sweeps
+from dtrain.config import RECIPES, SECRET, bad
+from dtrain.explain import GROUPS, known_settings, options_of
+
+
+def prepare_arguments(argv: list[str]) -> list[str]:
+    """Turn `--dry-run`, `recipe=FILE` and `resume=RUN` into what Hydra composes; leave the rest as typed."""
+    argv = ["dry_run=true" if a == "--dry-run" else a for a in argv]
+    ours = "|".join([*GROUPS, "recipe", "resume", "run_dir"])
+    argv = [re.sub(rf"^\++({ours})=", r"\1=", a) for a in argv]  # +strategy=fsdp
+    argv = [re.sub(r"^([\w.+]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), a) for a in argv]  # no shell does it here
+    argv = [a for a in argv if a != "recipe=null"]  # the default, which Hydra does not let one type
+    for word in argv:
+        name, _, value = word.lstrip("-").partition("=")
+        if word.startswith("-") and name in known_settings():
+            raise ValueError(f"{word}: settings have no dashes\n  fix: {name}={value or '…'}")
+    given = {a.split("=", 1)[0]: a.split("=", 1)[1] for a in argv if "=" in a and not a.startswith("-")}
+    for key, value in given.items():
+        if SECRET.search(key):
+            raise bad(
+                key,
+                "…",
+                "looks like a secret, and a configuration is written to disk in several places",
+                "give it in an environment variable",
+            )
+        if key in GROUPS and re.search(r"^(null)?$|\[|\.\.|\.ya?ml$", value):
+            raise bad(
+                key,
+                value,
+                f"names one option of conf/{key}/, without .yaml",
+                f"{key} can be {', '.join(options_of(key))}",
+            )
+    if "run_dir" in given and {"-m", "--multirun"} & set(argv):
+        raise bad("run_dir", given["run_dir"], "a sweep makes a folder for each job", "hydra.sweep.dir=FOLDER")
+    store_recipes()
+    if "recipe" in given and re.search(r"[/\\]|\.ya?ml$", given["recipe"]):
+        path = Path(given["recipe"]).expanduser()
+        if not path.is_file():
+            raise bad("recipe", given["recipe"], "there is no such file", "dtrain recipes ls shows the built-in ones")
+        store_recipe(path)
+        argv = [f"recipe={path.stem}" if a == f"recipe={given['recipe']}" else a for a in argv]
+    if given.get("resume", "null") != "null":
+        if "recipe" in given or {"-m", "--multirun"} & set(argv):
+            raise bad(
+                "resume",
+                given["resume"],
+                "a run goes on with its own configuration, one run at a time",
+                "leave out recipe= and -m",
+            )
+        run_dir = runs.find_run(given["resume"])
+        store_as_run(run_dir, overridden=[g for g in GROUPS if g in given])
+        argv = [a for a in argv if not a.startswith(("resume=", "run_dir="))]
+        argv += ["recipe=as-run", f"resume={quote(run_dir)}", f"run_dir={quote(run_dir)}"]
+    if {"-m", "--multirun"} & set(argv) and "hydra.sweep.dir" not in given and (folder := sweeps.earlier(argv)):
+        argv = [*argv, f"hydra.sweep.dir={quote(folder)}"]
+        print(f"going on with {folder}, which was begun with the same words (a new one: hydra.sweep.dir=FOLDER)")
+    return argv
+
+
+def quote(path: Path) -> str:
+    """A path as a Hydra value: quoted, so that spaces, commas and equals signs are only characters.
+
+    Hydra takes a backslash as an escape only before a quote.
+    """
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + m[2].replace("'", "\\'"), str(path)) + "'"
+
+
+def store_recipes() -> None:
+    for path in sorted(RECIPES.glob("*.yaml")):
+        store_recipe(path)
+
+
+def store_recipe(path: Path) -> None:
+    try:
+        node = OmegaConf.load(path)
+    except Exception as error:  # yaml errors have many types; all of them mean: this file is not yaml
+        raise bad("recipe", path, f"is not valid yaml: {error}", "mend the file") from error
+    if not isinstance(node, DictConfig) or not all(re.fullmatch(r"[\w.-]+", str(key)) for key in node):
+        raise bad("recipe", path, "must be a yaml mapping of settings", "dtrain recipes cp cpu-tiny my.yaml")
+    for key in ("resume", "trust", "cluster.setup"):  # else a file from elsewhere could name any code and trust it, too
+        if OmegaConf.select(node, key):
+            raise bad("recipe", path, f"{key} is for the command line", f"take it out of the file and type {key}=…")
+    ConfigStore.instance().store(group="recipe", name=path.stem, node=node, package="_global_")
+
+
+def store_as_run(run_dir: Path, overridden: list[str]) -> None:
+    """Offer a run's own config.yaml as a recipe: every value as it was, less the groups named on the command line.
+
+    So a resume does not depend on what conf/ or a recipe says today.
+    """
+    config = read_config(run_dir)
+    choices = config.pop("choices", None) or {}
+    # trust is typed anew: a run folder may come from elsewhere
+    for key in ("run_dir", "resume", "resume_allow", "dry_run", "trust", *overridden):
+        config.pop(key, None)
+    config["train"].pop("stop_after", None)  # it meant the launch that has stopped
+    if isinstance(config.get("cluster"), dict):
+        config["cluster"].pop("setup", None)  # shell code is typed anew, too, or stands in conf/
+    defaults = [{f"override /{g}": choices[g]} for g in GROUPS if g in choices and g not in overridden]
+    node = OmegaConf.create({"defaults": [*defaults, "_self_"], **config})
+    ConfigStore.instance().store(group="recipe", name="as-run", node=node, package="_global_")
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    try:
+        config = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
+    except Exception as error:  # of the file system, or one of yaml's many types
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise bad(
+            "resume", run_dir, f"its config.yaml cannot be read ({why})", "another run; dtrain runs lists them"
+        ) from error
+    if not isinstance(config, dict) or not isinstance(config.get("train"), dict):
+        raise bad("resume", run_dir, "its config.yaml is not that of a run", "another run; dtrain runs lists them")
+    return {str(k): v for k, v in config.items()}
+
+
+def slug(text: str) -> str:
+    """Overrides as a folder name: no slashes, no spaces, not longer than file systems take."""
+    return re.sub(r"[^\w.,=+-]+", "-", text)[:120].strip("-")

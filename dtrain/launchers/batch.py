@@ -1,0 +1,284 @@
+"""Inside a SLURM allocation: a supervisor on the first node checks the nodes, starts the ranks, queues itself again.
+
+Whatever interrupts the job, the ranks save and the same run folder goes on: a signal before the time limit and
+preemption end here with PREEMPTED, after which the job is requeued; an outside `scontrol requeue` and a lost node
+requeue it by themselves. Each start is noted in attempts.jsonl, and a run that does not get on is given up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from dtrain import config as configuration
+from dtrain.comm import profile
+from dtrain.contract import DONE, FAILED, PREEMPTED, PREFLIGHT
+from dtrain.launchers.local import python_path
+from dtrain.launchers.supervisor import Supervisor, failure
+from dtrain.rundir import latest_checkpoint, locked, parse_line, read_summary, write_json
+from dtrain.validate import validate
+
+ATTEMPTS = "attempts.jsonl"
+CANCELLED = "cancelled"  # `dtrain cancel` leaves it: a run that was cancelled is not queued again
+LOCK_S = 60.0  # how long the last attempt's supervisor may take to go
+
+
+class Srun(Supervisor):
+    """The ranks of one job step: one task a rank, on the nodes that are good."""
+
+    log_name = "srun.log"
+
+    def __init__(self, config: dict[str, Any], nodes: list[str], master_addr: str, master_port: str) -> None:
+        self.config, self.nodes, self.cluster = config, nodes, config["cluster"]
+        self.master = {"MASTER_ADDR": master_addr, "MASTER_PORT": master_port}
+        self.start_s = self.cluster["start_s"]
+        super().__init__(len(nodes) * self.cluster["processes"], self.cluster["max_restarts"], self.cluster["grace_s"])
+
+    def command(self, run_dir: Path) -> list[str]:
+        python = shlex.split(self.cluster["python"] or shlex.quote(sys.executable))
+        container = [
+            f"--{name.replace('_', '-')}={self.cluster[name]}"
+            for name in ("container_image", "container_mounts")
+            if self.cluster[name]
+        ]
+        return [
+            *srun(self.cluster, self.nodes, self.cluster["processes"]),
+            "--kill-on-bad-exit=1", "--label", *container, *self.cluster["srun"],
+            *python, "-m", "dtrain.rank", str(run_dir),
+        ]  # fmt: skip
+
+    def environment(self) -> dict[str, str]:
+        # a user's MASTER_ADDR is not for this world
+        return profile.environment(self.config, os.environ) | self.master | {"PYTHONPATH": python_path()}
+
+    def on_stop(self) -> None:
+        """A network file system may hide a new file for a minute; a signal to the tasks does not wait."""
+        scontrol("scancel", "--signal=USR1", os.environ["SLURM_JOB_ID"])
+
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        """Killing srun would leave the tasks on other nodes; TERM makes it end the step."""
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            super().kill(process)
+
+    def killed_ranks(self, said: str) -> list[tuple[int, str]]:
+        return killed_ranks(said)
+
+
+def killed_ranks(said: str) -> list[tuple[int, str]]:
+    """(rank, signal) of the first task that srun saw die: `srun: error: node2: task 3: Killed`."""
+    names = {"Killed": "SIGKILL", "Out Of Memory": "SIGKILL", "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT"}
+    names |= {"Bus error": "SIGBUS", "Illegal instruction": "SIGILL", "Floating point exception": "SIGFPE"}
+    found = re.search(rf"srun: error: \S+ tasks? (\d+)[\d,-]*: ({'|'.join(names)})", said)
+    return [(int(found[1]), names[found[2]])] if found else []
+
+
+def srun(cluster: dict[str, Any], nodes: list[str], tasks_per_node: int) -> list[str]:
+    """srun on these nodes of the job. --overlap: a step that hangs must not keep the next from starting."""
+    cpus = [f"--cpus-per-task={cluster['cpus_per_task']}"] if cluster["cpus_per_task"] else []
+    return [
+        "srun", "--overlap", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
+        f"--ntasks={len(nodes) * tasks_per_node}", f"--ntasks-per-node={tasks_per_node}", "--distribution=block", *cpus,
+    ]  # fmt: skip
+
+
+def scontrol(*command: str, timeout: float = 60) -> str:
+    """What a SLURM command prints, or "" when it fails: nothing here may depend on the controller's health."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        print(f"{shlex.join(command)}: {said.strip()}", flush=True)
+        return ""
+
+
+# ---- the job -------------------------------------------------------------------------------------------------
+
+
+def main(run_dir: str) -> None:
+    """What submitit calls. Its exit code is the job's."""
+    sys.exit(Job(Path(run_dir)).run())
+
+
+class Job:
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.id = os.environ["SLURM_JOB_ID"]
+        self.nodes = scontrol("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
+        self.stopped = False
+
+    def run(self) -> int:
+        for number in (
+            signal.SIGUSR1,
+            signal.SIGUSR2,
+            signal.SIGTERM,
+        ):  # until the ranks run, and then the supervisor's
+            signal.signal(number, self._on_signal)
+        logs = self.run_dir / "logs"
+        logs.mkdir(exist_ok=True)
+        descriptor = os.open(logs / "batch.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        print(f"{time.strftime('%F %T')} job {self.id}, start {restart + 1}, on {', '.join(self.nodes)}", flush=True)
+        self._lock()
+        if (self.run_dir / CANCELLED).exists():
+            return PREEMPTED
+        config = configuration.load(self.run_dir)
+        self._note("start", job_id=self.id, restart=restart, nodes=self.nodes)
+        idle = idle_starts(self.run_dir)
+        if idle > config["cluster"]["max_idle_starts"]:
+            why = (
+                f"{idle} starts in a row from step {newest_step(self.run_dir)}, and none reached another checkpoint. "
+                "Fix: logs/batch.log says why; a smaller checkpoint.every, a longer cluster.time or cluster.grace_s"
+            )
+            return self._end(FAILED, failure(None, "no progress", why, "logs/batch.log"))
+        code, why = self._run(config)
+        return self._end(code, why)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.stopped = True
+
+    def _lock(self) -> None:
+        deadline = time.monotonic() + LOCK_S
+        while True:
+            try:
+                self.lock = locked(self.run_dir)
+                self.lock.__enter__()
+                return
+            except ValueError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1)
+
+    def _run(self, config: dict[str, Any]) -> tuple[int, dict[str, Any] | str]:
+        """Preflight, then the ranks: the exit code, and why."""
+        nodes = self.nodes
+        check = configuration.build(config["preflight"])
+        if check.level != "off":
+            report = check.run(config, self.run_dir, nodes, starter(config), _say)
+            if self.stopped:
+                return PREEMPTED, "stopped before the ranks had started"
+            if not report.ok:
+                nodes = [node for node in nodes if node not in report.bad]
+                why = "; ".join(f"{node}: {text}" for node, texts in report.bad.items() for text in texts)
+                if not check.exclude_bad or not nodes:
+                    return PREFLIGHT, failure(None, "preflight", why, "logs/batch.log")
+                print(f"going on without {', '.join(report.bad)} ({why})", flush=True)
+                try:
+                    validate(dict(config) | {"cluster": dict(config["cluster"]) | {"nodes": len(nodes)}})
+                except ValueError as error:
+                    return PREFLIGHT, failure(None, "preflight", f"{why}. Without them: {error}", "logs/batch.log")
+        for line in profile.differences(config, os.environ):
+            print(line, flush=True)
+        ranks = Srun(config, nodes, address_of(nodes[0]), str(free_port()))
+        if self.stopped:  # too early to save: nothing is lost
+            return PREEMPTED, "stopped before the ranks had started"
+        code = ranks.supervise(self.run_dir)
+        self._say_transport(config)
+        if code == FAILED and ranks.failure.get("lost_peer"):
+            return PREEMPTED, f"a node was lost: {ranks.failure['message'].splitlines()[0]}"
+        return code, ranks.failure if code not in (DONE, PREEMPTED) else read_summary(self.run_dir).get("status", "")
+
+    def _say_transport(self, config: dict[str, Any]) -> None:
+        """What NCCL chose, where NCCL_DEBUG=INFO made it say so: InfiniBand asked for, sockets used is easy to miss."""
+        from dtrain.comm import transport
+
+        try:
+            found = transport.mismatch(config, (self.run_dir / "logs" / "rank-0.log").read_text(errors="replace"))
+        except OSError:
+            return
+        if found:
+            print(f"warning: {found}", flush=True)
+
+    def _end(self, code: int, why: dict[str, Any] | str) -> int:
+        """Note how it ended; queue it again when it was interrupted and may go on."""
+        text = why if isinstance(why, str) else why["message"]
+        self._note("end", code=code, why=text)
+        if isinstance(why, dict):
+            write_json(self.run_dir / "failure.json", why)
+            write_json(self.run_dir / "summary.json", read_summary(self.run_dir) | {"status": "failed"})
+            print(f"failed: {text}", flush=True)
+        elif code == PREEMPTED:
+            self._requeue(text)
+        return code
+
+    def _requeue(self, why: str) -> None:
+        config = configuration.load(self.run_dir)
+        if not config["cluster"]["requeue"] or (self.run_dir / CANCELLED).exists():
+            return
+        # only from RUNNING: a job that somebody cancelled must not come back, one being requeued needs no help
+        if "JobState=RUNNING" not in scontrol("scontrol", "show", "job", "-o", self.id):
+            return
+        print(f"{why}: queueing again", flush=True)
+        if scontrol("scontrol", "requeue", self.id) == "" and self._still_running():
+            print("it could not be queued again; go on with resume=" + shlex.quote(str(self.run_dir)), flush=True)
+
+    def _still_running(self) -> bool:
+        time.sleep(5)  # requeueing kills this process, so this line is rarely passed
+        return "JobState=RUNNING" in scontrol("scontrol", "show", "job", "-o", self.id)
+
+    def _note(self, event: str, **values: Any) -> None:
+        line = {"event": event, "time": time.time(), "step": newest_step(self.run_dir), **values}
+        with open(self.run_dir / ATTEMPTS, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def newest_step(run_dir: Path) -> int:
+    newest = latest_checkpoint(run_dir)
+    return int(newest.name.removeprefix("step-")) if newest else 0
+
+
+def idle_starts(run_dir: Path) -> int:
+    """How many starts of the newest job in a row, the newest included, began at the same checkpoint."""
+    lines = [parse_line(line) for line in (run_dir / ATTEMPTS).read_bytes().splitlines()]
+    starts = [(line.get("job_id"), line.get("step")) for line in reversed(lines) if line.get("event") == "start"]
+    return next((i for i, start in enumerate(starts) if start != starts[0]), len(starts))
+
+
+def address_of(node: str) -> str:
+    """A node's address as SLURM knows it: its name need not resolve."""
+    found = re.search(r"NodeAddr=(\S+)", scontrol("scontrol", "show", "node", node))
+    return found[1] if found else node
+
+
+def free_port() -> int:
+    """A port that is free on the first node, which is this one: a fixed number would meet another job's."""
+    with socket.socket() as server:
+        server.bind(("", 0))
+        return int(server.getsockname()[1])
+
+
+def starter(config: dict[str, Any]) -> Any:
+    """For preflight: start a program on nodes of this job through srun."""
+
+    def start(
+        argv: list[str], nodes: list[str], tasks_per_node: int, env: dict[str, str], log: Path
+    ) -> subprocess.Popen[bytes]:
+        command = [*srun(config["cluster"], nodes, tasks_per_node), "--label", *argv]
+        with open(log, "ab") as file:
+            return subprocess.Popen(
+                command,
+                env=os.environ | env,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    return start

@@ -1,0 +1,199 @@
+"""Watches the ranks of a run, wherever they were started: shows progress, asks for a stop, finds who failed first.
+
+A stop is never a signal to the program that started the ranks (torchrun dies of USR1 and leaves its workers, and kills
+them 30 s after TERM). It is a file in the run folder: the ranks see it, agree on a step, save and end with 75.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from dtrain import console
+from dtrain.contract import DONE, FAILED, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent
+from dtrain.rundir import read_summary, write_json
+from dtrain.words import short_path
+
+# what a rank says whose peer has gone: gloo, NCCL
+LOST_PEER = re.compile(r"(closed|reset) by peer|Broken pipe|Socket Timeout|remote process exited|ncclRemoteError", re.I)
+PEERS_S = 5.0  # how long the other ranks may take to end after one has failed
+
+
+class Supervisor:
+    """What torchrun on this machine and srun in an allocation have in common. A subclass says how ranks are started."""
+
+    log_name: str  # in RUN/logs: what the program says that starts the ranks
+    start_s = math.inf  # when no rank has begun by then, it is hopeless
+    node_rank = 0  # of several supervisors of one run, the first keeps the books
+
+    def __init__(self, num_ranks: int, max_restarts: int, grace_s: int) -> None:
+        self.num_ranks, self.max_restarts, self.grace_s = num_ranks, max_restarts, grace_s
+        self.stop_requested_at = math.inf
+        self.end_at_once = False
+        self.failure: dict[str, Any] = {}
+
+    # ---- what a subclass says --------------------------------------------------------------------------------
+
+    def command(self, run_dir: Path) -> list[str]:
+        raise NotImplementedError
+
+    def environment(self) -> dict[str, str]:
+        """What the ranks get beside the user's own environment, which wins."""
+        raise NotImplementedError
+
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        os.killpg(process.pid, signal.SIGKILL)
+
+    def on_stop(self) -> None:
+        """A quicker way than the file to tell the ranks, where there is one."""
+
+    def killed_ranks(self, log: str) -> list[tuple[int, str]]:
+        """(rank, signal name) of those that were killed and could leave no note, from what `log_name` says."""
+        raise NotImplementedError
+
+    # ---- the same everywhere ---------------------------------------------------------------------------------
+
+    def supervise(self, run_dir: Path) -> int:
+        """Run to the end, restarting after failures as often as allowed; give the exit code."""
+        wanted = [*STOP_SIGNALS, signal.SIGHUP]  # the terminal was closed
+        heard = [s for s in wanted if signal.getsignal(s) != signal.SIG_IGN]  # nohup ignores SIGHUP, and means it
+        before = {number: signal.signal(number, self._on_signal) for number in heard}
+        try:
+            with console.Monitor(run_dir) as monitor:
+                for attempt in range(self.max_restarts + 1):
+                    again = f", restart {attempt} of {self.max_restarts} from the newest checkpoint" if attempt else ""
+                    monitor.message(f"starting {self.num_ranks} ranks{again}; logs in {short_path(run_dir / 'logs')}")
+                    code = self._run_once(run_dir, monitor)
+                    if code != FAILED or self.stop_requested_at < math.inf:  # a bad configuration does not get better
+                        break
+            failed = code not in (DONE, PREEMPTED)
+            console.print_summary(
+                run_dir, status="failed" if failed else None, failure=self.failure if failed else None
+            )
+            return code
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """The first signal asks for a stop. Schedulers send several; only a second Ctrl-C, later, is impatience."""
+        now = time.monotonic()
+        if number == signal.SIGINT and now > self.stop_requested_at + 1:
+            self.end_at_once = True
+        self.stop_requested_at = min(self.stop_requested_at, now)
+
+    def _run_once(self, run_dir: Path, monitor: console.Monitor) -> int:
+        logs = run_dir / "logs"
+        logs.mkdir(exist_ok=True)
+        if self.node_rank == 0:
+            for old in (run_dir / STOP_FILE, run_dir / "failure.json", *logs.glob("failure-*.json")):
+                old.unlink(missing_ok=True)
+        past = read_summary(run_dir)
+        with open(logs / self.log_name, "ab") as log:
+            position = log.tell()
+            process = subprocess.Popen(
+                self.command(run_dir),
+                env=os.environ | self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for us: it must not see it
+                preexec_fn=functools.partial(_tie_to, os.getpid()),
+            )
+        try:
+            killed_because = self._watch(process, run_dir, monitor)
+        finally:
+            if process.poll() is None:  # we are being torn down ourselves: take everything along
+                self.kill(process)
+        returncode = process.wait()
+
+        summary = read_summary(run_dir)
+        if summary != past and summary.get("status") in ("done", "preempted"):
+            return DONE if summary["status"] == "done" else PREEMPTED
+        if killed_because:
+            self.failure = failure(None, "stopped", killed_because, "logs/rank-0.log")
+        else:
+            said = (logs / self.log_name).read_bytes()[position:].decode(errors="replace")
+            self.failure = first_failure(run_dir, self.killed_ranks(said)) or self._silence(run_dir, returncode, said)
+        with contextlib.suppress(OSError):  # on a full disk the message on the screen must do
+            write_json(run_dir / "failure.json", self.failure)
+            write_json(run_dir / "summary.json", summary | {"status": "failed"})
+        return int(self.failure["exit_code"])
+
+    def _watch(self, process: subprocess.Popen[bytes], run_dir: Path, monitor: console.Monitor) -> str:
+        """Show progress until the ranks have ended. If they had to be killed, on whose account."""
+        deadline = math.inf
+        because = ""
+        began, started = time.time(), time.monotonic()
+        while process.poll() is None:
+            monitor.poll()
+            now = time.monotonic()
+            if not because and self.stop_requested_at < math.inf:
+                (run_dir / STOP_FILE).touch()
+                self.on_stop()
+                deadline, because = now + self.grace_s, f"it did not save within cluster.grace_s={self.grace_s} seconds"
+                monitor.message(
+                    f"stop requested: saving after this step, within {self.grace_s} s (Ctrl-C: end at once)"
+                )
+            elif deadline == math.inf and any((run_dir / "logs").glob("failure-*.json")):
+                deadline = now + PEERS_S  # a rank has failed; its peers may wait for it for ever
+            elif now > started + self.start_s and not self._any_rank_began(run_dir, began):
+                deadline, because = now, f"no rank had started within cluster.start_s={self.start_s} seconds"
+            if self.end_at_once:
+                deadline, because = now, "stopped twice: ended at once, without saving"
+            if now >= deadline:
+                self.kill(process)  # its ranks die with it, see die_with_parent
+                process.wait()
+                return because
+            time.sleep(0.05)
+        return ""
+
+    def _any_rank_began(self, run_dir: Path, since: float) -> bool:
+        self.start_s = math.inf  # asked once
+        return any(log.stat().st_mtime >= since - 1 for log in (run_dir / "logs").glob("rank-*.log"))
+
+    def _silence(self, run_dir: Path, returncode: int, said: str) -> dict[str, Any]:
+        log = f"logs/{self.log_name}"
+        if shutil.disk_usage(run_dir).free < 2**20:
+            return failure(None, "disk", f"the disk of {run_dir} is full. Fix: make room, then resume", log)
+        tail = "\n".join(said.splitlines()[-15:])
+        return failure(None, "launch", f"{Path(self.log_name).stem} ended with {returncode}\n{tail}", log)
+
+
+def first_failure(run_dir: Path, killed: Sequence[tuple[int, str]] = ()) -> dict[str, Any] | None:
+    """Which rank failed first, and why: from the ranks' own notes, or from their starter when a rank was killed.
+
+    A rank that is killed leaves no note, but its peers do, about the lost connection; then the killed one is named.
+    """
+    notes = [json.loads(p.read_text()) for p in (run_dir / "logs").glob("failure-*.json")]
+    notes.sort(key=lambda note: note["time"])
+    causes = [note for note in notes if not LOST_PEER.search(note["message"])]
+    if causes:
+        return dict(causes[0])
+    for rank, name in killed:
+        hint = " (out of memory?)" if name == "SIGKILL" else ""
+        return failure(rank, name, f"the process was killed by {name}{hint}", f"logs/rank-{rank}.log")
+    return dict(notes[0], lost_peer=True) if notes else None
+
+
+def failure(rank: int | None, kind: str, message: str, log: str) -> dict[str, Any]:
+    return {"rank": rank, "type": kind, "message": message, "exit_code": FAILED, "log": log, "traceback": ""}
+
+
+def _tie_to(parent: int) -> None:
+    """In the child, before it starts the ranks: die with the launcher, also if it is dead already."""
+    die_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,77 @@
+"""Sweeps: the points that an `-m` command means, the folder of an earlier one, and what of it is still to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig, open_dict, read_write
+
+from dtrain.config import bad, build, load
+from dtrain.rundir import last_launch, read_json, write_json
+
+SWEEP = "sweep.json"  # in the sweep's folder: what was typed
+TO_DO = ("failed", "died", "cancelled", "preempted")  # what the same command, typed again, goes on with
+
+
+def jobs_of(config: DictConfig) -> Iterator[DictConfig]:
+    """The configuration of each job of a sweep, with the folder that it will have."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    loader = GlobalHydra.instance().config_loader()
+    overrides = OverridesParser.create(loader).parse_overrides(list(config.hydra.overrides.task))
+    folder = Path(config.hydra.sweep.dir)  # asked of this config, which is the sweeper's: its ${now:} is settled here
+    jobs = [job for batch in BasicSweeper.split_arguments(overrides, None) for job in batch]
+    seen: set[str] = set()
+    for number, job in enumerate(jobs):
+        cfg = loader.load_sweep_config(config, list(job))
+        with read_write(cfg), open_dict(cfg):
+            cfg.hydra.job.num = number
+            cfg.run_dir = str(folder / cfg.hydra.sweep.subdir)
+        if cfg.run_dir in seen:
+            raise bad(
+                "hydra.sweep.subdir",
+                cfg.hydra.sweep.subdir,
+                "two jobs would have the same folder",
+                "hydra.sweep.subdir='${hydra.job.num}'",
+            )
+        seen.add(cfg.run_dir)
+        yield cfg
+
+
+def typed(argv: Sequence[str]) -> list[str]:
+    """What makes two sweeps the same: every word but where they go."""
+    return [a for a in argv if a not in ("-m", "--multirun") and not a.startswith("hydra.sweep.dir=")]
+
+
+def earlier(argv: Sequence[str], root: Path = Path("multirun")) -> Path | None:
+    """The newest sweep that was begun with the same words, so that the same command goes on with it."""
+    found = [p for p in root.glob(f"*/*/{SWEEP}") if read_json(p).get("arguments") == typed(argv)]
+    return max(found, key=lambda p: p.stat().st_mtime).parent if found else None
+
+
+def note(folder: Path, argv: Sequence[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / SWEEP, {"arguments": typed(argv)})
+
+
+def points(folder: Path) -> list[Path]:
+    """The run folders of a sweep, in the order of its jobs: 2-… before 10-…"""
+    return sorted((p.parent for p in folder.glob("*/launch.json")), key=lambda p: (len(p.name.split("-")[0]), p.name))
+
+
+def submit(folder: Path) -> list[str]:
+    """Submit the points that were prepared and are in no queue yet: an array for those that ask for the same."""
+    waiting: dict[str, list[Path]] = {}
+    for run_dir in points(folder):
+        launch = last_launch(read_json(run_dir / "launch.json"))
+        if launch.get("prepared"):
+            waiting.setdefault(json.dumps(launch["cluster"], sort_keys=True), []).append(run_dir)
+    ids = []
+    for cluster, run_dirs in waiting.items():
+        trust = load(run_dirs[0])["trust"]
+        ids += build(json.loads(cluster), trust).submit(run_dirs, folder)
+    return ids
