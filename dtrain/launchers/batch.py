@@ -88,7 +88,7 @@ def srun(cluster: dict[str, Any], nodes: list[str], tasks_per_node: int) -> list
     """srun on these nodes of the job. --overlap: a step that hangs must not keep the next from starting."""
     cpus = [f"--cpus-per-task={cluster['cpus_per_task']}"] if cluster["cpus_per_task"] else []
     return [
-        "srun", "--overlap", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
+        "srun", "--export=ALL", "--overlap", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
         f"--ntasks={len(nodes) * tasks_per_node}", f"--ntasks-per-node={tasks_per_node}", "--distribution=block", *cpus,
     ]  # fmt: skip
 

@@ -6,6 +6,7 @@ itself again when it was interrupted. Without SLURM, `launcher=torchrun` starts 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -163,12 +164,16 @@ class Slurm:
         if self.launcher == "torchrun":
             return self._torchrun(configuration.load(run_dir)).launch(run_dir)
         (job_id,) = self.submit([run_dir], run_dir)
-        print(f"submitted job {job_id} · {self.nodes} nodes × {self.parameters['ntasks_per_node']} ranks")
         run = shell_path(run_dir)
-        print(f"logs      {run}/logs/rank-0.log (batch.log: the supervisor)")
-        print(f"status    dtrain status {run}")
-        print(f"watch     dtrain logs -f {run}")
-        print(f"cancel    dtrain cancel {run}      (or scancel {job_id})")
+        with contextlib.suppress(BrokenPipeError):  # … | head: it is submitted all the same
+            print(
+                f"submitted job {job_id} · {self.nodes} nodes × {self.parameters['ntasks_per_node']} ranks\n"
+                f"logs      {run}/logs/rank-0.log (batch.log: the supervisor)\n"
+                f"status    dtrain status {run}\n"
+                f"watch     dtrain logs -f {run}\n"
+                f"cancel    dtrain cancel {run}      (or scancel {job_id})",
+                flush=True,
+            )
         return 0
 
     # ---- submission ------------------------------------------------------------------------------------------
