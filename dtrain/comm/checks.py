@@ -1,0 +1,240 @@
+"""What a node can say about itself in a second, without torch: each function gives findings, never an exception.
+
+Paths of the system are parameters, so that tests can show a node that we do not have.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dtrain.comm.interfaces import Interface, describe
+from dtrain.words import as_dict
+
+Finding = dict[str, str]  # a Check without its node
+EFA_FOLDERS = (
+    "/opt/amazon/ofi-nccl/lib",
+    "/opt/amazon/ofi-nccl/lib64",
+    "/opt/aws-ofi-nccl/lib",
+    "/usr/lib",
+    "/usr/lib64",
+)
+GIB = 2**30
+
+
+def finding(name: str, state: str, text: str, fix: str = "", short: str = "") -> Finding:
+    return {"name": name, "state": state, "text": text, "fix": fix, "short": short}
+
+
+def interface(wanted: str | None, found: dict[str, Interface]) -> Finding:
+    """The profile's interface: present, up, with a link and an address."""
+    if wanted is None:
+        return finding("interface", "skipped", f"cluster.fabric.interface is null; there is {describe(found)}")
+    here, setting = found.get(wanted), f"cluster.fabric.interface={wanted}"
+    if here is None:
+        ready = [i.name for i in found.values() if i.running and i.addresses and i.name != "lo"]
+        fix = f"cluster.fabric.interface={ready[0]}" if ready else "bring a network interface up"
+        return finding("interface", "bad", f"{setting}: this node has no such interface; it has {describe(found)}", fix)
+    if not here.up:
+        problem, fix = "it is switched off", f"ip link set {wanted} up, as root"
+    elif not here.running:
+        problem, fix = "it has no link", "check the cable, the switch's port, or the virtual machine's network"
+    elif not here.addresses:
+        problem, fix = "it has no address", f"ip -br addr show {wanted}; is DHCP running?"
+    else:
+        return finding("interface", "ok", f"{here}", short=f"{wanted} {here.addresses[0]}")
+    return finding("interface", "bad", f"{setting}: {problem}; there is {describe(found)}", fix)
+
+
+def adapters(
+    transport: str | None, hca: str | None, environ: Mapping[str, str], sys_path: Path = Path("/sys")
+) -> Finding:
+    """InfiniBand adapters with an active port, or EFA devices and the plugin, when the profile asks for them."""
+    if transport not in ("ib", "efa"):
+        return finding("adapters", "skipped", f"cluster.fabric.transport={transport or 'null'} needs none")
+    folder = sys_path / "class" / "infiniband"
+    try:
+        names = sorted(p.name for p in folder.iterdir())
+    except OSError:
+        names = []
+    efa = [name for name in names if _is_efa(folder / name)]
+    if transport == "efa":
+        return _efa(efa, names, environ)
+    others = [name for name in names if name not in efa]
+    if efa and not others:
+        return finding(
+            "adapters",
+            "bad",
+            f"InfiniBand was asked for, but this node has EFA ({', '.join(efa)}): AWS offers no InfiniBand",
+            "cluster=aws-efa",
+        )
+    active = [name for name in others if any(_active(p) for p in (folder / name / "ports").glob("*"))]
+    wanted = [word.partition(":")[0] for word in (hca or "").split(",") if word] or active
+    missing, idle = [w for w in wanted if w not in others], [w for w in wanted if w in others and w not in active]
+    if not wanted or missing or idle:
+        said = [
+            f"{', '.join(missing)} not there" if missing else "",
+            f"{', '.join(idle)} without an active port" if idle else "",
+        ]
+        if not others:
+            fix = "is the driver loaded (lsmod | grep mlx5_ib)? where there is no InfiniBand: cluster=gcp-ethernet"
+            return finding("adapters", "bad", "InfiniBand was asked for, and this node shows no adapter", fix)
+        there = f"active here: {', '.join(active)}" if active else f"there is {', '.join(others)}, none of them active"
+        fix = "ibstat shows the ports; is the subnet manager up?"
+        if active:
+            fix = f"'cluster.fabric.hca=\"{','.join(active)}\"'"
+        text = f"cluster.fabric.hca={hca}: {'; '.join(filter(None, said)) or 'no adapter'}; {there}"
+        return finding("adapters", "bad", text, fix)
+    return finding("adapters", "ok", f"active: {', '.join(wanted)}", short=f"{len(wanted)} ib")
+
+
+def _is_efa(device: Path) -> bool:
+    driver = device / "device" / "driver"
+    return device.name.startswith(("efa", "rdmap")) or (driver.exists() and driver.resolve().name == "efa")
+
+
+def _active(port: Path) -> bool:
+    try:
+        return "ACTIVE" in (port / "state").read_text()
+    except OSError:
+        return False
+
+
+def _efa(devices: list[str], names: list[str], environ: Mapping[str, str]) -> Finding:
+    if not devices:
+        there = f"there is {', '.join(names)}" if names else "there is no RDMA device"
+        return finding(
+            "adapters", "bad", f"EFA was asked for, and no EFA device is here; {there}",
+            "an instance type with EFA, started with EFA network interfaces; else cluster=gcp-ethernet or infiniband",
+        )  # fmt: skip
+    plugin = find_plugin([*environ.get("LD_LIBRARY_PATH", "").split(":"), *EFA_FOLDERS])
+    if plugin is None:
+        return finding(
+            "adapters", "bad", f"EFA devices {', '.join(devices)}, but no libnccl-net*.so: NCCL would use sockets",
+            "install aws-ofi-nccl, and put its lib folder on LD_LIBRARY_PATH in cluster.setup",
+        )  # fmt: skip
+    try:
+        ctypes.CDLL(str(plugin))
+    except OSError as error:
+        return finding(
+            "adapters", "bad", f"the plugin {plugin} cannot be loaded: {error}",
+            "put the libraries that it names on LD_LIBRARY_PATH (libfabric: /opt/amazon/efa/lib)",
+        )  # fmt: skip
+    return finding("adapters", "ok", f"{len(devices)} EFA devices, plugin {plugin}", short=f"{len(devices)} efa")
+
+
+def find_plugin(folders: Iterable[str]) -> Path | None:
+    for folder in filter(None, folders):
+        for pattern in ("libnccl-net-ofi.so*", "libnccl-net-aws-ofi.so*", "libnccl-net.so*"):
+            for path in sorted(Path(folder).glob(pattern)):
+                return path
+    return None
+
+
+def run_folder(run_dir: Path, needed: int | None, why_unknown: str, shared: Path | None) -> list[Finding]:
+    """Seen from this node: is it the same folder, can it be written to, and is there room for the checkpoints?"""
+    if shared is not None and not shared.is_dir():
+        return [
+            finding(
+                "run folder", "bad", f"{run_dir} is not seen here: the folder must be the same on every node",
+                "run_dir=… on a file system that all nodes share",
+            )
+        ]  # fmt: skip
+    place = next((p for p in (run_dir, *run_dir.parents) if p.is_dir()), Path("/"))
+    try:
+        free = disk_free(place)
+        probe = place / f".dtrain-write-{os.getpid()}-{os.uname().nodename}"
+        try:
+            descriptor = os.open(probe, os.O_CREAT | os.O_WRONLY, 0o600)
+            try:
+                os.write(descriptor, bytes(65536))  # quotas and read-only mounts show only here
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        fix = "make room there, or run_dir=… on another disk"
+        return [finding("run folder", "bad", f"{place} cannot be written to: {error.strerror}", fix)]
+    found = [finding("run folder", "ok", f"{place} is here and can be written to")]
+    if needed is None:
+        return [*found, finding("disk", "skipped", why_unknown)]
+    if free < needed:
+        text = f"{gigabytes(needed)} are needed for the checkpoints, and {gigabytes(free)} are free at {place}"
+        fix = "make room, run_dir=… on another disk, or a smaller checkpoint.keep"
+        return [*found, finding("disk", "bad", text, fix)]
+    return [
+        *found,
+        finding("disk", "ok", f"{gigabytes(needed)} needed, {gigabytes(free)} free", short=f"{gigabytes(free)} free"),
+    ]
+
+
+def gigabytes(number: float) -> str:
+    return f"{number / 1e9:.3g} GB" if number >= 1e8 else f"{number / 1e6:.3g} MB"
+
+
+def disk_free(path: Path) -> int:
+    return shutil.disk_usage(path).free
+
+
+def checkpoint_bytes(config: Mapping[str, Any], run_dir: Path) -> tuple[int | None, str]:
+    """Bytes that the checkpoints still to come need at most: 4 a weight and 8 for Adam, keep of them and one being
+    written; or None, and why it cannot be told."""
+    model = as_dict(config.get("model"))
+    if model.get("_target_") != "dtrain.models.gpt2.GPT2":
+        return None, f"the number of parameters of {model.get('_target_')} is known only once it is built"
+    layers, dim, length = int(model["num_layers"]), int(model["dim"]), int(model["seq_len"])
+    multiple = int(model.get("vocab_multiple") or 1)
+    vocabulary = math.ceil(int(model["vocab_size"]) / multiple) * multiple
+    weights = (vocabulary + length + 2) * dim + layers * (12 * dim * dim + 13 * dim)
+    keep = int(config["checkpoint"]["keep"])
+    there = len(list((run_dir / "checkpoints").glob("step-*")))  # of a run that goes on
+    return weights * 12 * (keep + 1 - min(there, keep)), ""
+
+
+def shared_memory(least_gib: float, path: Path = Path("/dev/shm")) -> Finding:
+    """NCCL and data loaders pass tensors through it; a container's default of 64 MiB ends in a bus error."""
+    try:
+        free = disk_free(path) / GIB
+    except OSError as error:
+        return finding("shm", "bad", f"{path}: {error.strerror}", f"mount a tmpfs at {path}")
+    if free < least_gib:
+        text = f"{path} has {free:.2f} GiB free, and preflight.min_shm_gib={least_gib:g}"
+        return finding(
+            "shm", "bad", text, "docker run --shm-size=8g or --ipc=host; on the host: mount -o remount,size=…"
+        )
+    return finding("shm", "ok", f"{free:.1f} GiB free", short=f"{free:.1f} GiB")
+
+
+def memlock(transport: str | None, limit: Callable[[int], tuple[int, int]] = resource.getrlimit) -> Finding:
+    """RDMA pins memory; with a limit its registration fails, late and with an unclear message."""
+    if transport not in ("ib", "efa"):
+        return finding("memlock", "skipped", "only RDMA needs it")
+    soft, _ = limit(resource.RLIMIT_MEMLOCK)
+    if soft != resource.RLIM_INFINITY:
+        return finding(
+            "memlock", "bad", f"ulimit -l is {soft // 1024} KiB, and RDMA needs unlimited",
+            "LimitMEMLOCK=infinity for slurmd (systemctl edit slurmd), and PropagateResourceLimitsExcept=MEMLOCK",
+        )  # fmt: skip
+    return finding("memlock", "ok", "unlimited", short="unlimited")
+
+
+def guarded(name: str, function: Callable[[], Finding | list[Finding]]) -> list[Finding]:
+    """A check that breaks is a finding, too: what it could not look at, and why."""
+    try:
+        found = function()
+    except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
+        return [finding(name, "skipped", f"could not be looked at: {type(error).__name__}: {error}")]
+    return found if isinstance(found, list) else [found]
+
+
+def python_version() -> str:
+    return ".".join(map(str, sys.version_info[:3]))

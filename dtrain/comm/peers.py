@@ -1,0 +1,207 @@
+"""Every node against every other over the profile's interface: can they connect, and how fast does a stream flow?
+
+A TCP stream of half a second from Python says little about a fabric's best, and enough about a link that is broken: a
+10 Gb/s port that fell back to 100 Mb/s, a lossy cable, a throttled virtual network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
+from typing import Any
+
+from dtrain.comm.channel import admitted, greet, listen, receive, send, serve
+from dtrain.comm.checks import Finding, finding
+from dtrain.words import as_dict, number
+
+STREAM_S = 0.5
+ROUNDS = 3  # each node sends to its next so many neighbours: enough to tell a slow node from a slow pair
+# A stream below this part of what the driver says of the link is slow; more than 250 MB/s is never asked of Python.
+LINK_PART, MOST_ASKED_MB_S = 0.05, 250.0
+OUTLIER_PART = 0.2  # and so is one below this part of the median over all streams
+Address = tuple[str, int]
+
+
+class Peer:
+    """What a node shows to the others: it answers with its name, and swallows streams."""
+
+    def __init__(self, address: str, token: str, node: str) -> None:
+        self.token, self.node, self.source = token, node, address
+        self.listener = listen(address)
+        self.address: Address = (address, int(self.listener.getsockname()[1]))
+        serve(self.listener, self._handle)
+
+    def _handle(self, stream: socket.socket) -> None:
+        stream.settimeout(10)
+        with stream.makefile("rb", buffering=0) as raw:
+            hello = admitted(raw, self.token)  # type: ignore[arg-type]
+        if not hello:
+            return
+        send(stream, {"node": self.node})
+        if hello.get("stream"):
+            send(stream, {"mb_s": swallow(stream)})
+            while stream.recv(1 << 20):  # closing with unread bytes would take back the answer
+                pass
+
+    def connect(self, address: Address, timeout: float, **more: Any) -> socket.socket:
+        return greet(address, {"token": self.token, "from": self.node, **more}, self.source, timeout)
+
+    def reach(self, others: dict[str, Address], timeout: float) -> dict[str, str]:
+        """Other node → why it cannot be reached, or "". All at once: a lost packet costs the whole time limit."""
+
+        def one(address: Address) -> str:
+            try:
+                self.connect(address, timeout).close()
+            except OSError as error:
+                return str(error)
+            return ""
+
+        with ThreadPoolExecutor(max_workers=64) as pool:
+            return dict(zip(others, pool.map(one, others.values()), strict=True))
+
+    def stream(self, address: Address, timeout: float) -> float | None:
+        """Megabytes a second that arrive there, or None."""
+        try:
+            stream = self.connect(address, timeout, stream=True)
+        except OSError:
+            return None
+        with stream, contextlib.suppress(OSError):
+            stream.settimeout(timeout + STREAM_S)
+            threading.Thread(target=_pour, args=(stream,), daemon=True).start()
+            with stream.makefile("rb") as file:
+                answer = number(receive(file).get("mb_s"))
+            # what is still in the buffers of a slow link must not keep us
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            return answer
+        return None
+
+    def streams(self, others: dict[str, Address], order: list[str], timeout: float) -> dict[str, float | None]:
+        """Send to the next few nodes in the order of all; what looks slow is tried again, as a busy host may be why."""
+        mine, found = order.index(self.node), {}
+        for step in range(1, min(ROUNDS, len(order) - 1) + 1):
+            other = order[(mine + step) % len(order)]
+            if other in others:
+                tries = [self.stream(others[other], timeout)]
+                if tries[0] is not None and tries[0] < MOST_ASKED_MB_S:
+                    tries.append(self.stream(others[other], timeout))
+                found[other] = max((t for t in tries if t is not None), default=None)
+        return found
+
+
+def swallow(stream: socket.socket) -> float:
+    """Read for half a second from the first byte on; megabytes a second."""
+    buffer, total = bytearray(1 << 20), 0
+    stream.recv_into(buffer)
+    began = now = time.monotonic()
+    stream.settimeout(STREAM_S)
+    while now - began < STREAM_S:
+        try:
+            count = stream.recv_into(buffer)
+        except TimeoutError:
+            count = -1
+        now = time.monotonic()
+        if count == 0:
+            break
+        total += max(count, 0)
+    return total / max(now - began, 1e-3) / 1e6
+
+
+def _pour(stream: socket.socket) -> None:
+    block = bytes(1 << 20)
+    with contextlib.suppress(OSError):  # the answer has come, and the stream was closed
+        while True:
+            stream.sendall(block)
+
+
+# ---- what the coordinator makes of it ------------------------------------------------------------------------
+
+
+def judge_reach(reports: dict[str, dict[str, Any]], interface: str | None) -> dict[str, list[Finding]]:
+    """Node → findings, from each node's {other: why not}. Who fails in most pairs is to blame."""
+    failed: dict[tuple[str, str], str] = {}
+    for node, report in reports.items():
+        for other, why in as_dict(report.get("reach")).items():
+            if why and other in reports:
+                failed[node, other] = str(why)
+    over = f"over {interface}" if interface else "over the network"
+    found: dict[str, list[Finding]] = {}
+    for node, report in reports.items():
+        if not as_dict(report.get("reach")):
+            found[node] = [finding("reach", "skipped", "there was no other node to connect to")]
+        else:
+            found[node] = [finding("reach", "ok", f"reaches every other node {over}", short="all")]
+    for node in blame(failed):
+        pairs = [f"{a} → {b} ({why})" for (a, b), why in failed.items() if node in (a, b)]
+        more = f" and {len(pairs) - 4} more" if len(pairs) > 4 else ""
+        text = f"no connection {over}: {', '.join(pairs[:4])}{more}"
+        fix = f"ip -br addr and ip route on {node}; a firewall between the nodes? cluster.exclude={node} until then"
+        found[node] = [finding("reach", "bad", text, fix)]
+    return found
+
+
+def blame(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """The nodes that explain bad pairs, worst first; where two explain a pair equally well, both."""
+    left, guilty = list(pairs), []
+    while left:
+        counts = Counter(node for pair in left for node in set(pair))
+        most = max(counts.values())
+        worst = [node for node, count in counts.items() if count == most]
+        guilty += worst
+        left = [pair for pair in left if not set(pair) & set(worst)]
+    return guilty
+
+
+def judge_streams(reports: dict[str, dict[str, Any]], interface: str | None) -> dict[str, list[Finding]]:
+    """Node → findings, from each node's {other: MB/s}. Slow against the link's own rate, or against the other pairs."""
+    flows: dict[tuple[str, str], float] = {}
+    for node, report in reports.items():
+        for other, rate in as_dict(report.get("streams")).items():
+            value = number(rate)
+            if value is not None and other in reports:
+                flows[node, other] = value
+    if not flows:
+        return {}
+    middle = median(flows.values())
+    slow = {}
+    for (node, other), rate in flows.items():
+        speeds = [s for s in (number(reports[n].get("speed_mb_s")) for n in (node, other)) if s]
+        least = min(LINK_PART * min(speeds), MOST_ASKED_MB_S) if speeds else 0.0
+        if len(flows) > 2:
+            least = max(least, min(OUTLIER_PART * middle, MOST_ASKED_MB_S))
+        if rate < least:
+            slow[node, other] = f"{node} → {other} {rate:.3g} MB/s"
+    found = {}
+    for node in reports:
+        mine = [rate for (a, b), rate in flows.items() if node in (a, b)]
+        if mine:
+            text = f"a stream of TCP flows at {min(mine):.0f} MB/s or more"
+            found[node] = [finding("stream", "ok", text, short=f"{min(mine):.0f} MB/s")]
+    for node in blame_streams(slow, flows):
+        mine_slow = [text for pair, text in slow.items() if node in pair]
+        speed = number(reports[node].get("speed_mb_s"))
+        link = f", and {interface or 'the interface'} says {speed * 8 / 1000:g} Gb/s" if speed else ""
+        others = f"; the median of all pairs is {middle:.3g} MB/s" if len(flows) > 2 else ""
+        fix = f"ethtool and `ip -s link` on {node}; tc qdisc show; cluster.exclude={node} until it is mended"
+        found[node] = [finding("stream", "bad", f"the link is slow: {', '.join(mine_slow)}{link}{others}", fix)]
+    return found
+
+
+def blame_streams(slow: Iterable[tuple[str, str]], flows: Iterable[tuple[str, str]]) -> list[str]:
+    """Who sends slowly to all, or receives slowly from all, explains the rest; else whoever is in most slow pairs."""
+    slow, flows = set(slow), set(flows)
+    nodes = dict.fromkeys(node for pair in flows for node in pair)
+    guilty = []
+    for end in (0, 1):
+        for node in nodes:
+            mine = {pair for pair in flows if pair[end] == node}
+            if len(mine) > 1 and mine <= slow:
+                guilty.append(node)
+    left = [pair for pair in slow if not set(pair) & set(guilty)]
+    return list(dict.fromkeys([*guilty, *blame(left)]))

@@ -1,0 +1,116 @@
+"""What the ranks get in their environment: the fabric's profile and what every rank needs, each with its reason.
+
+The profile is data in conf/cluster/*.yaml. A name that the user has set is never overwritten, only shown. No torch and,
+but for `main`, no Hydra: the supervisor inside a job imports this.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dtrain.comm.rules import check as check
+from dtrain.config import count_gpus
+from dtrain.words import as_dict
+
+
+@dataclass(frozen=True)
+class Export:
+    """One variable, why it is set, and what the user's environment says instead, where that differs."""
+
+    name: str
+    value: str
+    why: str
+    theirs: str | None = None
+
+
+def exports(config: Mapping[str, Any], environ: Mapping[str, str]) -> list[Export]:
+    """Every variable that we would set, the profile's own first; the profile wins over what holds everywhere."""
+    env = as_dict(as_dict(config["cluster"].get("fabric")).get("env"))
+    wanted = {name: (str(entry["value"]), str(entry["why"])) for name, entry in env.items()}
+    for name, entry in common(config, environ).items():
+        wanted.setdefault(name, entry)
+    found = []
+    for name, (value, why) in wanted.items():
+        theirs = environ.get(name)
+        found.append(Export(name, value, why, theirs if theirs != value else None))
+    return found
+
+
+def common(config: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """What any fabric needs. TORCH_NCCL_ASYNC_ERROR_HANDLING is not here: its default ends a hung collective."""
+    wanted = {}
+    ranks, cores = ranks_per_node(config), cores_per_node(config, environ)
+    if cores:
+        threads = str(max(1, cores // ranks))
+        wanted["OMP_NUM_THREADS"] = (threads, f"{cores} cores for {ranks} ranks; torchrun would say 1, torch alone all")
+    if gpus_per_node(config):
+        wanted["PYTORCH_ALLOC_CONF"] = (
+            "expandable_segments:True",
+            "the allocator's blocks can grow, so that changing sizes leave fewer holes in GPU memory",
+        )
+    if (config["strategy"].get("tp") or 1) > 1:
+        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = (
+            "1",
+            "kernels start in the order given, so that tensor parallel's messages overlap with the matrix products",
+        )
+    return wanted
+
+
+def environment(config: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
+    """What to add to the environment: only names that the user has not set."""
+    return {e.name: e.value for e in exports(config, environ) if e.name not in environ}
+
+
+def differences(config: Mapping[str, Any], environ: Mapping[str, str]) -> list[str]:
+    """One line for each variable where the user's own value is used instead of the profile's."""
+    return [
+        f"{e.name}={quote(e.theirs)} (yours) instead of {quote(e.value)}: {e.why}"
+        for e in exports(config, environ)
+        if e.theirs is not None
+    ]
+
+
+def quote(value: str) -> str:
+    """For any shell: zsh would take =eth0 at the beginning of a value for the name of a program."""
+    return value if re.fullmatch(r"[\w.,:/+-]+", value, re.ASCII) else "'" + value.replace("'", "'\"'\"'") + "'"
+
+
+def gpus_per_node(config: Mapping[str, Any]) -> int:
+    """GPUs that a node of this configuration has; for cluster=local the ones that are here."""
+    asked = config["cluster"].get("gpus_per_node")
+    return count_gpus() if asked is None else int(asked)
+
+
+def ranks_per_node(config: Mapping[str, Any]) -> int:
+    asked = config["cluster"].get("processes")
+    return int(asked or gpus_per_node(config) or (1 if "gpus_per_node" in config["cluster"] else 2))
+
+
+def cores_per_node(config: Mapping[str, Any], environ: Mapping[str, str]) -> int | None:
+    """Cores for all ranks of a node, where they can be known: from the submission, inside the job, or on this node."""
+    cluster = config["cluster"]
+    if cluster.get("cpus_per_task"):
+        return int(cluster["cpus_per_task"]) * ranks_per_node(config)
+    if cluster.get("launcher", "torchrun") == "torchrun":  # the ranks run on this machine
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    here = environ.get("SLURM_CPUS_ON_NODE", "")
+    return int(here) if here.isdigit() else None
+
+
+def main(argv: list[str]) -> int:
+    """`dtrain env …`: the exports, for `eval "$(dtrain env cluster=NAME)"`."""
+    from dtrain.comm.compose import compose
+
+    config = compose(argv)
+    for export in exports(config, os.environ):
+        print(f"# {export.why}")
+        if export.theirs is None:
+            print(f"export {export.name}={quote(export.value)}")
+        else:
+            # a value of theirs may hold a line break, which would end the comment
+            print(f"# not exported: yours is {export.theirs!r} instead of {export.value!r}, and yours wins")
+    return 0

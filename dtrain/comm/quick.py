@@ -1,0 +1,168 @@
+"""The quick preflight's coordinator, which runs where the supervisor does.
+
+It starts an agent a node, each with a process of its own (one srun for all would end with the first node that does not
+answer), gathers what they say, and judges what only shows in comparison: versions, clocks, pairs. It always ends within
+its time limit, and names who is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from dtrain.comm import checks, peers, profile, versions
+from dtrain.comm.channel import Desk, Messages, waiting
+from dtrain.comm.interfaces import interfaces, usable
+from dtrain.comm.node import PLAN
+from dtrain.comm.report import Check, Report, as_check
+from dtrain.comm.starters import Starter, end, python_of, tail
+from dtrain.words import as_dict
+
+if TYPE_CHECKING:
+    from dtrain.comm.preflight import Preflight
+
+ANSWER_PART = 0.65  # of the time limit, until a node must have answered; the rest is for the pairs
+
+
+class Quick:
+    """One quick preflight: start the agents, gather, hand round who is there, gather again, judge."""
+
+    def __init__(
+        self, settings: Preflight, config: Mapping[str, Any], run_dir: Path, nodes: list[str], start: Starter,
+        stop: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self.settings, self.config, self.run_dir, self.nodes, self.stop = settings, config, run_dir, nodes, stop
+        self.start, self.began = start, time.monotonic()
+        fabric = as_dict(config["cluster"].get("fabric"))
+        self.interface: str | None = fabric.get("interface")
+        self.messages = Messages(run_dir / "preflight" / f".messages-{secrets.token_hex(4)}")
+        with contextlib.suppress(OSError):
+            self.messages.folder.mkdir(mode=0o700)
+        self.desk = Desk(secrets.token_hex(16), self.messages)
+        needed, why_unknown = checks.checkpoint_bytes(config, run_dir)
+        self.plan = {
+            "token": self.desk.token, "port": self.desk.port, "addresses": usable(interfaces(), self.interface),
+            "messages": str(self.messages.folder), "shared": self.messages.folder.is_dir() and len(nodes) > 1,
+            "run_dir": str(run_dir), "interface": self.interface, "transport": fabric.get("transport"),
+            "hca": fabric.get("hca"), "gpus": profile.gpus_per_node(config), "needed_bytes": needed,
+            "why_unknown": why_unknown, "min_shm_gib": settings.min_shm_gib, "timeout_s": settings.timeout_s,
+            "reach_s": min(5.0, settings.timeout_s / 10),
+        }  # fmt: skip
+
+    def fill(self, report: Report) -> None:
+        agents = {node: self.launch(node) for node in self.nodes}
+        try:
+            answers = self.gather("report", agents, self.began + ANSWER_PART * self.settings.timeout_s)
+            for node in self.nodes:
+                if node not in answers and not self.stop():
+                    report.checks.append(self.silent(node, agents[node]))
+            listening = {n: a["peer"] for n, a in answers.items() if a.get("peer")}
+            self.desk.publish("peers", {"peers": listening})
+            until = self.began + self.settings.timeout_s - 2
+            results = self.gather("result", {n: agents[n] for n in listening}, until)
+            self.desk.publish("done", {"done": True})
+            report.stopped = self.stop()
+        finally:
+            end(agents.values())
+            self.desk.close()
+            shutil.rmtree(self.messages.folder, ignore_errors=True)
+        for node, answer in answers.items():
+            findings = [as_dict(f) for f in answer.get("checks", [])]
+            report.checks += [as_check(node, f) for f in findings if f.get("name") != "clock"]
+        self.add(report, judge_clocks(answers, self.settings.max_skew_s))
+        self.add(report, versions.compare({n: as_dict(a.get("versions")) for n, a in answers.items()}))
+        for node in listening:
+            if node not in results and not report.stopped:
+                text = "answered at first, and did not come back from connecting to the other nodes"
+                report.checks.append(Check(node, "reach", "bad", text, f"see {self.log(node)}"))
+        pairs = {n: as_dict(r) | {"speed_mb_s": answers[n].get("speed_mb_s")} for n, r in results.items()}
+        self.add(report, peers.judge_reach(pairs, self.interface))
+        self.add(report, peers.judge_streams(pairs, self.interface))
+
+    def add(self, report: Report, found: dict[str, list[checks.Finding]]) -> None:
+        report.checks += [as_check(node, finding) for node, findings in found.items() for finding in findings]
+
+    def log(self, node: str) -> Path:
+        return self.run_dir / "preflight" / f"{node.replace('/', '_')}.log"
+
+    def launch(self, node: str) -> subprocess.Popen[bytes] | str:
+        """The agent's process, or why there is none."""
+        try:
+            with contextlib.suppress(OSError):
+                self.log(node).unlink(missing_ok=True)
+            return self.start(
+                [*python_of(self.config), "-m", "dtrain.comm.node"],
+                [node],
+                1,
+                {PLAN: json.dumps(self.plan)},
+                self.log(node),
+            )
+        except OSError as error:
+            return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+
+    def gather(
+        self, kind: str, agents: Mapping[str, subprocess.Popen[bytes] | str], until: float
+    ) -> dict[str, dict[str, Any]]:
+        """What each node posts, until all have, or are dead, or the time is up."""
+        found: dict[str, dict[str, Any]] = {}
+        dead: dict[str, float] = {}
+        for _ in waiting(until):
+            for node, agent in agents.items():
+                answer = {} if node in found else self.desk.get(node, kind)
+                if answer:
+                    found[node] = answer
+                elif isinstance(agent, str) or agent.poll() is not None:
+                    dead.setdefault(node, time.monotonic())  # its file may be seen a moment later
+            given_up = {n for n, since in dead.items() if time.monotonic() > since + 1.5}
+            if set(agents) <= set(found) | given_up or self.stop():
+                break
+        return {node: found[node] for node in agents if node in found}
+
+    def silent(self, node: str, agent: subprocess.Popen[bytes] | str) -> Check:
+        """A node that never answered: it could not be started, its agent broke, or nothing was heard."""
+        seconds = time.monotonic() - self.began
+        said = tail(self.log(node))
+        fix = f"sinfo -n {node}; is it up, and does it see {self.run_dir}? cluster.exclude={node} to go without it"
+        if "SLURM_JOB_ID" not in os.environ:
+            fix = f"is it up, and does it see {self.run_dir}?"
+        if isinstance(agent, str):
+            text = f"the agent could not be started: {agent}"
+        elif agent.poll() is not None:
+            text = f"the agent ended with code {agent.poll()} before it answered" + (f": {said}" if said else "")
+        else:
+            text = f"no answer within {seconds:.0f} s" + (f"; its log says: {said}" if said else "")
+        return Check(node, "answer", "bad", text, fix)
+
+
+def judge_clocks(answers: dict[str, dict[str, Any]], most: float) -> dict[str, list[checks.Finding]]:
+    """Each clock against the middle one: with three nodes or more, the coordinator's may be the wrong one."""
+    skews: dict[str, tuple[float, float]] = {}
+    for node, answer in answers.items():
+        for found in answer.get("checks", []):
+            if as_dict(found).get("name") == "clock":
+                with contextlib.suppress(ValueError):
+                    skew, half = map(float, str(found.get("text")).split())
+                    skews[node] = (skew, half)
+    middle = median(skew for skew, _ in skews.values()) if len(skews) > 2 else 0.0
+    judged = {}
+    for node, (skew, half) in skews.items():
+        away = skew - middle
+        if abs(away) - half > most:
+            against = "the other nodes" if len(skews) > 2 else "the coordinator"
+            way = "ahead of" if away > 0 else "behind"
+            text = f"its clock is {abs(away):.1f} s {way} {against} (preflight.max_skew_s={most:g})"
+            judged[node] = [
+                checks.finding("clock", "bad", text, "chronyc tracking on the node; systemctl restart chronyd")
+            ]
+        else:
+            judged[node] = [checks.finding("clock", "ok", f"{1000 * away:+.1f} ms", short=f"{1000 * away:+.1f} ms")]
+    return judged

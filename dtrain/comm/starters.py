@@ -1,0 +1,90 @@
+"""Starting a preflight's programs on nodes, and ending them for certain.
+
+As a program, `python -m dtrain.comm.starters N COMMAND …`, it is to this machine what srun is to a node: N tasks.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from dtrain.contract import die_with_parent
+from dtrain.words import clean
+
+
+class Starter(Protocol):
+    """Starts argv `tasks_per_node` times on each of the nodes, with more environment, its output in a log."""
+
+    def __call__(
+        self, argv: list[str], nodes: list[str], tasks_per_node: int, env: dict[str, str], log: Path
+    ) -> subprocess.Popen[bytes]: ...
+
+
+def local_starter(
+    argv: list[str], nodes: list[str], tasks_per_node: int, env: dict[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    """Start on this machine, which is one node."""
+    assert len(nodes) == 1, "one machine is one node"
+    package = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
+    command = argv
+    if tasks_per_node > 1:
+        command = [sys.executable, "-m", "dtrain.comm.starters", str(tasks_per_node), *argv]
+    try:
+        file = open(log, "ab")  # noqa: SIM115
+    except OSError:  # a full disk: what it says is lost, what it finds is not
+        file = open(os.devnull, "ab")  # noqa: SIM115
+    with file:
+        return subprocess.Popen(
+            command, env=os.environ | env | {"DTRAIN_NODE": nodes[0], "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True, preexec_fn=die_with_parent,
+        )  # fmt: skip
+
+
+def python_of(config: Mapping[str, Any]) -> list[str]:
+    return shlex.split(config["cluster"].get("python") or shlex.quote(sys.executable))
+
+
+def end(processes: Iterable[subprocess.Popen[bytes] | str], grace_s: float = 2.0) -> None:
+    """Wait a moment for those that are about to end, ask the rest, then kill: an srun may hang for its node."""
+    left = [p for p in processes if isinstance(p, subprocess.Popen)]
+    for act in (None, subprocess.Popen.terminate, subprocess.Popen.kill):
+        for process in left:
+            if act is not None:
+                act(process)
+        until = time.monotonic() + grace_s
+        while left and time.monotonic() < until:
+            left = [p for p in left if p.poll() is None]
+            time.sleep(0.02)
+
+
+def tail(log: Path, lines: int = 3) -> str:
+    """The last lines of a log as one, for a message; "" when there is none."""
+    try:
+        text = clean(log.read_bytes()[-4000:].decode(errors="replace"))
+    except OSError:
+        return ""
+    return " / ".join(line.strip() for line in text.splitlines()[-lines:] if line.strip())
+
+
+def main(argv: list[str]) -> int:
+    """Run the command N times at once, each with its SLURM_LOCALID; the first failure ends all."""
+    number = int(argv[0])
+    tasks: list[subprocess.Popen[bytes]] = []
+    for i in range(number):
+        environ = os.environ | {"SLURM_LOCALID": str(i)}
+        tasks.append(subprocess.Popen(argv[1:], env=environ, preexec_fn=die_with_parent))
+    while any(task.poll() is None for task in tasks) and not any(task.poll() for task in tasks):
+        time.sleep(0.05)
+    end(tasks)
+    return max(abs(task.wait()) for task in tasks)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
