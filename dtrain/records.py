@@ -134,8 +134,19 @@ class Record:
         return self.job_id is not None and self.said not in ("done", "failed") and not self.interrupted
 
     @property
+    def is_final(self) -> bool:
+        """Whether, by its own word, nothing more comes of the newest launch."""
+        if self.said != "failed":
+            return self.said == "done"
+        if self.job_id is not None:
+            return bool(self.attempts) and self.attempts[-1]["ended"] is not None
+        return not as_dict(self.launch.get("cluster")).get("max_restarts")
+
+    @property
     def is_live(self) -> bool:
-        """Whether it runs or will run without anybody doing anything; ask for the job first."""
+        """Whether it runs, or will run without anybody doing anything. Of a job: as far as SLURM was asked."""
+        if self.is_final:
+            return False
         if self.job_id is None or not self.job:
             return self.status.rstrip("?") in ("queued", "starting", "running")
         return not self.job.ended
@@ -155,14 +166,18 @@ class Record:
             return str(said)
         if self.job_id is None or job is None:
             word = self._without_slurm(said)
-            return "cancelled" if self.cancel_asked and word.rstrip("?") not in ("running", "starting") else word
+            over = self.job_id is not None or word == "died"  # a local one may still be saving
+            return "cancelled" if over and self.cancel_asked else word
         if job.queued:
             return "preempted" if self.has_begun else "queued"
         if job.active:
             return "running"
         if self.cancel_asked or job.state == "CANCELLED":
             return "cancelled"
-        return "preempted" if job.state == "PREEMPTED" else "died"
+        if said is None and job.state in ("FAILED", "BOOT_FAIL", "OUT_OF_MEMORY", "TIMEOUT", "DEADLINE"):
+            return "failed"
+        # SLURM queues a job again some seconds after it has lost a node.
+        return "preempted" if job.state in ("PREEMPTED", "NODE_FAIL") else "died"
 
     def _without_slurm(self, said: str | None) -> str:
         launch, cluster = self.launch, as_dict(self.launch.get("cluster"))
@@ -178,7 +193,7 @@ class Record:
                 return "died"
             except (OSError, OverflowError):
                 pass  # someone else's process: alive
-        return word if time.time() - self.last_sign < QUIET_S else word + "?"
+        return word if word != "queued" and time.time() - self.last_sign < QUIET_S else word + "?"
 
     @property
     def last_sign(self) -> float:

@@ -60,8 +60,9 @@ class NoAnswer(Exception):
         self.missing = missing
 
 
-def call(command: Sequence[str], seconds: float = ANSWER_S) -> str:
+def call(command: Sequence[str], seconds: float | None = None) -> str:
     """The output of a SLURM command; NoAnswer with its own message."""
+    seconds = seconds or ANSWER_S
     # SQUEUE_STATES and the like would hide jobs, and a time format of one's own could not be read back.
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SQUEUE_", "SACCT_"))}
     env["SLURM_TIME_FORMAT"] = "standard"

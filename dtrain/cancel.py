@@ -1,0 +1,109 @@
+"""`dtrain cancel`: end a run, or all of a sweep, and say how to go on."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+from dtrain.console import LAUNCH
+from dtrain.records import CANCELLED_FILE, Record, load
+from dtrain.rundir import write_json
+from dtrain.runs import find_run, sweep_points
+from dtrain.squeue import NoAnswer, call
+from dtrain.words import resume_argument, shell_path, short_path
+
+
+def cancel_main(argv: list[str]) -> int:
+    """`dtrain cancel`: end a run, or all of a sweep, and say how to go on."""
+    parser = argparse.ArgumentParser("dtrain cancel", description="End a run; what it saved stays.")
+    parser.add_argument("run", help="a run folder, a part of its name, or latest; or a sweep's folder")
+    parser.add_argument("--save", action="store_true", help="a running job saves a checkpoint first")
+    options = parser.parse_args(argv)
+    points = _one_sweep(options.run)
+    records, problem = load(points or [find_run(options.run)], ask_all=True)
+    live = [r for r in records if r.is_live]
+    for record in live:
+        _check_reach(record, problem)
+    for record in live:  # first: a supervisor that is ending looks for it before it queues the job again
+        mark = {"time": time.time(), "launches": record.num_launches, "job_id": record.job_id}
+        write_json(record.run_dir / CANCELLED_FILE, mark)
+    saving = [r for r in live if options.save and r.job and r.job.active]
+    _scancel(["--batch", "--signal=USR1"], saving)
+    _scancel([], [r for r in live if r.job and r not in saving])
+    for pid in {r.launch["pid"] for r in live if r.job_id is None}:
+        try:
+            os.kill(pid, signal.SIGTERM)
+        except ProcessLookupError:
+            pass  # it ended by itself
+    for record in records:
+        _say_done(record, live, saving, alone=not points)
+    if points and live:
+        print(f"go on with what is unfinished: {records[0].launches.get('command') or 'type the command again'}")
+    return 0
+
+
+def _one_sweep(word: str) -> list[Path]:
+    """The points of a sweep's folder. Not of a folder of sweeps: `dtrain cancel .` must not end everything."""
+    points = sweep_points(word)
+    folders = sorted({p.parent for p in points})
+    if points and folders != [Path(word).expanduser()]:
+        names = "".join(f"\n    {short_path(f)}" for f in folders[:10])
+        raise ValueError(f"cancel {word}: it holds {len(folders)} folders of runs\n  fix: name one of them:{names}")
+    return points
+
+
+def _check_reach(record: Record, problem: str) -> None:
+    """Refuse before anything is done when this machine cannot end the run."""
+    run, launch = short_path(record.run_dir), record.launch
+    if record.job_id is not None:
+        if record.job is None:
+            why = problem or "there are no SLURM commands on this machine"
+            raise ValueError(f"cancel {run}: {why}\n  fix: on a machine of the cluster: scancel {record.job_id}")
+        return
+    pid, host = launch.get("pid"), launch.get("host")
+    if host != socket.gethostname():
+        raise ValueError(f"cancel {run}: it runs on {host}\n  fix: there, type the same, or kill {pid}")
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        words = b""
+    if not isinstance(pid, int) or not (b"launch" in words or b"dtrain" in words):
+        raise ValueError(
+            f"cancel {run}: process {pid} is not a dtrain launcher any more\n"
+            f"  fix: nothing runs, so go on with {LAUNCH} {resume_argument(record.run_dir)}"
+        )
+
+
+def _scancel(options: list[str], records: list[Record]) -> None:
+    ids = [r.job.id for r in records if r.job]
+    if not ids:
+        return
+    try:
+        call(["scancel", *options, *ids], seconds=30)
+    except NoAnswer as error:
+        for record in records:  # the job goes on, and must be queued again when it is interrupted
+            (record.run_dir / CANCELLED_FILE).unlink(missing_ok=True)
+        raise ValueError(f"cancel: {error}\n  fix: try again; by hand: scancel {' '.join(ids)}") from None
+
+
+def _say_done(record: Record, live: list[Record], saving: list[Record], alone: bool) -> None:
+    run = short_path(record.run_dir)
+    resume = f"go on with: {LAUNCH} {resume_argument(record.run_dir)}"
+    if record not in live:
+        print(f"{run}: {record.status} already; nothing to cancel")
+        if alone and record.status != "done":
+            print(resume)
+        return
+    job = f"job {record.job.id} ({'queued' if record.job.queued else 'running'})" if record.job else ""
+    if record in saving:
+        print(f"{run}: {job} was asked to save and end; dtrain logs -f {shell_path(record.run_dir)}")
+    elif record.job:
+        print(f"{run}: {job} cancelled")
+    else:
+        print(f"{run}: process {record.launch['pid']} was asked to save and end")
+    if alone:
+        print(resume)

@@ -1,0 +1,208 @@
+"""`dtrain status`: a run after it was launched, wherever it runs, on one screen. Its neighbours: logs and cancel."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtrain.cancel import cancel_main
+from dtrain.console import next_commands, say, stdout_console
+from dtrain.logs import logs_main, other_logs
+from dtrain.records import Record, load
+from dtrain.rundir import latest_checkpoint, read_json
+from dtrain.runs import find_run, strict_json, sweep_points
+from dtrain.squeue import Job, Jobs, query, show
+from dtrain.tables import STYLES, print_sweep, say_problem
+from dtrain.words import as_dict, duration, loss_text, number, shell_path, short_path, si
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Job", "Jobs", "cancel_main", "logs_main", "query", "status_main"]
+
+# SLURM's words for why a job waits, those that a newcomer meets first.
+REASONS = {
+    "Resources": "it is next, and waits for nodes to become free",
+    "Priority": "other jobs go first",
+    "BeginTime": "SLURM lets a requeued job wait a little",
+    "JobArrayTaskLimit": "cluster.array_parallelism points of the sweep run already",
+    "Dependency": "it waits for another job",
+    "DependencyNeverSatisfied": "the job it waits for failed, so it will never start",
+    "PartitionTimeLimit": "cluster.time is above the partition's limit, so it will never start",
+    "PartitionNodeLimit": "cluster.nodes is above the partition's limit, so it will never start",
+    "PartitionDown": "the partition is down",
+    "ReqNodeNotAvail": "a node that it asks for is down or reserved",
+    "JobHeldUser": "it is held; `scontrol release` lets it go",
+    "JobHeldAdmin": "an administrator holds it",
+    "Reservation": "its reservation has not begun",
+}
+
+
+def status_main(argv: list[str]) -> int:
+    """`dtrain status`: one run, or one sweep, on one screen."""
+    parser = argparse.ArgumentParser("dtrain status", description="How a run is, and what to type next.")
+    parser.add_argument("run", help="a run folder, a part of its name, or latest; or a sweep's folder")
+    parser.add_argument("--json", action="store_true", help="print data instead of text")
+    options = parser.parse_args(argv)
+    points = sweep_points(options.run)
+    if points and not options.json:
+        print_sweep(points)
+        return 0
+    records, problem = load(points or [find_run(options.run)], ask_all=not points)
+    data = [record.row() for record in records] if points else describe(records[0])
+    if options.json:
+        print(json.dumps(strict_json(data), indent=2, default=str))
+    else:
+        assert isinstance(data, dict)
+        console = stdout_console()
+        print_status(records[0], data, console)
+        say_problem(problem, console)
+    return 0
+
+
+def describe(record: Record) -> dict[str, Any]:
+    """Everything that `dtrain status` shows, as data."""
+    run_dir, summary, job = record.run_dir, record.summary, record.job
+    if job and job.ended and job.exit is None and job.state != "GONE":
+        job = show(job.id) or job
+    checkpoint = latest_checkpoint(run_dir)
+    row, begun = record.row(), record.job_id is None or record.has_begun
+    steps, total, speed = (number(row[k]) for k in ("steps", "total_steps", "tokens_per_s"))
+    per_step, eta = number(summary.get("tokens_per_step")), None
+    if row["status"].startswith("running") and None not in (steps, total, speed, per_step) and speed:
+        eta = per_step / speed * (total - steps)  # type: ignore[operator]
+    return {
+        **row,
+        "reason": reason(record),
+        "job": asdict(job) if job else None,
+        "attempts": record.attempts,
+        "cancel_asked": record.cancel_asked,
+        "last_sign": record.last_sign,
+        "eta_s": eta,
+        "checkpoint": str(checkpoint) if checkpoint else None,
+        "preflight": read_json(run_dir / "preflight.json") or None,
+        "failure": (read_json(run_dir / "failure.json") or None) if begun else None,
+        "logs": [str(p) for p in sorted((run_dir / "logs").glob("*.log"), key=lambda p: (len(p.name), p.name))],
+        "next": commands(record),
+    }
+
+
+def reason(record: Record) -> str:
+    """What stands in brackets behind the status."""
+    status, job = record.status, record.job
+    if job and job.queued:
+        word = job.reason or job.state
+        limits = "a limit of your account or its QOS" if word.startswith(("QOS", "Assoc", "MaxSubmit")) else ""
+        why = REASONS.get(word.split(",")[0], limits)
+        again = "waits in the queue again: " if status == "preempted" else ""
+        return again + (f"{word}: {why}" if why else word)
+    if status == "cancelled":
+        return "by dtrain cancel" if record.cancel_asked else "not by dtrain"
+    if record.cancel_asked and record.is_live:
+        return f"asked to end {duration(time.time() - record.cancel_asked)} ago"
+    if job and job.state == "GONE":
+        return "SLURM does not know its job any more" if status in ("died", "preempted") else ""
+    odd = job and (status in ("died", "preempted") or job.state not in ("RUNNING", "COMPLETED", "FAILED"))
+    return f"its job is {job.state}" if job and odd else ""
+
+
+def commands(record: Record) -> list[str]:
+    """What to type next."""
+    run = shell_path(record.run_dir)
+    if record.is_live:
+        return [f"dtrain logs -f {run}", f"dtrain cancel {run}"]
+    status = record.status
+    return next_commands(record.run_dir, "preempted" if status == "cancelled" else status, record.summary)
+
+
+def print_status(record: Record, data: dict[str, Any], console: Console) -> None:
+    """The screen of `dtrain status`."""
+
+    def line(label: str, *parts: str | tuple[str, str]) -> None:
+        say(console, (f"{label:<17}", "dim"), *parts)
+
+    line("run", short_path(record.run_dir))
+    why = f" ({data['reason']})" if data["reason"] else ""
+    line("status", (data["status"], f"bold {STYLES.get(data['status'], 'cyan')}"), why)
+    _print_place(record, data["job"], line)
+    _print_attempts(record, line)
+    if data["steps"] is not None:
+        fields = [f"step {data['steps']}" + (f"/{data['total_steps']}" if data["total_steps"] else "")]
+        fields += [f"loss {loss_text(data['train_loss'])}"] if data["train_loss"] is not None else []
+        fields += [f"validation loss {loss_text(data['val_loss'])}"] if data["val_loss"] is not None else []
+        fields += [f"{si(data['tokens_per_s'])} tok/s"] if data["tokens_per_s"] is not None else []
+        fields += [f"ETA {duration(data['eta_s'])}"] if data["eta_s"] is not None else []
+        line("progress", "  ".join(fields))
+    if data["status"].startswith("running") and (quiet := time.time() - data["last_sign"]) > 60:
+        line("", (f"nothing new for {duration(quiet)}", "yellow"))
+    if data["checkpoint"]:
+        line("checkpoint", short_path(Path(data["checkpoint"])))
+    if data["preflight"]:
+        bad = as_dict(data["preflight"].get("bad"))
+        ok = bool(data["preflight"].get("ok"))
+        line("preflight", ("ok", "green") if ok else ("bad nodes" if bad else "not ok", "bold red"))
+        for node, texts in bad.items():
+            line("", f"{node}: {'; '.join(map(str, texts)) if isinstance(texts, list) else texts}")
+    if data["failure"] and data["status"] != "done":
+        failure = data["failure"]
+        rank = f"rank {failure['rank']}: " if failure.get("rank") is not None else ""
+        line("first error", (f"{rank}{failure.get('type') or 'error'}", "bold red"))
+        for text in [t for t in str(failure.get("message") or "").splitlines() if t.strip()][-5:]:
+            line("", text)
+    for i, path in enumerate(_worth_reading(record, data)):
+        line("" if i else "logs", path)
+    for i, command in enumerate(data["next"]):
+        line("" if i else "next", (command, "cyan"))
+
+
+def _print_place(record: Record, job: dict[str, Any] | None, line: Any) -> None:
+    if record.job_id is None:
+        launch = record.launch
+        if record.is_live and launch.get("pid"):
+            line("process", f"{launch['pid']} on {launch.get('host', '?')}")
+        return
+    parts = [record.job_id]
+    if job and job["state"] != "GONE":
+        parts.append(job["state"])
+        if job["state"] == "PENDING" and job["submitted"]:
+            parts.append(f"waits {duration(max(0.0, time.time() - job['submitted']))}")
+            # Without other jobs' time limits SLURM expects the end of time: a year from now says nothing.
+            if job["started"] and 0 < job["started"] - time.time() < 30 * 86400:
+                parts.append(f"expected in {duration(job['started'] - time.time())}")
+        elif job["elapsed"] is not None:
+            limit = number(job["limit"])  # a year is SLURM's word for no limit
+            parts.append(duration(job["elapsed"]) + (f" of {duration(limit)}" if limit and limit < 31536000 else ""))
+        if job["exit"] not in (None, "0:0") and job["state"] in ("FAILED", "CANCELLED", "OUT_OF_MEMORY", "TIMEOUT"):
+            code, _, number_of = str(job["exit"]).partition(":")
+            parts.append(f"signal {number_of}" if number_of not in ("", "0") else f"exit code {code}")
+    line("job", " · ".join(parts))
+    if job and job["nodes"]:
+        line("nodes", job["nodes"])
+
+
+def _print_attempts(record: Record, line: Any) -> None:
+    attempts = record.attempts
+    if hidden := max(0, len(attempts) - 8):
+        line("attempts", f"{len(attempts)}, the newest being")
+    for i, attempt in enumerate(attempts[hidden:], hidden):
+        began, ended = number(attempt["started"]), number(attempt["ended"])
+        when = time.strftime("%m-%d %H:%M:%S", time.localtime(began)) if began else "?"
+        nodes = attempt["nodes"] if isinstance(attempt["nodes"], list) else []
+        where = ",".join(map(str, nodes[:4])) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")
+        end = "still running" if i == len(attempts) - 1 and record.status == "running" else "killed"
+        if ended is not None:
+            why = str(attempt["why"] or "").strip().splitlines()
+            end = f"to step {attempt['step']}, {why[0] if why else 'exit code ' + str(attempt['code'])}"
+        took = f", {duration(ended - began)}" if began and ended is not None else ""
+        line("" if i else "attempts", f"{i + 1}  {when}  {where}  from step {attempt['from_step']} {end}{took}")
+
+
+def _worth_reading(record: Record, data: dict[str, Any]) -> list[str]:
+    ranks = [Path(p) for p in data["logs"] if Path(p).name.startswith("rank-")]
+    others = other_logs(record.run_dir, record.job_id)[: 1 if ranks or record.is_live else 2]
+    more = f" (and {len(ranks) - 1} more)" if len(ranks) > 1 else ""
+    return [short_path(p) + more for p in ranks[:1]] + [short_path(p) for p in others]

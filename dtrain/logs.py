@@ -1,0 +1,169 @@
+"""`dtrain logs`: what the ranks of a run wrote, now or as they write it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+from dtrain.records import Record, load
+from dtrain.rundir import Tail
+from dtrain.runs import find_run
+from dtrain.words import as_dict, number, shell_path, short_path
+
+LOOK_S = 0.5  # how often files are looked at
+ASK_S = 15.0  # how often SLURM is asked; sites frown on more
+SURE_S = 5.0  # a job that ended may be queued again: after the loss of a node SLURM takes seconds for that
+
+
+def logs_main(argv: list[str]) -> int:
+    """`dtrain logs`: the end of a log, and with -f what comes next."""
+    parser = argparse.ArgumentParser("dtrain logs", description="What a run's ranks wrote.")
+    parser.add_argument("run", help="a run folder, a part of its name, or latest")
+    parser.add_argument("-f", "--follow", action="store_true", help="show new lines until the run has ended")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--rank", type=int, default=0, metavar="N", help="default: 0")
+    which.add_argument("--batch", action="store_true", help="the supervisor inside the SLURM job")
+    parser.add_argument("-n", default="50", metavar="LINES", help="how many of the last lines, or all (default: 50)")
+    options = parser.parse_args(argv)
+    if not re.fullmatch(r"\d+|all", options.n):
+        raise ValueError(f"-n {options.n}: must be a number of lines\n  fix: -n 200, or -n all")
+    lines = None if options.n == "all" else int(options.n)
+    run_dir = find_run(options.run)
+    path = run_dir / "logs" / ("batch.log" if options.batch else f"rank-{options.rank}.log")
+    if not options.batch:
+        _check_rank(Record.read(run_dir), options.rank)
+    try:
+        shown = follow(run_dir, path, lines) if options.follow else _show(path, lines) is not None
+        if not shown:
+            _show_other(run_dir, path, lines)
+    except KeyboardInterrupt:
+        pass  # the way to end it
+    return 0
+
+
+def follow(run_dir: Path, path: Path, lines: int | None = 50, ask_s: float = ASK_S) -> bool:
+    """Print a log as it grows until the run has ended; give whether there was anything.
+
+    It waits for a job that has not started yet, and for one that was requeued.
+    """
+    tail, job, told, said = None, None, "", ""
+    asked = over_since = -math.inf
+    while True:
+        tail = _more(tail, path, lines)
+        record, now = Record.read(run_dir), time.monotonic()
+        if record.job_id and (now - asked >= ask_s or str(record.said) != said):
+            (record,), _ = load([run_dir], ask_all=True)
+            job, asked, said = record.job, now, str(record.said)
+        record.job = job
+        if record.is_final:
+            break
+        if record.is_live:
+            over_since = -math.inf
+        elif over_since == -math.inf:
+            over_since = now
+        elif now - over_since > (SURE_S if record.job_id or record.said == "failed" else 0):
+            break
+        else:
+            asked = min(asked, now - ask_s + 1)  # is it really over? ask again in a second
+        words = _waiting(record, path)
+        if words and words != told:
+            _note(words)
+        told = words
+        time.sleep(LOOK_S)
+    tail = _more(tail, path, lines, final=True)
+    _note(f"the run is {record.status}; dtrain status {shell_path(run_dir)}")
+    return tail is not None
+
+
+def _waiting(record: Record, path: Path) -> str:
+    """Why nothing comes, when that is to be expected."""
+    if record.job and record.job.queued:
+        reason = f" ({record.job.reason})" if record.job.reason else ""
+        return f"waiting: {record.status}{reason}"
+    return "" if path.exists() else f"waiting: {record.status}, and {path.name} is not there yet"
+
+
+def _more(tail: Tail | None, path: Path, lines: int | None, final: bool = False) -> Tail | None:
+    if tail is None:
+        return _show(path, lines, final)
+    _write(tail.read(final)[0])
+    return tail
+
+
+def _show(path: Path, lines: int | None, final: bool = True) -> Tail | None:
+    """Print the last lines of a file; give its tail, or None when there is nothing in it. final: also half a line."""
+    try:
+        with open(path, "rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            size = 65536
+            while True:
+                start = 0 if lines is None else max(0, end - size)
+                file.seek(start)
+                data = file.read(end - start)
+                if start == 0 or data.count(b"\n") > (lines or 0):
+                    break
+                size *= 4
+    except OSError:
+        return None
+    whole = len(data) if final else data.rfind(b"\n") + 1
+    data, end = data[:whole], end - len(data) + whole
+    if not data:
+        return None
+    found = data.splitlines()
+    _write(found if lines is None else found[max(0, len(found) - lines) :])
+    tail = Tail(path)
+    tail.offset, tail.before = end, data[-64:]
+    return tail
+
+
+def _write(lines: list[bytes]) -> None:
+    for line in lines:
+        print(line.decode(errors="replace"))
+    if lines:
+        sys.stdout.flush()
+
+
+def _note(text: str) -> None:
+    """To stderr: stdout is the log, and may be a file."""
+    print(f"[{text}]", file=sys.stderr, flush=True)
+
+
+def _check_rank(record: Record, rank: int) -> None:
+    files = (record.run_dir / "logs").glob("rank-*.log")
+    there = {int(p.stem[5:]) for p in files if p.stem[5:].isdigit()}
+    cluster = as_dict(record.launch.get("cluster"))
+    nodes, processes, size = (
+        number(v) for v in (cluster.get("nodes"), cluster.get("processes"), record.summary.get("world_size"))
+    )
+    size = size or (nodes * processes if nodes and processes else None)
+    if rank in there or (rank >= 0 and size is None and not there) or 0 <= rank < (size or 0):
+        return
+    last = max([*there, int(size or 0) - 1])
+    raise ValueError(
+        f"--rank={rank}: the run has rank{'s 0 to ' + str(last) if last else ' 0 alone'}\n  fix: --rank={last}"
+    )
+
+
+def other_logs(run_dir: Path, job_id: str | None) -> list[Path]:
+    """Where to look beside the ranks' logs: the supervisor's, and what the job said before it had one."""
+    places = [run_dir / "submitit", run_dir.parent / "submitit"] if job_id else []  # of a run; of a sweep's array
+    submitit = [p for place in places for p in sorted(place.glob(f"*/{job_id}_*log.*"))]
+    logs = [run_dir / "logs" / f"{name}.log" for name in ("batch", "srun", "torchrun")]
+    return [p for p in (logs[0], *submitit, *logs[1:]) if p.is_file() and p.stat().st_size]
+
+
+def _show_other(run_dir: Path, path: Path, lines: int | None) -> None:
+    """What to show when the log that was asked for is empty."""
+    (record,), _ = load([run_dir])
+    ranks = sorted((run_dir / "logs").glob("rank-*.log"))
+    others = [p for p in (*other_logs(run_dir, record.job_id), *ranks) if p != path]
+    if not others:
+        _note(f"nothing was written yet; the run is {record.status}: dtrain status {shell_path(run_dir)}")
+        return
+    _note(f"{path.name} has nothing in it; this is {short_path(others[0])}")
+    _show(others[0], lines)
