@@ -15,7 +15,12 @@ USAGE = """usage: dtrain COMMAND ...
 
   launch …                     train: the same as `python launch.py …` (dtrain launch --help)
   verify [strategies=…]        prove, here, that every strategy computes what one process does
-  runs [RUN …]                 list runs, or compare them
+  runs [RUN …|SWEEP]           list runs, or compare them; a sweep's table
+  status RUN                   one run: its job, progress, attempts, and the next command
+  logs RUN [-f] [--rank N]     what a rank says
+  cancel RUN|SWEEP [--save]    take it out of the queue, or end it
+  env cluster=NAME             the environment of a cluster's profile, as exports with reasons
+  preflight [preflight=full]   check the nodes, before a run or alone (cluster=…)
   sample RUN "prompt"          let a trained language model write
   export RUN [FILE]            one safetensors file with the weights
   recipes ls|show|cp           complete starting points
@@ -23,7 +28,7 @@ USAGE = """usage: dtrain COMMAND ...
   version
 
 RUN is a run folder, a part of its name, or `latest`. Exit codes: 0 done, 2 bad configuration, 3 failed while
-running, 75 preempted with a checkpoint saved."""
+running, 4 preflight failed, 75 preempted with a checkpoint saved."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     commands = {
         "launch": launch, "verify": verify, "runs": runs, "sample": sample, "export": export, "recipes": recipes,
-        "data": data,
+        "data": data, "status": status, "logs": logs, "cancel": cancel, "env": env, "preflight": preflight,
     }  # fmt: skip
     if command in ("-h", "--help", "help"):
         print(USAGE)
@@ -81,6 +86,36 @@ def runs(argv: list[str]) -> int:
     from dtrain.runs import main as runs_main
 
     return runs_main(argv)
+
+
+def status(argv: list[str]) -> int:
+    from dtrain.jobs import status_main
+
+    return status_main(argv)
+
+
+def logs(argv: list[str]) -> int:
+    from dtrain.jobs import logs_main
+
+    return logs_main(argv)
+
+
+def cancel(argv: list[str]) -> int:
+    from dtrain.jobs import cancel_main
+
+    return cancel_main(argv)
+
+
+def env(argv: list[str]) -> int:
+    from dtrain.comm.profile import main as env_main
+
+    return env_main(argv)
+
+
+def preflight(argv: list[str]) -> int:
+    from dtrain.comm.preflight import main as preflight_main
+
+    return preflight_main(argv)
 
 
 def sample(argv: list[str]) -> int:

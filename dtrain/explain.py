@@ -84,5 +84,5 @@ def known_settings() -> list[str]:
     for path in CONF.glob("*/*.yaml"):
         section = OmegaConf.to_container(OmegaConf.load(path))
         assert isinstance(section, dict)
-        names |= {f"{path.parent.name}.{k!s}" for k in section if not str(k).startswith("_")}
+        names |= {f"{path.parent.name}.{k!s}" for k in section if not str(k).startswith(("_", "defaults"))}
     return sorted(names)

@@ -28,7 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dtrain import console, runs, sweeps
+from dtrain import console, records, runs, sweeps
 from dtrain.arguments import prepare_arguments, read_config
 from dtrain.config import CONF, bad, build, count_gpus, redact, save
 from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED, PREFLIGHT
@@ -43,7 +43,7 @@ MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)  # a pe
 
 
 def main(argv: list[str]) -> int:
-    """Run `dtrain launch`. Exit codes: 0 done, 2 bad configuration, 3 failed while running, 75 preempted and saved."""
+    """Run `dtrain launch`. Exit codes: 0 done, 2 bad configuration, 3 failed, 4 bad nodes, 75 preempted and saved."""
     full_error = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, so that the message below is ours and the code is 2
     exit_codes: list[int] = []
@@ -157,10 +157,10 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     config["run_dir"] = str(run_dir)
     if config["cluster"].get("node_rank"):
         return config  # a further node of a run whose folder node 0 looks after
-    in_sweep = "hydra" in cfg and HydraConfig.get().mode == RunMode.MULTIRUN
+    in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if in_sweep and (run_dir / "launch.json").exists():  # the same command again: what is unfinished goes on
         config["resume"] = config["run_dir"]
-        if runs.read_run(run_dir)["status"] not in sweeps.TO_DO:
+        if not sweeps.unfinished(run_dir):
             return config
     if config["resume"]:
         old = read_config(run_dir)
@@ -170,6 +170,9 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         check_unfinished(config, run_dir)
         with locked(run_dir):
             pass  # refused here when the run is still running
+        if (job := records.load([run_dir], ask_all=True)[0][0].job) and not job.ended:
+            fix = f"wait for it, or take it out first: dtrain cancel {shell_path(run_dir)}"
+            raise bad("resume", config["resume"], f"its job {job.id} is in SLURM's queue ({job.state.lower()})", fix)
     elif (run_dir / "launch.json").exists():
         raise bad(
             "run_dir",
@@ -225,8 +228,8 @@ def run(cfg: DictConfig, argv: list[str]) -> int:
     run_dir = Path(config["run_dir"])
     os.chmod(run_dir, 0o700)
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-    if in_sweep and config["resume"] and runs.read_run(run_dir)["status"] not in sweeps.TO_DO:
-        return DONE  # done, or under way
+    if in_sweep and config["resume"] and not sweeps.unfinished(run_dir):
+        return DONE  # it was, or is under way
     cluster = build(config["cluster"], config["trust"])
     if config["cluster"].get("node_rank"):
         wait_for_node_0(run_dir, config)

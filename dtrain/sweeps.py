@@ -8,6 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, open_dict, read_write
 
+from dtrain import records
 from dtrain.config import bad, build, load
 from dtrain.rundir import last_launch, read_json, write_json
 
@@ -61,6 +62,12 @@ def note(folder: Path, argv: Sequence[str]) -> None:
 def points(folder: Path) -> list[Path]:
     """The run folders of a sweep, in the order of its jobs: 2-… before 10-…"""
     return sorted((p.parent for p in folder.glob("*/launch.json")), key=lambda p: (len(p.name.split("-")[0]), p.name))
+
+
+def unfinished(run_dir: Path) -> bool:
+    """Has the point ended short of its end, and is it not about to go on by itself?"""
+    record = records.load([run_dir], ask_all=True)[0][0]
+    return record.status in TO_DO and (record.job is None or record.job.ended)
 
 
 def submit(folder: Path) -> list[str]:

@@ -138,7 +138,6 @@ CASES = [
     case("launch run_dir=/proc/run", "run_dir=/proc/run", "/proc cannot be written to"),
     case("launch hydra.run.dir=elsewhere", "hydra.run.dir=elsewhere", "fix: run_dir=elsewhere"),
     case("launch -m run_dir=x train.seed=1,2", "run_dir=x", "hydra.sweep.dir"),
-    case("launch -m train.seed=1,2 hydra.sweep.dir={world}/sweep", "/sweep/0-train.seed=1", "a run in this folder"),
     # resume
     case("launch resume=nothing", "'nothing'", "no run folder"),
     case("launch resume={world}/full", "/full", "no run folder"),

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from dtrain import launch
+from dtrain.arguments import prepare_arguments, quote
 from dtrain.cli import main
 from dtrain.explain import options_of, probably_meant
-from dtrain.launch import prepare_arguments, quote, resolve, slug
+from dtrain.launch import resolve, slug
 from dtrain.launchers.local import Local
 from tests.test_bad_inputs import COMPOSE_ONCE
 
