@@ -148,6 +148,8 @@ class Desk:
         self.messages.write(kind, value)
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):  # closing alone would leave the thread in accept(), and the port taken
+            self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
 
 

@@ -151,19 +151,11 @@ def run_folder(run_dir: Path, needed: int | None, why_unknown: str, shared: Path
     place = next((p for p in (run_dir, *run_dir.parents) if p.is_dir()), Path("/"))
     try:
         free = disk_free(place)
-        probe = place / f".dtrain-write-{os.getpid()}-{os.uname().nodename}"
-        try:
-            descriptor = os.open(probe, os.O_CREAT | os.O_WRONLY, 0o600)
-            try:
-                os.write(descriptor, bytes(65536))  # quotas and read-only mounts show only here
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        finally:
-            probe.unlink(missing_ok=True)
+        write_something(place)
     except OSError as error:
         fix = "make room there, or run_dir=… on another disk"
-        return [finding("run folder", "bad", f"{place} cannot be written to: {error.strerror}", fix)]
+        room = f"; the checkpoints need {gigabytes(needed)}" if needed else ""
+        return [finding("run folder", "bad", f"{place} cannot be written to: {error.strerror}{room}", fix)]
     found = [finding("run folder", "ok", f"{place} is here and can be written to")]
     if needed is None:
         return [*found, finding("disk", "skipped", why_unknown)]
@@ -175,6 +167,20 @@ def run_folder(run_dir: Path, needed: int | None, why_unknown: str, shared: Path
         *found,
         finding("disk", "ok", f"{gigabytes(needed)} needed, {gigabytes(free)} free", short=f"{gigabytes(free)} free"),
     ]
+
+
+def write_something(folder: Path) -> None:
+    """Quotas, read-only mounts and the last full block show only here."""
+    path = folder / f".dtrain-write-{os.getpid()}-{os.uname().nodename}"
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
+        try:
+            os.write(descriptor, bytes(65536))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def gigabytes(number: float) -> str:

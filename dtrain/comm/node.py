@@ -50,7 +50,7 @@ def main() -> int:
         del addresses[node]
         result: dict[str, Any] = {"reach": peer.reach(addresses, plan["reach_s"])}
         reached = {n: addresses[n] for n, why in result["reach"].items() if not why}
-        result["streams"] = peer.streams(reached, order, plan["reach_s"])
+        result["streams"] = peer.streams(reached, order, plan["reach_s"] / 2)
         link.post("result", result)
         link.wait("done", began + plan["timeout_s"])  # until then the others may still want to connect
     return 0

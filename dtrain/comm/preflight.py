@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
+import shutil
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from dtrain.comm.starters import Starter as Starter
 from dtrain.comm.starters import local_starter as local_starter
 from dtrain.config import bad
 from dtrain.contract import DONE, PREFLIGHT
+from dtrain.words import short_path
 
 
 class Preflight:
@@ -84,12 +86,13 @@ class Preflight:
         folder = run_dir / "preflight"
         with contextlib.suppress(OSError):  # on a full disk: the agents say so over the network
             folder.mkdir(parents=True, exist_ok=True)
-        Quick(self, config, run_dir, nodes, start, stop).fill(report)
+        quick = Quick(self, config, run_dir, nodes, start, stop)
+        quick.fill(report)
         go_on = report.ok or (self.exclude_bad and report.good)
         if self.level == "full" and go_on and not report.stopped:
             from dtrain.comm.full import measure
 
-            measure(self, config, run_dir, report, start, stop)
+            measure(self, config, run_dir, report, quick.addresses, start, stop)
         elif self.level == "full" and not report.stopped:
             why = "the quick checks must pass first, or preflight.exclude_bad=true"
             report.checks += [Check(node, "measurements", "skipped", why) for node in nodes]
@@ -108,33 +111,36 @@ def main(argv: list[str]) -> int:
     check = Preflight(**settings)
     if check.level == "off":
         raise bad("preflight", "off", "then there is nothing to do", "preflight=quick or preflight=full")
-    nodes, start = nodes_and_starter(config)
-    run_dir = Path(config["run_dir"]).absolute() if "run_dir" in words else None
-    with contextlib.ExitStack() as stack:
-        if (
-            run_dir is None
-        ):  # the folder's disk is what is looked at, so beside where runs go, and nothing is left there
-            parent = Path("outputs").absolute()
-            parent.mkdir(exist_ok=True)
-            run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".preflight-", dir=parent)))
-        report = check.check(config, run_dir, nodes, start)
+    nodes, start = nodes_and_starter(config, argv)
+    run_dir = Path(config["run_dir"]).absolute()
+    asked = "run_dir" in words
+    if not asked:  # the disk where runs go is looked at, and what the checks leave there goes with them
+        parent = run_dir.parents[1]
+        parent.mkdir(parents=True, exist_ok=True)
+        run_dir = Path(tempfile.mkdtemp(prefix=".preflight-", dir=parent))
+    report = check.check(config, run_dir, nodes, start)
     report.print()
+    if asked or not report.ok:
+        print(f"details in {short_path(run_dir)}")
+    else:
+        shutil.rmtree(run_dir, ignore_errors=True)
     return DONE if report.ok else PREFLIGHT
 
 
-def nodes_and_starter(config: dict[str, Any]) -> tuple[list[str], Starter]:
+def nodes_and_starter(config: dict[str, Any], argv: list[str]) -> tuple[list[str], Starter]:
     """Where to look: this machine, or through srun on the nodes of the job we are in."""
     cluster = config["cluster"]
-    if "launcher" not in cluster or cluster["launcher"] == "torchrun":
+    if cluster.get("launcher", "torchrun") == "torchrun":
         return [socket.gethostname()], local_starter
     from dtrain.launchers import batch
 
     listed = os.environ.get("SLURM_JOB_NODELIST")
     if not listed:
+        fix = f"salloc --nodes={cluster['nodes']} {shlex.join(['dtrain', 'preflight', *argv])}"
+        raise bad("cluster", config["choices"].get("cluster"), "its nodes are only there inside a job", fix)
+    nodes = batch.scontrol("scontrol", "show", "hostnames", listed).split()
+    if not nodes:
         raise bad(
-            "cluster",
-            config["choices"].get("cluster"),
-            "its nodes are only there inside a job",
-            f"salloc --nodes={cluster['nodes']} {' '.join(['dtrain', 'preflight', *sys.argv[2:]])}",
+            "cluster", config["choices"].get("cluster"), "scontrol does not say which nodes the job has", "squeue --me"
         )
-    return batch.scontrol("scontrol", "show", "hostnames", listed).split(), batch.starter(config)
+    return nodes, batch.starter(config)

@@ -44,6 +44,7 @@ class Quick:
         self.start, self.began = start, time.monotonic()
         fabric = as_dict(config["cluster"].get("fabric"))
         self.interface: str | None = fabric.get("interface")
+        self.addresses: dict[str, str] = {}  # where each node listens for the others
         self.messages = Messages(run_dir / "preflight" / f".messages-{secrets.token_hex(4)}")
         with contextlib.suppress(OSError):
             self.messages.folder.mkdir(mode=0o700)
@@ -66,6 +67,7 @@ class Quick:
                 if node not in answers and not self.stop():
                     report.checks.append(self.silent(node, agents[node]))
             listening = {n: a["peer"] for n, a in answers.items() if a.get("peer")}
+            self.addresses = {node: str(address[0]) for node, address in listening.items()}
             self.desk.publish("peers", {"peers": listening})
             until = self.began + self.settings.timeout_s - 2
             results = self.gather("result", {n: agents[n] for n in listening}, until)
@@ -96,18 +98,16 @@ class Quick:
 
     def launch(self, node: str) -> subprocess.Popen[bytes] | str:
         """The agent's process, or why there is none."""
-        try:
-            with contextlib.suppress(OSError):
-                self.log(node).unlink(missing_ok=True)
-            return self.start(
-                [*python_of(self.config), "-m", "dtrain.comm.node"],
-                [node],
-                1,
-                {PLAN: json.dumps(self.plan)},
-                self.log(node),
-            )
-        except OSError as error:
-            return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        argv, env = [*python_of(self.config), "-m", "dtrain.comm.node"], {PLAN: json.dumps(self.plan)}
+        why = ""
+        for log in (self.log(node), Path(os.devnull)):  # on a full disk without a log: the agent itself will say why
+            try:
+                with contextlib.suppress(OSError):
+                    self.log(node).unlink(missing_ok=True)
+                return self.start(argv, [node], 1, env, log)
+            except OSError as error:
+                why = why or (f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        return why
 
     def gather(
         self, kind: str, agents: Mapping[str, subprocess.Popen[bytes] | str], until: float

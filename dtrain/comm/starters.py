@@ -42,7 +42,7 @@ def local_starter(
         file = open(os.devnull, "ab")  # noqa: SIM115
     with file:
         return subprocess.Popen(
-            command, env=os.environ | env | {"DTRAIN_NODE": nodes[0], "PYTHONPATH": path},
+            command, env=os.environ | env | {"DTRAIN_NODE": nodes[0], "SLURM_LOCALID": "0", "PYTHONPATH": path},
             stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
 

@@ -1,0 +1,275 @@
+"""The full preflight's coordinator: starts the measuring ranks on the good nodes, and holds their figures against what
+the hardware section expects and against each other."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from dtrain.comm import profile, transport
+from dtrain.comm.channel import Desk, Messages, waiting
+from dtrain.comm.interfaces import interfaces, usable
+from dtrain.comm.pairs import Hunt
+from dtrain.comm.probe import PLAN
+from dtrain.comm.report import Check, Report
+from dtrain.comm.starters import Starter, end, python_of, tail
+from dtrain.hardware import Hardware
+from dtrain.words import as_dict, number
+
+if TYPE_CHECKING:
+    from dtrain.comm.preflight import Preflight
+
+# Of a data sheet's rates, what good code reaches: 80% to 87% in the best matrix products, about 90% in a copy.
+MATMUL_PART, MEMORY_PART = 0.8, 0.9
+CPU_NOISE = 0.4  # on CPUs, shared with others, figures of equal nodes differ by a factor: only gross outliers count
+LOST_PEER = re.compile(r"(closed|reset) by peer|Broken pipe|Socket Timeout|remote process exited|ncclRemoteError", re.I)
+LABELS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
+
+
+def measure(
+    settings: Preflight, config: dict[str, Any], run_dir: Path, report: Report, addresses: dict[str, str],
+    start: Starter, stop: Callable[[], bool],
+) -> None:  # fmt: skip
+    """Add the measurements of the good nodes to the report."""
+    Full(settings, config, run_dir, report, addresses).run(start, stop)
+
+
+class Full:
+    def __init__(
+        self, settings: Preflight, config: dict[str, Any], run_dir: Path, report: Report, addresses: dict[str, str]
+    ) -> None:
+        self.settings, self.config, self.report, self.nodes = settings, config, report, report.good
+        self.folder = run_dir / "preflight"
+        self.tasks, self.gpus = profile.ranks_per_node(config), profile.gpus_per_node(config) > 0
+        self.outlier = settings.outlier * (1.0 if self.gpus else CPU_NOISE)
+        hardware = {k: v for k, v in as_dict(config.get("hardware")).items() if k != "_target_"}
+        self.hardware, self.why_not = self.expectations(Hardware(**hardware))
+        interface = as_dict(config["cluster"].get("fabric")).get("interface")
+        messages = Messages(self.folder / f".messages-{secrets.token_hex(4)}")
+        with contextlib.suppress(OSError):
+            messages.folder.mkdir(mode=0o700)
+        self.desk = Desk(secrets.token_hex(16), messages)
+        across = self.hardware.network_busbw_gb_s
+        self.plan: dict[str, Any] = {
+            "token": self.desk.token, "port": self.desk.port, "addresses": usable(interfaces(), interface),
+            "messages": str(messages.folder), "folder": str(self.folder), "nodes": self.nodes, "tasks": self.tasks,
+            "gpus": self.gpus, "store_host": addresses.get(self.nodes[0]) or "127.0.0.1",
+            # 256 MiB take a CPU's gloo seconds, and tell no more than 16
+            "sizes_mib": settings.sizes_mib if self.gpus else [s for s in settings.sizes_mib if s <= 16] or [1],
+            "join_s": min(60.0, settings.measure_s / 4), "outlier": self.outlier,
+            "least_across": None if across is None else settings.tolerance * across,
+        }  # fmt: skip
+
+    def expectations(self, hardware: Hardware) -> tuple[Hardware, str]:
+        """What holds here: a CPU is not compared with a GPU's figures, nor half a node with a whole one's."""
+        if not self.gpus:
+            network = hardware.network_busbw_gb_s if hardware.gpu is None else None
+            return Hardware(network_busbw_gb_s=network), "the ranks are on CPUs, and the hardware section is about GPUs"
+        if hardware.gpus_per_node and hardware.gpus_per_node != self.tasks:
+            rates = Hardware(peak_bf16_tflops=hardware.peak_bf16_tflops, memory_gb_s=hardware.memory_gb_s)
+            return (
+                rates,
+                f"the hardware section is about {hardware.gpus_per_node} GPUs a node, and {self.tasks} are used",
+            )
+        return hardware, ""
+
+    def run(self, start: Starter, stop: Callable[[], bool]) -> None:
+        began, processes, died = time.monotonic(), {}, ""
+        env = profile.environment(self.config, os.environ) | {PLAN: json.dumps(self.plan)}
+        argv = [*python_of(self.config), "-m", "dtrain.comm.probe"]
+        try:
+            for node in self.nodes:
+                self.log(node).unlink(missing_ok=True)
+                processes[node] = start(argv, [node], self.tasks, env, self.log(node))
+            for _ in waiting(began + self.settings.measure_s):
+                store = self.desk.get(f"{self.nodes[0]}:0", "store")
+                if store and "store" not in self.desk.published:
+                    self.desk.publish("store", store)
+                if any(p.poll() for p in processes.values()):
+                    time.sleep(1)  # the others end of it, too, and say that they lost a peer
+                    died = self.who_broke([n for n, p in processes.items() if p.poll()])
+                if died or stop() or all(p.poll() == 0 for p in processes.values()):
+                    break
+            self.report.stopped = self.report.stopped or stop()
+            unfinished = [n for n, p in processes.items() if p.poll() != 0]
+        finally:
+            end(processes.values())
+            self.desk.close()
+            self.desk.messages.write("done", {"done": True})
+        if unfinished and not self.report.stopped:
+            self.explain_end(died, unfinished, processes, time.monotonic() - began)
+        self.judge_devices()
+        self.judge_collectives()
+        self.judge_transport()
+        shutil.rmtree(self.desk.messages.folder, ignore_errors=True)
+
+    def log(self, node: str) -> Path:
+        return self.folder / f"{node.replace('/', '_')}-measure.log"
+
+    def add(self, node: str, name: str, state: Any, text: str, fix: str = "", short: str = "") -> None:
+        self.report.checks.append(Check(node, name, state, text, fix, short))
+
+    def get(self, node: str, kind: str, local: int = 0) -> dict[str, Any]:
+        return self.desk.get(f"{node}:{local}", kind)
+
+    def who_broke(self, dead: list[str]) -> str:
+        return next((n for n in dead if not LOST_PEER.search(tail(self.log(n), lines=30))), dead[0])
+
+    def explain_end(
+        self, died: str, unfinished: list[str], processes: dict[str, subprocess.Popen[bytes]], seconds: float
+    ) -> None:
+        """It did not finish: who broke, or who was behind when the time was up."""
+        if died:
+            said = tail(self.log(died)) or f"see {self.log(died)}"
+            text = f"the measuring ranks ended with code {processes[died].poll()}: {said}"
+            self.add(died, "measurements", "bad", text, f"the whole log: {self.log(died)}")
+            return
+        stages = {
+            n: [str(self.get(n, "stage", i).get("name") or "not started") for i in range(self.tasks)]
+            for n in unfinished
+        }
+        since = {
+            n: min(number(self.get(n, "stage", i).get("time")) or 0.0 for i in range(self.tasks)) for n in unfinished
+        }
+        first = min(since.values())  # whoever entered its stage long before the others is the one they wait for
+        behind = [n for n in unfinished if since[n] <= first + 1]
+        for node in behind:
+            text = f"did not finish within {seconds:.0f} s; its ranks were at: {', '.join(sorted(set(stages[node])))}"
+            self.add(
+                node,
+                "measurements",
+                "bad",
+                text,
+                f"see {self.log(node)}; a longer preflight.measure_s if it is only slow",
+            )
+
+    # ---- judging ---------------------------------------------------------------------------------------------
+
+    def judge_devices(self) -> None:
+        """Each GPU against the data sheet and against the median of all."""
+        what = "GPU" if self.gpus else "rank"
+        for key, label, unit, expected in (
+            ("matmul_tflops", "matmul", "TFLOP/s", (self.hardware.peak_bf16_tflops or 0) * MATMUL_PART),
+            ("memory_gb_s", "memory", "GB/s", (self.hardware.memory_gb_s or 0) * MEMORY_PART),
+        ):
+            found = {
+                (node, i): value
+                for node in self.nodes
+                for i in range(self.tasks)
+                if (value := number(self.get(node, "rates", i).get(key))) is not None
+            }
+            if not found:
+                continue
+            middle = median(found.values())
+            for node in dict.fromkeys(node for node, _ in found):
+                mine = {i: value for (n, i), value in found.items() if n == node}
+                worst = min(mine, key=lambda i: mine[i])
+                problem = self.problem(mine[worst], expected, middle, len(found))
+                short = f"{mine[worst]:.3g} {unit}"
+                if problem:
+                    text = f"{what} {worst} reaches {short}; {problem}"
+                    fix = "nvidia-smi -q -d PERFORMANCE,ECC there: clocks, heat, power; who else uses it?"
+                    self.add(node, label, "bad", text, fix if self.gpus else "top: who else uses this node?")
+                else:
+                    self.add(node, label, "ok", f"the slowest {what} reaches {short}", short=short)
+
+    def problem(self, value: float, expected: float | None, middle: float, count: int, what: str = "median") -> str:
+        """Why a figure is bad, or ""."""
+        if expected and value < self.settings.tolerance * expected:
+            part = f"preflight.tolerance={self.settings.tolerance:g}"
+            return (
+                f"expected are {expected:.3g}, of which {part} must be reached ({self.hardware.source or 'data sheet'})"
+            )
+        if count > 2 and value < self.outlier * middle:
+            return f"the {what} over all is {middle:.3g}"
+        return ""
+
+    def judge_collectives(self) -> None:
+        inside = {node: self.get(node, "inside") for node in self.nodes}
+        for name, label in LABELS.items():
+            expected = self.hardware.nvlink_busbw_gb_s if name == "all_reduce" else self.hardware.gather_busbw_gb_s
+            found = {
+                node: figure for node, values in inside.items() if (figure := figure_of(values.get(name))) is not None
+            }
+            middle = median(found.values()) if found else 0.0
+            for node, value in found.items():
+                problem = self.problem(value, expected, middle, len(found))
+                text = f"{label} inside the node runs at {value:.3g} GB/s on the bus; {problem or 'as it should'}"
+                fix = "nvidia-smi topo -m and nvidia-smi nvlink -s there; is NVLink or the fabric manager down?"
+                self.add(node, label, "bad" if problem else "ok", text, fix if problem else "", f"{value:.3g} GB/s")
+        for node in self.nodes if self.why_not else []:
+            self.add(node, "expected figures", "skipped", self.why_not)
+        if len(self.nodes) > 1:
+            self.judge_across()
+
+    def judge_across(self) -> None:
+        across = self.get(self.nodes[0], "across")
+        figures = {name: value for name in LABELS if (value := figure_of(across.get(name))) is not None}
+        if not figures:
+            return  # explain_end has said why
+        least = self.plan["least_across"]
+        said = ", ".join(f"{LABELS[name]} {value:.3g} GB/s" for name, value in figures.items())
+        pairs = [tuple(p) for p in self.get(self.nodes[0], "pairs").get("pairs", [])]
+        hunt = Hunt(self.nodes, least, self.outlier)
+        for a, b, figure in pairs:
+            hunt.record((a, b), figure)
+        verdict = hunt.verdict() if pairs else None
+        slow = verdict.nodes if verdict else []
+        slow += [node for pair in (verdict.links if verdict else []) for node in pair if node not in slow]
+        too_slow = least is not None and figures.get("all_reduce", math.inf) < least
+        if too_slow and not slow:
+            slow = list(self.nodes)
+        wanted = f"expected are {self.hardware.network_busbw_gb_s:g}" if least is not None else "of the pairs of nodes"
+        for node in self.nodes:
+            mine = [f"{a} – {b} {value:.3g} GB/s" for (a, b), value in hunt.figures.items() if node in (a, b)]
+            best = max(hunt.figures.values(), default=0.0)
+            if node not in slow:
+                self.add(
+                    node, "across", "ok", f"across all nodes: {said}", short=f"{figures.get('all_reduce', 0):.3g} GB/s"
+                )
+                continue
+            if (verdict and verdict.all_slow) or not mine:
+                text = f"no pair of nodes is fast enough, so it is the fabric or its profile: {said}; {wanted}"
+            else:
+                text = (
+                    f"the way to this node is slow: {', '.join(mine)}; {wanted}, the best has {best:.3g} (all: {said})"
+                )
+            fix = (
+                "ethtool or ibstat there: the link's rate and errors; leave it out (cluster.exclude) until it is mended"
+            )
+            self.add(node, "across", "bad", text, fix)
+
+    def judge_transport(self) -> None:
+        """What NCCL itself says that it uses, in the ranks' logs."""
+        for node in self.nodes if self.gpus else []:
+            text = ""
+            for path in sorted(self.folder.glob(f"nccl-{node}-*.log")):
+                with contextlib.suppress(OSError):
+                    text += path.read_text(errors="replace")
+            wrong = transport.mismatch(self.config, text) if len(self.nodes) > 1 else None
+            used, inner = transport.chosen(text) if len(self.nodes) > 1 else None, transport.inside(text)
+            if wrong:
+                what, _, fix = wrong.partition("\n  fix: ")
+                self.add(node, "transport", "bad", what, fix)
+            elif used or inner:
+                how = [f"{used} between nodes{' with GPUDirect' if transport.direct(text) else ''}" if used else ""]
+                how.append(f"{inner} inside" if inner else "")
+                self.add(node, "transport", "ok", ", ".join(filter(None, how)), short=used or inner or "")
+            else:
+                self.add(node, "transport", "skipped", "NCCL's log does not say what it uses")
+
+
+def figure_of(value: Any) -> float | None:
+    """The GB/s of a posted (GB/s, MiB)."""
+    return number(value[0]) if isinstance(value, (list, tuple)) and value else None

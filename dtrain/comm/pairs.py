@@ -1,0 +1,70 @@
+"""Who is slow? Pairs of nodes are measured; who is slow beside good nodes is named. A few rounds do for any number.
+
+The pairs of a round are disjoint and measured at the same time. All ranks decide the same from the same figures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Pair = tuple[str, str]
+MOST_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class Verdict:
+    nodes: list[str]  # slow beside a good node, or with everybody
+    links: list[Pair]  # slow only between these two
+    all_slow: bool  # no pair is good: the fabric or the profile, not one node
+
+
+class Hunt:
+    """What was measured so far. `least`: what a pair must reach; without it, a part of the best pair's figure."""
+
+    def __init__(self, nodes: list[str], least: float | None, outlier: float) -> None:
+        self.nodes, self.least, self.outlier = nodes, least, outlier
+        self.figures: dict[Pair, float] = {}
+
+    def record(self, pair: Pair, figure: float) -> None:
+        self.figures[self.key(pair)] = figure
+
+    def key(self, pair: Pair) -> Pair:
+        a, b = sorted(pair, key=self.nodes.index)
+        return a, b
+
+    def slow(self, pair: Pair) -> bool:
+        least = self.least if self.least is not None else self.outlier * max(self.figures.values())
+        return self.figures[self.key(pair)] < least
+
+    def good(self) -> set[str]:
+        """Nodes with at least one pair that is not slow: a slow node has none."""
+        return {node for pair in self.figures if not self.slow(pair) for node in pair}
+
+    def settled(self) -> set[str]:
+        """Good nodes, and nodes that were slow beside two good ones: beside one, the link between may be why."""
+        good = self.good()
+        beside = [node for pair in self.figures for node, other in (pair, pair[::-1]) if other in good]
+        return good | {node for node in beside if beside.count(node) > 1}
+
+    def next_round(self) -> list[Pair]:
+        """Disjoint pairs to measure now; [] when all is known that pairs can tell."""
+        if not self.figures:
+            return list(zip(self.nodes[::2], self.nodes[1::2], strict=False))
+        good, settled = self.good(), self.settled()
+        open_nodes = [node for node in self.nodes if node not in settled]
+        # beside a good node the answer is certain; without one, a new combination of the others may find one
+        partners = [node for node in self.nodes if node in good] + open_nodes
+        free, chosen = set(self.nodes), []
+        for node in open_nodes:
+            for other in partners:
+                if {node, other} <= free and node != other and self.key((node, other)) not in self.figures:
+                    chosen.append(self.key((node, other)))
+                    free -= {node, other}
+                    break
+        return chosen
+
+    def verdict(self) -> Verdict:
+        good = self.good()
+        slow_nodes = [node for node in self.nodes if node not in good and any(node in pair for pair in self.figures)]
+        links = [pair for pair in self.figures if self.slow(pair) and set(pair) <= good]
+        return Verdict(slow_nodes, links, not good)

@@ -1,0 +1,146 @@
+"""A rank of the full preflight: `python -m dtrain.comm.probe`, as many on each node as the run will have.
+
+It measures its device, then the collectives inside its node, across all nodes and, to find who is slow, between pairs.
+Before each stage it tells the coordinator, so that who hangs can be named.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from dtrain.comm.channel import Link, Messages
+from dtrain.comm.node import node_name
+from dtrain.comm.pairs import MOST_ROUNDS, Hunt
+
+PLAN = "DTRAIN_PROBE"
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def main() -> int:
+    plan, node, local = json.loads(os.environ[PLAN]), node_name(), int(os.environ.get("SLURM_LOCALID", "0"))
+    if plan["gpus"]:  # its own words about the network it takes: only a file keeps them apart
+        log = Path(plan["folder"]) / f"nccl-{node}-{local}.log"
+        log.unlink(missing_ok=True)
+        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", "NCCL_DEBUG_FILE": str(log)}
+    warnings.simplefilter("ignore", FutureWarning)  # torch renames collectives; a log's end is for what went wrong
+    messages = Messages(Path(plan["messages"]))
+    link = Link([(host, plan["port"]) for host in plan["addresses"]], plan["token"], f"{node}:{local}", messages)
+    Rank(plan, node, local, link).run()
+    return 0
+
+
+class Rank:
+    def __init__(self, plan: dict[str, Any], node: str, local: int, link: Link) -> None:
+        self.stage(link, "importing torch")
+        import torch
+
+        self.plan, self.node, self.local, self.link = plan, node, local, link
+        self.nodes: list[str] = plan["nodes"]
+        self.tasks: int = plan["tasks"]
+        self.rank = self.nodes.index(node) * self.tasks + local
+        self.device = torch.device("cpu")
+        if plan["gpus"]:
+            self.device = torch.device("cuda", local % max(1, torch.cuda.device_count()))
+            torch.cuda.set_device(self.device)
+
+    def stage(self, link: Link, name: str) -> None:
+        link.post("stage", {"name": name, "time": time.time()})
+
+    def run(self) -> None:
+        from dtrain.comm import rates
+
+        self.stage(self.link, "measuring its device")
+        figures = {"matmul_tflops": rates.matmul_tflops(self.device), "memory_gb_s": rates.memory_gb_s(self.device)}
+        self.link.post("rates", figures)
+        if len(self.nodes) * self.tasks == 1:
+            self.link.post("inside", {"done": True})
+            return
+        self.join()
+        if self.tasks > 1:
+            found = self.measure([self.node], COLLECTIVES, "collectives inside the node")
+            self.link.post("inside", found)
+        if len(self.nodes) > 1:
+            found = self.measure(self.nodes, COLLECTIVES, "collectives across nodes")
+            if self.rank == 0:
+                self.link.post("across", found)
+            self.hunt(found["all_reduce"][0])
+        self.stage(self.link, "done")
+
+    def join(self) -> None:
+        """The world of all ranks, and a group over the CPU for what they tell each other."""
+        import torch.distributed as dist
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        self.stage(self.link, "joining the others")
+        until = time.monotonic() + self.plan["join_s"]
+        host, timeout = self.plan["store_host"], timedelta(seconds=self.plan["join_s"])
+        if self.rank == 0:
+            store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+            self.link.post("store", {"port": store.port})
+        else:
+            port = int(self.link.wait("store", until).get("port", 0))
+            if not port:
+                raise TimeoutError("rank 0 did not open its store")
+            store = TCPStore(host, port, is_master=False, timeout=timeout)
+        backend = "cpu:gloo,cuda:nccl" if self.plan["gpus"] else "gloo"
+        size = len(self.nodes) * self.tasks
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=size, timeout=timeout)
+
+    def measure(self, nodes: list[str], names: tuple[str, ...], stage: str) -> dict[str, tuple[float, int]]:
+        """Bus bandwidth of collectives over all ranks of these nodes, of which this rank is one."""
+        import torch.distributed as dist
+
+        from dtrain.comm import rates
+
+        self.stage(self.link, stage)
+        ranks = [self.nodes.index(n) * self.tasks + i for n in nodes for i in range(self.tasks)]
+        timeout = timedelta(seconds=self.plan["join_s"])
+        more: dict[str, Any] = {"use_local_synchronization": True, "timeout": timeout}
+        control = dist.new_group(ranks, backend="gloo", **more)
+        group = dist.new_group(ranks, backend="nccl", **more) if self.plan["gpus"] else control
+        found = {}
+        for name in names:
+            self.stage(self.link, f"{stage}: {name}")
+            found[name] = rates.bus_bandwidth(name, self.plan["sizes_mib"], group, control, self.device)
+        if group is not control:
+            dist.destroy_process_group(group)
+        dist.destroy_process_group(control)
+        return found
+
+    def hunt(self, across: float) -> None:
+        """Pairs of nodes, when the whole is too slow, or when nobody knows how fast it should be."""
+        import torch.distributed as dist
+
+        least = self.plan["least_across"]
+        if (least is not None and across >= least) or (least is None and len(self.nodes) < 3):
+            return
+        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.plan["join_s"]))
+        hunt = Hunt(self.nodes, least, self.plan["outlier"])
+        for _ in range(MOST_ROUNDS):
+            pairs = hunt.next_round()
+            if not pairs:
+                break
+            mine = next((pair for pair in pairs if self.node in pair), None)
+            figure = (
+                self.measure(list(mine), COLLECTIVES[:1], f"pair {mine[0]}, {mine[1]}")["all_reduce"][0]
+                if mine
+                else 0.0
+            )
+            said: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(said, (mine, figure), group=control)
+            for pair, value in said:
+                if pair is not None:
+                    hunt.record(tuple(pair), value)
+        if self.rank == 0:
+            self.link.post("pairs", {"pairs": [[a, b, figure] for (a, b), figure in hunt.figures.items()]})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

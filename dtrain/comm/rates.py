@@ -1,0 +1,105 @@
+"""How fast: matrix products and memory of one device, and collectives over a group, as (figure, message size)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+MIB = 2**20
+BUDGET_S = 2.0  # of one collective at one size
+Group = Any  # torch's type of a process group is private in parts
+# what the bus carries for each byte of the message, by the number of ranks (nccl-tests, doc/PERFORMANCE.md)
+BUS = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+}
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def best_time(step: Callable[[], object], device: torch.device, repeats: int, steps: int) -> float:
+    """Seconds a step, the best of some repeats: whatever else the host does only makes one slower."""
+    step()
+    best = float("inf")
+    for _ in range(repeats):
+        synchronize(device)
+        began = time.perf_counter()
+        for _ in range(steps):
+            step()
+        synchronize(device)
+        best = min(best, (time.perf_counter() - began) / steps)
+    return best
+
+
+def matmul_tflops(device: torch.device) -> float:
+    """A square product: bf16 where there is a GPU, fp32 on a CPU."""
+    cuda = device.type == "cuda"
+    size = 8192 if cuda else 768
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
+    out = torch.empty_like(a)
+    seconds = best_time(lambda: torch.mm(a, a, out=out), device, 3, 30 if cuda else 3)
+    return 2 * size**3 / seconds / 1e12
+
+
+def memory_gb_s(device: torch.device) -> float:
+    """A copy: every byte is read once and written once."""
+    source = torch.zeros((1024 if device.type == "cuda" else 64) * MIB, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = best_time(lambda: target.copy_(source), device, 3, 10 if device.type == "cuda" else 2)
+    return 2 * source.numel() / seconds / 1e9
+
+
+def collective(name: str, num_bytes: int, group: Group, device: torch.device) -> Callable[[], object]:
+    """One collective over whole messages of so many bytes, ready to be called again and again."""
+    size = dist.get_world_size(group)
+    whole = torch.zeros(num_bytes // 4 // size * size, device=device)
+    if name == "all_reduce":
+        return lambda: dist.all_reduce(whole, group=group)
+    part = torch.zeros(whole.numel() // size, device=device)
+    if name == "all_gather":
+        return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+    return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+
+
+def bus_bandwidth(
+    name: str, sizes_mib: list[int], group: Group, control: Group, device: torch.device
+) -> tuple[float, int]:
+    """(GB/s on the bus, MiB of the message): the largest size that the time allows, as a slow link must not hang us.
+
+    Every rank waits for the slowest through `control`, a group over the CPU of the same ranks, so all go the same way.
+    """
+    seconds, size = float("inf"), sizes_mib[0]
+    for i, size in enumerate(sizes_mib):
+        step = collective(name, size * MIB, group, device)
+        step()
+        seconds = slowest(timed(step, device, 1), control)
+        steps = int(min(20.0, BUDGET_S / seconds))
+        if i + 1 < len(sizes_mib) and seconds * sizes_mib[i + 1] / size < BUDGET_S:
+            continue
+        if steps > 1:
+            seconds = min(seconds, slowest(timed(step, device, steps), control))
+        break
+    return BUS[name](dist.get_world_size(group)) * size * MIB / seconds / 1e9, size
+
+
+def timed(step: Callable[[], object], device: torch.device, steps: int) -> float:
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    synchronize(device)
+    return (time.perf_counter() - began) / steps
+
+
+def slowest(seconds: float, control: Group) -> float:
+    value = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MAX, group=control)
+    return float(value.item())
