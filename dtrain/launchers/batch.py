@@ -21,7 +21,7 @@ from typing import Any
 
 from dtrain import config as configuration
 from dtrain.comm import profile
-from dtrain.contract import DONE, FAILED, PREEMPTED, PREFLIGHT
+from dtrain.contract import DONE, FAILED, PREEMPTED, PREFLIGHT, STOP_SIGNALS
 from dtrain.launchers.local import python_path
 from dtrain.launchers.supervisor import Supervisor, failure
 from dtrain.rundir import latest_checkpoint, locked, parse_line, read_summary, write_json
@@ -62,7 +62,7 @@ class Srun(Supervisor):
 
     def on_stop(self) -> None:
         """A network file system may hide a new file for a minute; a signal to the tasks does not wait."""
-        scontrol("scancel", "--signal=USR1", os.environ["SLURM_JOB_ID"])
+        scontrol("scancel", "--signal=USR1", job_id())
 
     def kill(self, process: subprocess.Popen[bytes]) -> None:
         """Killing srun would leave the tasks on other nodes; TERM makes it end the step."""
@@ -80,6 +80,7 @@ def killed_ranks(said: str) -> list[tuple[int, str]]:
     """(rank, signal) of the first task that srun saw die: `srun: error: node2: task 3: Killed`."""
     names = {"Killed": "SIGKILL", "Out Of Memory": "SIGKILL", "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT"}
     names |= {"Bus error": "SIGBUS", "Illegal instruction": "SIGILL", "Floating point exception": "SIGFPE"}
+    names |= {"User defined signal 1": "SIGUSR1", "User defined signal 2": "SIGUSR2", "Terminated": "SIGTERM"}
     found = re.search(rf"srun: error: \S+ tasks? (\d+)[\d,-]*: ({'|'.join(names)})", said)
     return [(int(found[1]), names[found[2]])] if found else []
 
@@ -114,17 +115,13 @@ def main(run_dir: str) -> None:
 class Job:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self.id = os.environ["SLURM_JOB_ID"]
-        self.nodes = scontrol("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
         self.stopped = False
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):  # until the ranks run: then the supervisor's
+            signal.signal(number, self._on_signal)
+        self.id = job_id()
+        self.nodes = scontrol("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
 
     def run(self) -> int:
-        for number in (
-            signal.SIGUSR1,
-            signal.SIGUSR2,
-            signal.SIGTERM,
-        ):  # until the ranks run, and then the supervisor's
-            signal.signal(number, self._on_signal)
         logs = self.run_dir / "logs"
         logs.mkdir(exist_ok=True)
         descriptor = os.open(logs / "batch.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -189,6 +186,8 @@ class Job:
         self._say_transport(config)
         if code == FAILED and ranks.failure.get("lost_peer"):
             return PREEMPTED, f"a node was lost: {ranks.failure['message'].splitlines()[0]}"
+        if code == FAILED and ranks.failure["type"] in {number.name for number in STOP_SIGNALS}:
+            return PREEMPTED, f"{ranks.failure['type']} came before the ranks could hear it"  # Python was starting
         return code, ranks.failure if code not in (DONE, PREEMPTED) else read_summary(self.run_dir).get("status", "")
 
     def _say_transport(self, config: dict[str, Any]) -> None:
@@ -211,6 +210,9 @@ class Job:
             write_json(self.run_dir / "summary.json", read_summary(self.run_dir) | {"status": "failed"})
             print(f"failed: {text}", flush=True)
         elif code == PREEMPTED:
+            if (summary := read_summary(self.run_dir)).get("status") == "failed":  # only of this start: the run goes on
+                write_json(self.run_dir / "summary.json", summary | {"status": "preempted"})
+                (self.run_dir / "failure.json").unlink(missing_ok=True)
             self._requeue(text)
         return code
 
@@ -237,6 +239,12 @@ class Job:
 
 def _say(text: str) -> None:
     print(text, flush=True)
+
+
+def job_id() -> str:
+    """For SLURM's commands. The last task of an array has the plain id of the array, which would mean all of them."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
 
 
 def newest_step(run_dir: Path) -> int:
