@@ -17,6 +17,7 @@ from dtrain.explain import GROUPS, known_settings, options_of
 def prepare_arguments(argv: list[str]) -> list[str]:
     """Turn `--dry-run`, `recipe=FILE` and `resume=RUN` into what Hydra composes; leave the rest as typed."""
     argv = ["dry_run=true" if a == "--dry-run" else a for a in argv]
+    argv.sort(key=lambda a: a not in ("-m", "--multirun"))  # Hydra takes it only before or after all settings
     ours = "|".join([*GROUPS, "recipe", "resume", "run_dir"])
     argv = [re.sub(rf"^\++({ours})=", r"\1=", a) for a in argv]  # +strategy=fsdp
     argv = [re.sub(r"^([\w.+]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), a) for a in argv]  # no shell does it here
@@ -65,6 +66,9 @@ def prepare_arguments(argv: list[str]) -> list[str]:
     if {"-m", "--multirun"} & set(argv) and "hydra.sweep.dir" not in given and (folder := sweeps.earlier(argv)):
         argv = [*argv, f"hydra.sweep.dir={quote(folder)}"]
         print(f"going on with {folder}, which was begun with the same words (a new one: hydra.sweep.dir=FOLDER)")
+    if {"-m", "--multirun"} & set(argv):  # what all points share says nothing in the name of one's folder
+        fixed = [k for k, v in given.items() if re.fullmatch(r"[^,(]*", v) and not k.startswith("hydra.")]
+        argv = [*argv, f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]"]
     return argv
 
 

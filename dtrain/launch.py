@@ -155,6 +155,10 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     if "hydra" in cfg and OmegaConf.to_container(cfg.hydra.run) != {"dir": "${run_dir}"}:
         raise bad("hydra.run.dir", cfg.hydra.run.dir, "run_dir says where a run goes", f"run_dir={cfg.hydra.run.dir}")
     config["run_dir"] = str(run_dir)
+    typed = [o.partition("=")[0] for o in HydraConfig.get().overrides.task]
+    if config["cluster"].get("launcher") == "torchrun" and config["cluster"]["nodes"] > 1 and "run_dir" not in typed:
+        rule = "its default holds the time, and every node must name the same folder"
+        raise bad("run_dir", os.path.relpath(run_dir), rule, "run_dir=… on a file system that all nodes share")
     if config["cluster"].get("node_rank"):
         return config  # a further node of a run whose folder node 0 looks after
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN

@@ -13,6 +13,7 @@ from dtrain.config import bad, build, load
 from dtrain.rundir import last_launch, read_json, write_json
 
 SWEEP = "sweep.json"  # in the sweep's folder: what was typed
+AUTOMATIC = ("hydra.sweep.dir=", "hydra.job.config.override_dirname.exclude_keys=")  # words that we add
 TO_DO = ("failed", "died", "cancelled", "preempted")  # what the same command, typed again, goes on with
 
 
@@ -45,7 +46,7 @@ def jobs_of(config: DictConfig) -> Iterator[DictConfig]:
 
 def typed(argv: Sequence[str]) -> list[str]:
     """What makes two sweeps the same: every word but where they go."""
-    return [a for a in argv if a not in ("-m", "--multirun") and not a.startswith("hydra.sweep.dir=")]
+    return [a for a in argv if a not in ("-m", "--multirun") and not a.startswith(AUTOMATIC)]
 
 
 def earlier(argv: Sequence[str], root: Path = Path("multirun")) -> Path | None:
@@ -56,6 +57,7 @@ def earlier(argv: Sequence[str], root: Path = Path("multirun")) -> Path | None:
 
 def note(folder: Path, argv: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
     write_json(folder / SWEEP, {"arguments": typed(argv)})
 
 

@@ -16,7 +16,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -127,9 +127,10 @@ class Supervisor:
         else:
             said = (logs / self.log_name).read_bytes()[position:].decode(errors="replace")
             self.failure = first_failure(run_dir, self.killed_ranks(said)) or self._silence(run_dir, returncode, said)
-        with contextlib.suppress(OSError):  # on a full disk the message on the screen must do
-            write_json(run_dir / "failure.json", self.failure)
-            write_json(run_dir / "summary.json", summary | {"status": "failed"})
+        if self.node_rank == 0:
+            with contextlib.suppress(OSError):  # on a full disk the message on the screen must do
+                write_json(run_dir / "failure.json", self.failure)
+                write_json(run_dir / "summary.json", summary | {"status": "failed"})
         return int(self.failure["exit_code"])
 
     def _watch(self, process: subprocess.Popen[bytes], run_dir: Path, monitor: console.Monitor) -> str:
@@ -147,7 +148,7 @@ class Supervisor:
                 monitor.message(
                     f"stop requested: saving after this step, within {self.grace_s} s (Ctrl-C: end at once)"
                 )
-            elif deadline == math.inf and any((run_dir / "logs").glob("failure-*.json")):
+            elif deadline == math.inf and any(changed((run_dir / "logs").glob("failure-*.json"), began)):
                 deadline = now + PEERS_S  # a rank has failed; its peers may wait for it for ever
             elif now > started + self.start_s and not self._any_rank_began(run_dir, began):
                 deadline, because = now, f"no rank had started within cluster.start_s={self.start_s} seconds"
@@ -162,7 +163,7 @@ class Supervisor:
 
     def _any_rank_began(self, run_dir: Path, since: float) -> bool:
         self.start_s = math.inf  # asked once
-        return any(log.stat().st_mtime >= since - 1 for log in (run_dir / "logs").glob("rank-*.log"))
+        return any(changed((run_dir / "logs").glob("rank-*.log"), since))
 
     def _silence(self, run_dir: Path, returncode: int, said: str) -> dict[str, Any]:
         log = f"logs/{self.log_name}"
@@ -170,6 +171,11 @@ class Supervisor:
             return failure(None, "disk", f"the disk of {run_dir} is full. Fix: make room, then resume", log)
         tail = "\n".join(said.splitlines()[-15:])
         return failure(None, "launch", f"{Path(self.log_name).stem} ended with {returncode}\n{tail}", log)
+
+
+def changed(paths: Iterable[Path], since: float) -> list[Path]:
+    """Those that were written to in this attempt. One second: file times are coarser than clocks."""
+    return [path for path in paths if path.stat().st_mtime >= since - 1]
 
 
 def first_failure(run_dir: Path, killed: Sequence[tuple[int, str]] = ()) -> dict[str, Any] | None:
