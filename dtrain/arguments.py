@@ -67,7 +67,7 @@ def prepare_arguments(argv: list[str]) -> list[str]:
         argv = [*argv, f"hydra.sweep.dir={quote(folder)}"]
         print(f"going on with {folder}, which was begun with the same words (a new one: hydra.sweep.dir=FOLDER)")
     if {"-m", "--multirun"} & set(argv):  # what all points share says nothing in the name of one's folder
-        fixed = [k for k, v in given.items() if re.fullmatch(r"[^,(]*", v) and not k.startswith("hydra.")]
+        fixed = [k.lstrip("+") for k, v in given.items() if re.fullmatch(r"[^,(]*", v) and not k.startswith("hydra.")]
         argv = [*argv, f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]"]
     return argv
 

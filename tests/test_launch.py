@@ -22,6 +22,8 @@ from dtrain.launch import resolve, slug
 from dtrain.launchers.local import Local
 from tests.test_bad_inputs import COMPOSE_ONCE
 
+NAMED = "hydra.job.config.override_dirname.exclude_keys="
+
 
 @pytest.fixture(autouse=True)
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
@@ -111,7 +113,10 @@ def test_an_empty_folder_may_be_the_run_folder(started: list[Path], tmp_path: Pa
         (["+recipe=cpu-tiny"], ["recipe=cpu-tiny"]),
         (["recipe=null", "train.steps=3"], ["train.steps=3"]),
         (["run_dir=~/x", "data.path=~", "name=a~b"], ["run_dir=/home/me/x", "data.path=/home/me", "name=a~b"]),
-        (["-m", "strategy=ddp,fsdp", "+train.foo=1"], ["-m", "strategy=ddp,fsdp", "+train.foo=1"]),
+        (
+            ["strategy=ddp,fsdp", "-m", "+train.foo=1"],
+            ["-m", "strategy=ddp,fsdp", "+train.foo=1", f"{NAMED}[train.foo]"],
+        ),
         (["--cfg", "job", "-p", "train", "--info", "--help"], ["--cfg", "job", "-p", "train", "--info", "--help"]),
         (["resume=null"], ["resume=null"]),
     ],
