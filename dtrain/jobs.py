@@ -146,9 +146,10 @@ def print_status(record: Record, data: dict[str, Any], console: Console) -> None
         ok = bool(data["preflight"].get("ok"))
         line("preflight", ("ok", "green") if ok else ("bad nodes" if bad else "not ok", "bold red"))
         for node, texts in bad.items():
-            line("", f"{node}: {'; '.join(map(str, texts)) if isinstance(texts, list) else texts}")
-    if data["failure"] and data["status"] != "done":
-        failure = data["failure"]
+            for text in "; ".join(map(str, texts if isinstance(texts, list) else [texts])).splitlines():
+                line("", text if text.startswith(" ") else f"{node}: {text}")
+    failure = as_dict(data["failure"])
+    if failure and data["status"] != "done" and not (failure.get("type") == "preflight" and data["preflight"]):
         rank = f"rank {failure['rank']}: " if failure.get("rank") is not None else ""
         line("first error", (f"{rank}{failure.get('type') or 'error'}", "bold red"))
         for text in [t for t in str(failure.get("message") or "").splitlines() if t.strip()][-5:]:
@@ -196,7 +197,7 @@ def _print_attempts(record: Record, line: Any) -> None:
         end = "still running" if i == len(attempts) - 1 and record.status == "running" else "killed"
         if ended is not None:
             why = str(attempt["why"] or "").strip().splitlines()
-            end = f"to step {attempt['step']}, {why[0] if why else 'exit code ' + str(attempt['code'])}"
+            end = f"to step {attempt['step']}, {why[0][:80] if why else 'exit code ' + str(attempt['code'])}"
         took = f", {duration(ended - began)}" if began and ended is not None else ""
         line("" if i else "attempts", f"{i + 1}  {when}  {where}  from step {attempt['from_step']} {end}{took}")
 

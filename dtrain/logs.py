@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from dtrain.records import Record, load
@@ -26,41 +27,45 @@ def logs_main(argv: list[str]) -> int:
     parser.add_argument("run", help="a run folder, a part of its name, or latest")
     parser.add_argument("-f", "--follow", action="store_true", help="show new lines until the run has ended")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--rank", type=int, default=0, metavar="N", help="default: 0")
-    which.add_argument("--batch", action="store_true", help="the supervisor inside the SLURM job")
+    which.add_argument("--rank", type=int, metavar="N", help="one rank's log (default: rank 0's; -f: and --batch)")
+    which.add_argument("--batch", action="store_true", help="progress, from the supervisor inside the SLURM job")
     parser.add_argument("-n", default="50", metavar="LINES", help="how many of the last lines, or all (default: 50)")
     options = parser.parse_args(argv)
     if not re.fullmatch(r"\d+|all", options.n):
         raise ValueError(f"-n {options.n}: must be a number of lines\n  fix: -n 200, or -n all")
     lines = None if options.n == "all" else int(options.n)
     run_dir = find_run(options.run)
-    path = run_dir / "logs" / ("batch.log" if options.batch else f"rank-{options.rank}.log")
-    if not options.batch:
-        _check_rank(Record.read(run_dir), options.rank)
+    batch, rank = run_dir / "logs" / "batch.log", run_dir / "logs" / f"rank-{options.rank or 0}.log"
+    _check_rank(Record.read(run_dir), options.rank or 0)
+    paths = [batch] if options.batch else [rank]
     try:
-        shown = follow(run_dir, path, lines) if options.follow else _show(path, lines) is not None
-        if not shown:
-            _show_other(run_dir, path, lines)
+        if options.follow:
+            # Ranks that are well say little; what a person waits for is the supervisor's progress.
+            follow(run_dir, paths if options.batch or options.rank is not None else [batch, rank], lines)
+        elif not _show(paths[0], lines):
+            _show_other(run_dir, paths[0], lines)
     except KeyboardInterrupt:
         pass  # the way to end it
     return 0
 
 
-def follow(run_dir: Path, path: Path, lines: int | None = 50, ask_s: float = ASK_S) -> bool:
-    """Print a log as it grows until the run has ended; give whether there was anything.
+def follow(run_dir: Path, paths: Sequence[Path], lines: int | None = 50) -> None:
+    """Print logs as they grow until the run has ended.
 
     It waits for a job that has not started yet, and for one that was requeued.
     """
-    tail, job, told, said = None, None, "", ""
+    tails: dict[Path, Tail | None] = dict.fromkeys(paths)
+    told, last, seen, job = "", None, None, None
     asked = over_since = -math.inf
     while True:
-        tail = _more(tail, path, lines)
+        last = _more(tails, last, lines)
         record, now = Record.read(run_dir), time.monotonic()
-        if record.job_id and (now - asked >= ask_s or str(record.said) != said):
+        news = (record.said, record.num_launches, record.attempts)
+        if record.job_id and (now - asked >= ASK_S or news != seen):
             (record,), _ = load([run_dir], ask_all=True)
-            job, asked, said = record.job, now, str(record.said)
+            job, asked, seen = record.job, now, news
         record.job = job
-        if record.is_final:
+        if record.is_final and (record.job_id is None or _supervisor_ended(record)):
             break
         if record.is_live:
             over_since = -math.inf
@@ -69,33 +74,45 @@ def follow(run_dir: Path, path: Path, lines: int | None = 50, ask_s: float = ASK
         elif now - over_since > (SURE_S if record.job_id or record.said == "failed" else 0):
             break
         else:
-            asked = min(asked, now - ask_s + 1)  # is it really over? ask again in a second
-        words = _waiting(record, path)
+            asked = min(asked, now - ASK_S + 1)  # is it really over? ask again in a second
+        words = _waiting(record, any(tails.values()))
         if words and words != told:
             _note(words)
         told = words
         time.sleep(LOOK_S)
-    tail = _more(tail, path, lines, final=True)
+    _more(tails, last, lines, final=True)
+    if not any(tails.values()):
+        _show_other(run_dir, paths[0], lines)
     _note(f"the run is {record.status}; dtrain status {shell_path(run_dir)}")
-    return tail is not None
 
 
-def _waiting(record: Record, path: Path) -> str:
+def _supervisor_ended(record: Record) -> bool:
+    """It writes its last lines after the ranks have written that they are done."""
+    return bool(record.attempts) and record.attempts[-1]["ended"] is not None
+
+
+def _waiting(record: Record, any_yet: bool) -> str:
     """Why nothing comes, when that is to be expected."""
     if record.job and record.job.queued:
         reason = f" ({record.job.reason})" if record.job.reason else ""
         return f"waiting: {record.status}{reason}"
-    return "" if path.exists() else f"waiting: {record.status}, and {path.name} is not there yet"
+    return "" if any_yet else f"waiting: {record.status}, and nothing was written yet"
 
 
-def _more(tail: Tail | None, path: Path, lines: int | None, final: bool = False) -> Tail | None:
-    if tail is None:
-        return _show(path, lines, final)
-    _write(tail.read(final)[0])
-    return tail
+def _more(tails: dict[Path, Tail | None], last: Path | None, lines: int | None, final: bool = False) -> Path | None:
+    """Print what is new in each file, with its name where it is another one than before; give the last one's."""
+    for path, tail in tails.items():
+        heading = path if len(tails) > 1 and path != last else None
+        if tail is None:
+            tails[path] = _show(path, lines, final, heading)
+            new = tails[path] is not None
+        else:
+            new = _write(tail.read(final)[0], heading)
+        last = path if new else last
+    return last
 
 
-def _show(path: Path, lines: int | None, final: bool = True) -> Tail | None:
+def _show(path: Path, lines: int | None, final: bool = True, heading: Path | None = None) -> Tail | None:
     """Print the last lines of a file; give its tail, or None when there is nothing in it. final: also half a line."""
     try:
         with open(path, "rb") as file:
@@ -115,17 +132,20 @@ def _show(path: Path, lines: int | None, final: bool = True) -> Tail | None:
     if not data:
         return None
     found = data.splitlines()
-    _write(found if lines is None else found[max(0, len(found) - lines) :])
+    _write(found if lines is None else found[max(0, len(found) - lines) :], heading)
     tail = Tail(path)
     tail.offset, tail.before = end, data[-64:]
     return tail
 
 
-def _write(lines: list[bytes]) -> None:
+def _write(lines: list[bytes], heading: Path | None = None) -> bool:
+    if lines and heading:
+        print(f"==> {heading.name} <==")
     for line in lines:
         print(line.decode(errors="replace"))
     if lines:
         sys.stdout.flush()
+    return bool(lines)
 
 
 def _note(text: str) -> None:

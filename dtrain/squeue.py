@@ -111,8 +111,8 @@ def show(job_id: str) -> Job | None:
         text = call(["scontrol", "show", "job", "-o", job_id])
     except NoAnswer:
         return None
-    # A job's name is any text and comes first, so what follows is found by words that stand together.
-    state = re.search(r" JobState=(\S+) Reason=(.*?) Dependency=", text)
+    # A job's name is any text and comes first: the last of these words are SLURM's.
+    state = re.match(r".* JobState=(\S+) Reason=(\S*) Dependency=", text)
     if not state:
         return None
 
