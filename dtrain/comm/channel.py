@@ -24,6 +24,7 @@ from dtrain.words import as_dict
 CONNECT_S = 3.0
 MOST_BYTES = 1 << 20  # of one line: whoever sends more is not one of ours
 POLL_S = 0.2
+WANT_S = 0.3  # an agent that waits for news also looks into the folder so often
 
 
 def send(stream: socket.socket, message: dict[str, Any]) -> None:
@@ -133,7 +134,7 @@ class Desk:
 
     def _wait(self, kind: str) -> dict[str, Any]:
         with self.news:
-            self.news.wait_for(lambda: kind in self.published, 1.0)
+            self.news.wait_for(lambda: kind in self.published, WANT_S)
             return self.published.get(kind, {})
 
     def get(self, node: str, kind: str) -> dict[str, Any]:

@@ -5,7 +5,9 @@ The pairs of a round are disjoint and measured at the same time. All ranks decid
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import combinations
 
 Pair = tuple[str, str]
 MOST_ROUNDS = 8
@@ -50,17 +52,21 @@ class Hunt:
         """Disjoint pairs to measure now; [] when all is known that pairs can tell."""
         if not self.figures:
             return list(zip(self.nodes[::2], self.nodes[1::2], strict=False))
+        if self.least is None and len(self.figures) < 3:  # one figure is always the best: several make a measure
+            return self.disjoint(combinations(self.nodes, 2))
         good, settled = self.good(), self.settled()
         open_nodes = [node for node in self.nodes if node not in settled]
         # beside a good node the answer is certain; without one, a new combination of the others may find one
         partners = [node for node in self.nodes if node in good] + open_nodes
+        return self.disjoint((node, other) for node in open_nodes for other in partners if node != other)
+
+    def disjoint(self, wanted: Iterable[Pair]) -> list[Pair]:
+        """Of the wanted pairs, as many new ones as can be measured at once, the first ones first."""
         free, chosen = set(self.nodes), []
-        for node in open_nodes:
-            for other in partners:
-                if {node, other} <= free and node != other and self.key((node, other)) not in self.figures:
-                    chosen.append(self.key((node, other)))
-                    free -= {node, other}
-                    break
+        for pair in map(self.key, wanted):
+            if pair not in self.figures and set(pair) <= free:
+                chosen.append(pair)
+                free -= set(pair)
         return chosen
 
     def verdict(self) -> Verdict:

@@ -49,6 +49,8 @@ class Rank:
         if plan["gpus"]:
             self.device = torch.device("cuda", local % max(1, torch.cuda.device_count()))
             torch.cuda.set_device(self.device)
+        elif "OMP_NUM_THREADS" not in os.environ:  # each rank with a thread on every core would measure their quarrel
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.tasks))
 
     def stage(self, link: Link, name: str) -> None:
         link.post("stage", {"name": name, "time": time.time()})

@@ -30,7 +30,8 @@ from dtrain.words import as_dict
 if TYPE_CHECKING:
     from dtrain.comm.preflight import Preflight
 
-ANSWER_PART = 0.65  # of the time limit, until a node must have answered; the rest is for the pairs
+ANSWER_PART = 0.65  # of the time limit, until a node must have answered; nearly all of the rest is for the pairs
+END_PART = 0.96
 
 
 class Quick:
@@ -69,11 +70,12 @@ class Quick:
             listening = {n: a["peer"] for n, a in answers.items() if a.get("peer")}
             self.addresses = {node: str(address[0]) for node, address in listening.items()}
             self.desk.publish("peers", {"peers": listening})
-            until = self.began + self.settings.timeout_s - 2
+            until = self.began + END_PART * self.settings.timeout_s
             results = self.gather("result", {n: agents[n] for n in listening}, until)
             self.desk.publish("done", {"done": True})
             report.stopped = self.stop()
         finally:
+            end((a for n, a in agents.items() if n not in self.addresses), patience_s=0)  # they know no more
             end(agents.values())
             self.desk.close()
             shutil.rmtree(self.messages.folder, ignore_errors=True)
@@ -122,7 +124,7 @@ class Quick:
                     found[node] = answer
                 elif isinstance(agent, str) or agent.poll() is not None:
                     dead.setdefault(node, time.monotonic())  # its file may be seen a moment later
-            given_up = {n for n, since in dead.items() if time.monotonic() > since + 1.5}
+            given_up = {n for n, since in dead.items() if time.monotonic() > since + 0.7}
             if set(agents) <= set(found) | given_up or self.stop():
                 break
         return {node: found[node] for node in agents if node in found}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 MIB = 2**20
-BUDGET_S = 2.0  # of one collective at one size
+BUDGET_S = 1.0  # of one collective at one size
 Group = Any  # torch's type of a process group is private in parts
 # what the bus carries for each byte of the message, by the number of ranks (nccl-tests, doc/PERFORMANCE.md)
 BUS = {
@@ -81,7 +81,7 @@ def bus_bandwidth(
         step = collective(name, size * MIB, group, device)
         step()
         seconds = slowest(timed(step, device, 1), control)
-        steps = int(min(20.0, BUDGET_S / seconds))
+        steps = int(min(10.0, BUDGET_S / seconds))
         if i + 1 < len(sizes_mib) and seconds * sizes_mib[i + 1] / size < BUDGET_S:
             continue
         if steps > 1:

@@ -51,16 +51,15 @@ def python_of(config: Mapping[str, Any]) -> list[str]:
     return shlex.split(config["cluster"].get("python") or shlex.quote(sys.executable))
 
 
-def end(processes: Iterable[subprocess.Popen[bytes] | str], grace_s: float = 2.0) -> None:
+def end(processes: Iterable[subprocess.Popen[bytes] | str], patience_s: float = 2.0) -> None:
     """Wait a moment for those that are about to end, ask the rest, then kill: an srun may hang for its node."""
     left = [p for p in processes if isinstance(p, subprocess.Popen)]
-    for act in (None, subprocess.Popen.terminate, subprocess.Popen.kill):
+    for act, wait_s in ((None, patience_s), (subprocess.Popen.terminate, 2.0), (subprocess.Popen.kill, 2.0)):
         for process in left:
             if act is not None:
                 act(process)
-        until = time.monotonic() + grace_s
-        while left and time.monotonic() < until:
-            left = [p for p in left if p.poll() is None]
+        until = time.monotonic() + wait_s
+        while (left := [p for p in left if p.poll() is None]) and time.monotonic() < until:
             time.sleep(0.02)
 
 
