@@ -95,6 +95,7 @@ def store_recipe(path: Path) -> None:
     for key in ("resume", "trust", "cluster.setup"):  # else a file from elsewhere could name any code and trust it, too
         if OmegaConf.select(node, key):
             raise bad("recipe", path, f"{key} is for the command line", f"take it out of the file and type {key}=…")
+    node.pop("search", None)  # what `dtrain search` varies; a plain run has the settings beside it
     ConfigStore.instance().store(group="recipe", name=path.stem, node=node, package="_global_")
 
 

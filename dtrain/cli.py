@@ -15,6 +15,7 @@ USAGE = """usage: dtrain COMMAND ...
 
   launch …                     train: the same as `python launch.py …` (dtrain launch --help)
   verify [strategies=…]        prove, here, that every strategy computes what one process does
+  search SETTING=SPACE …       look for the best settings with optuna (dtrain search --help)
   runs [RUN …|SWEEP]           list runs, or compare them; a sweep's table
   status RUN                   one run: its job, progress, attempts, and the next command
   logs RUN [-f] [--rank N]     what a rank says
@@ -37,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = {
         "launch": launch, "verify": verify, "runs": runs, "sample": sample, "export": export, "recipes": recipes,
         "data": data, "status": status, "logs": logs, "cancel": cancel, "env": env, "preflight": preflight,
+        "search": search,
     }  # fmt: skip
     if command in ("-h", "--help", "help"):
         print(USAGE)
@@ -86,6 +88,12 @@ def runs(argv: list[str]) -> int:
     from dtrain.runs import main as runs_main
 
     return runs_main(argv)
+
+
+def search(argv: list[str]) -> int:
+    from dtrain.search import main as search_main
+
+    return search_main(argv)
 
 
 def status(argv: list[str]) -> int:

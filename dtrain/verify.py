@@ -22,10 +22,11 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from dtrain import console, parity, world
+from dtrain.arguments import prepare_arguments
 from dtrain.config import bad, flatten
 from dtrain.contract import BAD_CONFIG, DONE, FAILED
 from dtrain.explain import explain, options_of
-from dtrain.launch import MISTAKES, prepare_arguments
+from dtrain.launch import MISTAKES
 from dtrain.parity import ACCUMULATE, FEWER_STEPS, FULL, SMALL, Case, compose, make_case
 from dtrain.runs import strict_json
 from dtrain.schema import check_section

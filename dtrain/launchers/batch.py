@@ -141,8 +141,7 @@ class Job:
                 "Fix: logs/batch.log says why; a smaller checkpoint.every, a longer cluster.time or cluster.grace_s"
             )
             return self._end(FAILED, failure(None, "no progress", why, "logs/batch.log"))
-        code, why = self._run(config)
-        return self._end(code, why)
+        return self._end(*self._run(config))
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.stopped = True

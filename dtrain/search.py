@@ -1,0 +1,286 @@
+"""`dtrain search`: optuna looks for the best settings, with a run folder a trial, on this machine or on SLURM.
+
+The study is a journal in the sweep's folder and every trial a run of its own, so the search can end at any time and in
+any way: the same command goes on with it. hydra-optuna-sweeper is not used: its last release holds optuna below 3.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+from omegaconf import OmegaConf
+
+from dtrain import console, records, runs, sweeps
+from dtrain.config import RECIPES, bad
+from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED
+from dtrain.launch import slug
+from dtrain.rundir import read_summary
+from dtrain.words import shell_path
+
+if TYPE_CHECKING:
+    import optuna
+
+USAGE = """usage: dtrain search trials=N [parallel=P] SETTING=SPACE ... [setting=value ...]
+
+  optim.lr=tag(log,interval(1e-4,1e-2))    a number between two; log: by its order of magnitude
+  schedule.warmup_steps=int(interval(10,100))
+  train.global_batch_size=range(8,65,8)    from, up to but without, step
+  strategy=ddp,fsdp                        one of these
+
+  trials=20      how many runs in all          parallel=1       how many at once
+  metric=val_loss     a key of summary.json    direction=minimize|maximize
+  sampler=tpe|random                           seed=0
+  dir=FOLDER     default: multirun/<date>/<time>-search; the same words again go on with the earlier one
+  detach=true|false   whether to wait for it; default: on SLURM it goes on in the background
+
+A recipe may hold all of it in a section `search:` (recipes/search-lr.yaml). Results at any time: dtrain runs FOLDER."""
+DEFAULTS = {
+    "trials": "20", "parallel": "1", "metric": "val_loss", "direction": "minimize", "sampler": "tpe", "seed": "0",
+    "dir": "", "detach": "",
+}  # fmt: skip
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Request:
+    words: dict[str, str]  # the keys of DEFAULTS
+    space: list[Override]
+    fixed: list[str]
+
+
+def main(argv: list[str]) -> int:
+    """Exit codes: 0 all trials were made, 2 bad settings, 3 none succeeded, 75 stopped; the same command goes on."""
+    if not argv or {"-h", "--help"} & set(argv):
+        print(USAGE)
+        return 0
+    try:
+        import optuna
+    except ModuleNotFoundError:
+        raise bad("search", "", "optuna is not installed", "pip install 'dtrain[search]'") from None
+    request = read_request(argv)
+    typed = ["search", *sorted(a for a in argv if not a.startswith(("dir=", "detach=", "trials=", "parallel=")))]
+    folder = Path(request.words["dir"] or sweeps.earlier(typed) or time.strftime("multirun/%Y-%m-%d/%H-%M-%S-search"))
+    if request.words["detach"] == "true" or (not request.words["detach"] and _is_submitted(request)):
+        return _detach(argv, folder)
+    sweeps.note(folder, typed)
+    with open(folder / ".lock", "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise bad("dir", folder, "this search is going on already", f"dtrain runs {shell_path(folder)}") from None
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        code = Search(folder, request).run()
+    runs.print_sweep(sweeps.points(folder))
+    return code
+
+
+def read_request(argv: Sequence[str]) -> Request:
+    recipe = next((a.partition("=")[2] for a in argv if a.startswith("recipe=")), None)
+    section: Any = {}
+    if recipe:
+        path = Path(recipe).expanduser() if recipe.endswith((".yaml", ".yml")) else RECIPES / f"{recipe}.yaml"
+        if path.is_file():
+            found = OmegaConf.select(OmegaConf.load(path), "search")
+            section = {} if found is None else OmegaConf.to_container(found)
+    words = DEFAULTS | {k: str(v) for k, v in section.items() if k != "space"}
+    overrides = [*section.get("space", [])]
+    for word in argv:
+        key, equals, value = word.partition("=")
+        if word.startswith("-") or not equals:
+            raise ValueError(f"{word}: is not understood as key=value\n  fix: dtrain search --help")
+        if key in words:
+            words[key] = value
+        else:
+            overrides.append(word)
+    for key in ("trials", "parallel", "seed"):
+        if not words[key].isdecimal() or int(words[key]) < (key != "seed"):
+            raise bad(key, words[key], "must be a whole number, at least 1", f"{key}={DEFAULTS[key]}")
+    for key, options in (("direction", ("minimize", "maximize")), ("sampler", ("tpe", "random"))):
+        if words[key] not in options:
+            raise bad(key, words[key], f"must be {' or '.join(options)}", f"{key}={DEFAULTS[key]}")
+    unknown = set(words) - set(DEFAULTS)
+    if unknown:
+        raise bad(
+            f"search.{unknown.pop()}", "…", "there is no such setting", f"use one of {', '.join(DEFAULTS)}, space"
+        )
+    # a word typed later wins over the recipe's
+    parsed = {o.key_or_group: o for o in OverridesParser.create().parse_overrides(overrides)}
+    space = [o for o in parsed.values() if o.is_sweep_override()]
+    if not space:
+        raise bad("search", "", "nothing varies", "e.g. 'optim.lr=tag(log,interval(1e-4,1e-2))'")
+    fixed = [str(o.input_line) for o in parsed.values() if not o.is_sweep_override()]
+    for override in space:
+        distribution(override)
+    return Request(words, space, fixed)
+
+
+def distribution(override: Override) -> optuna.distributions.BaseDistribution:
+    """Hydra's way to write a space, as optuna's."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    sweep = override.value()
+    if isinstance(sweep, ChoiceSweep):
+        values = [str(getattr(item, "text", item)) if isinstance(item, str) else item for item in sweep.list]
+        return CategoricalDistribution([v if isinstance(v, (bool, int, float)) else str(v) for v in values])
+    if isinstance(sweep, IntervalSweep):
+        assert sweep.start is not None and sweep.end is not None
+        if isinstance(sweep.start, int) and isinstance(sweep.end, int):
+            return IntDistribution(sweep.start, sweep.end, log="log" in sweep.tags)
+        return FloatDistribution(float(sweep.start), float(sweep.end), log="log" in sweep.tags)
+    if isinstance(sweep, RangeSweep) and sweep.start is not None and sweep.stop is not None:
+        last = sweep.start + (math.ceil((sweep.stop - sweep.start) / sweep.step) - 1) * sweep.step
+        if all(isinstance(n, int) for n in (sweep.start, last, sweep.step)):
+            return IntDistribution(int(sweep.start), int(last), step=int(sweep.step))
+        return FloatDistribution(float(sweep.start), float(last), step=float(sweep.step))
+    key = override.key_or_group
+    raise bad(key, override.input_line, "cannot be searched", f"{key}=choice(…), interval(…) or range(…)")
+
+
+def _is_submitted(request: Request) -> bool:
+    """Do the trials go to a scheduler, which outlives this terminal?"""
+    words = [w for w in request.fixed if w.startswith(("cluster", "recipe"))]
+    from dtrain.comm.compose import compose
+
+    return compose(words)["cluster"].get("launcher") == "submitit"
+
+
+def _detach(argv: list[str], folder: Path) -> int:
+    """Go on in a process of its own, which the end of the terminal does not reach."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [a for a in argv if not a.startswith(("detach=", "dir="))]
+    with open(folder / "search.log", "ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dtrain", "search", *words, f"dir={folder}", "detach=false"],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    time.sleep(3)  # long enough to hear of a mistake
+    if process.poll() not in (None, DONE):
+        console.print_error((folder / "search.log").read_text(errors="replace").removeprefix("error: ").strip())
+        return process.poll() or FAILED
+    print(f"searching in the background (process {process.pid} here; log in {shell_path(folder / 'search.log')})")
+    print(f"results   dtrain runs {shell_path(folder)}")
+    print(f"cancel    dtrain cancel {shell_path(folder)}      (the same command goes on with it)")
+    return DONE
+
+
+class Search:
+    """The loop: ask for settings, launch a run with them, tell what came of it."""
+
+    def __init__(self, folder: Path, request: Request) -> None:
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        self.folder, self.request, self.words = folder, request, request.words
+        self.study = optuna.create_study(
+            storage=JournalStorage(JournalFileBackend(str(folder / "study.journal"))),
+            study_name="search", load_if_exists=True, direction=self.words["direction"],  # type: ignore[arg-type]
+        )  # fmt: skip
+        seed = int(self.words["seed"]) + len(self.study.trials)  # one that goes on must not draw the same again
+        samplers = {"tpe": optuna.samplers.TPESampler(seed=seed), "random": optuna.samplers.RandomSampler(seed=seed)}
+        self.study.sampler = samplers[self.words["sampler"]]
+        self.space = {o.key_or_group: distribution(o) for o in request.space}
+        self.stopped = False
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def run(self) -> int:
+        from optuna.trial import TrialState
+
+        for trial in self.study.get_trials(states=[TrialState.RUNNING]):  # of an earlier driver
+            if self._status(trial.number) not in ("done", "queued", "running", "starting"):
+                self._launch(trial.number, trial.params)
+        for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(stop, self._on_signal)
+        while True:
+            waiting = [t.number for t in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING])]
+            for number in waiting:
+                code = self._settle(number)
+                if code is not None:
+                    return code
+            running = len(self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]))
+            made = len(self.study.get_trials(deepcopy=False))
+            if self.stopped and not any(p.poll() is None for p in self.processes.values()):
+                print("stopped; the same command goes on with it", flush=True)
+                return PREEMPTED
+            if not self.stopped and made < int(self.words["trials"]) and running < int(self.words["parallel"]):
+                asked = self.study.ask(self.space)
+                self._launch(asked.number, asked.params)
+            elif not running:
+                break
+            else:
+                time.sleep(POLL_S)
+        done = self.study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+        if not done:
+            return FAILED
+        best = " ".join(f"{k}={v}" for k, v in self.study.best_params.items())
+        number, value = self.study.best_trial.number, self.study.best_value
+        print(f"best: trial {number}, {self.words['metric']} {value:.6g} with {best}")
+        return DONE
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        """The trials that run here save and end; those in a scheduler's queue go on."""
+        self.stopped = True
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.terminate()
+
+    def _run_dir(self, number: int) -> Path:
+        found = list(self.folder.glob(f"{number}-*"))
+        return found[0] if found else self.folder / f"{number}-{slug(self._varied(self.study.trials[number].params))}"
+
+    def _varied(self, params: dict[str, Any]) -> str:
+        return ",".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in params.items())
+
+    def _launch(self, number: int, params: dict[str, Any]) -> None:
+        run_dir = self._run_dir(number)
+        varied = [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in params.items()]
+        words = [*self.request.fixed, *varied, f"run_dir='{run_dir}'"]
+        if (run_dir / "launch.json").exists():
+            words = [f"resume={run_dir}"]
+        print(f"trial {number}: {' '.join(varied)}", flush=True)
+        command = [sys.executable, "-m", "dtrain", "launch", *words]
+        # a session of its own: Ctrl-C is for us, who hand it on
+        self.processes[number] = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+
+    def _status(self, number: int) -> str:
+        return str(records.load([self._run_dir(number)], ask_all=True)[0][0].status)
+
+    def _settle(self, number: int) -> int | None:
+        """Tell the study what came of a trial that has ended. Gives an exit code when the search must end, too."""
+        from optuna.trial import TrialState
+
+        process = self.processes.get(number)
+        if process is not None and process.poll() is None:
+            return None
+        run_dir, status = self._run_dir(number), self._status(number)
+        if process is not None and process.returncode == BAD_CONFIG:
+            self.study.tell(number, state=TrialState.FAIL)
+            return BAD_CONFIG  # its message is on the screen; the next trial would get the same one
+        if status == "done":
+            value = read_summary(run_dir).get(self.words["metric"])
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                self.study.tell(number, float(value))
+                print(f"trial {number}: {self.words['metric']} {value:.6g}", flush=True)
+            else:
+                self.study.tell(number, state=TrialState.FAIL)
+                print(f"trial {number}: its summary has no {self.words['metric']}", flush=True)
+        elif status == "cancelled" or (process is not None and process.returncode == PREEMPTED):
+            if self.stopped:
+                return None
+            print(f"trial {number} was {status}, so the search ends; the same command goes on with it", flush=True)
+            return PREEMPTED
+        elif status in ("failed", "died"):
+            self.study.tell(number, state=TrialState.FAIL)
+            print(f"trial {number}: {status}; dtrain status {shell_path(run_dir)}", flush=True)
+        return None

@@ -1,0 +1,119 @@
+"""`dtrain search`: the space as Hydra writes it, a study that the same command goes on with, here and on SLURM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+from dtrain.cli import main
+from dtrain.config import RECIPES
+from dtrain.search import distribution, read_request
+from tests import slurm
+from tests.world import SMALL, summary
+
+cluster = slurm.cluster
+LR = "optim.lr=tag(log,interval(1e-3,1e-1))"
+WORDS = [*SMALL, "train.eval_batches=2", "train.steps=6", "sampler=random", LR]
+
+
+@pytest.mark.parametrize(
+    ("typed", "want"),
+    [
+        (LR, FloatDistribution(1e-3, 1e-1, log=True)),
+        ("optim.weight_decay=interval(0,0.1)", FloatDistribution(0, 0.1)),
+        ("schedule.warmup_steps=int(interval(2,20))", IntDistribution(2, 20)),
+        ("train.global_batch_size=range(8,64,8)", IntDistribution(8, 56, step=8)),
+        ("strategy=ddp,fsdp", CategoricalDistribution(["ddp", "fsdp"])),
+        ("compile=choice(true,false)", CategoricalDistribution([True, False])),
+    ],
+)
+def test_a_space_is_what_hydra_writes(typed: str, want: Any) -> None:
+    assert distribution(OverridesParser.create().parse_override(typed)) == want
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        (["trials=5"], ("nothing varies", "interval")),
+        ([LR, "trials=0"], ("trials=0", "at least 1")),
+        ([LR, "direction=up"], ("direction=up", "minimize or maximize")),
+        ([LR, "sampler=grid"], ("sampler=grid", "tpe or random")),
+        (["strategy=glob(*)"], ("strategy", "cannot be searched")),
+        ([LR, "-x"], ("-x", "key=value")),
+    ],
+)
+def test_mistakes_are_explained_and_leave_nothing(
+    typed: list[str], words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["search", *typed]) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in (*words, "fix: ")), error
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_recipe_holds_a_search_and_what_is_typed_wins() -> None:
+    assert "search:" in (RECIPES / "search-lr.yaml").read_text()
+    request = read_request(["recipe=search-lr", "trials=3", "optim.lr=1e-3,2e-3"])
+    assert request.words["trials"] == "3" and request.words["metric"] == "val_loss"
+    assert {o.key_or_group: distribution(o) for o in request.space} == {
+        "optim.lr": CategoricalDistribution([1e-3, 2e-3]),
+        "schedule.warmup_steps": IntDistribution(2, 20),
+    }
+    assert request.fixed == ["recipe=search-lr"]
+
+
+def search(cwd: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dtrain", "search", *WORDS, *words]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def trials_of(folder: Path) -> list[optuna.trial.FrozenTrial]:
+    backend = optuna.storages.journal.JournalFileBackend(str(folder / "study.journal"))
+    study = optuna.load_study(study_name="search", storage=optuna.storages.JournalStorage(backend))
+    return study.trials
+
+
+def test_the_same_command_goes_on_with_the_study(tmp_path: Path) -> None:
+    first = search(tmp_path, "trials=1", "cluster.processes=1")
+    assert first.returncode == 0, first.stdout + first.stderr
+    (folder,) = tmp_path.glob("multirun/*/*-search")
+    again = search(tmp_path, "trials=2", "cluster.processes=1")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert list(tmp_path.glob("multirun/*/*-search")) == [folder]
+    trials = trials_of(folder)
+    assert [trial.number for trial in trials] == [0, 1]
+    assert trials[0].params != trials[1].params, "a study that goes on draws something new"
+    for trial in trials:
+        (run,) = folder.glob(f"{trial.number}-*")
+        assert trial.value == summary(run)["val_loss"]
+    best = min(trials, key=lambda t: t.value or 0.0)
+    assert f"best: trial {best.number}," in again.stdout and "← best" in again.stdout
+
+
+def test_a_setting_that_every_trial_would_refuse_ends_the_search(tmp_path: Path) -> None:
+    done = search(tmp_path, "trials=3", "train.global_batch_size=7", "cluster.processes=2")
+    assert done.returncode == 2 and "train.global_batch_size=7" in done.stderr
+    assert done.stdout.count("trial ") == 1
+
+
+def test_on_slurm_it_goes_on_without_the_terminal(tmp_path: Path, cluster: slurm.Cluster) -> None:
+    where = ["cluster=slurm", "cluster.gpus_per_node=0", "preflight=off"]
+    done = search(tmp_path, "trials=2", "parallel=2", *where, env=cluster.client_env())
+    assert done.returncode == 0 and "in the background" in done.stdout, done.stdout + done.stderr
+    (folder,) = tmp_path.glob("multirun/*/*-search")
+    deadline = time.monotonic() + 90
+    while "best: trial" not in (log := (folder / "search.log").read_text()):
+        assert time.monotonic() < deadline, log
+        time.sleep(0.5)
+    assert sorted(trial.value for trial in trials_of(folder)) == sorted(  # type: ignore[type-var]
+        summary(run)["val_loss"] for run in folder.glob("[01]-*")
+    )
