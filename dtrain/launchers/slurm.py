@@ -40,9 +40,14 @@ REFUSALS = (
         "sinfo -o '%N %G' shows what nodes have; cluster.gpus_per_node=0 for none",
     ),
     (r"time limit|invalid time", "time", "sinfo -o '%P %l' shows the partitions' limits"),
-    (r"invalid node name|node.*not.*partition", "nodelist", "sinfo -N lists the nodes"),
+    (r"invalid node name|node.*not.*partition", "nodelist exclude", "sinfo -N lists the nodes"),
     (r"node count|node configuration|more processors", "nodes", "sinfo -o '%P %D %c %m %G' shows what there is"),
 )
+ASKED = ("gpus_per_node", "gres", "mem", "cpus_per_task", "constraint", "nodelist", "exclude")  # of a node
+OWN_NAMES = (
+    "nodes", "processes", "time", "partition", "account", "qos", "exclusive", "reservation", "mail_type", "mail_user",
+    *ASKED,
+)  # fmt: skip
 
 
 class Slurm:
@@ -116,6 +121,9 @@ class Slurm:
                 raise bad("cluster.sbatch", name, "must be the long name of a parameter of sbatch", "e.g. {nice: 100}")
             if name in ("array", "output", "error", "job-name", "open-mode", "wrap", "chdir", *self.additional):
                 raise bad("cluster.sbatch", name, "is what dtrain itself needs to say", "leave it out")
+            own = str(name).replace("-", "_").replace("ntasks_per_node", "processes")
+            if own in OWN_NAMES:  # a second word about the same thing would win in the script, and nobody else know
+                raise bad("cluster.sbatch", name, "has a setting of its own", f"cluster.{own}={value}")
             self.additional[str(name)] = value
 
     def _check_torchrun(self) -> None:
@@ -273,8 +281,19 @@ def _outside_of_jobs() -> Iterator[None]:
 
 def _refused(said: str, parameters: dict[str, Any]) -> ValueError:
     text = " ".join(re.sub(r"(sbatch|allocation): (error|failure): ", "", line) for line in said.split("\n") if line)
-    for pattern, setting, fix in REFUSALS:
+    option = re.search(r"invalid --([a-z-]+) specification|option '--([a-z-]+)", text, re.IGNORECASE)
+    if option:
+        name = option[1] or option[2]
+        own = name.replace("-", "_")
+        setting, value = (own, parameters.get(own)) if own in OWN_NAMES else (f"sbatch.{name}", parameters.get(name))
+        return bad(f"cluster.{setting}", value, f"SLURM refuses it: {text}", f"`man sbatch` says what --{name} takes")
+    for pattern, settings, fix in REFUSALS:
         if re.search(pattern, text, re.IGNORECASE):
+            setting = next((s for s in settings.split() if parameters.get(s) is not None), settings.split()[0])
+            asked = ", ".join(
+                f"{name}={parameters[name]}" for name in ASKED if setting == "nodes" and name in parameters
+            )
+            text += f" (with {asked})" if asked else ""
             return bad(f"cluster.{setting}", parameters.get(setting), f"SLURM refuses it: {text}", fix)
     return ValueError(
         f"cluster: SLURM refuses the job: {text}\n  fix: dry_run=true shows the script; sinfo what there is"
