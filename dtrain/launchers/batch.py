@@ -185,6 +185,8 @@ class Job:
         self._say_transport(config)
         if code == FAILED and ranks.failure.get("lost_peer"):
             return PREEMPTED, f"a node was lost: {ranks.failure['message'].splitlines()[0]}"
+        if code == FAILED and ranks.never_began:  # srun hangs at times when a node has just come back
+            return PREEMPTED, ranks.failure["message"]
         if code == FAILED and ranks.failure["type"] in {number.name for number in STOP_SIGNALS}:
             return PREEMPTED, f"{ranks.failure['type']} came before the ranks could hear it"  # Python was starting
         return code, ranks.failure if code not in (DONE, PREEMPTED) else read_summary(self.run_dir).get("status", "")

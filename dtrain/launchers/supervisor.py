@@ -41,7 +41,7 @@ class Supervisor:
     def __init__(self, num_ranks: int, max_restarts: int, grace_s: int) -> None:
         self.num_ranks, self.max_restarts, self.grace_s = num_ranks, max_restarts, grace_s
         self.stop_requested_at = math.inf
-        self.end_at_once = False
+        self.end_at_once = self.never_began = False
         self.failure: dict[str, Any] = {}
 
     # ---- what a subclass says --------------------------------------------------------------------------------
@@ -123,7 +123,8 @@ class Supervisor:
         if summary != past and summary.get("status") in ("done", "preempted"):
             return DONE if summary["status"] == "done" else PREEMPTED
         if killed_because:
-            self.failure = failure(None, "stopped", killed_because, "logs/rank-0.log")
+            kind, source = ("start", self.log_name) if self.never_began else ("stopped", "rank-0.log")
+            self.failure = failure(None, kind, killed_because, f"logs/{source}")
         else:
             said = (logs / self.log_name).read_bytes()[position:].decode(errors="replace")
             self.failure = first_failure(run_dir, self.killed_ranks(said)) or self._silence(run_dir, returncode, said)
@@ -151,7 +152,8 @@ class Supervisor:
             elif deadline == math.inf and any(changed((run_dir / "logs").glob("failure-*.json"), began)):
                 deadline = now + PEERS_S  # a rank has failed; its peers may wait for it for ever
             elif now > started + self.start_s and not self._any_rank_began(run_dir, began):
-                deadline, because = now, f"no rank had started within cluster.start_s={self.start_s} seconds"
+                self.never_began = True
+                deadline, because = now, f"no rank had started after {now - started:.0f} s (cluster.start_s)"
             if self.end_at_once:
                 deadline, because = now, "stopped twice: ended at once, without saving"
             if now >= deadline:
