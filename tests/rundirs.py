@@ -7,15 +7,21 @@ import json
 import socket
 import subprocess
 import sys
+import time as clock
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from dtrain import squeue
 from dtrain.records import all_runs, load
 
 HERE = socket.gethostname()
+LOCAL = {"_target_": "dtrain.launchers.local.Local", "max_restarts": 0}
+SLURM = {"_target_": "dtrain.launchers.slurm.Slurm", "nodes": 2, "processes": 2}
+Fakes = Callable[..., Path]
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +85,43 @@ def sweep(*losses: tuple[Any, Any]) -> list[Path]:
         )
         for i, (train, val) in enumerate(losses)
     ]
+
+
+# ---------------------------------------------------------------- SLURM
+
+
+@pytest.fixture(autouse=True)
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    """SLURM's commands are shell scripts that a test writes; each call is noted. Without any, there is no SLURM."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(squeue, "_silent", set())
+
+    def write(**scripts: str) -> Path:
+        for name, script in scripts.items():
+            (folder / name).write_text(
+                f'#!/bin/sh\nPATH=/bin:/usr/bin\necho "{name} $*" >> {tmp_path}/calls\n{script}\n'
+            )
+            (folder / name).chmod(0o755)
+        return tmp_path / "calls"
+
+    return write
+
+
+def job(job_id: str, **more: Any) -> dict[str, Any]:
+    return {"command": "dtrain launch cluster=slurm", "launches": [{"cluster": SLURM, "job_id": job_id, **more}]}
+
+
+def note(run_dir: Path, **lines: float) -> None:
+    """attempts.jsonl: note(run, start=step, end=step)."""
+    with open(run_dir / "attempts.jsonl", "a") as file:
+        for event, step in lines.items():
+            more = (
+                {"job_id": "7", "restart": 0, "nodes": ["node1", "node2"]} if event == "start" else {"why": "preempted"}
+            )
+            file.write(json.dumps({"event": event, "time": clock.time(), "step": step, "code": 75, **more}) + "\n")
+
+
+def row(job_id: str, state: str, reason: str = "None", nodes: str = "") -> str:
+    return f"echo '{job_id}|{state}|{nodes}|1:02|1-00:00:00|2030-01-02T03:04:05|N/A|{reason}'"
