@@ -50,7 +50,9 @@ def interface(wanted: str | None, found: dict[str, Interface]) -> Finding:
     elif not here.addresses:
         problem, fix = "it has no address", f"ip -br addr show {wanted}; is DHCP running?"
     else:
-        return finding("interface", "ok", f"{here}", short=f"{wanted} {here.addresses[0]}")
+        return finding(
+            "interface", "ok", f"{wanted}: {', '.join(here.addresses)}", short=f"{wanted} {here.addresses[0]}"
+        )
     return finding("interface", "bad", f"{setting}: {problem}; there is {describe(found)}", fix)
 
 
@@ -208,6 +210,8 @@ def checkpoint_bytes(config: Mapping[str, Any], run_dir: Path) -> tuple[int | No
 
 def shared_memory(least_gib: float, path: Path = Path("/dev/shm")) -> Finding:
     """NCCL and data loaders pass tensors through it; a container's default of 64 MiB ends in a bus error."""
+    if sys.platform != "linux":
+        return finding("shm", "skipped", "only Linux has it")
     try:
         free = disk_free(path) / GIB
     except OSError as error:

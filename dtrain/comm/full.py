@@ -230,7 +230,7 @@ class Full:
         too_slow = least is not None and figures.get("all_reduce", math.inf) < least
         if too_slow and not slow:
             slow = list(self.nodes)
-        wanted = f"expected are {self.hardware.network_busbw_gb_s:g}" if least is not None else "of the pairs of nodes"
+        wanted = f"; expected are {self.hardware.network_busbw_gb_s:g} GB/s" if least is not None else ""
         for node in self.nodes:
             mine = [f"{a} – {b} {value:.3g} GB/s" for (a, b), value in hunt.figures.items() if node in (a, b)]
             best = max(hunt.figures.values(), default=0.0)
@@ -240,7 +240,7 @@ class Full:
                 )
                 continue
             if (verdict and verdict.all_slow) or not mine:
-                text = f"no pair of nodes is fast enough, so it is the fabric or its profile: {said}; {wanted}"
+                text = f"no pair of nodes is fast enough, so it is the fabric or its profile: {said}{wanted}"
             else:
                 text = (
                     f"the way to this node is slow: {', '.join(mine)}; {wanted}, the best has {best:.3g} (all: {said})"

@@ -29,8 +29,8 @@ def nvidia_smi(fields: str) -> str | None:
     return answer.stdout if answer.returncode == 0 else None
 
 
-def look(query: Query = nvidia_smi) -> list[dict[str, str]]:
-    """Every GPU as field → text; empty where there is none."""
+def look(query: Query = nvidia_smi, visible: str | None = None) -> list[dict[str, str]]:
+    """Every GPU that is ours as field → text; empty where there is none. visible: CUDA_VISIBLE_DEVICES."""
     rows = csv.reader((query(",".join(FIELDS)) or "").splitlines(), skipinitialspace=True)
     found = [dict(zip(FIELDS, row, strict=True)) for row in rows if len(row) == len(FIELDS)]
     for name in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):  # new and old drivers
@@ -39,7 +39,8 @@ def look(query: Query = nvidia_smi) -> list[dict[str, str]]:
             for gpu, reason in zip(found, reasons, strict=True):
                 gpu["slowed"] = reason
             break
-    return found
+    ours = [word.strip() for word in visible.split(",")] if visible is not None else []
+    return [gpu for gpu in found if gpu["index"] in ours] if ours and all(map(str.isdigit, ours)) else found
 
 
 def gpus(needed: int, found: list[dict[str, str]], present: int | None = None) -> list[Finding]:

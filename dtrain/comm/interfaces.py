@@ -27,7 +27,7 @@ class Interface:
     speed_mb_s: float | None = None  # megabytes a second by the driver's own word
 
     def __str__(self) -> str:
-        state = "down" if not self.up else "no link" if not self.running else " ".join(self.addresses) or "no address"
+        state = "down" if not self.up else "no link" if not self.running else "up" if self.addresses else "no address"
         return f"{self.name} ({state})"
 
 
@@ -43,6 +43,7 @@ def interfaces(proc: Path = Path("/proc")) -> dict[str, Interface]:
 
 
 def describe(found: dict[str, Interface]) -> str:
+    """All but lo, without addresses: the same words on every node make one message for all of them."""
     return ", ".join(str(i) for i in found.values() if i.name != "lo") or "none but lo"
 
 

@@ -61,7 +61,7 @@ def look(plan: dict[str, Any], found: dict[str, Interface]) -> dict[str, Any]:
     seen: list[dict[str, str]] = []
 
     def gpu_findings() -> list[Finding]:
-        seen.extend(gpus.look())
+        seen.extend(gpus.look(visible=os.environ.get("CUDA_VISIBLE_DEVICES")))
         return gpus.gpus(plan["gpus"], seen)
 
     run_dir, shared = Path(plan["run_dir"]), Path(plan["messages"])

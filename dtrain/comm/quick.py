@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 ANSWER_PART = 0.65  # of the time limit, until a node must have answered; nearly all of the rest is for the pairs
 END_PART = 0.96
+UNREACHABLE = re.compile(r"Communication connection failure|Unable to contact|No route to host|Socket timed out")
 
 
 class Quick:
@@ -138,6 +140,8 @@ class Quick:
             fix = f"is it up, and does it see {self.run_dir}?"
         if isinstance(agent, str):
             text = f"the agent could not be started: {agent}"
+        elif UNREACHABLE.search(said):
+            text = f"SLURM cannot reach it: the node is down, or its link is ({said})"
         elif agent.poll() is not None:
             text = f"the agent ended with code {agent.poll()} before it answered" + (f": {said}" if said else "")
         else:

@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
         tasks.append(subprocess.Popen(argv[1:], env=environ, preexec_fn=die_with_parent))
     while any(task.poll() is None for task in tasks) and not any(task.poll() for task in tasks):
         time.sleep(0.05)
-    end(tasks)
+    end(tasks, patience_s=0)
     return max(abs(task.wait()) for task in tasks)
 
 

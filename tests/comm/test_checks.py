@@ -23,7 +23,7 @@ LO = Interface("lo", True, True, ("127.0.0.1",))
 @pytest.mark.parametrize(
     ("found", "says", "fix"),
     [
-        ({"lo": LO, "ens5": Interface("ens5", True, True, ("10.0.0.1",))}, "has ens5 (10.0.0.1)", "interface=ens5"),
+        ({"lo": LO, "ens5": Interface("ens5", True, True, ("10.0.0.1",))}, "has ens5 (up)", "interface=ens5"),
         ({"lo": LO}, "it has none but lo", "bring a network"),
         ({"eth0": Interface("eth0", False, False, ("10.0.0.1",))}, "it is switched off", "ip link set eth0 up"),
         ({"eth0": Interface("eth0", True, False, ("10.0.0.1",))}, "it has no link", "cable"),
@@ -151,6 +151,11 @@ def test_good_gpus() -> None:
     assert found["state"] == "ok" and found["short"] == "2 × H100 80GB HBM3"
     assert gpus.gpus(0, [])[0]["state"] == "skipped"
     assert gpus.gpus(2, [], present=2)[0]["state"] == "ok"  # no nvidia-smi, but /dev/nvidia0 and 1
+
+
+def test_only_the_gpus_that_are_ours_count() -> None:
+    assert [gpu["index"] for gpu in gpus.look(smi(GOOD), "1")] == ["1"]
+    assert len(gpus.look(smi(GOOD), "GPU-1234")) == 2  # by another name: all are looked at
 
 
 def test_gpus_that_are_missing_or_sick_are_named() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dtrain.comm.full import Full
-from dtrain.comm.preflight import Preflight
+from dtrain.comm.preflight import Preflight, local_starter
 from dtrain.comm.report import Report
 from tests.comm.test_preflight import Starts, config
 from tests.comm.test_profile import CONFIGS
@@ -17,28 +20,60 @@ from tests.comm.test_transport import FELL_BACK, IB
 NODES = ["node1", "node2", "node3"]
 
 
+# one import of torch for the ranks of a node: four at once take two cores six seconds
+FORKING = """
+import os, sys, torch.distributed
+from dtrain.comm import probe
+for i in range(2):
+    os.environ["SLURM_LOCALID"] = str(i)
+    if not os.fork():
+        os._exit(probe.main())
+sys.exit(any(os.wait()[1] for _ in range(2)))
+"""
+
+
+class Replaced(Starts):
+    """Another program in the place of the measuring ranks."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__()
+        self.code = code
+
+    def __call__(self, argv: list[str], nodes: list[str], tasks_per_node: int, *more: Any) -> subprocess.Popen[bytes]:
+        if argv[-1] == "dtrain.comm.probe":
+            argv, tasks_per_node = [sys.executable, "-c", self.code], 1
+        return super().__call__(argv, nodes, tasks_per_node, *more)
+
+
 def test_real_ranks_measure_devices_and_collectives(tmp_path: Path) -> None:
     settings = config()
     settings["cluster"]["processes"] = 2
+    settings["hardware"] = {"network_busbw_gb_s": 1e6}  # never reached, so that the pair is measured, too
     said: list[str] = []
     check = Preflight("full", min_shm_gib=0.001, sizes_mib=[1], outlier=0.0)  # a busy machine is no finding here
-    report = check.run(settings, tmp_path, ["node1", "node2"], Starts(), said.append)
-    assert report.ok, said
+    report = check.run(settings, tmp_path, ["node1", "node2"], Replaced(FORKING), said.append)
+    assert [texts[0].partition(":")[0] for texts in report.bad.values()] == [
+        "no pair of nodes is fast enough, so it is the fabric or its profile"
+    ] * 2, said
     for node in ("node1", "node2"):
-        for name in ("matmul", "memory", "all-reduce", "all-gather", "reduce-scatter", "across"):
+        for name in ("matmul", "memory", "all-reduce", "all-gather", "reduce-scatter"):
             assert report.state(node, name) == "ok", (node, name, said)
 
 
+def test_the_tasks_of_this_machine_know_their_number_and_end_together(tmp_path: Path) -> None:
+    argv = [
+        sys.executable,
+        "-c",
+        "import os, sys, time; i = int(os.environ['SLURM_LOCALID']); i or time.sleep(60); sys.exit(i)",
+    ]
+    began = time.monotonic()
+    process = local_starter(argv, ["node1"], 2, {}, tmp_path / "log")
+    assert process.wait(30) != 0 and time.monotonic() - began < 30
+
+
 def test_a_rank_that_breaks_is_quoted(tmp_path: Path) -> None:
-    code = "import sys; sys.exit('CUDA error: uncorrectable ECC error')"
-    import sys
-
-    class Breaks(Starts):
-        def __call__(self, argv: list[str], nodes: list[str], *more: Any) -> Any:
-            measuring = argv[-1] == "dtrain.comm.probe"
-            return super().__call__([sys.executable, "-c", code] if measuring else argv, nodes, *more)
-
-    report = Preflight("full", min_shm_gib=0.001).check(config(), tmp_path, ["node1"], Breaks())
+    broken = Replaced("import sys; sys.exit('CUDA error: uncorrectable ECC error')")
+    report = Preflight("full", min_shm_gib=0.001).check(config(), tmp_path, ["node1"], broken)
     assert "ended with code 1: CUDA error: uncorrectable ECC error" in report.bad["node1"][0]
 
 
