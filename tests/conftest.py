@@ -1,4 +1,4 @@
-"""Options of the suite, and tests that need a GPU: they say so with a mark, and are skipped, visibly, without one."""
+"""Options of the suite. Tests marked gpu or slow are skipped, visibly, without a GPU or without --all."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="every pair of strategies in tests/parity/test_exchange.py")
+    parser.addoption("--all", action="store_true", help="also what is marked slow, and every pair of strategies")
     parser.addoption("--matrix", metavar="FILE", help="write what they found there to FILE.json and FILE.md")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: make test-all"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch

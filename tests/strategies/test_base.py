@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -156,13 +157,14 @@ def test_clipping_scales_all_gradients_by_one_norm() -> None:
     torch.testing.assert_close(gradients, torch.tensor([0.6, 0.0, 0.0, 0.8]))
 
 
-@pytest.mark.timeout(600)  # a minute on a quiet machine
-def test_compile_keeps_the_maths(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)  # a minute for all of them on a quiet machine
+@pytest.mark.parametrize("strategies", [("fsdp", "3d"), pytest.param(STRATEGIES, marks=pytest.mark.slow)])
+def test_compile_keeps_the_maths(strategies: Sequence[str], tmp_path: Path) -> None:
     options = ["train.steps=4", "model.num_layers=2"]
     reference = make_run(tmp_path / "reference", *options, "cluster.processes=1")
     assert train(reference, 1) == [0]
     apart = {}
-    for strategy in STRATEGIES:
+    for strategy in strategies:
         size = sizes_of(strategy)[0]
         where = [f"strategy={strategy}", f"cluster.processes={size}", "compile=true"]
         try:
