@@ -45,14 +45,8 @@ class Srun(Supervisor):
 
     def command(self, run_dir: Path) -> list[str]:
         python = shlex.split(self.cluster["python"] or shlex.quote(sys.executable))
-        container = [
-            f"--{name.replace('_', '-')}={self.cluster[name]}"
-            for name in ("container_image", "container_mounts")
-            if self.cluster[name]
-        ]
         return [
-            *srun(self.cluster, self.nodes, self.cluster["processes"]),
-            "--kill-on-bad-exit=1", "--label", *container, *self.cluster["srun"],
+            *srun(self.cluster, self.nodes, self.cluster["processes"]), "--kill-on-bad-exit=1", *self.cluster["srun"],
             *python, "-m", "dtrain.rank", str(run_dir),
         ]  # fmt: skip
 
@@ -62,7 +56,8 @@ class Srun(Supervisor):
 
     def on_stop(self) -> None:
         """A network file system may hide a new file for a minute; a signal to the tasks does not wait."""
-        scontrol("scancel", "--signal=USR1", job_id())
+        # of a job that is being requeued it asks again after 5 s, for a minute: the ranks have had their TERM then
+        scontrol("scancel", "--signal=USR1", job_id(), timeout=4)
 
     def kill(self, process: subprocess.Popen[bytes]) -> None:
         """Killing srun would leave the tasks on other nodes; TERM makes it end the step."""
@@ -87,10 +82,12 @@ def killed_ranks(said: str) -> list[tuple[int, str]]:
 
 def srun(cluster: dict[str, Any], nodes: list[str], tasks_per_node: int) -> list[str]:
     """srun on these nodes of the job. --overlap: a step that hangs must not keep the next from starting."""
-    cpus = [f"--cpus-per-task={cluster['cpus_per_task']}"] if cluster["cpus_per_task"] else []
+    names = ("cpus_per_task", "container_image", "container_mounts")
+    given = [f"--{name.replace('_', '-')}={cluster[name]}" for name in names if cluster[name]]
     return [
         "srun", "--export=ALL", "--overlap", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
-        f"--ntasks={len(nodes) * tasks_per_node}", f"--ntasks-per-node={tasks_per_node}", "--distribution=block", *cpus,
+        f"--ntasks={len(nodes) * tasks_per_node}", f"--ntasks-per-node={tasks_per_node}", "--distribution=block",
+        "--label", *given,
     ]  # fmt: skip
 
 
@@ -163,7 +160,7 @@ class Job:
         nodes = self.nodes
         check = configuration.build(config["preflight"])
         if check.level != "off":
-            report = check.run(config, self.run_dir, nodes, starter(config), _say)
+            report = check.run(config, self.run_dir, nodes, starter(config), _say, stop=lambda: self.stopped)
             if self.stopped:
                 return PREEMPTED, "stopped before the ranks had started"
             if not report.ok:
@@ -279,7 +276,7 @@ def starter(config: dict[str, Any]) -> Any:
     def start(
         argv: list[str], nodes: list[str], tasks_per_node: int, env: dict[str, str], log: Path
     ) -> subprocess.Popen[bytes]:
-        command = [*srun(config["cluster"], nodes, tasks_per_node), "--label", *argv]
+        command = [*srun(config["cluster"], nodes, tasks_per_node), *argv]
         with open(log, "ab") as file:
             return subprocess.Popen(
                 command,

@@ -60,7 +60,7 @@ class Torchrun(Supervisor):
 
     def dry_run(self, run_dir: Path) -> None:
         for name, value in self.environment().items():
-            print(f"export {name}={shlex.quote(value)}")
+            print(f"export {name}={profile.quote(value)}")
         print(shlex.join(self.command(run_dir)))
 
     def launch(self, run_dir: Path) -> int:

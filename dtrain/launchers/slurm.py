@@ -160,7 +160,7 @@ class Slurm:
         print(self.script(run_dir, config["name"]))
         print("\n# the supervisor in the job adds to the ranks' environment (yours wins where it says something else):")
         for name, value in profile.environment(config, os.environ).items():
-            print(f"# export {name}={shlex.quote(value)}")
+            print(f"# export {name}={profile.quote(value)}")
         for line in profile.differences(config, os.environ):
             print(f"# {line}")
         ranks = batch.Srun(config, [f"NODE{i}" for i in range(self.nodes)], "ADDRESS-OF-NODE0", "A-FREE-PORT")

@@ -11,7 +11,6 @@ import pytest
 
 from tests.world import layouts, losses, make_run, metrics, start, summary, train
 
-
 WIDE = ("ddp", "zero3", "3d")  # at 4 ranks; the other strategies there with --all
 
 
