@@ -318,7 +318,7 @@ def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str
 def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[str]:
     """What to type next."""
     resume = f"{LAUNCH} {resume_argument(run_dir)}"
-    if status in ("failed", "preempted", "died"):
+    if status in ("failed", "preempted", "died", "cancelled"):
         return [resume]
     if status != "done":
         return []

@@ -49,7 +49,8 @@ DEFAULTS = {
     "trials": "20", "parallel": "1", "metric": "val_loss", "direction": "minimize", "sampler": "tpe", "seed": "0",
     "dir": "", "detach": "",
 }  # fmt: skip
-POLL_S = 0.5
+LOCAL_S, QUEUE_S = 0.5, 5.0  # how often to look at trials here, and in a queue
+MANY = 3  # trials in a row that fail: the next would, too
 
 
 @dataclass(frozen=True)
@@ -198,14 +199,15 @@ class Search:
         from optuna.trial import TrialState
 
         for trial in self.study.get_trials(states=[TrialState.RUNNING]):  # of an earlier driver
-            if self._status(trial.number) not in ("done", "queued", "running", "starting"):
+            record = self._look([trial.number])[0]
+            if record.status != "done" and not record.is_live:
                 self._launch(trial.number, trial.params)
         for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(stop, self._on_signal)
         while True:
             waiting = [t.number for t in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING])]
-            for number in waiting:
-                code = self._settle(number)
+            for number, record in zip(waiting, self._look(waiting), strict=True):
+                code = self._settle(number, record)
                 if code is not None:
                     return code
             running = len(self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]))
@@ -219,7 +221,8 @@ class Search:
             elif not running:
                 break
             else:
-                time.sleep(POLL_S)
+                local = any(process.poll() is None for process in self.processes.values())
+                self._pause(LOCAL_S if local else QUEUE_S)
         done = self.study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
         if not done:
             return FAILED
@@ -253,20 +256,28 @@ class Search:
         # a session of its own: Ctrl-C is for us, who hand it on
         self.processes[number] = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
 
-    def _status(self, number: int) -> str:
-        return str(records.load([self._run_dir(number)], ask_all=True)[0][0].status)
+    def _look(self, numbers: Sequence[int]) -> list[records.Record]:
+        """How the trials are, with one question to SLURM for all of them."""
+        return records.load([self._run_dir(number) for number in numbers], ask_all=True)[0]
 
-    def _settle(self, number: int) -> int | None:
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.stopped:
+            time.sleep(0.1)
+
+    def _settle(self, number: int, record: records.Record) -> int | None:
         """Tell the study what came of a trial that has ended. Gives an exit code when the search must end, too."""
         from optuna.trial import TrialState
 
         process = self.processes.get(number)
         if process is not None and process.poll() is None:
             return None
-        run_dir, status = self._run_dir(number), self._status(number)
+        run_dir, status = record.run_dir, record.status
         if process is not None and process.returncode == BAD_CONFIG:
             self.study.tell(number, state=TrialState.FAIL)
             return BAD_CONFIG  # its message is on the screen; the next trial would get the same one
+        if record.is_live:
+            return None
         if status == "done":
             value = read_summary(run_dir).get(self.words["metric"])
             if isinstance(value, (int, float)) and math.isfinite(value):
@@ -280,7 +291,11 @@ class Search:
                 return None
             print(f"trial {number} was {status}, so the search ends; the same command goes on with it", flush=True)
             return PREEMPTED
-        elif status in ("failed", "died"):
+        else:  # failed, died, or interrupted and in no queue any more
             self.study.tell(number, state=TrialState.FAIL)
             print(f"trial {number}: {status}; dtrain status {shell_path(run_dir)}", flush=True)
+        newest = [t.state for t in self.study.get_trials(deepcopy=False) if t.state.is_finished()][-MANY:]
+        if newest == [TrialState.FAIL] * MANY:
+            print(f"{MANY} trials in a row came to nothing, so the search ends", flush=True)
+            return FAILED
         return None

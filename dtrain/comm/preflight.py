@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from dtrain.comm.quick import Quick
 from dtrain.comm.report import Check, Report
 from dtrain.comm.starters import Starter as Starter
 from dtrain.comm.starters import local_starter as local_starter
-from dtrain.config import bad
+from dtrain.config import bad, build
 from dtrain.contract import DONE, PREFLIGHT
 from dtrain.words import short_path
 
@@ -136,8 +137,14 @@ def nodes_and_starter(config: dict[str, Any], argv: list[str]) -> tuple[list[str
 
     listed = os.environ.get("SLURM_JOB_NODELIST")
     if not listed:
-        fix = f"salloc --nodes={cluster['nodes']} {shlex.join(['dtrain', 'preflight', *argv])}"
-        raise bad("cluster", config["choices"].get("cluster"), "its nodes are only there inside a job", fix)
+        if shutil.which("salloc") is None:
+            fix = "log in where the cluster's commands are, or preflight=… on the job itself"
+            raise bad("cluster", config["choices"].get("cluster"), "there is no salloc on this machine", fix)
+        processes = cluster["processes"] or cluster["gpus_per_node"] or 1
+        request = build(cluster | {"processes": processes}).salloc()
+        command = [*request, sys.executable, "-m", "dtrain", "preflight", *argv]
+        print(f"asking SLURM for the nodes: {shlex.join(command)}", flush=True)
+        os.execvp(command[0], command)  # it comes back here, inside a job; the exit code is the command's
     nodes = batch.scontrol("scontrol", "show", "hostnames", listed).split()
     if not nodes:
         raise bad(

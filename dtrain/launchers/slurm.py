@@ -184,6 +184,15 @@ class Slurm:
             )
         return 0
 
+    def salloc(self) -> list[str]:
+        """The same request for a command that waits for it: nodes to look at, not to train on."""
+        names = ("partition", "account", "qos", "constraint", "mem", "cpus_per_task", "gres", "nodelist", "exclude",
+                 "exclusive", "nodes", "ntasks_per_node", "gpus_per_node", "time")  # fmt: skip
+        asked = {k: v for k, v in self.parameters.items() if k in names and v is not None}
+        asked |= {k: v for k, v in self.additional.items() if k not in ("signal", "requeue", "no-requeue")}
+        flags = [f"--{k.replace('_', '-')}" + ("" if v is True else f"={v}") for k, v in asked.items()]
+        return ["salloc", "--job-name=dtrain-preflight", *flags]
+
     # ---- submission ------------------------------------------------------------------------------------------
 
     def script(self, run_dir: Path, name: str) -> str:
