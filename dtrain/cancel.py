@@ -17,7 +17,7 @@ from dtrain.squeue import NoAnswer, call
 from dtrain.words import resume_argument, shell_path, short_path
 
 
-def cancel_main(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """`dtrain cancel`: end a run, or all of a sweep, and say how to go on."""
     parser = argparse.ArgumentParser("dtrain cancel", description="End a run; what it saved stays.")
     parser.add_argument("run", help="a run folder, a part of its name, or latest; or a sweep's folder")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import shlex
 import shutil
@@ -32,14 +33,19 @@ RUN is a run folder, a part of its name, or `latest`. Exit codes: 0 done, 2 bad 
 running, 4 preflight failed, 75 preempted with a checkpoint saved."""
 
 
+# where each lies; imported when it is asked for
+COMMANDS = {
+    "launch": "dtrain.launch:main", "verify": "dtrain.verify:main", "search": "dtrain.search:main",
+    "runs": "dtrain.runs:main", "status": "dtrain.status:main", "logs": "dtrain.logs:main",
+    "cancel": "dtrain.cancel:main", "env": "dtrain.comm.profile:main",
+    "preflight": "dtrain.comm.preflight:main", "sample": "dtrain.cli:sample", "export": "dtrain.cli:export",
+    "recipes": "dtrain.cli:recipes", "data": "dtrain.cli:data",
+}  # fmt: skip
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
-    commands = {
-        "launch": launch, "verify": verify, "runs": runs, "sample": sample, "export": export, "recipes": recipes,
-        "data": data, "status": status, "logs": logs, "cancel": cancel, "env": env, "preflight": preflight,
-        "search": search,
-    }  # fmt: skip
     if command in ("-h", "--help", "help"):
         print(USAGE)
         return 0
@@ -47,14 +53,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"dtrain {__version__}")
         return 0
     try:
-        if command not in commands:
+        if command not in COMMANDS:
             import difflib
 
-            near = difflib.get_close_matches(command.lower(), commands, 1)
+            near = difflib.get_close_matches(command.lower(), COMMANDS, 1)
             fix = f"did you mean dtrain {near[0]}?" if near else "dtrain --help lists them"
             fix = f"dtrain launch {shlex.join(argv)}" if "=" in command else fix
             raise ValueError(f"{command or repr(command)}: there is no such command\n  fix: {fix}")
-        code = commands[command](rest)
+        module, _, function = COMMANDS[command].partition(":")
+        code = int(getattr(importlib.import_module(module), function)(rest))
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # dtrain runs | head
@@ -70,60 +77,6 @@ def main(argv: list[str] | None = None) -> int:
             text = f"{error.filename}: {error.strerror}\n  fix: check that the path is right, and yours to use"
         console.print_error(text)
         return 2
-
-
-def launch(argv: list[str]) -> int:
-    from dtrain.launch import main as launch_main
-
-    return launch_main(argv)
-
-
-def verify(argv: list[str]) -> int:
-    from dtrain.verify import main as verify_main
-
-    return verify_main(argv)
-
-
-def runs(argv: list[str]) -> int:
-    from dtrain.runs import main as runs_main
-
-    return runs_main(argv)
-
-
-def search(argv: list[str]) -> int:
-    from dtrain.search import main as search_main
-
-    return search_main(argv)
-
-
-def status(argv: list[str]) -> int:
-    from dtrain.jobs import status_main
-
-    return status_main(argv)
-
-
-def logs(argv: list[str]) -> int:
-    from dtrain.jobs import logs_main
-
-    return logs_main(argv)
-
-
-def cancel(argv: list[str]) -> int:
-    from dtrain.jobs import cancel_main
-
-    return cancel_main(argv)
-
-
-def env(argv: list[str]) -> int:
-    from dtrain.comm.profile import main as env_main
-
-    return env_main(argv)
-
-
-def preflight(argv: list[str]) -> int:
-    from dtrain.comm.preflight import main as preflight_main
-
-    return preflight_main(argv)
 
 
 def sample(argv: list[str]) -> int:

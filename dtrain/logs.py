@@ -21,7 +21,7 @@ ASK_S = 15.0  # how often SLURM is asked; sites frown on more
 SURE_S = 5.0  # a job that ended may be queued again: after the loss of a node SLURM takes seconds for that
 
 
-def logs_main(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """`dtrain logs`: the end of a log, and with -f what comes next."""
     parser = argparse.ArgumentParser("dtrain logs", description="What a run's ranks wrote.")
     parser.add_argument("run", help="a run folder, a part of its name, or latest")

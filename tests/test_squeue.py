@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from dtrain import squeue
-from dtrain.jobs import cancel_main, query
+from dtrain.cancel import main as cancel_main
 from dtrain.runs import main as runs_main
+from dtrain.squeue import query
 from tests import rundirs
 from tests.rundirs import Fakes, job, list_runs, make, note, row
 

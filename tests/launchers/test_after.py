@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 
 from dtrain import logs, squeue
-from dtrain.jobs import cancel_main, describe, logs_main, query
+from dtrain.cancel import main as cancel_main
+from dtrain.logs import main as logs_main
 from dtrain.records import Record, load
 from dtrain.runs import main as runs_main
+from dtrain.squeue import query
+from dtrain.status import describe
 from tests import rundirs, slurm
 from tests.rundirs import list_runs, make
 from tests.slurm import Cluster

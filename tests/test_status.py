@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from dtrain import logs
-from dtrain.jobs import cancel_main, logs_main, status_main
+from dtrain.cancel import main as cancel_main
+from dtrain.logs import main as logs_main
 from dtrain.records import load
+from dtrain.status import main as status_main
 from tests import rundirs
 from tests.rundirs import HERE, LOCAL, Fakes, job, list_runs, make, note, row
 

@@ -9,20 +9,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain.cancel import cancel_main
 from dtrain.console import next_commands, say, stdout_console
-from dtrain.logs import logs_main, other_logs
+from dtrain.logs import other_logs
 from dtrain.records import Record, load
 from dtrain.rundir import latest_checkpoint, read_json
 from dtrain.runs import find_run, strict_json, sweep_points
-from dtrain.squeue import Job, Jobs, query, show
+from dtrain.squeue import show
 from dtrain.tables import STYLES, print_sweep, say_problem
 from dtrain.words import as_dict, duration, loss_text, number, shell_path, short_path, si
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-__all__ = ["Job", "Jobs", "cancel_main", "logs_main", "query", "status_main"]
 
 # SLURM's words for why a job waits, those that a newcomer meets first.
 REASONS = {
@@ -42,7 +39,7 @@ REASONS = {
 }
 
 
-def status_main(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """`dtrain status`: one run, or one sweep, on one screen."""
     parser = argparse.ArgumentParser("dtrain status", description="How a run is, and what to type next.")
     parser.add_argument("run", help="a run folder, a part of its name, or latest; or a sweep's folder")
