@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from dtrain import __version__
+from dtrain import __version__, cli
 from dtrain.cli import COMMANDS, USAGE, main
 from dtrain.config import RECIPES
 from dtrain.launchers.local import Local
