@@ -25,11 +25,13 @@ from dtrain.contract import DONE, FAILED, PREEMPTED, PREFLIGHT, STOP_SIGNALS
 from dtrain.launchers.local import python_path
 from dtrain.launchers.supervisor import Supervisor, failure
 from dtrain.rundir import latest_checkpoint, locked, parse_line, read_summary, write_json
+from dtrain.squeue import query
 from dtrain.validate import validate
 
 ATTEMPTS = "attempts.jsonl"
 CANCELLED = "cancelled"  # `dtrain cancel` leaves it: a run that was cancelled is not queued again
 LOCK_S = 60.0  # how long the last attempt's supervisor may take to go
+REQUEUE_TRIES = 20  # SLURM's controller may be away for some minutes
 
 
 class Srun(Supervisor):
@@ -218,16 +220,17 @@ class Job:
         config = configuration.load(self.run_dir)
         if not config["cluster"]["requeue"] or (self.run_dir / CANCELLED).exists():
             return
-        # only from RUNNING: a job that somebody cancelled must not come back, one being requeued needs no help
-        if "JobState=RUNNING" not in scontrol("scontrol", "show", "job", "-o", self.id):
-            return
-        print(f"{why}: queueing again", flush=True)
-        if scontrol("scontrol", "requeue", self.id) == "" and self._still_running():
-            print("it could not be queued again; go on with resume=" + shlex.quote(str(self.run_dir)), flush=True)
-
-    def _still_running(self) -> bool:
-        time.sleep(5)  # requeueing kills this process, so this line is rarely passed
-        return "JobState=RUNNING" in scontrol("scontrol", "show", "job", "-o", self.id)
+        for tries in range(REQUEUE_TRIES):
+            job = query([self.id]).get(self.id)
+            # only from RUNNING: a job that somebody cancelled must not come back, one being requeued needs no help
+            if job and job.state != "RUNNING":
+                return
+            if tries == 0:
+                print(f"{why}: queueing again", flush=True)
+            if job:
+                scontrol("scontrol", "requeue", self.id)  # its TERM does not end us: our handler has it
+            time.sleep(1 if job else 5)
+        print("it could not be queued again; go on with resume=" + shlex.quote(str(self.run_dir)), flush=True)
 
     def _note(self, event: str, **values: Any) -> None:
         line = {"event": event, "time": time.time(), "step": newest_step(self.run_dir), **values}
