@@ -10,7 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from dtrain import runs, sweeps
-from dtrain.config import RECIPES, SECRET, bad
+from dtrain.config import CODE, RECIPES, SECRET, bad
 from dtrain.explain import GROUPS, known_settings, options_of
 
 
@@ -20,6 +20,7 @@ def prepare_arguments(argv: list[str]) -> list[str]:
     argv.sort(key=lambda a: a not in ("-m", "--multirun"))  # Hydra takes it only before or after all settings
     ours = "|".join([*GROUPS, "recipe", "resume", "run_dir"])
     argv = [re.sub(rf"^\++({ours})=", r"\1=", a) for a in argv]  # +strategy=fsdp
+    argv = [re.sub(r"^cluster\.(sbatch|fabric\.env)\b", r"++\g<0>", a) for a in argv]  # mappings that begin empty
     argv = [re.sub(r"^([\w.+]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), a) for a in argv]  # no shell does it here
     argv = [a for a in argv if a != "recipe=null"]  # the default, which Hydra does not let one type
     for word in argv:
@@ -92,7 +93,8 @@ def store_recipe(path: Path) -> None:
         raise bad("recipe", path, f"is not valid yaml: {error}", "mend the file") from error
     if not isinstance(node, DictConfig) or not all(re.fullmatch(r"[\w.-]+", str(key)) for key in node):
         raise bad("recipe", path, "must be a yaml mapping of settings", "dtrain recipes cp cpu-tiny my.yaml")
-    for key in ("resume", "trust", "cluster.setup"):  # else a file from elsewhere could name any code and trust it, too
+    # else a file from elsewhere could name any code and trust it, too
+    for key in ("resume", "trust", *(f"cluster.{name}" for name in CODE)):
         if OmegaConf.select(node, key):
             raise bad("recipe", path, f"{key} is for the command line", f"take it out of the file and type {key}=…")
     node.pop("search", None)  # what `dtrain search` varies; a plain run has the settings beside it
@@ -111,7 +113,8 @@ def store_as_run(run_dir: Path, overridden: list[str]) -> None:
         config.pop(key, None)
     config["train"].pop("stop_after", None)  # it meant the launch that has stopped
     if isinstance(config.get("cluster"), dict):
-        config["cluster"].pop("setup", None)  # shell code is typed anew, too, or stands in conf/
+        for name in CODE:  # typed anew, too, or in conf/
+            config["cluster"].pop(name, None)
     defaults = [{f"override /{g}": choices[g]} for g in GROUPS if g in choices and g not in overridden]
     node = OmegaConf.create({"defaults": [*defaults, "_self_"], **config})
     ConfigStore.instance().store(group="recipe", name="as-run", node=node, package="_global_")
@@ -128,8 +131,3 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or not isinstance(config.get("train"), dict):
         raise bad("resume", run_dir, "its config.yaml is not that of a run", "another run; dtrain runs lists them")
     return {str(k): v for k, v in config.items()}
-
-
-def slug(text: str) -> str:
-    """Overrides as a folder name: no slashes, no spaces, not longer than file systems take."""
-    return re.sub(r"[^\w.,=+-]+", "-", text)[:120].strip("-")

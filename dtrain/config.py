@@ -20,6 +20,10 @@ from omegaconf import DictConfig, OmegaConf
 SECRET = re.compile(r"(^|[._-])(((api|access)_?key|secret|password|passwd|credential)s?|token)$", re.IGNORECASE)
 
 
+# settings of a cluster that say what is executed: typed, or in conf/, never from a recipe or a run folder
+CODE = ("setup", "python", "srun", "sbatch", "container_image", "container_mounts")
+
+
 def _folder(name: str) -> Path:
     """conf/ and recipes/: inside the package when installed from a wheel, at the top of a checkout."""
     package = Path(__file__).resolve().parent

@@ -16,7 +16,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dtrain import console, records, runs, sweeps
 from dtrain.arguments import prepare_arguments, read_config
-from dtrain.config import CONF, bad, build, count_gpus, redact, save
+from dtrain.config import CODE, CONF, bad, build, count_gpus, redact, save
 from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED, PREFLIGHT
 from dtrain.explain import GROUPS, explain, known_settings
-from dtrain.rundir import latest_checkpoint, locked, read_json, write_json
+from dtrain.rundir import latest_checkpoint, locked, read_json, read_summary, write_json
 from dtrain.schema import unknown
 from dtrain.strategies import zero_config
 from dtrain.validate import check_resume, validate
@@ -60,6 +61,9 @@ def main(argv: list[str]) -> int:
             raise
         console.print_error(explain(error))
         return 2
+    except KeyboardInterrupt:  # before a run began: a launcher has handlers of its own
+        console.print_error("interrupted")
+        return 130
     except SystemExit as stop:  # from the gate, or from Hydra's own argument parser
         if stop.__cause__ is None:
             return PREEMPTED if stop.code == PREEMPTED else BAD_CONFIG if stop.code else DONE
@@ -79,6 +83,15 @@ def slug(text: str) -> str:
     return re.sub(r"[^\w.,=+-]+", "-", text)[:120].strip("-")
 
 
+@contextmanager
+def heard() -> Iterator[None]:
+    """Hydra turns an exception of a callback into a warning and goes on; SystemExit is the way to be heard."""
+    try:
+        yield
+    except Exception as error:
+        raise SystemExit(2) from error
+
+
 class Gate(Callback):
     """Check one run, or every job of a sweep, before Hydra makes a folder; close a sweep with one table."""
 
@@ -88,19 +101,18 @@ class Gate(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         if str(config.hydra.sweeper._target_).endswith("BasicSweeper"):
             self._check(sweeps.jobs_of(config))
+            with heard():
+                self.lock = sweeps.lock(Path(config.hydra.sweep.dir))  # until this process ends
             sweeps.note(Path(config.hydra.sweep.dir), sys.argv[1:])
         # else a search, which decides its jobs as it goes; each is checked when it comes
 
     def _check(self, configs: Iterable[DictConfig]) -> None:
-        # Hydra turns an exception of a callback into a warning and goes on; SystemExit is the way to be heard
-        try:
+        with heard():
             resolved = [resolve(config) for config in configs]
             clusters = [build(config["cluster"], config["trust"]) for config in resolved]
             for cluster, config in distinct(clusters, resolved):
                 if hasattr(cluster, "check") and not config["dry_run"]:  # a scheduler knows what it would refuse
                     cluster.check(config)
-        except Exception as error:
-            raise SystemExit(2) from error
         if resolved[0]["dry_run"]:
             for cluster, config in zip(clusters, resolved, strict=True):
                 cluster.dry_run(Path(config["run_dir"]), config)
@@ -113,7 +125,8 @@ class Gate(Callback):
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
-        submitted = sweeps.submit(folder)
+        with heard():
+            submitted = sweeps.submit(folder)
         runs.print_sweep(sweeps.points(folder))
         if submitted:
             print(f"submitted {len(submitted)} jobs; the table at any time: dtrain runs {shell_path(folder)}")
@@ -167,16 +180,14 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         if not sweeps.unfinished(run_dir):
             return config
     if config["resume"]:
+        check_queue(config, run_dir)
         old = read_config(run_dir)
         config["choices"]["recipe"] = old.get("choices", {}).get("recipe")
         check_resume(old, config, config["resume_allow"], run_dir)
-        check_setup(old, config)
-        check_unfinished(config, run_dir)
+        check_code(old, config)
         with locked(run_dir):
             pass  # refused here when the run is still running
-        if (job := records.load([run_dir], ask_all=True)[0][0].job) and not job.ended:
-            fix = f"wait for it, or take it out first: dtrain cancel {shell_path(run_dir)}"
-            raise bad("resume", config["resume"], f"its job {job.id} is in SLURM's queue ({job.state.lower()})", fix)
+        check_unfinished(config, run_dir)
     elif (run_dir / "launch.json").exists():
         raise bad(
             "run_dir",
@@ -199,14 +210,16 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     return config
 
 
-def check_setup(old: dict[str, Any], config: dict[str, Any]) -> None:
-    """cluster.setup is shell code, and a run folder may come from elsewhere: what it says is not run unseen."""
-    then, now = (c.get("cluster", {}).get("setup") for c in (old, config))
-    if then and then != now and now is not None:
-        raise bad(
-            "cluster.setup", now, f"the run was started with {then}, and shell code is not taken from a run folder",
-            f"type it again: 'cluster.setup={json.dumps(then)}'",
-        )  # fmt: skip
+def check_code(old: dict[str, Any], config: dict[str, Any]) -> None:
+    """A run folder may come from elsewhere: what it says to execute is not executed unseen."""
+    for name in CODE:
+        then, now = (c.get("cluster", {}).get(name) for c in (old, config))
+        if then and name in config["cluster"] and then != now:
+            key, value = f"cluster.{name}", json.dumps(then)
+            if isinstance(then, dict):  # Hydra's spelling has no quotes around keys
+                value = "{" + ", ".join(f"{k}: {json.dumps(v)}" for k, v in then.items()) + "}"
+            rule = f"the run was started with {value}, which is not taken from a run folder: it may come from elsewhere"
+            raise bad(key, now, rule, f"type it again: {shlex.quote(f'{key}={value}')}")
 
 
 def distinct(clusters: Sequence[Any], configs: Sequence[dict[str, Any]]) -> list[tuple[Any, dict[str, Any]]]:
@@ -215,8 +228,22 @@ def distinct(clusters: Sequence[Any], configs: Sequence[dict[str, Any]]) -> list
     return [(clusters[i], configs[i]) for i in found.values()]
 
 
+def check_queue(config: dict[str, Any], run_dir: Path) -> None:
+    """A run whose job is queued goes on by itself; a second job in one folder would only get in its way."""
+    (record,), problem = records.load([run_dir], ask_all=True)
+    fix = f"wait for it, or take it out first: dtrain cancel {shell_path(run_dir)}"
+    if record.job and not record.job.ended:
+        state = f"its job {record.job.id} is in SLURM's queue ({record.job.state.lower()})"
+        raise bad("resume", config["resume"], state, fix)
+    if record.job_id and record.job is None and not record.is_final:
+        why = f"nobody can say whether its job {record.job_id} is still queued ({problem or 'no SLURM commands here'})"
+        raise bad("resume", config["resume"], why, "try again where squeue answers")
+
+
 def check_unfinished(config: dict[str, Any], run_dir: Path) -> None:
     """A resume that has nothing to do is a mistake: somebody wanted more steps."""
+    if read_summary(run_dir).get("status") == "running":  # killed between its last save and its summary
+        return
     newest = latest_checkpoint(run_dir)
     done = int(newest.name.removeprefix("step-")) if newest else 0
     for key in ("steps", "stop_after"):

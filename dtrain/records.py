@@ -147,9 +147,11 @@ class Record:
         """Whether it runs, or will run without anybody doing anything. Of a job: as far as SLURM was asked."""
         if self.is_final:
             return False
-        if self.job_id is None or not self.job:
-            return self.status.rstrip("?") in ("queued", "starting", "running")
-        return not self.job.ended
+        if self.job:
+            return not self.job.ended
+        if self.job_id is not None:
+            return self.said != "failed"  # nobody could say: two jobs in a folder are worse than one that waits
+        return self.status.rstrip("?") in ("queued", "starting", "running")
 
     @property
     def status(self) -> str:
@@ -185,7 +187,8 @@ class Record:
         pid = launch.get("pid")
         # A submitted job outlives the process that submitted it, so that pid says nothing.
         ours = "local" in str(cluster.get("_target_", "local")) or cluster.get("launcher") == "torchrun"
-        ours = ours and self.job_id is None and launch.get("host") == socket.gethostname()
+        # One that was never submitted does not outlive its launcher, either.
+        ours = (ours or said is None) and self.job_id is None and launch.get("host") == socket.gethostname()
         if ours and isinstance(pid, int) and pid > 0:
             try:
                 os.kill(pid, 0)

@@ -61,8 +61,11 @@ def launch_time(launch: dict[str, Any]) -> float | None:
 def read_summary(run_dir: Path) -> dict[str, Any]:
     """summary.json; while it says running its figures are not written yet, and come from metrics.jsonl."""
     summary = read_json(run_dir / "summary.json")
-    if summary.get("status") != "running":
-        return summary
+    return summary | newest_figures(run_dir) if summary.get("status") == "running" else summary
+
+
+def newest_figures(run_dir: Path) -> dict[str, Any]:
+    """What metrics.jsonl says last, by the names of the summary."""
     newest: dict[str, Any] = {}
     try:
         with open(run_dir / "metrics.jsonl", "rb") as file:
@@ -74,7 +77,7 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
         pass  # no step was made yet
     names = {"step": "steps", "loss": "train_loss", "mem_gib": "peak_mem_gib"}
     names.update({key: key for key in ("val_loss", "val_accuracy", "tokens_per_s", "mfu")})
-    return {**summary, **{names[k]: v for k, v in newest.items() if k in names and v is not None}}
+    return {names[k]: v for k, v in newest.items() if k in names and v is not None}
 
 
 def parse_line(line: bytes) -> dict[str, Any]:

@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from dtrain import console, records, runs, sweeps
 from dtrain.config import RECIPES, bad
 from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED
+from dtrain.explain import explain
 from dtrain.launch import slug
 from dtrain.rundir import read_summary
 from dtrain.words import shell_path
@@ -49,6 +51,7 @@ DEFAULTS = {
     "trials": "20", "parallel": "1", "metric": "val_loss", "direction": "minimize", "sampler": "tpe", "seed": "0",
     "dir": "", "detach": "",
 }  # fmt: skip
+METRICS = ("val_loss", "val_accuracy", "train_loss", "tokens_per_s", "mfu", "peak_mem_gib", "wall_s")
 LOCAL_S, QUEUE_S = 0.5, 5.0  # how often to look at trials here, and in a queue
 MANY = 3  # trials in a row that fail: the next would, too
 
@@ -95,7 +98,10 @@ def read_request(argv: Sequence[str]) -> Request:
             found = OmegaConf.select(OmegaConf.load(path), "search")
             section = {} if found is None else OmegaConf.to_container(found)
     words = DEFAULTS | {k: str(v) for k, v in section.items() if k != "space"}
-    overrides = [*section.get("space", [])]
+    overrides = [str(word) for word in section.get("space", [])]
+    for override in parse(overrides):  # else a file from elsewhere could type what a recipe may not say
+        if not override.is_sweep_override():
+            raise bad("search.space", override.input_line, "must vary", "a fixed setting stands in the recipe itself")
     for word in argv:
         key, equals, value = word.partition("=")
         if word.startswith("-") or not equals:
@@ -107,6 +113,8 @@ def read_request(argv: Sequence[str]) -> Request:
     for key in ("trials", "parallel", "seed"):
         if not words[key].isdecimal() or int(words[key]) < (key != "seed"):
             raise bad(key, words[key], "must be a whole number, at least 1", f"{key}={DEFAULTS[key]}")
+    if words["metric"] not in METRICS:
+        raise bad("metric", words["metric"], "is not in a run's summary", f"metric can be {', '.join(METRICS)}")
     for key, options in (("direction", ("minimize", "maximize")), ("sampler", ("tpe", "random"))):
         if words[key] not in options:
             raise bad(key, words[key], f"must be {' or '.join(options)}", f"{key}={DEFAULTS[key]}")
@@ -116,14 +124,28 @@ def read_request(argv: Sequence[str]) -> Request:
             f"search.{unknown.pop()}", "…", "there is no such setting", f"use one of {', '.join(DEFAULTS)}, space"
         )
     # a word typed later wins over the recipe's
-    parsed = {o.key_or_group: o for o in OverridesParser.create().parse_overrides(overrides)}
+    parsed = {o.key_or_group: o for o in parse(overrides)}
     space = [o for o in parsed.values() if o.is_sweep_override()]
     if not space:
         raise bad("search", "", "nothing varies", "e.g. 'optim.lr=tag(log,interval(1e-4,1e-2))'")
     fixed = [str(o.input_line) for o in parsed.values() if not o.is_sweep_override()]
     for override in space:
-        distribution(override)
+        try:
+            distribution(override)
+        except ValueError as error:
+            if "  fix: " in str(error):
+                raise
+            key = override.key_or_group
+            why = f"is no space ({str(error).strip().rstrip('.')})"
+            raise bad(key, override.get_value_string(), why, f"{key}=interval(LOW,HIGH), range(FROM,TO) or a,b") from error
     return Request(words, space, fixed)
+
+
+def parse(overrides: list[str]) -> list[Override]:
+    try:
+        return OverridesParser.create().parse_overrides(overrides)
+    except HydraException as error:
+        raise ValueError(explain(error)) from error
 
 
 def distribution(override: Override) -> optuna.distributions.BaseDistribution:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from omegaconf import DictConfig, open_dict, read_write
 
@@ -55,9 +57,21 @@ def earlier(argv: Sequence[str], root: Path = Path("multirun")) -> Path | None:
     return max(found, key=lambda p: p.stat().st_mtime).parent if found else None
 
 
+def lock(folder: Path) -> TextIO:
+    """Hold a sweep's folder while its points are prepared and submitted: typed twice at once, they would run twice."""
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        folder.chmod(0o700)  # ours; one that was there before keeps its mode
+    file = open(folder / ".lock", "a")  # noqa: SIM115 (held until the process ends)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise bad("hydra.sweep.dir", folder, "another command is at work there", f"dtrain runs {folder}") from None
+    return file
+
+
 def note(folder: Path, argv: Sequence[str]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o700)
     write_json(folder / SWEEP, {"arguments": typed(argv)})
 
 
@@ -68,7 +82,10 @@ def points(folder: Path) -> list[Path]:
 
 def unfinished(run_dir: Path) -> bool:
     """Has the point ended short of its end, and is it not about to go on by itself?"""
-    record = records.load([run_dir], ask_all=True)[0][0]
+    (record,), problem = records.load([run_dir], ask_all=True)
+    if record.job_id and record.job is None and not record.is_final:
+        rule = f"nobody can say whether its job {record.job_id} is still queued ({problem or 'no SLURM commands here'})"
+        raise bad("hydra.sweep.dir", run_dir.parent, f"{run_dir.name}: {rule}", "try again where squeue answers")
     return record.status in TO_DO and (record.job is None or record.job.ended)
 
 

@@ -20,7 +20,7 @@ from dtrain import checkpoint, config, metrics, worker
 from dtrain.config import Settings, build
 from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED
 from dtrain.data.loader import Loader
-from dtrain.rundir import write_json
+from dtrain.rundir import newest_figures, write_json
 from dtrain.validate import batch_sizes
 from dtrain.worker import log
 
@@ -99,6 +99,8 @@ def train(run_dir: Path, cfg: Settings, device: torch.device) -> str:
     }  # fmt: skip
     record = metrics.Recorder(run_dir, step, build(cfg.logger, trust)) if rank == 0 else None
     if record:
+        if step == last_step:  # it was saved, and ended before it could write its summary
+            summary |= newest_figures(run_dir)
         write_json(run_dir / "summary.json", summary)
         record.logger.start(cfg.name, str(run_dir), cfg)
 
@@ -165,9 +167,11 @@ def train(run_dir: Path, cfg: Settings, device: torch.device) -> str:
     summary["status"] = "preempted" if stopping and step < last_step else "done"
     summary["peak_mem_gib"] = max(checkpoint.gather(metrics.memory_gib(device)))
     if record:
-        step_s = statistics.median(step_times[1:] or step_times or [math.inf])  # the first one warms up and compiles
+        if step_times:
+            step_s = statistics.median(step_times[1:] or step_times)  # the first one warms up and compiles
+            summary |= {"tokens_per_s": rate.tokens_per_s(step_s), "mfu": rate.mfu(step_s)}
         summary |= {
-            "tokens_per_s": rate.tokens_per_s(step_s), "mfu": rate.mfu(step_s), "skipped_steps": num_skipped,
+            "skipped_steps": num_skipped,
             "weights_sha256": checkpoint.weights_sha256(saved) if saved else None,
             "wall_s": time.perf_counter() - began,
         }  # fmt: skip

@@ -14,12 +14,8 @@ TRANSPORTS = ("socket", "ib", "efa")
 LEVELS = ("LOC", "PIX", "PXB", "PHB", "SYS")  # what NCCL once numbered 0 to 4; more than 4 meant SYS
 # All that breaks a line for a shell, a terminal or Python's splitlines.
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-# These decide which code runs, or who a rank is. A profile may come from somebody else's file.
-NOT_OURS = re.compile(
-    r"(LD|DYLD|PYTHON|BASH|SLURM|SBATCH|SRUN|SUBMITIT|GIT|SSH)_.*"
-    r"|(PYTHONPATH|PATH|HOME|SHELL|IFS|ENV|TMPDIR|USER|RANK|LOCAL_RANK|GROUP_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE"
-    r"|MASTER_ADDR|MASTER_PORT|CUDA_VISIBLE_DEVICES)"
-)
+# What a profile is about. Others decide which code runs, or who a rank is, and a profile may be somebody else's file.
+OURS = re.compile(r"(NCCL|GLOO|TORCH_NCCL|FI|UCX|OMP|RDMAV|OMPI_MCA)_(?!.*PLUGIN).*|CUDA_DEVICE_MAX_CONNECTIONS")
 FOR_SOCKETS = "is read by NCCL's socket transport only, and EFA's traffic does not go there"
 NO_INFINIBAND = "is about InfiniBand, and EFA is none: AWS offers no InfiniBand"
 ON_EFA = {
@@ -92,7 +88,7 @@ def check_entry(name: Any, entry: Any) -> None:
         raise bad(ENV, repr(name), "a variable's name is capitals, digits and _", "rename it")
     if SECRET.search(name):
         raise bad(key, "…", "looks like a secret, and a profile is written to disk", "export it in your own shell")
-    if NOT_OURS.fullmatch(name):
+    if not OURS.fullmatch(name):
         raise bad(key, "…", "is not a profile's to set", "export it in your own shell, or say it in cluster.setup")
     if not isinstance(entry, dict) or set(entry) != {"value", "why"}:
         raise bad(

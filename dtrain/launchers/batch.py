@@ -21,16 +21,18 @@ from typing import Any
 
 from dtrain import config as configuration
 from dtrain.comm import profile
-from dtrain.contract import DONE, FAILED, PREEMPTED, PREFLIGHT, STOP_SIGNALS
+from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED, PREFLIGHT, STOP_SIGNALS
 from dtrain.launchers.local import python_path
 from dtrain.launchers.supervisor import Supervisor, failure
-from dtrain.rundir import latest_checkpoint, locked, parse_line, read_summary, write_json
+from dtrain.rundir import last_launch, latest_checkpoint, locked, parse_line, read_json, read_summary, write_json
 from dtrain.squeue import query
 from dtrain.validate import validate
 
 ATTEMPTS = "attempts.jsonl"
 CANCELLED = "cancelled"  # `dtrain cancel` leaves it: a run that was cancelled is not queued again
-LOCK_S = 60.0  # how long the last attempt's supervisor may take to go
+LOCK_S = 180.0  # how long the last attempt's supervisor may take to go; NFS frees a lost node's lock after 90
+OUR_CODES = [str(code) for code in (BAD_CONFIG, FAILED)]
+TAIL = 2**21  # of a rank's log: what NCCL says at its start is less, and logs of earlier starts lie before it
 REQUEUE_TRIES = 20  # SLURM's controller may be away for some minutes
 
 
@@ -61,6 +63,14 @@ class Srun(Supervisor):
         # of a job that is being requeued it asks again after 5 s, for a minute: the ranks have had their TERM then
         scontrol("scancel", "--signal=USR1", job_id(), timeout=4)
 
+    def on_first_step(self, run_dir: Path) -> None:
+        """What NCCL chose, where NCCL_DEBUG=INFO made it say so: InfiniBand asked for, sockets used is easy to miss."""
+        from dtrain.comm import transport
+
+        said = (run_dir / "logs" / "rank-0.log").read_bytes()[-TAIL:].decode(errors="replace")
+        if found := transport.mismatch(self.config, said):
+            print(f"warning: {found}", flush=True)
+
     def kill(self, process: subprocess.Popen[bytes]) -> None:
         """Killing srun would leave the tasks on other nodes; TERM makes it end the step."""
         process.terminate()
@@ -78,8 +88,10 @@ def killed_ranks(said: str) -> list[tuple[int, str]]:
     names = {"Killed": "SIGKILL", "Out Of Memory": "SIGKILL", "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT"}
     names |= {"Bus error": "SIGBUS", "Illegal instruction": "SIGILL", "Floating point exception": "SIGFPE"}
     names |= {"User defined signal 1": "SIGUSR1", "User defined signal 2": "SIGUSR2", "Terminated": "SIGTERM"}
-    found = re.search(rf"srun: error: \S+ tasks? (\d+)[\d,-]*: ({'|'.join(names)})", said)
-    return [(int(found[1]), names[found[2]])] if found else []
+    found = re.search(rf"srun: error: \S+ tasks? (\d+)[\d,-]*: ({'|'.join(names)}|Exited with exit code (\d+))", said)
+    if not found or found[3] in OUR_CODES:  # a rank of ours that ends with a code of ours leaves a note
+        return []
+    return [(int(found[1]), names.get(found[2], f"exit code {found[3]}"))]
 
 
 def srun(cluster: dict[str, Any], nodes: list[str], tasks_per_node: int) -> list[str]:
@@ -118,6 +130,8 @@ class Job:
         for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):  # until the ranks run: then the supervisor's
             signal.signal(number, self._on_signal)
         self.id = job_id()
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # the user's own: not of this world
+            os.environ.pop(name, None)
         self.nodes = scontrol("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
 
     def run(self) -> int:
@@ -128,10 +142,17 @@ class Job:
         os.dup2(descriptor, 2)
         restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         print(f"{time.strftime('%F %T')} job {self.id}, start {restart + 1}, on {', '.join(self.nodes)}", flush=True)
-        self._lock()
-        if (self.run_dir / CANCELLED).exists():
+        if not self._lock():
+            return self._end(PREEMPTED, f"another job held the run folder for {LOCK_S:.0f} s")
+        ours = last_launch(read_json(self.run_dir / "launch.json")).get("job_id")
+        if (self.run_dir / CANCELLED).exists() or ours not in (None, self.id):
+            print(f"not this job's run any more: it was cancelled, or belongs to job {ours}", flush=True)
             return PREEMPTED
         config = configuration.load(self.run_dir)
+        last_step = min(config["train"]["steps"], config["train"]["stop_after"] or config["train"]["steps"])
+        summary = read_summary(self.run_dir)
+        if summary.get("status") == "done" and summary["steps"] >= last_step:  # queued again after its end
+            return DONE
         self._note("start", job_id=self.id, restart=restart, nodes=self.nodes)
         idle = idle_starts(self.run_dir)
         if idle > config["cluster"]["max_idle_starts"]:
@@ -145,17 +166,17 @@ class Job:
     def _on_signal(self, number: int, frame: object) -> None:
         self.stopped = True
 
-    def _lock(self) -> None:
+    def _lock(self) -> bool:
+        """Hold the run folder until this process ends; the last attempt's supervisor may still be about to go."""
         deadline = time.monotonic() + LOCK_S
-        while True:
+        while time.monotonic() < deadline:
             try:
                 self.lock = locked(self.run_dir)
                 self.lock.__enter__()
-                return
+                return True
             except ValueError:
-                if time.monotonic() > deadline:
-                    raise
                 time.sleep(1)
+        return False
 
     def _run(self, config: dict[str, Any]) -> tuple[int, dict[str, Any] | str]:
         """Preflight, then the ranks: the exit code, and why."""
@@ -169,6 +190,8 @@ class Job:
                 nodes = [node for node in nodes if node not in report.bad]
                 why = "; ".join(f"{node}: {text}" for node, texts in report.bad.items() for text in texts)
                 if not check.exclude_bad or not nodes:
+                    if newest_step(self.run_dir):  # it ran before: the next nodes may be better
+                        return PREEMPTED, f"preflight: {why}"
                     return PREFLIGHT, failure(None, "preflight", why, "logs/batch.log")
                 print(f"going on without {', '.join(report.bad)} ({why})", flush=True)
                 try:
@@ -180,8 +203,7 @@ class Job:
         ranks = Srun(config, nodes, address_of(nodes[0]), str(free_port()))
         if self.stopped:  # too early to save: nothing is lost
             return PREEMPTED, "stopped before the ranks had started"
-        code = ranks.supervise(self.run_dir)
-        self._say_transport(config)
+        code = ranks.supervise(self.run_dir, stop=lambda: self.stopped)
         if code == FAILED and ranks.failure.get("lost_peer"):
             return PREEMPTED, f"a node was lost: {ranks.failure['message'].splitlines()[0]}"
         if code == FAILED and ranks.never_began:  # srun hangs at times when a node has just come back
@@ -189,17 +211,6 @@ class Job:
         if code == FAILED and ranks.failure["type"] in {number.name for number in STOP_SIGNALS}:
             return PREEMPTED, f"{ranks.failure['type']} came before the ranks could hear it"  # Python was starting
         return code, ranks.failure if code not in (DONE, PREEMPTED) else read_summary(self.run_dir).get("status", "")
-
-    def _say_transport(self, config: dict[str, Any]) -> None:
-        """What NCCL chose, where NCCL_DEBUG=INFO made it say so: InfiniBand asked for, sockets used is easy to miss."""
-        from dtrain.comm import transport
-
-        try:
-            found = transport.mismatch(config, (self.run_dir / "logs" / "rank-0.log").read_text(errors="replace"))
-        except OSError:
-            return
-        if found:
-            print(f"warning: {found}", flush=True)
 
     def _end(self, code: int, why: dict[str, Any] | str) -> int:
         """Note how it ended; queue it again when it was interrupted and may go on."""

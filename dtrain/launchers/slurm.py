@@ -21,12 +21,17 @@ from typing import Any, Literal
 
 from dtrain import config as configuration
 from dtrain.comm import profile
-from dtrain.config import bad
+from dtrain.config import SECRET, bad
 from dtrain.launchers import batch
 from dtrain.launchers.local import Torchrun
+from dtrain.launchers.supervisor import failure
 from dtrain.rundir import read_json, write_json
+from dtrain.validate import CONTROL
 from dtrain.words import shell_path
 
+# parameters of sbatch without which a job would not be what the rest of dtrain takes it for
+NOT_THEIRS = ("array", "output", "error", "job-name", "open-mode", "wrap", "chdir", "signal", "requeue", "no-requeue",
+              "wait", "test-only", "parsable", "quiet", "ignore-pbs", "export-file", "uid", "gid")  # fmt: skip
 # sbatch's own words about a bad setting → the setting
 REFUSALS = (
     (r"invalid partition|partition.*not available|user's group not permitted", "partition", "sinfo -s lists them"),
@@ -106,7 +111,11 @@ class Slurm:
             "wckey": None,  # submitit's own default is its name, which a site may refuse
             "stderr_to_stdout": True,
             "use_srun": False,  # the job is our supervisor, which starts srun itself
-            "setup": [*(setup or []), f"export PYTHONPATH={shlex.quote(_import_path())}${{PYTHONPATH:+:$PYTHONPATH}}"],
+            "setup": [
+                "trap '' USR1 USR2",  # until the supervisor listens: a signal that comes too early is not the end
+                *(setup or []),
+                f"export PYTHONPATH={shlex.quote(_import_path())}${{PYTHONPATH:+:$PYTHONPATH}}",
+            ],
         }
         if gpus_per_node and gres is None:
             self.parameters["gpus_per_node"] = gpus_per_node
@@ -119,12 +128,17 @@ class Slurm:
         for name, value in (sbatch or {}).items():
             if not re.fullmatch(r"[a-z][a-z0-9-]*", str(name)):
                 raise bad("cluster.sbatch", name, "must be the long name of a parameter of sbatch", "e.g. {nice: 100}")
-            if name in ("array", "output", "error", "job-name", "open-mode", "wrap", "chdir", *self.additional):
+            if name in NOT_THEIRS:
                 raise bad("cluster.sbatch", name, "is what dtrain itself needs to say", "leave it out")
             own = str(name).replace("-", "_").replace("ntasks_per_node", "processes")
             if own in OWN_NAMES:  # a second word about the same thing would win in the script, and nobody else know
                 raise bad("cluster.sbatch", name, "has a setting of its own", f"cluster.{own}={value}")
+            if value is not True and (isinstance(value, bool) or not isinstance(value, (str, int, float))):
+                rule = "must be text, a number, or true for one that has no value"
+                raise bad(f"cluster.sbatch.{name}", value, rule, "leave it out when it is not meant")
             self.additional[str(name)] = value
+        _check_commands(python, srun or [])
+        _check_secrets([python or "", *(setup or []), *(srun or []), *(f"{v}" for v in (sbatch or {}).values())])
 
     def _check_torchrun(self) -> None:
         if self.node_rank is None or not 0 <= self.node_rank < self.nodes:
@@ -200,6 +214,7 @@ class Slurm:
         from submitit.slurm.slurm import _make_sbatch_string
 
         folder = _job_folder(run_dir)
+        self._check_words(name, folder)
         command = f"exec {shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
         return _make_sbatch_string(command=command, folder=folder, **self._all_parameters(name)) + "\n"
 
@@ -208,6 +223,21 @@ class Slurm:
             "job_name": name, "array_parallelism": self.array_parallelism, "additional_parameters": self.additional,
         }  # fmt: skip
 
+    def _check_words(self, name: str, folder: Path) -> None:
+        """What quotes do not help against: how SLURM reads the #SBATCH lines, where bash sees a comment."""
+        said = {f"cluster.{k}": v for k, v in self.parameters.items()}
+        said |= {f"cluster.sbatch.{k}": v for k, v in self.additional.items()}
+        for key, value in {"name": name, **said}.items():
+            if isinstance(value, str) and "\\" in value:
+                raise bad(key, value, "SLURM takes a backslash for an escape, also inside of quotes", "leave it out")
+        if found := re.search(r"[%\\]", str(folder)):
+            rule = f"SLURM replaces what follows a {found[0]} in the name of a log file"
+            raise bad("run_dir", folder.parent.parent, rule, f"run_dir=… a folder without {found[0]} in its path")
+        for path in (str(folder), _import_path()):
+            if CONTROL.search(path):  # of the working folder: the rest was checked with the other settings
+                rule = "has a control character, and it would reach a shell script"
+                raise bad("run_dir", repr(path), rule, "work in a folder without one in its path")
+
     def submit(self, run_dirs: Sequence[Path], folder: Path, name: str | None = None) -> list[str]:
         """One job for one run, an array for several that ask for the same; note each id in its launch.json."""
         from submitit import SlurmExecutor
@@ -215,6 +245,7 @@ class Slurm:
 
         name = name or str(configuration.load(run_dirs[0])["name"])
         job_folder = _job_folder(folder)
+        self._check_words(name, job_folder)
         job_folder.mkdir(parents=True, mode=0o700)
         # exec: the supervisor takes the shell's place, and so its signals
         executor = SlurmExecutor(job_folder, python=f"exec {shlex.quote(sys.executable)}")
@@ -223,6 +254,9 @@ class Slurm:
             with _outside_of_jobs(), executor.batch():
                 jobs = [executor.submit(batch.main, str(run_dir)) for run_dir in run_dirs]
         except (FailedJobError, FailedSubmissionError) as error:
+            for run_dir in run_dirs:  # or it would look as if it were about to start
+                why = f"SLURM did not take the job: {' '.join(str(error).split())}"
+                write_json(run_dir / "failure.json", failure(None, "submission", why, "submit.sbatch"))
             raise _refused(str(error), self.parameters | self.additional) from error
         for run_dir, job in zip(run_dirs, jobs, strict=True):
             record = read_json(run_dir / "launch.json")
@@ -262,6 +296,26 @@ def minutes(time: str | int | None, grace_s: int) -> int | None:
         rule = f"must be longer than cluster.grace_s={grace_s} seconds, which are for saving before the end"
         raise bad("cluster.time", time, rule, f"cluster.time={grace_s // 60 + 10}, or a smaller cluster.grace_s")
     return -(-seconds // 60)
+
+
+def _check_commands(python: str | None, srun: list[str]) -> None:
+    try:
+        shlex.split(python or "")
+    except ValueError as error:
+        raise bad("cluster.python", python, f"is no command ({error})", "cluster.python=/path/to/python") from None
+    for word in srun:
+        if not word.startswith("-"):  # srun would start that word instead of Python
+            raise bad("cluster.srun", word, "must be options, each with its value", "e.g. [--cpu-bind=verbose]")
+
+
+def _check_secrets(texts: list[str]) -> None:
+    for text in texts:
+        for name in re.findall(r"([A-Za-z_][\w-]*)=", text):
+            if SECRET.search(name):
+                raise bad(
+                    "cluster", f"{name}=…", "looks like a secret, and scripts are there for others to read",
+                    "export it in your shell before you launch: the job gets your environment",
+                )  # fmt: skip
 
 
 def _job_folder(folder: Path) -> Path:

@@ -16,7 +16,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -59,17 +59,25 @@ class Supervisor:
     def on_stop(self) -> None:
         """A quicker way than the file to tell the ranks, where there is one."""
 
+    def on_first_step(self, run_dir: Path) -> None:
+        """Something to look at when the ranks have met and begun."""
+
     def killed_ranks(self, log: str) -> list[tuple[int, str]]:
         """(rank, signal name) of those that were killed and could leave no note, from what `log_name` says."""
         raise NotImplementedError
 
     # ---- the same everywhere ---------------------------------------------------------------------------------
 
-    def supervise(self, run_dir: Path) -> int:
-        """Run to the end, restarting after failures as often as allowed; give the exit code."""
+    def supervise(self, run_dir: Path, stop: Callable[[], bool] = lambda: False) -> int:
+        """Run to the end, restarting after failures as often as allowed; give the exit code.
+
+        stop: whether a signal came before we listened.
+        """
         wanted = [*STOP_SIGNALS, signal.SIGHUP]  # the terminal was closed
         heard = [s for s in wanted if signal.getsignal(s) != signal.SIG_IGN]  # nohup ignores SIGHUP, and means it
         before = {number: signal.signal(number, self._on_signal) for number in heard}
+        if stop():
+            self.stop_requested_at = time.monotonic()
         try:
             with console.Monitor(run_dir) as monitor:
                 for attempt in range(self.max_restarts + 1):
@@ -138,10 +146,13 @@ class Supervisor:
         """Show progress until the ranks have ended. If they had to be killed, on whose account."""
         deadline = math.inf
         because = ""
-        began, started = time.time(), time.monotonic()
+        began, started, stepped = time.time(), time.monotonic(), False
         while process.poll() is None:
             monitor.poll()
             now = time.monotonic()
+            if not stepped and changed(run_dir.glob("metrics.jsonl"), began):
+                stepped = True
+                self.on_first_step(run_dir)
             if not because and self.stop_requested_at < math.inf:
                 (run_dir / STOP_FILE).touch()
                 self.on_stop()
@@ -192,7 +203,8 @@ def first_failure(run_dir: Path, killed: Sequence[tuple[int, str]] = ()) -> dict
         return dict(causes[0])
     for rank, name in killed:
         hint = " (out of memory?)" if name == "SIGKILL" else ""
-        return failure(rank, name, f"the process was killed by {name}{hint}", f"logs/rank-{rank}.log")
+        how = f"was killed by {name}{hint}" if name.startswith("SIG") else f"ended with {name} and left no note"
+        return failure(rank, name, f"the process {how}", f"logs/rank-{rank}.log")
     return dict(notes[0], lost_peer=True) if notes else None
 
 
