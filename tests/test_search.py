@@ -47,6 +47,11 @@ def test_a_space_is_what_hydra_writes(typed: str, want: Any) -> None:
         ([LR, "direction=up"], ("direction=up", "minimize or maximize")),
         ([LR, "sampler=grid"], ("sampler=grid", "tpe or random")),
         (["strategy=glob(*)"], ("strategy", "cannot be searched")),
+        (["optim.lr=interval(1,2"], ("optim.lr=interval(1,2", "not understood")),
+        (["optim.lr=interval(1e-2,1e-3)"], ("optim.lr=interval(1e-2,1e-3)", "is no space")),
+        (["optim.lr=tag(log,interval(0,1))"], ("optim.lr", "is no space")),
+        ([LR, "metric=val_los"], ("metric=val_los", "val_loss")),
+        (["recipe=./theirs.yaml", LR], ("search.space=cluster.setup", "must vary")),
         ([LR, "-x"], ("-x", "key=value")),
     ],
 )
@@ -54,10 +59,12 @@ def test_mistakes_are_explained_and_leave_nothing(
     typed: list[str], words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    theirs = tmp_path / "theirs.yaml"  # a recipe from elsewhere must not type what a recipe may not say
+    theirs.write_text("search:\n  space: ['cluster.setup=[touch canary]']\n")
     assert main(["search", *typed]) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in (*words, "fix: ")), error
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [theirs]
 
 
 def test_the_recipe_holds_a_search_and_what_is_typed_wins() -> None:
