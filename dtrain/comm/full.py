@@ -242,9 +242,7 @@ class Full:
             if (verdict and verdict.all_slow) or not mine:
                 text = f"no pair of nodes is fast enough, so it is the fabric or its profile: {said}{wanted}"
             else:
-                text = (
-                    f"the way to this node is slow: {', '.join(mine)}; {wanted}, the best has {best:.3g} (all: {said})"
-                )
+                text = f"the way to this node is slow: {', '.join(mine)}{wanted}; the best has {best:.3g} (all: {said})"
             fix = (
                 "ethtool or ibstat there: the link's rate and errors; leave it out (cluster.exclude) until it is mended"
             )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 import warnings
 from datetime import timedelta
@@ -97,23 +96,29 @@ class Rank:
 
     def measure(self, nodes: list[str], names: tuple[str, ...], stage: str) -> dict[str, tuple[float, int]]:
         """Bus bandwidth of collectives over all ranks of these nodes, of which this rank is one."""
-        import torch.distributed as dist
-
         from dtrain.comm import rates
 
         self.stage(self.link, stage)
-        ranks = [self.nodes.index(n) * self.tasks + i for n in nodes for i in range(self.tasks)]
-        timeout = timedelta(seconds=self.plan["join_s"])
-        more: dict[str, Any] = {"use_local_synchronization": True, "timeout": timeout}
-        control = dist.new_group(ranks, backend="gloo", **more)
-        group = dist.new_group(ranks, backend="nccl", **more) if self.plan["gpus"] else control
+        group, control = self.groups(nodes)
         found = {}
         for name in names:
             self.stage(self.link, f"{stage}: {name}")
             found[name] = rates.bus_bandwidth(name, self.plan["sizes_mib"], group, control, self.device)
-        # the groups stay until the end: one more of the same ranks, after these were destroyed, would have their name,
-        # and find their addresses in the store
         return found
+
+    def groups(self, nodes: list[str]) -> tuple[Any, Any]:
+        """All ranks of these nodes, over what they compute on and over their CPUs.
+
+        torch names a group by its ranks and by how many groups there are in this process, and the name is where the
+        ranks meet: so every rank makes as many groups as any other, and none is destroyed before the end.
+        """
+        import torch.distributed as dist
+
+        ranks = [self.nodes.index(n) * self.tasks + i for n in nodes for i in range(self.tasks)]
+        timeout = timedelta(seconds=self.plan["join_s"])
+        more: dict[str, Any] = {"use_local_synchronization": True, "timeout": timeout}
+        control = dist.new_group(ranks, backend="gloo", **more)
+        return dist.new_group(ranks, backend="nccl", **more) if self.plan["gpus"] else control, control
 
     def hunt(self, across: float) -> None:
         """Pairs of nodes, when the whole is too slow, or when nobody knows how fast it should be."""
@@ -129,11 +134,11 @@ class Rank:
             if not pairs:
                 break
             mine = next((pair for pair in pairs if self.node in pair), None)
-            figure = (
-                self.measure(list(mine), COLLECTIVES[:1], f"pair {mine[0]}, {mine[1]}")["all_reduce"][0]
-                if mine
-                else 0.0
-            )
+            figure = 0.0
+            if mine:
+                figure = self.measure(list(mine), COLLECTIVES[:1], f"pair {mine[0]}, {mine[1]}")["all_reduce"][0]
+            else:
+                self.groups([self.node])
             said: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(said, (mine, figure), group=control)
             for pair, value in said:
@@ -144,4 +149,5 @@ class Rank:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
+    os._exit(0)  # threads of groups that are still there can abort the process when Python ends
