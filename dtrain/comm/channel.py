@@ -10,18 +10,20 @@ import contextlib
 import hmac
 import json
 import os
+import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from dtrain.comm.interfaces import is_ipv6
 from dtrain.rundir import read_json, write_json
 from dtrain.words import as_dict
 
 CONNECT_S = 3.0
+CHOICE_S = 0.3  # how long after one connection another may still turn out better
 MOST_BYTES = 1 << 20  # of one line: whoever sends more is not one of ours
 POLL_S = 0.2
 WANT_S = 0.3  # an agent that waits for news also looks into the folder so often
@@ -159,20 +161,9 @@ class Link:
 
     def __init__(self, addresses: list[tuple[str, int]], token: str, node: str, messages: Messages) -> None:
         self.node, self.messages = node, messages
-        self.stream: socket.socket | None = None
-        self.problems: list[str] = []
-        with ThreadPoolExecutor(max_workers=max(1, len(addresses))) as pool:
-            tries = [pool.submit(greet, a, {"token": token, "node": node}) for a in addresses]
-            for done in as_completed(tries):
-                try:
-                    stream = done.result()
-                except OSError as error:
-                    self.problems.append(str(error))
-                else:
-                    if self.stream is None:
-                        self.stream, self.file = stream, stream.makefile("rb")
-                    else:
-                        stream.close()
+        self.stream, self.problems = first_choice(addresses, {"token": token, "node": node})
+        if self.stream:
+            self.file = self.stream.makefile("rb")
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message and its answer; {} when the connection is gone, and from then on."""
@@ -212,6 +203,38 @@ class Link:
             if self.stream is None:
                 time.sleep(POLL_S)
         return {}
+
+
+def first_choice(addresses: list[tuple[str, int]], hello: dict[str, Any]) -> tuple[socket.socket | None, list[str]]:
+    """A connection to the first address that answers, IPv4 before IPv6, and why others did not.
+
+    Not to the quickest one, so that all nodes take the same way; but nobody waits for a network that leads nowhere.
+    """
+    answers: queue.Queue[tuple[int, socket.socket | str]] = queue.Queue()
+
+    def attempt(place: int, address: tuple[str, int]) -> None:
+        try:
+            answers.put((place, greet(address, hello)))
+        except OSError as error:
+            answers.put((place, str(error)))
+
+    for place, address in enumerate(sorted(addresses, key=lambda a: is_ipv6(a[0]))):
+        threading.Thread(target=attempt, args=(place, address), daemon=True).start()
+    streams: dict[int, socket.socket] = {}
+    problems = []
+    for _ in addresses:
+        try:
+            place, answer = answers.get(timeout=CHOICE_S if streams else None)
+        except queue.Empty:
+            break
+        if isinstance(answer, str):
+            problems.append(answer)
+        else:
+            streams[place] = answer
+    chosen = streams.pop(min(streams)) if streams else None
+    for stream in streams.values():
+        stream.close()
+    return chosen, problems
 
 
 def greet(

@@ -151,12 +151,14 @@ def run_folder(run_dir: Path, needed: int | None, why_unknown: str, shared: Path
             )
         ]  # fmt: skip
     place = next((p for p in (run_dir, *run_dir.parents) if p.is_dir()), Path("/"))
+    free = None
     try:
         free = disk_free(place)
         write_something(place)
     except OSError as error:
         fix = "make room there, or run_dir=… on another disk"
-        room = f"; the checkpoints need {gigabytes(needed)}" if needed else ""
+        room = "" if free is None else f"; {gigabytes(free)} are free"
+        room += f", and the checkpoints need {gigabytes(needed)}" if needed else ""
         return [finding("run folder", "bad", f"{place} cannot be written to: {error.strerror}{room}", fix)]
     found = [finding("run folder", "ok", f"{place} is here and can be written to")]
     if needed is None:
@@ -177,7 +179,9 @@ def write_something(folder: Path) -> None:
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
         try:
-            os.write(descriptor, bytes(65536))
+            left = 65536
+            while left:  # on the last blocks of a disk less is written, without an error
+                left -= os.write(descriptor, bytes(left))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

@@ -47,6 +47,10 @@ def describe(found: dict[str, Interface]) -> str:
     return ", ".join(str(i) for i in found.values() if i.name != "lo") or "none but lo"
 
 
+def is_ipv6(address: str) -> bool:
+    return ":" in address
+
+
 def usable(found: dict[str, Interface], preferred: str | None) -> list[str]:
     """Addresses that others may reach us at, the preferred interface's first; loopback where there is nothing else."""
     ordered = sorted(found.values(), key=lambda i: (i.name != preferred, i.name == "lo"))

@@ -5,6 +5,7 @@ It looks at its node, tells the coordinator, then tries the other nodes. No torc
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -17,7 +18,7 @@ from typing import Any
 from dtrain.comm import checks, gpus, versions
 from dtrain.comm.channel import Link, Messages
 from dtrain.comm.checks import Finding, finding
-from dtrain.comm.interfaces import Interface, interfaces
+from dtrain.comm.interfaces import Interface, interfaces, is_ipv6
 from dtrain.comm.peers import Peer
 from dtrain.words import as_dict
 
@@ -37,17 +38,17 @@ def main() -> int:
     found = interfaces()
     report = look(plan, found)
     report["checks"] += clock(plan, link)
-    peer = open_peer(plan, node, link, found)
-    report["peer"] = peer.address if peer else None
+    peers = open_peers(plan, node, link, found)
+    report["peers"] = [peer.address for peer in peers]
     named = found.get(plan["interface"] or "")
     report["speed_mb_s"] = named.speed_mb_s if named else None
     link.post("report", report)
 
     others = link.wait("peers", began + plan["timeout_s"])
     addresses = {n: (str(a[0]), int(a[1])) for n, a in as_dict(others.get("peers")).items()}
-    if peer and node in addresses:
-        order = list(addresses)
-        del addresses[node]
+    order, mine = list(addresses), addresses.pop(node, None)
+    peer = next((peer for peer in peers if peer.address == mine), None)
+    if peer:
         result: dict[str, Any] = {"reach": peer.reach(addresses, plan["reach_s"])}
         reached = {n: addresses[n] for n, why in result["reach"].items() if not why}
         result["streams"] = peer.streams(reached, order, plan["reach_s"] / 2)
@@ -95,18 +96,22 @@ def clock(plan: dict[str, Any], link: Link) -> list[Finding]:
     return [finding("clock", "ok", f"{skew:+.6f} {half:.6f}")]
 
 
-def open_peer(plan: dict[str, Any], node: str, link: Link, found: dict[str, Interface]) -> Peer | None:
-    """Listen where the others will look: on the profile's interface, or where the coordinator was reached from."""
-    address = ""
+def open_peers(plan: dict[str, Any], node: str, link: Link, found: dict[str, Interface]) -> list[Peer]:
+    """Listen where the others will look: on the profile's interface, or on the one that the coordinator was reached
+    from, on an address of IPv4 and one of IPv6. Nowhere if it is down: nobody else is to blame for that."""
+    addresses: tuple[str, ...] = ()
     if plan["interface"] is not None:
         named = found.get(plan["interface"])
-        address = named.addresses[0] if named and named.addresses else ""
+        addresses = named.addresses if named and named.up and named.running else ()
     elif link.stream is not None:
-        address = str(link.stream.getsockname()[0]).removeprefix("::ffff:")
-    try:
-        return Peer(address, plan["token"], node) if address else None
-    except OSError:  # the address is not usable, which the interface's check says in words
-        return None
+        mine = str(link.stream.getsockname()[0])
+        addresses = (mine, *next((i.addresses for i in found.values() if mine in i.addresses), ()))
+    peers = []
+    for ipv6 in (False, True):
+        address = next((a for a in addresses if is_ipv6(a) == ipv6), None)
+        with contextlib.suppress(OSError):  # it cannot be used, which the interface's check says in words
+            peers += [Peer(address, plan["token"], node)] if address else []
+    return peers
 
 
 if __name__ == "__main__":

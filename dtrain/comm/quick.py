@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from dtrain.comm import checks, peers, profile, versions
 from dtrain.comm.channel import Desk, Messages, waiting
 from dtrain.comm.interfaces import interfaces, usable
-from dtrain.comm.node import PLAN
+from dtrain.comm.node import PLAN, node_name
 from dtrain.comm.report import Check, Report, as_check
 from dtrain.comm.starters import Starter, end, python_of, tail
 from dtrain.words import as_dict
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 ANSWER_PART = 0.65  # of the time limit, until a node must have answered; nearly all of the rest is for the pairs
 END_PART = 0.96
+NO_CONTROLLER = re.compile(r"Unable to contact slurm controller")
 UNREACHABLE = re.compile(r"Communication connection failure|Unable to contact|No route to host|Socket timed out")
 
 
@@ -68,8 +69,8 @@ class Quick:
             answers = self.gather("report", agents, self.began + ANSWER_PART * self.settings.timeout_s)
             for node in self.nodes:
                 if node not in answers and not self.stop():
-                    report.checks.append(self.silent(node, agents[node]))
-            listening = {n: a["peer"] for n, a in answers.items() if a.get("peer")}
+                    report.checks += self.silent(node, agents[node])
+            listening = peers.same_family({n: a["peers"] for n, a in answers.items() if a.get("peers")})
             self.addresses = {node: str(address[0]) for node, address in listening.items()}
             self.desk.publish("peers", {"peers": listening})
             until = self.began + END_PART * self.settings.timeout_s
@@ -131,22 +132,30 @@ class Quick:
                 break
         return {node: found[node] for node in agents if node in found}
 
-    def silent(self, node: str, agent: subprocess.Popen[bytes] | str) -> Check:
+    def silent(self, node: str, agent: subprocess.Popen[bytes] | str) -> list[Check]:
         """A node that never answered: it could not be started, its agent broke, or nothing was heard."""
         seconds = time.monotonic() - self.began
         said = tail(self.log(node))
         fix = f"sinfo -n {node}; is it up, and does it see {self.run_dir}? cluster.exclude={node} to go without it"
         if "SLURM_JOB_ID" not in os.environ:
             fix = f"is it up, and does it see {self.run_dir}?"
+        own = []
         if isinstance(agent, str):
             text = f"the agent could not be started: {agent}"
+        elif NO_CONTROLLER.search(said):  # it is not the node's fault
+            here = node_name()
+            text = f"not looked at: {here}, where this runs, cannot reach SLURM's controller, so no agent was started"
+            fix = f"ip -br addr and ip route on {here}, scontrol ping there: is its link down, or the controller?"
+            if node == here:
+                found = checks.guarded("interface", lambda: checks.interface(self.interface, interfaces()))
+                own = [as_check(node, finding) for finding in found if finding["state"] == "bad"]
         elif UNREACHABLE.search(said):
             text = f"SLURM cannot reach it: the node is down, or its link is ({said})"
         elif agent.poll() is not None:
             text = f"the agent ended with code {agent.poll()} before it answered" + (f": {said}" if said else "")
         else:
             text = f"no answer within {seconds:.0f} s" + (f"; its log says: {said}" if said else "")
-        return Check(node, "answer", "bad", text, fix)
+        return [Check(node, "answer", "bad", text, fix), *own]
 
 
 def judge_clocks(answers: dict[str, dict[str, Any]], most: float) -> dict[str, list[checks.Finding]]:
