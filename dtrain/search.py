@@ -137,7 +137,9 @@ def read_request(argv: Sequence[str]) -> Request:
                 raise
             key = override.key_or_group
             why = f"is no space ({str(error).strip().rstrip('.')})"
-            raise bad(key, override.get_value_string(), why, f"{key}=interval(LOW,HIGH), range(FROM,TO) or a,b") from error
+            raise bad(
+                key, override.get_value_string(), why, f"{key}=interval(LOW,HIGH), range(FROM,TO) or a,b"
+            ) from error
     return Request(words, space, fixed)
 
 

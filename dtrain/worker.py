@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -31,6 +32,7 @@ def redirect_output(run_dir: Path, rank: int) -> None:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s", force=True
     )
+    log.info("rank %d, process %d on %s", rank, os.getpid(), socket.gethostname())  # a supervisor looks for this sign
 
 
 def join_process_group(deterministic: bool = True) -> torch.device:

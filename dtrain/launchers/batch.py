@@ -7,6 +7,7 @@ requeue it by themselves. Each start is noted in attempts.jsonl, and a run that 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -69,7 +70,7 @@ class Srun(Supervisor):
 
         said = (run_dir / "logs" / "rank-0.log").read_bytes()[-TAIL:].decode(errors="replace")
         if found := transport.mismatch(self.config, said):
-            print(f"warning: {found}", flush=True)
+            say(f"warning: {found}")
 
     def kill(self, process: subprocess.Popen[bytes]) -> None:
         """Killing srun would leave the tasks on other nodes; TERM makes it end the step."""
@@ -111,7 +112,7 @@ def scontrol(*command: str, timeout: float = 60) -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        print(f"{shlex.join(command)}: {said.strip()}", flush=True)
+        say(f"{shlex.join(command)}: {said.strip()}")
         return ""
 
 
@@ -141,12 +142,12 @@ class Job:
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        print(f"{time.strftime('%F %T')} job {self.id}, start {restart + 1}, on {', '.join(self.nodes)}", flush=True)
+        say(f"{time.strftime('%F %T')} job {self.id}, start {restart + 1}, on {', '.join(self.nodes)}")
         if not self._lock():
             return self._end(PREEMPTED, f"another job held the run folder for {LOCK_S:.0f} s")
         ours = last_launch(read_json(self.run_dir / "launch.json")).get("job_id")
         if (self.run_dir / CANCELLED).exists() or ours not in (None, self.id):
-            print(f"not this job's run any more: it was cancelled, or belongs to job {ours}", flush=True)
+            say(f"not this job's run any more: it was cancelled, or belongs to job {ours}")
             return PREEMPTED
         config = configuration.load(self.run_dir)
         last_step = min(config["train"]["steps"], config["train"]["stop_after"] or config["train"]["steps"])
@@ -183,7 +184,7 @@ class Job:
         nodes = self.nodes
         check = configuration.build(config["preflight"])
         if check.level != "off":
-            report = check.run(config, self.run_dir, nodes, starter(config), _say, stop=lambda: self.stopped)
+            report = check.run(config, self.run_dir, nodes, starter(config), say, stop=lambda: self.stopped)
             if self.stopped:
                 return PREEMPTED, "stopped before the ranks had started"
             if not report.ok:
@@ -193,21 +194,24 @@ class Job:
                     if newest_step(self.run_dir):  # it ran before: the next nodes may be better
                         return PREEMPTED, f"preflight: {why}"
                     return PREFLIGHT, failure(None, "preflight", why, "logs/batch.log")
-                print(f"going on without {', '.join(report.bad)} ({why})", flush=True)
+                say(f"going on without {', '.join(report.bad)} ({why})")
                 try:
                     validate(dict(config) | {"cluster": dict(config["cluster"]) | {"nodes": len(nodes)}})
                 except ValueError as error:
                     return PREFLIGHT, failure(None, "preflight", f"{why}. Without them: {error}", "logs/batch.log")
         for line in profile.differences(config, os.environ):
-            print(line, flush=True)
+            say(line)
         ranks = Srun(config, nodes, address_of(nodes[0]), str(free_port()))
         if self.stopped:  # too early to save: nothing is lost
             return PREEMPTED, "stopped before the ranks had started"
         code = ranks.supervise(self.run_dir, stop=lambda: self.stopped)
         if code == FAILED and ranks.failure.get("lost_peer"):
             return PREEMPTED, f"a node was lost: {ranks.failure['message'].splitlines()[0]}"
-        if code == FAILED and ranks.never_began:  # srun hangs at times when a node has just come back
+        if code == FAILED and ranks.hung:  # srun hangs at times when a node has just come back
             return PREEMPTED, ranks.failure["message"]
+        if code == FAILED and ranks.failure["type"] == "SIGKILL" and not ranks.ranks_began:
+            # no rank had come to import torch: SLURM, late with the end of the start before, whose step had this number
+            return PREEMPTED, "the ranks were killed before they had begun"
         if code == FAILED and ranks.failure["type"] in {number.name for number in STOP_SIGNALS}:
             return PREEMPTED, f"{ranks.failure['type']} came before the ranks could hear it"  # Python was starting
         return code, ranks.failure if code not in (DONE, PREEMPTED) else read_summary(self.run_dir).get("status", "")
@@ -217,9 +221,10 @@ class Job:
         text = why if isinstance(why, str) else why["message"]
         self._note("end", code=code, why=text)
         if isinstance(why, dict):
-            write_json(self.run_dir / "failure.json", why)
-            write_json(self.run_dir / "summary.json", read_summary(self.run_dir) | {"status": "failed"})
-            print(f"failed: {text}", flush=True)
+            with contextlib.suppress(OSError):  # of a full disk SLURM still has the exit code
+                write_json(self.run_dir / "failure.json", why)
+                write_json(self.run_dir / "summary.json", read_summary(self.run_dir) | {"status": "failed"})
+            say(f"failed: {text}")
         elif code == PREEMPTED:
             if (summary := read_summary(self.run_dir)).get("status") == "failed":  # only of this start: the run goes on
                 write_json(self.run_dir / "summary.json", summary | {"status": "preempted"})
@@ -237,20 +242,22 @@ class Job:
             if job and job.state != "RUNNING":
                 return
             if tries == 0:
-                print(f"{why}: queueing again", flush=True)
+                say(f"{why}: queueing again")
             if job:
                 scontrol("scontrol", "requeue", self.id)  # its TERM does not end us: our handler has it
             time.sleep(1 if job else 5)
-        print("it could not be queued again; go on with resume=" + shlex.quote(str(self.run_dir)), flush=True)
+        say("it could not be queued again; go on with resume=" + shlex.quote(str(self.run_dir)))
 
     def _note(self, event: str, **values: Any) -> None:
         line = {"event": event, "time": time.time(), "step": newest_step(self.run_dir), **values}
-        with open(self.run_dir / ATTEMPTS, "a") as file:
+        with contextlib.suppress(OSError), open(self.run_dir / ATTEMPTS, "a") as file:
             file.write(json.dumps(line) + "\n")
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
+def say(text: str) -> None:
+    """To batch.log, and not at all on a full disk: that must not end what is about to say so."""
+    with contextlib.suppress(OSError):
+        os.write(1, f"{text}\n".encode())
 
 
 def job_id() -> str:
@@ -266,7 +273,8 @@ def newest_step(run_dir: Path) -> int:
 
 def idle_starts(run_dir: Path) -> int:
     """How many starts of the newest job in a row, the newest included, began at the same checkpoint."""
-    lines = [parse_line(line) for line in (run_dir / ATTEMPTS).read_bytes().splitlines()]
+    path = run_dir / ATTEMPTS
+    lines = [parse_line(line) for line in path.read_bytes().splitlines()] if path.exists() else []
     starts = [(line.get("job_id"), line.get("step")) for line in reversed(lines) if line.get("event") == "start"]
     return next((i for i, start in enumerate(starts) if start != starts[0]), len(starts))
 

@@ -41,7 +41,7 @@ class Supervisor:
     def __init__(self, num_ranks: int, max_restarts: int, grace_s: int) -> None:
         self.num_ranks, self.max_restarts, self.grace_s = num_ranks, max_restarts, grace_s
         self.stop_requested_at = math.inf
-        self.end_at_once = self.never_began = False
+        self.end_at_once = self.ranks_began = self.hung = False
         self.failure: dict[str, Any] = {}
 
     # ---- what a subclass says --------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Supervisor:
         if summary != past and summary.get("status") in ("done", "preempted"):
             return DONE if summary["status"] == "done" else PREEMPTED
         if killed_because:
-            kind, source = ("start", self.log_name) if self.never_began else ("stopped", "rank-0.log")
+            kind, source = ("start", self.log_name) if self.hung else ("stopped", "rank-0.log")
             self.failure = failure(None, kind, killed_because, f"logs/{source}")
         else:
             said = (logs / self.log_name).read_bytes()[position:].decode(errors="replace")
@@ -147,9 +147,11 @@ class Supervisor:
         deadline = math.inf
         because = ""
         began, started, stepped = time.time(), time.monotonic(), False
+        self.ranks_began = False
         while process.poll() is None:
             monitor.poll()
             now = time.monotonic()
+            self.ranks_began = self.ranks_began or any(changed((run_dir / "logs").glob("rank-*.log"), began))
             if not stepped and changed(run_dir.glob("metrics.jsonl"), began):
                 stepped = True
                 self.on_first_step(run_dir)
@@ -162,8 +164,8 @@ class Supervisor:
                 )
             elif deadline == math.inf and any(changed((run_dir / "logs").glob("failure-*.json"), began)):
                 deadline = now + PEERS_S  # a rank has failed; its peers may wait for it for ever
-            elif now > started + self.start_s and not self._any_rank_began(run_dir, began):
-                self.never_began = True
+            elif now > started + self.start_s and not self.ranks_began:
+                self.hung = True
                 deadline, because = now, f"no rank had started after {now - started:.0f} s (cluster.start_s)"
             if self.end_at_once:
                 deadline, because = now, "stopped twice: ended at once, without saving"
@@ -173,10 +175,6 @@ class Supervisor:
                 return because
             time.sleep(0.05)
         return ""
-
-    def _any_rank_began(self, run_dir: Path, since: float) -> bool:
-        self.start_s = math.inf  # asked once
-        return any(changed((run_dir / "logs").glob("rank-*.log"), since))
 
     def _silence(self, run_dir: Path, returncode: int, said: str) -> dict[str, Any]:
         log = f"logs/{self.log_name}"

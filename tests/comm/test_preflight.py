@@ -195,10 +195,24 @@ def test_the_command_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "preflight.min_shm_gib=1e+09" in said and "details in outputs/.preflight-" in said
 
 
-def test_the_command_needs_a_job_for_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_for_a_cluster_the_command_asks_slurm_for_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
-    with pytest.raises(ValueError, match=r"inside a job\n  fix: salloc --nodes=2 dtrain preflight cluster=slurm"):
+    monkeypatch.setattr(module.shutil, "which", lambda name: None)
+    with pytest.raises(ValueError, match="no salloc on this machine\n  fix: "):
         main(["cluster=slurm", "cluster.nodes=2"])
+    monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}")
+    called: list[list[str]] = []
+
+    def become(file: str, command: list[str]) -> None:
+        called.append(command)
+        raise InterruptedError("the real one does not come back")
+
+    monkeypatch.setattr(module.os, "execvp", become)
+    with pytest.raises(InterruptedError):
+        main(["cluster=slurm", "cluster.nodes=2", "cluster.partition=gpu", "cluster.gpus_per_node=4"])
+    (command,) = called
+    assert command[0] == "salloc" and {"--nodes=2", "--partition=gpu", "--gpus-per-node=4"} <= set(command)
+    assert command[command.index("preflight") :][1:3] == ["cluster=slurm", "cluster.nodes=2"]
     with pytest.raises(ValueError, match="nothing to do"):
         main(["preflight=off"])
 
