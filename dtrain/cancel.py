@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 from dtrain.console import LAUNCH
-from dtrain.records import CANCELLED_FILE, Record, load
+from dtrain.contract import CANCELLED_FILE
+from dtrain.records import Record, load
 from dtrain.rundir import write_json
 from dtrain.runs import find_run, sweep_points
 from dtrain.squeue import NoAnswer, call

@@ -11,7 +11,7 @@ import hashlib
 import importlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 SECRET = re.compile(r"(^|[._-])(((api|access)_?key|secret|password|passwd|credential)s?|token)$", re.IGNORECASE)
 
 
+# all that breaks a line for a shell, a terminal or Python's splitlines
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 # settings of a cluster that say what is executed: typed, or in conf/, never from a recipe or a run folder
 CODE = ("setup", "python", "srun", "sbatch", "container_image", "container_mounts")
 
@@ -138,6 +140,16 @@ def fingerprint(run_dir: Path) -> str:
 
 def world_size(config: Any) -> int:
     return int(config["cluster"]["nodes"] * config["cluster"]["processes"])
+
+
+def gpus_per_node(cluster: Mapping[str, Any]) -> int:
+    """GPUs of a node: of this machine, unless the ranks run elsewhere."""
+    return int(cluster["gpus_per_node"]) if "gpus_per_node" in cluster else count_gpus()
+
+
+def ranks_per_node(cluster: Mapping[str, Any]) -> int:
+    """cluster.processes, or what null means: one per GPU; without any 2 here, and 1 on a cluster."""
+    return int(cluster.get("processes") or gpus_per_node(cluster) or (1 if "gpus_per_node" in cluster else 2))
 
 
 def count_gpus() -> int:

@@ -6,13 +6,20 @@ Both sides import this file, so it imports neither torch nor Hydra.
 from __future__ import annotations
 
 import ctypes
+import re
 import signal
 import sys
 from collections.abc import MutableMapping
 
 DONE, BAD_CONFIG, FAILED, PREFLIGHT, PREEMPTED = 0, 2, 3, 4, 75
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+CANCELLED_FILE = "cancelled"  # in the run folder: `dtrain cancel` leaves it, and such a run is not queued again
+ATTEMPTS_FILE = "attempts.jsonl"  # each start of a job and how it ended, a line each
 STOP_FILE = "stop"  # in the run folder: the launcher's way to ask for a stop; `touch RUN/stop` works too
+
+
+# what a rank says whose peer has gone: gloo, NCCL
+LOST_PEER = re.compile(r"(closed|reset) by peer|Broken pipe|Socket Timeout|remote process exited|ncclRemoteError", re.I)
 
 
 def name_slurm_rank(environ: MutableMapping[str, str]) -> None:

@@ -31,8 +31,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dtrain import console, records, runs, sweeps
 from dtrain.arguments import prepare_arguments, read_config
-from dtrain.config import CODE, CONF, bad, build, count_gpus, redact, save
-from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED, PREFLIGHT
+from dtrain.config import CODE, CONF, bad, build, ranks_per_node, redact, save
+from dtrain.contract import BAD_CONFIG, CANCELLED_FILE, DONE, FAILED, PREEMPTED, PREFLIGHT
 from dtrain.explain import GROUPS, explain, known_settings
 from dtrain.rundir import latest_checkpoint, locked, read_json, read_summary, write_json
 from dtrain.schema import unknown
@@ -150,8 +150,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     config: Any = OmegaConf.to_container(plain, resolve=True)
     config["run_dir"] = cfg.get("run_dir")  # the one that Hydra will read: in a copy, ${now:} may be a second later
     if config["cluster"].get("processes", 0) is None:
-        here = "gpus_per_node" not in config["cluster"]  # else the ranks run elsewhere
-        config["cluster"]["processes"] = count_gpus() or 2 if here else config["cluster"]["gpus_per_node"] or 1
+        config["cluster"]["processes"] = ranks_per_node(config["cluster"])
     choices = OmegaConf.to_container(HydraConfig.get().runtime.choices)
     assert isinstance(choices, dict)
     config["choices"] = {g: choices.get(g) for g in (*GROUPS, "recipe")}
@@ -275,7 +274,7 @@ def run(cfg: DictConfig, argv: list[str]) -> int:
         save(run_dir, config)
         later = in_sweep and hasattr(cluster, "submit")  # all points together, see Gate.on_multirun_end
         record_launch(run_dir, config, argv, prepared=later)
-        (run_dir / "cancelled").unlink(missing_ok=True)
+        (run_dir / CANCELLED_FILE).unlink(missing_ok=True)
         try:
             code = DONE if later else int(cluster.launch(run_dir))
         except OSError as error:  # the run has begun: whatever this is, it is no bad setting

@@ -13,12 +13,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from dtrain.contract import ATTEMPTS_FILE, CANCELLED_FILE
 from dtrain.rundir import last_launch, launch_time, parse_line, read_json, read_summary
 from dtrain.squeue import Job, query
 from dtrain.words import as_dict, number
 
 ROOTS = ("outputs", "multirun")
-CANCELLED_FILE = "cancelled"  # `dtrain cancel` leaves it: the supervisor does not queue such a run again
 QUIET_S = 600  # a running run that wrote nothing for this long is doubted: compiling or saving takes less
 SKEW_S = 300  # clocks of a login node and of the controller differ by less
 FIGURES = ("train_loss", "val_loss", "tokens_per_s", "mfu", "peak_mem_gib", "wall_s")
@@ -89,7 +89,7 @@ class Record:
         """Each start of the run's job with its end; `ended` is None when it was killed, or is still at it."""
         found: list[dict[str, Any]] = []
         try:
-            lines = (self.run_dir / "attempts.jsonl").read_bytes().splitlines()
+            lines = (self.run_dir / ATTEMPTS_FILE).read_bytes().splitlines()
         except OSError:
             lines = []
         for line in map(parse_line, lines):

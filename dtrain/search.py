@@ -175,7 +175,7 @@ def distribution(override: Override) -> optuna.distributions.BaseDistribution:
 def _is_submitted(request: Request) -> bool:
     """Do the trials go to a scheduler, which outlives this terminal?"""
     words = [w for w in request.fixed if w.startswith(("cluster", "recipe"))]
-    from dtrain.comm.compose import compose
+    from dtrain.compose import compose
 
     return compose(words)["cluster"].get("launcher") == "submitit"
 

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import math
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from omegaconf import DictConfig
 
 from dtrain import mesh
 from dtrain.comm import profile
-from dtrain.config import SECRET, bad, flatten, world_size
+from dtrain.config import CONTROL, SECRET, bad, flatten, world_size
 from dtrain.schema import check_keys_and_types, unknown
 from dtrain.strategies import rules
 
@@ -37,8 +36,6 @@ AT_LEAST = {
 MORE_THAN = {"optim.lr": 0, "optim.eps": 0, "train.max_grad_norm": 0, "data.val_fraction": 0}
 LESS_THAN = {"model.dropout": 1, "data.val_fraction": 1}
 AT_MOST = {"schedule.min_ratio": 1}
-
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 # What a resumed run may change freely: how it is run. Dropout draws depend on the data ranks and micro-batches.
 FREE_ON_RESUME = (

@@ -174,7 +174,7 @@ def test_the_fingerprint_is_of_the_values(tmp_path: Path) -> None:
 
 def test_what_the_launcher_writes_is_complete_and_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "count_gpus", lambda: 0)
+    monkeypatch.setattr("dtrain.config.count_gpus", lambda: 0)
     config = compose("strategy=fsdp", "model.seq_len=64")
     assert "${" not in str(config)
     assert config["data"]["seq_len"] == 64

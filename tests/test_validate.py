@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from dtrain import arguments, explain, launch, validate
+from dtrain import arguments, explain, validate
 from dtrain.config import CONF, RECIPES, flatten
 from dtrain.data.tokens import prepare
 from dtrain.mesh import MeshSizes
@@ -29,7 +29,7 @@ IDS = [f"{path.parent.name}={path.stem}" for path in OPTIONS]
 @pytest.fixture(autouse=True)
 def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "count_gpus", lambda: 0)
+    monkeypatch.setattr("dtrain.config.count_gpus", lambda: 0)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import secrets
 import shutil
 import subprocess
@@ -24,6 +23,8 @@ from dtrain.comm.pairs import Hunt
 from dtrain.comm.probe import PLAN
 from dtrain.comm.report import Check, Report
 from dtrain.comm.starters import Starter, end, python_of, tail
+from dtrain.config import gpus_per_node, ranks_per_node
+from dtrain.contract import LOST_PEER
 from dtrain.hardware import Hardware
 from dtrain.words import as_dict, number
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 # Of a data sheet's rates, what good code reaches: 80% to 87% in the best matrix products, about 90% in a copy.
 MATMUL_PART, MEMORY_PART = 0.8, 0.9
 CPU_NOISE = 0.4  # on CPUs, shared with others, figures of equal nodes differ by a factor: only gross outliers count
-LOST_PEER = re.compile(r"(closed|reset) by peer|Broken pipe|Socket Timeout|remote process exited|ncclRemoteError", re.I)
 LABELS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 
 
@@ -51,7 +51,7 @@ class Full:
     ) -> None:
         self.settings, self.config, self.report, self.nodes = settings, config, report, report.good
         self.folder = run_dir / "preflight"
-        self.tasks, self.gpus = profile.ranks_per_node(config), profile.gpus_per_node(config) > 0
+        self.tasks, self.gpus = ranks_per_node(config["cluster"]), gpus_per_node(config["cluster"]) > 0
         self.outlier = settings.outlier * (1.0 if self.gpus else CPU_NOISE)
         hardware = {k: v for k, v in as_dict(config.get("hardware")).items() if k != "_target_"}
         self.hardware, self.why_not = self.expectations(Hardware(**hardware))

@@ -21,7 +21,7 @@ from dtrain.comm.quick import Quick
 from dtrain.comm.report import Check, Report
 from dtrain.comm.starters import Starter as Starter
 from dtrain.comm.starters import local_starter as local_starter
-from dtrain.config import bad, build
+from dtrain.config import bad, build, ranks_per_node
 from dtrain.contract import DONE, PREFLIGHT
 from dtrain.words import short_path
 
@@ -104,7 +104,7 @@ class Preflight:
 
 def main(argv: list[str]) -> int:
     """`dtrain preflight …`: the checks alone, on this machine or on the nodes of a SLURM job. Exit code 0 or 4."""
-    from dtrain.comm.compose import compose
+    from dtrain.compose import compose
 
     words = [word.partition("=")[0] for word in argv]
     config = compose(argv if {"preflight", "preflight.level"} & set(words) else [*argv, "preflight=quick"])
@@ -140,8 +140,7 @@ def nodes_and_starter(config: dict[str, Any], argv: list[str]) -> tuple[list[str
         if shutil.which("salloc") is None:
             fix = "log in where the cluster's commands are, or preflight=… on the job itself"
             raise bad("cluster", config["choices"].get("cluster"), "there is no salloc on this machine", fix)
-        processes = cluster["processes"] or cluster["gpus_per_node"] or 1
-        request = build(cluster | {"processes": processes}).salloc()
+        request = build(cluster | {"processes": ranks_per_node(cluster)}).salloc()
         command = [*request, sys.executable, "-m", "dtrain", "preflight", *argv]
         print(f"asking SLURM for the nodes: {shlex.join(command)}", flush=True)
         os.execvp(command[0], command)  # it comes back here, inside a job; the exit code is the command's

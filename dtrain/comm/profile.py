@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtrain.comm.rules import check as check
-from dtrain.config import count_gpus
+from dtrain.config import gpus_per_node, ranks_per_node
 from dtrain.words import as_dict
 
 
@@ -43,11 +43,11 @@ def exports(config: Mapping[str, Any], environ: Mapping[str, str]) -> list[Expor
 def common(config: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """What any fabric needs. TORCH_NCCL_ASYNC_ERROR_HANDLING is not here: its default ends a hung collective."""
     wanted = {}
-    ranks, cores = ranks_per_node(config), cores_per_node(config, environ)
+    ranks, cores = ranks_per_node(config["cluster"]), cores_per_node(config, environ)
     if cores:
         threads = str(max(1, cores // ranks))
         wanted["OMP_NUM_THREADS"] = (threads, f"{cores} cores for {ranks} ranks; torchrun would say 1, torch alone all")
-    if gpus_per_node(config):
+    if gpus_per_node(config["cluster"]):
         wanted["PYTORCH_ALLOC_CONF"] = (
             "expandable_segments:True",
             "the allocator's blocks can grow, so that changing sizes leave fewer holes in GPU memory",
@@ -79,22 +79,11 @@ def quote(value: str) -> str:
     return value if re.fullmatch(r"[\w.,:/+-]+", value, re.ASCII) else "'" + value.replace("'", "'\"'\"'") + "'"
 
 
-def gpus_per_node(config: Mapping[str, Any]) -> int:
-    """GPUs that a node of this configuration has; for cluster=local the ones that are here."""
-    asked = config["cluster"].get("gpus_per_node")
-    return count_gpus() if asked is None else int(asked)
-
-
-def ranks_per_node(config: Mapping[str, Any]) -> int:
-    asked = config["cluster"].get("processes")
-    return int(asked or gpus_per_node(config) or (1 if "gpus_per_node" in config["cluster"] else 2))
-
-
 def cores_per_node(config: Mapping[str, Any], environ: Mapping[str, str]) -> int | None:
     """Cores for all ranks of a node, where they can be known: from the submission, inside the job, or on this node."""
     cluster = config["cluster"]
     if cluster.get("cpus_per_task"):
-        return int(cluster["cpus_per_task"]) * ranks_per_node(config)
+        return int(cluster["cpus_per_task"]) * ranks_per_node(config["cluster"])
     if cluster.get("launcher", "torchrun") == "torchrun":  # the ranks run on this machine
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     here = environ.get("SLURM_CPUS_ON_NODE", "")
@@ -103,7 +92,7 @@ def cores_per_node(config: Mapping[str, Any], environ: Mapping[str, str]) -> int
 
 def main(argv: list[str]) -> int:
     """`dtrain env …`: the exports, for `eval "$(dtrain env cluster=NAME)"`."""
-    from dtrain.comm.compose import compose
+    from dtrain.compose import compose
 
     config = compose(argv)
     for export in exports(config, os.environ):

@@ -20,12 +20,13 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from dtrain.comm import checks, peers, profile, versions
+from dtrain.comm import checks, peers, versions
 from dtrain.comm.channel import Desk, Messages, waiting
 from dtrain.comm.interfaces import interfaces, usable
 from dtrain.comm.node import PLAN, node_name
 from dtrain.comm.report import Check, Report, as_check
 from dtrain.comm.starters import Starter, end, python_of, tail
+from dtrain.config import gpus_per_node
 from dtrain.words import as_dict
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Quick:
             "token": self.desk.token, "port": self.desk.port, "addresses": usable(interfaces(), self.interface),
             "messages": str(self.messages.folder), "shared": self.messages.folder.is_dir() and len(nodes) > 1,
             "run_dir": str(run_dir), "interface": self.interface, "transport": fabric.get("transport"),
-            "hca": fabric.get("hca"), "gpus": profile.gpus_per_node(config), "needed_bytes": needed,
+            "hca": fabric.get("hca"), "gpus": gpus_per_node(config["cluster"]), "needed_bytes": needed,
             "why_unknown": why_unknown, "min_shm_gib": settings.min_shm_gib, "timeout_s": settings.timeout_s,
             "reach_s": min(5.0, settings.timeout_s / 10),
         }  # fmt: skip

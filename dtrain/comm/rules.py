@@ -6,14 +6,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dtrain.config import SECRET, bad
+from dtrain.config import CONTROL, SECRET, bad
 from dtrain.words import as_dict
 
 ENV = "cluster.fabric.env"
 TRANSPORTS = ("socket", "ib", "efa")
 LEVELS = ("LOC", "PIX", "PXB", "PHB", "SYS")  # what NCCL once numbered 0 to 4; more than 4 meant SYS
-# All that breaks a line for a shell, a terminal or Python's splitlines.
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 # What a profile is about. Others decide which code runs, or who a rank is, and a profile may be somebody else's file.
 OURS = re.compile(r"(NCCL|GLOO|TORCH_NCCL|FI|UCX|OMP|RDMAV|OMPI_MCA)_(?!.*PLUGIN).*|CUDA_DEVICE_MAX_CONNECTIONS")
 FOR_SOCKETS = "is read by NCCL's socket transport only, and EFA's traffic does not go there"

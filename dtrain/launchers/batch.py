@@ -22,15 +22,13 @@ from typing import Any
 
 from dtrain import config as configuration
 from dtrain.comm import profile
-from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED, PREFLIGHT, STOP_SIGNALS
+from dtrain.contract import ATTEMPTS_FILE, BAD_CONFIG, CANCELLED_FILE, DONE, FAILED, PREEMPTED, PREFLIGHT, STOP_SIGNALS
 from dtrain.launchers.local import python_path
 from dtrain.launchers.supervisor import Supervisor, failure
 from dtrain.rundir import last_launch, latest_checkpoint, locked, parse_line, read_json, read_summary, write_json
 from dtrain.squeue import query
 from dtrain.validate import validate
 
-ATTEMPTS = "attempts.jsonl"
-CANCELLED = "cancelled"  # `dtrain cancel` leaves it: a run that was cancelled is not queued again
 LOCK_S = 180.0  # how long the last attempt's supervisor may take to go; NFS frees a lost node's lock after 90
 OUR_CODES = [str(code) for code in (BAD_CONFIG, FAILED)]
 TAIL = 2**21  # of a rank's log: what NCCL says at its start is less, and logs of earlier starts lie before it
@@ -41,6 +39,7 @@ class Srun(Supervisor):
     """The ranks of one job step: one task a rank, on the nodes that are good."""
 
     log_name = "srun.log"
+    killed_node = ""  # all of whose ranks were killed at once
 
     def __init__(self, config: dict[str, Any], nodes: list[str], master_addr: str, master_port: str) -> None:
         self.config, self.nodes, self.cluster = config, nodes, config["cluster"]
@@ -81,6 +80,7 @@ class Srun(Supervisor):
             super().kill(process)
 
     def killed_ranks(self, said: str) -> list[tuple[int, str]]:
+        self.killed_node = killed_node(said, self.cluster["processes"]) if len(self.nodes) > 1 else ""
         return killed_ranks(said)
 
 
@@ -93,6 +93,13 @@ def killed_ranks(said: str) -> list[tuple[int, str]]:
     if not found or found[3] in OUR_CODES:  # a rank of ours that ends with a code of ours leaves a note
         return []
     return [(int(found[1]), names.get(found[2], f"exit code {found[3]}"))]
+
+
+def killed_node(said: str, ranks_per_node: int) -> str:
+    """The node whose ranks died first and all at once. No rank's own doing: the node's, or a late kill of SLURM's."""
+    found = re.search(r"srun: error: (\S+): tasks? (\d+)(?:-(\d+))?: (\w+)", said)
+    whole = found and found[4] == "Killed" and int(found[3] or found[2]) - int(found[2]) + 1 == ranks_per_node > 1
+    return found[1] if found and whole else ""
 
 
 def srun(cluster: dict[str, Any], nodes: list[str], tasks_per_node: int) -> list[str]:
@@ -146,7 +153,7 @@ class Job:
         if not self._lock():
             return self._end(PREEMPTED, f"another job held the run folder for {LOCK_S:.0f} s")
         ours = last_launch(read_json(self.run_dir / "launch.json")).get("job_id")
-        if (self.run_dir / CANCELLED).exists() or ours not in (None, self.id):
+        if (self.run_dir / CANCELLED_FILE).exists() or ours not in (None, self.id):
             say(f"not this job's run any more: it was cancelled, or belongs to job {ours}")
             return PREEMPTED
         config = configuration.load(self.run_dir)
@@ -212,6 +219,8 @@ class Job:
         if code == FAILED and ranks.failure["type"] == "SIGKILL" and not ranks.ranks_began:
             # no rank had come to import torch: SLURM, late with the end of the start before, whose step had this number
             return PREEMPTED, "the ranks were killed before they had begun"
+        if code == FAILED and ranks.failure["type"] == "SIGKILL" and ranks.killed_node:
+            return PREEMPTED, f"all ranks of {ranks.killed_node} were killed at once"
         if code == FAILED and ranks.failure["type"] in {number.name for number in STOP_SIGNALS}:
             return PREEMPTED, f"{ranks.failure['type']} came before the ranks could hear it"  # Python was starting
         return code, ranks.failure if code not in (DONE, PREEMPTED) else read_summary(self.run_dir).get("status", "")
@@ -234,7 +243,7 @@ class Job:
 
     def _requeue(self, why: str) -> None:
         config = configuration.load(self.run_dir)
-        if not config["cluster"]["requeue"] or (self.run_dir / CANCELLED).exists():
+        if not config["cluster"]["requeue"] or (self.run_dir / CANCELLED_FILE).exists():
             return
         for tries in range(REQUEUE_TRIES):
             job = query([self.id]).get(self.id)
@@ -250,7 +259,7 @@ class Job:
 
     def _note(self, event: str, **values: Any) -> None:
         line = {"event": event, "time": time.time(), "step": newest_step(self.run_dir), **values}
-        with contextlib.suppress(OSError), open(self.run_dir / ATTEMPTS, "a") as file:
+        with contextlib.suppress(OSError), open(self.run_dir / ATTEMPTS_FILE, "a") as file:
             file.write(json.dumps(line) + "\n")
 
 
@@ -273,7 +282,7 @@ def newest_step(run_dir: Path) -> int:
 
 def idle_starts(run_dir: Path) -> int:
     """How many starts of the newest job in a row, the newest included, began at the same checkpoint."""
-    path = run_dir / ATTEMPTS
+    path = run_dir / ATTEMPTS_FILE
     lines = [parse_line(line) for line in path.read_bytes().splitlines()] if path.exists() else []
     starts = [(line.get("job_id"), line.get("step")) for line in reversed(lines) if line.get("event") == "start"]
     return next((i for i, start in enumerate(starts) if start != starts[0]), len(starts))

@@ -21,12 +21,11 @@ from typing import Any, Literal
 
 from dtrain import config as configuration
 from dtrain.comm import profile
-from dtrain.config import SECRET, bad
+from dtrain.config import CONTROL, SECRET, bad
 from dtrain.launchers import batch
 from dtrain.launchers.local import Torchrun
 from dtrain.launchers.supervisor import failure
 from dtrain.rundir import read_json, write_json
-from dtrain.validate import CONTROL
 from dtrain.words import shell_path
 
 # parameters of sbatch without which a job would not be what the rest of dtrain takes it for

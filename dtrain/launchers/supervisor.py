@@ -11,7 +11,6 @@ import functools
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -22,12 +21,10 @@ from types import FrameType
 from typing import Any
 
 from dtrain import console
-from dtrain.contract import DONE, FAILED, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent
+from dtrain.contract import DONE, FAILED, LOST_PEER, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent
 from dtrain.rundir import read_summary, write_json
 from dtrain.words import short_path
 
-# what a rank says whose peer has gone: gloo, NCCL
-LOST_PEER = re.compile(r"(closed|reset) by peer|Broken pipe|Socket Timeout|remote process exited|ncclRemoteError", re.I)
 PEERS_S = 5.0  # how long the other ranks may take to end after one has failed
 
 

@@ -7,7 +7,7 @@ import math
 from itertools import pairwise
 from typing import Any
 
-from dtrain.config import bad, count_gpus
+from dtrain.config import bad, gpus_per_node
 from dtrain.mesh import MeshSizes
 from dtrain.schema import has_method
 from dtrain.strategies import zero_config
@@ -44,13 +44,8 @@ def check_plans(config: dict[str, Any], sizes: MeshSizes) -> None:
             raise bad(f"strategy.{axis}", size, rule, "strategy=ddp, fsdp or zero3, or add the plan (docs/your-own.md)")
 
 
-def gpus_of(cluster: dict[str, Any]) -> int:
-    """GPUs of a node: of this machine, unless the ranks run elsewhere."""
-    return int(cluster["gpus_per_node"]) if "gpus_per_node" in cluster else count_gpus()
-
-
 def shared_gpus(cluster: dict[str, Any]) -> bool:
-    return 0 < gpus_of(cluster) < int(cluster["processes"])
+    return 0 < gpus_per_node(cluster) < int(cluster["processes"])
 
 
 def check_tensor(
@@ -60,7 +55,7 @@ def check_tensor(
     seq_len, where = (data["seq_len"], "data") if data.get("seq_len") else (model.get("seq_len"), "model")
     if strategy.get("sequence_parallel") and tp > 1 and shared_gpus(cluster):
         rule = "ranks that share a GPU talk over gloo, and that crashed under it (SIGSEGV, torch 2.11)"
-        raise bad("strategy.sequence_parallel", "true", rule, f"cluster.processes={gpus_of(cluster)}, or false")
+        raise bad("strategy.sequence_parallel", "true", rule, f"cluster.processes={gpus_per_node(cluster)}, or false")
     if strategy.get("sequence_parallel") and seq_len and seq_len % tp:
         rule = f"{where}.seq_len={seq_len} must be a multiple of the {tp} tensor-parallel ranks"
         raise bad("strategy.sequence_parallel", "true", rule, "strategy.sequence_parallel=false")
@@ -80,7 +75,7 @@ def check_pipeline(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: 
         rule = f"{pp} ranks have {stages} stages, and there are only model.num_layers={layers} layers"
         raise bad("strategy.schedule", schedule, rule, f"strategy.schedule=1f1b, or model.num_layers={stages}")
     if pp > 1 and shared_gpus(config["cluster"]):
-        gpus = gpus_of(config["cluster"])
+        gpus = gpus_per_node(config["cluster"])
         rule = f"ranks that share one of {gpus} GPUs talk over gloo, which passes no GPU tensors from rank to rank"
         raise bad("strategy.pp", pp, rule, f"cluster.processes={gpus}, or strategy=fsdp or tensor")
     split = strategy.get("split")

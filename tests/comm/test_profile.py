@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.comm import profile
-from dtrain.comm.compose import compose
+from dtrain.compose import compose
 from dtrain.config import CONF
 from dtrain.hardware import Hardware
 

@@ -59,7 +59,7 @@ def test_refused_before_the_launch(overrides: list[str], message: str, tmp_path:
 
 
 def test_a_pipeline_needs_a_gpu_for_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "count_gpus", lambda: 1)
+    monkeypatch.setattr("dtrain.config.count_gpus", lambda: 1)
     with pytest.raises(ValueError, match="gloo, which passes no GPU tensors"):
         make_run(tmp_path / "run", "model.num_layers=4", "cluster.processes=2", "strategy=pipeline")
     with pytest.raises(ValueError, match="crashed under it"):

@@ -1,4 +1,4 @@
-"""A configuration from the command line for `dtrain env` and `dtrain preflight`: composed, but not a run.
+"""A configuration from the command line for `dtrain env`, `preflight` and `search`: composed, but not a run.
 
 Lighter than the launcher's: what only training needs (a batch that fits the ranks, data that exists) is not asked for.
 """
