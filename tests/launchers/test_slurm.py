@@ -19,6 +19,7 @@ import pytest
 
 from dtrain.cli import main
 from dtrain.config import load, save
+from dtrain.contract import CANCELLED_FILE
 from dtrain.launch import wait_for_node_0
 from dtrain.launchers import batch
 from tests import slurm, slurm_runs
@@ -321,9 +322,9 @@ def test_a_cancelled_run_stays_cancelled(cluster: Cluster) -> None:
     cluster.run("scancel", job_id(runs["scancel"]))
     for how in ("cancel", "cancel --save"):
         assert main([*how.split(), str(runs[how])]) == 0
-        assert (runs[how] / batch.CANCELLED).exists()
+        assert (runs[how] / CANCELLED_FILE).exists()
     until(lambda: attempts(late, "start"), "a job that is running")
-    (late / batch.CANCELLED).touch()  # as if it were being interrupted while somebody cancels it
+    (late / CANCELLED_FILE).touch()  # as if it were being interrupted while somebody cancels it
     requeue(cluster, job_id(late))
     assert cluster.wait(job_id(late), restarts=1) == "FAILED"  # and by now another would have been requeued, too
     for run in runs.values():
@@ -472,6 +473,21 @@ def test_a_node_says_which_one_it_is(
 )
 def test_the_first_rank_that_was_killed(said: str, found: list[tuple[int, str]]) -> None:
     assert batch.killed_ranks(said) == found
+
+
+@pytest.mark.parametrize(
+    "said, ranks, found",
+    [
+        ("srun: error: node2: tasks 2-3: Killed\nsrun: error: node1: tasks 0-1: Killed", 2, "node2"),
+        ("srun: error: node2: task 3: Killed\nsrun: error: node1: tasks 0-1: Killed", 2, ""),  # out of memory?
+        ("srun: error: node2: tasks 2-3: Out Of Memory", 2, ""),
+        ("srun: error: node2: tasks 4-6: Killed", 4, ""),
+        ("srun: error: node2: task 1: Killed", 1, ""),  # a node or a rank: nobody can tell
+        ("", 2, ""),
+    ],
+)
+def test_a_node_whose_ranks_were_killed_at_once(said: str, ranks: int, found: str) -> None:
+    assert batch.killed_node(said, ranks) == found
 
 
 # ---- what was begun ------------------------------------------------------------------------------------------
