@@ -1,0 +1,126 @@
+"""What may be asked of SLURM: rules of the settings before they become a script, and its own refusals in our words."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from dtrain.config import CONTROL, SECRET, bad
+
+# parameters of sbatch without which a job would not be what the rest of dtrain takes it for
+NOT_THEIRS = ("array", "output", "error", "job-name", "open-mode", "wrap", "chdir", "signal", "requeue", "no-requeue",
+              "wait", "test-only", "parsable", "quiet", "ignore-pbs", "export-file", "uid", "gid")  # fmt: skip
+# sbatch's own words about a bad setting → the setting
+REFUSALS = (
+    (r"invalid partition|partition.*not available|user's group not permitted", "partition", "sinfo -s lists them"),
+    (r"invalid account|account/partition", "account", "sacctmgr show associations user=$USER lists yours"),
+    (r"invalid qos", "qos", "sacctmgr show qos lists them"),
+    (r"invalid feature|constraint", "constraint", "sinfo -o '%N %f' lists the nodes' features"),
+    (r"reservation", "reservation", "scontrol show reservation lists them"),
+    (
+        r"invalid generic resource|gres",
+        "gres",
+        "sinfo -o '%N %G' shows what nodes have; cluster.gpus_per_node=0 for none",
+    ),
+    (r"time limit|invalid time", "time", "sinfo -o '%P %l' shows the partitions' limits"),
+    (r"invalid node name|node.*not.*partition", "nodelist exclude", "sinfo -N lists the nodes"),
+    (r"node count|node configuration|more processors", "nodes", "sinfo -o '%P %D %c %m %G' shows what there is"),
+)
+ASKED = ("gpus_per_node", "gres", "mem", "cpus_per_task", "constraint", "nodelist", "exclude")  # of a node
+OWN_NAMES = (
+    "nodes", "processes", "time", "partition", "account", "qos", "exclusive", "reservation", "mail_type", "mail_user",
+    *ASKED,
+)  # fmt: skip
+
+
+def minutes(time: str | int | None, grace_s: int) -> int | None:
+    """SLURM's spellings of a time limit: 90, 90:00, 12:00:00, 2-12, 2-12:30, 2-12:30:00."""
+    if time is None:
+        return None
+    parts = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(time))
+    if not parts:
+        raise bad("cluster.time", time, "must be SLURM's: minutes, H:M:S or D-H:M:S", "cluster.time=12:00:00")
+    days, first, second, third = (int(p) if p else None for p in parts.groups())
+    assert first is not None
+    if days is not None:
+        seconds = ((days * 24 + first) * 60 + (second or 0)) * 60 + (third or 0)
+    elif third is not None:
+        seconds = (first * 60 + (second or 0)) * 60 + third
+    else:
+        seconds = first * 60 + (second or 0)
+    if seconds <= grace_s:
+        rule = f"must be longer than cluster.grace_s={grace_s} seconds, which are for saving before the end"
+        raise bad("cluster.time", time, rule, f"cluster.time={grace_s // 60 + 10}, or a smaller cluster.grace_s")
+    return -(-seconds // 60)
+
+
+def check_extra(sbatch: dict[str, Any]) -> None:
+    """cluster.sbatch: parameters that have no setting of their own."""
+    for name, value in sbatch.items():
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", str(name)):
+            raise bad("cluster.sbatch", name, "must be the long name of a parameter of sbatch", "e.g. {nice: 100}")
+        if name in NOT_THEIRS:
+            raise bad("cluster.sbatch", name, "is what dtrain itself needs to say", "leave it out")
+        own = str(name).replace("-", "_").replace("ntasks_per_node", "processes")
+        if own in OWN_NAMES:  # a second word about the same thing would win in the script, and nobody else know
+            raise bad("cluster.sbatch", name, "has a setting of its own", f"cluster.{own}={value}")
+        if value is not True and (isinstance(value, bool) or not isinstance(value, (str, int, float))):
+            rule = "must be text, a number, or true for one that has no value"
+            raise bad(f"cluster.sbatch.{name}", value, rule, "leave it out when it is not meant")
+
+
+def check_commands(python: str | None, srun: list[str]) -> None:
+    try:
+        shlex.split(python or "")
+    except ValueError as error:
+        raise bad("cluster.python", python, f"is no command ({error})", "cluster.python=/path/to/python") from None
+    for word in srun:
+        if not word.startswith("-"):  # srun would start that word instead of Python
+            raise bad("cluster.srun", word, "must be options, each with its value", "e.g. [--cpu-bind=verbose]")
+
+
+def check_secrets(texts: list[str]) -> None:
+    for text in texts:
+        for name in re.findall(r"([A-Za-z_][\w-]*)=", text):
+            if SECRET.search(name):
+                raise bad(
+                    "cluster", f"{name}=…", "looks like a secret, and scripts are there for others to read",
+                    "export it in your shell before you launch: the job gets your environment",
+                )  # fmt: skip
+
+
+def check_words(said: dict[str, Any], folder: Path, import_path: str) -> None:
+    """What quotes do not help against: how SLURM reads the #SBATCH lines, where bash sees a comment."""
+    for key, value in said.items():
+        if isinstance(value, str) and "\\" in value:
+            raise bad(key, value, "SLURM takes a backslash for an escape, also inside of quotes", "leave it out")
+    if found := re.search(r"[%\\]", str(folder)):
+        rule = f"SLURM replaces what follows a {found[0]} in the name of a log file"
+        raise bad("run_dir", folder.parent.parent, rule, f"run_dir=… a folder without {found[0]} in its path")
+    for path in (str(folder), import_path):
+        if CONTROL.search(path):  # of the working folder: the rest was checked with the other settings
+            rule = "has a control character, and it would reach a shell script"
+            raise bad("run_dir", repr(path), rule, "work in a folder without one in its path")
+
+
+def refused(said: str, parameters: dict[str, Any]) -> ValueError:
+    text = " ".join(re.sub(r"(sbatch|allocation): (error|failure): ", "", line) for line in said.split("\n") if line)
+    option = re.search(r"invalid --([a-z-]+) specification|option '--([a-z-]+)", text, re.IGNORECASE)
+    if option:
+        name = option[1] or option[2]
+        own = name.replace("-", "_")
+        setting, value = (own, parameters.get(own)) if own in OWN_NAMES else (f"sbatch.{name}", parameters.get(name))
+        return bad(f"cluster.{setting}", value, f"SLURM refuses it: {text}", f"`man sbatch` says what --{name} takes")
+    for pattern, settings, fix in REFUSALS:
+        if re.search(pattern, text, re.IGNORECASE):
+            setting = next((s for s in settings.split() if parameters.get(s) is not None), settings.split()[0])
+            asked = ", ".join(
+                f"{name}={parameters[name]}" for name in ASKED if setting == "nodes" and name in parameters
+            )
+            text += f" (with {asked})" if asked else ""
+            return bad(f"cluster.{setting}", parameters.get(setting), f"SLURM refuses it: {text}", fix)
+    return ValueError(
+        f"cluster: SLURM refuses the job: {text}\n  fix: dry_run=true shows the script; sinfo what there is"
+    )
