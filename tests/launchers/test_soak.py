@@ -173,7 +173,7 @@ def test_twenty_blows_leave_no_trace(here: Path, cluster: Cluster, tmp_path_fact
             blow.started = time.monotonic() - blow.at
             blow.resumed = attempts(run, "start")[-1]["step"]
             blows.append(blow)
-            print(blow.row(), flush=True)
+            print(blow.row(), flush=True)  # for who waits
             assert blow.resumed >= blow.saved, f"{kind} lost a checkpoint: {blow}"
             until(lambda: not old_ranks(run, attempts(run, "start")[-1]["restart"]), "the old ranks' end", 30)
             if lost_node:
@@ -188,6 +188,7 @@ def test_twenty_blows_leave_no_trace(here: Path, cluster: Cluster, tmp_path_fact
 
     starts, ends = attempts(run, "start"), attempts(run, "end")
     seconds = time.monotonic() - began
+    print(f"{'blow':24} {'when':14}  step  saved  resumed  lost  start  train", *(b.row() for b in blows), sep="\n")
     print(f"{seconds:.0f} s, {len(starts)} starts ({unasked} unasked), {len(ends)} noted ends, {Counter(kinds)}")
     steps = [start["step"] for start in starts]
     print(f"starts in a row from one checkpoint: at most {max(len(list(same)) for _, same in groupby(steps))}")
