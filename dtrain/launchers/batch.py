@@ -92,7 +92,9 @@ def killed_ranks(said: str) -> list[tuple[int, str]]:
     found = re.search(rf"srun: error: \S+ tasks? (\d+)[\d,-]*: ({'|'.join(names)}|Exited with exit code (\d+))", said)
     if not found or found[3] in OUR_CODES:  # a rank of ours that ends with a code of ours leaves a note
         return []
-    return [(int(found[1]), names.get(found[2], f"exit code {found[3]}"))]
+    code = int(found[3] or 0)
+    by_shell = {128 + number: number.name for number in signal.Signals}  # how a wrapper around Python passes it on
+    return [(int(found[1]), names.get(found[2]) or by_shell.get(code) or f"exit code {code}")]
 
 
 def killed_node(said: str, ranks_per_node: int) -> str:

@@ -468,6 +468,8 @@ def test_a_node_says_which_one_it_is(
         ("srun: error: n1: tasks 4-7: Segmentation fault (core dumped)", [(4, "SIGSEGV")]),
         ("srun: error: node1: task 0: User defined signal 1\nsrun: error: n: task 1: Killed", [(0, "SIGUSR1")]),
         ("srun: error: node1: task 0: Exited with exit code 3", []),
+        ("srun: error: node1: task 2: Exited with exit code 1\nsrun: error: n: task 0: Killed", [(2, "exit code 1")]),
+        ("srun: error: node1: task 2: Exited with exit code 138", [(2, "SIGUSR1")]),  # a shell around Python
         ("", []),
     ],
 )
