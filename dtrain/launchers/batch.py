@@ -225,6 +225,8 @@ class Job:
             return PREEMPTED, f"all ranks of {ranks.killed_node} were killed at once"
         if code == FAILED and ranks.failure["type"] in {number.name for number in STOP_SIGNALS}:
             return PREEMPTED, f"{ranks.failure['type']} came before the ranks could hear it"  # Python was starting
+        if code == FAILED and (job := query([self.id]).get(self.id)) and job.state != "RUNNING":
+            return PREEMPTED, "SLURM ended it before it could save"  # and queues it again by itself, or was told not to
         return code, ranks.failure if code not in (DONE, PREEMPTED) else read_summary(self.run_dir).get("status", "")
 
     def _end(self, code: int, why: dict[str, Any] | str) -> int:

@@ -259,6 +259,25 @@ def get_nowhere(cluster: Cluster, run: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("here")
+def test_a_save_that_slurm_does_not_wait_for_is_no_failure(cluster: Cluster) -> None:
+    """Ranks in a long step are killed by SLURM before it is over; the run goes on from what it had."""
+    run = submit(*NODES_2, *odd("'SLURM_RESTART_COUNT' in os.environ or time.sleep(60)"), "checkpoint.every=2")
+    until_step(run, 4)
+    until(lambda: (run / "checkpoints" / "latest").read_text() == "step-00000004\n", "a checkpoint")
+    requeue(cluster, job_id(run))
+    for pid in ranks_of(run):  # as SLURM does KillWait later, and then with the supervisor: we are a little earlier
+        if b"srun" not in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]:
+            os.kill(pid, signal.SIGKILL)
+    until(lambda: attempts(run, "end"), "the end of the first start")
+    assert attempts(run, "end")[0]["code"] == 75 and "before it could save" in attempts(run, "end")[0]["why"], said(run)
+    until(lambda: not (run / "failure.json").exists(), "a run that has not failed", 10)
+    assert cluster.wait(job_id(run), timeout=120, restarts=1) == "COMPLETED", said(run)
+    assert [start["step"] for start in attempts(run, "start")] == [0, 4] and summary(run)["status"] == "done"
+    assert_no_orphans(run)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("here")
 def test_a_requeue_waits_for_the_controller(undisturbed: dict[int, str]) -> None:
     with slurm.temporary(slurm.available(), nodes=2) as cluster, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", str(cluster.conf))
