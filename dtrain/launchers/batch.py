@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -299,10 +300,20 @@ def address_of(node: str) -> str:
 
 
 def free_port() -> int:
-    """A port that is free on the first node, which is this one: a fixed number would meet another job's."""
-    with socket.socket() as server:
-        server.bind(("", 0))
-        return int(server.getsockname()[1])
+    """A port that is free on the first node, which is this one: a fixed number would meet another job's.
+
+    Not one that the kernel gives to outgoing connections: rank 0 takes it only when it has imported torch.
+    """
+    try:
+        first_of_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        first_of_kernel = 32768
+    tries = random.SystemRandom().sample(range(15_000, 30_000), 50)  # a user's seed would give two jobs the same
+    for port in [*(port for port in tries if port < first_of_kernel), 0]:
+        with contextlib.suppress(OSError), socket.socket() as server:
+            server.bind(("", port))
+            return int(server.getsockname()[1])
+    raise OSError("no port is free")
 
 
 def starter(config: dict[str, Any]) -> Any:

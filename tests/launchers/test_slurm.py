@@ -511,6 +511,15 @@ def test_a_node_whose_ranks_were_killed_at_once(said: str, ranks: int, found: st
     assert batch.killed_node(said, ranks) == found
 
 
+def test_the_port_of_rank_0_is_not_one_for_outgoing_connections() -> None:
+    """Seconds pass before rank 0 listens there, and another process must not be given it meanwhile."""
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = [batch.free_port() for _ in range(20)]
+    assert not [port for port in ports if first <= port <= last] and len(set(ports)) > 10
+    with socket.socket() as server:
+        server.bind(("", ports[0]))
+
+
 # ---- what was begun ------------------------------------------------------------------------------------------
 
 
