@@ -6,7 +6,6 @@ any way: the same command goes on with it. hydra-optuna-sweeper is not used: its
 
 from __future__ import annotations
 
-import fcntl
 import math
 import signal
 import subprocess
@@ -77,12 +76,8 @@ def main(argv: list[str]) -> int:
     folder = Path(request.words["dir"] or sweeps.earlier(typed) or time.strftime("multirun/%Y-%m-%d/%H-%M-%S-search"))
     if request.words["detach"] == "true" or (not request.words["detach"] and _is_submitted(request)):
         return _detach(argv, folder)
-    sweeps.note(folder, typed)
-    with open(folder / ".lock", "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise bad("dir", folder, "this search is going on already", f"dtrain runs {shell_path(folder)}") from None
+    with sweeps.lock(folder):
+        sweeps.note(folder, typed)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         code = Search(folder, request).run()
     runs.print_sweep(sweeps.points(folder))
@@ -182,7 +177,7 @@ def _is_submitted(request: Request) -> bool:
 
 def _detach(argv: list[str], folder: Path) -> int:
     """Go on in a process of its own, which the end of the terminal does not reach."""
-    folder.mkdir(parents=True, exist_ok=True)
+    sweeps.lock(folder).close()  # makes it, and refuses when the search goes on already
     words = [a for a in argv if not a.startswith(("detach=", "dir="))]
     with open(folder / "search.log", "ab") as log:
         process = subprocess.Popen(

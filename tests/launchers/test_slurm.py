@@ -364,7 +364,9 @@ def test_a_sweep_is_one_array_and_goes_on_where_it_was(
     interrupt = "['scancel', '--batch', '--signal=USR2', os.environ['SLURM_ARRAY_JOB_ID'] + '_3']"
     model = odd(
         "assert task != '2', 'a bad point'\n"
-        f"            task == '3' and 'SLURM_RESTART_COUNT' not in os.environ and subprocess.run({interrupt})"
+        f"            if task == '3' and 'SLURM_RESTART_COUNT' not in os.environ:\n"
+        f"                subprocess.run({interrupt})\n"
+        "                time.sleep(3)  # or the run would be over before its supervisor has acted"
     )
     command = ["-m", *NODES_1, SHORT, *model, "strategy=ddp,fsdp", "optim.lr=1e-3,3e-3"]
     began = time.monotonic()
