@@ -80,6 +80,15 @@ class Rate:
         return self.flops_per_step / step_s / self.peak if self.peak else None
 
 
+def figures(model: Any, values: list[float]) -> dict[str, float]:
+    """What an evaluation found, by name: the loss, the figures that the model gives after it, and what follows."""
+    names = ("loss", *getattr(model, "figures", ()))
+    found = {f"val_{name}": value for name, value in zip(names, values, strict=True)}
+    if getattr(model, "perplexity", False):
+        found["val_perplexity"] = math.exp(min(found["val_loss"], 700.0))  # beyond it a float ends
+    return found
+
+
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """The device's 16-bit peak, or None where none is published (every CPU) or meant (fp32): MFU is null then."""
     if dtype != torch.float32:  # its rate depends on whether TF32 is on

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain import checkpoint, config, shards
+from dtrain.models import build as models
 from dtrain.schema import check_section
 
 
@@ -28,8 +29,7 @@ def load_model(run_dir: Path, trust: list[str]) -> tuple[nn.Module, Any]:
     cfg = config.load(run_dir)
     for section in ("model", "data"):
         check_section(section, cfg[section], trust)
-    with torch.device("meta"):
-        model: nn.Module = config.build(cfg.model, trust)
+    model = models.make(cfg, trust)
     state = dict(checkpoint.weights(newest_checkpoint(run_dir)))
     model.load_state_dict(state, assign=True)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), cfg

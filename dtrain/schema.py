@@ -23,7 +23,13 @@ CHOICES = {
     "activation_checkpointing": ("none", "full", "selective"),
     "train.nonfinite": ("stop", "skip"),
 }
-NULLABLE = {"train.micro_batch_size": int, "train.max_grad_norm": float, "train.stop_after": int, "resume": str}
+NULLABLE = {
+    "train.micro_batch_size": int,
+    "train.max_grad_norm": float,
+    "train.stop_after": int,
+    "resume": str,
+    "init_from": str,
+}
 
 
 def check_keys_and_types(config: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from dtrain import checkpoint, config, metrics, worker
 from dtrain.config import Settings, build
 from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED
 from dtrain.data.loader import Loader
+from dtrain.models import build as models
 from dtrain.rundir import newest_figures, write_json
 from dtrain.validate import batch_sizes
 from dtrain.worker import log
@@ -38,8 +39,8 @@ def train(run_dir: Path, cfg: Settings, device: torch.device) -> str:
 
     # ---- build: data, model, strategy ------------------------------------------------------------------------
     data = build(cfg.data, trust)
-    with torch.device("meta"):  # no memory yet: the strategy decides which part of each weight this rank holds
-        model = build(cfg.model, trust)
+    train_set = data.dataset("train")
+    model = models.make(cfg, trust)  # no memory yet: the strategy decides which part of each weight this rank holds
     precision = build(cfg.precision, trust)
     schedule = build(cfg.schedule, trust, steps=cfg.train.steps)
     strategy = build(cfg.strategy, trust)
@@ -50,15 +51,16 @@ def train(run_dir: Path, cfg: Settings, device: torch.device) -> str:
         build(cfg.optim, trust, global_batch_size=batch_size),
         precision=precision,
         device=device,
-        seed=seed,
+        first=models.first_weights(cfg),
         micro_batch_size=micro_batch_size,
         max_grad_norm=cfg.train.max_grad_norm,
         activation_checkpointing=cfg.activation_checkpointing,
         activation_checkpointing_every=cfg.activation_checkpointing_every,
         compile=cfg.compile,
+        masked=getattr(train_set, "masked", False),
     )
     place = (batch_size, seed, strategy.data_rank, sizes.dp)
-    train_data = Loader(data.dataset("train"), *place, pin_memory=device.type == "cuda")
+    train_data = Loader(train_set, *place, pin_memory=device.type == "cuda")
     data_identity = f"{len(train_data.dataset)} samples {getattr(train_data.dataset, 'fingerprint', '')}".strip()
     val_data = Loader(data.dataset("val"), *place, shuffle=False) if cfg.train.eval_batches else None
     num_val_batches = min(cfg.train.eval_batches, len(val_data.dataset) // batch_size) if val_data else 0
@@ -144,13 +146,14 @@ def train(run_dir: Path, cfg: Settings, device: torch.device) -> str:
         # once in a while: evaluate
         due = step == last_step or (cfg.train.eval_every and step % cfg.train.eval_every == 0)
         if val_data and due and not stopping:
-            losses = []
+            batches = []
             for i in range(num_val_batches):
                 inputs, targets = (t.to(device, non_blocking=True) for t in val_data.batch(i * batch_size))
-                losses.append(strategy.eval_step(inputs, targets))
-            summary["val_loss"] = torch.stack(losses).mean().item()
+                batches.append(strategy.eval_step(inputs, targets))
+            figures = metrics.figures(model, torch.stack(batches).mean(dim=0).reshape(-1).tolist())
+            summary |= figures
             if record:
-                record.write(step=step, val_loss=summary["val_loss"])
+                record.write(step=step, **figures)
 
         # once in a while: save
         if step == last_step or stopping or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):

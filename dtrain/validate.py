@@ -21,6 +21,7 @@ from dtrain.strategies import rules
 AT_LEAST = {
     "train.steps": 1, "train.global_batch_size": 1, "train.micro_batch_size": 1, "train.log_every": 1,
     "train.eval_every": 0, "train.eval_batches": 0, "train.stop_after": 1, "train.seed": 0,
+    "train.loader_workers": 0, "lora.rank": 0,
     "checkpoint.every": 0, "checkpoint.keep": 1, "activation_checkpointing_every": 1,
     "model.num_layers": 1, "model.dim": 1, "model.num_heads": 1, "model.num_kv_heads": 1, "model.vocab_size": 1,
     "model.vocab_multiple": 1, "model.seq_len": 1, "model.dropout": 0, "data.seq_len": 1, "data.num_samples": 1,
@@ -33,7 +34,7 @@ AT_LEAST = {
     "strategy.forward_prefetch": 0, "strategy.backward_prefetch": 0, "strategy.stages_per_rank": 2,
     "strategy.every": 1, "strategy.gather_mb": 1, "strategy.whole_below": 0,
 }  # fmt: skip
-MORE_THAN = {"optim.lr": 0, "optim.eps": 0, "train.max_grad_norm": 0, "data.val_fraction": 0}
+MORE_THAN = {"lora.alpha": 0, "optim.lr": 0, "optim.eps": 0, "train.max_grad_norm": 0, "data.val_fraction": 0}
 LESS_THAN = {"model.dropout": 1, "data.val_fraction": 1}
 AT_MOST = {"schedule.min_ratio": 1}
 
@@ -41,8 +42,8 @@ AT_MOST = {"schedule.min_ratio": 1}
 FREE_ON_RESUME = (
     "strategy", "cluster", "hardware", "preflight", "logger", "choices", "checkpoint", "compile", "deterministic",
     "activation_checkpointing", "activation_checkpointing_every", "train.micro_batch_size", "train.log_every",
-    "train.eval_every", "train.eval_batches", "train.stop_after", "train.nonfinite", "resume", "resume_allow",
-    "run_dir", "name", "trust", "dry_run",
+    "train.eval_every", "train.eval_batches", "train.loader_workers", "train.stop_after", "train.nonfinite",
+    "resume", "resume_allow", "run_dir", "name", "trust", "dry_run",
 )  # fmt: skip
 
 
@@ -175,18 +176,15 @@ def check_data(config: dict[str, Any]) -> None:
             f"the model takes at most model.seq_len={model['seq_len']} tokens",
             f"data.seq_len={model['seq_len']}",
         )
-    vocab_size = data.get("vocab_size")
+    needs = {"vocab_size": data.get("vocab_size")}
     if data["_target_"].startswith("dtrain."):  # a user's own module may import torch, and is left to the ranks
         module = importlib.import_module(data["_target_"].rpartition(".")[0])
         if hasattr(module, "check"):  # e.g. does the path exist, can it be read, is it whole
-            vocab_size = module.check(**{k: v for k, v in data.items() if not k.startswith("_")})
-    if vocab_size and model.get("vocab_size") and vocab_size > model["vocab_size"]:
-        raise bad(
-            "model.vocab_size",
-            model["vocab_size"],
-            f"the data has {vocab_size} different tokens",
-            f"model.vocab_size={vocab_size}, or a model with a larger vocabulary",
-        )
+            needs = module.check(**{k: v for k, v in data.items() if not k.startswith("_")})
+    for key, what in (("vocab_size", "tokens"), ("num_classes", "classes")):
+        if needs.get(key) and model.get(key) and needs[key] > model[key]:
+            rule = f"the data has {needs[key]} different {what}"
+            raise bad(f"model.{key}", model[key], rule, f"model.{key}={needs[key]}, or a model that has as many")
 
 
 # ---- resume --------------------------------------------------------------------------------------------------

@@ -16,15 +16,15 @@ SKIPPED = {
 }
 
 
-def check(**settings: object) -> int:
-    """Refuse a Python that came without its sources; the vocabulary size of bytes."""
+def check(**settings: object) -> dict[str, int]:
+    """Refuse a Python that came without its sources; what the model must have: a vocabulary of bytes."""
     path = sysconfig.get_paths()["stdlib"]
     if not os.path.isfile(os.path.join(path, "os.py")):
         raise ValueError(
             f"data=stdlib needs the standard library's .py files, and this Python has none in {path!r}\n  fix: "
             "use data=text with a data.path"
         )
-    return 256
+    return {"vocab_size": 256}
 
 
 class Stdlib(Text):

@@ -143,8 +143,8 @@ def check(
     pattern: str = "**/*.txt",
     setting: str = "data.path",
     **rest: object,
-) -> int:
-    """Refuse settings that cannot work, before anything is started; the vocabulary size. Reads no text."""
+) -> dict[str, int]:
+    """Refuse settings that cannot work, before anything is started; what the model must have. Reads no text."""
     if not 0 < val_fraction < 1:
         raise ValueError(f"data.val_fraction={val_fraction} must be between 0 and 1, ends excluded\n  fix: try 0.05")
     check_tokenizer(tokenizer)
@@ -163,7 +163,7 @@ def check(
         )
     if first == 0 and not any(sizes):
         raise ValueError(f"{setting}={str(path)!r} is empty\n  fix: give a file or folder with text in it")
-    return load_tokenizer(tokenizer).vocab_size
+    return {"vocab_size": load_tokenizer(tokenizer).vocab_size}
 
 
 def find_documents(path: Path, pattern: str) -> tuple[Path, list[str]]:

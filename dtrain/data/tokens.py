@@ -123,9 +123,9 @@ def read_meta(path: str | Path) -> dict:
     return meta
 
 
-def check(path: str, **rest: object) -> int:
-    """Refuse a folder that is not complete, before anything is started; its vocabulary size. Imports no torch."""
-    return int(read_meta(path)["vocab_size"])
+def check(path: str, **rest: object) -> dict[str, int]:
+    """Refuse a folder that is not complete, before anything is started; what the model must have. Imports no torch."""
+    return {"vocab_size": int(read_meta(path)["vocab_size"])}
 
 
 class Tokens:

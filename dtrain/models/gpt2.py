@@ -14,15 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dtrain.models.parts import Head, LayerNorm
+
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
-
-
-class LayerNorm(nn.LayerNorm):
-    """In float32 in every precision, also where fsdp has gathered 16-bit weights; in fp32 the casts do nothing."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
 
 
 class Attention(nn.Module):
@@ -67,15 +62,9 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
-class Head(nn.Module):
-    """Logits, or the mean loss, from the last hidden states and the embedding. A module, so that a plan can name it."""
-
-    def forward(self, x: Tensor, weight: Tensor, targets: Tensor | None = None) -> Tensor:
-        logits = F.linear(x, weight)
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-
 class GPT2(nn.Module):
+    perplexity = True  # exp(loss) means something
+
     def __init__(
         self,
         num_layers: int,

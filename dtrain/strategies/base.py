@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtrain import mesh
+from dtrain.models.parts import IGNORED
 from dtrain.precision import Precision
 from dtrain.shards import Held
 from dtrain.strategies.shared import (
@@ -29,6 +30,7 @@ from dtrain.strategies.shared import (
     materialize,
     merged,
 )
+from dtrain.weights import Drawn
 
 
 @dataclass
@@ -59,15 +61,20 @@ class Strategy:
         *,
         precision: Precision,
         device: torch.device,
-        seed: int,
+        first: Drawn,
         micro_batch_size: int,
         max_grad_norm: float | None = None,
         activation_checkpointing: str = "none",
         activation_checkpointing_every: int = 2,
         compile: bool = False,
+        masked: bool = False,
     ) -> None:
-        """Spread a model that was built on the meta device, give it its first weights, make its optimizer."""
+        """Spread a model that was built on the meta device, give it its first weights, make its optimizer.
+
+        `masked`: some targets are IGNORED, and not as many in every sample.
+        """
         self.precision, self.device, self.compile = precision, device, compile
+        self.first, self.masked = first, masked
         self.micro_batch_size, self.max_grad_norm = micro_batch_size, max_grad_norm
         self.node_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         self.sizes = self.resolve_mesh(dist.get_world_size(), self.node_size)
@@ -76,7 +83,7 @@ class Strategy:
         self.data_group = self.mesh.get_group("dp")
         checkpoint_layers(model, activation_checkpointing, activation_checkpointing_every)
         self.module = self.parallelize(model)  # the bare module: its parameter names are the canonical ones
-        self.materialize(self.module, seed)
+        self.materialize(self.module)
         self.model = self.wrap(self.module)
         self.optimizer = make_optimizer(self.module.named_parameters())
 
@@ -86,10 +93,10 @@ class Strategy:
         """Cut the model while its weights have no memory yet."""
         return model
 
-    def materialize(self, model: nn.Module, seed: int) -> None:
+    def materialize(self, model: nn.Module) -> None:
         """Give the model memory and its first weights."""
         materialize(model, self.device)
-        init_weights(model, seed, self.device)
+        init_weights(model, self.first, self.device)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap the model once its weights are there. What comes back is what is called."""
@@ -125,8 +132,24 @@ class Strategy:
     def train_step(self, inputs: Tensor, targets: Tensor) -> StepResult:
         if not self.model.training:  # walking all modules takes 0.1 ms
             self.model.train()
+        self.count_targets(targets)
         loss = self.forward_backward(inputs, targets)
         return self.update(loss)
+
+    def count_targets(self, targets: Tensor) -> None:
+        """Before a step: how many targets a micro-batch has on average over all data ranks, where some are ignored."""
+        if self.masked:
+            count = (targets != IGNORED).sum().float()
+            if self.sizes.dp > 1:
+                dist.all_reduce(count, group=self.data_group)
+            self.mean_count = count * self.micro_batch_size / (len(targets) * self.sizes.dp)
+
+    def weight(self, targets: Tensor) -> Tensor | float:
+        """What a micro-batch's mean loss counts in the mean over the global batch: as much as it has targets.
+
+        So the loss is one mean over all targets of the global batch, however that is cut.
+        """
+        return (targets != IGNORED).sum() / self.mean_count if self.masked else 1.0
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Accumulate gradients over the micro-batches; give the mean loss of this data rank."""
@@ -137,7 +160,7 @@ class Strategy:
         for i, (x, y) in enumerate(micro_batches):
             with self.no_sync(last=i == len(micro_batches) - 1):
                 with self.autocast():
-                    loss = self.model(x, y) / len(micro_batches)
+                    loss = self.model(x, y) * self.weight(y) / len(micro_batches)
                 (loss * self.precision.scale).backward()
             total += loss.detach()
         return total
@@ -165,13 +188,14 @@ class Strategy:
 
     @torch.no_grad()
     def eval_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss over the global batch, without gradients."""
+        """The mean loss over the global batch, without gradients; after it the model's own figures if it has any."""
         self.model.eval()
-        losses = []
+        self.count_targets(targets)
+        figures = []
         for x, y in zip(inputs.split(self.micro_batch_size), targets.split(self.micro_batch_size), strict=True):
             with self.autocast():
-                losses.append(self.model(x, y).float())
-        return self.mean_over_data_ranks(torch.stack(losses).mean())
+                figures.append(self.model(x, y).float() * self.weight(y))
+        return self.mean_over_data_ranks(torch.stack(figures).mean(dim=0))
 
     def mean_over_data_ranks(self, value: Tensor) -> Tensor:
         if self.sizes.dp > 1:

@@ -46,9 +46,9 @@ class FSDP(Strategy):
             unit.set_modules_to_backward_prefetch(units[max(0, i - self.backward_prefetch) : i][::-1])
         return model
 
-    def materialize(self, model: nn.Module, seed: int) -> None:
+    def materialize(self, model: nn.Module) -> None:
         materialize(model, torch.device("cpu") if self.offload == "cpu" else self.device)
-        init_weights(model, seed, self.device)
+        init_weights(model, self.first, self.device)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return model

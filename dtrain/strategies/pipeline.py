@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from typing import Any, Literal
 
 import torch
@@ -53,6 +54,9 @@ class Pipeline(Strategy):
                 f"strategy.pp={self.sizes.pp}: {type(model).__name__} does not say how to cut itself into stages\n"
                 "  fix: add pipeline_split() to the model, or strategy=fsdp, zero3 or ddp"
             )
+        self.num_figures = len(getattr(model, "figures", ()))
+        # what a mask is made of is in the inputs, which only the first stage is given as such
+        self.wants_source = "source" in inspect.signature(model.forward).parameters
         self.pp_rank, self.pp_group = self.mesh.get_local_rank("pp"), self.mesh.get_group("pp")
         self.random_rank += self.sizes.dp * self.pp_rank  # or the layers of two stages would drop the same elements
         self.data_mesh = data_mesh(self.mesh, self.sizes.dp if self.data == "fsdp" else 1)
@@ -95,8 +99,12 @@ class Pipeline(Strategy):
                 losses=losses if is_last else None,
                 return_outputs=False,
                 **({"targets": targets} if is_last else {}),
+                **({"source": inputs} if self.wants_source else {}),
             )
-        loss = torch.stack(losses).detach().float().sum() if is_last else torch.zeros((), device=self.device)
+        if is_last:
+            loss = torch.stack(losses).detach().float().sum(dim=0)
+        else:
+            loss = torch.zeros(() if train or not self.num_figures else 1 + self.num_figures, device=self.device)
         dist.all_reduce(loss, group=self.pp_group)
         return loss / self.precision.scale
 
@@ -109,7 +117,7 @@ class Pipeline(Strategy):
 
         def share_of_loss(output: Tensor, targets: Tensor) -> Tensor:
             """The last stage gives the mean loss itself. Scaled here as without a pipeline, and not by the schedule."""
-            return output / num_micro_batches * self.precision.scale
+            return output * self.weight(targets) / num_micro_batches * self.precision.scale
 
         schedule = SCHEDULES[self.schedule](
             stages[0] if one_stage else stages, num_micro_batches, share_of_loss, scale_grads=False
@@ -129,6 +137,7 @@ class Pipeline(Strategy):
     @torch.no_grad()
     def eval_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         self.model.eval()
+        self.count_targets(targets)
         loss = self.mean_over_data_ranks(self.run(inputs, targets, train=False))
         free_layers(self.module)
         return loss

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable
@@ -16,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from dtrain import checkpoint
-from dtrain.shards import Held, chunks_of, is_dtensor
+from dtrain.shards import is_dtensor
+from dtrain.weights import Drawn
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -47,28 +47,10 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     model.to_empty(device=device)
 
 
-def init_weights(model: nn.Module, seed: int, device: torch.device | None = None) -> None:
-    """Give every weight and buffer the value that (seed, name) says, the same under every strategy and world size.
-
-    Each is drawn whole, one at a time, and each rank keeps its shard; so no rank ever holds the whole model. The draws
-    of a CPU and of a GPU differ, so `device` does them also for weights that are offloaded.
-    """
+def init_weights(model: nn.Module, first: Drawn, device: torch.device | None = None) -> None:
+    """Give every weight and buffer its first value."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        init_weight(model, seed, name, tensor, device or tensor.device)
-
-
-@torch.no_grad()
-def init_weight(model: nn.Module, seed: int, name: str, held: Held, device: torch.device) -> None:
-    """Draw one weight whole, and keep what this rank holds of it."""
-    chunks = chunks_of(held)
-    if not chunks:
-        return
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7]))
-    whole = torch.empty(chunks[0].whole_shape, dtype=chunks[0].values.dtype, device=device)
-    model.init_weights(name, whole, generator)  # type: ignore[operator]
-    for chunk in chunks:
-        chunk.values.copy_(whole[chunk.box])
+        first.fill(model, name, tensor, device or tensor.device)
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

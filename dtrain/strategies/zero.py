@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dtrain.shards import Held, chunks_of
 from dtrain.strategies import zero_config
 from dtrain.strategies.base import StepResult, Strategy
-from dtrain.strategies.shared import autocast_inside, compile_layers, init_weight, materialize, merged
+from dtrain.strategies.shared import autocast_inside, compile_layers, materialize, merged
 from dtrain.strategies.zero_state import Masters, import_deepspeed, optimizer_of_shapes
 
 
@@ -51,12 +51,10 @@ class Zero(Strategy):
         self,
         model: nn.Module,
         make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
-        *,
-        seed: int,
         **options: Any,
     ) -> None:
         self.deepspeed = import_deepspeed(options["device"])
-        super().setup(model, functools.partial(optimizer_of_shapes, make_optimizer), seed=seed, **options)
+        super().setup(model, functools.partial(optimizer_of_shapes, make_optimizer), **options)
         with contextlib.redirect_stdout(io.StringIO()):  # what it prints is not logged: warnings still show
             self.engine, self.zero, _, _ = self.deepspeed.initialize(
                 model=self.module, optimizer=self.optimizer, config=self.config, dist_init_required=False
@@ -65,7 +63,7 @@ class Zero(Strategy):
         self.masters = Masters(self.zero, self.optimizer, self.module, self.stage, self.data_rank)
         for name, held in self.masters.walk(write=True):
             if name.startswith("model."):
-                init_weight(self.module, seed, name.removeprefix("model."), held, self.device)
+                self.first.fill(self.module, name.removeprefix("model."), held, self.device)
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
@@ -92,7 +90,7 @@ class Zero(Strategy):
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
-    def materialize(self, model: nn.Module, seed: int) -> None:
+    def materialize(self, model: nn.Module) -> None:
         """Memory only, in the type that the weights are held in; under zero3 never for more than one module at a time.
 
         The first values are drawn into the float32 masters, which would else be 16-bit values.
@@ -112,7 +110,7 @@ class Zero(Strategy):
             else:  # not another Init: each has its own buffers, and clears the disk
                 first.convert_to_zero_parameters(param_list=own)
         for name, buffer in model.named_buffers():
-            init_weight(model, seed, name, buffer, self.device)
+            self.first.fill(model, name, buffer, self.device)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return model  # the engine wraps it, once there is an optimizer
@@ -128,7 +126,7 @@ class Zero(Strategy):
         total = torch.zeros((), device=self.device)
         for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
             self.engine.set_gradient_accumulation_boundary(i == len(xs) - 1)
-            loss = self.engine(x, y) / len(xs)
+            loss = self.engine(x, y) * self.weight(y) / len(xs)
             total += loss.detach()
             # The engine itself skips a step whose gradient is not finite, under every precision, before it touches
             # masters or state. It knows nothing of the loss; so one that is not finite makes the gradient NaN.

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from dtrain.config import CONF, build
 from dtrain.models.gpt2 import GPT2
 from dtrain.strategies.shared import init_weights
+from dtrain.weights import Drawn
 from tests.world import spawn
 
 PUBLISHED = {
@@ -24,7 +25,7 @@ PUBLISHED = {
 def small(**changes: object) -> GPT2:
     settings = {"num_layers": 4, "dim": 32, "num_heads": 4, "vocab_size": 50, "seq_len": 12, "vocab_multiple": 16}
     model = GPT2(**(settings | changes))  # type: ignore[arg-type]
-    init_weights(model, seed=0)
+    init_weights(model, Drawn(0))
     return model
 
 
@@ -59,7 +60,7 @@ def test_loss_is_the_cross_entropy_of_the_logits() -> None:
 
 def test_initial_weights_depend_on_seed_and_name_only() -> None:
     a, b, other = small(), small(num_layers=4), small()
-    init_weights(other, seed=1)
+    init_weights(other, Drawn(1))
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
     assert not torch.equal(a.layers["0"].mlp.up.weight, other.layers["0"].mlp.up.weight)
     assert not torch.equal(a.layers["0"].mlp.up.weight, a.layers["1"].mlp.up.weight)

@@ -21,6 +21,7 @@ from dtrain import checkpoint, shards
 from dtrain.config import build, load
 from dtrain.data.loader import Loader
 from dtrain.validate import batch_sizes
+from dtrain.weights import Drawn
 from dtrain.worker import seed_everything
 from tests.world import STRATEGIES, losses, make_run, sizes_of, spawn, train
 
@@ -78,7 +79,7 @@ def take_over(target: Path, sources: dict[str, Path], out: Path) -> None:
             build(cfg.optim, global_batch_size=cfg.train.global_batch_size),
             precision=build(cfg.precision),
             device=torch.device("cpu"),
-            seed=cfg.train.seed + 1,
+            first=Drawn(cfg.train.seed + 1),
             micro_batch_size=batch_sizes(cfg, sizes)[1],
             max_grad_norm=cfg.train.max_grad_norm,
         )  # fmt: skip  (another seed: weights that are not loaded would show)

@@ -13,6 +13,7 @@ from dtrain import checkpoint
 from dtrain.config import build, load
 from dtrain.precision import Precision
 from dtrain.strategies.shared import clip_grad_norm
+from dtrain.weights import Drawn
 from tests.world import STRATEGIES, layouts, losses, make_run, metrics, sizes_of, spawn, summary, train
 
 BROKEN = """
@@ -59,7 +60,12 @@ def same_weights_everywhere(run_dir: Path) -> None:
         model = build(cfg.model)
     strategy = build(cfg.strategy)
     strategy.setup(
-        model, build(cfg.optim), precision=build(cfg.precision), device=torch.device("cpu"), seed=5, micro_batch_size=1
+        model,
+        build(cfg.optim),
+        precision=build(cfg.precision),
+        device=torch.device("cpu"),
+        first=Drawn(5),
+        micro_batch_size=1,
     )
     checkpoint.save(run_dir / "checkpoints", 0, strategy.state_dict(), {"extra": strategy.extra_state()}, keep=1)
 

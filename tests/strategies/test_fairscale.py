@@ -21,6 +21,7 @@ from dtrain import checkpoint
 from dtrain.config import build, load
 from dtrain.strategies.ddp import DDP
 from dtrain.strategies.fairscale import FairScale
+from dtrain.weights import Drawn
 from tests.world import losses, make_run, metrics, spawn, summary, train
 
 # ---- on ranks of one process group ---------------------------------------------------------------------------
@@ -31,7 +32,7 @@ def set_up(strategy: DDP, run_dir: Path, model: nn.Module | None = None) -> DDP:
     if model is None:
         with torch.device("meta"):
             model = build(cfg.model)
-    common: dict[str, Any] = {"precision": build(cfg.precision), "device": torch.device("cpu"), "seed": 5}
+    common: dict[str, Any] = {"precision": build(cfg.precision), "device": torch.device("cpu"), "first": Drawn(5)}
     strategy.setup(model, build(cfg.optim), **common, micro_batch_size=2, max_grad_norm=0.5)
     return strategy
 

@@ -18,6 +18,7 @@ from dtrain.config import CONF, build, load
 from dtrain.strategies.base import Strategy
 from dtrain.strategies.ddp import DDP
 from dtrain.strategies.local_sgd import LocalSGD
+from dtrain.weights import Drawn
 from tests.world import ROOT, losses, make_run, spawn, summary, train
 
 
@@ -42,7 +43,7 @@ def set_up(strategy: Strategy, run_dir: Path, make_optimizer: Callable[..., Any]
     cfg = load(run_dir)
     with torch.device("meta"):
         model = build(cfg.model)
-    common: dict[str, Any] = {"precision": build(cfg.precision), "device": torch.device("cpu"), "seed": 5}
+    common: dict[str, Any] = {"precision": build(cfg.precision), "device": torch.device("cpu"), "first": Drawn(5)}
     strategy.setup(model, make_optimizer, **common, micro_batch_size=2, **options)
     return strategy
 

@@ -18,6 +18,7 @@ from dtrain import checkpoint
 from dtrain.config import build, flatten, load
 from dtrain.mesh import MeshSizes
 from dtrain.strategies import zero_config
+from dtrain.weights import Drawn
 from tests.world import losses, make_run, metrics, spawn, summary, train
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install 'dtrain[deepspeed]'")
@@ -207,7 +208,7 @@ def load_and_save(saved: Path, runs: list[Path]) -> None:
             model = build(cfg.model)
         strategy, device = build(cfg.strategy), torch.device("cpu")
         strategy.setup(
-            model, build(cfg.optim), precision=build(cfg.precision), device=device, seed=5, micro_batch_size=1
+            model, build(cfg.optim), precision=build(cfg.precision), device=device, first=Drawn(5), micro_batch_size=1
         )
         content = checkpoint.read_manifest(saved)
         state = strategy.state_dict()
