@@ -68,7 +68,7 @@ def header_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str]]
     axes = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
     parameters = get("parameters") and f"{si(get('parameters'))} parameters"
     device = get("device") and f"{get('world_size') or '?'} × {get('device')}"
-    tokens = get("tokens_per_step") and f"{si(get('tokens_per_step'))} tokens per step"
+    tokens = get("tokens_per_step") and f"{si(get('tokens_per_step'))} {get('unit') or 'tokens'} per step"
     start = number(get("start_step")) or 0
     rows = [
         ("model", join(get("model"), parameters, get("precision"))),
@@ -95,8 +95,8 @@ def batch_text(summary: dict[str, Any]) -> str | None:
 
 def eval_text(row: dict[str, Any]) -> str:
     parts = [f"step {row.get('step', '?')}", f"validation loss {loss_text(row.get('val_loss'))}"]
-    if perplexity(row.get("val_loss")) != "-":
-        parts.append(f"perplexity {perplexity(row['val_loss'])}")
+    if perplexity(row.get("val_perplexity")) != "-":
+        parts.append(f"perplexity {perplexity(row['val_perplexity'])}")
     if number(row.get("val_accuracy")) is not None:
         parts.append(f"accuracy {percent(row['val_accuracy'])}")
     return "  ".join(parts)
@@ -238,10 +238,11 @@ class Monitor:
         """(name, text) of a metrics line; what it does not have (MFU on a CPU) is left out."""
         total = self._total()
         step = f"{row['step']:>{len(f'{total:.0f}')}}/{total:.0f}" if total else row["step"]
+        unit = {"tokens": "tok"}.get(str(self.summary.get("unit") or "tokens"), "samples")
         fields = [("step", f"step {step}"), ("loss", f"loss {loss_text(row.get('loss'))}")]
         if (lr := number(row.get("lr"))) is not None:
             fields.append(("lr", f"lr {lr:.2e}"))
-        for name, form in (("tokens_per_s", "{} tok/s"), ("mfu", "MFU {}"), ("mem_gib", "{}")):
+        for name, form in (("tokens_per_s", f"{{}} {unit}/s"), ("mfu", "MFU {}"), ("mem_gib", "{}")):
             write = {"tokens_per_s": si, "mfu": percent, "mem_gib": gib}[name]
             if number(row.get(name)) is not None:
                 fields.append((name, form.format(write(row[name]))))
@@ -296,16 +297,20 @@ def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str
     steps, total = get("steps"), get("total_steps")
     tokens, speed = number(get("tokens_per_step")), number(get("tokens_per_s"))
     val = loss_text(get("val_loss"))
-    if perplexity(get("val_loss")) != "-":
-        val += f" (perplexity {perplexity(get('val_loss'))})"
+    if perplexity(get("val_perplexity")) != "-":
+        val += f" (perplexity {perplexity(get('val_perplexity'))})"
+    accuracy = percent(get("val_accuracy"))
+    if number(get("val_top5")) is not None:
+        accuracy += f" (among the best five {percent(get('val_top5'))})"
+    unit = str(get("unit") or "tokens")
     checkpoint = latest_checkpoint(run_dir)
     rows = [
         ("steps", f"{steps} of {total}" if total and steps is not None else str(steps or "-"), "-"),
         ("skipped steps", str(get("skipped_steps") or "-"), "-"),
         ("train loss", loss_text(get("train_loss")), "-"),
         ("validation loss", val, "-"),
-        ("accuracy", percent(get("val_accuracy")), "-"),
-        ("tokens/s", si(speed), si(forecast("tokens_per_s"))),
+        ("accuracy", accuracy, "-"),
+        (f"{unit}/s", si(speed), si(forecast("tokens_per_s"))),
         ("step time", step_time(tokens / speed if tokens and speed else None), step_time(forecast("step_s"))),
         ("MFU", percent(get("mfu")), percent(forecast("mfu"))),
         ("peak memory", gib(get("peak_mem_gib")), gib(forecast("peak_mem_gib", "memory_gib"))),
@@ -326,7 +331,9 @@ def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[s
     longer = f"{resume} train.steps={2 * total:.0f} 'resume_allow=[train.steps]'"
     if (number(summary.get("steps")) or total) < total:  # train.stop_after ended it early
         longer = resume
-    return [f'dtrain sample {run} "def "', f"dtrain export {run}", longer]
+    writes = summary.get("val_accuracy") is None  # a language model; what classifies, or fills gaps, has an accuracy
+    look = f'dtrain sample {run} "def "' if writes else f"dtrain evaluate {run}"
+    return [look, f"dtrain export {run}", longer]
 
 
 def print_summary(

@@ -21,7 +21,7 @@ from dtrain.words import as_dict, number
 ROOTS = ("outputs", "multirun")
 QUIET_S = 600  # a running run that wrote nothing for this long is doubted: compiling or saving takes less
 SKEW_S = 300  # clocks of a login node and of the controller differ by less
-FIGURES = ("train_loss", "val_loss", "tokens_per_s", "mfu", "peak_mem_gib", "wall_s")
+FIGURES = ("train_loss", "val_loss", "val_accuracy", "tokens_per_s", "mfu", "peak_mem_gib", "wall_s")
 
 
 def run_folders(root: Path, levels: int = 4) -> Iterator[Path]:

@@ -76,7 +76,8 @@ def newest_figures(run_dir: Path) -> dict[str, Any]:
     except OSError:
         pass  # no step was made yet
     names = {"step": "steps", "loss": "train_loss", "mem_gib": "peak_mem_gib"}
-    names.update({key: key for key in ("val_loss", "val_accuracy", "tokens_per_s", "mfu")})
+    same = ("val_loss", "val_accuracy", "val_top5", "val_perplexity", "tokens_per_s", "mfu")
+    names.update({key: key for key in same})
     return {names[k]: v for k, v in newest.items() if k in names and v is not None}
 
 

@@ -50,7 +50,10 @@ DEFAULTS = {
     "trials": "20", "parallel": "1", "metric": "val_loss", "direction": "minimize", "sampler": "tpe", "seed": "0",
     "dir": "", "detach": "",
 }  # fmt: skip
-METRICS = ("val_loss", "val_accuracy", "train_loss", "tokens_per_s", "mfu", "peak_mem_gib", "wall_s")
+METRICS = (
+    "val_loss", "val_accuracy", "val_top5", "val_perplexity", "train_loss", "tokens_per_s", "mfu", "peak_mem_gib",
+    "wall_s",
+)  # fmt: skip
 LOCAL_S, QUEUE_S = 0.5, 5.0  # how often to look at trials here, and in a queue
 MANY = 3  # trials in a row that fail: the next would, too
 

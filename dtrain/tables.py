@@ -36,6 +36,7 @@ COLUMNS: dict[str, tuple[str, Any]] = {
     "total_steps": ("total steps", str),
     "train_loss": ("train loss", loss_text),
     "val_loss": ("val loss", loss_text),
+    "val_accuracy": ("accuracy", percent),
     "tokens_per_s": ("tok/s", si),
     "mfu": ("MFU", percent),
     "peak_mem_gib": ("memory", gib),

@@ -95,7 +95,8 @@ def train(run_dir: Path, cfg: Settings, device: torch.device) -> str:
         "status": "running", "model": cfg.choices.model, "strategy": cfg.choices.strategy,
         "precision": cfg.choices.precision, "parameters": model.num_parameters, "mesh": sizes.as_dict(),
         "world_size": world_size, "global_batch_size": batch_size, "micro_batch_size": micro_batch_size,
-        "accumulation": accumulation, "tokens_per_step": rate.tokens_per_step, "device": metrics.device_name(device),
+        "accumulation": accumulation, "tokens_per_step": rate.tokens_per_step, "unit": rate.unit,
+        "device": metrics.device_name(device),
         "start_step": step, "total_steps": cfg.train.steps, "steps": step, "train_loss": None, "val_loss": None,
         "val_accuracy": None, "predicted": None,
     }  # fmt: skip

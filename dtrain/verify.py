@@ -32,7 +32,11 @@ from dtrain.runs import strict_json
 from dtrain.schema import check_section
 from dtrain.validate import check_ranges
 
-TIED_TO = {"optim.lr": "model", "train.stop_after": "train.steps"}  # a default of ours that goes when this is given
+TIED_TO = {
+    "optim.lr": "model",
+    "data": "model",
+    "train.stop_after": "train.steps",
+}  # a default of ours that goes when this is given
 NOT_HERE = {
     "strategy": "strategies=…", "cluster.processes": "processes=2,4", "run_dir": "--keep DIR",
     **dict.fromkeys(["cluster", "cluster.nodes", "resume", "dry_run", "hydra.run.dir"], "leave it out"),

@@ -80,10 +80,9 @@ def gib(value: object) -> str:
     return "-" if n is None else f"{n:.2f} GiB" if n < 10 else f"{n:.1f} GiB"
 
 
-def perplexity(loss: object) -> str:
-    n = number(loss)
-    # Above e^20 the figure says nothing, and exp overflows at 710.
-    return si(math.exp(n)) if n is not None and n < 20 else "-"
+def perplexity(value: object) -> str:
+    n = number(value)
+    return si(n) if n is not None and n < 5e8 else "-"  # above e^20 the figure says nothing
 
 
 def clean(text: str) -> str:

@@ -174,7 +174,7 @@ def test_small_formats() -> None:
     assert console.loss_text(float("nan")) == "nan"
     assert console.percent(0.4123) == "41.2%"
     assert console.gib(3.214) == "3.21 GiB" and console.gib(139.6) == "139.6 GiB"
-    assert console.perplexity(2.0) == "7.39" and console.perplexity(1000.0) == "-"
+    assert console.perplexity(7.389) == "7.39" and console.perplexity(1e12) == "-"
     assert console.clean("\x1b[31mred\x1b[0m\r\x07 a\n\tb\x1b]0;title\x07!") == "red a\n\tb!"
 
 
@@ -283,7 +283,7 @@ def test_header_and_lines_in_a_pipe(tmp_path: Path) -> None:
             run_dir,
             metric(1),
             metric(2),
-            json.dumps({"step": 2, "val_loss": 2.0, "val_accuracy": 0.5}) + "\n",
+            json.dumps({"step": 2, "val_loss": 2.0, "val_perplexity": 7.389, "val_accuracy": 0.5}) + "\n",
         )
         monitor.poll()
     assert lines(out)[5:] == [
@@ -496,7 +496,7 @@ def test_terminal_from_start_to_end(tmp_path: Path) -> None:
         now = 3.0
         monitor.poll()
         assert screen(out).splitlines()[-1] == "waiting for the first step … 3.0s"
-        append(tmp_path, metric(10), '{"step": 10, "val_loss": 2.0}\n')
+        append(tmp_path, metric(10), '{"step": 10, "val_loss": 2.0, "val_perplexity": 7.389}\n')
         now = 4.0
         monitor.poll()
         monitor.message("[b]stop[/b]")
@@ -551,6 +551,7 @@ def test_summary_of_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         steps=1000,
         train_loss=3.2,
         val_loss=2.0,
+        val_perplexity=7.389,
         tokens_per_s=81920.0,
         mfu=0.4123,
         peak_mem_gib=12.345,
@@ -625,7 +626,12 @@ def test_summary_without_files(tmp_path: Path) -> None:
 
 
 def test_summary_of_a_killed_run_uses_its_metrics(tmp_path: Path) -> None:
-    append(tmp_path, '{"step": 40, "val_loss": 3.5}\n', *(metric(s) for s in range(1, 48)), '{"step": 48, "lo')
+    append(
+        tmp_path,
+        '{"step": 40, "val_loss": 3.5, "val_perplexity": 33.1}\n',
+        *(metric(s) for s in range(1, 48)),
+        '{"step": 48, "lo',
+    )
     write(tmp_path, "failure.json", {"type": "OldError"})  # of an attempt before
     write(tmp_path, "summary.json", {**RUNNING, "steps": 0})
     out = plain()
