@@ -32,11 +32,8 @@ from dtrain.runs import strict_json
 from dtrain.schema import check_section
 from dtrain.validate import check_ranges
 
-TIED_TO = {
-    "optim.lr": "model",
-    "data": "model",
-    "train.stop_after": "train.steps",
-}  # a default of ours that goes when this is given
+# defaults of ours that go when another setting is given: a model brings data that suits it
+TIED_TO = {"optim.lr": "model", "data": "model", "train.stop_after": "train.steps"}
 NOT_HERE = {
     "strategy": "strategies=…", "cluster.processes": "processes=2,4", "run_dir": "--keep DIR",
     **dict.fromkeys(["cluster", "cluster.nodes", "resume", "dry_run", "hydra.run.dir"], "leave it out"),

@@ -124,6 +124,7 @@ def test_list_reads_what_is_known(tmp_path: Path) -> None:
         "total_steps": 9,
         "train_loss": 1.5,
         "val_loss": None,
+        "val_accuracy": None,
         "tokens_per_s": None,
         "mfu": None,
         "peak_mem_gib": None,
