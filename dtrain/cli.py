@@ -23,6 +23,7 @@ USAGE = """usage: dtrain COMMAND ...
   cancel RUN|SWEEP [--save]    take it out of the queue, or end it
   env cluster=NAME             the environment of a cluster's profile, as exports with reasons
   preflight [preflight=full]   check the nodes, before a run or alone (cluster=…)
+  evaluate RUN                 loss, perplexity or accuracy over the whole held-out split
   sample RUN "prompt"          let a trained language model write
   export RUN [FILE]            one safetensors file with the weights
   recipes ls|show|cp           complete starting points
@@ -38,7 +39,8 @@ COMMANDS = {
     "launch": "dtrain.launch:main", "verify": "dtrain.verify:main", "search": "dtrain.search:main",
     "runs": "dtrain.runs:main", "status": "dtrain.status:main", "logs": "dtrain.logs:main",
     "cancel": "dtrain.cancel:main", "env": "dtrain.comm.profile:main",
-    "preflight": "dtrain.comm.preflight:main", "sample": "dtrain.cli:sample", "export": "dtrain.cli:export",
+    "preflight": "dtrain.comm.preflight:main", "evaluate": "dtrain.evaluate:main",
+    "sample": "dtrain.cli:sample", "export": "dtrain.cli:export",
     "recipes": "dtrain.cli:recipes", "data": "dtrain.cli:data",
 }  # fmt: skip
 
