@@ -19,22 +19,45 @@ def adamw(
     base_batch_size: int = 256,
     global_batch_size: int = 256,
 ) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only; one fused kernel over all parameters where there is a GPU.
+    """AdamW with decay on matrices only; one fused kernel over all parameters where there is a GPU."""
+    peak = scaled_lr(lr, lr_scaling, global_batch_size, base_batch_size)
+    groups, fused = grouped(named_parameters, weight_decay, peak)
+    return torch.optim.AdamW(groups, lr=peak, betas=(betas[0], betas[1]), eps=eps, fused=fused)
+
+
+def sgd(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    lr: float,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    weight_decay: float = 1e-4,
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none",
+    base_batch_size: int = 256,
+    global_batch_size: int = 256,
+) -> torch.optim.SGD:
+    """SGD with momentum, as convolutional nets are often trained; decay on matrices and kernels only."""
+    peak = scaled_lr(lr, lr_scaling, global_batch_size, base_batch_size)
+    groups, fused = grouped(named_parameters, weight_decay, peak)
+    return torch.optim.SGD(groups, lr=peak, momentum=momentum, nesterov=nesterov, fused=fused)
+
+
+def grouped(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float, peak: float
+) -> tuple[list[dict[str, Any]], bool]:
+    """The trained parameters in groups with and without decay, and whether a fused kernel can take them.
 
     Each group keeps its peak rate under "peak_lr"; the loop sets "lr" from it before every step.
     """
-    trained = [(n, p) for n, p in named_parameters if p.requires_grad]
-    peak = scaled_lr(lr, lr_scaling, global_batch_size, base_batch_size)
+    trained = [p for _, p in named_parameters if p.requires_grad]
     # a kernel over many parameters wants them of one kind: plain tensors, or DTensors of one mesh
     groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
-    for _, p in trained:
+    for p in trained:
         groups.setdefault((p.dim() >= 2, getattr(p, "device_mesh", None)), []).append(p)
     options = [
         {"params": parameters, "weight_decay": weight_decay if is_matrix else 0.0, "peak_lr": peak}
         for (is_matrix, _), parameters in sorted(groups.items(), key=lambda item: not item[0][0])
     ]
-    fused = all(p.device.type == "cuda" for _, p in trained)
-    return torch.optim.AdamW(options, lr=peak, betas=(betas[0], betas[1]), eps=eps, fused=fused)
+    return options, all(p.device.type == "cuda" for p in trained)
 
 
 def scaled_lr(lr: float, rule: str, global_batch_size: int, base_batch_size: int) -> float:

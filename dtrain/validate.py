@@ -24,9 +24,11 @@ AT_LEAST = {
     "train.loader_workers": 0, "lora.rank": 0,
     "checkpoint.every": 0, "checkpoint.keep": 1, "activation_checkpointing_every": 1,
     "model.num_layers": 1, "model.dim": 1, "model.num_heads": 1, "model.num_kv_heads": 1, "model.vocab_size": 1,
-    "model.vocab_multiple": 1, "model.seq_len": 1, "model.dropout": 0, "data.seq_len": 1, "data.num_samples": 1,
+    "model.vocab_multiple": 1, "model.hidden_dim": 1, "model.rope_factor": 1, "model.rope_original_len": 1,
+    "model.seq_len": 1, "model.dropout": 0, "data.seq_len": 1, "data.num_samples": 1,
     "data.seed": 0,
-    "optim.weight_decay": 0, "optim.base_batch_size": 1, "schedule.warmup_steps": 0, "schedule.min_ratio": 0,
+    "optim.weight_decay": 0, "optim.momentum": 0, "optim.base_batch_size": 1,
+    "schedule.warmup_steps": 0, "schedule.min_ratio": 0,
     "cluster.nodes": 1, "cluster.processes": 1, "cluster.max_restarts": 0, "cluster.grace_s": 0,
     "cluster.gpus_per_node": 0, "cluster.max_idle_starts": 1, "cluster.array_parallelism": 1, "cluster.start_s": 1,
     "cluster.cpus_per_task": 1, "cluster.master_port": 1, "cluster.node_rank": 0,
@@ -34,8 +36,8 @@ AT_LEAST = {
     "strategy.forward_prefetch": 0, "strategy.backward_prefetch": 0, "strategy.stages_per_rank": 2,
     "strategy.every": 1, "strategy.gather_mb": 1, "strategy.whole_below": 0,
 }  # fmt: skip
-MORE_THAN = {"lora.alpha": 0, "optim.lr": 0, "optim.eps": 0, "train.max_grad_norm": 0, "data.val_fraction": 0}
-LESS_THAN = {"model.dropout": 1, "data.val_fraction": 1}
+MORE_THAN = {"model.rope_theta": 0, "model.norm_eps": 0, "lora.alpha": 0, "optim.lr": 0, "optim.eps": 0, "train.max_grad_norm": 0, "data.val_fraction": 0}
+LESS_THAN = {"optim.momentum": 1, "model.dropout": 1, "data.val_fraction": 1}
 AT_MOST = {"schedule.min_ratio": 1}
 
 # What a resumed run may change freely: how it is run. Dropout draws depend on the data ranks and micro-batches.
@@ -125,14 +127,25 @@ def check_cluster(config: dict[str, Any]) -> None:
 def check_model(model: dict[str, Any], sizes: mesh.MeshSizes) -> None:
     """The arithmetic between a model's sizes and the mesh. A model without these settings has no such rule."""
     dim, heads, layers = model.get("dim"), model.get("num_heads"), model.get("num_layers")
+    kv_heads = model.get("num_kv_heads") or heads
     if dim and heads and dim % heads:
         raise bad(
             "model.dim", dim, f"must be a multiple of model.num_heads={heads}", f"model.dim={-(-dim // heads) * heads}"
         )
-    if heads and heads % sizes.tp:
-        fits = math.gcd(heads, sizes.tp)
-        fix = f"strategy.tp={fits} strategy.dp=-1" if fits > 1 else "strategy=fsdp"
-        raise bad("strategy.tp", sizes.tp, f"must divide model.num_heads={heads}", fix)
+    if heads and heads % kv_heads:
+        rule, fix = f"must divide model.num_heads={heads}", f"model.num_kv_heads={math.gcd(heads, kv_heads)}"
+        raise bad("model.num_kv_heads", kv_heads, rule, fix)
+    if "rope_theta" in model and dim // heads % 2:
+        rule = f"a head has {dim // heads} elements, and rotary positions turn them in pairs"
+        raise bad("model.dim", dim, rule, f"model.dim={(dim // heads + 1) * heads}")
+    if "rope_theta" in model and not model["rope_low_freq_factor"] < model["rope_high_freq_factor"]:
+        rule = f"must be less than model.rope_high_freq_factor={model['rope_high_freq_factor']}"
+        raise bad("model.rope_low_freq_factor", model["rope_low_freq_factor"], rule, "1.0 and 4.0 are Llama 3.1's")
+    for setting, count in (("num_heads", heads), ("num_kv_heads", kv_heads)):
+        if count and count % sizes.tp:
+            fits = math.gcd(heads, kv_heads, sizes.tp)
+            fix = f"strategy.tp={fits} strategy.dp=-1" if fits > 1 else "strategy=fsdp"
+            raise bad("strategy.tp", sizes.tp, f"must divide model.{setting}={count}", fix)
     if layers and layers < sizes.pp:
         ranks = sizes.pp * sizes.dp
         fix = f"strategy.pp={max(d for d in range(1, layers + 1) if ranks % d == 0)} strategy.dp=-1"

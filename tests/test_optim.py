@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dtrain.optim import adamw, scaled_lr
+from dtrain.optim import adamw, scaled_lr, sgd
 
 rates = st.floats(1e-8, 10)
 batches = st.integers(1, 1 << 20)
@@ -52,6 +52,14 @@ def test_only_matrices_decay_and_frozen_weights_are_left_out() -> None:
     for group in optimizer.param_groups:
         assert (group["lr"], group["peak_lr"]) == (1e-2, 1e-2)
         assert (group["betas"], group["eps"]) == ((0.8, 0.9), 1e-6)
+
+
+def test_sgd_has_the_same_groups() -> None:
+    optimizer = sgd(make_model().named_parameters(), lr=0.1, momentum=0.8, weight_decay=0.3, global_batch_size=9)
+    assert [(len(g["params"]), g["weight_decay"], g["peak_lr"], g["momentum"]) for g in optimizer.param_groups] == [
+        (2, 0.3, 0.1, 0.8),
+        (3, 0.0, 0.1, 0.8),
+    ]
 
 
 def test_the_peak_follows_the_global_batch() -> None:
