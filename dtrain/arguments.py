@@ -46,7 +46,7 @@ def prepare_arguments(argv: list[str]) -> list[str]:
     if "run_dir" in given and {"-m", "--multirun"} & set(argv):
         raise bad("run_dir", given["run_dir"], "a sweep makes a folder for each job", "hydra.sweep.dir=FOLDER")
     store_recipes()
-    if "recipe" in given and re.search(r"[/\\]|\.ya?ml$", given["recipe"]):
+    if "recipe" in given and given["recipe"] not in built_in() and re.search(r"[/\\]|\.ya?ml$", given["recipe"]):
         path = Path(given["recipe"]).expanduser()
         if not path.is_file():
             raise bad("recipe", given["recipe"], "there is no such file", "dtrain recipes ls shows the built-in ones")
@@ -81,12 +81,18 @@ def quote(path: Path) -> str:
     return "'" + re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + m[2].replace("'", "\\'"), str(path)) + "'"
 
 
+def built_in() -> dict[str, Path]:
+    """The recipes that come with dtrain, by name: those at the top, then tiny/NAME."""
+    paths = [*sorted(RECIPES.glob("*.yaml")), *sorted(RECIPES.glob("*/*.yaml"))]
+    return {path.relative_to(RECIPES).with_suffix("").as_posix(): path for path in paths}
+
+
 def store_recipes() -> None:
-    for path in sorted(RECIPES.glob("*.yaml")):
-        store_recipe(path)
+    for name, path in built_in().items():
+        store_recipe(path, name)
 
 
-def store_recipe(path: Path) -> None:
+def store_recipe(path: Path, name: str | None = None) -> None:
     try:
         node = OmegaConf.load(path)
     except Exception as error:  # yaml errors have many types; all of them mean: this file is not yaml
@@ -98,7 +104,9 @@ def store_recipe(path: Path) -> None:
         if OmegaConf.select(node, key):
             raise bad("recipe", path, f"{key} is for the command line", f"take it out of the file and type {key}=…")
     node.pop("search", None)  # what `dtrain search` varies; a plain run has the settings beside it
-    ConfigStore.instance().store(group="recipe", name=path.stem, node=node, package="_global_")
+    folder, _, stem = (name or path.stem).rpartition("/")
+    group = f"recipe/{folder}" if folder else "recipe"
+    ConfigStore.instance().store(group=group, name=stem, node=node, package="_global_")
 
 
 def store_as_run(run_dir: Path, overridden: list[str]) -> None:

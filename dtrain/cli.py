@@ -117,14 +117,14 @@ def export(argv: list[str]) -> int:
 
 
 def recipes(argv: list[str]) -> int:
-    from dtrain.config import RECIPES
+    from dtrain.arguments import built_in
 
     parser = argparse.ArgumentParser("dtrain recipes", description="Complete starting points: recipe=NAME runs one.")
     parser.add_argument("action", choices=["ls", "show", "cp"], nargs="?", default="ls")
     parser.add_argument("name", nargs="?")
     parser.add_argument("target", nargs="?", help="cp: the new file")
     options = parser.parse_args(argv)
-    found = {p.stem: p for p in sorted(RECIPES.glob("*.yaml"))}
+    found = built_in()
     if options.action == "ls":
         width = max(map(len, found), default=0)
         for name, path in found.items():
@@ -135,9 +135,9 @@ def recipes(argv: list[str]) -> int:
     if options.action == "show":
         print(found[options.name].read_text(), end="")
         return 0
-    target = Path(options.target or f"{options.name}.yaml")
+    target = Path(options.target or found[options.name].name)
     if target.is_dir():
-        target = target / f"{options.name}.yaml"
+        target = target / found[options.name].name
     if target.exists():
         raise ValueError(f"{target}: is there already\n  fix: another name; nothing was written")
     shutil.copyfile(found[options.name], target)

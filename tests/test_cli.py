@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from dtrain import __version__, cli
+from dtrain.arguments import built_in
 from dtrain.cli import COMMANDS, USAGE, main
 from dtrain.config import RECIPES
 from dtrain.launchers.local import Local
@@ -84,7 +85,7 @@ def test_the_environment_and_the_arguments_of_the_caller_survive(monkeypatch: py
 
 
 def test_recipes_are_listed_shown_and_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    names = list(built_in())
     assert main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == names
