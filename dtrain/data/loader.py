@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dtrain.data import ahead
+from dtrain.data.ahead import Dataset, Request
+from dtrain.data.draws import sample_keys
+
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class Dataset(Protocol):
-    """What a loader needs: a length and a batch of any sample ids.
-
-    A batch must be a function of its indices alone. It is read in a thread, ahead of its step: a draw from a global
-    random generator would mix with the model's, and a resumed run would see other numbers.
-    """
-
-    def __len__(self) -> int: ...
-
-    def batch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]: ...
 
 
 def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
@@ -51,6 +42,7 @@ class Loader:
         data_ranks: int = 1,
         shuffle: bool = True,
         pin_memory: bool = False,
+        workers: int = 0,
     ) -> None:
         if global_batch_size < 1 or global_batch_size % data_ranks:
             nearest = max(1, round(global_batch_size / data_ranks)) * data_ranks
@@ -64,41 +56,49 @@ class Loader:
         assert len(dataset) > 0, "an empty dataset should have been refused where it was built"
         self.dataset = dataset
         self.global_batch_size = global_batch_size
+        self.seed = seed
         self.data_rank = data_rank
         self.rank_batch_size = global_batch_size // data_ranks
         self.shuffle = shuffle
-        self.pin_memory = pin_memory
         size = len(dataset)
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        self._ahead: tuple[int, Future[tuple[Tensor, Tensor]]] | None = None
-        # Two, because a batch may straddle two epochs. This cache and the batch read ahead are all the state there is.
+        # Two, because a batch may straddle two epochs. This cache and what was read ahead are all the state there is.
         self._order = lru_cache(maxsize=2)(lambda epoch: permutation(seed, epoch, size))
+        ahead_of = (dataset, self.request, global_batch_size)
+        self._ahead: ahead.Thread | ahead.Processes = (
+            ahead.Processes(*ahead_of, workers, pin_memory) if workers else ahead.Thread(*ahead_of, pin_memory)
+        )
 
     def indices(self, position: int) -> np.ndarray:
         """This rank's sample ids of the global batch that starts at `position`."""
+        return self.request(position).indices
+
+    def request(self, position: int) -> Request:
+        """This rank's sample ids at `position`, and what each of them draws from if the dataset draws."""
         assert position >= 0, position
         start = position + self.data_rank * self.rank_batch_size
         epochs, offsets = np.divmod(np.arange(start, start + self.rank_batch_size), len(self.dataset))
-        if not self.shuffle:
-            return offsets
-        parts = [self._order(epoch)[offsets[epochs == epoch]] for epoch in range(epochs[0], epochs[-1] + 1)]
-        return np.concatenate(parts)
+        if not self.shuffle:  # validation: the same samples with the same draws every time
+            return self._request(offsets, 0 * epochs)
+        order = [self._order(epoch)[offsets[epochs == epoch]] for epoch in range(epochs[0], epochs[-1] + 1)]
+        return self._request(np.concatenate(order), epochs)
+
+    def _request(self, indices: np.ndarray, epochs: np.ndarray) -> Request:
+        if not getattr(self.dataset, "draws", False):
+            return Request(indices, None)
+        keys = [sample_keys(self.seed, epoch, indices[epochs == epoch]) for epoch in range(epochs[0], epochs[-1] + 1)]
+        return Request(indices, np.concatenate(keys))
 
     def batch(self, position: int) -> tuple[Tensor, Tensor]:
         """This rank's (inputs, targets) of the global batch that starts at `position`.
 
-        The batch after it is read meanwhile, in a thread: a step never waits for a disk that is as fast as it is.
+        What comes after it is read meanwhile: a step never waits for a disk that is as fast as it is.
         """
-        if self._ahead is not None and self._ahead[0] == position:
-            batch = self._ahead[1].result()
-        else:
-            batch = self._read(position)
-        after = position + self.global_batch_size
-        self._ahead = after, self._reader.submit(self._read, after)
-        return batch
+        return self._ahead.get(position)
 
-    def _read(self, position: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = self.dataset.batch(self.indices(position))
-        if self.pin_memory:
-            inputs, targets = inputs.pin_memory(), targets.pin_memory()
-        return inputs, targets
+    def sample(self, index: int = 0) -> tuple[Tensor, Tensor]:
+        """One sample, as a batch of one, to see its shape; nothing is read ahead."""
+        return ahead.read(self.dataset, self._request(np.array([index]), np.array([0])))
+
+    def close(self) -> None:
+        """End the thread or the processes that read ahead; they end with this process anyway."""
+        self._ahead.close()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtrain.data.corpus import check_split
+from dtrain.data.draws import GOLDEN, bits, mix
 from dtrain.data.text import ByteTokenizer
 
 if TYPE_CHECKING:
@@ -17,14 +18,6 @@ if TYPE_CHECKING:
 NOISE = 0.1
 # A rule over a whole vocabulary would be a table of 50,000 entries to learn; with 256 the loss falls at once.
 MAX_STATES = 256
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's output function: random bits from a counter, so any sample can be made on its own."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 class SyntheticDataset:
@@ -57,11 +50,11 @@ class SyntheticDataset:
         import torch
 
         place = np.arange(self.seq_len + 1)
-        key = _mix(np.array([self.seed], dtype=np.uint64) + GOLDEN)
-        sample = _mix(key + np.asarray(indices).astype(np.uint64) + np.uint64(self.first))
-        bits = _mix(sample[:, None] + (place.astype(np.uint64) + np.uint64(1)) * GOLDEN)
-        drawn = (bits >> np.uint64(32)).astype(np.int64) % self.num_states
-        is_drawn = (bits & np.uint64(0xFFFFFFFF)).astype(np.int64) < int(NOISE * 2**32)
+        key = mix(np.array([self.seed], dtype=np.uint64) + GOLDEN)
+        sample = mix(key + np.asarray(indices).astype(np.uint64) + np.uint64(self.first))
+        random = bits(sample, self.seq_len + 1)
+        drawn = (random >> np.uint64(32)).astype(np.int64) % self.num_states
+        is_drawn = (random & np.uint64(0xFFFFFFFF)).astype(np.int64) < int(NOISE * 2**32)
         # Each token follows from the last draw at or before it; the first token counts as drawn.
         last = np.maximum.accumulate(np.where(is_drawn, place, 0), axis=1)
         steps = place - last

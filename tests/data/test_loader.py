@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtrain.data.draws import sample_keys
 from dtrain.data.loader import Loader, permutation
 
 SIZES = st.integers(1, 60)
@@ -26,6 +27,16 @@ class Numbers:
     def batch(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = torch.from_numpy(indices)
         return inputs, inputs + 1
+
+
+class Drawn(Numbers):
+    """What a sample draws from is its target."""
+
+    draws = True
+
+    def batch(self, indices: np.ndarray, keys: np.ndarray | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        assert keys is not None and keys.dtype == np.uint64
+        return torch.from_numpy(indices), torch.from_numpy(keys.view(np.int64))
 
 
 def global_batch(size: int, batch: int, seed: int, ranks: int, position: int) -> list[int]:
@@ -114,10 +125,11 @@ def test_pin_memory_is_asked_for_only_when_wanted(monkeypatch: pytest.MonkeyPatc
         return tensor
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)  # the real one needs CUDA
-    Loader(Numbers(4), 2, seed=0)._read(0)
-    assert not pinned
-    Loader(Numbers(4), 2, seed=0, pin_memory=True)._read(0)
-    assert len(pinned) == 2
+    for pin_memory, count in ((False, 0), (True, 4)):
+        loader = Loader(Numbers(4), 2, seed=0, pin_memory=pin_memory)
+        loader.batch(0)
+        loader.close()  # and so the batch ahead was read, too
+        assert len(pinned) == count
 
 
 @pytest.mark.parametrize("batch, ranks, proposed", [(10, 4, 8), (3, 4, 4), (0, 2, 2), (-4, 2, 2)])
@@ -143,7 +155,7 @@ def test_the_next_batch_is_read_while_the_step_runs() -> None:
     assert loader.batch(0)[0].tolist() == [0, 1, 2, 3]
     assert loader.batch(4)[0].tolist() == [4, 5, 6, 7]
     assert loader.batch(0)[0].tolist() == [0, 1, 2, 3], "a jump is read afresh, never answered with what was ahead"
-    loader._reader.shutdown()
+    loader.close()
     assert asked[:2] == [[0, 1, 2, 3], [4, 5, 6, 7]] and asked.count([4, 5, 6, 7]) == 2
 
 
@@ -158,3 +170,42 @@ def test_an_error_in_the_reading_thread_reaches_the_step() -> None:
     loader.batch(0)
     with pytest.raises(OSError, match="disk gone"):
         loader.batch(4)
+
+
+# ---- what a sample draws from --------------------------------------------------------------------------------
+
+
+@given(SIZES, PER_RANK, RANKS, SEEDS, st.integers(0, 500))
+def test_keys_follow_the_sample_in_every_layout(size: int, per_rank: int, ranks: int, seed: int, position: int) -> None:
+    batch = per_rank * ranks
+    parts = [Loader(Drawn(size), batch, seed, rank, ranks).request(position) for rank in range(ranks)]
+    epochs = (position + np.arange(batch)) // size
+    indices, keys = (np.concatenate([getattr(part, name) for part in parts]) for name in ("indices", "keys"))
+    expected = [sample_keys(seed, int(epoch), np.array([i]))[0] for epoch, i in zip(epochs, indices, strict=True)]
+    assert keys.tolist() == expected
+
+
+@settings(max_examples=20)
+@given(SEEDS)
+def test_seed_epoch_and_sample_all_change_the_key(seed: int) -> None:
+    everything = [sample_keys(s, epoch, np.arange(50)) for s in (seed, seed + 1) for epoch in range(3)]
+    assert len(set(np.concatenate(everything).tolist())) == 300
+
+
+def test_keys_are_pinned() -> None:
+    """Runs in the field resume by drawing again from these: a change here changes their augmentation."""
+    assert sample_keys(1234, 5, np.array([0, 1, 10**12])).tolist() == [
+        10697701664207576610, 9479663906235799193, 5953752465961544626,
+    ]  # fmt: skip
+
+
+def test_validation_draws_the_same_every_time() -> None:
+    loader = Loader(Drawn(6), 4, seed=7, shuffle=False)
+    inputs, keys = loader.batch(8)  # two samples into its second epoch
+    assert inputs.tolist() == [2, 3, 4, 5]
+    assert torch.equal(keys, loader.batch(2)[1]) and torch.equal(loader.sample(2)[1], keys[:1])
+
+
+def test_a_dataset_that_does_not_draw_is_given_no_keys() -> None:
+    assert Loader(Numbers(6), 4, seed=7).request(0).keys is None
+    assert Loader(Numbers(6), 4, seed=7).sample(3)[0].tolist() == [3]

@@ -1,0 +1,228 @@
+"""Reading ahead: the same batches however they are read, errors that arrive, processes that end when they should."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrain.contract import STOP_SIGNALS
+from dtrain.data import ahead
+from dtrain.data.loader import Loader
+from tests.data.test_loader import Drawn, Numbers
+
+FORK = multiprocessing.get_context("fork")
+
+
+@contextmanager
+def opened(*arguments: Any, **settings: Any) -> Iterator[Loader]:
+    loader = Loader(*arguments, **settings)
+    try:
+        yield loader
+    finally:
+        loader.close()
+
+
+def same(ours: tuple[torch.Tensor, torch.Tensor], theirs: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(ours, theirs, strict=True))
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.sampled_from([Numbers, Drawn]), st.integers(1, 40), st.integers(1, 5), st.integers(1, 2), st.integers(1, 3),
+    st.lists(st.tuples(st.integers(0, 200), st.integers(1, 5)), min_size=1, max_size=3),
+)  # fmt: skip
+def test_processes_give_what_the_thread_gives(
+    kind: type[Numbers], size: int, per_rank: int, ranks: int, workers: int, runs: list[tuple[int, int]]
+) -> None:
+    """From any position on, after any jump, on every data rank, bit for bit."""
+    batch = per_rank * ranks
+    for rank in range(ranks):
+        place = (kind(size), batch, 11, rank, ranks)
+        with opened(*place) as plain, opened(*place, workers=workers) as loader:
+            for start, count in runs:
+                for position in range(start, start + count * batch, batch):
+                    assert same(loader.batch(position), plain.batch(position))
+
+
+class Broken(Numbers):
+    """Sample 4 cannot be read."""
+
+    def __init__(self, error: Callable[[], Exception]) -> None:
+        super().__init__(20)
+        self.error = error
+
+    def batch(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        if 4 in indices:
+            raise self.error()
+        return super().batch(indices)
+
+
+class Untold(Exception):
+    """Cannot be pickled: it is made of two arguments and remembers one."""
+
+    def __init__(self, path: str, line: int) -> None:
+        super().__init__(f"{path} is torn")
+
+
+def test_an_error_in_a_process_arrives_as_it_was() -> None:
+    cases: list[tuple[Callable[[], Exception], Exception]] = [
+        (lambda: ValueError("data.path=x: torn\n  fix: copy it"), ValueError("data.path=x: torn\n  fix: copy it")),
+        (lambda: OSError(28, "disk full"), OSError(28, "disk full")),
+        (lambda: Untold("a.png", 3), RuntimeError("Untold: a.png is torn")),
+    ]
+    for error, expected in cases:
+        with opened(Broken(error), 4, seed=0, shuffle=False, workers=1) as loader:
+            loader.batch(0)
+            with pytest.raises(type(expected)) as caught:
+                loader.batch(4)
+            assert str(caught.value) == str(expected)
+            assert type(expected) is RuntimeError or "raise self.error()" in caught.value.__notes__[0], (
+                "where it happened"
+            )
+            assert loader.batch(8)[0].tolist() == [8, 9, 10, 11], "the next is not lost"
+
+
+def test_a_process_that_dies_is_not_waited_for() -> None:
+    class Deadly(Numbers):
+        def batch(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+            if 4 in indices:
+                os.kill(os.getpid(), signal.SIGKILL)  # out of memory
+            return super().batch(indices)
+
+    with opened(Deadly(20), 4, seed=0, shuffle=False, workers=1) as loader, pytest.raises(RuntimeError, match="worker"):
+        loader.batch(0)
+        loader.batch(4)
+
+
+def test_processes_leave_the_models_draws_alone() -> None:
+    before = torch.get_rng_state()
+    with opened(Numbers(20), 4, seed=0, workers=1) as loader:
+        loader.batch(0)
+        loader.batch(8)  # a jump
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def children_of(loader: Loader) -> list[int]:
+    assert isinstance(loader._ahead, ahead.Processes)
+    return [child.pid for child in loader._ahead._children]
+
+
+def gone(pids: list[int], seconds: float) -> bool:
+    """Whether none of them runs, before the seconds are over. Who is dead but not asked after yet is gone, too."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(running(pid) for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_stop_signals_do_not_reach_the_processes() -> None:
+    with opened(Numbers(100), 4, seed=0, shuffle=False, workers=2) as loader:
+        loader.batch(0)
+        pids = children_of(loader)
+        assert len(pids) == 2
+        for pid in pids:
+            for number in STOP_SIGNALS:
+                os.kill(pid, number)
+        for position in range(4, 60, 4):  # more than was ready before the signals
+            assert loader.batch(position)[0].tolist() == list(range(position, position + 4))
+        assert children_of(loader) == pids and all(running(pid) for pid in pids)
+    assert gone(pids, 0.1)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS), "this process hears them as before"
+
+
+class Endless(Numbers):
+    """Sample 4 is never read to its end."""
+
+    def batch(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        if 4 in indices:
+            time.sleep(1000)
+        return super().batch(indices)
+
+
+def _rank(connection: Any) -> None:
+    loader = Loader(Endless(20), 4, seed=0, shuffle=False, workers=2)
+    loader.batch(0)
+    connection.send(children_of(loader))
+    time.sleep(1000)
+
+
+def test_a_killed_rank_leaves_no_process_behind() -> None:
+    here, there = FORK.Pipe()
+    rank = FORK.Process(target=_rank, args=(there,))
+    rank.start()
+    pids = here.recv()
+    assert len(pids) == 2 and all(running(pid) for pid in pids)
+    rank.kill()
+    assert gone(pids, 2)  # torch's own watch would take 5 s, and would not end the one that reads
+    rank.join()
+
+
+def test_a_program_ends_though_it_did_not_close() -> None:
+    code = """
+import torch
+from dtrain.data.loader import Loader
+from tests.data.test_loader import Numbers
+loader = Loader(Numbers(20), 4, seed=0, workers=2)
+print(loader.batch(0)[0].shape)
+"""
+    began = time.monotonic()
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0 and "[4]" in run.stdout, run.stderr
+    assert not run.stderr and time.monotonic() - began < 30
+
+
+def test_datasets_of_one_process_are_read_one_at_a_time() -> None:
+    """Training is read ahead while evaluation reads: what the two share need not be made for that."""
+    inside, overlaps = threading.Semaphore(1), []
+
+    class Shared(Numbers):
+        def batch(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+            overlaps.append(not inside.acquire(blocking=False))
+            time.sleep(0.005)
+            inside.release()
+            return super().batch(indices)
+
+    with opened(Shared(100), 4, seed=0) as train, opened(Shared(100), 4, seed=0, shuffle=False) as val:
+        for step in range(6):
+            train.batch(step * 4)
+            val.batch(step * 4)
+    assert len(overlaps) >= 12 and not any(overlaps)
+
+
+def test_processes_read_while_the_step_computes() -> None:
+    class Slow(Numbers):
+        def batch(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+            time.sleep(0.03)
+            return super().batch(indices)
+
+    with opened(Slow(100), 4, seed=0, workers=1) as loader:
+        loader.batch(0)
+        waits = []
+        for step in range(1, 6):
+            time.sleep(0.06)
+            began = time.perf_counter()
+            loader.batch(step * 4)
+            waits.append(time.perf_counter() - began)
+    assert sorted(waits)[2] < 0.02, "what a step waits for is not the reading"
