@@ -25,7 +25,7 @@ USAGE = """usage: dtrain COMMAND ...
   preflight [preflight=full]   check the nodes, before a run or alone (cluster=…)
   evaluate RUN                 loss, perplexity or accuracy over the whole held-out split
   sample RUN "prompt"          let a trained language model write
-  export RUN [FILE]            one safetensors file with the weights
+  export RUN [OUT] [--format]  the weights: one safetensors file, or a Hugging Face folder
   recipes ls|show|cp           complete starting points
   data prepare SOURCE OUT      turn text into memory-mapped token files
   version
@@ -102,17 +102,32 @@ def sample(argv: list[str]) -> int:
 
 
 def export(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("dtrain export", description="A run's newest weights as one safetensors file.")
+    parser = argparse.ArgumentParser("dtrain export", description="A run's newest weights, for other programs.")
     parser.add_argument("run", help="a run folder, a part of its name, or latest")
-    parser.add_argument("file", nargs="?", help="default: RUN/model.safetensors")
+    parser.add_argument("out", nargs="?", help="default: RUN/model.safetensors, or the folder RUN/hf")
+    parser.add_argument(
+        "--format", choices=["safetensors", "hf"], default="safetensors",
+        help="one file with our names, or a folder for Hugging Face's transformers",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights; default: as they are"
+    )
+    parser.add_argument("--trust", nargs="*", default=[], metavar="MODULE", help="your own modules that the run names")
     options = parser.parse_args(argv)
     from dtrain.runs import find_run
 
     run_dir = find_run(options.run)
-    from dtrain.sample import export as export_weights
+    import torch
 
-    path = export_weights(run_dir, Path(options.file) if options.file else run_dir / "model.safetensors")
-    print(f"wrote {path} ({path.stat().st_size / 2**20:.1f} MiB)")
+    from dtrain import export as write
+
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    if options.format == "hf":
+        path = write.export_hf(run_dir, Path(options.out or run_dir / "hf"), dtype, options.trust)
+    else:
+        path = write.export_file(run_dir, Path(options.out or run_dir / "model.safetensors"), dtype, options.trust)
+    size = sum(p.stat().st_size for p in (path.iterdir() if path.is_dir() else [path]))
+    print(f"wrote {path} ({size / 2**20:.1f} MiB)")
     return 0
 
 

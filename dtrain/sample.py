@@ -1,24 +1,18 @@
-"""What a finished run is for: text from a trained language model, and its weights in one plain file."""
+"""What a finished run is for: text from a trained language model."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dtrain import checkpoint, config, shards
+from dtrain import config
+from dtrain.config import Settings
+from dtrain.export import final_weights
 from dtrain.models import build as models
 from dtrain.schema import check_section
-
-
-def newest_checkpoint(run_dir: Path) -> Path:
-    found = checkpoint.newest_good(run_dir / "checkpoints", quarantine=False)  # a reader changes nothing
-    if found is None:
-        raise ValueError(f"{run_dir} has no checkpoint yet\n  fix: let it train up to its first one (checkpoint.every)")
-    return found[0]
 
 
 def load_model(run_dir: Path, trust: list[str]) -> tuple[nn.Module, Any]:
@@ -29,9 +23,8 @@ def load_model(run_dir: Path, trust: list[str]) -> tuple[nn.Module, Any]:
     cfg = config.load(run_dir)
     for section in ("model", "data"):
         check_section(section, cfg[section], trust)
-    model = models.make(cfg, trust)
-    state = dict(checkpoint.weights(newest_checkpoint(run_dir)))
-    model.load_state_dict(state, assign=True)
+    model = models.make(Settings({**cfg, "lora": {}}), trust)  # adapters are merged into the final weights
+    model.load_state_dict(dict(final_weights(run_dir, trust)), assign=True)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), cfg
 
 
@@ -69,15 +62,3 @@ def pick(logits: Tensor, temperature: float, top_k: int, generator: torch.Genera
         worst = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < worst, float("-inf"))
     return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
-
-
-def export(run_dir: Path, path: Path) -> Path:
-    """Write the newest weights as one safetensors file that any reader of the format loads."""
-    cfg = config.load(run_dir)
-    state = dict(checkpoint.weights(newest_checkpoint(run_dir)))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    model = json.dumps(cfg.model)
-    temporary = path.with_name(f".{path.name}.tmp")
-    shards.write(temporary, state, {"format": "pt", "model": model})
-    temporary.replace(path)
-    return path

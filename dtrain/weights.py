@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
 
-from dtrain.shards import Held, chunks_of
+from dtrain import checkpoint, init_from, shards
+from dtrain.config import bad
+from dtrain.models import hf
+from dtrain.shards import Chunk, Held, chunks_of
+
+log = logging.getLogger("dtrain")
 
 
 class Drawn:
@@ -31,3 +41,165 @@ class Drawn:
         model.init_weights(name, whole, generator)  # type: ignore[operator]
         for chunk in chunks:
             chunk.values.copy_(whole[chunk.box])
+
+
+class Source(Protocol):
+    """Weights that lie somewhere, by our names."""
+
+    path: Path
+
+    def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape that it can give a weight: `wanted`, if it can; None if it has no such weight."""
+
+    def read(self, name: str, chunk: Chunk) -> None:
+        """Fill a rank's part of a weight, and read no more than that needs."""
+
+    def unasked(self, names: Iterable[str]) -> list[str]:
+        """What it has of the model itself beyond these weights of ours."""
+
+
+class Loaded(Drawn):
+    """Every weight has the value that a source has for it; what is new in the model is drawn."""
+
+    def __init__(self, seed: int, source: Source, model: nn.Module) -> None:
+        """`model`: the whole one, on any device, to compare names and shapes with before anything is read."""
+        super().__init__(seed)
+        self.source = source
+        wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        buffers = {name: tuple(b.shape) for name, b in model.named_buffers()}
+        found = {name: source.shape(name, shape) for name, shape in (wanted | buffers).items()}
+        self.drawn = [n for n in wanted if found[n] is None and hf.is_new(n)]
+        self.names = {name for name, shape in found.items() if shape is not None}
+        wrong = [f"{n} is not in it" for n in wanted if found[n] is None and not hf.is_new(n)]
+        wrong += [
+            f"{n} has shape {list(shape)} in it, {list((wanted | buffers)[n])} in the model"
+            for n, shape in found.items() if shape is not None and shape != (wanted | buffers)[n]
+        ]  # fmt: skip
+        wrong += [f"{n} is only in it" for n in source.unasked(wanted | buffers)]
+        if wrong:
+            rule = f"it has other weights than the model: {wrong[0]}; {len(wrong)} differences in all"
+            raise bad("init_from", source.path, rule, "the settings of the model that it was saved from")
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module, name: str, held: Held, device: torch.device) -> None:
+        if name not in self.names:
+            super().fill(model, name, held, device)
+            return
+        for chunk in chunks_of(held):
+            if chunk.values.numel():
+                self.source.read(name, chunk)
+
+
+class Saved:
+    """The weights of a run's checkpoint, whatever layout they were saved under."""
+
+    def __init__(self, path: Path) -> None:
+        """All ranks make one together: they share the work of verifying every byte."""
+        self.path = path
+        if not (path / "manifest.json").is_file():
+            found = checkpoint.newest_good(path / "checkpoints", say=log.warning, quarantine=False)
+            if found is None:
+                raise bad("init_from", path, "the run has no checkpoint", "another run; dtrain runs lists them")
+            path = found[0]
+        elif problem := checkpoint.verify(path):
+            raise bad("init_from", path, f"the checkpoint is damaged ({problem})", "an older one of the same run")
+        self.folder = path
+        self.tensors: dict[str, Any] = checkpoint.read_manifest(path)["tensors"]
+
+    def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
+        spec = self.tensors.get(f"model.{name}")
+        return None if spec is None else cut(name, tuple(spec["shape"]), wanted)
+
+    def read(self, name: str, chunk: Chunk) -> None:
+        with shards.Reader(self.folder, self.tensors) as reader:  # open for one weight: mapped pages count as memory
+            reader.fill(f"model.{name}", chunk)
+
+    def unasked(self, names: Iterable[str]) -> list[str]:
+        known = set(names)
+        ours = [n.removeprefix("model.") for n in self.tensors if n.startswith("model.")]
+        # another task's head may stay behind; a layer may not
+        return [n for n in ours if n.startswith("layers.") and n not in known]
+
+
+class HuggingFace:
+    """The weights of a Hugging Face folder, read from its safetensors files piece by piece."""
+
+    def __init__(self, path: Path, model: Mapping[str, Any]) -> None:
+        self.path, self.num_heads = path, model.get("num_heads", 1)
+        init_from.check_folder(path, model)
+        self.family = init_from.family_of(path, init_from.read_config(path))
+        self.entries = init_from.read_entries(path, self.family)
+        self.means: dict[str, Tensor] = {}
+
+    def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
+        entry = self.entries.get(self.family.theirs(name) or "")
+        if entry is None:
+            return None
+        if entry.dtype not in init_from.FLOATS:
+            raise bad("init_from", self.path, f"{entry.name} is of type {entry.dtype}", "weights in 16 or 32 bits")
+        turned = self.family.change(name) != hf.SAME
+        shape = cut(name, entry.shape[::-1] if turned else entry.shape, wanted)
+        more_rows = name in hf.VOCABULARY and shape[:1] < wanted[:1] and shape[1:] == wanted[1:]
+        return wanted if more_rows else shape
+
+    def unasked(self, names: Iterable[str]) -> list[str]:
+        """Layers that the model lacks. What else there is are heads of other tasks, and tables that are no weights."""
+        asked = {self.family.theirs(name) for name in names}
+        layers = {self.family.layer_of(theirs) for theirs in asked if theirs}
+        return [e.name for bare, e in self.entries.items() if self.family.layer_of(bare) not in layers | {None}]
+
+    def read(self, name: str, chunk: Chunk) -> None:
+        entry = self.entries[self.family.theirs(name) or ""]
+        change = self.family.change(name)
+        # opened for one weight: the file is mapped, and pages that were read count as this process's memory
+        with safe_open(self.path / entry.file, framework="pt") as file:
+            if change == hf.HEADS:  # one tensor whole: the rows of a head lie in three places
+                chunk.values.copy_(by_head(file.get_tensor(entry.name), self.num_heads)[chunk.box])
+            elif change == hf.TRANSPOSED:
+                chunk.values.copy_(file.get_slice(entry.name)[chunk.box[::-1]].T)
+            else:
+                rows, *rest = chunk.box
+                there = min(max(entry.shape[0] - rows.start, 0), chunk.shape[0])
+                if there:
+                    values = file.get_slice(entry.name)[(slice(rows.start, rows.start + there), *rest)]
+                    chunk.values[:there].copy_(values)
+                if there < chunk.shape[0]:
+                    chunk.values[there:].copy_(self.mean(file, entry)[tuple(rest)])
+
+    def mean(self, file: Any, entry: init_from.Entry) -> Tensor:
+        """The mean of all rows, for tokens that the file does not have, and that only pad the vocabulary.
+
+        Their logit is then the mean of all others, so by Jensen's inequality each is at most as likely as one of the
+        others on average. A zero would not do: GPT-2's logits are near -100, and a logit of 0 would be all there is.
+        """
+        if entry.name not in self.means:
+            values = file.get_slice(entry.name)
+            blocks = [values[i : i + 4096].double().numpy().sum(axis=0) for i in range(0, entry.shape[0], 4096)]
+            # numpy's sum is the same bits for any number of threads: ranks of any layout get the same rows
+            self.means[entry.name] = torch.as_tensor(sum(blocks) / entry.shape[0])
+        return self.means[entry.name]
+
+
+def cut(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that comes out: a model for shorter texts takes the first positions."""
+    shorter = name == hf.POSITIONS and wanted[:1] < shape[:1] and wanted[1:] == shape[1:]
+    return wanted if shorter else shape
+
+
+def by_head(weight: Tensor, num_heads: int) -> Tensor:
+    """Conv1D's [in, queries | keys | values], or its bias, as rows of q, k, v of head 0, then of head 1, ..."""
+    rows = weight.t() if weight.dim() == 2 else weight
+    return rows.unflatten(0, (3, num_heads, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def by_part(weight: Tensor, num_heads: int) -> Tensor:
+    """The way back of `by_head`."""
+    rows = weight.unflatten(0, (num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+    return rows.t() if weight.dim() == 2 else rows
+
+
+def source_of(path: Path, model: Mapping[str, Any]) -> Source:
+    """What `init_from=PATH` means for a model with these settings."""
+    if not path.is_dir():
+        raise bad("init_from", path, "is no folder here", "a path that every node sees")
+    return Saved(path) if init_from.is_run(path) else HuggingFace(path, model)

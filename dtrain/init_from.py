@@ -1,0 +1,230 @@
+"""`init_from=PATH`: what lies there, and whether the model can begin with it. Asked before a launch, without torch.
+
+PATH is a Hugging Face folder with safetensors, a run folder of dtrain, or one of its checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dtrain.config import CONF, bad, load
+from dtrain.models import hf
+from dtrain.models.hf import Family
+from dtrain.rundir import latest_checkpoint
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+# settings of a model that no weight depends on, or only one that a new task brings with it
+WITHOUT_WEIGHTS = ("dropout", "task", "num_classes", "pad_id")
+
+
+def wrong(path: Path | str, rule: str, fix: str) -> ValueError:
+    return bad("init_from", path, rule, fix)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a safetensors folder."""
+
+    file: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """Raise a ValueError when the weights cannot be had, or are not of this model. A resume needs them no more."""
+    if config.get("init_from") is None:
+        return
+    if config.get("resume") and not config.get("lora", {}).get("rank"):  # else the frozen weights are in no checkpoint
+        return
+    path = Path(config["init_from"])
+    if not config["init_from"].strip():
+        raise wrong("", "must name a folder", "init_from=null to draw the first weights")
+    if not path.is_dir():
+        hint = f"hf download {config['init_from']} --local-dir ./model, and init_from=./model"
+        if path.exists():
+            raise wrong(path, "is a file, not a folder", f"init_from={path.parent}")
+        raise wrong(path, "is no folder here, and nothing is downloaded", f"check the path. From the Hub: {hint}")
+    if is_run(path):
+        check_run(path, config["model"])
+    else:
+        check_folder(path, config["model"], config.get("choices", {}).get("model"))
+
+
+def is_run(path: Path) -> bool:
+    return (path / "manifest.json").is_file() or (path / "config.yaml").is_file()
+
+
+# ---- a run of dtrain -----------------------------------------------------------------------------------------
+
+
+def check_run(path: Path, model: Mapping[str, Any]) -> None:
+    """A run folder, or a checkpoint in one: of the same model?"""
+    run_dir = path.parent.parent if (path / "manifest.json").is_file() else path
+    if run_dir == path and latest_checkpoint(path) is None:
+        raise wrong(path, "the run has no checkpoint yet", "let it train up to its first one (checkpoint.every)")
+    if not (run_dir / "config.yaml").is_file():
+        return  # a checkpoint that was copied out of its run: the ranks compare every name and shape
+    cfg = load(run_dir)
+    if cfg.get("lora", {}).get("rank"):
+        fix = f"dtrain export {run_dir} OUT --format hf, and init_from=OUT"
+        raise wrong(path, "the run trained adapters, and its checkpoints have nothing else", fix)
+    if cfg.model["_target_"] != model["_target_"]:
+        fix = f"model={cfg.get('choices', {}).get('model')}"
+        raise wrong(path, f"is a {cfg.model['_target_']}, the model is a {model['_target_']}", fix)
+    theirs = {k: v for k, v in cfg.model.items() if k in model and k not in WITHOUT_WEIGHTS and k != "_target_"}
+    if "seq_len" in theirs and _takes_length(model, theirs["seq_len"]):
+        del theirs["seq_len"]
+    compare(path, model, theirs)
+
+
+def _takes_length(model: Mapping[str, Any], positions: int) -> bool:
+    """May the model be shorter than the file's? Learned positions are cut; rotary ones have no weights."""
+    family = hf.of_target(model["_target_"])
+    return family is not None and ("positions" not in family.outside or model["seq_len"] <= positions)
+
+
+def compare(path: Path, model: Mapping[str, Any], theirs: Mapping[str, Any], more: str = "") -> None:
+    """Refuse a model of other sizes, with all that has to be typed."""
+    differ = {k: v for k, v in theirs.items() if k in model and not _same(model[k], v)}
+    if not differ:
+        return
+    said = ", ".join(f"model.{k} is {_text(model[k])} and {_text(v)} there" for k, v in differ.items())
+    typed = " ".join(f"model.{k}={_text(v)}" for k, v in differ.items())
+    raise wrong(path, f"it is a model of another shape: {said}", f"{more}{typed}")
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, float) or isinstance(theirs, float):
+        return ours is not None and theirs is not None and abs(ours - theirs) <= 1e-9 * abs(theirs)
+    return bool(ours == theirs)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value)  # null, true and 1e-05 as Hydra reads them
+
+
+# ---- a Hugging Face folder -----------------------------------------------------------------------------------
+
+
+def check_folder(path: Path, model: Mapping[str, Any], choice: str | None = None) -> None:
+    """Everything that can be said of a Hugging Face folder without the model itself."""
+    config = read_config(path)
+    family = family_of(path, config)
+    settings = family.settings(config)
+    if model["_target_"] != family.target:
+        options = [
+            p.stem for p in sorted((CONF / "model").glob("*.yaml")) if f"_target_: {family.target}" in p.read_text()
+        ]
+        typed = " ".join(f"model.{k}={_text(v)}" for k, v in settings.items() if v is not None)
+        what = "is none that Hugging Face knows" if hf.of_target(model["_target_"]) is None else "is another one"
+        rule = f"it is a {family.model_type}, and model={choice} ({model['_target_']}) {what}"
+        raise wrong(path, rule, f"model={options[0] if options else '…'} {typed}")
+    problem = hf.cannot(family, config)
+    if problem:
+        raise wrong(path, f"its config.json says {problem}", "another model, or one of your own (trust=[…])")
+    if model.get("vocab_size", 0) >= settings["vocab_size"]:  # more are new tokens, or a round number
+        settings["vocab_size"] = model.get("vocab_size")
+    if "seq_len" in settings and _takes_length(model, settings["seq_len"]):
+        del settings["seq_len"]
+    entries = read_entries(path, family)
+    if "classifier.weight" in entries and model.get("task") == "classify":
+        settings["num_classes"] = entries["classifier.weight"].shape[0]
+    compare(path, model, settings)
+    check_names(path, family, entries, family.needed(model), model["num_layers"])
+
+
+def check_names(path: Path, family: Family, entries: Mapping[str, Entry], names: list[str], num_layers: int) -> None:
+    """The file has all that the model needs, and no layer that the model lacks."""
+    missing = [n for n in names if not hf.is_new(n) and family.theirs(n) not in entries]
+    if missing:
+        text = f"{family.theirs(missing[0])} (our {missing[0]}) is not in it; {len(missing)} missing in all"
+        raise wrong(path, f"its weights are not complete: {text}", "copy or download the folder again")
+    extra = [e.name for bare, e in entries.items() if (family.layer_of(bare) or 0) >= num_layers]
+    if extra:
+        layers = 1 + max(family.layer_of(bare) or 0 for bare in entries)
+        rule = f"it has {layers} layers, the model {num_layers}: {extra[0]}; {len(extra)} weights more in all"
+        raise wrong(path, rule, f"model.num_layers={layers}, if its config.json says so, too")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    if not file.is_file():
+        what = "adapters only (adapter_config.json)" if (path / "adapter_config.json").is_file() else "no config.json"
+        rule = f"it has {what}: neither a Hugging Face model nor a run of dtrain"
+        raise wrong(path, rule, "the folder that save_pretrained wrote, or a run folder (dtrain runs)")
+    config = _json(path, file)
+    if not isinstance(config, dict):
+        raise wrong(path, "its config.json is not an object", "copy or download the folder again")
+    return config
+
+
+def _json(path: Path, file: Path) -> Any:
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise wrong(path, f"its {file.name} cannot be read ({why})", "copy or download the folder again") from error
+
+
+def family_of(path: Path, config: Mapping[str, Any]) -> Family:
+    family = hf.FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        rule = f"its config.json says model_type={config.get('model_type')}, and dtrain knows {', '.join(hf.FAMILIES)}"
+        raise wrong(path, rule, "a model of one of these families")
+    return family
+
+
+def read_entries(path: Path, family: Family) -> dict[str, Entry]:
+    """Every tensor of the folder by its bare name, from the headers of the files; refuses what is not whole."""
+    again = "copy or download the folder again"
+    if (path / INDEX).is_file():
+        index = _json(path, path / INDEX)
+        places = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(places, dict) or not all(isinstance(f, str) and Path(f).name == f for f in places.values()):
+            raise wrong(path, f"its {INDEX} has no weight_map of names and files", again)
+        files = sorted(set(places.values()))
+        gone = [f for f in files if not (path / f).is_file()]
+        if gone:
+            raise wrong(path, f"{gone[0]} is missing; {len(gone)} of its {len(files)} files in all", again)
+    elif (path / SINGLE).is_file():
+        places, files = None, [SINGLE]
+    else:
+        pickled = sorted(p.name for p in path.glob("*.bin")) + sorted(p.name for p in path.glob("*.pt*"))
+        if pickled:
+            save = f"AutoModel.from_pretrained({str(path)!r}).save_pretrained('NEW')"
+            fix = f'python -c "from transformers import *; {save}" where you trust the file, and init_from=NEW'
+            raise wrong(path, f"it has pickled weights only ({pickled[0]}), which may run any code", fix)
+        raise wrong(path, f"it has no {SINGLE}, nor {INDEX}", again)
+    entries = {e.name: e for file in files for e in read_header(path, file)}
+    gone = [name for name in places or () if name not in entries]
+    if gone:
+        raise wrong(path, f"{gone[0]} is in {INDEX} and in no file; {len(gone)} such in all", again)
+    return {family.bare(name): entry for name, entry in entries.items()}
+
+
+def read_header(path: Path, file: str) -> list[Entry]:
+    """The tensors of one safetensors file, which must be as long as its header says."""
+    again = "copy or download the folder again"
+    size = (path / file).stat().st_size
+    with open(path / file, "rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        start = opened.read(min(length, size))
+    if start.startswith(b"https://git-lfs") or length > size:  # "version " are the eight bytes before
+        what = "is a pointer of git-lfs" if start.startswith(b"https://git-lfs") else f"is cut short ({size} bytes)"
+        raise wrong(path, f"{file} {what}", again)
+    try:
+        header = json.loads(start)
+        header.pop("__metadata__", None)
+        entries = [Entry(file, name, tuple(spec["shape"]), spec["dtype"]) for name, spec in header.items()]
+        end = 8 + length + max((spec["data_offsets"][1] for spec in header.values()), default=0)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise wrong(path, f"{file} is no safetensors file ({error})", again) from error
+    if size != end:
+        raise wrong(path, f"{file} has {size} bytes, and its header says {end}", again)
+    return entries
