@@ -1,0 +1,56 @@
+"""CIFAR-10 from the files of its binary version. Nothing is downloaded, and nothing is unpickled."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from dtrain.data.corpus import check_split
+from dtrain.data.pixels import STILL, Moves, PixelDataset, bad_path, check_shape, folder_of
+
+INSIDE = "cifar-10-batches-bin"  # the folder in the archive
+FILES = {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "val": ["test_batch.bin"]}
+RECORD = 1 + 3 * 32 * 32  # a class and its picture, colour by colour
+
+
+def check(
+    path: str, image_size: int, channels: int = 3, shift: float = 0.0, rotate: float = 0.0, flip: bool = True
+) -> dict[str, int]:
+    """Refuse settings and files that cannot work, without reading a picture; what the model must have."""
+    check_shape(image_size, channels)
+    Moves(shift, rotate, flip).check()
+    folder = folder_of(path, INSIDE)
+    for name in (name for names in FILES.values() for name in names):
+        if not (folder / name).is_file():
+            if any((folder / n).exists() for n in ("data_batch_1", "cifar-10-batches-py")):
+                rule = "has the version for Python, which is pickled, and unpickling a file runs what is in it"
+                raise bad_path(folder, rule, "the binary version, cifar-10-binary.tar.gz from the same page")
+            raise bad_path(folder, f"has no {name}", "put what is in cifar-10-binary.tar.gz there")
+        size = os.path.getsize(folder / name)
+        if not size or size % RECORD:
+            rule = f"{name} has {size} bytes, and a picture {RECORD}: it is cut off, or damaged"
+            raise bad_path(folder, rule, "unpack cifar-10-binary.tar.gz again")
+    return {"num_classes": 10}
+
+
+class Cifar10:
+    """50,000 and 10,000 coloured pictures of 32x32 pixels; its test part is what is held out."""
+
+    def __init__(
+        self, path: str, image_size: int, channels: int = 3, shift: float = 0.0, rotate: float = 0.0, flip: bool = True
+    ) -> None:
+        check(path, image_size, channels, shift, rotate, flip)
+        self.folder = folder_of(path, INSIDE)
+        self.shape, self.moves = (image_size, channels), Moves(shift, rotate, flip)
+
+    def dataset(self, split: str) -> PixelDataset:
+        """The samples of "train" or "val"."""
+        check_split(split)
+        records = [np.fromfile(self.folder / name, dtype=np.uint8).reshape(-1, RECORD) for name in FILES[split]]
+        whole = np.concatenate(records)
+        if whole[:, 0].max() > 9:
+            raise bad_path(self.folder, f"has a class {whole[:, 0].max()}, and there are 10", "unpack it again")
+        moves = self.moves if split == "train" else STILL
+        mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+        return PixelDataset(whole[:, 1:].reshape(-1, 3, 32, 32), whole[:, 0], *self.shape, mean, std, moves)

@@ -1,0 +1,217 @@
+"""Your own pictures, a folder for each class: train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg. Needs Pillow.
+
+A training picture is a part of it, of random size and place, and mirrored in half of the cases; a validation picture
+its middle. All of that follows from the sample's key, so every layout and every resume sees the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dtrain.data.corpus import check_split, hash_share
+from dtrain.data.pixels import check_shape, uniform
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+RATIO = 4 / 3  # the most that a part is wider than high, or higher than wide
+Box = tuple[float, float, float, float]
+
+
+def bad(key: str, value: object, rule: str, fix: str) -> ValueError:
+    return ValueError(f"data.{key}={value}: {rule}\n  fix: {fix}")
+
+
+def class_names(folder: Path) -> list[str]:
+    """The folders in a folder, sorted: the class of a picture is the place of its folder among them."""
+    return sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
+
+
+def pictures_in(folder: Path) -> list[str]:
+    return sorted(e.name for e in os.scandir(folder) if e.name.lower().endswith(ENDINGS) and not e.is_dir())
+
+
+def check(
+    path: str,
+    image_size: int,
+    channels: int = 3,
+    val_fraction: float = 0.1,
+    crop_scale: Sequence[float] = (0.08, 1.0),
+    flip: bool = True,
+    val_crop: float = 0.875,
+    mean: Sequence[float] = (0.0,),
+    std: Sequence[float] = (1.0,),
+) -> dict[str, int]:
+    """Refuse settings and folders that cannot work, without decoding a picture; what the model must have."""
+    check_shape(image_size, channels)
+    if len(crop_scale) != 2 or not 0 < crop_scale[0] <= crop_scale[1] <= 1:
+        rule = "must be the smallest and the largest part of a picture's area, more than 0 and at most 1"
+        raise bad("crop_scale", list(crop_scale), rule, "'data.crop_scale=[0.08,1.0]'")
+    for name, share in (("val_fraction", val_fraction), ("val_crop", val_crop)):
+        if not 0 < share <= 1:
+            raise bad(name, share, "must be a share: more than 0 and at most 1", f"data.{name}=0.1")
+    for name, values in (("mean", mean), ("std", std)):
+        if len(values) not in (1, 3) or (name == "std" and min(values) <= 0):
+            raise bad(name, list(values), "must be 1 or 3 numbers (std: above 0)", f"'data.{name}=[0.5]'")
+    if find_spec("PIL") is None:
+        raise bad("path", path, "pictures need Pillow, which is not installed", "pip install pillow")
+    root = Path(path).expanduser()
+    if not root.is_dir():
+        raise bad("path", path, "is no folder", "give a folder that has a folder for each class")
+    own_val = (root / "train").is_dir()
+    classes = class_names(root / "train" if own_val else root)
+    for folder in (root / "train" / c if own_val else root / c for c in classes):
+        if not any(e.name.lower().endswith(ENDINGS) for e in os.scandir(folder)):
+            raise bad("path", path, f"there is no picture in {folder}", f"remove it, or add one of {' '.join(ENDINGS)}")
+    if len(classes) < 2:
+        rule = f"has {len(classes)} folders of pictures, and there must be one for each of two classes or more"
+        raise bad("path", path, rule, f"{path}/train/CLASS/*.jpg and {path}/val/CLASS/*.jpg, or {path}/CLASS/*.jpg")
+    if own_val:
+        if not (root / "val").is_dir():
+            raise bad("path", path, "has train/ and no val/", f"add {path}/val, or take the classes out of train/")
+        others = sorted(set(class_names(root / "val")) - set(classes))
+        if others:
+            raise bad("path", path, f"val/{others[0]} is no class of train/", "the same folders in both")
+    return {"num_classes": len(classes)}
+
+
+class Images:
+    """The classes are the folders' names, sorted. Without train/ and val/, a hash of its name says what is held out."""
+
+    def __init__(
+        self,
+        path: str,
+        image_size: int,
+        channels: int = 3,
+        val_fraction: float = 0.1,
+        crop_scale: Sequence[float] = (0.08, 1.0),
+        flip: bool = True,
+        val_crop: float = 0.875,
+        mean: Sequence[float] = (0.485, 0.456, 0.406),
+        std: Sequence[float] = (0.229, 0.224, 0.225),
+    ) -> None:
+        check(path, image_size, channels, val_fraction, crop_scale, flip, val_crop, mean, std)
+        self.root, self.path, self.val_fraction = Path(path).expanduser(), path, val_fraction
+        self.image_size, self.channels, self.val_crop = image_size, channels, val_crop
+        self.crop_scale, self.flip = (crop_scale[0], crop_scale[1]), flip
+        self.mean, self.std = mean, std
+        self.own_val = (self.root / "train").is_dir()
+        self.classes = class_names(self.root / "train" if self.own_val else self.root)
+
+    def dataset(self, split: str) -> ImageDataset:
+        """The samples of "train" or "val"."""
+        check_split(split)
+        root = self.root / split if self.own_val else self.root
+        names = [f"{c}/{n}" for c in self.classes if (root / c).is_dir() for n in pictures_in(root / c)]
+        if not self.own_val:
+            held_out = choose(names, self.val_fraction)
+            names = [name for name in names if (name in held_out) == (split == "val")]
+        if not names:
+            raise bad("path", self.path, f"there is no picture for {split}", "more pictures, or data.val_fraction=0.1")
+        return ImageDataset(self, root, names, train=split == "train")
+
+
+def choose(names: list[str], share: float) -> set[str]:
+    """The names that are held out: by their hash, whatever else is there; at least one, and never all."""
+    ranked = sorted(names, key=hash_share)
+    return {name for name in ranked[1:-1] if hash_share(name) < share} | set(ranked[:1])
+
+
+class ImageDataset:
+    """One picture at a time, decoded when it is asked for."""
+
+    def __init__(self, data: Images, root: Path, names: list[str], train: bool) -> None:
+        self.root, self.names = root, names
+        self.size, self.mode, self.val_crop = data.image_size, "RGB" if data.channels == 3 else "L", data.val_crop
+        self.crop_scale, self.flip, self.draws = data.crop_scale, data.flip, train
+        number = {name: i for i, name in enumerate(data.classes)}
+        self.labels = np.array([number[name.partition("/")[0]] for name in names], dtype=np.int64)
+        mean, std = (np.array(v, dtype=np.float32) for v in (data.mean, data.std))
+        if data.channels == 1:  # of a gray picture: of all three colours together
+            mean, std = mean.mean(keepdims=True), std.mean(keepdims=True)
+        self.mean, self.std = mean, std
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def fingerprint(self) -> str:
+        """Which pictures these are: a hash of all names, and of the sizes of up to 256 files."""
+        digest = hashlib.sha256("\n".join(self.names).encode("utf-8", "surrogateescape"))
+        for i in np.linspace(0, len(self) - 1, min(len(self), 256)).astype(np.int64):
+            digest.update(f"{os.path.getsize(self.root / self.names[i])} ".encode())
+        return digest.hexdigest()[:16]
+
+    def batch(self, indices: np.ndarray, keys: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
+        import torch
+
+        indices = np.asarray(indices)
+        draws = uniform(keys, 5) if keys is not None and self.draws else [None] * len(indices)
+        pixels = np.stack([self.read(self.names[i], drawn) for i, drawn in zip(indices, draws, strict=True)])
+        normal = (pixels.astype(np.float32) / np.float32(255) - self.mean) / self.std
+        inputs = torch.from_numpy(np.ascontiguousarray(normal.transpose(0, 3, 1, 2)))
+        return inputs, torch.from_numpy(self.labels[indices])
+
+    def read(self, name: str, drawn: np.ndarray | None) -> np.ndarray:
+        """One picture as [size, size, channels] in 8 bits."""
+        from PIL import Image
+
+        path = self.root / name
+        try:
+            with Image.open(path) as picture:
+                if picture.mode.startswith(("I", "F")):
+                    raise ValueError(f"its pixels have more than 8 bits ({picture.mode})")
+                width, height = picture.size
+                box = (
+                    middle(width, height, self.val_crop)
+                    if drawn is None
+                    else part(width, height, self.crop_scale, drawn)
+                )
+                return self.cut(picture, box, mirrored=drawn is not None and self.flip and drawn[4] < 0.5)
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise ValueError(
+                f"data.path: the picture {path} cannot be read ({error})\n  fix: replace it, or remove it"
+            ) from error
+
+    def cut(self, picture: Any, box: Box, mirrored: bool) -> np.ndarray:
+        from PIL import Image
+
+        width, height = picture.size
+        left, top, right, bottom = box
+        # A JPEG can be decoded at a half, a quarter or an eighth of its size, in a fraction of the time: as small as
+        # still has all the pixels that are needed.
+        needed = (math.ceil(width * self.size / (right - left)), math.ceil(height * self.size / (bottom - top)))
+        picture.draft(self.mode, needed)
+        across, down = picture.size[0] / width, picture.size[1] / height
+        box = (left * across, top * down, right * across, bottom * down)
+        result = picture.convert(self.mode).resize((self.size, self.size), Image.Resampling.BILINEAR, box)
+        if mirrored:
+            result = result.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return np.asarray(result).reshape(self.size, self.size, -1)
+
+
+def middle(width: int, height: int, share: float) -> Box:
+    """The square in the middle whose side is this share of the shorter side."""
+    side = max(1.0, share * min(width, height))
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+def part(width: int, height: int, scale: tuple[float, float], drawn: np.ndarray) -> Box:
+    """A part of a picture: this share of its area, of a shape and at a place drawn; smaller if it is too long."""
+    area = width * height * (scale[0] + (scale[1] - scale[0]) * drawn[0])
+    ratio = RATIO ** (2.0 * drawn[1] - 1.0)
+    wide, high = math.sqrt(area * ratio), math.sqrt(area / ratio)
+    shrink = min(1.0, width / wide, height / high)
+    wide, high = max(1.0, wide * shrink), max(1.0, high * shrink)
+    left, top = (width - wide) * drawn[2], (height - high) * drawn[3]
+    return left, top, min(left + wide, width), min(top + high, height)

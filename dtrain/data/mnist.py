@@ -1,0 +1,78 @@
+"""MNIST, and what is published in its format (Fashion-MNIST, KMNIST), from its four files. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from dtrain.data.corpus import check_split
+from dtrain.data.pixels import STILL, Moves, PixelDataset, bad_path, check_shape, folder_of
+
+PARTS = {"train": "train", "val": "t10k"}
+
+
+def find_idx(folder: Path, name: str) -> Path:
+    """`train-images-idx3-ubyte`, with a dot instead of the last dash as some archives have it, or with .gz."""
+    left, _, right = name.partition("-idx")
+    names = [f"{base}{end}" for base in (name, f"{left}.idx{right}") for end in ("", ".gz")]
+    for found in (folder / n for n in names):
+        if found.is_file():
+            return found
+    raise bad_path(folder, f"has no {name} or {name}.gz", "put the four files of MNIST there")
+
+
+def read_idx(path: Path, num_dims: int, header_only: bool = False) -> np.ndarray:
+    """The array in an idx file: two zeros, 8 for bytes, the dimensions, their sizes, then all values."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            start = file.read(4 + 4 * num_dims)
+            if start[:4] != bytes([0, 0, 8, num_dims]) or len(start) < 4 + 4 * num_dims:
+                raise bad_path(path, f"is no idx file of bytes in {num_dims} dimensions", "download it again")
+            shape = tuple(int.from_bytes(start[4 + 4 * i : 8 + 4 * i], "big") for i in range(num_dims))
+            size = math.prod(shape)
+            if header_only:
+                if path.suffix != ".gz" and path.stat().st_size != len(start) + size:
+                    raise bad_path(path, "is not as long as it says: it is cut off, or damaged", "download it again")
+                return np.empty((0, *shape[1:]), dtype=np.uint8)
+            values = file.read(size + 1)
+    except (OSError, EOFError, zlib.error) as error:  # gzip's own complaint about a bad file is an OSError
+        raise bad_path(path, f"cannot be read ({error})", "download it again") from error
+    if len(values) != size:
+        raise bad_path(path, "is not as long as it says: it is cut off, or damaged", "download it again")
+    return np.frombuffer(values, dtype=np.uint8).reshape(shape)
+
+
+def check(path: str, image_size: int, channels: int = 1, shift: float = 0.0, rotate: float = 0.0) -> dict[str, int]:
+    """Refuse settings and files that cannot work, without reading a picture; what the model must have."""
+    check_shape(image_size, channels)
+    Moves(shift, rotate).check()
+    folder, most = folder_of(path, "MNIST/raw"), 0
+    for part in PARTS.values():
+        read_idx(find_idx(folder, f"{part}-images-idx3-ubyte"), 3, header_only=True)
+        labels = read_idx(find_idx(folder, f"{part}-labels-idx1-ubyte"), 1)
+        most = max(most, int(labels.max(initial=0)))
+    return {"num_classes": most + 1}
+
+
+class Mnist:
+    """60,000 and 10,000 gray digits of 28x28 pixels; its test part is what is held out."""
+
+    def __init__(self, path: str, image_size: int, channels: int = 1, shift: float = 0.0, rotate: float = 0.0) -> None:
+        check(path, image_size, channels, shift, rotate)
+        self.folder = folder_of(path, "MNIST/raw")
+        self.shape, self.moves = (image_size, channels), Moves(shift, rotate)
+
+    def dataset(self, split: str) -> PixelDataset:
+        """The samples of "train" or "val"."""
+        check_split(split)
+        pictures = read_idx(find_idx(self.folder, f"{PARTS[split]}-images-idx3-ubyte"), 3)
+        labels = read_idx(find_idx(self.folder, f"{PARTS[split]}-labels-idx1-ubyte"), 1)
+        if len(pictures) != len(labels) or not len(labels):
+            rule = f"{len(pictures)} pictures and {len(labels)} labels of {PARTS[split]}"
+            raise bad_path(self.folder, rule, "download them again")
+        moves = self.moves if split == "train" else STILL
+        return PixelDataset(pictures[:, None], labels, *self.shape, (0.1307,), (0.3081,), moves)

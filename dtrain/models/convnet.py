@@ -1,0 +1,86 @@
+"""A small convolutional network for small pictures (MNIST, digits): three convolutions and two linear layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dtrain.models.parts import FIGURES, classify
+from dtrain.models.resnet import conv_flops
+
+NUM_LAYERS = 3
+
+
+class Layer(nn.Module):
+    """A 3x3 convolution, and the largest of each 2x2 pixels."""
+
+    def __init__(self, ins: int, outs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(ins, outs, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(F.relu(self.conv(x)), 2)
+
+
+class ConvNet(nn.Module):
+    figures = FIGURES
+
+    def __init__(
+        self,
+        image_size: int,
+        channels: int = 1,
+        num_classes: int = 10,
+        width: int = 32,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.image_size = image_size
+        side = image_size >> NUM_LAYERS
+        if side < 1:
+            raise ValueError(
+                f"model.image_size={image_size}: each of {NUM_LAYERS} layers halves a picture, so at least "
+                f"{1 << NUM_LAYERS} pixels\n  fix: model.image_size={1 << NUM_LAYERS}"
+            )
+        widths = [channels, *(width << i for i in range(NUM_LAYERS))]
+        self.layers = nn.ModuleDict({str(i): Layer(widths[i], widths[i + 1]) for i in range(NUM_LAYERS)})
+        self.hidden = nn.Linear(widths[-1] * side**2, widths[-1])
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(widths[-1], num_classes)
+        self.num_parameters = sum(p.numel() for p in self.parameters())
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = inputs
+        if x.is_cuda:  # what tensor cores read; all that follows keeps the order
+            x = x.contiguous(memory_format=torch.channels_last)
+        for layer in self.layers.values():
+            x = layer(x)
+        logits = self.head(self.dropout(F.relu(self.hidden(x.flatten(1)))))
+        return logits if targets is None else classify(logits, targets, self.training)
+
+    # ---- the plans -------------------------------------------------------------------------------------------
+
+    def init_weights(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
+        """Fill one whole weight: of the size that keeps the size of what flows through a ReLU."""
+        if name.endswith("bias"):
+            weight.zero_()
+        else:
+            weight.normal_(0.0, math.sqrt(2 / math.prod(weight.shape[1:])), generator=generator)
+
+    def fsdp_units(self) -> list[nn.Module]:
+        """The modules gathered one at a time under fsdp; also the unit of activation checkpointing."""
+        return list(self.layers.values())
+
+    def convolutions(self) -> Iterator[tuple[nn.Conv2d, int]]:
+        """Every convolution, with the side of its result in pixels."""
+        for i, layer in enumerate(self.layers.values()):
+            assert isinstance(layer, Layer)
+            yield layer.conv, self.image_size >> i
+
+    def flops_per_sample(self) -> float:
+        """Forward and backward of one picture."""
+        linear = sum(layer.in_features * layer.out_features for layer in (self.hidden, self.head))
+        return conv_flops(self.convolutions(), linear)
