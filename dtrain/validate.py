@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from dtrain import mesh
+from dtrain import init_from, mesh
 from dtrain.comm import profile
 from dtrain.config import CONTROL, SECRET, bad, flatten, world_size
 from dtrain.schema import check_keys_and_types, unknown
@@ -36,7 +36,10 @@ AT_LEAST = {
     "strategy.forward_prefetch": 0, "strategy.backward_prefetch": 0, "strategy.stages_per_rank": 2,
     "strategy.every": 1, "strategy.gather_mb": 1, "strategy.whole_below": 0,
 }  # fmt: skip
-MORE_THAN = {"model.rope_theta": 0, "model.norm_eps": 0, "lora.alpha": 0, "optim.lr": 0, "optim.eps": 0, "train.max_grad_norm": 0, "data.val_fraction": 0}
+MORE_THAN = {
+    "model.rope_theta": 0, "model.norm_eps": 0, "lora.alpha": 0, "optim.lr": 0, "optim.eps": 0,
+    "train.max_grad_norm": 0, "data.val_fraction": 0,
+}  # fmt: skip
 LESS_THAN = {"optim.momentum": 1, "model.dropout": 1, "data.val_fraction": 1}
 AT_MOST = {"schedule.min_ratio": 1}
 
@@ -61,6 +64,7 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     check_model(config["model"], sizes)
     _, _, num_micro_batches = batch_sizes(config, sizes)
     rules.check(config, sizes, num_micro_batches)
+    init_from.check(config)
     check_data(config)
     if config["logger"]["_target_"] == "dtrain.loggers.Wandb" and importlib.util.find_spec("wandb") is None:
         raise bad("logger", "wandb", "wandb is not installed", "pip install 'dtrain[wandb]', or logger=none")
@@ -135,12 +139,13 @@ def check_model(model: dict[str, Any], sizes: mesh.MeshSizes) -> None:
     if heads and heads % kv_heads:
         rule, fix = f"must divide model.num_heads={heads}", f"model.num_kv_heads={math.gcd(heads, kv_heads)}"
         raise bad("model.num_kv_heads", kv_heads, rule, fix)
-    if "rope_theta" in model and dim // heads % 2:
+    if dim and heads and "rope_theta" in model and dim // heads % 2:
         rule = f"a head has {dim // heads} elements, and rotary positions turn them in pairs"
         raise bad("model.dim", dim, rule, f"model.dim={(dim // heads + 1) * heads}")
-    if "rope_theta" in model and not model["rope_low_freq_factor"] < model["rope_high_freq_factor"]:
-        rule = f"must be less than model.rope_high_freq_factor={model['rope_high_freq_factor']}"
-        raise bad("model.rope_low_freq_factor", model["rope_low_freq_factor"], rule, "1.0 and 4.0 are Llama 3.1's")
+    low, high = model.get("rope_low_freq_factor", 0.0), model.get("rope_high_freq_factor", math.inf)
+    if not low < high:
+        fix = "model.rope_low_freq_factor=1.0 model.rope_high_freq_factor=4.0"
+        raise bad("model.rope_low_freq_factor", low, f"must be less than model.rope_high_freq_factor={high}", fix)
     for setting, count in (("num_heads", heads), ("num_kv_heads", kv_heads)):
         if count and count % sizes.tp:
             fits = math.gcd(heads, kv_heads, sizes.tp)

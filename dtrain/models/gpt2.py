@@ -7,6 +7,7 @@ that only the model can know.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dtrain.models.parts import Head, LayerNorm
+from dtrain.models.parts import Cache, Extend, Head, LayerNorm, attend, is_packed, places, transformer_tp_plan
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -30,12 +31,13 @@ class Attention(nn.Module):
         )  # rows ordered head by head (q, k, v of head 0, ...): a cut by rows keeps heads whole
         self.proj = nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, extend: Extend | None = None) -> Tensor:
         batch, length, _ = x.shape
         q, k, v = self.qkv(x).view(batch, length, -1, 3, self.head_dim).permute(3, 0, 2, 1, 4)
-        dropout = self.dropout if self.training else 0.0
-        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        return self.proj(out.transpose(1, 2).flatten(2))
+        if extend is not None:
+            k, v = extend(k, v)
+        out: Tensor = self.proj(attend(q, k, v, mask, self.dropout if self.training else 0.0))
+        return out
 
 
 class MLP(nn.Module):
@@ -57,8 +59,8 @@ class Block(nn.Module):
         self.mlp = MLP(dim)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x)))
+    def forward(self, x: Tensor, mask: Tensor | None = None, extend: Extend | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x), mask=mask, extend=extend))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
@@ -88,15 +90,29 @@ class GPT2(nn.Module):
         # as published: the rows that only pad the vocabulary are not counted
         self.num_parameters = sum(p.numel() for p in self.parameters()) - (padded - vocab_size) * dim
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        inputs: Tensor,
+        targets: Tensor | None = None,
+        source: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Logits, or with targets the mean loss, of tokens or packed documents (parts.places).
+
+        `source` is the tokens where `inputs` is what an earlier stage gave. With a `cache` the tokens follow those that
+        are in it, and are added to it.
+        """
+        positions, mask = places(inputs if source is None else source, cache)
         x = inputs
         if self.is_first:
             assert self.embed is not None and self.positions is not None
-            position = torch.arange(inputs.shape[1], device=inputs.device)
+            tokens = inputs[..., 0] if is_packed(inputs) else inputs
             # the residual stream is float32 in every precision, too
-            x = self.dropout(self.embed(inputs).float() + self.positions(position).float())
-        for layer in self.layers.values():
-            x = layer(x)
+            x = self.dropout(self.embed(tokens).float() + self.positions(positions).float())
+        for name, layer in self.layers.items():
+            x = layer(x, mask=mask, extend=functools.partial(cache.extend, name) if cache else None)
+        if cache:
+            cache.length += inputs.shape[1]
         if not self.is_last:
             return x
         assert self.embed is not None and self.norm is not None
@@ -122,51 +138,15 @@ class GPT2(nn.Module):
         return list(self.layers.values())
 
     def tp_plan(self, sequence_parallel: bool = False, loss_parallel: bool = False) -> dict[str, ParallelStyle]:
-        """How the tensor-parallel ranks share each module that this (stage of the) model has.
-
-        Each block's matrices are cut: two all-reduces a block and direction. Sequence parallel also cuts, along the
-        sequence, what lies between them (norms, dropout, the residual stream): each all-reduce becomes a gather and a
-        scatter. Loss parallel cuts embedding and head by the vocabulary, so that no rank ever has whole logits.
-        """
-        from torch.distributed.tensor import Replicate, Shard
-        from torch.distributed.tensor.parallel import (
-            ColwiseParallel,
-            PrepareModuleInput,
-            PrepareModuleInputOutput,
-            PrepareModuleOutput,
-            RowwiseParallel,
-            SequenceParallel,
+        """How the tensor-parallel ranks share each module: the heads and the MLP's width are dealt out."""
+        return transformer_tp_plan(
+            self,
+            columns=("attention.qkv", "mlp.up"),
+            rows=("attention.proj", "mlp.down"),
+            vocabulary=("embed",),
+            sequence_parallel=sequence_parallel,
+            loss_parallel=loss_parallel,
         )
-
-        between = Shard(1) if sequence_parallel else Replicate()
-        plan: dict[str, ParallelStyle] = {}
-        for i in self.layers:
-            block = f"layers.{i}"
-            if sequence_parallel:
-                for norm, module in (("norm1", "attention"), ("norm2", "mlp")):
-                    plan[f"{block}.{norm}"] = SequenceParallel()
-                    plan[f"{block}.{module}"] = PrepareModuleInput(
-                        input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
-                    )
-            plan[f"{block}.attention.qkv"] = ColwiseParallel()
-            plan[f"{block}.attention.proj"] = RowwiseParallel(output_layouts=between)
-            plan[f"{block}.mlp.up"] = ColwiseParallel()
-            plan[f"{block}.mlp.down"] = RowwiseParallel(output_layouts=between)
-        if loss_parallel and self.embed is not None:
-            plan["embed"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
-        if self.is_first and sequence_parallel:
-            plan["dropout"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
-        if self.is_last and sequence_parallel:
-            plan["norm"] = SequenceParallel()
-        if self.is_last and (sequence_parallel or loss_parallel):
-            plan["head"] = PrepareModuleInputOutput(
-                input_layouts=(between, None, None),
-                desired_input_layouts=(Replicate(), None, None),
-                use_local_input=not loss_parallel,
-                output_layouts=Replicate(),
-                desired_output_layouts=Replicate(),
-            )
-        return plan
 
     def pipeline_split(self, low: int, high: int) -> GPT2:
         """Keep the layers from `low` to before `high`, with the ends that belong to them, and drop the rest.

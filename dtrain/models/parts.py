@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 IGNORED = -100  # a target that does not count: padding, or a token that is not asked for
 
@@ -14,6 +20,13 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """In float32 in every precision, as LayerNorm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)
 
 
 class Head(nn.Module):
@@ -39,3 +52,138 @@ def classify(logits: Tensor, targets: Tensor, training: bool) -> Tensor:
     best = logits.topk(min(5, logits.shape[-1])).indices == targets[:, None]  # an ignored target equals no class
     count = (targets != IGNORED).sum()
     return torch.stack([loss, best[:, 0].sum() / count, best.any(dim=1).sum() / count])
+
+
+# ---- attention of language models ----------------------------------------------------------------------------
+
+
+Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # Cache.extend of one layer, as the layer is given it
+
+
+class Cache:
+    """Keys and values of the tokens so far, while a model generates: the next token costs one token, not all of them.
+
+    Room for `capacity` tokens is taken in one piece, at a layer's first tokens.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0  # tokens in it; the model raises it when all of its layers have theirs
+        self.kept: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def extend(self, layer: str, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add [batch, heads, length, head_dim] of new tokens; give those of all tokens."""
+        end = self.length + keys.shape[2]
+        assert end <= self.capacity, f"{end} tokens, and room for {self.capacity}"
+        if layer not in self.kept:
+            shape = (*keys.shape[:2], self.capacity, keys.shape[3])
+            self.kept[layer] = keys.new_empty(shape), values.new_empty(shape)
+        kept_keys, kept_values = self.kept[layer]
+        kept_keys[:, :, self.length : end] = keys
+        kept_values[:, :, self.length : end] = values
+        return kept_keys[:, :, :end], kept_values[:, :, :end]
+
+    def clear(self) -> None:
+        """Begin anew in the same memory."""
+        self.length = 0
+
+
+def is_packed(inputs: Tensor) -> bool:
+    """Has each token its position within its document beside it? Hidden states have three dimensions, too."""
+    return inputs.ndim == 3 and not inputs.is_floating_point()
+
+
+def places(inputs: Tensor, cache: Cache | None = None) -> tuple[Tensor, Tensor | None]:
+    """(positions, mask) of tokens [batch, length], or of packed documents [batch, length, 2].
+
+    The positions are [length] or, packed, [batch, length]. The mask is true where a query (row) sees a key; it is None
+    where "all that came before" says it, which has the faster kernel.
+    """
+    if is_packed(inputs):
+        assert cache is None, "packed documents are for training"
+        positions = inputs[..., 1]
+        document = (positions == 0).cumsum(dim=1)
+        return positions, (document[:, :, None] == document[:, None, :]).tril()[:, None]
+    start, length = cache.length if cache else 0, inputs.shape[1]
+    positions = torch.arange(start, start + length, device=inputs.device)
+    if start == 0 or length == 1:
+        return positions, None
+    return positions, positions[:, None] >= torch.arange(start + length, device=inputs.device)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
+    """Causal attention of [batch, heads, length, head_dim], or what the mask says; [batch, length, dim] comes out.
+
+    There may be fewer heads of keys and values than of queries: neighbours then share one. The queries may be one
+    token after a cache, which sees all keys.
+    """
+    shared = q.shape[1] // k.shape[1]
+    if shared > 1 and mask is not None:  # on a GPU only the kernel without a mask knows shared heads
+        k, v = (x[:, :, None].expand(-1, -1, shared, -1, -1).flatten(1, 2) for x in (k, v))
+    out = F.scaled_dot_product_attention(
+        q, k, v, mask, dropout, is_causal=mask is None and q.shape[2] > 1, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.transpose(1, 2).flatten(2)
+
+
+# ---- the tensor-parallel plan of a transformer with one stream -----------------------------------------------
+
+
+def transformer_tp_plan(
+    model: nn.Module,
+    columns: Iterable[str],
+    rows: Iterable[str],
+    vocabulary: Iterable[str],
+    sequence_parallel: bool,
+    loss_parallel: bool,
+) -> dict[str, ParallelStyle]:
+    """How the tensor-parallel ranks share the modules that this (stage of a) language model has.
+
+    Each block's matrices are cut, `columns` by their outputs and `rows` by their inputs: two all-reduces a block and
+    direction. Sequence parallel also cuts, along the sequence, what lies between them (norms, dropout, the residual
+    stream): each all-reduce becomes a gather and a scatter. Loss parallel cuts `vocabulary` (embedding and head) by
+    the tokens, so that no rank ever has whole logits.
+
+    The model has `layers` of norm1, attention, norm2 and mlp, `dropout` after the embedding, `norm` and `head`.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleInputOutput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    between = Shard(1) if sequence_parallel else Replicate()
+    plan: dict[str, ParallelStyle] = {}
+    layers: nn.ModuleDict = model.layers  # type: ignore[assignment]
+    for i in layers:
+        block = f"layers.{i}"
+        if sequence_parallel:
+            for norm, module in (("norm1", "attention"), ("norm2", "mlp")):
+                plan[f"{block}.{norm}"] = SequenceParallel()
+                plan[f"{block}.{module}"] = PrepareModuleInput(
+                    input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
+                )
+        plan |= {f"{block}.{name}": ColwiseParallel() for name in columns}
+        plan |= {f"{block}.{name}": RowwiseParallel(output_layouts=between) for name in rows}
+    for name in vocabulary if loss_parallel else ():
+        if isinstance(getattr(model, name), nn.Embedding):
+            plan[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+        elif getattr(model, name) is not None:
+            plan[name] = ColwiseParallel()  # only for its weight: the head is called with it
+    if model.is_first and sequence_parallel:
+        plan["dropout"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+    if model.is_last and sequence_parallel:
+        plan["norm"] = SequenceParallel()
+    if model.is_last and (sequence_parallel or loss_parallel):
+        plan["head"] = PrepareModuleInputOutput(
+            input_layouts=(between, None, None),
+            desired_input_layouts=(Replicate(), None, None),
+            use_local_input=not loss_parallel,
+            output_layouts=Replicate(),
+            desired_output_layouts=Replicate(),
+        )
+    return plan
