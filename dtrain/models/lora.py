@@ -1,10 +1,152 @@
-"""LoRA (Hu et al., 2021): the weights stay frozen; beside chosen linear layers, two thin matrices are trained."""
+"""LoRA (Hu et al., 2021): the weights stay frozen; beside chosen linear layers, two thin matrices are trained.
+
+A layer keeps its names: beside `X.weight` there are `X.lora_a` and `X.lora_b`, and nothing else moves. So every plan of
+the model (what is gathered, how it is cut) holds for the model with adapters, too.
+"""
 
 from __future__ import annotations
 
-from torch import nn
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dtrain.config import bad
+
+
+class LoRALinear(nn.Linear):
+    """y = W x + alpha / rank · B A x, where only A and B are trained. Made from an nn.Linear by `attach`."""
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    scale: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = once_cast(x)
+        y = F.linear(x, self.weight, self.bias)
+        inner = F.linear(x, self.lora_a) * self.scale
+        # one kernel that adds its product to y, and not two passes over y more
+        return torch.addmm(y.view(-1, self.out_features), inner.view(-1, inner.shape[-1]), self.lora_b.t()).view_as(y)
+
+
+def once_cast(x: Tensor) -> Tensor:
+    """What autocast would do for each of the two products with x, done once."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def apply(model: nn.Module, rank: int, alpha: float, targets: list[str]) -> None:
-    """Freeze the model, and give the layers that `targets` names their adapters."""
-    raise NotImplementedError
+    """Freeze the model, and give linear layers of its blocks adapters: those that `targets` names, or all if [].
+
+    A target is the end of a name: `qkv`, `attention.qkv`, `layers.0.attention.qkv`.
+    """
+    chosen = choose(model, targets)
+    model.requires_grad_(False)
+    for linear in chosen.values():
+        attach(linear, rank, alpha)
+    model.init_weights = functools.partial(init_weights, model.init_weights)  # type: ignore[assignment, arg-type]
+    if hasattr(model, "flops_per_sample"):
+        # A frozen weight needs no gradient, one of the three products it takes part in. Attention has no weights and
+        # is still done whole, so this is a little less than is done.
+        whole = model.flops_per_sample
+        model.flops_per_sample = functools.partial(share_of, whole, 2 / 3)  # type: ignore[assignment, arg-type]
+    model.num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)  # type: ignore[assignment]
+
+
+def choose(model: nn.Module, targets: list[str]) -> dict[str, nn.Linear]:
+    """The linear layers that get adapters, by name: called as they are, in the model's blocks.
+
+    A subclass has a forward pass of its own, and of a layer outside (a head) the model may use the weight alone: an
+    adapter there would never be asked.
+    """
+    units: list[nn.Module] = model.fsdp_units() if hasattr(model, "fsdp_units") else [model]  # type: ignore[operator]
+    inside = {id(module) for unit in units for module in unit.modules()}
+    layers = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and id(m) in inside}
+    known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+    if not layers:
+        rule = f"{type(model).__name__} has no linear layer (nn.Linear) in its blocks"
+        raise bad("lora.rank", "> 0", rule, "lora.rank=0, which trains all weights")
+    for target in targets:
+        if not any(ends(name, target) for name in layers):
+            rule = f"no linear layer in the blocks of {type(model).__name__} has a name that ends in {target!r}"
+            raise bad("lora.targets", targets, rule, f"choose of {known}; or lora.targets=[] for all of them")
+    return {name: m for name, m in layers.items() if not targets or any(ends(name, target) for target in targets)}
+
+
+def ends(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def attach(linear: nn.Linear, rank: int, alpha: float) -> None:
+    """In place, so that whoever refers to the layer has the one with adapters."""
+    linear.__class__ = LoRALinear
+    options: dict[str, Any] = {"device": linear.weight.device, "dtype": torch.float32}
+    linear.lora_a = nn.Parameter(torch.empty(rank, linear.in_features, **options))
+    linear.lora_b = nn.Parameter(torch.empty(linear.out_features, rank, **options))
+    linear.scale = alpha / rank  # type: ignore[assignment]
+
+
+def init_weights(inner: Callable[..., None], name: str, weight: Tensor, generator: torch.Generator) -> None:
+    """The first A is drawn and the first B is 0: so the model begins as the one it was made from."""
+    if name.endswith(".lora_a"):
+        bound = 1 / math.sqrt(weight.shape[1])  # as a linear layer's weight is in torch
+        weight.uniform_(-bound, bound, generator=generator)
+    elif name.endswith(".lora_b"):
+        weight.zero_()
+    else:
+        inner(name, weight, generator)
+
+
+def share_of(figure: Callable[[], float], share: float) -> float:
+    return figure() * share
+
+
+# ---- the base: every weight that adapters leave as it was ----------------------------------------------------
+
+
+def is_adapter(name: str) -> bool:
+    return name.endswith((".lora_a", ".lora_b"))
+
+
+def base_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weights that are frozen for adapters; none where there are no adapters.
+
+    A model that a user has frozen in part is no such case: what else happens to its weights nobody here knows.
+    """
+    if not any(isinstance(module, LoRALinear) for module in model.modules()):
+        return {}
+    return {name: tuple(p.shape) for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def hold(model: nn.Module, dtype: torch.dtype) -> None:
+    """Hold the base's linear weights in the type of the products, while the model has no memory yet.
+
+    Autocast would round them to it at every use: the same maths, in half the memory. Embeddings and norms stay float32.
+    """
+    if not base_of(model):
+        return
+    for module in model.modules():
+        if type(module) in (nn.Linear, LoRALinear):
+            for p in (module.weight, module.bias):
+                if p is not None and not p.requires_grad:
+                    p.data = p.data.to(dtype)
+
+
+def merged(
+    weights: Iterator[tuple[str, Tensor]], adapters: Mapping[str, Tensor], scale: float
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model without adapters that computes what this one does: W + alpha / rank · B A, one at a time.
+
+    In float32, or in the base's own type if that is wider.
+    """
+    for name, weight in weights:
+        layer = name.removesuffix(".weight")
+        if name != layer and f"{layer}.lora_a" in adapters:
+            a, b = adapters[f"{layer}.lora_a"], adapters[f"{layer}.lora_b"]
+            product = b.to(weight.device).double() @ a.to(weight.device).double()
+            weight = (weight.double() + scale * product).to(torch.promote_types(weight.dtype, torch.float32))
+        yield name, weight

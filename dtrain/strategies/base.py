@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtrain import mesh
+from dtrain.models import lora
 from dtrain.models.parts import IGNORED
 from dtrain.precision import Precision
 from dtrain.shards import Held
+from dtrain.strategies import frozen
 from dtrain.strategies.shared import (
     checkpoint_layers,
     clip_grad_norm,
@@ -74,16 +76,18 @@ class Strategy:
         `masked`: some targets are IGNORED, and not as many in every sample.
         """
         self.precision, self.device, self.compile = precision, device, compile
-        self.first, self.masked = first, masked
+        self.first, self.masked = frozen.First(first, model), masked
         self.micro_batch_size, self.max_grad_norm = micro_batch_size, max_grad_norm
         self.node_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         self.sizes = self.resolve_mesh(dist.get_world_size(), self.node_size)
         self.mesh = mesh.device_mesh(self.sizes, device.type)
         self.data_rank = self.random_rank = self.mesh.get_local_rank("dp")  # of which samples, of which random draws
         self.data_group = self.mesh.get_group("dp")
+        lora.hold(model, precision.dtype)
         checkpoint_layers(model, activation_checkpointing, activation_checkpointing_every)
         self.module = self.parallelize(model)  # the bare module: its parameter names are the canonical ones
         self.materialize(self.module)
+        self.base = self.first.fingerprint()  # of what adapters leave as it was
         self.model = self.wrap(self.module)
         self.optimizer = make_optimizer(self.module.named_parameters())
 
@@ -208,13 +212,16 @@ class Strategy:
     def state_dict(self) -> dict[str, Held]:
         """What this rank holds of every tensor to save, by canonical name: `model.NAME`, `optim.NAME.KEY`.
 
-        The values are the live ones: a load fills them in place. All ranks call it.
+        The values are the live ones: a load fills them in place. All ranks call it. What adapters leave as it was is
+        not among them: the first weights bring it back.
         """
         init_optimizer_state(self.optimizer)
         held = {id(p) for p in self.module.parameters()}
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         assert trained <= held, "the module shows other tensors than the optimizer has"
-        state: dict[str, Held] = {f"model.{name}": p.detach() for name, p in self.module.named_parameters()}
+        state: dict[str, Held] = {
+            f"model.{name}": p.detach() for name, p in self.module.named_parameters() if name not in self.first.base
+        }
         state |= {f"model.{name}": b for name, b in self.module.named_buffers()}
         for name, p in self.module.named_parameters():
             for key, value in self.optimizer.state.get(p, {}).items():
@@ -223,18 +230,25 @@ class Strategy:
         return state
 
     def extra_state(self) -> dict[str, Any]:
-        """The state that is no tensor of a weight's shape: update counts of each weight, the loss scale.
+        """The state that is no tensor of a weight's shape: update counts of each weight, the loss scale, which base.
 
         All ranks call it: no rank need know every weight.
         """
         counts: dict[str, dict[str, float]] = {}
         for name, p in self.module.named_parameters():
+            if name in self.first.base:
+                continue
             slots = self.optimizer.state.get(p, {}).items()
             counts[name] = {k: float(v) for k, v in slots if not (isinstance(v, Tensor) and v.shape == p.shape)}
-        return {"optimizer": merged(counts), "precision": self.precision.state_dict()}
+        return self.extra(counts)
+
+    def extra(self, counts: dict[str, dict[str, float]]) -> dict[str, Any]:
+        extra = {"optimizer": merged(counts), "precision": self.precision.state_dict()}
+        return extra | ({"base": self.base} if self.base else {})
 
     def load_state_dict(self, state: dict[str, Held], extra: dict[str, Any]) -> None:
         """After a load has filled the values of `state_dict()`: take over the rest."""
+        frozen.check(extra.get("base"), self.base)
         for name, p in self.module.named_parameters():
             slots = self.optimizer.state.get(p, {})
             for key, value in extra["optimizer"].get(name, {}).items():

@@ -101,7 +101,7 @@ def shard_layers(
         policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload or OffloadPolicy()}
     units: list[Any] = model.fsdp_units()  # type: ignore[operator]
-    for unit in units:
+    for unit in (u for u in units if u is not model):  # a model without layers is one unit, as below
         fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=reshard_after_forward, **options)
     return units

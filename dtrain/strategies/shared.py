@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from dtrain import checkpoint
-from dtrain.shards import is_dtensor
-from dtrain.weights import Drawn
+from dtrain.shards import Held, is_dtensor
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -47,7 +46,13 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     model.to_empty(device=device)
 
 
-def init_weights(model: nn.Module, first: Drawn, device: torch.device | None = None) -> None:
+class Source(Protocol):
+    """Where first weights come from."""
+
+    def fill(self, model: nn.Module, name: str, held: Held, device: torch.device) -> None: ...
+
+
+def init_weights(model: nn.Module, first: Source, device: torch.device | None = None) -> None:
     """Give every weight and buffer its first value."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         first.fill(model, name, tensor, device or tensor.device)

@@ -104,6 +104,6 @@ class TiedWeights:
             *others, filled = self.copies(name) or [nn.Parameter()]
             for p in others:
                 local(p.detach()).copy_(local(filled.detach()))
-                for key, value in optimizer.state[filled].items():
+                for key, value in optimizer.state.get(filled, {}).items():  # none if frozen
                     if isinstance(value, Tensor):
                         local(optimizer.state[p][key]).copy_(local(value))

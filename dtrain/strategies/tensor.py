@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.nn import functional as F
 
+from dtrain.models.lora import LoRALinear, once_cast
 from dtrain.shards import is_dtensor
 from dtrain.strategies.base import Strategy
 from dtrain.strategies.fsdp import data_mesh, free_layers, shard_layers
@@ -74,6 +76,48 @@ def cut_layers(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool, loss
         )
     plan: Any = model.tp_plan(sequence_parallel, loss_parallel)  # type: ignore[operator]
     parallelize_module(model, mesh, plan, src_data_rank=None)
+    for module in model.modules():
+        if isinstance(module, LoRALinear) and is_dtensor(module.weight):
+            cut_adapter(module, mesh)
+
+
+def cut_adapter(linear: LoRALinear, mesh: DeviceMesh) -> None:
+    """Cut an adapter as its layer is cut, so that it needs no message of its own in the forward pass.
+
+    By columns: every rank has all of A, and the rows of B that make its outputs. By rows: the columns of A that its
+    inputs meet, and all of B, whose products are summed with the layer's own. What every rank has whole, it has its
+    own part of the gradient of; those are summed at the end of the step (finish_sums, or fsdp).
+    """
+    by_columns = linear.weight.placements[0].is_shard(0)  # type: ignore[attr-defined]
+    places = {"lora_a": Replicate() if by_columns else Shard(1), "lora_b": Shard(0) if by_columns else Replicate()}
+    for name, place in places.items():
+        whole = torch.empty(getattr(linear, name).shape, dtype=torch.float32, device="meta")
+        cut = distribute_tensor(whole, mesh, [place], src_data_rank=None)
+        linear.register_parameter(name, nn.Parameter(cut))
+    linear.__class__ = CutLoRALinear
+
+
+class CutLoRALinear(LoRALinear):
+    """The same over tensor-parallel ranks, with the adapter's products done on what each rank holds.
+
+    Left to DTensor, the gradient that the inputs get from A would be summed over the ranks for itself.
+    """
+
+    def forward(self, x: Any) -> Any:
+        x = once_cast(x)
+        y: Any = F.linear(x, self.weight, self.bias)
+        weight, a, b = (cast(Any, p) for p in (self.weight, self.lora_a, self.lora_b))
+        # of the output, and of the gradients of x, A and B, on each rank
+        places: list[Any] = (
+            [Shard(y.ndim - 1), Partial(), Partial(), Shard(0)]
+            if weight.placements[0].is_shard(0)
+            else [Partial(), Shard(x.ndim - 1), Shard(1), Partial()]
+        )
+        out, of_x, of_a, of_b = places
+        inner = F.linear(x.to_local(grad_placements=[of_x]), a.to_local(grad_placements=[of_a])) * self.scale
+        added = F.linear(inner, b.to_local(grad_placements=[of_b]))
+        shape = {"shape": y.shape, "stride": y.stride()}
+        return y + DTensor.from_local(added, y.device_mesh, [out], run_check=False, **shape)
 
 
 def finish_sums(model: nn.Module) -> None:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.shards import Held, chunks_of
-from dtrain.strategies import zero_config
+from dtrain.strategies import frozen, zero_config
 from dtrain.strategies.base import StepResult, Strategy
-from dtrain.strategies.shared import autocast_inside, compile_layers, materialize, merged
-from dtrain.strategies.zero_state import Masters, import_deepspeed, optimizer_of_shapes
+from dtrain.strategies.shared import autocast_inside, compile_layers, materialize
+from dtrain.strategies.zero_state import Masters, import_deepspeed, optimizer_of_shapes, partition
 
 
 class Zero(Strategy):
@@ -66,10 +66,11 @@ class Zero(Strategy):
                 self.first.fill(self.module, name.removeprefix("model."), held, self.device)
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-        if frozen:
+        # of what is frozen DeepSpeed has no float32 values that could be saved; a base of adapters is not saved at all
+        others = [n for n, p in model.named_parameters() if not p.requires_grad and n not in self.first.base]
+        if others:
             raise ValueError(
-                f"strategy=zero{self.stage}: {frozen[0]} is frozen, and ZeRO's masters are of trained weights only\n"
+                f"strategy=zero{self.stage}: {others[0]} is frozen, and ZeRO's masters are of trained weights only\n"
                 "  fix: strategy=fsdp"
             )
         if self.settings["nvme_path"]:
@@ -91,9 +92,10 @@ class Zero(Strategy):
         return contextlib.nullcontext()
 
     def materialize(self, model: nn.Module) -> None:
-        """Memory only, in the type that the weights are held in; under zero3 never for more than one module at a time.
+        """Memory, in the type that the weights are held in; under zero3 never for more than one module at a time.
 
-        The first values are drawn into the float32 masters, which would else be 16-bit values.
+        First values are drawn into the float32 masters, which would else be 16-bit values. What is frozen has none:
+        only that gets its values here.
         """
         materialize(model, torch.device("meta"))
         for p in model.parameters():
@@ -111,6 +113,10 @@ class Zero(Strategy):
                 first.convert_to_zero_parameters(param_list=own)
         for name, buffer in model.named_buffers():
             self.first.fill(model, name, buffer, self.device)
+        for name, p in model.named_parameters():
+            if not p.requires_grad:
+                held = partition(p, self.data_rank) if self.stage == 3 else p.detach()
+                self.first.fill(model, name, held, self.device)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return model  # the engine wraps it, once there is an optimizer
@@ -152,9 +158,10 @@ class Zero(Strategy):
         return state
 
     def extra_state(self) -> dict[str, Any]:
-        return {"optimizer": merged(self.masters.counts()), "precision": self.precision.state_dict()}
+        return self.extra(self.masters.counts())
 
     def load_state_dict(self, state: dict[str, Held], extra: dict[str, Any]) -> None:
+        frozen.check(extra.get("base"), self.base)
         for name, chunks in self.masters.walk(write=True):
             for mine, filled in zip(chunks, chunks_of(state[name]), strict=True):
                 if mine.values.data_ptr() != filled.values.data_ptr():

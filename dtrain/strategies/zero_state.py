@@ -37,11 +37,19 @@ def optimizer_of_shapes(
     stand_ins: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
     for name, p in named_parameters:
         shape = getattr(p, "ds_shape", p.shape)
-        stand_ins[nn.Parameter(torch.zeros(1, device=p.device).expand(shape))] = (name, p)
+        stand_in = nn.Parameter(torch.zeros(1, device=p.device).expand(shape), requires_grad=p.requires_grad)
+        stand_ins[stand_in] = (name, p)
     optimizer = make_optimizer((name, stand_in) for stand_in, (name, _) in stand_ins.items())
     for group in optimizer.param_groups:
         group["params"] = [stand_ins[stand_in][1] for stand_in in group["params"]]
     return optimizer
+
+
+def partition(p: Any, data_rank: int) -> list[Chunk]:
+    """What this rank holds of a weight that zero3 has cut: every weight evenly, with padding at the end."""
+    size = p.ds_tensor.numel()
+    begin = size * data_rank
+    return flat_chunks(p.ds_tensor.detach()[: max(0, min(size, p.ds_numel - begin))], tuple(p.ds_shape), begin)
 
 
 class Masters:
@@ -68,7 +76,7 @@ class Masters:
             for key, values in {"": flat, **self.optimizer_state(i, flat)}.items():
                 if not isinstance(values, Tensor) or values.shape != flat.shape:
                     continue
-                for name, p in self.module.named_parameters():
+                for name, p in self.trained():
                     group, at, numel, begin = self.place(p)
                     if group == i:
                         whole = tuple(getattr(p, "ds_shape", p.shape))
@@ -82,6 +90,9 @@ class Masters:
             self.zero._post_step(set())  # gathers the weights that stay whole
         elif write:
             self.zero.update_lp_params()
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
 
     def flats(self) -> list[Tensor]:
         if self.stage == 3:
@@ -115,7 +126,7 @@ class Masters:
     def counts(self) -> dict[str, dict[str, float]]:
         counts = {}
         flats = self.flats()
-        for name, p in self.module.named_parameters():
+        for name, p in self.trained():
             group, _, numel, _ = self.place(p)
             if numel:
                 slots = self.optimizer.state[flats[group]].items()
@@ -124,7 +135,7 @@ class Masters:
 
     def set_counts(self, counts: dict[str, dict[str, float]]) -> None:
         for i, flat in enumerate(self.flats()):
-            of_group = [counts[name] for name, p in self.module.named_parameters() if self.place(p)[0] == i]
+            of_group = [counts[name] for name, p in self.trained() if self.place(p)[0] == i]
             if any(count != of_group[0] for count in of_group):
                 raise CheckpointError("ZeRO counts updates by group, and these weights had different numbers of them")
             for key, value in of_group[0].items() if of_group else ():
