@@ -10,7 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from dtrain import runs, sweeps
-from dtrain.config import CODE, RECIPES, SECRET, bad
+from dtrain.config import CODE, CONF, RECIPES, SECRET, bad
 from dtrain.explain import GROUPS, known_settings, options_of
 
 
@@ -43,6 +43,7 @@ def prepare_arguments(argv: list[str]) -> list[str]:
                 f"names one option of conf/{key}/, without .yaml",
                 f"{key} can be {', '.join(options_of(key))}",
             )
+    argv = offer_own(argv)
     if "run_dir" in given and {"-m", "--multirun"} & set(argv):
         raise bad("run_dir", given["run_dir"], "a sweep makes a folder for each job", "hydra.sweep.dir=FOLDER")
     store_recipes()
@@ -73,7 +74,33 @@ def prepare_arguments(argv: list[str]) -> list[str]:
     return argv
 
 
-def quote(path: Path) -> str:
+def offer_own(argv: list[str]) -> list[str]:
+    """`model=my_pkg.net.Net` is an option, too: the user's own code, with its constructor's arguments as settings.
+
+    Typing its name is trusting its module: no recipe and no run folder can do that.
+    """
+    given = dict(a.split("=", 1) for a in argv if "=" in a)
+    own = {g: given[g] for g in GROUPS if re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", given.get(g, ""))}
+    if not own:
+        return argv
+    for group, target in own.items():
+        bound = any("_partial_" in OmegaConf.load(CONF / group / f"{option}.yaml") for option in options_of(group))
+        store_option(group, target, {"_target_": target} | ({"_partial_": True} if bound else {}))
+    # a section that begins empty: each of its settings is a new one
+    argv = [re.sub(rf"^({'|'.join(own)})\.", r"++\g<0>", a) for a in argv]
+    trust = re.fullmatch(r"\[(.*)\]", given.get("trust", "[]"))
+    if trust is None:  # no list: it will be told
+        return argv
+    modules = dict.fromkeys(t.rpartition(".")[0] for t in own.values() if not t.startswith("dtrain."))
+    words = [w for w in (trust[1].strip(), *modules) if w]
+    return [*(a for a in argv if not a.startswith("trust=")), *([f"trust=[{','.join(words)}]"] if words else [])]
+
+
+def store_option(group: str, name: str, section: dict[str, Any]) -> None:
+    ConfigStore.instance().store(group=group, name=name, node=OmegaConf.create(section))
+
+
+def quote(path: Path | str) -> str:
     """A path as a Hydra value: quoted, so that spaces, commas and equals signs are only characters.
 
     Hydra takes a backslash as an escape only before a quote.
@@ -123,7 +150,11 @@ def store_as_run(run_dir: Path, overridden: list[str]) -> None:
     if isinstance(config.get("cluster"), dict):
         for name in CODE:  # typed anew, too, or in conf/
             config["cluster"].pop(name, None)
-    defaults = [{f"override /{g}": choices[g]} for g in GROUPS if g in choices and g not in overridden]
+    chosen = {g: choices[g] for g in GROUPS if g in choices and g not in overridden}
+    for group, option in chosen.items():
+        if option not in options_of(group) and isinstance(config.get(group), dict):  # the user's own, or gone
+            store_option(group, option, config[group])
+    defaults = [{f"override /{g}": option} for g, option in chosen.items()]
     node = OmegaConf.create({"defaults": [*defaults, "_self_"], **config})
     ConfigStore.instance().store(group="recipe", name="as-run", node=node, package="_global_")
 

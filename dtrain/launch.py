@@ -29,7 +29,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dtrain import console, records, runs, sweeps
+from dtrain import console, losses, records, runs, sweeps
 from dtrain.arguments import prepare_arguments, read_config
 from dtrain.config import CODE, CONF, bad, build, ranks_per_node, redact, save
 from dtrain.contract import BAD_CONFIG, CANCELLED_FILE, DONE, FAILED, PREEMPTED, PREFLIGHT
@@ -46,36 +46,44 @@ MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)  # a pe
 def main(argv: list[str]) -> int:
     """Run `dtrain launch`. Exit codes: 0 done, 2 bad configuration, 3 failed, 4 bad nodes, 75 preempted and saved."""
     full_error = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, so that the message below is ours and the code is 2
-    exit_codes: list[int] = []
-    if os.getcwd() not in sys.path:  # a user's own modules lie there, and the ranks look there too
-        sys.path.append(os.getcwd())
     try:
-        arguments = prepare_arguments(argv)
-        sys.argv = ["launch.py", *arguments]
-        OmegaConf.register_new_resolver("dtrain.slug", slug, replace=True)
-        task = functools.wraps(run)(lambda cfg: exit_codes.append(run(cfg, argv)))
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
+        ended = start(argv)
     except MISTAKES as error:
         if full_error:
             raise
         console.print_error(explain(error))
-        return 2
+        return BAD_CONFIG
     except KeyboardInterrupt:  # before a run began: a launcher has handlers of its own
         console.print_error("interrupted")
         return 130
     except SystemExit as stop:  # from the gate, or from Hydra's own argument parser
-        if stop.__cause__ is None:
-            return PREEMPTED if stop.code == PREEMPTED else BAD_CONFIG if stop.code else DONE
-        if full_error or not isinstance(stop.__cause__, MISTAKES):
+        return PREEMPTED if stop.code == PREEMPTED else BAD_CONFIG if stop.code else DONE
+    codes = [code for code, _ in ended]
+    return max(codes, key=[DONE, PREEMPTED, PREFLIGHT, BAD_CONFIG, FAILED].index, default=DONE)  # a sweep's worst
+
+
+def start(argv: list[str]) -> list[tuple[int, Path]]:
+    """Compose and run what the words say; the exit code and folder of each run. A mistake is raised as it is."""
+    environ, words = os.environ.get("HYDRA_FULL_ERROR"), sys.argv
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, so that the message is ours and the code is 2
+    ended: list[tuple[int, Path]] = []
+    if os.getcwd() not in sys.path:  # a user's own modules lie there, and the ranks look there too
+        sys.path.append(os.getcwd())
+    try:
+        sys.argv = ["launch.py", *prepare_arguments(argv)]
+        OmegaConf.register_new_resolver("dtrain.slug", slug, replace=True)
+        task = functools.wraps(run)(lambda cfg: ended.append((run(cfg, argv), Path(cfg.run_dir))))
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
+    except SystemExit as stop:
+        if stop.__cause__ is not None:  # the gate's way to be heard
             raise stop.__cause__ from None
-        console.print_error(explain(stop.__cause__))
-        return 2
+        raise
     finally:
+        sys.argv = words
         os.environ.pop("HYDRA_FULL_ERROR", None)
-        if full_error:
-            os.environ["HYDRA_FULL_ERROR"] = "1"
-    return max(exit_codes, key=[DONE, PREEMPTED, PREFLIGHT, BAD_CONFIG, FAILED].index, default=DONE)  # a sweep's worst
+        if environ is not None:
+            os.environ["HYDRA_FULL_ERROR"] = environ
+    return ended
 
 
 def slug(text: str) -> str:
@@ -160,7 +168,10 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         for key in keys:
             if isinstance(section.get(key), str) and section[key] not in ("", "???"):
                 section[key] = str(Path(section[key]).expanduser().absolute())
+    if config.get("init_from"):
+        config["init_from"] = str(Path(config["init_from"]).expanduser().absolute())
     validate(config)
+    losses.check(config)
     if not config["run_dir"]:
         raise bad("run_dir", "", "must name a folder", "run_dir=outputs/my-run")
     run_dir = Path(config["run_dir"]).absolute()

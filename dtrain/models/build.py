@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,9 +16,10 @@ from dtrain.weights import Drawn
 
 def make(cfg: Any, trust: Iterable[str] = ()) -> nn.Module:
     """The model on the meta device, without memory; with its loss, and with adapters if it has any."""
+    build = functools.partial(config.build, cfg.model, trust)
+    model = plain.construct(build, cfg.train.seed)
+    plain.complete(model, config.build(cfg.get("loss"), trust), build, cfg.train.seed)  # old runs have no such section
     with torch.device("meta"):
-        model: nn.Module = config.build(cfg.model, trust)
-        plain.complete(model, config.build(cfg.get("loss"), trust))  # runs of earlier versions have no such section
         if cfg.get("lora", {}).get("rank"):
             lora.apply(model, **cfg.lora)
     return model

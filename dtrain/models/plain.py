@@ -1,12 +1,208 @@
-"""What a plain module lacks, filled in: its loss, and the plans that have an answer for every model."""
+"""What a plain module lacks, filled in: its loss, its first weights, and plans that have an answer for every model.
+
+Everything is attached to the module itself and nothing wraps it, so parameter names stay. What is attached are bound
+methods: a copy of the module (a pipeline stage) has its own.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import logging
+import random
+from collections import defaultdict
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dtrain import losses
+from dtrain.config import bad
+
+log = logging.getLogger("dtrain")
 
 
-def complete(model: nn.Module, loss: Callable[..., Any] | None) -> None:
-    """Give a model what it does not say itself."""
+def construct(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """The module on the meta device; by way of the CPU if its constructor works with the values of tensors."""
+    try:
+        with torch.device("meta"):
+            model = build()
+        kept = tensors_beside(model)
+        why = f"{kept[0]} is a tensor, and neither a parameter nor a buffer" if kept else ""
+    except Exception as error:
+        if "\n  fix: " in str(error):
+            raise
+        why = f"{type(error).__name__}: {error}"
+    if why:
+        model = on_cpu(build, seed)  # what is wrong on every device is told from here
+        log.info("the model cannot be built without memory, so it was built on the CPU first (%s)", why)
+        to_meta(model)
+    return model
+
+
+def complete(model: Any, loss: Any, build: Callable[[], nn.Module], seed: int) -> None:
+    """Give a model what it does not say itself. `build` makes it once more, with values."""
+    function = losses.ready(loss)
+    if function is not None:
+        attach_loss(model, function)
+    elif not takes(model.forward, 2):
+        rule = f"{type(model).__name__}.forward{inspect.signature(model.forward)} takes no targets"
+        raise bad("loss", "own", f"{rule}, so nothing gives a loss", losses.FIX)
+    # a name that means something else in a user's module, or in a library's, is not the plan of that name
+    if not takes(getattr(model, "init_weights", None), 3):
+        model.init_weights = FromConstructor(build, seed)
+    if not takes(getattr(model, "fsdp_units", None), 0):
+        model.fsdp_units = MethodType(repeated_blocks, model)
+    if not isinstance(getattr(model, "num_parameters", None), int):
+        model.num_parameters = sum(p.numel() for p in model.parameters())
+    if not takes(getattr(model, "flops_per_sample", None), 0):
+        model.flops_per_sample = MethodType(six_per_parameter, model)
+
+
+def takes(method: Any, count: int) -> bool:
+    """Can it be called with so many values?"""
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # no signature to be had: it will be seen when it is called
+        return True
+    return True
+
+
+# ---- the loss ------------------------------------------------------------------------------------------------
+
+
+def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
+    """Make it model(inputs, targets=None): outputs, or their loss, and with figures in evaluation if it has any."""
+    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+        rule = "has weights, and only the model's are trained and saved"
+        raise bad("loss", type(loss).__name__, rule, "make it a part of the model, which then gives its loss itself")
+    function = getattr(loss, "func", loss)
+    knows_mode = "training" in inspect.signature(function).parameters
+    figures = getattr(function, "figures", ())
+
+    def forward(self: nn.Module, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        outputs = type(self).forward(self, inputs)
+        if targets is None:
+            return outputs
+        if isinstance(loss, nn.Module):
+            loss.to(outputs.device)  # weights of classes, say
+        value = loss(outputs, targets, **({"training": self.training} if knows_mode else {}))
+        if value.shape != ((1 + len(figures),) if figures and not self.training else ()):
+            rule = f"gave a tensor of {list(value.shape)}, and not one number"
+            raise bad("loss", getattr(function, "__name__", function), rule, "return the mean over the targets")
+        return value
+
+    model.forward = MethodType(forward, model)
+    if function is not losses.cross_entropy:
+        model.perplexity = False  # exp(loss) of the model's own loss means something, and of another one nothing
+    if figures or hasattr(model, "figures"):
+        model.figures = figures
+
+
+# ---- first weights -------------------------------------------------------------------------------------------
+
+
+class FromConstructor:
+    """init_weights of a module without one: the values that its constructor gives under the run's seed.
+
+    So all ranks and strategies begin alike. Each rank builds the whole module in host memory when the first value is
+    asked for, and lets go of each tensor as it is taken.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module], seed: int) -> None:
+        self.build, self.seed = build, seed
+        self.values: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
+        if name not in self.values:
+            model = on_cpu(self.build, self.seed)
+            self.values = {n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
+        weight.copy_(self.values.pop(name))
+
+    def __deepcopy__(self, memo: Any) -> FromConstructor:
+        return self  # a pipeline stage asks for its own part of the same values
+
+
+def on_cpu(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """The module with the values that its constructor gives, the same in every process."""
+    drawn = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            return build()
+    finally:
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
+
+
+def tensors_beside(model: nn.Module) -> list[str]:
+    """Tensors that a module keeps as plain attributes: on the meta device they have no values, and nothing else has."""
+    found = []
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                items = list(value.values()) if isinstance(value, dict) else value
+                items = items if isinstance(items, (list, tuple)) else [items]
+                if any(isinstance(item, Tensor) and item.is_meta for item in items):
+                    found.append(f"{prefix}.{name}" if prefix else name)
+    return found
+
+
+def to_meta(model: nn.Module) -> None:
+    """Let go of the memory. What is one weight under two names stays one, to be found out (shared.materialize)."""
+
+    @functools.cache
+    def parameter(p: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(p.detach().to("meta"), p.requires_grad)
+
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            module._parameters[name] = None if p is None else parameter(p)
+        for name, b in module._buffers.items():
+            module._buffers[name] = None if b is None else b.to("meta")
+
+
+# ---- plans ---------------------------------------------------------------------------------------------------
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers: of the modules that a list, dict or sequence holds several of, the kind with most parameters.
+
+    The whole model if there is no such kind.
+    """
+    kinds: dict[type, list[nn.Module]] = defaultdict(list)
+    for container in model.modules():
+        if isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            children = list(container.children())
+            for kind in {type(child): None for child in children}:
+                same = [child for child in children if type(child) is kind]
+                if len(same) > 1:
+                    kinds[kind] += same
+    sizes = {kind: num_parameters(outermost(blocks)) for kind, blocks in kinds.items()}
+    best = max(sizes, key=sizes.__getitem__, default=None)  # the first of equals: the outer one
+    return outermost(kinds[best]) if best and sizes[best] else [model]
+
+
+def outermost(modules: list[nn.Module]) -> list[nn.Module]:
+    """Each once, less those that lie in another one."""
+    unique = list(dict.fromkeys(modules))
+    inside = {id(part) for module in unique for part in module.modules() if part is not module}
+    return [module for module in unique if id(module) not in inside]
+
+
+def num_parameters(modules: list[nn.Module]) -> int:
+    return sum({p: p.numel() for module in modules for p in module.parameters()}.values())
+
+
+def six_per_parameter(model: nn.Module) -> float:
+    """Forward and backward of one sample in which every weight is used once: 2 and 4 operations a parameter."""
+    return 6.0 * int(model.num_parameters)  # type: ignore[arg-type]
