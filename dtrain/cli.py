@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import shlex
 import shutil
@@ -91,6 +92,16 @@ def sample(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trust", nargs="*", default=[], metavar="MODULE", help="your own modules that the run names")
     options = parser.parse_args(argv)
+    from dtrain.config import bad
+
+    if options.tokens < 1:
+        raise bad("--tokens", options.tokens, "must be at least 1", "--tokens 200")
+    if not 0 <= options.temperature < math.inf:
+        raise bad("--temperature", options.temperature, "must be a number from 0 on", "--temperature 0.8")
+    if options.top_k < 0:
+        raise bad("--top-k", options.top_k, "must be at least 0", "--top-k 0, which chooses among all")
+    if not 0 <= options.seed < 2**63:
+        raise bad("--seed", options.seed, "must be at least 0 and less than 2^63", "--seed 0")
     from dtrain.runs import find_run
 
     run_dir = find_run(options.run)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from dtrain import config
 from dtrain.config import Settings
 from dtrain.export import final_weights
 from dtrain.models import build as models
+from dtrain.models.parts import Cache
 from dtrain.schema import check_section
 
 
@@ -28,7 +32,6 @@ def load_model(run_dir: Path, trust: list[str]) -> tuple[nn.Module, Any]:
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), cfg
 
 
-@torch.inference_mode()
 def sample(
     run_dir: Path,
     prompt: str,
@@ -41,22 +44,55 @@ def sample(
     """The prompt, and what the model writes after it."""
     model, cfg = load_model(run_dir, trust or [])
     data = config.build(cfg.data, trust or [])
+    if not hasattr(data, "encode"):
+        raise ValueError(
+            f"data={cfg.choices.data}: is no text, so the model writes none\n  fix: a language model's run"
+        )
     device = next(model.parameters()).device
     tokens = torch.tensor([list(data.encode(prompt or "\n"))], dtype=torch.int64, device=device)
+    if not tokens.numel():
+        raise ValueError(f"prompt {prompt!r}: the tokenizer makes no tokens of it\n  fix: another prompt")
     if int(tokens.max()) >= cfg.model.vocab_size:
         raise ValueError(
             f"prompt {prompt!r}: it has tokens that the model does not know (it has {cfg.model.vocab_size})\n"
             "  fix: another prompt"
         )
-    generator = torch.Generator(device).manual_seed(seed)
+    choose = partial(pick, temperature=temperature, top_k=top_k, generator=torch.Generator(device).manual_seed(seed))
+    return str(data.decode(generate(model, tokens, num_tokens, cfg.model.seq_len, choose)[0].tolist()))
+
+
+@torch.inference_mode()
+def generate(
+    model: nn.Module,
+    tokens: Tensor,
+    num_tokens: int,
+    seq_len: int,
+    choose: Callable[[Tensor], Tensor],
+    cached: bool = True,
+) -> Tensor:
+    """The tokens [batch, length], and as many more as asked for, each chosen from the logits after all before it.
+
+    The model sees at most `seq_len` of them. Beyond, it goes on from the last half of that: the rest is forgotten, and
+    the half computed anew, as every token has another position then. So a model with a cache computes each token about
+    twice on a long text. A model whose forward takes no cache computes all that it sees for every token; the rule, and
+    so the text, is the same.
+    """
+    cached = cached and "cache" in inspect.signature(model.forward).parameters
+    cache = Cache(seq_len) if cached else None
+    begin = 0
     for _ in range(num_tokens):
-        logits = model(tokens[:, -cfg.model.seq_len :])[:, -1].float()
-        tokens = torch.cat([tokens, pick(logits, temperature, top_k, generator)], dim=1)
-    return str(data.decode(tokens[0].tolist()))
+        if tokens.shape[1] - begin > seq_len:
+            begin = tokens.shape[1] - max(1, seq_len // 2)
+            if cache:
+                cache.clear()
+        logits = model(tokens[:, begin + cache.length :], cache=cache) if cache else model(tokens[:, begin:])
+        tokens = torch.cat([tokens, choose(logits[:, -1].float())], dim=1)
+    return tokens
 
 
 def pick(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:
-    if temperature == 0:
+    """One token for each row: the likeliest at temperature 0, else drawn among the k likeliest."""
+    if temperature < 1e-6:  # a division by less would leave float32
         return logits.argmax(dim=-1, keepdim=True)
     if top_k:
         worst = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
