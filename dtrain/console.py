@@ -67,6 +67,8 @@ def header_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str]]
     mesh = {axis: size for axis, size in as_dict(get("mesh")).items() if size != 1 or axis == "dp"}
     axes = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
     parameters = get("parameters") and f"{si(get('parameters'))} parameters"
+    if parameters and get("trained_parameters") not in (None, get("parameters")):
+        parameters += f" ({si(get('trained_parameters'))} trained)"
     device = get("device") and f"{get('world_size') or '?'} × {get('device')}"
     tokens = get("tokens_per_step") and f"{si(get('tokens_per_step'))} {get('unit') or 'tokens'} per step"
     start = number(get("start_step")) or 0

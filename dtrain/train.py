@@ -60,9 +60,10 @@ def train(run_dir: Path, cfg: Settings, device: torch.device) -> str:
         masked=getattr(train_set, "masked", False),
     )
     place = (batch_size, seed, strategy.data_rank, sizes.dp)
-    train_data = Loader(train_set, *place, pin_memory=device.type == "cuda")
+    reading = {"pin_memory": device.type == "cuda", "workers": cfg.train.loader_workers}
+    train_data = Loader(train_set, *place, **reading)
     data_identity = f"{len(train_data.dataset)} samples {getattr(train_data.dataset, 'fingerprint', '')}".strip()
-    val_data = Loader(data.dataset("val"), *place, shuffle=False) if cfg.train.eval_batches else None
+    val_data = Loader(data.dataset("val"), *place, **reading, shuffle=False) if cfg.train.eval_batches else None
     num_val_batches = min(cfg.train.eval_batches, len(val_data.dataset) // batch_size) if val_data else 0
     if val_data and not num_val_batches:
         raise ValueError(
@@ -93,7 +94,8 @@ def train(run_dir: Path, cfg: Settings, device: torch.device) -> str:
     rate = metrics.Rate(model, train_data, batch_size, device, precision.dtype, world_size)
     summary = {
         "status": "running", "model": cfg.choices.model, "strategy": cfg.choices.strategy,
-        "precision": cfg.choices.precision, "parameters": model.num_parameters, "mesh": sizes.as_dict(),
+        "precision": cfg.choices.precision, "parameters": model.num_parameters,
+        "trained_parameters": getattr(model, "num_trained", model.num_parameters), "mesh": sizes.as_dict(),
         "world_size": world_size, "global_batch_size": batch_size, "micro_batch_size": micro_batch_size,
         "accumulation": accumulation, "tokens_per_step": rate.tokens_per_step, "unit": rate.unit,
         "device": metrics.device_name(device),
