@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from dtrain import config
+from dtrain import checkpoint, config
 from dtrain.models import lora, plain
-from dtrain.weights import Drawn
+from dtrain.rundir import latest_checkpoint
+from dtrain.weights import Drawn, Loaded, log, source_of
 
 
 def make(cfg: Any, trust: Iterable[str] = ()) -> nn.Module:
@@ -26,5 +28,19 @@ def make(cfg: Any, trust: Iterable[str] = ()) -> nn.Module:
 
 
 def first_weights(cfg: Any) -> Drawn:
-    """Where the first weights come from."""
-    return Drawn(cfg.train.seed)
+    """Where the weights of a run that begins or goes on come from. All its ranks call it."""
+    frozen = cfg.get("lora", {}).get("rank")  # the weights beside adapters, which no checkpoint has
+    if not frozen and checkpoint.broadcast(latest_checkpoint(Path(cfg.run_dir)) is not None):
+        return Drawn(cfg.train.seed)  # a resume overwrites them all, and init_from may be gone
+    return original_weights(cfg, cfg.trust)
+
+
+def original_weights(cfg: Any, trust: Iterable[str]) -> Drawn:
+    """Where a run's weights came from when it began: drawn, or read from init_from."""
+    if not cfg.get("init_from"):
+        return Drawn(cfg.train.seed)
+    source = source_of(Path(cfg.init_from).expanduser(), cfg.model)
+    first = Loaded(cfg.train.seed, source, make(cfg, trust))
+    new = f"; new, and drawn: {', '.join(first.drawn)}" if first.drawn else ""
+    log.info("%d weights from %s%s", len(first.names), cfg.init_from, new)
+    return first
