@@ -1,3 +1,23 @@
-"""Distributed training where one word changes the parallelism and nothing else changes."""
+"""Distributed training where one word changes the parallelism and nothing else changes.
 
+`dtrain.fit(model=…, data=…, strategy="fsdp")` trains from a script (docs/your-own.md).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dtrain.api import Preempted, Result, RunFailed, fit
+
+__all__ = ["Preempted", "Result", "RunFailed", "__version__", "fit"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import what fit needs when it is asked for: every rank and every command imports this file first."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from dtrain import api
+
+    return getattr(api, name)

@@ -1,0 +1,164 @@
+"""`dtrain.fit(...)`: a run from a script. It becomes words of a command line, and goes the way of `dtrain launch`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+
+from dtrain import config, launch
+from dtrain.contract import DONE, PREEMPTED, PREFLIGHT
+from dtrain.explain import explain
+from dtrain.naming import spell, value_of
+from dtrain.rundir import read_json, read_summary
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Thing = str | Callable[..., Any] | tuple[Any, Mapping[str, Any]] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run that has ended well, or, on a cluster, one that was queued."""
+
+    run_dir: Path
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """RUN/summary.json, as it is now."""
+        return read_summary(self.run_dir)
+
+    @property
+    def status(self) -> str:
+        return str(self.summary.get("status", "queued"))
+
+    def load(self) -> nn.Module:
+        """The trained model with its newest weights, on this machine, in evaluation mode."""
+        from dtrain.sample import load_model
+
+        model, _ = load_model(self.run_dir, list(config.load(self.run_dir).trust))  # written by this very process
+        return model
+
+
+class RunFailed(RuntimeError):
+    """The run began and did not end well: the first failing rank's message, and where its log is."""
+
+    def __init__(self, run_dir: Path, code: int) -> None:
+        self.run_dir, self.exit_code = run_dir, code
+        self.failure = read_json(run_dir / "failure.json")
+        message = str(self.failure.get("message") or f"the run ended with {code}").strip()
+        if code == PREFLIGHT:
+            message = "the check of the nodes found a fault (preflight)"
+        elif self.failure.get("rank") is not None:
+            message = f"rank {self.failure['rank']}: {self.failure['type']}: {message}"
+        super().__init__(f"{message}\n  log: {run_dir / self.failure.get('log', 'logs')}")
+
+
+class Preempted(SystemExit):
+    """Ctrl-C, or a scheduler's signal: the run has saved, and the script ends with 75 unless it catches this."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(PREEMPTED)
+        self.run_dir = run_dir
+
+
+def fit(
+    model: Thing | None = None,
+    data: Thing | None = None,
+    *,
+    loss: Thing | None = None,
+    strategy: Thing | None = None,
+    cluster: Thing | None = None,
+    processes: int | None = None,
+    **settings: Any,
+) -> Result:
+    """Train, as `dtrain launch` does: the same checks, run folder, checkpoints and messages.
+
+    model, data and loss (and any other group) are an option's name ("gpt2-tiny"), a class or function that can be
+    imported, functools.partial(Class, dim=32), or (Class, {"dim": 32}). Other settings are nested or dotted:
+    train={"steps": 100}, **{"train.steps": 100}.
+
+    Raises ValueError for a bad setting, before anything is started; RunFailed when the run fails; Preempted, which ends
+    the script with 75, when it was stopped and has saved.
+    """
+    check_place()
+    groups = {"model": model, "data": data, "loss": loss, "strategy": strategy, "cluster": cluster}
+    given = {k: v for k, v in groups.items() if v is not None} | settings
+    words, folders = spell(given)
+    if processes is not None:
+        words.append(f"cluster.processes={value_of('processes', processes)}")
+    with hydra_aside(), import_path(folders):
+        try:
+            ended = launch.start(words)
+        except launch.MISTAKES as error:
+            raise ValueError(explain(error)) from (error if os.environ.get("HYDRA_FULL_ERROR") == "1" else None)
+        except SystemExit as stop:
+            if stop.code and stop.code != PREEMPTED:  # Hydra's argument parser has said why
+                raise ValueError(f"these words are not understood: {words}") from stop
+            raise  # dry_run has printed what it would start
+    code, run_dir = ended[-1]
+    if code == PREEMPTED:
+        raise Preempted(run_dir)
+    if code != DONE:
+        raise RunFailed(run_dir, code)
+    return Result(run_dir)
+
+
+def check_place() -> None:
+    """Refuse to start a run inside of one, or where signals cannot be heard."""
+    if {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        raise ValueError(
+            "dtrain.fit: was called by a rank of a run, which imports the script's file for its classes\n"
+            '  fix: call it under `if __name__ == "__main__":`, and start the script with python, not torchrun'
+        )
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError("dtrain.fit: Ctrl-C and signals reach the main thread only\n  fix: call it there")
+
+
+# ---- this process, left as it was ----------------------------------------------------------------------------
+
+
+@contextmanager
+def import_path(folders: list[Path]) -> Iterator[None]:
+    """PYTHONPATH for the ranks: first where the script and the given things lie, as it is in this process."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    extra = [*([Path(script).resolve().parent] if script else []), *folders]
+    before = os.environ.get("PYTHONPATH")
+    known = [part for part in (before or "").split(os.pathsep) if part]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*map(str, extra), *known]))
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+
+
+@contextmanager
+def hydra_aside() -> Iterator[None]:
+    """A script may use Hydra, and logging, itself, and may call fit again: leave both as they were."""
+    hydra, shared = GlobalHydra.instance(), HydraConfig.instance()
+    before = hydra.hydra, shared.cfg
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    others = [x for x in logging.Logger.manager.loggerDict.values() if isinstance(x, logging.Logger)]
+    disabled = [x.disabled for x in others]
+    hydra.clear()
+    try:
+        yield
+    finally:
+        hydra.hydra, shared.cfg = before
+        root.setLevel(level)
+        root.handlers[:] = handlers
+        for logger, was in zip(others, disabled, strict=True):
+            logger.disabled = was

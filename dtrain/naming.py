@@ -1,0 +1,142 @@
+"""Python's things as words of a command line: classes by the name that ranks import, values as Hydra reads them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import importlib.util
+import inspect
+import math
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dtrain.arguments import quote
+from dtrain.config import bad, flatten
+from dtrain.explain import GROUPS
+
+RAW = ("resume", "recipe")  # read before Hydra, which would take off the quotes
+EXAMPLE = 'functools.partial(Net, dim=32), or (Net, {"dim": 32})'
+
+
+def spell(given: Mapping[str, Any]) -> tuple[list[str], list[Path]]:
+    """The words, groups first, and the folders in which the ranks find what they name."""
+    options: list[str] = []
+    settings: list[str] = []
+    folders: list[Path] = []
+    for key, value in given.items():
+        if not re.fullmatch(r"\+{0,2}[^\W\d][\w.]*", key):
+            raise ValueError(f"{key!r}: is no name of a setting\n  fix: e.g. **{{'train.steps': 100}}")
+        details: Mapping[str, Any] = {}
+        if key in GROUPS:
+            thing, details = parts_of(key, value)
+            if thing is not None:
+                name, folder = (thing, None) if isinstance(thing, str) else name_of(key, thing)
+                options.append(f"{key}={name}")
+                folders += [folder] if folder else []
+        elif isinstance(value, Mapping):
+            details = value
+        elif key in RAW and value is not None:
+            options.append(f"{key}={os.fspath(value)}")
+        else:
+            settings.append(f"{key}={value_of(key, value)}")
+        for name, item in flatten(plain_keys(key, details)).items() if details else ():
+            settings.append(f"{key}.{name}={value_of(f'{key}.{name}', item)}")
+    return options + settings, folders
+
+
+def parts_of(group: str, value: Any) -> tuple[Any, Mapping[str, Any]]:
+    """(option's name, class, function or None; its settings) of what was given for a group."""
+    if isinstance(value, Mapping):  # of the option that is chosen anyway
+        return None, value
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        thing, more = parts_of(group, value[0])
+        return thing, {**more, **value[1]}
+    if isinstance(value, functools.partial):
+        parameters = inspect.signature(value.func).parameters.values() if value.args else ()
+        names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if len(value.args) > len(names):
+            raise bad(group, value, "a setting needs a name, and these have none", EXAMPLE)
+        return value.func, {**dict(zip(names, value.args, strict=False)), **value.keywords}
+    return value, {}
+
+
+def name_of(group: str, thing: Any) -> tuple[str, Path | None]:
+    """The name by which each rank imports a class or function, and the folder of its file unless it is installed."""
+    if not (inspect.isclass(thing) or inspect.isroutine(thing)):
+        rule = "is an object of this process, and each rank makes its own"
+        raise bad(group, f"<{type(thing).__name__}>", rule, f"give the class and its settings: {EXAMPLE}")
+    name, module = thing.__qualname__, thing.__module__ or "builtins"
+    if not name.isidentifier():  # <lambda>, f.<locals>.Net, Outer.Net
+        rule = "can only be made where it was written, and each rank imports it"
+        raise bad(group, name, rule, "move it to the top level of a file, with a name of its own")
+    if getattr(sys.modules.get(module), name, None) is not thing:
+        rule = f"is not what {module} has under that name, and each rank takes that"
+        raise bad(group, name, rule, "give it a name of its own there")
+    script = None
+    if module == "__main__":
+        module, script = name_of_script(group, name)
+    importable = module not in ("__main__", "builtins") and all(part.isidentifier() for part in module.split("."))
+    spec = importlib.util.find_spec(module) if importable else None
+    origin = Path(spec.origin).resolve() if spec and spec.origin and Path(spec.origin).is_file() else None
+    if spec is None or (script and origin != script):
+        rule = f"the ranks cannot import it as {module}.{name}"
+        raise bad(group, name, rule, "put it into a file whose name is a word that no other module has, e.g. net.py")
+    if origin is None:  # built in
+        return f"{module}.{name}", None
+    folder = origin.parents[module.count(".") + (origin.name == "__init__.py")]
+    if folder in [Path(path).resolve() for path in sysconfig.get_paths().values()]:  # installed
+        return f"{module}.{name}", None
+    # the ranks look in the current folder first, and Python looks beside the script first
+    top = module.partition(".")[0]
+    here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])
+    if here and here.origin and not Path(here.origin).resolve().is_relative_to(folder):
+        rule = f"the ranks would take {here.origin} for {top}: they look in this folder first"
+        raise bad(group, name, rule, "another name for one of the two files, or start from another folder")
+    return f"{module}.{name}", folder
+
+
+def name_of_script(group: str, name: str) -> tuple[str, Path | None]:
+    """What the ranks call the file that Python was started with, and the file if Python did not name it."""
+    main: Any = sys.modules["__main__"]
+    if getattr(main, "__spec__", None) is not None:  # python -m package.script
+        return str(main.__spec__.name), None
+    file = getattr(main, "__file__", None)
+    if not file or not Path(file).is_file():
+        rule = "was typed in an interactive session, and the ranks cannot import it from there"
+        raise bad(group, name, rule, "put it into a file, e.g. net.py, and `from net import …`")
+    return Path(file).stem, Path(file).resolve()
+
+
+def plain_keys(prefix: str, node: Any) -> Any:
+    """Nested mappings as dicts with text as keys."""
+    if not isinstance(node, Mapping):
+        return node
+    for key in node:
+        if not isinstance(key, str) or not key:
+            raise bad(prefix, f"{{{key!r}: …}}", "a setting's name is text", f'{prefix}={{"name": value}}')
+    return {key: plain_keys(f"{prefix}.{key}", value) for key, value in node.items()}
+
+
+def value_of(key: str, value: Any) -> str:
+    """A value as Hydra reads it back: every text quoted, so that no character of it means something else."""
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # numpy's numbers
+        value = value.item()
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int):
+        return str(int(value))
+    if isinstance(value, float):
+        return repr(float(value)) if math.isfinite(value) else {math.inf: "inf", -math.inf: "-inf"}.get(value, "nan")
+    if isinstance(value, (str, Path)):
+        return quote(os.path.expanduser(value) if re.match(r"~(/|$)", str(value)) else str(value))
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(value_of(key, item) for item in value)}]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{quote(str(k))}:{value_of(f'{key}.{k}', v)}" for k, v in value.items()) + "}"
+    rule = "a configuration is a file: numbers, text, true, false, null, and lists and mappings of them"
+    raise bad(key, f"<{type(value).__name__}>", rule, "give what it is made from; the constructor makes it")
