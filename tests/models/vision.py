@@ -1,0 +1,22 @@
+"""Runs of models for pictures: small, on the digits that are inside the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dtrain import parity
+from dtrain.config import save
+from dtrain.launch import resolve
+
+SMALL = [
+    "data=digits", "train.steps=10", "train.global_batch_size=12", "train.eval_every=0", "train.eval_batches=2",
+    "checkpoint.every=0", "schedule.warmup_steps=5",
+]  # fmt: skip
+
+
+def make_run(run_dir: Path, *overrides: str) -> Path:
+    """A run folder as the launcher would write it; one that is there is given another configuration."""
+    config = resolve(parity.compose([*SMALL, f"run_dir={run_dir}/new", *overrides])) | {"run_dir": str(run_dir)}
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    save(run_dir, config)
+    return run_dir
