@@ -1,11 +1,12 @@
-"""Documents on disk: which are held out, and their tokens as a stream. Shared by text, stdlib and tokens."""
+"""From documents to tokens: which documents are held out, and their tokens as a stream with the places they start."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,6 +16,7 @@ MIN_DOCUMENTS_TO_SPLIT = 20
 # Only a merge across that newline could come out differently.
 PIECE_BYTES = 1 << 20
 BATCH_BYTES = 16 << 20
+BATCH_PIECES = 1 << 16  # a short document takes more memory as an object than as text
 
 
 class Piece(NamedTuple):
@@ -52,20 +54,10 @@ def check_split(split: str) -> None:
         raise ValueError(f"split={split!r} must be 'train' or 'val'")
 
 
-def list_files(root: Path, pattern: str) -> Iterator[Path]:
-    """Files under root that match; a dangling link is given too, so that reading it fails loudly."""
-    try:
-        yield from (path for path in root.glob(pattern) if not path.is_dir())
-    except (ValueError, NotImplementedError) as error:  # empty or absolute pattern
-        raise ValueError(
-            f"data.pattern={pattern!r} must be a relative glob ({error})\n  fix: data.pattern='**/*.txt'"
-        ) from error
-
-
-def hash_share(name: str) -> float:
-    """A relative path's place in [0, 1): the same on every machine, and whatever else is in the folder."""
-    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64
+def hash_share(name: str | bytes) -> float:
+    """The place in [0, 1) of a relative path or a text: the same on every machine, and whatever else there is."""
+    data = name.encode("utf-8", "surrogateescape") if isinstance(name, str) else name
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") / 2**64
 
 
 def split_documents(names: list[str], val_fraction: float) -> tuple[list[str], list[str]]:
@@ -84,47 +76,99 @@ def tail_start(num_tokens: int, val_fraction: float) -> int:
     return num_tokens - int(num_tokens * val_fraction)
 
 
+class TextSplit:
+    """Which documents are held out when they are told apart by their text: a copy of one is on the same side.
+
+    Made from the first documents. Fewer than 20 are not split, and the tail is cut off instead. Of the first 20 the
+    one with the lowest hash is held out and the one with the highest is not, so that neither side is empty.
+    """
+
+    def __init__(self, texts: Iterable[bytes], val_fraction: float) -> None:
+        first = [hash_share(text) for text, _ in zip(texts, range(MIN_DOCUMENTS_TO_SPLIT), strict=False)]
+        self.cuts_tail = len(first) < MIN_DOCUMENTS_TO_SPLIT
+        self.lowest, self.highest = min(first, default=0.0), max(first, default=1.0)
+        self.val_fraction = val_fraction
+
+    def holds_out(self, text: bytes) -> bool:
+        share = hash_share(text)
+        return not self.cuts_tail and (share == self.lowest or (share < self.val_fraction and share != self.highest))
+
+
 def read_pieces(path: Path) -> Iterator[Piece]:
-    """One document, whole or cut after newlines."""
-    starts, rest = True, b""
+    """A file that is one document, whole or cut after newlines."""
     try:
         with path.open("rb") as file:
-            while block := file.read(PIECE_BYTES):
-                rest += block
-                cut = len(rest) if len(block) < PIECE_BYTES else rest.rfind(b"\n") + 1
-                if cut:
-                    yield Piece(path, rest[:cut], starts)
-                    starts, rest = False, rest[cut:]
+            yield from cut(file, path)
     except OSError as error:
         raise ValueError(
             f"document {str(path)!r} cannot be read ({error.strerror})\n  fix: its permissions or remove it"
         ) from error
+
+
+def text_pieces(text: bytes, path: Path) -> Iterator[Piece]:
+    """A document that is in memory already."""
+    if 0 < len(text) <= PIECE_BYTES:
+        return iter([Piece(path, text, True)])
+    return cut(io.BytesIO(text), path)
+
+
+def cut(file: BinaryIO, path: Path) -> Iterator[Piece]:
+    starts, rest = True, b""
+    while block := file.read(PIECE_BYTES):
+        rest += block
+        end = len(rest) if len(block) < PIECE_BYTES else rest.rfind(b"\n") + 1
+        if end:
+            yield Piece(path, rest[:end], starts)
+            starts, rest = False, rest[end:]
     if rest:
         yield Piece(path, rest, starts)
 
 
-def token_stream(paths: list[Path], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """The tokens of the documents in order, with a separator between two; empty documents leave no trace."""
+class Tokens(NamedTuple):
+    """Tokens of documents, and where each document starts, counted from the start of the whole stream."""
+
+    tokens: np.ndarray
+    starts: np.ndarray
+
+    def cut(self, position: int) -> tuple[Tokens, Tokens]:
+        """What is before and after a position; a document that is cut begins again there."""
+        before = self.starts < position
+        after = np.concatenate([[0], self.starts[self.starts > position] - position])
+        return Tokens(self.tokens[:position], self.starts[before]), Tokens(self.tokens[position:], after)
+
+
+def token_stream(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Tokens]:
+    """The tokens of the documents in order, with a separator between two; empty documents leave no trace.
+
+    A separator belongs to the document before it: a model that sees one document at a time learns where it ends.
+    """
     separator = np.array([] if tokenizer.separator is None else [tokenizer.separator], dtype=np.uint32)
+    position = 0
     started = False
-    for batch in _batches(paths):
+    for batch in _batches(pieces):
+        parts: list[np.ndarray] = []
+        starts: list[int] = []
         for piece, tokens in zip(batch, tokenizer.encode_pieces(batch), strict=True):
-            if started and piece.starts_document:
-                yield separator.astype(tokens.dtype)
+            if piece.starts_document:
+                if started:
+                    parts.append(separator.astype(tokens.dtype))
+                    position += len(separator)
+                starts.append(position)
             started = True
-            yield tokens
+            parts.append(tokens)
+            position += len(tokens)
+        yield Tokens(np.concatenate(parts), np.array(starts, dtype=np.int64))
 
 
-def _batches(paths: list[Path]) -> Iterator[list[Piece]]:
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """Pieces in groups of about BATCH_BYTES: enough for a tokenizer's threads, small enough for memory."""
     batch: list[Piece] = []
     num_bytes = 0
-    for path in paths:
-        for piece in read_pieces(path):
-            batch.append(piece)
-            num_bytes += len(piece.data)
-            if num_bytes >= BATCH_BYTES:
-                yield batch
-                batch, num_bytes = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        num_bytes += len(piece.data)
+        if num_bytes >= BATCH_BYTES or len(batch) >= BATCH_PIECES:
+            yield batch
+            batch, num_bytes = [], 0
     if batch:
         yield batch

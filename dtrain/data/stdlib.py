@@ -6,6 +6,7 @@ import os
 import sysconfig
 from pathlib import Path
 
+from dtrain.data.documents import Files
 from dtrain.data.text import Text
 
 # Not the library itself (installed packages), or not like the rest of it (tests, demos, the 2to3 fixtures).
@@ -30,14 +31,16 @@ def check(**settings: object) -> dict[str, int]:
 class Stdlib(Text):
     """The library's .py files as bytes; whole files are held out, so validation text is never trained on."""
 
-    def __init__(self, seq_len: int, val_fraction: float = 0.05) -> None:
+    def __init__(self, seq_len: int, val_fraction: float = 0.05, packed: bool = False) -> None:
         check()
-        super().__init__(sysconfig.get_paths()["stdlib"], seq_len, val_fraction=val_fraction, pattern="**/*.py")
+        path = sysconfig.get_paths()["stdlib"]
+        super().__init__(path, seq_len, val_fraction=val_fraction, pattern="**/*.py", packed=packed)
 
-    def documents(self) -> tuple[Path, list[str]]:
+    def source(self) -> Files:
         names = []
         # os.walk and not glob: it can leave out site-packages, where torch alone has 10,000 files.
         for folder, folders, files in os.walk(self.path):
             folders[:] = [name for name in folders if name not in SKIPPED]
             names += [Path(folder, name) for name in files if name.endswith(".py")]
-        return self.path, sorted(name.relative_to(self.path).as_posix() for name in names)
+        relative = sorted(name.relative_to(self.path).as_posix() for name in names)
+        return Files(self.path, relative, self.val_fraction)

@@ -1,59 +1,21 @@
-"""Text files as training data: bytes by default, or the ids of a Hugging Face `tokenizers` file."""
+"""Text as training data: as bytes, or as the ids of a Hugging Face `tokenizers` file."""
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Iterable
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtrain.data import corpus
-from dtrain.data.corpus import Piece, Tokenizer
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from dtrain.data import corpus, documents
+from dtrain.data.corpus import Piece, Tokenizer, Tokens
+from dtrain.data.documents import Source
+from dtrain.data.packed import PackedDataset, make_dataset
+from dtrain.data.windows import TokenDataset
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>")
-
-
-class TokenDataset:
-    """Consecutive windows of one token array; targets are the inputs moved on by one."""
-
-    def __init__(self, tokens: np.ndarray, seq_len: int, name: str = "data") -> None:
-        if seq_len < 1:
-            raise ValueError(f"model.seq_len={seq_len} must be at least 1")
-        self.tokens = tokens
-        self.seq_len = seq_len
-        self.num_samples = (len(tokens) - 1) // seq_len
-        if self.num_samples < 1:
-            fix = "raise data.val_fraction" if name == "val" else "add text"
-            raise ValueError(
-                f"model.seq_len={seq_len} needs at least {seq_len + 1} tokens for one sample, but the {name} "
-                f"split has {len(tokens)}\n  fix: {fix} or set model.seq_len to at most {max(1, len(tokens) - 1)}"
-            )
-
-    @property
-    def fingerprint(self) -> str:
-        """Which text this is: its length and a hash of 256 places in it, quick also for a file of a terabyte."""
-        places = np.linspace(0, max(0, len(self.tokens) - 64), 256).astype(np.int64)
-        windows = self.tokens[places[:, None] + np.arange(min(64, len(self.tokens)))]
-        return hashlib.sha256(np.ascontiguousarray(windows).astype("<u4").tobytes()).hexdigest()[:16]
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def batch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        import torch
-
-        # One gather for the batch, and only these windows become int64: a memmap stays on disk.
-        where = np.asarray(indices)[:, None] * self.seq_len + np.arange(self.seq_len + 1)
-        windows = torch.from_numpy(np.asarray(self.tokens[where]).astype(np.int64))
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 class ByteTokenizer:
@@ -140,44 +102,24 @@ def check(
     path: str,
     tokenizer: str | None = None,
     val_fraction: float = 0.05,
-    pattern: str = "**/*.txt",
+    pattern: str | None = None,
+    field: str = "text",
     setting: str = "data.path",
     **rest: object,
 ) -> dict[str, int]:
-    """Refuse settings that cannot work, before anything is started; what the model must have. Reads no text."""
+    """Refuse settings that cannot work, before anything is started; what the model must have. Reads a line at most."""
     if not 0 < val_fraction < 1:
         raise ValueError(f"data.val_fraction={val_fraction} must be between 0 and 1, ends excluded\n  fix: try 0.05")
     check_tokenizer(tokenizer)
-    root = Path(path).expanduser()
-    if not os.path.exists(root):
-        raise ValueError(f"{setting}={str(path)!r} does not exist\n  fix: give a text file or a folder of them")
-    if not os.access(root, os.R_OK):
-        raise ValueError(f"{setting}={str(path)!r} cannot be read by this user\n  fix: its permissions")
-    files = [root] if root.is_file() else corpus.list_files(root, pattern)
-    sizes = (file.lstat().st_size for file in files)  # lazily: one file that is not empty is enough
-    first = next(sizes, None)
-    if first is None:
-        raise ValueError(
-            f"{setting}={str(path)!r} has no file that matches data.pattern={pattern!r}\n  fix: "
-            "change the pattern, e.g. '**/*.md', or the path"
-        )
-    if first == 0 and not any(sizes):
-        raise ValueError(f"{setting}={str(path)!r} is empty\n  fix: give a file or folder with text in it")
+    documents.check(path, pattern, field, setting)
     return {"vocab_size": load_tokenizer(tokenizer).vocab_size}
 
 
-def find_documents(path: Path, pattern: str) -> tuple[Path, list[str]]:
-    """The folder and its documents' relative posix paths, sorted, so that all machines agree."""
-    if path.is_file():
-        return path.parent, [path.name]
-    return path, sorted(file.relative_to(path).as_posix() for file in corpus.list_files(path, pattern))
-
-
 class Text:
-    """A text file, or a folder whose matching files are the documents; held in memory by every process.
+    """Text files, JSON lines or a saved dataset; held in memory by every process.
 
-    From 20 documents on, whole documents are held out (by a hash of their relative path), else the tail of
-    the token stream. For text that does not fit in memory, write a token folder (dtrain.data.tokens.prepare).
+    From 20 documents on, whole documents are held out, else the tail of the token stream. For text that does not fit
+    in memory, write a token folder (dtrain.data.tokens.prepare).
     """
 
     def __init__(
@@ -186,16 +128,20 @@ class Text:
         seq_len: int,
         tokenizer: str | None = None,
         val_fraction: float = 0.05,
-        pattern: str = "**/*.txt",
+        pattern: str | None = None,
+        field: str = "text",
+        packed: bool = False,
     ) -> None:
-        check(path, tokenizer=tokenizer, val_fraction=val_fraction, pattern=pattern)
+        check(path, tokenizer=tokenizer, val_fraction=val_fraction, pattern=pattern, field=field)
         self.path = Path(path).expanduser()
         self.seq_len = seq_len
         self.tokenizer_path = tokenizer
         self.val_fraction = val_fraction
         self.pattern = pattern
-        self._tokens: dict[str, np.ndarray] = {}
-        self._datasets: dict[str, TokenDataset] = {}
+        self.field = field
+        self.packed = packed
+        self._tokens: dict[str, Tokens] = {}
+        self._datasets: dict[str, TokenDataset | PackedDataset] = {}
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -211,26 +157,25 @@ class Text:
     def decode(self, ids: Iterable[int]) -> str:
         return self.tokenizer.decode(ids)
 
-    def documents(self) -> tuple[Path, list[str]]:
-        return find_documents(self.path, self.pattern)
+    def source(self) -> Source:
+        return documents.open_source(self.path, self.pattern, self.field, self.val_fraction)
 
-    def dataset(self, split: str) -> TokenDataset:
+    def dataset(self, split: str) -> TokenDataset | PackedDataset:
         """The samples of "train" or "val"; the files are read at the first call."""
         corpus.check_split(split)
         if split not in self._datasets:
-            self._datasets[split] = TokenDataset(self._read(split), self.seq_len, name=split)
+            self._datasets[split] = make_dataset(self._read(split), self.seq_len, self.packed, split)
         return self._datasets[split]
 
-    def _read(self, split: str) -> np.ndarray:
+    def _read(self, split: str) -> Tokens:
         if split not in self._tokens:
-            root, names = self.documents()
-            train, val = corpus.split_documents(names, self.val_fraction)
-            chosen = val if split == "val" and val else train
-            pieces = list(corpus.token_stream([root / name for name in chosen], self.tokenizer))
-            tokens = np.concatenate(pieces) if pieces else np.array([], dtype=np.uint8)
-            if val:
-                self._tokens[split] = tokens
+            source = self.source()
+            parts = list(corpus.token_stream(source.pieces("train" if source.cuts_tail else split), self.tokenizer))
+            nothing = Tokens(np.array([], dtype=np.uint8), np.array([], dtype=np.int64))
+            read = Tokens(*map(np.concatenate, zip(*(parts or [nothing]), strict=True)))
+            if source.cuts_tail:
+                train, val = read.cut(corpus.tail_start(len(read.tokens), self.val_fraction))
+                self._tokens = {"train": train, "val": val}
             else:
-                start = corpus.tail_start(len(tokens), self.val_fraction)
-                self._tokens = {"train": tokens[:start], "val": tokens[start:]}
+                self._tokens[split] = read
         return self._tokens[split]

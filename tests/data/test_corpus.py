@@ -1,12 +1,14 @@
 """The split and the stream that text, stdlib and tokens share."""
 
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.data import corpus
+from dtrain.data import corpus, documents
 from dtrain.data.text import ByteTokenizer
 
 NAMES = st.lists(st.text("abc/.é", min_size=1), min_size=20, max_size=60, unique=True)
@@ -47,17 +49,26 @@ def test_few_documents_are_not_split_by_document() -> None:
 
 @given(st.lists(st.binary(max_size=40).map(lambda data: data.replace(b"x", b"\n"))), st.integers(1, 9))
 def test_stream_is_the_joined_documents_however_it_is_cut(
-    tmp_path_factory: pytest.TempPathFactory, documents: list[bytes], piece_bytes: int
+    tmp_path_factory: pytest.TempPathFactory, texts: list[bytes], piece_bytes: int
 ) -> None:
     folder = tmp_path_factory.mktemp("stream")
-    paths = [folder / str(n) for n in range(len(documents))]
-    for path, data in zip(paths, documents, strict=True):
+    paths = [folder / str(n) for n in range(len(texts))]
+    for path, data in zip(paths, texts, strict=True):
         path.write_bytes(data)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "PIECE_BYTES", piece_bytes)
         patch.setattr(corpus, "BATCH_BYTES", 3 * piece_bytes)
-        stream = b"".join(tokens.tobytes() for tokens in corpus.token_stream(paths, ByteTokenizer()))
-    assert stream == b"\0".join(data for data in documents if data)
+        pieces = [piece for path in paths for piece in corpus.read_pieces(path)]
+        in_memory = [piece for data in texts for piece in corpus.text_pieces(data, folder)]
+        parts = list(corpus.token_stream(pieces, ByteTokenizer()))
+    assert [piece[1:] for piece in in_memory] == [piece[1:] for piece in pieces]
+    stream = b"".join(part.tokens.tobytes() for part in parts)
+    filled = [data for data in texts if data]
+    assert stream == b"\0".join(filled)
+    starts = [start for part in parts for start in part.starts.tolist()]
+    assert [stream[low:high] for low, high in pairwise([*starts, None])] == [
+        data + (b"\0" if n < len(filled) - 1 else b"") for n, data in enumerate(filled)
+    ]
 
 
 def test_a_long_document_is_cut_after_newlines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +82,38 @@ def test_a_long_document_is_cut_after_newlines(tmp_path: Path, monkeypatch: pyte
 
 def test_a_document_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
-    paths = list(corpus.list_files(tmp_path, "*.txt"))
+    source = documents.open_source(tmp_path, "*.txt", "text", 0.05)
     with pytest.raises(ValueError, match=r"gone.txt.* cannot be read"):
-        list(corpus.token_stream(paths, ByteTokenizer()))
+        list(source.pieces("train"))
+
+
+@given(st.lists(st.binary(max_size=3), max_size=60), FRACTIONS)
+def test_a_split_by_text_has_copies_on_one_side_and_no_side_empty(texts: list[bytes], fraction: float) -> None:
+    split = corpus.TextSplit(texts, fraction)
+    assert split.cuts_tail == (len(texts) < 20)
+    held_out = {text for text in texts if split.holds_out(text)}
+    if split.cuts_tail:
+        assert not held_out
+    elif len(set(texts[:20])) > 1:
+        assert held_out and held_out != set(texts)
+    more = corpus.TextSplit([*texts, b"new"], fraction)
+    assert len(texts) < 20 or {text for text in texts if more.holds_out(text)} == held_out, "what is added moves none"
+
+
+def test_a_split_by_text_follows_the_fraction() -> None:
+    texts = [b"%d" % n for n in range(5000)]
+    split = corpus.TextSplit(texts, 0.1)
+    assert 400 < sum(map(split.holds_out, texts)) < 600
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.data())
+def test_a_cut_stream_has_the_same_documents_but_the_one_it_goes_through(
+    lengths: list[int], data: st.DataObject
+) -> None:
+    ends = np.cumsum(lengths)
+    whole = corpus.Tokens(np.arange(ends[-1]), ends - lengths)
+    position = data.draw(st.integers(0, int(ends[-1])))
+    before, after = whole.cut(position)
+    assert np.concatenate([before.tokens, after.tokens]).tolist() == whole.tokens.tolist()
+    places = {*before.starts.tolist(), *(after.starts + position).tolist()}
+    assert places == {*whole.starts.tolist(), position}

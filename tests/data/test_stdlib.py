@@ -17,7 +17,7 @@ def data() -> Stdlib:
 
 
 def test_documents_are_the_library_without_tests_and_packages(data: Stdlib) -> None:
-    root, names = data.documents()
+    root, names = data.source().root, data.source().names
     assert names == sorted(names) and len(names) > 300
     assert {"os.py", "json/decoder.py", "asyncio/events.py"} <= set(names)
     assert not [name for name in names if set(Path(name).parts) & SKIPPED]
@@ -25,7 +25,7 @@ def test_documents_are_the_library_without_tests_and_packages(data: Stdlib) -> N
 
 
 def test_train_and_val_are_whole_and_different_files(data: Stdlib) -> None:
-    root, names = data.documents()
+    root, names = data.source().root, data.source().names
     train, val = corpus.split_documents(names, 0.05)
     for split, files in (("train", train), ("val", val)):
         written = b"\0".join(d for name in files if (d := (root / name).read_bytes()))
@@ -53,7 +53,7 @@ def test_packages_in_the_library_folder_are_not_walked(tmp_path: Path, monkeypat
             yield row
 
     monkeypatch.setattr(os, "walk", watch)
-    assert Stdlib(seq_len=8).documents()[1] == ["email/c.py", "os.py"]
+    assert Stdlib(seq_len=8).source().names == ["email/c.py", "os.py"]
     assert sorted(walked) == [str(tmp_path), str(tmp_path / "email")]
 
 

@@ -4,11 +4,13 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from dtrain.data import corpus, tokens
+from dtrain.data import corpus, documents, tokens
+from dtrain.data.packed import PackedDataset
 from dtrain.data.text import Text
 from dtrain.data.tokens import Tokens, prepare, read_meta
 
@@ -28,7 +30,7 @@ def same_as_text(source: Path, out: Path, tokenizer: str | None, dtype: str) -> 
     assert written.vocab_size == direct.vocab_size
     assert written.encode("the cat") == direct.encode("the cat")
     assert written.decode(written.encode("the cat")) == "the cat"
-    assert read_meta(out) == meta and set(meta) == tokens.META_KEYS
+    assert read_meta(out) == meta and set(meta) == tokens.META_KEYS | set(tokens.DOCUMENT_KEYS)
     return meta
 
 
@@ -144,6 +146,8 @@ def test_bad_folders_are_refused(folder: Path, tmp_path: Path) -> None:
     refused(f"val.bin has {len(good['val.bin']) - 2} bytes, meta.json says {len(good['val.bin'])}")
     (out / "train.bin").unlink()
     refused("train.bin is missing")
+    (out / "val.starts").unlink()
+    refused("val.starts is missing")
     (out / "meta.json").unlink()
     refused("has no meta.json")
     (out / "meta.json").write_text("{")
@@ -156,6 +160,58 @@ def test_bad_folders_are_refused(folder: Path, tmp_path: Path) -> None:
     refused("without vocab_size")
     with pytest.raises(ValueError, match="nowhere' is not a folder\n  fix: write one with"):
         tokens.check(path=str(tmp_path / "nowhere"))
+
+
+def test_packed_documents_are_those_of_the_text(folder: Path, small_folder: Path, tmp_path: Path) -> None:
+    for source in (folder, small_folder):
+        out = tmp_path / f"{source.name}-tokens"
+        meta = prepare(source, out, val_fraction=0.2)
+        written = Tokens(str(out), seq_len=100, packed=True)
+        direct = Text(str(source), seq_len=100, val_fraction=0.2, packed=True)
+        for split in ("train", "val"):
+            ours, theirs = written.dataset(split), direct.dataset(split)
+            assert isinstance(ours, PackedDataset) and ours.masked
+            assert ours.fingerprint == theirs.fingerprint != Tokens(str(out), 100).dataset(split).fingerprint
+            everything = np.arange(len(ours))
+            for a, b in zip(ours.batch(everything), theirs.batch(everything), strict=True):
+                assert a.tolist() == b.tolist()
+    assert meta["train_documents"] + meta["val_documents"] == 4  # 3, and one of them is cut
+
+
+def test_a_folder_without_boundaries_still_loads_but_cannot_be_packed(folder: Path, tmp_path: Path) -> None:
+    """As written before there was data.packed."""
+    out = tmp_path / "out"
+    meta = prepare(folder, out)
+    before = Tokens(str(out), seq_len=8).dataset("train").fingerprint
+    (out / "meta.json").write_text(json.dumps({key: meta[key] for key in tokens.META_KEYS}))
+    for file in out.glob("*.starts"):
+        file.unlink()
+    tokens.check(path=str(out), seq_len=8, packed=False)
+    assert Tokens(str(out), seq_len=8).dataset("train").fingerprint == before
+    for refused in (lambda: tokens.check(path=str(out), packed=True), lambda: Tokens(str(out), 8, packed=True)):
+        with pytest.raises(ValueError, match=r"(?s)data.packed=true needs .*fix: data.packed=false, or write one"):
+            refused()
+
+
+def test_prepare_takes_json_lines_and_streams_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [f"document {n} " * 50 for n in range(200)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    written: list[int] = []
+    real = documents.document
+
+    def watch(*arguments: Any) -> bytes:
+        written.append(sum(file.stat().st_size for file in tmp_path.glob(".out.partial-*/*.bin")))
+        return real(*arguments)
+
+    monkeypatch.setattr(corpus, "BATCH_BYTES", 1)
+    monkeypatch.setattr(documents, "document", watch)
+    meta = prepare(tmp_path / "a.jsonl", tmp_path / "out", val_fraction=0.2, field="body")
+    assert len(set(written)) > 10, "tokens are on disk before the last line is read"
+    assert meta["train_documents"] + meta["val_documents"] == 200
+    written_to = Tokens(str(tmp_path / "out"), seq_len=8)
+    found = [written_to.dataset(split).tokens.astype(np.uint8).tobytes().split(b"\0") for split in ("train", "val")]
+    assert sorted(found[0] + found[1]) == sorted(text.encode() for text in texts)
+    assert [len(part) for part in found] == [meta["train_documents"], meta["val_documents"]]
 
 
 def test_short_split_and_unknown_split(folder: Path, tmp_path: Path) -> None:

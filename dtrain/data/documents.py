@@ -1,0 +1,196 @@
+"""Where documents come from: files of text, JSON lines, or a folder that Hugging Face `datasets` has saved."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import os
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+from dtrain.data import corpus, saved
+from dtrain.data.corpus import Piece
+
+TEXT = "**/*.txt"
+JSON_LINES = ("**/*.jsonl", "**/*.jsonl.gz")
+HOW_TO = "give a text file, a .jsonl file, a folder of them, or a folder saved by datasets"
+
+
+class Source(Protocol):
+    """Documents in an order that all machines agree on, whole ones held out where there are enough of them."""
+
+    @property
+    def cuts_tail(self) -> bool:
+        """Too few documents to hold out whole ones: pieces("train") has them all, and its tail is for validation."""
+
+    def pieces(self, split: str) -> Iterator[Piece]:
+        """The documents of "train" or "val", long ones in parts."""
+
+
+class Files:
+    """Each file is a document; which are held out follows from a hash of their relative paths."""
+
+    def __init__(self, root: Path, names: list[str], val_fraction: float) -> None:
+        self.root, self.names = root, names
+        train, val = corpus.split_documents(names, val_fraction)
+        self.cuts_tail = not val
+        self.splits = {"train": train, "val": val}
+
+    def pieces(self, split: str) -> Iterator[Piece]:
+        return itertools.chain.from_iterable(corpus.read_pieces(self.root / name) for name in self.splits[split])
+
+
+class JsonLines:
+    """Each line of each file is a document; which are held out follows from a hash of their texts."""
+
+    def __init__(self, files: list[Path], field: str, val_fraction: float) -> None:
+        self.files, self.field, self.val_fraction = files, field, val_fraction
+
+    @cached_property
+    def split(self) -> corpus.TextSplit:
+        return corpus.TextSplit((text for text, _ in self.texts()), self.val_fraction)
+
+    @property
+    def cuts_tail(self) -> bool:
+        return self.split.cuts_tail
+
+    def pieces(self, split: str) -> Iterator[Piece]:
+        for text, place in self.texts():
+            if self.split.holds_out(text) == (split == "val"):
+                yield from corpus.text_pieces(text, place)
+
+    def texts(self) -> Iterator[tuple[bytes, Path]]:
+        """Every text that is not empty, and where it is from; a line that is no such document is refused."""
+        for file in self.files:
+            for number, line in enumerate(_lines(file), 1):
+                if line.strip() and (text := document(line, self.field, f"{str(file)!r} line {number}")):
+                    yield text, file
+
+
+def document(line: bytes, field: str, place: str) -> bytes:
+    """The text of one JSON line, as UTF-8."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        # its own text has a "line 1", which is not the line of the file
+        reason = f"{error.msg}, at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+        raise ValueError(f"{place} is not JSON ({reason})\n  fix: one object a line, as json.dumps writes it") from None
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        raise ValueError(f"{place} is not a JSON object but a {kind}\n  fix: write {{{json.dumps(field)}: …}}")
+    if field not in value:
+        others = [name for name in value if isinstance(value[name], str)]
+        fix = f"data.field={others[0]}" if others else f"write {{{json.dumps(field)}: …}}"
+        raise ValueError(f"{place} has no field {field!r}, only {', '.join(value) or 'none'}\n  fix: {fix}")
+    if not isinstance(value[field], str):
+        kind = type(value[field]).__name__
+        raise ValueError(
+            f"{place} has a {kind} in data.field={field!r}, not text\n  fix: leave the line out, or mend it"
+        )
+    try:
+        return value[field].encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{place} has half of a surrogate pair in {field!r}, which is no character\n  fix: mend the text"
+        ) from None
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    try:
+        with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as lines:
+            yield from lines
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"document {str(file)!r} cannot be read ({error})\n  fix: copy it again") from error
+
+
+# ---- which of them a path is -----------------------------------------------------------------------------------
+
+
+def is_json_lines(file: Path) -> bool:
+    return file.name.endswith((".jsonl", ".jsonl.gz"))
+
+
+def list_files(root: Path, pattern: str) -> Iterator[Path]:
+    """Files under root that match; a dangling link is given too, so that reading it fails loudly."""
+    try:
+        yield from (path for path in root.glob(pattern) if not path.is_dir())
+    except (ValueError, NotImplementedError) as error:  # empty or absolute pattern
+        raise ValueError(f"data.pattern={pattern!r} must be a relative glob ({error})\n  fix: '**/*.txt'") from error
+
+
+def patterns(root: Path, pattern: str | None, setting: str = "data.path") -> tuple[str, ...]:
+    """Which files of a folder are meant: the pattern, or without one what the folder holds."""
+    if pattern is not None:
+        return (pattern,)
+    json_lines = tuple(p for p in JSON_LINES if any(list_files(root, p)))
+    if not json_lines:
+        return (TEXT,)
+    if any(list_files(root, TEXT)):
+        raise ValueError(
+            f"{setting}={str(root)!r} has both .txt and .jsonl files, and only one kind is read\n  fix: "
+            f"data.pattern='{TEXT}' or data.pattern='{json_lines[0]}'"
+        )
+    return json_lines
+
+
+def check(path: str, pattern: str | None, field: str, setting: str = "data.path") -> None:
+    """Refuse a path without documents. Reads no text, and of JSON lines the first line."""
+    root = Path(path).expanduser()
+    value = f"{setting}={str(path)!r}"
+    if not os.path.exists(root):
+        raise ValueError(f"{value} does not exist\n  fix: {HOW_TO}")
+    if not os.access(root, os.R_OK):
+        raise ValueError(f"{value} cannot be read by this user\n  fix: its permissions")
+    if pattern is None and saved.is_saved(root):
+        return saved.check(root, field, setting)
+    if root.is_dir() and {"meta.json", "train.bin"} <= set(os.listdir(root)):
+        raise ValueError(f"{value} is a folder of tokens, not of text\n  fix: data=tokens")
+    if root.is_file():
+        files: Iterable[Path] = [root]
+    else:
+        files = itertools.chain.from_iterable(list_files(root, p) for p in patterns(root, pattern, setting))
+    first, num_bytes = None, 0
+    for file in files:
+        first, num_bytes = first or file, file.lstat().st_size
+        if num_bytes:  # one file that is not empty is enough
+            break
+    if first is None:
+        raise ValueError(f"{value} has no file that matches data.pattern={pattern or TEXT!r}\n  fix: {_other(root)}")
+    if not num_bytes:
+        raise ValueError(f"{value} is empty\n  fix: give a file or folder with text in it")
+    if is_json_lines(file):
+        next(JsonLines([file], field, 0.5).texts(), None)
+
+
+def _other(root: Path) -> str:
+    """What to type for a folder whose files are of another kind than we look for."""
+    suffixes = Counter(path.suffix for path in itertools.islice(list_files(root, "**/*"), 1000) if path.suffix)
+    if not suffixes:
+        return "change the pattern, e.g. '**/*.md', or the path"
+    return f"its files are {', '.join(suffixes)}: data.pattern='**/*{suffixes.most_common(1)[0][0]}', or another path"
+
+
+def open_source(path: Path, pattern: str | None, field: str, val_fraction: float) -> Source:
+    """The documents of a path that `check` has found good."""
+    if pattern is None and saved.is_saved(path):
+        return saved.Saved(path, field, val_fraction)
+    if path.is_file():
+        root, files = path.parent, [path]
+    else:
+        root = path
+        files = [file for p in patterns(path, pattern) for file in list_files(path, p)]
+    names = sorted(file.relative_to(root).as_posix() for file in files)
+    kinds = {is_json_lines(file) for file in files}
+    if kinds == {True, False}:
+        raise ValueError(
+            f"data.pattern={pattern!r} matches .jsonl files and others, and only one kind is read\n  fix: "
+            f"data.pattern='{JSON_LINES[0]}', or one that leaves them out"
+        )
+    if kinds == {True}:
+        return JsonLines([root / name for name in names], field, val_fraction)
+    return Files(root, names, val_fraction)

@@ -1,0 +1,215 @@
+"""Where documents come from: told by the path, read the same everywhere, and refused with file and line."""
+
+import gzip
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtrain.data import documents, text
+from dtrain.data.text import Text
+from dtrain.data.tokens import Tokens, prepare
+
+TEXTS = [f"document {n}: naïve\ncat" for n in range(40)]
+
+
+def write_lines(path: Path, texts: list[str], field: str = "text") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps({"id": n, field: t}) + "\n" for n, t in enumerate(texts))
+    opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "wt", encoding="utf-8") as file:
+        file.write(lines)
+    return path
+
+
+def found(path: Path, **settings: Any) -> dict[str, list[str]]:
+    """The documents of each split, from the bytes that a model would see."""
+    data = Text(str(path), seq_len=8, **settings)
+    return {split: data.dataset(split).tokens.tobytes().decode().split("\0") for split in ("train", "val")}
+
+
+def test_json_lines_hold_out_whole_documents(tmp_path: Path) -> None:
+    splits = found(write_lines(tmp_path / "a.jsonl", TEXTS), val_fraction=0.2)
+    assert sorted(splits["train"] + splits["val"]) == sorted(TEXTS)
+    assert 2 < len(splits["val"]) < 20
+    assert splits["train"] == [t for t in TEXTS if t in splits["train"]], "in the order of the lines"
+
+
+def test_plain_packed_zipped_and_in_several_files_are_the_same_split(tmp_path: Path) -> None:
+    whole = found(write_lines(tmp_path / "whole.jsonl", TEXTS), val_fraction=0.2)
+    assert found(write_lines(tmp_path / "whole.jsonl.gz", TEXTS), val_fraction=0.2) == whole
+    write_lines(tmp_path / "parts" / "a.jsonl", TEXTS[:25])
+    write_lines(tmp_path / "parts" / "deep" / "b.jsonl.gz", TEXTS[25:])
+    assert found(tmp_path / "parts", val_fraction=0.2) == whole
+    other = found(write_lines(tmp_path / "other.jsonl", TEXTS, "body"), val_fraction=0.2, field="body")
+    assert other == whole
+
+
+def test_few_json_lines_hold_out_the_tail(tmp_path: Path) -> None:
+    splits = found(write_lines(tmp_path / "a.jsonl", TEXTS[:5]), val_fraction=0.3)
+    assert "".join(splits["train"]) + "".join(splits["val"]) in ("".join(TEXTS[:5]), "\0".join(TEXTS[:5]))
+
+
+def test_blank_lines_and_empty_texts_leave_no_trace(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('\ufeff{"text": "one"}\r\n\n  \n{"text": ""}\n{"text": "two"}', encoding="utf-8")
+    assert [t for t, _ in documents.JsonLines([tmp_path / "a.jsonl"], "text", 0.5).texts()] == [b"one", b"two"]
+
+
+BAD_LINES = [
+    (b"{", "line 3 is not JSON \\(Expecting property name .*, at character 3\\)\n  fix: one object a line"),
+    (b"\xff", "line 3 is not JSON"),
+    (b"[" * 100_000, "line 3 is not JSON"),
+    (b'["text"]', "line 3 is not a JSON object but a list"),
+    (b'{"n": 1, "body": "x"}', "line 3 has no field 'text', only n, body\n  fix: data.field=body"),
+    (b"{}", "line 3 has no field 'text', only none"),
+    (b'{"text": null}', "line 3 has a NoneType in data.field='text'"),
+    (b'{"text": ["x"]}', "line 3 has a list in data.field='text'"),
+    (b'{"text": "\\ud800"}', "line 3 has half of a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize("line, message", BAD_LINES)
+def test_a_bad_line_is_named(line: bytes, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "good"}\n\n' + line + b"\n")
+    for read in (lambda: Text(str(file), seq_len=2).dataset("train"), lambda: prepare(file, tmp_path / "out")):
+        with pytest.raises(ValueError, match=message) as caught:
+            read()
+        assert str(file) in str(caught.value) and "\n  fix: " in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+@given(st.binary(max_size=30))
+def test_any_line_is_a_document_or_refused_with_a_fix(line: bytes) -> None:
+    try:
+        documents.document(line, "text", "'a.jsonl' line 1").decode()
+    except ValueError as error:
+        assert str(error).startswith("'a.jsonl' line 1 ") and "\n  fix: " in str(error)
+
+
+def test_a_torn_archive_is_named(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl.gz", TEXTS * 20)
+    whole = file.read_bytes()
+    for broken in (whole[: len(whole) // 2], b"not an archive", whole[:100] + b"garbage" * 20):
+        file.write_bytes(broken)
+        with pytest.raises(ValueError, match=r"a.jsonl.gz' (cannot be read|line)"):
+            Text(str(file), seq_len=8).dataset("train")
+
+
+def test_what_a_folder_holds_is_found_out(tmp_path: Path, folder: Path) -> None:
+    assert found(folder) == found(folder, pattern="**/*.txt")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.md").write_text("a")
+    cases: list[tuple[Path, str]] = [
+        (tmp_path / "notes", r"(?s)no file that matches .*its files are .md: data.pattern='\*\*/\*.md'")
+    ]
+    write_lines(folder / "more.jsonl", TEXTS)
+    cases += [
+        (folder, r"(?s)has both .txt and .jsonl files.*data.pattern='\*\*/\*.txt' or data.pattern='\*\*/\*.jsonl'")
+    ]
+    prepare(folder / "more.jsonl", tmp_path / "tokens")
+    cases += [(tmp_path / "tokens", "is a folder of tokens.*\n  fix: data=tokens")]
+    for path, message in cases:
+        with pytest.raises(ValueError, match=message):
+            text.check(path=str(path))
+        with pytest.raises(ValueError, match=message):
+            Text(str(path), seq_len=8)
+    assert sorted(chain(*found(folder, pattern="*.jsonl").values())) == sorted(TEXTS)
+    with pytest.raises(ValueError, match=r"matches .jsonl files and others"):
+        Text(str(folder), seq_len=8, pattern="**/*.*").dataset("train")
+
+
+def test_the_first_json_line_is_looked_at_before_anything_is_started(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"line 1 has no field 'text'.*\n  fix: data.field=body"):
+        text.check(path=str(write_lines(tmp_path / "a.jsonl", TEXTS, "body")))
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match=r"empty.jsonl' is empty"):
+        text.check(path=str(tmp_path / "empty.jsonl"))
+
+
+# ---- folders of datasets ---------------------------------------------------------------------------------------
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("saved")
+    rows = datasets.Dataset.from_dict({"id": list(range(40)), "text": TEXTS})
+    rows.save_to_disk(root / "one", num_shards=3)
+    rows.with_format("numpy").select(range(39, -1, -1)).save_to_disk(root / "reversed")
+    datasets.DatasetDict({"train": rows.select(range(30)), "test": rows.select(range(30, 40))}).save_to_disk(
+        root / "both"
+    )
+    datasets.DatasetDict({"train": rows}).save_to_disk(root / "only")
+    datasets.DatasetDict({"test": rows}).save_to_disk(root / "untrained")
+    datasets.Dataset.from_dict({"text": ["a", None]}).save_to_disk(root / "gap")
+    return root
+
+
+def test_a_saved_dataset_is_split_as_its_json_lines_would_be(saved: Path, tmp_path: Path) -> None:
+    lines = found(write_lines(tmp_path / "a.jsonl", TEXTS), val_fraction=0.2)
+    assert found(saved / "one", val_fraction=0.2) == lines
+    assert found(saved / "only", val_fraction=0.2) == lines
+    backwards = found(saved / "reversed", val_fraction=0.2)
+    assert backwards["train"] + backwards["val"] != lines["train"] + lines["val"]
+    assert sorted(backwards["train"] + backwards["val"]) == sorted(TEXTS)
+
+
+def test_splits_that_were_saved_are_kept(saved: Path, tmp_path: Path) -> None:
+    assert found(saved / "both", val_fraction=0.5) == {"train": TEXTS[:30], "val": TEXTS[30:]}
+    meta = prepare(saved / "both", tmp_path / "out")
+    assert (meta["train_documents"], meta["val_documents"]) == (30, 10)
+    mapped = Tokens(str(tmp_path / "out"), 8).dataset("val").tokens
+    np.testing.assert_array_equal(mapped, Text(str(saved / "both"), 8).dataset("val").tokens)
+
+
+def test_a_saved_dataset_that_cannot_be_used_is_refused(saved: Path, tmp_path: Path) -> None:
+    refused: list[tuple[Path, dict[str, str], str]] = [
+        (
+            saved / "one",
+            {"field": "body"},
+            "data.field='body' is no column of text .* id, text\n  fix: data.field=text",
+        ),
+        (saved / "one", {"field": "id"}, "data.field='id' is no column of text"),
+        (saved / "untrained", {}, "no split named train, only test\n  fix: data.path=.*untrained/test"),
+    ]
+    for path, settings, message in refused:
+        with pytest.raises(ValueError, match=message):
+            text.check(path=str(path), **settings)
+    with pytest.raises(ValueError, match=r"row 1 of .*gap' has no text in data.field='text'\n  fix: .*filter"):
+        Text(str(saved / "gap"), 8).dataset("train")
+    rows = datasets.load_from_disk(str(saved / "one"))
+    rows.save_to_disk(tmp_path / "torn", num_shards=2)
+    (tmp_path / "torn" / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(ValueError, match=r"torn' lacks data-00001-of-00002.arrow"):
+        text.check(path=str(tmp_path / "torn"))
+    (tmp_path / "torn" / "state.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"torn' is torn .*_data_files"):
+        text.check(path=str(tmp_path / "torn"))
+
+
+def test_without_the_package_the_extra_is_named(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtrain.data.saved.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'dtrain\[datasets\]'"):
+        text.check(path=str(saved / "one"))
+
+
+def test_a_check_imports_neither_torch_nor_datasets(saved: Path, tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", TEXTS)
+    code = f"""
+import sys
+from dtrain.data import text
+for path in ({str(saved / "one")!r}, {str(saved / "both")!r}, {str(tmp_path)!r}):
+    assert text.check(path=path) == {{"vocab_size": 256}}
+sys.exit("torch" in sys.modules or "datasets" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
