@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtrain import checkpoint, config, shards
 from dtrain.config import Settings, bad
 from dtrain.init_from import INDEX, SINGLE
 from dtrain.models import build as models
-from dtrain.models import hf
+from dtrain.models import hf, lora
 from dtrain.rundir import read_json
+from dtrain.strategies import frozen
 from dtrain.weights import by_part
 
 SHARD_BYTES = 5 * 10**9  # of a file of a Hugging Face folder: what save_pretrained made for years
@@ -31,20 +32,27 @@ def newest_checkpoint(run_dir: Path) -> Path:
 
 
 def final_weights(run_dir: Path, trust: Iterable[str] = ()) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of the run's model as it is now, whole, one at a time, by canonical name.
+    """Every weight of the run's model as it is now, whole, one at a time, by canonical name; adapters are merged in.
 
-    The one way from a run to its weights: for export, sampling and evaluation.
+    The one way from a run to its weights: for export, sampling and evaluation. What comes before an error at its end
+    (adapters whose base is not the one they were trained on) is not to be used.
     """
-    yield from checkpoint.weights(newest_checkpoint(run_dir))
+    path, cfg = newest_checkpoint(run_dir), config.load(run_dir)
+    if not cfg.get("lora", {}).get("rank"):
+        yield from checkpoint.weights(path)
+        return
+    model, saved = models.make(cfg, trust), dict(checkpoint.weights(path))
+    first = frozen.First(models.original_weights(cfg, trust), model)
+    yield from lora.merged(base_weights(model, first), saved, cfg.lora.alpha / cfg.lora.rank)
+    frozen.check(checkpoint.read_manifest(path)["extra"].get("base"), first.fingerprint())
+    yield from ((name, buffer) for name, buffer in saved.items() if not lora.is_adapter(name))
 
 
-def base_weights(cfg: Settings, trust: Iterable[str] = ()) -> Iterator[tuple[str, Tensor]]:
-    """Every weight that the run began with, without adapters, whole, one at a time: from init_from or from the seed."""
-    cfg = Settings({**cfg, "lora": {}})
+def base_weights(model: nn.Module, first: frozen.First) -> Iterator[tuple[str, Tensor]]:
+    """Every weight that adapters left as it was when the run began, whole, one at a time."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where a run here draws
-    model, first = models.make(cfg, trust), models.original_weights(cfg, trust)
-    for name, parameter in model.named_parameters():
-        weight = torch.empty(parameter.shape, dtype=parameter.dtype)
+    for name, shape in first.base.items():
+        weight = torch.empty(shape)
         first.fill(model, name, weight, device)
         yield name, weight
 

@@ -30,6 +30,7 @@ class First:
         # the bits of each sampled element plus 1; 0: another rank holds it
         self.seen = {name: [0] * SAMPLES for name in self.base}
 
+    @torch.no_grad()
     def fill(self, model: nn.Module, name: str, held: Held, device: torch.device) -> None:
         """Give a weight or buffer its first value. One of the base is made in float32, and rounded to what it is."""
         if name not in self.base:

@@ -75,7 +75,10 @@ def cut_layers(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool, loss
             "  fix: add tp_plan() to the model, or strategy=fsdp, zero3 or ddp"
         )
     plan: Any = model.tp_plan(sequence_parallel, loss_parallel)  # type: ignore[operator]
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     parallelize_module(model, mesh, plan, src_data_rank=None)
+    for name, p in model.named_parameters():
+        p.requires_grad_(name not in frozen)  # some styles make trained weights of what they cut
     for module in model.modules():
         if isinstance(module, LoRALinear) and is_dtensor(module.weight):
             cut_adapter(module, mesh)

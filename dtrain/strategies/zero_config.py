@@ -117,6 +117,9 @@ def check(config: Mapping[str, Any], sizes: MeshSizes) -> dict[str, Any]:
     # what only zero3's yaml lists
     strategy: dict[str, Any] = {"offload_params": "none", "nvme_path": None, "whole_below": 0} | config["strategy"]
     check_offload(strategy)
+    if strategy["offload_params"] == "nvme" and config.get("lora", {}).get("rank"):
+        rule = "frozen weights get their values where they lie, and that cannot be a disk"
+        raise bad("strategy.offload_params", "nvme", rule, "strategy.offload_params=cpu, or strategy=fsdp")
     if config["compile"] and strategy["stage"] == 3:
         # Hooks gather each layer's weights inside the graph. On an H200 (torch 2.11, DeepSpeed 0.19.8) the loss was 0.5
         # off after 12 steps, with no error; on a CPU it was right.
