@@ -45,6 +45,8 @@ def construct(build: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 def complete(model: Any, loss: Any, build: Callable[[], nn.Module], seed: int) -> None:
     """Give a model what it does not say itself. `build` makes it once more, with values."""
+    for module in model.modules():  # a checkpoint has every buffer by its name, and whoever loads one takes all
+        module._non_persistent_buffers_set.clear()
     function = losses.ready(loss)
     if function is not None:
         attach_loss(model, function)
@@ -183,7 +185,9 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     for container in model.modules():
         if isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             children = list(container.children())
-            for kind in {type(child): None for child in children}:
+            for kind in dict.fromkeys(map(type, children)):
+                if issubclass(kind, (nn.ModuleList, nn.ModuleDict)):
+                    continue  # nobody calls one
                 same = [child for child in children if type(child) is kind]
                 if len(same) > 1:
                     kinds[kind] += same

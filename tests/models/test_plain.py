@@ -1,0 +1,298 @@
+"""Plain modules: what they lack is filled in, and under every strategy they do what one process does."""
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dtrain import losses as losses_
+from dtrain.arguments import prepare_arguments
+from dtrain.config import load, save
+from dtrain.launch import resolve
+from dtrain.models import build, plain
+from dtrain.parity import compare, compose
+from dtrain.rundir import read_json
+from dtrain.sample import load_model
+from dtrain.strategies.shared import init_weights, materialize
+from dtrain.weights import Drawn
+from tests.world import losses, summary, train
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(dim, dim), nn.Tanh(), nn.Linear(dim, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(x)
+
+
+class Net(nn.Module):
+    """With what people write: names of ours that mean something else, a buffer that is not saved, values of tensors."""
+
+    def __init__(self, dim: int = 8, depth: int = 2, frozen: float | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(depth))
+        self.last = nn.Linear(dim, 6)
+        self.norm = nn.BatchNorm1d(dim)
+        self.register_buffer("shift", torch.randn(dim), persistent=False)
+        if frozen is not None:
+            self.scale = torch.tensor(frozen)  # no buffer
+            self.rate = torch.linspace(0, frozen, 3)[1].item()  # a value
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        nn.init.ones_(self.last.bias)
+
+    def num_parameters(self) -> int:
+        raise AssertionError("not ours")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.first(x) + self.shift)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def made(loss: Any = losses_.cross_entropy, seed: int = 3, **settings: Any) -> Any:
+    def make() -> nn.Module:
+        return Net(**settings)
+
+    model = plain.construct(make, seed)
+    plain.complete(model, loss, make, seed)
+    return model
+
+
+def filled(model: nn.Module) -> Any:
+    materialize(model, torch.device("cpu"))
+    init_weights(model, Drawn(0))
+    return model
+
+
+# ---- first weights -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"frozen": 0.5}])
+def test_first_weights_are_the_constructors_under_the_seed_and_no_other_draw_changes(settings: dict[str, Any]) -> None:
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    model = made(**settings)
+    assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    filled(model)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
+    assert torch.equal(torch.get_rng_state(), before[0])
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        expected = Net(**settings)
+    state = dict([*expected.named_parameters(), *expected.named_buffers()])
+    assert {name: t.tolist() for name, t in [*model.named_parameters(), *model.named_buffers()]} == {
+        name: t.tolist() for name, t in state.items()
+    }
+    assert not model.init_weights.values, "let go as they are taken"
+    assert getattr(model, "scale", 0.5) == 0.5 and getattr(model, "rate", 0.25) == 0.25
+    assert model.state_dict().keys() == state.keys(), "also the buffer that the module itself would not save"
+
+
+def test_a_constructor_that_fails_everywhere_is_told_as_it_is() -> None:
+    with pytest.raises(TypeError, match="dimm"):
+        made(dimm=3)
+
+
+def test_a_weight_under_two_names_is_found_out_also_by_way_of_the_cpu() -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[1].weight = model[0].weight
+        assert model[0].bias.sum().item() != 7.0  # a value
+        return model
+
+    model = plain.construct(make, 0)
+    with pytest.raises(ValueError, match=r"0\.weight and 1\.weight are one weight under two names"):
+        materialize(model, torch.device("cpu"))
+
+
+def test_what_a_model_says_itself_stays() -> None:
+    class Says(nn.Linear):
+        num_parameters = 7
+
+        def init_weights(self, name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
+            weight.fill_(2.0)
+
+        def fsdp_units(self) -> list[nn.Module]:
+            return []
+
+        def flops_per_sample(self) -> float:
+            return 1.0
+
+        def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(x).mean()
+
+    model: Any = plain.construct(lambda: Says(2, 2), 0)
+    plain.complete(model, None, lambda: Says(2, 2), 0)
+    assert set(vars(model)) == set(vars(Says(2, 2)))
+    assert filled(model).weight.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
+# ---- the loss ------------------------------------------------------------------------------------------------
+
+
+def test_outputs_or_their_loss_and_figures_in_evaluation() -> None:
+    model = filled(made())
+    x, y = torch.randn(8, 4), torch.tensor([0, 1, 2, 3, 4, 5, 0, 1])
+    assert torch.equal(model(x), Net.forward(model, x))
+    assert torch.equal(model(x, y), nn.functional.cross_entropy(Net.forward(model, x), y))
+    model.eval()
+    assert model.figures == ("accuracy", "top5") and model(x, y).shape == (3,)
+    assert list(dict(model.named_parameters())) == list(dict(Net().named_parameters())), "names stay"
+
+
+def test_a_copy_has_its_own_weights_in_its_forward_pass() -> None:
+    model = filled(made())
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.last.weight.zero_()
+        other.last.bias.zero_()
+    x = torch.randn(8, 4)
+    assert not other(x).any() and model(x).any()
+    assert set(other.fsdp_units()) == set(other.blocks)
+
+
+def test_a_module_is_a_loss_if_it_has_nothing_to_train() -> None:
+    model = filled(made(loss=nn.CrossEntropyLoss(weight=torch.arange(6.0))))
+    x, y = torch.randn(8, 4), torch.tensor([0, 1, 2, 3, 4, 5, 0, 1])
+    assert torch.equal(model(x, y), nn.functional.cross_entropy(model(x), y, weight=torch.arange(6.0)))
+    with pytest.raises(ValueError, match=r"loss=Linear: has weights.*\n  fix: "):
+        made(loss=nn.Linear(2, 2))
+
+
+def test_a_loss_that_is_no_mean_is_told() -> None:
+    model = filled(made(loss=lambda outputs, targets: outputs.sum(-1)))
+    with pytest.raises(ValueError, match=r"gave a tensor of \[8\], and not one number\n  fix: return the mean"):
+        model(torch.randn(8, 4), torch.zeros(8))
+
+
+def test_a_model_that_gives_no_loss_is_told() -> None:
+    with pytest.raises(ValueError, match=r"loss=own: Net\.forward\(x.*takes no targets.*\n  fix: loss=cross_entropy"):
+        made(loss=losses_.own)
+
+
+# ---- layers --------------------------------------------------------------------------------------------------
+
+
+def units_of(model: nn.Module) -> list[nn.Module]:
+    return plain.repeated_blocks(model)
+
+
+def test_layers_are_the_largest_kind_of_module_that_is_repeated() -> None:
+    net = Net()
+    assert units_of(net) == list(net.blocks), "and not the linear layers in them"
+    mlp = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU())
+    assert units_of(mlp) == [mlp[0], mlp[2]]
+    two = nn.ModuleDict({name: nn.ModuleList([Block(4), Block(4)]) for name in ("encoder", "decoder")})
+    assert units_of(two) == [*two["encoder"], *two["decoder"]], "of all lists, which nobody calls"
+    nested = nn.ModuleList([nn.Sequential(Block(4), Block(4)), nn.Sequential(Block(4), Block(4))])
+    assert units_of(nested) == list(nested), "the outer ones"
+    for single in (nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.ReLU())):
+        assert units_of(single) == [single]
+
+
+def test_six_operations_a_parameter() -> None:
+    model = made(dim=8, depth=2)
+    count = sum(p.numel() for p in Net().parameters())
+    assert model.num_parameters == count and model.flops_per_sample() == 6 * count
+
+
+# ---- on ranks ------------------------------------------------------------------------------------------------
+
+WORDS = [
+    "model=plain_xyz.Net", "data=plain_xyz.Points", "train.steps=6", "train.global_batch_size=8", "train.eval_every=0",
+    "train.eval_batches=2", "schedule.warmup_steps=2", "optim.lr=1e-2", "checkpoint.every=0",
+]  # fmt: skip
+MODULE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, dim: int = 8, whole: bool = False):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, dim), nn.Linear(dim, 6)
+        layers = [nn.Linear(dim, dim), nn.Tanh(), nn.Linear(dim, dim)]
+        self.blocks = layers[0] if whole else nn.Sequential(*layers)
+        self.register_buffer("shift", torch.randn(dim), persistent=False)
+        self.scale = torch.tensor(0.5)
+
+    def forward(self, x, mask=None):
+        return self.last(self.first(x) + self.scale * self.blocks(x @ torch.ones(4, len(self.shift)) + self.shift))
+
+class Samples:
+    def __init__(self, seed):
+        self.x = torch.randn(64, 4, generator=torch.Generator().manual_seed(seed))
+        self.y = (self.x[:, 0] > 0).long() + 2 * (self.x[:, 1] > 0)
+    def __len__(self):
+        return 64
+    def batch(self, indices):
+        return self.x[indices], self.y[indices]
+
+class Points:
+    def dataset(self, split):
+        return Samples(int(split == "val"))
+
+class Mute(Net):
+    def forward(self, x):
+        return super().forward(x)
+def mute():
+    return Mute()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("plain")
+    (path / "plain_xyz.py").write_text(MODULE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(path)
+        yield path
+
+
+def run(run_dir: Path, size: int, *words: str, code: int = 0) -> Path:
+    words = (*WORDS, "loss=cross_entropy", f"cluster.processes={size}", f"run_dir={run_dir}", *words)
+    config = resolve(compose(prepare_arguments(list(words))))
+    (run_dir / "logs").mkdir(parents=True)
+    save(run_dir, config)
+    assert train(run_dir, size) == [code] * size
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> Path:
+    return run(folder / "one", 1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
+def test_a_plain_module_follows_one_process_under_every_strategy(strategy: str, folder: Path, one: Path) -> None:
+    cut = run(folder / strategy, 2, f"strategy={strategy}", "train.micro_batch_size=2")
+    apart = compare(cut, one)
+    assert apart.loss <= 1e-5 and apart.grad_norm <= 1e-5 and apart.weight <= 1e-5
+    assert losses(one)[6] < losses(one)[1]
+    assert summary(cut)["val_accuracy"] == summary(one)["val_accuracy"] and summary(cut)["parameters"] == 238
+    model, _ = load_model(cut, ["plain_xyz"])
+    assert torch.equal(model.shift, filled(build.make(load(one), ["plain_xyz"])).shift), "a buffer goes through"
+
+
+def test_a_model_without_layers_is_one_and_is_recomputed_whole(folder: Path) -> None:
+    whole = run(folder / "whole", 1, "model.whole=true")
+    words = ("model.whole=true", "activation_checkpointing=full", "train.micro_batch_size=2")
+    cut = run(folder / "cut", 2, "strategy=fsdp", *words)
+    assert compare(cut, whole).loss <= 1e-5
+
+
+def test_tensor_and_pipeline_are_refused_without_a_plan_and_a_rank_tells_what_only_it_can(folder: Path) -> None:
+    for strategy in ("tensor", "pipeline"):
+        with pytest.raises(ValueError, match=r"strategy\.[tp]p=2: Net has no|the last stage of a pipeline"):
+            run(folder / strategy, 2, f"strategy={strategy}")
+    silent = run(folder / "silent", 1, "model=plain_xyz.mute", "loss=own", code=2)
+    assert "Mute.forward(x) takes no targets" in read_json(silent / "logs" / "failure-0.json")["message"]

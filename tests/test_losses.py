@@ -1,0 +1,146 @@
+"""Losses for models that only give outputs, and which of them the launcher refuses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from dtrain import losses
+from dtrain.config import CONF, build
+from dtrain.explain import options_of
+from dtrain.launch import resolve
+from dtrain.parity import compose
+
+
+@given(
+    shape=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    classes=st.integers(5, 7),
+    second=st.booleans(),
+    seed=st.integers(0, 99),
+    smoothing=st.sampled_from([0.0, 0.1]),
+)
+def test_cross_entropy_is_torchs_wherever_the_classes_lie_and_leaves_out_what_does_not_count(
+    shape: list[int], classes: int, second: bool, seed: int, smoothing: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(*shape, classes, generator=generator)
+    targets = torch.randint(classes, shape, generator=generator)
+    targets.view(-1)[1::3] = -100
+    given = scores.movedim(-1, 1) if second else scores
+    rows, flat = scores.reshape(-1, classes), targets.reshape(-1)
+    loss = losses.cross_entropy(given, targets, training=True, label_smoothing=smoothing)
+    assert torch.equal(loss, F.cross_entropy(rows, flat, label_smoothing=smoothing))
+    counted = flat != -100
+    found = losses.cross_entropy(given, targets, training=False, label_smoothing=smoothing)
+    right = (rows.argmax(-1) == flat)[counted].float().mean()
+    assert torch.equal(found[:2], torch.stack([F.cross_entropy(rows, flat), right]))
+    assert found[1] <= found[2] <= 1
+
+
+def test_mse_takes_each_output_with_its_own_target() -> None:
+    outputs, targets = torch.tensor([[1.0], [3.0]]), torch.tensor([1.0, 2.0])
+    assert losses.mse(outputs, targets) == 0.5
+    assert losses.mse(outputs, targets[:, None]) == 0.5
+    assert losses.mse(outputs.bfloat16(), torch.tensor([1, 2])) == 0.5, "in float32, of whole numbers, too"
+    with pytest.raises(ValueError, match=r"outputs are \[2, 1\] and targets \[3\].*\n  fix: "):
+        losses.mse(outputs, torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets"),
+    [((4, 3), torch.zeros(4)), ((4, 3), torch.zeros(4, 3)), ((4,), torch.zeros(4, dtype=torch.int64))],
+)
+def test_cross_entropy_says_what_does_not_fit(outputs: tuple[int, ...], targets: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"loss=cross_entropy: outputs are .*\n  fix: "):
+        losses.cross_entropy(torch.zeros(outputs), targets)
+
+
+@pytest.mark.parametrize("option", options_of("loss"))
+def test_every_option_is_a_loss(option: str) -> None:
+    from omegaconf import OmegaConf
+
+    loss = losses.ready(build(OmegaConf.load(CONF / "loss" / f"{option}.yaml")))
+    if option == "own":
+        assert loss is None
+    else:
+        assert loss is not None
+        classes = torch.tensor([1, 0]) if option == "cross_entropy" else torch.ones(2, 6)
+        assert loss(torch.zeros(2, 6), classes).shape == ()
+
+
+def test_a_class_is_made_with_its_settings_and_a_function_is_given_them() -> None:
+    weighted = build(
+        {"_target_": "torch.nn.modules.loss.HuberLoss", "_partial_": True, "delta": 2.0}, trust=["torch.nn"]
+    )
+    made = losses.ready(weighted)
+    assert isinstance(made, torch.nn.HuberLoss) and made.delta == 2.0
+    l1 = losses.ready(build({"_target_": "torch.nn.functional.l1_loss", "_partial_": True}, trust=["torch.nn"]))
+    assert l1 is not None and l1(torch.ones(2), torch.zeros(2)) == 1.0
+    assert losses.ready(None) is None, "runs of earlier versions have no such section"
+
+
+# ---- before the launch ---------------------------------------------------------------------------------------
+
+MODULE = """
+from torch import nn
+class Silent(nn.Module):
+    def forward(self, x): ...
+class Loud(nn.Module):
+    def forward(self, x, targets=None): ...
+class Any_(nn.Module):
+    def forward(self, *inputs): ...
+class Elsewhere(Silent): ...
+def make(): ...
+"""
+GPT2 = ["num_layers", "dim", "num_heads", "vocab_size", "seq_len", "vocab_multiple", "dropout"]
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "silent_xyz.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+    return "silent_xyz"
+
+
+def resolved(*words: str) -> dict[str, Any]:
+    return resolve(compose([*words, "run_dir=new"]))
+
+
+def own(name: str) -> list[str]:
+    data = ["data.seq_len=8", "data.vocab_size=9"]
+    sizes = ["~model." + key for key in GPT2]
+    return [f"model._target_=silent_xyz.{name}", "trust=[silent_xyz]", "data=synthetic", *sizes, *data]
+
+
+def test_a_model_without_a_loss_is_refused_before_the_launch_if_it_can_be_told(module: str) -> None:
+    with pytest.raises(ValueError, match=r"loss=own: Silent\.forward\(x\) takes no targets.*\n  fix: loss=cross_ent"):
+        resolved(*own("Silent"))
+    for fine in ("Loud", "Any_", "Elsewhere", "make"):
+        resolved(*own(fine))
+    config = resolved(*own("Silent"), "loss=cross_entropy", "loss.label_smoothing=0.1")
+    assert config["loss"] == {"_target_": "dtrain.losses.cross_entropy", "_partial_": True, "label_smoothing": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["loss.label_smoothing=1"], "loss.label_smoothing=1: must be at least 0 and less than 1"),
+        (["strategy=pipeline"], "loss=cross_entropy: the last stage of a pipeline must give the loss itself"),
+        (["strategy=tensor", "strategy.loss_parallel=true"], "strategy.loss_parallel=true: cuts the outputs"),
+        (["loss.gamma=1"], "gamma"),
+    ],
+)
+def test_a_loss_that_cannot_be_is_refused(module: str, words: list[str], told: str) -> None:
+    with pytest.raises(Exception, match=told):
+        resolved("loss=cross_entropy", *words)
+
+
+def test_a_loss_suits_tensor_parallel_and_a_pipeline_of_one(module: str) -> None:
+    resolved("loss=cross_entropy", "strategy=tensor")
+    resolved("loss=cross_entropy", "strategy=pipeline", "strategy.pp=1")
