@@ -43,7 +43,9 @@ ROWS = {
     "llama-1b fsdp, compile": [
         *("model=llama-1b", "model.seq_len=2048", "train.global_batch_size=8", "compile=true", "strategy=fsdp"),
     ],
-    "bert-large ddp, classify": ["model=bert-large", "model.task=classify", "model.seq_len=128", *BATCH_32, *EMBEDDED],
+    "bert-large ddp, classify": [
+        *("model=bert-large", "model.task=classify", "model.num_classes=3", "model.seq_len=128", *BATCH_32, *EMBEDDED),
+    ],
     "resnet50 ddp": ["model=resnet50", "train.global_batch_size=128", *IMAGES],
     "resnet50 ddp, compile": ["model=resnet50", "train.global_batch_size=128", "compile=true", *IMAGES],
     "vit-b16 ddp, compile": ["model=vit-b16", "train.global_batch_size=128", "compile=true", *IMAGES],
