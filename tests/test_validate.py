@@ -270,6 +270,36 @@ def test_heads_layers_and_sequence_lengths(base: dict[str, Any]) -> None:
     validate.check_model({"_target_": "a.model.without.these"}, sizes)
 
 
+def test_heads_of_keys_and_rotary_pairs() -> None:
+    llama = compose("model=llama-tiny", "cluster.processes=2")
+    text = message(changed(llama, model__num_kv_heads=6))
+    assert text == "model.num_kv_heads=6: must divide model.num_heads=8\n  fix: model.num_kv_heads=2"
+    validate.validate(changed(llama, model__num_kv_heads=2))
+    text = message(changed(llama, model__dim=8 * 15))
+    assert text.startswith("model.dim=120: a head has 15 elements") and text.endswith("fix: model.dim=128")
+    text = message(changed(llama, model__rope_low_freq_factor=4.0))
+    assert text.startswith("model.rope_low_freq_factor=4.0: must be less than model.rope_high_freq_factor=4.0")
+    for key in ("model.rope_theta", "model.norm_eps"):
+        assert f"{key}=0: must be more than 0" in message(with_key(llama, key, 0))
+    for key in ("model.rope_factor", "model.rope_original_len", "model.hidden_dim", "model.num_kv_heads"):
+        assert f"{key}=0: must be at least 1" in message(with_key(llama, key, 0))
+    validate.check_model({"_target_": "a.model", "rope_theta": 1e4, "num_layers": 2}, MeshSizes(pp=2))
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 16))
+def test_tensor_parallel_ranks_divide_both_kinds_of_heads(kv_heads: int, shared: int, tp: int) -> None:
+    model = {"num_heads": kv_heads * shared, "num_kv_heads": kv_heads}
+    if kv_heads % tp == 0:
+        validate.check_model(model, MeshSizes(tp=tp))
+        return
+    setting = "num_kv_heads" if kv_heads * shared % tp == 0 else "num_heads"
+    with pytest.raises(ValueError, match=rf"strategy\.tp={tp}: must divide model\.{setting}=") as error:
+        validate.check_model(model, MeshSizes(tp=tp))
+    fix = str(error.value).partition("fix: ")[2]
+    if fix != "strategy=fsdp":
+        validate.check_model(model, MeshSizes(tp=int(re.findall(r"strategy\.tp=(\d+)", fix)[0])))
+
+
 def test_a_vocabulary_smaller_than_the_data(base: dict[str, Any], tmp_path: Path) -> None:
     synthetic = compose("data=synthetic", "cluster.processes=2")
     assert "model.vocab_size=256: the data has 300" in message(changed(synthetic, data__vocab_size=300))
