@@ -155,6 +155,9 @@ class Bert(nn.Module):
                 rule = f"needs a target or {IGNORED} for each token, and targets are {list(targets.shape)}"
                 raise bad("model.task", self.task, rule, "data=stdlib-mlm or mlm, or model.task=classify")
             asked = (targets.flatten() != IGNORED).nonzero()[:, 0]  # a seventh of the tokens: so much less to compute
+            if len(asked) == targets.numel():
+                rule = "sees the whole text, and this data asks for the next token of each, which is there to be copied"
+                raise bad("model.task", self.task, rule, "data=stdlib-mlm or mlm, or a model that reads forwards: gpt2")
             x, targets = x.flatten(0, 1)[asked], targets.flatten()[asked]
         x = self.transform_norm(F.gelu(self.transform(x)))
         # tied: no second matrix, and no tie for a wrapper to break

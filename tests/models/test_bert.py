@@ -159,6 +159,12 @@ def test_data_of_the_other_task_is_refused(task: str, text: str) -> None:
         small(task)(tokens, targets)
 
 
+def test_data_for_models_that_read_forwards_is_refused() -> None:
+    tokens, _ = sample("mlm")
+    with pytest.raises(ValueError, match=r"(?s)model.task=mlm: .*copied\n  fix: data=stdlib-mlm"):
+        small()(tokens[:, :-1], tokens[:, 1:])
+
+
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"(?s)model.pad_id=50: .*model.vocab_size=50"):
         small("classify", pad_id=50)
