@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from dtrain import parity
@@ -14,9 +15,9 @@ SMALL = [
 ]  # fmt: skip
 
 
-def make_run(run_dir: Path, *overrides: str) -> Path:
+def make_run(run_dir: Path, *overrides: str, base: Sequence[str] = SMALL) -> Path:
     """A run folder as the launcher would write it; one that is there is given another configuration."""
-    config = resolve(parity.compose([*SMALL, f"run_dir={run_dir}/new", *overrides])) | {"run_dir": str(run_dir)}
+    config = resolve(parity.compose([*base, f"run_dir={run_dir}/new", *overrides])) | {"run_dir": str(run_dir)}
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     save(run_dir, config)
     return run_dir
