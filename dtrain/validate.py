@@ -130,8 +130,9 @@ def check_cluster(config: dict[str, Any]) -> None:
 
 def check_model(model: dict[str, Any], sizes: mesh.MeshSizes) -> None:
     """The arithmetic between a model's sizes and the mesh. A model without these settings has no such rule."""
-    dim, heads, layers = model.get("dim"), model.get("num_heads"), model.get("num_layers")
-    kv_heads = model.get("num_kv_heads") or heads
+    dim, layers = model.get("dim"), model.get("num_layers")
+    heads: int = model.get("num_heads") or 0
+    kv_heads: int = model.get("num_kv_heads") or heads
     if dim and heads and dim % heads:
         raise bad(
             "model.dim", dim, f"must be a multiple of model.num_heads={heads}", f"model.dim={-(-dim // heads) * heads}"
