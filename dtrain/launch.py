@@ -27,7 +27,7 @@ from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from dtrain import console, losses, records, runs, sweeps
 from dtrain.arguments import prepare_arguments, read_config
@@ -155,7 +155,17 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     if "choices" in cfg:
         raise unknown("choices", known_settings())
     plain = OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k not in ("hydra", "recipe")])
-    config: Any = OmegaConf.to_container(plain, resolve=True)
+    try:
+        config: Any = OmegaConf.to_container(plain, resolve=True)
+    except InterpolationKeyError as error:  # e.g. text for a model of the user's own that knows no length
+        asked = re.search(r"'([\w.]+)' not found", str(error))
+        if asked is None or not error.full_key:
+            raise
+        group, key = asked[1].partition(".")[0], str(error.full_key)
+        chosen = HydraConfig.get().runtime.choices.get(group)
+        rule = f"is taken from {asked[1]}, which {group}={chosen} has not"
+        fix = f"{key.partition('.')[0]}=… that suits this {group}, {key}=…, or {asked[1]}=…"
+        raise ValueError(f"{key}: {rule}\n  fix: {fix}") from error
     config["run_dir"] = cfg.get("run_dir")  # the one that Hydra will read: in a copy, ${now:} may be a second later
     if config["cluster"].get("processes", 0) is None:
         config["cluster"]["processes"] = ranks_per_node(config["cluster"])
@@ -193,7 +203,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         check_queue(config, run_dir)
         old = read_config(run_dir)
         config["choices"]["recipe"] = old.get("choices", {}).get("recipe")
-        check_resume(old, config, config["resume_allow"], run_dir)
+        check_resume(old, config, config["resume_allow"], run_dir, [t.lstrip("+") for t in typed])
         check_code(old, config)
         with locked(run_dir):
             pass  # refused here when the run is still running

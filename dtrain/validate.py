@@ -43,6 +43,9 @@ MORE_THAN = {
 LESS_THAN = {"optim.momentum": 1, "model.dropout": 1, "data.val_fraction": 1}
 AT_MOST = {"schedule.min_ratio": 1}
 
+TASKS = {"next": "the next tokens", "mlm": "masked tokens", "classify": "classes of texts"}
+TASK_OF = {"dtrain.models.gpt2.GPT2": "next", "dtrain.models.llama.Llama": "next"}  # others say it in model.task
+
 # What a resumed run may change freely: how it is run. Dropout draws depend on the data ranks and micro-batches.
 FREE_ON_RESUME = (
     "strategy", "cluster", "hardware", "preflight", "logger", "choices", "checkpoint", "compile", "deterministic",
@@ -198,6 +201,7 @@ def check_data(config: dict[str, Any]) -> None:
     needs = {"vocab_size": data.get("vocab_size")}
     if data["_target_"].startswith("dtrain."):  # a user's own module may import torch, and is left to the ranks
         module = importlib.import_module(data["_target_"].rpartition(".")[0])
+        check_task(config, getattr(module, "TASK", None))
         if hasattr(module, "check"):  # e.g. does the path exist, can it be read, is it whole
             needs = module.check(**{k: v for k, v in data.items() if not k.startswith("_")})
     for key, what in (("vocab_size", "tokens"), ("num_classes", "classes")):
@@ -206,11 +210,26 @@ def check_data(config: dict[str, Any]) -> None:
             raise bad(f"model.{key}", model[key], rule, f"model.{key}={needs[key]}, or a model that has as many")
 
 
+def check_task(config: dict[str, Any], given: str | None) -> None:
+    """Data whose targets a model would learn without complaint, and without sense, is refused."""
+    model, data = config["choices"].get("model"), config["choices"].get("data")
+    learns = config["model"].get("task") or TASK_OF.get(config["model"]["_target_"])
+    if given and learns and given != learns:
+        fitting = {"next": "stdlib, text or tokens", "mlm": "stdlib-mlm or mlm", "classify": "stdlib-lines or labelled"}
+        rule = f"its targets are {TASKS[given]}, and model={model} learns {TASKS[learns]}"
+        raise bad("data", data, rule, f"data={fitting[learns]}, or another model")
+
+
 # ---- resume --------------------------------------------------------------------------------------------------
 
 
-def check_resume(old: dict[str, Any], new: dict[str, Any], allow: Iterable[str], run_dir: Path) -> None:
-    """Refuse a resume that would silently compute something else; name what changed and how to allow it."""
+def check_resume(
+    old: dict[str, Any], new: dict[str, Any], allow: Iterable[str], run_dir: Path, typed: Iterable[str] | None = None
+) -> None:
+    """Refuse a resume that would silently compute something else; name what changed and how to allow it.
+
+    A setting that did not exist when the run began (under an older version) has its default, unless it is typed.
+    """
     before, after = flatten(old), flatten(new)
     allow = list(allow)
     for name in allow:
@@ -220,6 +239,7 @@ def check_resume(old: dict[str, Any], new: dict[str, Any], allow: Iterable[str],
     changed = [
         key for key in sorted({*before, *after})
         if before.get(key) != after.get(key) and not any(key == f or key.startswith(f + ".") for f in free)
+        and (typed is None or key in before or any(key == t or key.startswith(t + ".") for t in typed))
     ]  # fmt: skip
     if changed:
         diff = "\n".join(f"    {k}: {before.get(k)} → {after.get(k)}" for k in changed)

@@ -100,6 +100,7 @@ class World:
 
 def _rank(function: Callable[..., Any], arguments: tuple[Any, ...], env: dict[str, str]) -> None:
     die_with_parent()  # the server, which ends when who started it does
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have loaders
     import torch
 
     os.environ |= env

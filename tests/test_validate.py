@@ -4,6 +4,7 @@ import ast
 import copy
 import importlib
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,22 @@ def needed(path: Path, tmp_path: Path) -> list[str]:
     """What an option cannot do without: the data path that only a user knows."""
     section = OmegaConf.to_container(OmegaConf.load(path))
     assert isinstance(section, dict)
+    models = {"digits": "convnet", "mnist": "convnet", "cifar10": "convnet", "images": "convnet"}
+    models |= {"mlm": "bert-tiny", "stdlib-mlm": "bert-tiny"}
+    models |= dict.fromkeys(["labelled", "stdlib-lines"], "bert-tiny-classify")
+    model = [f"model={models[path.stem]}"] if path.parent.name == "data" and path.stem in models else []
+    return [*model, *data_path(path, section, tmp_path)]
+
+
+def data_path(path: Path, section: dict[Any, Any], tmp_path: Path) -> list[str]:
     if section.get("path") != "???":
         return []
+    if path.stem == "labelled":
+        rows = [json.dumps({"text": f"text {i}", "label": "ab"[i % 2]}) for i in range(40)]
+        (tmp_path / "texts.jsonl").write_text("\n".join(rows))
+        return [f"data.path={tmp_path / 'texts.jsonl'}"]
+    if path.stem in ("mnist", "cifar10", "images"):  # their own tests have whole ones
+        pytest.skip("needs files of its own: tests/data")
     (tmp_path / "text.txt").write_text("words and words\n" * 40)
     if path.stem == "tokens":
         prepare(tmp_path / "text.txt", tmp_path / "tokens")
@@ -80,7 +95,7 @@ def needed(path: Path, tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("path", OPTIONS, ids=IDS)
 def test_every_option_composes_and_validates(path: Path, tmp_path: Path) -> None:
     ranks = ["cluster.processes=4"] if path.parent.name == "strategy" else []  # enough for 3d
-    config = compose(f"{path.parent.name}={path.stem}", *ranks, *needed(path, tmp_path))
+    config = compose(*needed(path, tmp_path), f"{path.parent.name}={path.stem}", *ranks)
     assert config["choices"][path.parent.name] == path.stem
     written = OmegaConf.to_container(OmegaConf.load(path))
     assert isinstance(written, dict)

@@ -18,6 +18,8 @@ from dtrain.data.corpus import Piece, Tokenizer
 if TYPE_CHECKING:
     from torch import Tensor
 
+TASK = "classify"  # what the targets are (dtrain/validate.py)
+
 CLS, SEP, PAD = "[CLS]", "[SEP]", "[PAD]"
 BYTE_PAD, BYTE_CLS, BYTE_SEP = 0, 257, 258  # 256 is the mask token's (dtrain.data.masked)
 FORMAT = '{"text": "…", "label": "…"} a line'

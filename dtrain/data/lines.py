@@ -12,6 +12,8 @@ from dtrain.data import stdlib, text
 from dtrain.data.corpus import hash_share
 from dtrain.data.labelled import Labelled, Record, check_length, marks_of, split
 
+TASK = "classify"  # what the targets are (dtrain/validate.py)
+
 LABELS = ["code", "comment", "docstring"]
 SHARE_OF_FILES = 0.25  # of the modules at the top: so the lines are found in about a second
 SHORTEST = 12  # characters; many a shorter line is like none of the three, or like all

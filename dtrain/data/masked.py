@@ -16,6 +16,8 @@ from dtrain.data.draws import bits
 if TYPE_CHECKING:
     from torch import Tensor
 
+TASK = "mlm"  # what the targets are (dtrain/validate.py)
+
 IGNORED = -100  # dtrain.models.parts.IGNORED; importing that would import torch
 MASK = "[MASK]"
 BYTE_MASK = 256  # the first id after the bytes

@@ -9,6 +9,8 @@ from pathlib import Path
 from dtrain.data.documents import Files
 from dtrain.data.text import Text
 
+TASK = "next"  # what the targets are (dtrain/validate.py)
+
 # Not the library itself (installed packages), or not like the rest of it (tests, demos, the 2to3 fixtures).
 SKIPPED = {
     *("site-packages", "dist-packages", "__pycache__"),

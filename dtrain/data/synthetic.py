@@ -15,6 +15,8 @@ from dtrain.data.text import ByteTokenizer
 if TYPE_CHECKING:
     from torch import Tensor
 
+TASK = "next"  # what the targets are (dtrain/validate.py)
+
 NOISE = 0.1
 # A rule over a whole vocabulary would be a table of 50,000 entries to learn; with 256 the loss falls at once.
 MAX_STATES = 256

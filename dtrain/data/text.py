@@ -15,6 +15,8 @@ from dtrain.data.documents import Source
 from dtrain.data.packed import PackedDataset, make_dataset
 from dtrain.data.windows import TokenDataset
 
+TASK = "next"  # what the targets are (dtrain/validate.py)
+
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 
 

@@ -17,6 +17,8 @@ from dtrain.data.corpus import Piece, Tokenizer
 from dtrain.data.packed import PackedDataset, make_dataset
 from dtrain.data.windows import TokenDataset
 
+TASK = "next"  # what the targets are (dtrain/validate.py)
+
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 META_KEYS = {"dtype", "vocab_size", "tokenizer", "train_tokens", "val_tokens"}
 DOCUMENT_KEYS = ("train_documents", "val_documents")  # folders written before there was data.packed have none
