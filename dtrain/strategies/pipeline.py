@@ -64,6 +64,13 @@ class Pipeline(Strategy):
             self.pp_rank, self.sizes.pp, self.schedule, self.stages_per_rank
         )
         bounds = split_points(model, self.num_stages, self.split)
+        layers: list[nn.Module] = model.fsdp_units()  # type: ignore[operator]
+        for low, high in bounds if self.first.base else ():
+            if not any(p.requires_grad for layer in layers[low:high] for p in layer.parameters()):
+                raise ValueError(
+                    f"lora.targets: the stage of layers {low} to {high - 1} would have nothing to train\n"
+                    "  fix: lora.targets=[] or names that every layer has, another strategy.split, or strategy=fsdp"
+                )
         return Stages([self.parallelize_stage(stage_of(model, *bounds[i])) for i in self.stage_ids])
 
     def parallelize_stage(self, stage: nn.Module) -> nn.Module:
