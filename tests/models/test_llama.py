@@ -222,8 +222,8 @@ def test_tensor_parallel_plan_keeps_loss_and_gradients() -> None:
 
 
 def test_llama_tiny_learns_real_text(tmp_path: Path) -> None:
-    """From 5.5, which is ln 256, to below 3.0 in 60 steps (2.86 was seen); the frequencies of bytes alone give 3.40."""
-    options = ["model=llama-tiny", "strategy=ddp", "train.steps=60", "train.global_batch_size=16", "train.eval_every=0"]
+    """From 5.5, which is ln 256, to below 3.0 in 60 steps (2.84 was seen); the frequencies of bytes alone give 3.40."""
+    options = ["model=llama-tiny", "strategy=ddp", "train.steps=60", "train.global_batch_size=8", "train.eval_every=0"]
     options += ["train.eval_batches=4", "schedule.warmup_steps=10", "optim.lr=4e-3", "checkpoint.every=0"]
     case = parity.make_case("ddp", 2, "fp32", parity.compose(options), tmp_path / "run")
     assert not case.refused, case.refused
