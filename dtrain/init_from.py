@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from dtrain.config import CONF, bad, load
 from dtrain.models import hf
 from dtrain.models.hf import Family
@@ -46,10 +48,10 @@ def check(config: Mapping[str, Any]) -> None:
     if not config["init_from"].strip():
         raise wrong("", "must name a folder", "init_from=null to draw the first weights")
     if not path.is_dir():
-        hint = f"hf download {config['init_from']} --local-dir ./model, and init_from=./model"
         if path.exists():
             raise wrong(path, "is a file, not a folder", f"init_from={path.parent}")
-        raise wrong(path, "is no folder here, and nothing is downloaded", f"check the path. From the Hub: {hint}")
+        hint = "a model of the Hub: hf download OWNER/NAME --local-dir ./NAME, and init_from=./NAME"
+        raise wrong(path, "is no folder here, and nothing is downloaded", f"check the path; {hint}")
     if is_run(path):
         check_run(path, config["model"])
     else:
@@ -78,8 +80,6 @@ def check_run(path: Path, model: Mapping[str, Any]) -> None:
         fix = f"model={cfg.get('choices', {}).get('model')}"
         raise wrong(path, f"is a {cfg.model['_target_']}, the model is a {model['_target_']}", fix)
     theirs = {k: v for k, v in cfg.model.items() if k in model and k not in WITHOUT_WEIGHTS and k != "_target_"}
-    if "seq_len" in theirs and _takes_length(model, theirs["seq_len"]):
-        del theirs["seq_len"]
     compare(path, model, theirs)
 
 
@@ -89,14 +89,37 @@ def _takes_length(model: Mapping[str, Any], positions: int) -> bool:
     return family is not None and ("positions" not in family.outside or model["seq_len"] <= positions)
 
 
-def compare(path: Path, model: Mapping[str, Any], theirs: Mapping[str, Any], more: str = "") -> None:
+def compare(path: Path, model: Mapping[str, Any], theirs: Mapping[str, Any], fix: str = "") -> None:
     """Refuse a model of other sizes, with all that has to be typed."""
+    differ = differing(model, theirs)
+    if differ:
+        said = ", ".join(f"model.{k} is {_text(model[k])} and {_text(v)} there" for k, v in differ.items())
+        raise wrong(path, f"it is a model of another shape: {said}", fix or typed(differ))
+
+
+def differing(model: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are not as they have to be. More tokens than the file has are new ones, or a round number."""
     differ = {k: v for k, v in theirs.items() if k in model and not _same(model[k], v)}
-    if not differ:
-        return
-    said = ", ".join(f"model.{k} is {_text(model[k])} and {_text(v)} there" for k, v in differ.items())
-    typed = " ".join(f"model.{k}={_text(v)}" for k, v in differ.items())
-    raise wrong(path, f"it is a model of another shape: {said}", f"{more}{typed}")
+    if "vocab_size" in differ and model["vocab_size"] > differ["vocab_size"]:
+        del differ["vocab_size"]
+    if "seq_len" in differ and _takes_length(model, differ["seq_len"]):
+        del differ["seq_len"]
+    return differ
+
+
+def typed(settings: Mapping[str, Any]) -> str:
+    return " ".join(f"model.{k}={_text(v)}" for k, v in settings.items())
+
+
+def nearest(family: Family, settings: Mapping[str, Any]) -> str:
+    """What to type for a model of these sizes: the option of conf/model that is the nearest, and what differs."""
+    options = {}
+    for file in sorted((CONF / "model").glob("*.yaml")):
+        option: Any = OmegaConf.to_container(OmegaConf.load(file))
+        if option.get("_target_") == family.target:
+            options[file.stem] = differing(option, settings)
+    name = min(options, key=lambda n: (len(options[n]), len(n)))
+    return f"model={name} {typed(options[name])}".strip()
 
 
 def _same(ours: Any, theirs: Any) -> bool:
@@ -118,24 +141,15 @@ def check_folder(path: Path, model: Mapping[str, Any], choice: str | None = None
     family = family_of(path, config)
     settings = family.settings(config)
     if model["_target_"] != family.target:
-        options = [
-            p.stem for p in sorted((CONF / "model").glob("*.yaml")) if f"_target_: {family.target}" in p.read_text()
-        ]
-        typed = " ".join(f"model.{k}={_text(v)}" for k, v in settings.items() if v is not None)
         what = "is none that Hugging Face knows" if hf.of_target(model["_target_"]) is None else "is another one"
         rule = f"it is a {family.model_type}, and model={choice} ({model['_target_']}) {what}"
-        raise wrong(path, rule, f"model={options[0] if options else '…'} {typed}")
+        raise wrong(path, rule, nearest(family, settings))
     problem = hf.cannot(family, config)
     if problem:
         raise wrong(path, f"its config.json says {problem}", "another model, or one of your own (trust=[…])")
-    if model.get("vocab_size", 0) >= settings["vocab_size"]:  # more are new tokens, or a round number
-        settings["vocab_size"] = model.get("vocab_size")
-    if "seq_len" in settings and _takes_length(model, settings["seq_len"]):
-        del settings["seq_len"]
     entries = read_entries(path, family)
-    if "classifier.weight" in entries and model.get("task") == "classify":
-        settings["num_classes"] = entries["classifier.weight"].shape[0]
-    compare(path, model, settings)
+    named = nearest(family, settings)
+    compare(path, model, settings, fix="" if " " in named else named)  # one word, where it is one that we have
     check_names(path, family, entries, family.needed(model), model["num_layers"])
 
 

@@ -65,17 +65,22 @@ class Loaded(Drawn):
         """`model`: the whole one, on any device, to compare names and shapes with before anything is read."""
         super().__init__(seed)
         self.source = source
-        wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         buffers = {name: tuple(b.shape) for name, b in model.named_buffers()}
-        found = {name: source.shape(name, shape) for name, shape in (wanted | buffers).items()}
-        self.drawn = [n for n in wanted if found[n] is None and hf.is_new(n)]
-        self.names = {name for name, shape in found.items() if shape is not None}
-        wrong = [f"{n} is not in it" for n in wanted if found[n] is None and not hf.is_new(n)]
-        wrong += [
-            f"{n} has shape {list(shape)} in it, {list((wanted | buffers)[n])} in the model"
-            for n, shape in found.items() if shape is not None and shape != (wanted | buffers)[n]
-        ]  # fmt: skip
-        wrong += [f"{n} is only in it" for n in source.unasked(wanted | buffers)]
+        self.names: set[str] = set()  # what is read; all else is drawn
+        self.drawn: list[str] = []
+        wrong = []
+        for name, wanted in (shapes | buffers).items():
+            shape = source.shape(name, wanted)
+            if shape == wanted:
+                self.names.add(name)
+            elif hf.is_new(name) if shape is None else hf.other_classes(name, shape, wanted):
+                self.drawn.append(name)
+            elif shape is not None:
+                wrong.append(f"{name} has shape {list(shape)} in it, {list(wanted)} in the model")
+            elif name in shapes:  # a buffer that is not saved is computed
+                wrong.append(f"{name} is not in it")
+        wrong += [f"{n} is only in it" for n in source.unasked(shapes | buffers)]
         if wrong:
             rule = f"it has other weights than the model: {wrong[0]}; {len(wrong)} differences in all"
             raise bad("init_from", source.path, rule, "the settings of the model that it was saved from")

@@ -19,12 +19,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()
 
-SIZES = ["model.num_layers=2", "model.dim=32", "model.num_heads=4", "model.vocab_size=61", "model.seq_len=16"]
+VOCAB = 269  # at least what BERT's data needs; padded to 272
+SIZES = ["model.num_layers=2", "model.dim=32", "model.num_heads=4", f"model.vocab_size={VOCAB}", "model.seq_len=16"]
 SCALED = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8,
 }  # fmt: skip
-COMMON = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
+COMMON = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ CASES = {
     "gpt2": Case(
         "GPT2LMHeadModel",
         "AutoModelForCausalLM",
-        {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 61, "n_positions": 16, "bos_token_id": 0}
+        {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": VOCAB, "n_positions": 16, "bos_token_id": 0}
         | {"eos_token_id": 0},
     ),
     "llama": Case("LlamaForCausalLM", "AutoModelForCausalLM", COMMON | LLAMA, LLAMA_OVERRIDES),
@@ -66,12 +67,12 @@ CASES = {
         COMMON | LLAMA | {"rope_scaling": SCALED, "rope_theta": 500.0, "tie_word_embeddings": True},
         [*LLAMA_OVERRIDES, *SCALED_OVERRIDES],
     ),
-    "bert": Case("BertForMaskedLM", "AutoModelForMaskedLM", COMMON | BERT, ["model=bert-tiny"]),
+    "bert": Case("BertForMaskedLM", "AutoModelForMaskedLM", COMMON | BERT, ["model=bert-tiny", "data=stdlib-mlm"]),
     "bert-classify": Case(
         "BertForSequenceClassification",
         "AutoModelForSequenceClassification",
         COMMON | BERT | {"num_labels": 3},
-        ["model=bert-tiny", "model.task=classify", "model.num_classes=3"],
+        ["model=bert-tiny-classify", "data=stdlib-lines"],
     ),
 }
 
@@ -102,7 +103,7 @@ def save(run_dir: Path, model: nn.Module) -> Path:
 
 def tokens(seed: int = 0) -> torch.Tensor:
     """No 0, which pads BERT's texts."""
-    return torch.randint(1, 61, (2, 16), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(1, VOCAB, (2, 16), generator=torch.Generator().manual_seed(seed))
 
 
 def apart(ours: nn.Module, theirs: nn.Module) -> float:

@@ -16,7 +16,7 @@ from dtrain.cli import main
 from dtrain.export import export_hf, final_weights
 from dtrain.models import build as models
 from dtrain.sample import load_model
-from tests.hf import CASES, apart, load, make, save, transformers
+from tests.hf import CASES, VOCAB, apart, load, make, save, transformers
 
 
 def reloaded(folder: Path, name: str, **options: Any) -> nn.Module:
@@ -50,7 +50,7 @@ def test_a_run_goes_to_transformers_and_back(
     for folder in ("out", "again"):
         back = dict(load(make(tmp_path / f"from-{folder}", name, f"init_from={tmp_path / folder}")).named_parameters())
         for key, weight in ours.named_parameters():
-            rows = 61 if key in ("embed.weight", "output.weight", "output_bias") else len(weight)
+            rows = VOCAB if key in ("embed.weight", "output.weight", "output_bias") else len(weight)
             assert torch.equal(back[key][:rows], weight[:rows]), key
 
 

@@ -14,6 +14,7 @@ VOCABULARY = ("embed.weight", "output.weight", "output_bias")  # one row a token
 POSITIONS = "positions.weight"  # one row a position
 NEW = ("lora_a", "lora_b")  # ends of the names of weights that no file has: they are drawn
 NEW_MODULES = ("classifier", "pooler")  # a new task brings its own
+CLASSES = ("classifier", "head")  # one row a class
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,11 @@ BETTER = {"gamma": "weight", "beta": "bias"}
 def is_new(name: str) -> bool:
     """Is it no wonder that a file lacks this weight? Adapters, and what belongs to a new task."""
     return name.endswith(NEW) or name.split(".")[0] in NEW_MODULES
+
+
+def other_classes(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Does a weight differ only because the model is for other classes than the file's?"""
+    return name.split(".")[0] in CLASSES and shape[1:] == wanted[1:]
 
 
 def of_target(target: str) -> Family | None:
