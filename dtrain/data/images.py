@@ -191,8 +191,9 @@ class ImageDataset:
         # still has all the pixels that are needed.
         needed = (math.ceil(width * self.size / (right - left)), math.ceil(height * self.size / (bottom - top)))
         picture.draft(self.mode, needed)
-        across, down = picture.size[0] / width, picture.size[1] / height
-        box = (left * across, top * down, right * across, bottom * down)
+        wide, high = picture.size
+        across, down = wide / width, high / height
+        box = (left * across, top * down, min(right * across, wide), min(bottom * down, high))  # but for rounding
         result = picture.convert(self.mode).resize((self.size, self.size), Image.Resampling.BILINEAR, box)
         if mirrored:
             result = result.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -212,6 +213,6 @@ def part(width: int, height: int, scale: tuple[float, float], drawn: np.ndarray)
     ratio = RATIO ** (2.0 * drawn[1] - 1.0)
     wide, high = math.sqrt(area * ratio), math.sqrt(area / ratio)
     shrink = min(1.0, width / wide, height / high)
-    wide, high = max(1.0, wide * shrink), max(1.0, high * shrink)
+    wide, high = min(max(1.0, wide * shrink), width), min(max(1.0, high * shrink), height)
     left, top = (width - wide) * drawn[2], (height - high) * drawn[3]
     return left, top, min(left + wide, width), min(top + high, height)
