@@ -94,7 +94,7 @@ def name_of(group: str, thing: Any) -> tuple[str, Path | None]:
     # the ranks look in the current folder first, and Python looks beside the script first
     top = module.partition(".")[0]
     here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])
-    if here and here.origin and not Path(here.origin).resolve().is_relative_to(folder):
+    if here and here.origin and Path(here.origin).resolve().parent not in (folder, folder / top):
         rule = f"the ranks would take {here.origin} for {top}: they look in this folder first"
         raise bad(group, name, rule, "another name for one of the two files, or start from another folder")
     return f"{module}.{name}", folder
@@ -137,6 +137,9 @@ def value_of(key: str, value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{','.join(value_of(key, item) for item in value)}]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{quote(str(k))}:{value_of(f'{key}.{k}', v)}" for k, v in value.items()) + "}"
+        for name in value:  # of a mapping in a list: Hydra knows no quotes there
+            if not re.fullmatch(r"(?!(null|true|false|inf|nan)$)[a-z_]\w*", str(name), re.IGNORECASE | re.ASCII):
+                raise bad(key, f"{{{name!r}: …}}", "a name in it must be a word", "letters, digits and _ only")
+        return "{" + ",".join(f"{name}:{value_of(f'{key}.{name}', item)}" for name, item in value.items()) + "}"
     rule = "a configuration is a file: numbers, text, true, false, null, and lists and mappings of them"
     raise bad(key, f"<{type(value).__name__}>", rule, "give what it is made from; the constructor makes it")

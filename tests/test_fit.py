@@ -1,0 +1,351 @@
+"""dtrain.fit: a run from Python is the run of the command line. The page of docs/your-own.md is what is run here."""
+
+import functools
+import importlib
+import json
+import logging
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+import dtrain
+from dtrain import naming
+from dtrain.cli import main
+from dtrain.launchers.local import Local
+from tests.test_bad_inputs import COMPOSE_ONCE
+from tests.world import ROOT, losses, summary
+
+PAGE = (ROOT / "docs" / "your-own.md").read_text()
+
+
+def block_after(words: str) -> str:
+    """The first indented block of the page after some words of it."""
+    lines = PAGE[PAGE.index(words) :].splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("    "))
+    length = next(i for i, line in enumerate(lines[first:]) if line and not line.startswith("    "))
+    return textwrap.dedent("\n".join(lines[first : first + length])).strip() + "\n"
+
+
+NET, COMMAND, SCRIPT = (block_after(words) for words in ("net.py:", "**From the command line**", "**From a script**"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The page's files in a folder, which is the current one."""
+    path = tmp_path_factory.mktemp("page")
+    (path / "net.py").write_text(NET)
+    (path / "train.py").write_text(SCRIPT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        patch.syspath_prepend(path)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield path
+        sys.modules.pop("net", None)
+
+
+def python(*words: str, **options: Any) -> subprocess.Popen[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, **options
+    )
+
+
+def latest(folder: Path) -> Path:
+    return max((folder / "outputs").glob("*/*"), key=lambda p: p.stat().st_mtime_ns)
+
+
+# ---- real runs -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def commanded(folder: Path) -> Path:
+    """The page's command, run."""
+    words = shlex.split(COMMAND)
+    assert words[:2] == ["python", "launch.py"]
+    process = python(str(ROOT / "launch.py"), *words[2:], "run_dir=commanded", "cluster.processes=2")
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, said
+    return folder / "commanded"
+
+
+def test_the_script_of_the_page_follows_its_command_under_another_strategy(folder: Path, commanded: Path) -> None:
+    process = python("train.py")
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, said
+    run_dir = latest(folder)
+    assert summary(run_dir)["strategy"] == "fsdp" and summary(commanded)["strategy"] == "ddp"
+    assert said.splitlines()[-1] == f"done {summary(run_dir)['val_loss']} {run_dir}"
+    ours, theirs = losses(run_dir), losses(commanded)
+    assert ours.keys() == theirs.keys() == set(range(1, 21))
+    assert max(abs(ours[step] - theirs[step]) for step in ours) <= 1e-5
+    assert abs(summary(run_dir)["val_loss"] - summary(commanded)["val_loss"]) <= 1e-5
+    assert theirs[20] < theirs[1]
+
+
+def test_fit_is_the_command_to_the_bit_and_can_be_called_again_to_go_on(
+    folder: Path, commanded: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch
+    from net import Net, Rings, focal  # type: ignore[import-not-found]
+
+    things: dict[str, Any] = {"model": functools.partial(Net, 32), "data": Rings, "loss": (focal, {"gamma": 1.5})}
+    before = signal.getsignal(signal.SIGINT), os.environ.copy(), list(sys.argv), logging.getLogger().level
+    result = dtrain.fit(**things, strategy="ddp", processes=2, train={"steps": 20, "stop_after": 12})
+    assert before == (signal.getsignal(signal.SIGINT), os.environ.copy(), list(sys.argv), logging.getLogger().level)
+    assert not GlobalHydra.instance().is_initialized() and not logging.getLogger("dtrain").disabled
+    assert result.status == "done" and result.summary["steps"] == 12
+    assert result.run_dir == latest(folder)
+    expected = losses(commanded)
+    assert losses(result.run_dir) == {step: expected[step] for step in range(1, 13)}, "every bit"
+    record = json.loads((result.run_dir / "launch.json").read_text())
+    assert "dtrain launch model=net.Net data=net.Rings loss=net.focal strategy=ddp model.dim=32" in record["command"]
+
+    again = dtrain.fit(**things, resume="latest", **{"cluster.processes": 2})
+    assert again.run_dir == result.run_dir and losses(again.run_dir) == expected
+    assert again.summary["weights_sha256"] == summary(commanded)["weights_sha256"]
+    model = again.load()
+    with torch.no_grad():
+        inputs, targets = Rings().dataset("val").batch(np.arange(32))
+        assert torch.isfinite(model(inputs, targets)) and model(inputs).shape == (32, 3)
+
+
+def test_a_script_that_does_not_guard_its_call_is_told_by_its_ranks(folder: Path) -> None:
+    (folder / "bare.py").write_text(
+        "import dtrain\n"
+        "from net import Net, Rings, focal\n"
+        "class Mine(Net): ...\n"
+        "try:\n"
+        "    dtrain.fit(model=(Mine, {'dim': 4}), data=Rings, loss=focal, processes=1, run_dir='bare')\n"
+        "except dtrain.RunFailed as error:\n"
+        "    print('CAUGHT', error.exit_code, error)\n"
+    )
+    said = python("bare.py").communicate(timeout=120)[0]
+    assert "CAUGHT 2 rank 0: ValueError: dtrain.fit: was called by a rank" in said, said
+    assert 'under `if __name__ == "__main__":`' in said
+    assert f"log: {folder / 'bare' / 'logs' / 'rank-0.log'}" in said
+    assert len(list((folder / "bare" / "logs").glob("rank-*"))) == 1
+
+
+def test_ctrl_c_saves_and_ends_the_script_with_75(folder: Path) -> None:
+    (folder / "long.py").write_text(
+        "import dtrain\n"
+        "if __name__ == '__main__':\n"
+        "    sizes = {'num_layers': 1, 'dim': 16, 'num_heads': 2, 'seq_len': 8}\n"
+        "    dtrain.fit(('gpt2-tiny', sizes), 'synthetic', processes=1, run_dir='long', train={'steps': 10**6})\n"
+        "    print('AFTER')\n"
+    )
+    process = python("long.py", start_new_session=True)
+    deadline = time.monotonic() + 90
+    while not losses(folder / "long") and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=90)[0]
+    assert process.returncode == 75, said
+    assert summary(folder / "long")["status"] == "preempted" and "AFTER" not in said
+    assert (folder / "long" / "checkpoints" / "latest").exists()
+
+
+# ---- nothing is started --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    folders: list[Path] = []
+    monkeypatch.setattr(*COMPOSE_ONCE)
+    monkeypatch.setattr(Local, "launch", lambda self, run_dir: folders.append(run_dir) or 0)
+    return folders
+
+
+def config_of(result: dtrain.Result) -> Any:
+    return OmegaConf.to_container(OmegaConf.load(result.run_dir / "config.yaml"))
+
+
+def test_every_way_to_say_a_thing(started: list[Path]) -> None:
+    from net import Net, Rings
+
+    result = dtrain.fit(
+        (functools.partial(Net, dim=8), {"depth": 2}), Rings, loss="mse", strategy=("fsdp", {"offload": "cpu"}),
+        optim=("adamw", {"lr": 1e-4, "betas": (0.8, 0.9)}), train={"steps": np.int64(7), "max_grad_norm": None},
+        processes=4, name="it's a, test=1", deterministic=False, **{"train.seed": 3, "checkpoint.every": 5},
+    )  # fmt: skip
+    config = config_of(result)
+    assert config["model"] == {"_target_": "net.Net", "dim": 8, "depth": 2}
+    assert config["data"] == {"_target_": "net.Rings"} and config["trust"] == ["net"]
+    assert config["strategy"]["offload"] == "cpu" and config["loss"]["_target_"] == "dtrain.losses.mse"
+    assert config["optim"]["lr"] == 1e-4 and config["optim"]["betas"] == [0.8, 0.9]
+    assert config["train"] | {"steps": 7, "max_grad_norm": None, "seed": 3} == config["train"]
+    assert config["name"] == "it's a, test=1" and config["cluster"]["processes"] == 4
+    assert config["deterministic"] is False and config["checkpoint"]["every"] == 5
+    assert result.status == "queued" and result.summary == {}, "nothing has been written yet"
+    plain = config_of(dtrain.fit(model="gpt2-tiny", data="synthetic"))
+    assert plain["choices"]["model"] == "gpt2-tiny" and plain["trust"] == []
+
+
+def test_a_typed_name_is_trusted_and_a_run_folders_is_not(
+    started: list[Path], capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    words = ["model=net.Net", "model.dim=8", "data=net.Rings", "loss=net.focal", "trust=[json]"]
+    assert main(["launch", *words, "run_dir=typed"]) == 0
+    assert OmegaConf.load("typed/config.yaml").trust == ["json", "net"]
+    assert main(["launch", "resume=typed"]) == 2
+    assert "fix: trust=[net]" in capsys.readouterr().err
+    assert main(["launch", "resume=typed", "trust=[net]", "strategy=fsdp"]) == 0, "with every setting as it was"
+    assert main(["launch", "resume=typed", "model=net.Net", "model.dim=9", "trust=[net]"]) == 2
+    assert "model.dim: 8 → 9" in capsys.readouterr().err
+    assert len(started) == 2
+
+
+def test_a_library_function_is_a_loss(started: list[Path]) -> None:
+    from net import Net, Rings
+    from torch.nn import CrossEntropyLoss, functional
+
+    one = config_of(dtrain.fit((Net, {"dim": 8}), Rings, loss=functional.l1_loss, run_dir="l1"))
+    assert one["loss"] == {"_target_": "torch.nn.functional.l1_loss", "_partial_": True}
+    two = config_of(dtrain.fit((Net, {"dim": 8}), Rings, loss=(CrossEntropyLoss, {"label_smoothing": 0.1})))
+    assert two["loss"]["_target_"] == "torch.nn.modules.loss.CrossEntropyLoss"
+
+
+class Outer:
+    class Inner: ...
+
+
+def closure() -> Any:
+    class Local: ...
+
+    return Local
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"model": Outer()}, r"model=<Outer>: is an object of this process.*\n  fix: .*functools\.partial"),
+        ({"model": lambda: None}, r"model=<lambda>: can only be made where it was written.*\n  fix: "),
+        ({"model": Outer.Inner}, r"model=Outer\.Inner: can only be made"),
+        ({"data": closure()}, r"data=closure\.<locals>\.Local: can only be made"),
+        ({"model": int}, r"model=int: the ranks cannot import it as builtins\.int"),
+        ({"model": functools.partial(closure, 1, 2)}, r"a setting needs a name, and these have none"),
+        ({"model": (Outer, {"act": max})}, r"model\.act=<builtin_function_or_method>: a configuration is a file"),
+        ({"model": (Outer, {3: 1})}, r"model=\{3: …\}: a setting's name is text"),
+        ({"model": Outer}, r"data\.seq_len: is taken from model\.seq_len, which .* has not\n  fix: data=…"),
+        ({"model": (Outer, {"dim": 3}), "data": Outer}, r"model\.dim: there is no such setting"),
+        ({"train": {"stpes": 3}}, r"train\.stpes: there is no such setting\n  fix: did you mean train\.steps"),
+        ({"train": {"steps": "ten"}}, r"train\.steps=ten: must be a whole number"),
+        ({"strategy": "fdsp"}, r"strategy=fdsp: there is no such option\n  fix: did you mean strategy=fsdp"),
+        ({"strategy": "fsdp,ddp"}, r"is more than one value"),
+        ({"processes": 5}, r"train\.global_batch_size=32: must be a multiple of the 5"),
+        ({"-m": 1}, r"'-m': is no name of a setting"),
+        ({"resume": "no-such-run"}, r"no-such-run"),
+        ({"data": "my.thing"}, r"data\._target_=my\.thing: there is no module my"),
+        ({"wandb_api_key": "x"}, r"looks like a secret"),
+    ],
+)
+def test_a_mistake_is_a_value_error_before_anything_starts(
+    given: dict[str, Any], told: str, started: list[Path], folder: Path
+) -> None:
+    before = set(folder.rglob("*"))
+    with pytest.raises(ValueError, match=told):
+        dtrain.fit(**given)
+    assert not started and {p for p in folder.rglob("*") if "pycache" not in str(p)} <= before
+
+
+def test_what_is_typed_in_a_session_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(Outer, "__module__", "__main__")
+    monkeypatch.setattr(main, "Outer", Outer, raising=False)
+    monkeypatch.setattr(main, "__spec__", None)
+    for file in ("<stdin>", None):
+        monkeypatch.setattr(main, "__file__", file, raising=False)
+        with pytest.raises(ValueError, match=r"model=Outer: was typed in an interactive session.*\n  fix: put it into"):
+            naming.name_of("model", Outer)
+
+
+def test_a_class_of_the_script_is_named_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(Outer, "__module__", "__main__")
+    monkeypatch.setattr(main, "Outer", Outer, raising=False)
+    monkeypatch.setattr(main, "__spec__", None)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for name in ("script_xyz", "two-words", "json"):
+        (tmp_path / f"{name}.py").write_text("")
+        monkeypatch.setattr(main, "__file__", str(tmp_path / f"{name}.py"), raising=False)
+        if name == "script_xyz":
+            assert naming.name_of("model", Outer) == ("script_xyz.Outer", tmp_path)
+        else:
+            with pytest.raises(ValueError, match=rf"cannot import it as {name}\.Outer\n  fix: "):
+                naming.name_of("model", Outer)
+    monkeypatch.setattr(main, "__file__", str(tmp_path / "script_xyz.py"))
+    Path("script_xyz.py").write_text("")
+    importlib.invalidate_caches()
+    with pytest.raises(ValueError, match=r"would take .*elsewhere/script_xyz\.py for script_xyz"):
+        naming.name_of("model", Outer)
+
+
+def test_names_of_things_elsewhere() -> None:
+    assert naming.name_of("model", OrderedDict) == ("collections.OrderedDict", None)
+    assert naming.name_of("model", OmegaConf) == ("omegaconf.omegaconf.OmegaConf", None), "installed"
+    assert naming.name_of("model", block_after) == ("tests.test_fit.block_after", ROOT)
+
+
+RESERVED = ("null", "true", "false", "inf", "nan")
+TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]))
+WORDS = st.from_regex(r"[a-z_][a-z0-9_]*", fullmatch=True).filter(lambda w: w not in RESERVED)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None)  # the first call is slow on a busy machine
+@given(value=VALUES)
+def test_hydra_reads_back_every_value_as_it_was(value: Any) -> None:
+    if isinstance(value, str) and re.match("~(/|$)", value):
+        value = "x" + value
+    override = OverridesParser.create().parse_override(f"key={naming.value_of('key', value)}")
+    assert override.value() == value and type(override.value()) is type(value)
+
+
+def test_the_same_call_in_a_rank_or_in_a_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    caught: list[str] = []
+
+    def call() -> None:
+        try:
+            dtrain.fit()
+        except ValueError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "0")
+    call()
+    assert "main thread" in caught[0] and "by a rank" in caught[1] and all("\n  fix: " in text for text in caught)
+
+
+def test_importing_dtrain_is_cheap() -> None:
+    code = "import dtrain, sys; print(sorted({'torch', 'hydra', 'omegaconf', 'rich'} & sys.modules.keys()))"
+    assert python("-c", code).communicate()[0].strip() == "[]"
+    assert dtrain.fit.__module__ == "dtrain.api"
+    with pytest.raises(AttributeError, match="fitt"):
+        dtrain.fitt  # noqa: B018
