@@ -165,3 +165,21 @@ def test_merged_weights_are_what_sampling_and_transformers_load(one: Path, tmp_p
     assert (merged.to("cpu")(tokens) - trained).abs().max() < 1e-5
     theirs = transformers.AutoModelForCausalLM.from_pretrained(export_hf(one, tmp_path / "hf"))
     assert (theirs.eval()(tokens).logits - trained).abs().max() < 1e-5
+
+
+def test_adapters_begin_beside_the_weights_of_another_run(tmp_path: Path) -> None:
+    whole, sizes = tmp_path / "whole", [o for o in LLAMA if not o.startswith("lora.")]
+    make_run(whole, *sizes, "cluster.processes=1", "train.stop_after=2")
+    assert train(whole, 1) == [0]
+    first = dict(final_weights(whole))
+    run = tmp_path / "run"
+    options = [*LLAMA, "lora.targets=[q]", f"init_from={whole}", "strategy=fsdp", "cluster.processes=2"]
+    make_run(run, *options, "train.stop_after=2")
+    assert train(run, 2) == [0, 0]
+    merged = dict(final_weights(run))
+    changed = {name for name, weight in merged.items() if not torch.equal(weight, first[name])}
+    assert merged.keys() == first.keys() and changed == {f"layers.{i}.attention.q.weight" for i in range(4)}
+    make_run(whole, *sizes, "cluster.processes=1", "train.stop_after=4")  # it goes on, and its weights change
+    assert train(whole, 1) == [0]
+    with pytest.raises(ValueError, match="init_from: the frozen weights are not those"):
+        dict(final_weights(run))
