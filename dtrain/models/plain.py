@@ -45,8 +45,10 @@ def construct(build: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 def complete(model: Any, loss: Any, build: Callable[[], nn.Module], seed: int) -> None:
     """Give a model what it does not say itself. `build` makes it once more, with values."""
-    for module in model.modules():  # a checkpoint has every buffer by its name, and whoever loads one takes all
-        module._non_persistent_buffers_set.clear()
+    for module in model.modules():
+        module._non_persistent_buffers_set.clear()  # a checkpoint has every buffer, and whoever loads one takes all
+        if type(module) in NORMS:
+            module.forward = MethodType(norm, module)
     function = losses.ready(loss)
     if function is not None:
         attach_loss(model, function)
@@ -106,6 +108,34 @@ def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
         model.perplexity = False  # exp(loss) of the model's own loss means something, and of another one nothing
     if figures or hasattr(model, "figures"):
         model.figures = figures
+
+
+# ---- 16 bits -------------------------------------------------------------------------------------------------
+
+# torch's own, and no subclass, which may do something else
+NORMS = (
+    nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
+
+
+def norm(self: nn.Module, x: Tensor) -> Tensor:
+    """A norm's forward pass; in float32 where fsdp or zero hold its weights in 16 bits, which torch refuses to mix."""
+    weight = self.weight
+    if isinstance(weight, Tensor) and weight.dtype != torch.float32:
+        return type(self).forward(Wide(self), x.float())
+    return type(self).forward(self, x)
+
+
+class Wide:
+    """A module as its forward pass sees it, with its weights in float32."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.module, name)
+        return value.float() if isinstance(value, nn.Parameter) else value
 
 
 # ---- first weights -------------------------------------------------------------------------------------------

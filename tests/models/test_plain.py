@@ -180,6 +180,36 @@ def test_a_model_that_gives_no_loss_is_told() -> None:
         made(loss=losses_.own)
 
 
+# ---- 16 bits -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.LayerNorm(8), (4, 8)),
+        (lambda: nn.RMSNorm(8), (4, 8)),
+        (lambda: nn.GroupNorm(2, 8), (4, 8, 3)),
+        (lambda: nn.BatchNorm1d(8), (4, 8)),
+        (lambda: nn.InstanceNorm2d(8), (4, 8, 3, 3)),  # without weights
+    ],
+)
+def test_a_norm_with_16_bit_weights_computes_in_32(make: Any, shape: tuple[int, ...]) -> None:
+    held, expected = nn.Sequential(make()), make()
+    plain.complete(held, losses_.mse, make, 0)
+    x = torch.randn(shape)
+    assert torch.equal(held(x), expected(x)), "with 32-bit weights as it is"
+    held[0].weight = None if expected.weight is None else nn.Parameter(torch.full_like(expected.weight, 0.5).bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        y = held(x)
+        loss = held(x, y.detach() + 1)
+    assert y.dtype == torch.float32 and torch.allclose(y, (1 if expected.weight is None else 0.5) * expected(x))
+    if expected.weight is not None:
+        loss.backward()
+        assert held[0].weight.grad.dtype == torch.bfloat16
+    if isinstance(expected, nn.BatchNorm1d):
+        assert torch.allclose(held[0].running_mean, 0.1 * x.mean(0) * (1 + 0.9 + 0.81)), "of three passes"
+
+
 # ---- layers --------------------------------------------------------------------------------------------------
 
 
@@ -224,9 +254,11 @@ class Net(nn.Module):
         self.blocks = layers[0] if whole else nn.Sequential(*layers)
         self.register_buffer("shift", torch.randn(dim), persistent=False)
         self.scale = torch.tensor(0.5)
+        self.norm = nn.LayerNorm(dim)
 
     def forward(self, x, mask=None):
-        return self.last(self.first(x) + self.scale * self.blocks(x @ torch.ones(4, len(self.shift)) + self.shift))
+        inner = self.blocks(x @ torch.ones(4, len(self.shift)) + self.shift)
+        return self.last(self.norm(self.first(x)) + self.scale * inner)
 
 class Samples:
     def __init__(self, seed):
@@ -278,7 +310,7 @@ def test_a_plain_module_follows_one_process_under_every_strategy(strategy: str, 
     apart = compare(cut, one)
     assert apart.loss <= 1e-5 and apart.grad_norm <= 1e-5 and apart.weight <= 1e-5
     assert losses(one)[6] < losses(one)[1]
-    assert summary(cut)["val_accuracy"] == summary(one)["val_accuracy"] and summary(cut)["parameters"] == 238
+    assert summary(cut)["val_accuracy"] == summary(one)["val_accuracy"] and summary(cut)["parameters"] == 254
     model, _ = load_model(cut, ["plain_xyz"])
     assert torch.equal(model.shift, filled(build.make(load(one), ["plain_xyz"])).shift), "a buffer goes through"
 
@@ -288,6 +320,11 @@ def test_a_model_without_layers_is_one_and_is_recomputed_whole(folder: Path) -> 
     words = ("model.whole=true", "activation_checkpointing=full", "train.micro_batch_size=2")
     cut = run(folder / "cut", 2, "strategy=fsdp", *words)
     assert compare(cut, whole).loss <= 1e-5
+
+
+def test_half_of_the_bits_suit_torchs_norms(folder: Path, one: Path) -> None:
+    half = run(folder / "half", 2, "strategy=fsdp", "precision=bf16", "train.stop_after=3")
+    assert all(abs(loss - losses(one)[step]) < 0.05 for step, loss in losses(half).items()) and len(losses(half)) == 3
 
 
 def test_tensor_and_pipeline_are_refused_without_a_plan_and_a_rank_tells_what_only_it_can(folder: Path) -> None:
