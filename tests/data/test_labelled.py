@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.data import labelled
@@ -56,12 +56,14 @@ def test_a_text_stays_on_its_side_whatever_else_is_there() -> None:
     assert again["val"] == sorted(again["val"], key=labelled.share_of), "and not in the order of the file"
 
 
+@settings(deadline=None, max_examples=30)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=2, unique=True))
 def test_neither_side_is_ever_empty(texts: list[str]) -> None:
     sides = split([Record(text, None, 0) for text in texts], 0.1)
     assert sides["train"] and sides["val"] and len(sides["train"]) + len(sides["val"]) == len(texts)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(2, 60))
 def test_the_longer_of_two_texts_is_cut(first: int, second: int, room: int) -> None:
     a, b = cut(first, second, room)
