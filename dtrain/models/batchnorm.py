@@ -94,7 +94,8 @@ class BatchNorm(nn.Module):
         if self.mode == "sync" and num_ranks() > 1:
             out, mean, var = normalize(x, weight, bias, self.running_mean, EPS)
         else:
-            mean, var = torch.empty_like(weight), torch.empty_like(weight)  # momentum 1: they become the batch's own
+            # momentum 1: they become the batch's own. Zeros, as 0 times what memory may hold can be NaN
+            mean, var = torch.zeros_like(weight), torch.zeros_like(weight)
             out = torch.batch_norm(x, weight, bias, mean, var, True, 1.0, EPS, True)
         self.remember(mean.detach(), var.detach())
         return out

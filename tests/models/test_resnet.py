@@ -71,6 +71,18 @@ def test_a_block_can_begin_as_its_shortcut() -> None:
     assert not torch.equal(small().layers["0"](x), x)
 
 
+@pytest.mark.gpu
+def test_a_gpu_computes_the_same_and_keeps_statistics_in_float32() -> None:
+    x, y = torch.randn(8, 1, 8, 8), torch.arange(8)
+    ours, theirs = small(), small().cuda()
+    loss = ours(x, y)
+    torch.testing.assert_close(theirs(x.cuda(), y.cuda()).cpu(), loss, rtol=1e-3, atol=1e-3)
+    with torch.autocast("cuda", torch.bfloat16):
+        theirs(x.cuda(), y.cuda()).backward()
+    assert all(b.dtype == torch.float32 and torch.isfinite(b).all() for b in theirs.buffers())
+    assert theirs.stem.weight.grad is not None and torch.isfinite(theirs.stem.weight.grad).all()
+
+
 # ---- batch norm ----------------------------------------------------------------------------------------------
 
 
@@ -93,6 +105,13 @@ def test_one_process_computes_what_torch_does(batch: int, channels: int, side: i
     torch.testing.assert_close(ours.running_mean, theirs.running_mean)
     torch.testing.assert_close(ours.running_var, theirs.running_var)
     torch.testing.assert_close(ours.eval()(x), theirs.eval()(x))
+
+
+def test_what_memory_held_before_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, float("nan")))
+    module = norm(2)
+    module(torch.ones(2, 2, 2, 2))
+    torch.testing.assert_close(module.running_mean, torch.full((2,), MOMENTUM))
 
 
 def test_a_batch_that_is_not_finite_is_not_remembered() -> None:
