@@ -39,7 +39,7 @@ def test_a_recipe_says_what_to_expect(name: str) -> None:
         return
     assert "For: " in header and "Hardware: " in header
     assert re.search(r"Measured|Predicted", header), "and whether that was measured"
-    assert re.search(r"GiB", header) and re.search(r"(tokens|images|samples|texts)/s", header)
+    assert re.search(r"GiB", header) and re.search(r"(tokens|images|pictures|samples|texts)/s", header)
     assert re.search(r"\d (hours|minutes|s\b)", header), "how long it takes"
 
 
@@ -72,10 +72,10 @@ def test_a_twin_trains(name: str, tmp_path: Path) -> None:
     with world.World(config["cluster"]["processes"], world.train_rank, run_dir) as ranks:
         assert not world.failure(run_dir, ranks.join(150))
     curve = losses(run_dir)
-    assert len(curve) == 20 and summary(run_dir)["status"] == "done"
-    first, last = (sum(curve[s] for s in steps) / 3 for steps in ((1, 2, 3), (18, 19, 20)))
+    assert len(curve) == config["train"]["steps"] and summary(run_dir)["status"] == "done"
+    first, last = (sum(values) / 5 for values in (list(curve.values())[:5], list(curve.values())[-5:]))
     print(name, first, last)
-    assert last < first, "it learns"
+    assert last < first - 0.05, "it learns"
 
 
 def test_a_copied_recipe_may_build_on_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
