@@ -48,6 +48,8 @@ def main(argv: list[str]) -> int:
     full_error = os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:
         ended = start(argv)
+    except BrokenPipeError:  # dry_run=true | head
+        raise
     except MISTAKES as error:
         if full_error:
             raise
@@ -122,13 +124,13 @@ class Gate(Callback):
                 if hasattr(cluster, "check") and not config["dry_run"]:  # a scheduler knows what it would refuse
                     cluster.check(config)
         if resolved[0]["dry_run"]:
-            for cluster, config in zip(clusters, resolved, strict=True):
-                cluster.dry_run(Path(config["run_dir"]), config)
-                if "deepspeed_config" in config["strategy"]:
-                    print(
-                        "\nDeepSpeed's configuration, made from these settings (where a step ends we tell the engine):"
-                    )
-                    print(json.dumps(zero_config.check(config, validate(config)), indent=2))
+            with heard():  # `| head` closes the pipe, and that must not start anything
+                for cluster, config in zip(clusters, resolved, strict=True):
+                    cluster.dry_run(Path(config["run_dir"]), config)
+                    if "deepspeed_config" in config["strategy"]:
+                        print("\nDeepSpeed's configuration, made from these settings (we say where a step ends):")
+                        print(json.dumps(zero_config.check(config, validate(config)), indent=2))
+                sys.stdout.flush()
             raise SystemExit(0)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:

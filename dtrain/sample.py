@@ -44,6 +44,11 @@ def sample(
     """The prompt, and what the model writes after it."""
     model, cfg = load_model(run_dir, trust or [])
     data = config.build(cfg.data, trust or [])
+    if cfg.model.get("task"):
+        raise ValueError(
+            f"model={cfg.choices.model}: sees a whole text at once and does not write on\n"
+            "  fix: dtrain evaluate, or a run of gpt2 or llama"
+        )
     if not hasattr(data, "encode"):
         raise ValueError(
             f"data={cfg.choices.data}: is no text, so the model writes none\n  fix: a language model's run"

@@ -22,7 +22,7 @@ from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED
 from dtrain.data.loader import Loader
 from dtrain.models import build as models
 from dtrain.rundir import newest_figures, write_json
-from dtrain.validate import batch_sizes
+from dtrain.validate import batch_sizes, eval_batch_size
 from dtrain.worker import log
 
 
@@ -40,12 +40,14 @@ def train(run_dir: Path, cfg: Settings, device: torch.device) -> str:
     # ---- build: data, model, strategy ------------------------------------------------------------------------
     data = build(cfg.data, trust)
     train_set = data.dataset("train")
+    val_set = data.dataset("val") if cfg.train.eval_batches else None
     model = models.make(cfg, trust)  # no memory yet: the strategy decides which part of each weight this rank holds
     precision = build(cfg.precision, trust)
     schedule = build(cfg.schedule, trust, steps=cfg.train.steps)
     strategy = build(cfg.strategy, trust)
     sizes = strategy.resolve_mesh(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
     _, micro_batch_size, accumulation = batch_sizes(cfg, sizes)
+    val_batch_size = eval_batch_size(len(val_set), batch_size, micro_batch_size, sizes) if val_set is not None else 0
     strategy.setup(
         model,
         build(cfg.optim, trust, global_batch_size=batch_size),
@@ -59,17 +61,14 @@ def train(run_dir: Path, cfg: Settings, device: torch.device) -> str:
         compile=cfg.compile,
         masked=getattr(train_set, "masked", False),
     )
-    place = (batch_size, seed, strategy.data_rank, sizes.dp)
     reading = {"pin_memory": device.type == "cuda", "workers": cfg.train.loader_workers}
-    train_data = Loader(train_set, *place, **reading)
+    place = (seed, strategy.data_rank, sizes.dp)
+    train_data = Loader(train_set, batch_size, *place, **reading)
     data_identity = f"{len(train_data.dataset)} samples {getattr(train_data.dataset, 'fingerprint', '')}".strip()
-    val_data = Loader(data.dataset("val"), *place, **reading, shuffle=False) if cfg.train.eval_batches else None
-    num_val_batches = min(cfg.train.eval_batches, len(val_data.dataset) // batch_size) if val_data else 0
-    if val_data and not num_val_batches:
-        raise ValueError(
-            f"train.global_batch_size={batch_size}: the validation split has only {len(val_data.dataset)} samples\n"
-            "  fix: a larger data.val_fraction, a smaller batch, or train.eval_batches=0"
-        )
+    val_data, num_val_batches = None, 0
+    if val_set is not None:
+        val_data = Loader(val_set, val_batch_size, *place, **reading, shuffle=False)
+        num_val_batches = min(cfg.train.eval_batches, len(val_set) // val_batch_size)
 
     # ---- load: the newest good checkpoint of this run, whatever layout it was saved under ---------------------
     step = samples = 0
@@ -151,7 +150,7 @@ def train(run_dir: Path, cfg: Settings, device: torch.device) -> str:
         if val_data and due and not stopping:
             batches = []
             for i in range(num_val_batches):
-                inputs, targets = (t.to(device, non_blocking=True) for t in val_data.batch(i * batch_size))
+                inputs, targets = (t.to(device, non_blocking=True) for t in val_data.batch(i * val_batch_size))
                 batches.append(strategy.eval_step(inputs, targets))
             figures = metrics.figures(model, torch.stack(batches).mean(dim=0).reshape(-1).tolist())
             summary |= figures

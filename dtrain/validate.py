@@ -26,7 +26,8 @@ AT_LEAST = {
     "model.num_layers": 1, "model.dim": 1, "model.num_heads": 1, "model.num_kv_heads": 1, "model.vocab_size": 1,
     "model.vocab_multiple": 1, "model.hidden_dim": 1, "model.rope_factor": 1, "model.rope_original_len": 1,
     "model.seq_len": 1, "model.dropout": 0, "data.seq_len": 1, "data.num_samples": 1,
-    "data.seed": 0,
+    "data.seed": 0, "model.image_size": 1, "model.channels": 1, "model.num_classes": 1, "model.patch_size": 1,
+    "model.width": 1,
     "optim.weight_decay": 0, "optim.momentum": 0, "optim.base_batch_size": 1,
     "schedule.warmup_steps": 0, "schedule.min_ratio": 0,
     "cluster.nodes": 1, "cluster.processes": 1, "cluster.max_restarts": 0, "cluster.grace_s": 0,
@@ -150,6 +151,14 @@ def check_model(model: dict[str, Any], sizes: mesh.MeshSizes) -> None:
     if not low < high:
         fix = "model.rope_low_freq_factor=1.0 model.rope_high_freq_factor=4.0"
         raise bad("model.rope_low_freq_factor", low, f"must be less than model.rope_high_freq_factor={high}", fix)
+    size, patch = model.get("image_size"), model.get("patch_size")
+    if size and patch and size % patch:
+        raise bad(
+            "model.patch_size",
+            patch,
+            f"must divide model.image_size={size}",
+            f"model.patch_size={math.gcd(size, patch)}",
+        )
     for setting, count in (("num_heads", heads), ("num_kv_heads", kv_heads)):
         if count and count % sizes.tp:
             fits = math.gcd(heads, kv_heads, sizes.tp)
@@ -187,6 +196,18 @@ def batch_sizes(config: dict[str, Any] | DictConfig, sizes: mesh.MeshSizes) -> t
             f"train.micro_batch_size={divisors[-1]}",
         )
     return per_rank, micro, per_rank // micro
+
+
+def eval_batch_size(num_samples: int, batch_size: int, micro: int, sizes: mesh.MeshSizes) -> int:
+    """Samples a step of the evaluation: a global batch, or as much of one as a small split has."""
+    unit = micro * sizes.dp * (2 * sizes.pp if sizes.pp > 1 else 1)  # whole micro-batches, and a pipeline full of them
+    if num_samples >= batch_size:
+        return batch_size
+    if num_samples < unit:
+        rule = f"the validation split has only {num_samples} samples, and ranks and micro-batches need {unit} at a time"
+        fix = "train.eval_batches=0, a smaller train.micro_batch_size, or more data to hold out"
+        raise bad("train.eval_batches", "…", rule, fix)
+    return num_samples // unit * unit
 
 
 def check_data(config: dict[str, Any]) -> None:

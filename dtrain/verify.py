@@ -161,6 +161,8 @@ def plan(request: Request, folder: Path) -> tuple[dict[str, Case], list[Case]]:
         references[precision] = one
         for strategy in request.strategies:
             cfg = compose([f"strategy={strategy}", *settings(request.overrides, [*defaults, ACCUMULATE])])
+            if "batch_norm" in cfg.model and "train.micro_batch_size" not in map(key_of, request.overrides):
+                OmegaConf.update(cfg, "train.micro_batch_size", None)  # its statistics are those of a micro-batch
             section: Any = OmegaConf.to_container(cfg.strategy, resolve=True)
             check_section("strategy", section, cfg.trust)
             check_ranges(flatten({"strategy": section}))

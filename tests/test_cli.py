@@ -164,12 +164,16 @@ def test_a_full_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- in a shell ----------------------------------------------------------------------------------------------
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
+@pytest.mark.parametrize(
+    "words", [["recipes", "show", "cpu-tiny"], ["launch", "dry_run=true", "run_dir=out", "strategy=zero2"]]
+)
+def test_a_reader_that_goes_away_is_no_error_and_starts_nothing(words: list[str], tmp_path: Path) -> None:
     """dtrain recipes show X | head -0"""
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "dtrain", "recipes", "show", "cpu-tiny"]
+    command = [sys.executable, "-m", "dtrain", *words]
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")
+    assert not (tmp_path / "out").exists()

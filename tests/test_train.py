@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from dtrain.cli import main
+from dtrain.config import build
+from dtrain.sample import load_model
 from tests.world import losses, make_run, metrics, summary, train
 
 KEYS = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "data_s", "mfu", "mem_gib"}
@@ -44,10 +48,18 @@ def test_stop_after_saves_and_the_schedule_still_aims_at_the_end(tmp_path: Path)
     assert losses(run) == {s: x for s, x in losses(whole).items() if s <= 7}
 
 
-def test_a_validation_split_smaller_than_a_batch_is_a_bad_configuration(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", "cluster.processes=1", "train.eval_batches=1", "data.num_samples=20")
-    assert train(run) == [2]
-    assert "the validation split has only 2 samples" in str(failure(run)["message"])
+def test_a_validation_split_smaller_than_a_batch(tmp_path: Path) -> None:
+    """As many whole micro-batches of it as there are; where there is none, that is a bad configuration."""
+    small = ["cluster.processes=1", "train.eval_batches=4", "data.num_samples=70"]  # 7 are held out, a batch has 8
+    run = make_run(tmp_path / "run", *small, "train.micro_batch_size=2", "train.stop_after=1")
+    assert train(run) == [0]
+    model, cfg = load_model(run, [])
+    with torch.no_grad():
+        loss = model(*build(cfg.data).dataset("val").batch(np.arange(6))).item()
+    assert summary(run)["val_loss"] == pytest.approx(loss, abs=1e-6)
+    broken = make_run(tmp_path / "broken", *small)
+    assert train(broken) == [2]
+    assert "the validation split has only 7 samples" in str(failure(broken)["message"])
 
 
 def test_other_data_is_refused_on_resume_unless_allowed(tmp_path: Path) -> None:

@@ -52,6 +52,10 @@ def check_tensor(
     strategy: dict[str, Any], model: dict[str, Any], data: dict[str, Any], cluster: dict[str, Any], sizes: MeshSizes
 ) -> None:
     tp, vocab_size = sizes.tp, model.get("vocab_size")
+    for setting in ("sequence_parallel", "loss_parallel"):
+        if strategy.get(setting) and tp > 1 and model["_target_"] == "dtrain.models.vit.ViT":
+            rule = "ViT's patches and its class token do not divide by ranks, and its classes are few"
+            raise bad(f"strategy.{setting}", "true", rule, f"strategy.{setting}=false")
     seq_len, where = (data["seq_len"], "data") if data.get("seq_len") else (model.get("seq_len"), "model")
     if strategy.get("sequence_parallel") and tp > 1 and shared_gpus(cluster):
         rule = "ranks that share a GPU talk over gloo, and that crashed under it (SIGSEGV, torch 2.11)"

@@ -129,8 +129,11 @@ def finish_sums(model: nn.Module) -> None:
     Under sequence parallel a norm sees a part of the sequence on each rank, and DTensor leaves the sum of its gradients
     for later. fsdp finishes it by itself.
     """
-    partial: list[Any] = [p for p in model.parameters() if is_dtensor(p) and p.grad is not None]
-    partial = [p for p in partial if any(placement.is_partial() for placement in p.grad.placements)]
+    cut: list[Any] = [p for p in model.parameters() if is_dtensor(p) and p.grad is not None]
+    partial = [p for p in cut if any(placement.is_partial() for placement in p.grad.placements)]
+    for p in cut:  # an embedding cut by its vocabulary, and only looked up, has its gradient whole on every rank
+        if p.grad.to_local().shape != p.to_local().shape:
+            p.grad = p.grad.redistribute(placements=p.placements)
     if not partial:
         return
     gradients = [p.grad.to_local() for p in partial]
