@@ -324,7 +324,7 @@ def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str
 
 def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[str]:
     """What to type next."""
-    resume = f"{LAUNCH} {resume_argument(run_dir)}"
+    resume = f"{LAUNCH} {resume_argument(run_dir)}{trust_argument(run_dir)}"
     if status in ("failed", "preempted", "died", "cancelled"):
         return [resume]
     if status != "done":
@@ -333,9 +333,21 @@ def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[s
     longer = f"{resume} train.steps={2 * total:.0f} 'resume_allow=[train.steps]'"
     if (number(summary.get("steps")) or total) < total:  # train.stop_after ended it early
         longer = resume
-    writes = summary.get("val_accuracy") is None  # a language model; what classifies, or fills gaps, has an accuracy
+    # a language model has a perplexity; what classifies, or fills gaps, has an accuracy, too
+    writes = summary.get("val_accuracy") is None and number(summary.get("val_perplexity")) is not None
     look = f'dtrain sample {run} "def "' if writes else f"dtrain evaluate {run}"
     return [look, f"dtrain export {run}", longer]
+
+
+def trust_argument(run_dir: Path) -> str:
+    """Your own modules are trusted by name, each time: a run folder may come from elsewhere."""
+    from omegaconf import OmegaConf
+
+    try:
+        trust = OmegaConf.select(OmegaConf.load(run_dir / "config.yaml"), "trust") or []
+    except Exception:  # yaml errors have many types; a run that failed early may have no such file
+        return ""
+    return f" 'trust=[{','.join(trust)}]'" if trust else ""
 
 
 def print_summary(
