@@ -81,6 +81,11 @@ def check_run(path: Path, model: Mapping[str, Any]) -> None:
         raise wrong(path, f"is a {cfg.model['_target_']}, the model is a {model['_target_']}", fix)
     theirs = {k: v for k, v in cfg.model.items() if k in model and k not in WITHOUT_WEIGHTS and k != "_target_"}
     compare(path, model, theirs)
+    tokens = theirs.get("vocab_size")
+    if tokens != model.get("vocab_size"):  # more of them: a checkpoint has rows that pad, and they were trained to be
+        fix = f"dtrain export {run_dir} OUT --format hf, and init_from=OUT, where new tokens begin as the mean of all"
+        rule = f"model.vocab_size is {model['vocab_size']} and {tokens} there"
+        raise wrong(path, rule, fix if hf.of_target(model["_target_"]) else f"model.vocab_size={tokens}")
 
 
 def _takes_length(model: Mapping[str, Any], positions: int) -> bool:
@@ -151,6 +156,7 @@ def check_folder(path: Path, model: Mapping[str, Any], choice: str | None = None
     named = nearest(family, settings)
     compare(path, model, settings, fix="" if " " in named else named)  # one word, where it is one that we have
     check_names(path, family, entries, family.needed(model), model["num_layers"])
+    check_headers(path, family, entries, settings)
 
 
 def check_names(path: Path, family: Family, entries: Mapping[str, Entry], names: list[str], num_layers: int) -> None:
@@ -164,6 +170,25 @@ def check_names(path: Path, family: Family, entries: Mapping[str, Entry], names:
         layers = 1 + max(family.layer_of(bare) or 0 for bare in entries)
         rule = f"it has {layers} layers, the model {num_layers}: {extra[0]}; {len(extra)} weights more in all"
         raise wrong(path, rule, f"model.num_layers={layers}, if its config.json says so, too")
+
+
+def check_headers(path: Path, family: Family, entries: Mapping[str, Entry], settings: Mapping[str, Any]) -> None:
+    """The tensors that are weights of ours have the shapes that config.json says, in a type that can be read."""
+    named = ((name, entries.get(family.theirs(name) or "")) for name in family.names(settings["num_layers"]))
+    found = {name: entry for name, entry in named if entry is not None}
+    odd = [e for e in found.values() if e.dtype not in FLOATS]
+    if odd:
+        rule = f"{odd[0].name} is of type {odd[0].dtype}; {len(odd)} such in all"
+        raise wrong(path, rule, "weights in 16, 32 or 64 bits that are not quantized")
+    odd, wanted = [], {}
+    for name, entry in found.items():
+        shape = hf.shape_of(name, settings)
+        wanted[entry] = shape if family.change(name) == hf.SAME else shape[::-1]
+        if entry.shape != wanted[entry] and not name.startswith(hf.CLASSES):  # other classes draw a new head
+            odd.append(entry)
+    if odd:
+        said = f"{odd[0].name} has shape {list(odd[0].shape)}, and {list(wanted[odd[0]])} by its config.json"
+        raise wrong(path, f"{said}; {len(odd)} such in all", "copy or download the folder again")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -211,8 +236,10 @@ def read_entries(path: Path, family: Family) -> dict[str, Entry]:
     else:
         pickled = sorted(p.name for p in path.glob("*.bin")) + sorted(p.name for p in path.glob("*.pt*"))
         if pickled:
-            save = f"AutoModel.from_pretrained({str(path)!r}).save_pretrained('NEW')"
-            fix = f'python -c "from transformers import *; {save}" where you trust the file, and init_from=NEW'
+            named = (read_config(path).get("architectures") or [""])[0]  # AutoModel would leave the head out
+            kind = named if str(named).isidentifier() else "AutoModel"
+            save = f"transformers.{kind}.from_pretrained({str(path)!r}).save_pretrained('NEW')"
+            fix = f'python -c "import transformers; {save}" where you trust the file, and init_from=NEW'
             raise wrong(path, f"it has pickled weights only ({pickled[0]}), which may run any code", fix)
         raise wrong(path, f"it has no {SINGLE}, nor {INDEX}", again)
     entries = {e.name: e for file in files for e in read_header(path, file)}

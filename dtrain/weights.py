@@ -140,8 +140,6 @@ class HuggingFace:
         entry = self.entries.get(self.family.theirs(name) or "")
         if entry is None:
             return None
-        if entry.dtype not in init_from.FLOATS:
-            raise bad("init_from", self.path, f"{entry.name} is of type {entry.dtype}", "weights in 16 or 32 bits")
         turned = self.family.change(name) != hf.SAME
         shape = cut(name, entry.shape[::-1] if turned else entry.shape, wanted)
         more_rows = name in hf.VOCABULARY and shape[:1] < wanted[:1] and shape[1:] == wanted[1:]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -304,6 +306,25 @@ def test_weights_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     (tmp_path / "hf" / "pytorch_model.bin").write_bytes(b"")
     message = refused("gpt2", tmp_path / "hf")
     assert "pickled weights only (pytorch_model.bin)" in message and "save_pretrained" in message
+    assert "transformers.GPT2LMHeadModel.from_pretrained" in message, "AutoModel would leave the head out"
+    edit_config(tmp_path / "hf", architectures=["x; y"])
+    assert "transformers.AutoModel.from_pretrained" in refused("gpt2", tmp_path / "hf")
+
+
+def test_the_advice_for_pickled_weights_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = CASES["llama"].make(tmp_path / "hf")
+    torch.save(theirs.state_dict(), tmp_path / "hf" / "pytorch_model.bin")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    message = refused("llama", tmp_path / "hf")
+    _, _, script = shlex.split(message.partition("fix: ")[2].partition(" where you trust")[0])
+    monkeypatch.chdir(tmp_path)
+    exec(script, {})
+    assert apart(load(make(tmp_path / "run", "llama", f"init_from={tmp_path / 'NEW'}")), theirs) < 1e-5
+
+
+def edit_config(folder: Path, **values: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 def test_weights_of_another_shape_name_or_number_are_refused(tmp_path: Path) -> None:
@@ -320,10 +341,17 @@ def test_weights_of_another_shape_name_or_number_are_refused(tmp_path: Path) -> 
     with_weights(original | {f"model.layers.2.{k}.weight": torch.ones(1) for k in ("a", "b")})
     assert "it has 3 layers, the model 2: model.layers.2.a.weight; 2 weights more" in refused("llama", tmp_path / "hf")
     with_weights(original | {key: original[key][:8]})
-    message = refused_by_ranks("llama", tmp_path)
-    assert "layers.1.attention.q.weight has shape [8, 32] in it, [32, 32] in the model; 1 differences" in message
+    message = refused("llama", tmp_path / "hf")
+    assert f"{key} has shape [8, 32], and [32, 32] by its config.json; 1 such in all" in message
+    embed = "model.embed_tokens.weight"
+    with_weights(original | {embed: original[embed][:-4]})
+    assert f"[{VOCAB - 4}, 32], and [{VOCAB}, 32]" in refused("llama", tmp_path / "hf"), "not as if tokens were new"
     with_weights(original | {key: original[key].to(torch.int8)})
-    assert "is of type I8" in refused_by_ranks("llama", tmp_path)
+    assert "is of type I8" in refused("llama", tmp_path / "hf")
+    CASES["gpt2"].make(tmp_path / "gpt2")
+    key = "transformer.h.1.mlp.c_fc.bias"
+    change(tmp_path / "gpt2", lambda state: state | {key: state[key][1:]})
+    assert f"{key} has shape [127], and [128]" in refused("gpt2", tmp_path / "gpt2")
 
 
 def test_a_bias_that_is_missing_is_found_by_the_ranks(tmp_path: Path) -> None:
@@ -348,6 +376,11 @@ def test_runs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     save(run, load(run))
     assert "fix: model.num_layers=2 model.dim=32" in refused("gpt2", run, "model.num_layers=3", "model.dim=64")
     assert "fix: model=gpt2-tiny" in refused("llama", run)
+    message = refused("gpt2", run, "model.vocab_size=280")
+    assert f"model.vocab_size is 280 and {VOCAB} there" in message and f"dtrain export {run} OUT --format hf" in message
+    shutil.copytree(run / "checkpoints" / "step-00000001", tmp_path / "alone")  # says no settings: the ranks compare
+    with pytest.raises(ValueError, match=r"embed.weight has shape \[272, 32\] in it, \[288, 32\] in the model"):
+        load(make(tmp_path / "more", "gpt2", f"init_from={tmp_path / 'alone'}", "model.vocab_size=280"))
     adapters = make(tmp_path / "adapters", "gpt2", "lora.rank=2")
     save(adapters, load(adapters))
     assert "trained adapters" in refused("gpt2", adapters)

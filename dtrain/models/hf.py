@@ -74,6 +74,11 @@ class Family:
             modules += [m for m in self.heads if not m.startswith(NEW_MODULES) and m != "output_bias"]
         return [f"{m}.weight" for m in modules]
 
+    def names(self, num_layers: int) -> list[str]:
+        """Every name that a weight of such a model may have."""
+        modules = [*self.outside, *self.heads, *(f"layers.{i}.{m}" for i in range(num_layers) for m in self.in_layer)]
+        return [n for m in modules for n in ([m] if m == "output_bias" else [f"{m}.weight", f"{m}.bias"])]
+
 
 BETTER = {"gamma": "weight", "beta": "bias"}
 
@@ -86,6 +91,24 @@ def is_new(name: str) -> bool:
 def other_classes(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     """Does a weight differ only because the model is for other classes than the file's?"""
     return name.split(".")[0] in CLASSES and shape[1:] == wanted[1:]
+
+
+def shape_of(name: str, settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """Our weight's shape in a model with these settings, before the vocabulary is padded. Not of a classifier."""
+    dim, vocab = settings["dim"], settings["vocab_size"]
+    hidden = settings.get("hidden_dim") or 4 * dim
+    keys = dim // settings["num_heads"] * (settings.get("num_kv_heads") or settings["num_heads"])
+    square, tokens = (dim, dim), (vocab, dim)
+    matrices = {
+        "qkv": (3 * dim, dim), "q": square, "k": (keys, dim), "v": (keys, dim), "proj": square, "gate": (hidden, dim),
+        "up": (hidden, dim), "down": (dim, hidden), "embed": tokens, "output": tokens, "segments": (2, dim),
+        "positions": (settings.get("seq_len"), dim), "transform": square, "pooler": square,
+    }  # fmt: skip
+    module, _, kind = name.rpartition(".")
+    if name == "output_bias":
+        return (vocab,)
+    shape = matrices.get(module.rpartition(".")[2], (dim,))  # a norm
+    return shape[:1] if kind == "bias" else shape
 
 
 def of_target(target: str) -> Family | None:

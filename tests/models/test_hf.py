@@ -16,7 +16,7 @@ from dtrain import config
 from dtrain.models import build as models
 from dtrain.models import hf
 from dtrain.weights import by_head, by_part
-from tests.hf import CASES, apart, load, make
+from tests.hf import CASES, VOCAB, apart, load, make
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -32,12 +32,17 @@ def test_every_weight_has_one_name_there(name: str, tmp_path: Path) -> None:
     cfg = config.load(make(tmp_path / "run", name))
     family = hf.of_target(cfg.model["_target_"])
     assert family is not None
-    ours = [n for n, _ in models.make(cfg).named_parameters()]
+    shapes = {n: tuple(p.shape) for n, p in models.make(cfg).named_parameters()}
+    ours = list(shapes)
     named = [n for n, _ in theirs.named_parameters()]  # a tied weight is there once
     assert sorted(family.full(n) for n in ours) == sorted(named)
     assert all(family.bare(family.full(n)) == family.theirs(n) for n in ours)
     assert set(family.needed(cfg.model)) <= set(ours), "what a launch asks for is what the model has"
     assert family.theirs("layers.0.attention.lora_a") is None
+    assert set(ours) <= set(family.names(2)), "and what it looks at is all of that"
+    for n, shape in shapes.items():
+        rows = VOCAB if n in hf.VOCABULARY else shape[0]
+        assert n.startswith("classifier") or hf.shape_of(n, cfg.model) == (rows, *shape[1:]), n
 
 
 @pytest.mark.parametrize("name", CASES)
