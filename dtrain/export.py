@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from dtrain import checkpoint, config, shards
 from dtrain.config import Settings, bad
+from dtrain.data import text
 from dtrain.init_from import INDEX, SINGLE
 from dtrain.models import build as models
 from dtrain.models import hf, lora
@@ -21,6 +24,7 @@ from dtrain.rundir import read_json
 from dtrain.strategies import frozen
 from dtrain.weights import by_part
 
+log = logging.getLogger("dtrain")
 SHARD_BYTES = 5 * 10**9  # of a file of a Hugging Face folder: what save_pretrained made for years
 
 
@@ -31,21 +35,46 @@ def newest_checkpoint(run_dir: Path) -> Path:
     return found[0]
 
 
-def final_weights(run_dir: Path, trust: Iterable[str] = ()) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of the run's model as it is now, whole, one at a time, by canonical name; adapters are merged in.
+class Final:
+    """The weights of a run's model as they are now, by canonical name: first their shapes, then the weights."""
 
-    The one way from a run to its weights: for export, sampling and evaluation. What comes before an error at its end
-    (adapters whose base is not the one they were trained on) is not to be used.
-    """
-    path, cfg = newest_checkpoint(run_dir), config.load(run_dir)
-    if not cfg.get("lora", {}).get("rank"):
-        yield from checkpoint.weights(path)
-        return
-    model, saved = models.make(cfg, trust), dict(checkpoint.weights(path))
-    first = frozen.First(models.original_weights(cfg, trust), model)
-    yield from lora.merged(base_weights(model, first), saved, cfg.lora.alpha / cfg.lora.rank)
-    frozen.check(checkpoint.read_manifest(path)["extra"].get("base"), first.fingerprint())
-    yield from ((name, buffer) for name, buffer in saved.items() if not lora.is_adapter(name))
+    def __init__(self, run_dir: Path, trust: Iterable[str] = ()) -> None:
+        self.path, self.cfg, self.trust = newest_checkpoint(run_dir), config.load(run_dir), trust
+        self.manifest = checkpoint.read_manifest(self.path)
+        self.adapted = bool(self.cfg.get("lora", {}).get("rank"))
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole, one at a time, adapters merged in.
+
+        What comes before an error at its end (adapters whose base is not the one they were trained on) is not to be
+        used.
+        """
+        if not self.adapted:
+            yield from checkpoint.weights(self.path)
+            return
+        cfg, saved = self.cfg, dict(checkpoint.weights(self.path))
+        model = models.make(cfg, self.trust)
+        first = frozen.First(models.original_weights(cfg, self.trust), model)
+        yield from lora.merged(base_weights(model, first), saved, cfg.lora.alpha / cfg.lora.rank)
+        frozen.check(self.manifest["extra"].get("base"), first.fingerprint())
+        yield from ((name, buffer) for name, buffer in saved.items() if not lora.is_adapter(name))
+
+    def empty(self) -> dict[str, Tensor]:
+        """What the weights will be, in their order, as tensors without memory."""
+        saved = {
+            name.removeprefix("model."): torch.empty(spec["shape"], dtype=getattr(torch, spec["dtype"]), device="meta")
+            for name, spec in sorted(self.manifest["tensors"].items()) if name.startswith("model.")
+        }  # fmt: skip
+        if not self.adapted:
+            return saved
+        base = sorted(lora.base_of(models.make(self.cfg, self.trust)).items())
+        rest = {name: buffer for name, buffer in saved.items() if not lora.is_adapter(name)}
+        return {name: torch.empty(shape, device="meta") for name, shape in base} | rest
+
+
+def final_weights(run_dir: Path, trust: Iterable[str] = ()) -> Iterator[tuple[str, Tensor]]:
+    """The one way from a run to its weights: for export, sampling and evaluation. See `Final`."""
+    return iter(Final(run_dir, trust))
 
 
 def base_weights(model: nn.Module, first: frozen.First) -> Iterator[tuple[str, Tensor]]:
@@ -62,13 +91,47 @@ def base_weights(model: nn.Module, first: frozen.First) -> Iterator[tuple[str, T
 
 def export_file(run_dir: Path, path: Path, dtype: torch.dtype | None = None, trust: Iterable[str] = ()) -> Path:
     """Write the newest weights as one safetensors file that any reader of the format loads."""
-    cfg = config.load(run_dir)
-    state = {name: as_dtype(weight, dtype) for name, weight in final_weights(run_dir, trust)}
+    path = path.resolve()  # a link stays one
+    if path.is_dir():
+        raise bad("OUT", path, "is a folder, and one file is written", f"{path / SINGLE}, or --format hf")
+    final = Final(run_dir, trust)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    shards.write(temporary, state, {"format": "pt", "model": json.dumps(cfg.model)})
-    temporary.replace(path)
+    try:
+        write_stream(temporary, final, dtype, {"format": "pt", "model": json.dumps(final.cfg.model)})
+        temporary.replace(path)
+    except BaseException:  # Ctrl-C too
+        temporary.unlink(missing_ok=True)
+        raise
     return path
+
+
+def write_stream(path: Path, final: Final, dtype: torch.dtype | None, metadata: dict[str, str]) -> None:
+    """One safetensors file, written weight by weight: a model of 70 B parameters has 282 GB, and a host has not."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, empty in final.empty().items():
+        weight = as_dtype(empty, dtype)
+        begin, end = end, end + weight.nbytes
+        header[name] = {"dtype": shards.DTYPES[weight.dtype], "shape": list(weight.shape), "data_offsets": [begin, end]}
+    start = json.dumps(header).encode()
+    start += b" " * (-len(start) % 8)  # the format wants tensors aligned
+    names = iter(header)
+    next(names)
+    try:
+        with open(path, "wb") as file:
+            file.write(len(start).to_bytes(8, "little") + start)
+            for name, weight in final:
+                weight = as_dtype(weight, dtype)
+                said = (next(names, None), header.get(name, {}).get("shape"))
+                assert said == (name, list(weight.shape)), f"{name} is not what the header says: {said}"
+                if weight.numel():
+                    file.write(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            assert next(names, None) is None and file.tell() == 8 + len(start) + end, "the header says more"
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise shards.describe_disk(error, path, 8 + len(start) + end) from error
 
 
 def as_dtype(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -92,19 +155,27 @@ def export_hf(
         known = ", ".join(f"{f.target} ({f.model_type})" for f in hf.FAMILIES.values())
         rule = f"transformers has no counterpart of {cfg.model['_target_']}; it has those of {known}"
         raise bad("--format", "hf", rule, "--format safetensors")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    folder = folder.resolve()  # a link stays one
+    there = folder.exists()
+    if there and (not folder.is_dir() or any(folder.iterdir())):
         raise bad("OUT", folder, "is there already, and is not overwritten", "another folder, or remove it")
-    partial = folder.with_name(f".{folder.name}.partial-{uuid.uuid4().hex[:8]}")
+    # an empty folder stays the same one: it may be a disk of its own, or where a shell is
+    partial = (folder / "x" if there else folder).with_name(f".{folder.name}.partial-{uuid.uuid4().hex[:8]}")
     partial.mkdir(parents=True)
     try:
         write_shards(partial, translated(final_weights(run_dir, trust), family, cfg.model, dtype), shard_bytes)
-        values = {"model_type": family.model_type, **family.config(cfg.model), **special_tokens(cfg)}
+        values = config_of(cfg, family, trust)
         values["dtype"] = str(dtype or torch.float32).removeprefix("torch.")  # masters are float32
         (partial / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
         tokenizer = tokenizer_of(cfg.data)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, partial / "tokenizer.json")
-        partial.replace(folder)  # also onto an empty folder
+        if there:
+            for file in sorted(partial.iterdir(), reverse=True):  # config.json comes last: without it there is no model
+                file.replace(folder / file.name)
+            partial.rmdir()
+        else:
+            partial.replace(folder)
     except BaseException:  # Ctrl-C too
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -159,10 +230,41 @@ def write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]], shard_byte
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def special_tokens(cfg: Settings) -> dict[str, Any]:
-    """Which tokens begin and end a text: what the folder says that the run began with, if it is still there."""
-    began = read_json(Path(cfg.get("init_from") or "") / "config.json")
-    return {k: began[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in began}
+def config_of(cfg: Settings, family: hf.Family, trust: Iterable[str]) -> dict[str, Any]:
+    """config.json: the model's settings, and what the folder that the run began with, and its data, say beyond them."""
+    values = {"model_type": family.model_type, **family.config(cfg.model)}
+    began = read_json(Path(cfg.init_from) / "config.json") if cfg.get("init_from") else {}
+    values |= {k: began[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in began}
+    if "positions" not in family.outside:  # rotary ones: training on short texts takes no long ones away
+        length = began.get("max_position_embeddings")
+        values["max_position_embeddings"] = max(values["max_position_embeddings"], length or 0)
+    if "eos_token_id" in values and values["eos_token_id"] is None:
+        values["eos_token_id"] = end_token(tokenizer_of(cfg.data))
+    if "id2label" in values:
+        names = class_names(cfg, trust)
+        values |= {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+    return values
+
+
+def end_token(tokenizer: Path | None) -> int | None:
+    """The token that the data has between two documents."""
+    if tokenizer is None:
+        return None
+    try:
+        return text.FileTokenizer(str(tokenizer)).separator
+    except ValueError as error:
+        log.warning("the end token is not known: %s", error)
+        return None
+
+
+def class_names(cfg: Settings, trust: Iterable[str]) -> list[str]:
+    """What the run's data calls the classes; LABEL_0, ... as transformers does where it cannot be asked."""
+    number, labels = cfg.model["num_classes"], []
+    try:
+        labels = [str(label) for label in getattr(config.build(cfg.data, trust), "labels", [])]
+    except (ValueError, OSError) as error:
+        log.warning("the names of the classes are not known: %s", error)
+    return labels if len(labels) == number else [f"LABEL_{i}" for i in range(number)]
 
 
 def tokenizer_of(data: Mapping[str, Any]) -> Path | None:

@@ -96,7 +96,8 @@ def load(run_dir: Path) -> nn.Module:
 def save(run_dir: Path, model: nn.Module) -> Path:
     """A checkpoint of the run as if it had been trained."""
     meta = {"samples": 0, "data": "", "extra": {}}
-    state = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    # what adapters leave as it was is in no checkpoint
+    state = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
     (run_dir / "launch.json").write_text('{"launches": []}')
     return checkpoint.save(run_dir / "checkpoints", 1, state, meta, keep=1)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from dtrain import config
+from dtrain import checkpoint, config
 from dtrain.cli import main
-from dtrain.export import export_hf, final_weights
+from dtrain.export import export_file, export_hf, final_weights
 from dtrain.models import build as models
+from dtrain.models import lora
 from dtrain.sample import load_model
+from dtrain.strategies import frozen
 from tests.hf import CASES, VOCAB, apart, load, make, save, transformers
 
 
@@ -81,28 +85,138 @@ def test_16_bits(form: str, tmp_path: Path) -> None:
         assert reloaded(run / "hf", "gpt2", dtype="auto").dtype == torch.bfloat16
 
 
-def test_what_the_first_model_said_of_its_tokens_is_kept(tmp_path: Path) -> None:
+def written(run: Path, out: Path) -> dict[str, Any]:
+    return json.loads((export_hf(run, out) / "config.json").read_text())  # type: ignore[no-any-return]
+
+
+def test_one_file_is_written_weight_by_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With adapters, too: the header is known before the weights are."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = []
+
+    def watched(weights: Any) -> Any:
+        def give(*args: Any) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, weight in weights(*args):
+                alive.append(weakref.ref(weight))
+                most.append(sum(ref() is not None for ref in alive))
+                yield name, weight
+                del weight
+
+        return give
+
+    monkeypatch.setattr(frozen, "check", lambda *_: None)  # a checkpoint that was not trained has no fingerprint
+    for case in ([], ["lora.rank=2"]):
+        run = make(tmp_path / f"run-{len(case)}", "gpt2", *case)
+        save(run, load(run))
+        expected = dict(final_weights(run))
+        alive.clear(), most.clear()
+        with monkeypatch.context() as patch:
+            if case:
+                patch.setattr(lora, "merged", watched(lora.merged))
+            else:
+                patch.setattr(checkpoint, "weights", watched(checkpoint.weights))
+            file = export_file(run, tmp_path / "deep" / "weights.safetensors")
+        assert len(most) > 20 and max(most) <= 2, "one that is written, and the next"
+        found = load_file(file)
+        assert found.keys() == expected.keys() and all(torch.equal(found[n], w) for n, w in expected.items())
+        assert list((tmp_path / "deep").iterdir()) == [file]
+
+
+def test_one_file_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(tmp_path / "run", "gpt2")
+    save(run, load(run))
+    whole = checkpoint.weights
+
+    def broken(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        yield next(iter(whole(path)))
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(checkpoint, "weights", broken)
+    with pytest.raises(OSError, match="is gone"):
+        export_file(run, tmp_path / "out" / "weights.safetensors")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_out_may_be_a_link_or_the_folder_one_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(tmp_path / "run", "gpt2")
+    save(run, load(run))
+    (tmp_path / "big").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "big")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for out in (tmp_path / "link", Path()):
+        assert main(["export", str(run), str(out), "--format", "hf"]) == 0
+        assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(p.name for p in Path().iterdir()), "the folder is the one that a shell is in, and not a new one"
+    capsys.readouterr()
+    assert main(["export", str(run), "."]) == 2
+    assert "is a folder" in capsys.readouterr().err
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "to-file").symlink_to(tmp_path / "file")
+    assert main(["export", str(run), str(tmp_path / "to-file")]) == 0
+    assert (tmp_path / "to-file").is_symlink() and load_file(tmp_path / "file")
+
+
+def test_what_the_first_model_said_of_itself_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     CASES["llama"].make(tmp_path / "hf")
     values = json.loads((tmp_path / "hf" / "config.json").read_text())
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(values | {"bos_token_id": 7, "eos_token_id": [8, 9]}))
+    values |= {"bos_token_id": 7, "eos_token_id": [8, 9], "max_position_embeddings": 4096}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(values))
     run = make(tmp_path / "run", "llama", f"init_from={tmp_path / 'hf'}")
     save(run, load(run))
-    written = json.loads((export_hf(run, tmp_path / "out") / "config.json").read_text())
-    assert (written["bos_token_id"], written["eos_token_id"]) == (7, [8, 9])
+    found = written(run, tmp_path / "out")
+    assert (found["bos_token_id"], found["eos_token_id"]) == (7, [8, 9])
+    assert found["max_position_embeddings"] == 4096, "trained on 16, and rotary positions have no end"
+    # a run that began with nothing asks nobody, not even the folder one happens to be in
+    monkeypatch.chdir(tmp_path / "hf")
+    run = make(tmp_path / "drawn", "llama")
+    save(run, load(run))
+    found = written(run, tmp_path / "out-drawn")
+    assert (found["bos_token_id"], found["eos_token_id"], found["max_position_embeddings"]) == (None, None, 16)
 
 
-def test_the_tokenizer_travels_along(tmp_path: Path) -> None:
+def test_learned_positions_are_as_many_as_there_are(tmp_path: Path) -> None:
+    CASES["gpt2"].make(tmp_path / "hf")
+    run = make(tmp_path / "run", "gpt2", f"init_from={tmp_path / 'hf'}", "model.seq_len=12")
+    save(run, load(run))
+    assert written(run, tmp_path / "out")["n_positions"] == 12
+
+
+def test_the_tokenizer_and_its_end_token_travel_along(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
     run = make(tmp_path / "run", "gpt2")
     save(run, load(run))
     cfg = config.load(run)
-    for data in ({"path": str(tmp_path / "tokens")}, {"path": "text.txt", "tokenizer": str(tmp_path / "mine.json")}):
-        (tmp_path / "tokens").mkdir(exist_ok=True)
-        for file in (tmp_path / "tokens" / "tokenizer.json", tmp_path / "mine.json"):
-            file.write_text(f'{{"of": "{file.name}"}}')
-        config.save(run, {**cfg, "data": {**cfg.data, **data}})
-        out = export_hf(run, tmp_path / f"out-{len(data)}")
+    (tmp_path / "tokens").mkdir()
+    for end, data in (
+        (1, {"path": str(tmp_path / "tokens")}),
+        (2, {"path": "text.txt", "tokenizer": str(tmp_path / "mine.json")}),
+    ):
         source = Path(data["tokenizer"]) if "tokenizer" in data else tmp_path / "tokens" / "tokenizer.json"
-        assert (out / "tokenizer.json").read_text() == source.read_text()
+        words = {"a": 0, "</s>": end, "b": 3 - end}
+        tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a")).save(str(source))
+        config.save(run, {**cfg, "data": {**cfg.data, **data}})
+        assert written(run, tmp_path / f"out-{end}")["eos_token_id"] == end
+        assert (tmp_path / f"out-{end}" / "tokenizer.json").read_text() == source.read_text()
+    source.write_text("{}")
+    assert written(run, tmp_path / "out-odd")["eos_token_id"] is None
+    assert "end token" in caplog.text
+
+
+def test_classes_keep_their_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lines = [{"text": f"text {i}", "label": ("no", "so so", "yes")[i % 3]} for i in range(60)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = make(tmp_path / "run", "bert-classify", "data=labelled", f"data.path={tmp_path / 'data.jsonl'}")
+    save(run, load(run))
+    export_hf(run, tmp_path / "out")
+    theirs = reloaded(tmp_path / "out", "bert-classify").config
+    assert theirs.id2label == {0: "no", 1: "so so", 2: "yes"} and theirs.label2id == {"no": 0, "so so": 1, "yes": 2}
+    (tmp_path / "data.jsonl").unlink()
+    assert written(run, tmp_path / "out-gone")["id2label"]["1"] == "LABEL_1"
+    assert "names of the classes" in caplog.text
 
 
 def test_refused_exports_leave_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
