@@ -6,8 +6,9 @@ import os
 
 import numpy as np
 
+from dtrain.config import bad
 from dtrain.data.corpus import check_split
-from dtrain.data.pixels import STILL, Moves, PixelDataset, bad_path, check_shape, folder_of
+from dtrain.data.pixels import STILL, Moves, PixelDataset, check_shape, folder_of
 
 INSIDE = "cifar-10-batches-bin"  # the folder in the archive
 FILES = {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "val": ["test_batch.bin"]}
@@ -25,12 +26,12 @@ def check(
         if not (folder / name).is_file():
             if any((folder / n).exists() for n in ("data_batch_1", "cifar-10-batches-py")):
                 rule = "has the version for Python, which is pickled, and unpickling a file runs what is in it"
-                raise bad_path(folder, rule, "the binary version, cifar-10-binary.tar.gz from the same page")
-            raise bad_path(folder, f"has no {name}", "put what is in cifar-10-binary.tar.gz there")
+                raise bad("data.path", folder, rule, "the binary version, cifar-10-binary.tar.gz from the same page")
+            raise bad("data.path", folder, f"has no {name}", "put what is in cifar-10-binary.tar.gz there")
         size = os.path.getsize(folder / name)
         if not size or size % RECORD:
             rule = f"{name} has {size} bytes, and a picture {RECORD}: it is cut off, or damaged"
-            raise bad_path(folder, rule, "unpack cifar-10-binary.tar.gz again")
+            raise bad("data.path", folder, rule, "unpack cifar-10-binary.tar.gz again")
     return {"num_classes": 10}
 
 
@@ -50,7 +51,7 @@ class Cifar10:
         records = [np.fromfile(self.folder / name, dtype=np.uint8).reshape(-1, RECORD) for name in FILES[split]]
         whole = np.concatenate(records)
         if whole[:, 0].max() > 9:
-            raise bad_path(self.folder, f"has a class {whole[:, 0].max()}, and there are 10", "unpack it again")
+            raise bad("data.path", self.folder, f"has a class {whole[:, 0].max()}, and there are 10", "unpack it again")
         moves = self.moves if split == "train" else STILL
         mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
         return PixelDataset(whole[:, 1:].reshape(-1, 3, 32, 32), whole[:, 0], *self.shape, mean, std, moves)

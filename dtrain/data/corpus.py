@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
 import numpy as np
+
+from dtrain.data import files
 
 # Below this, one document more or less would swing the held-out share, so the tail is cut off instead.
 MIN_DOCUMENTS_TO_SPLIT = 20
@@ -16,6 +18,7 @@ MIN_DOCUMENTS_TO_SPLIT = 20
 # Only a merge across that newline could come out differently.
 PIECE_BYTES = 1 << 20
 BATCH_BYTES = 16 << 20
+LONGEST_LINE = 16  # pieces; a longer one is cut before a space, or where there is none, between two characters
 BATCH_PIECES = 1 << 16  # a short document takes more memory as an object than as text
 
 
@@ -76,16 +79,35 @@ def tail_start(num_tokens: int, val_fraction: float) -> int:
     return num_tokens - int(num_tokens * val_fraction)
 
 
+def hold_out(shares: Sequence[float], classes: Sequence[Hashable], val_fraction: float) -> list[bool]:
+    """For each sample with a class whether it is held out: by its share, and so whatever else there is.
+
+    The highest of each class never is, as a class must be trained to be told; the lowest of all others always is.
+    """
+    highest: dict[Hashable, float] = {}
+    for share, name in zip(shares, classes, strict=True):
+        highest[name] = max(share, highest.get(name, share))
+    kept = set(highest.values())
+    lowest = min((share for share in shares if share not in kept), default=None)
+    return [share not in kept and (share == lowest or share < val_fraction) for share in shares]
+
+
 class TextSplit:
     """Which documents are held out when they are told apart by their text: a copy of one is on the same side.
 
     Made from the first documents. Fewer than 20 are not split, and the tail is cut off instead. Of the first 20 the
-    one with the lowest hash is held out and the one with the highest is not, so that neither side is empty.
+    one with the lowest hash is held out and the one with the highest is not, so that neither side is empty; if these
+    are all alike, as many more are looked at as it takes to find another. One text alone is not split, either.
     """
 
     def __init__(self, texts: Iterable[bytes], val_fraction: float) -> None:
-        first = [hash_share(text) for text, _ in zip(texts, range(MIN_DOCUMENTS_TO_SPLIT), strict=False)]
-        self.cuts_tail = len(first) < MIN_DOCUMENTS_TO_SPLIT
+        count, first = 0, set()
+        for text in texts:
+            count += 1
+            first.add(hash_share(text))
+            if count >= MIN_DOCUMENTS_TO_SPLIT and len(first) > 1:
+                break
+        self.cuts_tail = count < MIN_DOCUMENTS_TO_SPLIT or len(first) < 2
         self.lowest, self.highest = min(first, default=0.0), max(first, default=1.0)
         self.val_fraction = val_fraction
 
@@ -96,13 +118,8 @@ class TextSplit:
 
 def read_pieces(path: Path) -> Iterator[Piece]:
     """A file that is one document, whole or cut after newlines."""
-    try:
-        with path.open("rb") as file:
-            yield from cut(file, path)
-    except OSError as error:
-        raise ValueError(
-            f"document {str(path)!r} cannot be read ({error.strerror})\n  fix: its permissions or remove it"
-        ) from error
+    with files.reading(path) as file:
+        yield from cut(file, path)
 
 
 def text_pieces(text: bytes, path: Path) -> Iterator[Piece]:
@@ -113,15 +130,27 @@ def text_pieces(text: bytes, path: Path) -> Iterator[Piece]:
 
 
 def cut(file: BinaryIO, path: Path) -> Iterator[Piece]:
-    starts, rest = True, b""
+    starts = True
+    held: list[bytes] = []  # without a newline: so each byte is searched and joined once
     while block := file.read(PIECE_BYTES):
-        rest += block
-        end = len(rest) if len(block) < PIECE_BYTES else rest.rfind(b"\n") + 1
-        if end:
+        held.append(block)
+        end = len(block) if len(block) < PIECE_BYTES else block.rfind(b"\n") + 1
+        if end or len(held) >= LONGEST_LINE:
+            rest = b"".join(held)
+            end = end + len(rest) - len(block) if end else _break(rest)
             yield Piece(path, rest[:end], starts)
-            starts, rest = False, rest[end:]
-    if rest:
-        yield Piece(path, rest, starts)
+            starts, held = False, [rest[end:]] if end < len(rest) else []
+    if held:
+        yield Piece(path, b"".join(held), starts)
+
+
+def _break(line: bytes) -> int:
+    """Where to cut a line that does not end: before a space, as most tokenizers do anyway, else before a character."""
+    end = line.rfind(b" ", len(line) - PIECE_BYTES)
+    if end > 0:
+        return end
+    last = next((i for i in range(1, 5) if line[-i] & 0xC0 != 0x80), 0)  # bytes that go on a character are 10xxxxxx
+    return len(line) - last
 
 
 class Tokens(NamedTuple):

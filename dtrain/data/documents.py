@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
 import os
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Protocol
 
 from dtrain.data import corpus, saved
 from dtrain.data.corpus import Piece
+from dtrain.data.files import UNREADABLE, open_file, reading, walk
 
 TEXT = "**/*.txt"
 JSON_LINES = ("**/*.jsonl", "**/*.jsonl.gz")
@@ -102,9 +102,9 @@ def document(line: bytes, field: str, place: str) -> bytes:
 
 def _lines(file: Path) -> Iterator[bytes]:
     try:
-        with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as lines:
+        with open_file(file) as lines:
             yield from lines
-    except (OSError, EOFError, zlib.error) as error:
+    except UNREADABLE as error:
         raise ValueError(f"document {str(file)!r} cannot be read ({error})\n  fix: copy it again") from error
 
 
@@ -116,11 +116,29 @@ def is_json_lines(file: Path) -> bool:
 
 
 def list_files(root: Path, pattern: str) -> Iterator[Path]:
-    """Files under root that match; a dangling link is given too, so that reading it fails loudly."""
+    """Files under root that match; a dangling link is given too, so that reading it fails loudly.
+
+    `**` goes into linked folders, which Path.glob does not do (and only from Python 3.13 on could).
+    """
+    parts = PurePath(pattern).parts
+    if "**" in parts and ".." not in parts and not PurePath(pattern).is_absolute():
+        for folder, files in walk(root):
+            inside = PurePath(folder).parts
+            yield from (root.joinpath(*inside, name) for name in files if _matches((*inside, name), parts))
+        return
     try:
         yield from (path for path in root.glob(pattern) if not path.is_dir())
     except (ValueError, NotImplementedError) as error:  # empty or absolute pattern
         raise ValueError(f"data.pattern={pattern!r} must be a relative glob ({error})\n  fix: '**/*.txt'") from error
+
+
+def _matches(path: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
+    """Whether a path matches a glob, part by part, as Path.glob has it: `**` is any number of folders."""
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return len(pattern) > 1 and any(_matches(path[i:], pattern[1:]) for i in range(len(path)))
+    return bool(path) and fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
 
 
 def patterns(root: Path, pattern: str | None, setting: str = "data.path") -> tuple[str, ...]:
@@ -139,7 +157,7 @@ def patterns(root: Path, pattern: str | None, setting: str = "data.path") -> tup
 
 
 def check(path: str, pattern: str | None, field: str, setting: str = "data.path") -> None:
-    """Refuse a path without documents. Reads no text, and of JSON lines the first line."""
+    """Refuse a path without documents. Reads the start of one file, and of JSON lines the first line."""
     root = Path(path).expanduser()
     value = f"{setting}={str(path)!r}"
     if not os.path.exists(root):
@@ -165,6 +183,9 @@ def check(path: str, pattern: str | None, field: str, setting: str = "data.path"
         raise ValueError(f"{value} is empty\n  fix: give a file or folder with text in it")
     if is_json_lines(file):
         next(JsonLines([file], field, 0.5).texts(), None)
+    else:
+        with reading(file):
+            pass
 
 
 def _other(root: Path) -> str:

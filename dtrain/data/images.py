@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtrain.data.corpus import check_split, hash_share
+from dtrain.config import bad
+from dtrain.data.corpus import check_split, hash_share, hold_out
+from dtrain.data.files import walk, warn
 from dtrain.data.pixels import check_shape, uniform
 
 if TYPE_CHECKING:
@@ -27,17 +29,25 @@ RATIO = 4 / 3  # the most that a part is wider than high, or higher than wide
 Box = tuple[float, float, float, float]
 
 
-def bad(key: str, value: object, rule: str, fix: str) -> ValueError:
-    return ValueError(f"data.{key}={value}: {rule}\n  fix: {fix}")
-
-
 def class_names(folder: Path) -> list[str]:
     """The folders in a folder, sorted: the class of a picture is the place of its folder among them."""
     return sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
 
 
-def pictures_in(folder: Path) -> list[str]:
-    return sorted(e.name for e in os.scandir(folder) if e.name.lower().endswith(ENDINGS) and not e.is_dir())
+def is_picture(name: str) -> bool:
+    return name.lower().endswith(ENDINGS)
+
+
+def pictures_in(folder: Path) -> tuple[list[str], list[str]]:
+    """The pictures of a class, in folders below its own, too, and the files that are none by their names; sorted."""
+    names: list[str] = []
+    for below, files in walk(folder):
+        names += files if below == "." else [f"{below}/{name}" for name in files]
+    return sorted(filter(is_picture, names)), sorted(name for name in names if not is_picture(name))
+
+
+def has_picture(folder: Path) -> bool:
+    return any(is_picture(name) for _, files in walk(folder) for name in files)
 
 
 def check(
@@ -55,32 +65,36 @@ def check(
     check_shape(image_size, channels)
     if len(crop_scale) != 2 or not 0 < crop_scale[0] <= crop_scale[1] <= 1:
         rule = "must be the smallest and the largest part of a picture's area, more than 0 and at most 1"
-        raise bad("crop_scale", list(crop_scale), rule, "'data.crop_scale=[0.08,1.0]'")
+        raise bad("data.crop_scale", list(crop_scale), rule, "'data.crop_scale=[0.08,1.0]'")
     for name, share in (("val_fraction", val_fraction), ("val_crop", val_crop)):
         if not 0 < share <= 1:
-            raise bad(name, share, "must be a share: more than 0 and at most 1", f"data.{name}=0.1")
+            raise bad(f"data.{name}", share, "must be a share: more than 0 and at most 1", f"data.{name}=0.1")
     for name, values in (("mean", mean), ("std", std)):
         if len(values) not in (1, 3) or (name == "std" and min(values) <= 0):
-            raise bad(name, list(values), "must be 1 or 3 numbers (std: above 0)", f"'data.{name}=[0.5]'")
+            raise bad(f"data.{name}", list(values), "must be 1 or 3 numbers (std: above 0)", f"'data.{name}=[0.5]'")
     if find_spec("PIL") is None:
-        raise bad("path", path, "pictures need Pillow, which is not installed", "pip install pillow")
+        raise bad("data.path", path, "pictures need Pillow, which is not installed", "pip install pillow")
     root = Path(path).expanduser()
     if not root.is_dir():
-        raise bad("path", path, "is no folder", "give a folder that has a folder for each class")
+        raise bad("data.path", path, "is no folder", "give a folder that has a folder for each class")
     own_val = (root / "train").is_dir()
     classes = class_names(root / "train" if own_val else root)
     for folder in (root / "train" / c if own_val else root / c for c in classes):
-        if not any(e.name.lower().endswith(ENDINGS) for e in os.scandir(folder)):
-            raise bad("path", path, f"there is no picture in {folder}", f"remove it, or add one of {' '.join(ENDINGS)}")
+        if not has_picture(folder):
+            raise bad(
+                "data.path", path, f"there is no picture in {folder}", f"remove it, or add one of {' '.join(ENDINGS)}"
+            )
     if len(classes) < 2:
         rule = f"has {len(classes)} folders of pictures, and there must be one for each of two classes or more"
-        raise bad("path", path, rule, f"{path}/train/CLASS/*.jpg and {path}/val/CLASS/*.jpg, or {path}/CLASS/*.jpg")
+        raise bad(
+            "data.path", path, rule, f"{path}/train/CLASS/*.jpg and {path}/val/CLASS/*.jpg, or {path}/CLASS/*.jpg"
+        )
     if own_val:
         if not (root / "val").is_dir():
-            raise bad("path", path, "has train/ and no val/", f"add {path}/val, or take the classes out of train/")
+            raise bad("data.path", path, "has train/ and no val/", f"add {path}/val, or take the classes out of train/")
         others = sorted(set(class_names(root / "val")) - set(classes))
         if others:
-            raise bad("path", path, f"val/{others[0]} is no class of train/", "the same folders in both")
+            raise bad("data.path", path, f"val/{others[0]} is no class of train/", "the same folders in both")
     return {"num_classes": len(classes)}
 
 
@@ -111,19 +125,27 @@ class Images:
         """The samples of "train" or "val"."""
         check_split(split)
         root = self.root / split if self.own_val else self.root
-        names = [f"{c}/{n}" for c in self.classes if (root / c).is_dir() for n in pictures_in(root / c)]
+        names, others = [], []
+        for c in self.classes:
+            pictures, rest = pictures_in(root / c)
+            names += [f"{c}/{name}" for name in pictures]
+            others += [f"{c}/{name}" for name in rest]
+        if others and (self.own_val or split == "train"):  # once, not for each split
+            warn(f"data.path={root}: left out {len(others)} files whose names end like no picture's: {others[0]} …")
         if not self.own_val:
             held_out = choose(names, self.val_fraction)
             names = [name for name in names if (name in held_out) == (split == "val")]
         if not names:
-            raise bad("path", self.path, f"there is no picture for {split}", "more pictures, or data.val_fraction=0.1")
+            raise bad(
+                "data.path", self.path, f"there is no picture for {split}", "more pictures, or data.val_fraction=0.1"
+            )
         return ImageDataset(self, root, names, train=split == "train")
 
 
 def choose(names: list[str], share: float) -> set[str]:
-    """The names that are held out: by their hash, whatever else is there; at least one, and never all."""
-    ranked = sorted(names, key=hash_share)
-    return {name for name in ranked[1:-1] if hash_share(name) < share} | set(ranked[:1])
+    """The names that are held out: by their hash, whatever else is there; at least one, and never all of a class."""
+    held_out = hold_out([*map(hash_share, names)], [name.partition("/")[0] for name in names], share)
+    return {name for name, held in zip(names, held_out, strict=True) if held}
 
 
 class ImageDataset:
@@ -148,7 +170,11 @@ class ImageDataset:
         """Which pictures these are: a hash of all names, and of the sizes of up to 256 files."""
         digest = hashlib.sha256("\n".join(self.names).encode("utf-8", "surrogateescape"))
         for i in np.linspace(0, len(self) - 1, min(len(self), 256)).astype(np.int64):
-            digest.update(f"{os.path.getsize(self.root / self.names[i])} ".encode())
+            try:
+                size = os.path.getsize(self.root / self.names[i])
+            except OSError as error:  # a link to nothing
+                raise unreadable(self.root / self.names[i], error) from error
+            digest.update(f"{size} ".encode())
         return digest.hexdigest()[:16]
 
     def batch(self, indices: np.ndarray, keys: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
@@ -178,9 +204,7 @@ class ImageDataset:
                 )
                 return self.cut(picture, box, mirrored=drawn is not None and self.flip and drawn[4] < 0.5)
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise ValueError(
-                f"data.path: the picture {path} cannot be read ({error})\n  fix: replace it, or remove it"
-            ) from error
+            raise unreadable(path, error) from error
 
     def cut(self, picture: Any, box: Box, mirrored: bool) -> np.ndarray:
         from PIL import Image
@@ -198,6 +222,10 @@ class ImageDataset:
         if mirrored:
             result = result.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         return np.asarray(result).reshape(self.size, self.size, -1)
+
+
+def unreadable(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"data.path: the picture {path} cannot be read ({error})\n  fix: replace it, or remove it")
 
 
 def middle(width: int, height: int, share: float) -> Box:

@@ -60,7 +60,7 @@ def _refused(file: Path, rule: str) -> ValueError:
 def _parse(line: bytes, where: str, file: Path) -> Record:
     try:
         row = json.loads(line.decode("utf-8-sig"))
-    except ValueError as error:  # of the encoding, or of JSON
+    except (ValueError, RecursionError) as error:  # of the encoding, or of JSON
         raise _refused(file, f"{where} is no JSON ({error})") from error
     if not isinstance(row, dict):
         raise _refused(file, f"{where} is no object with text and label")
@@ -116,12 +116,10 @@ def share_of(record: Record) -> float:
 def split(records: list[Record], val_fraction: float) -> dict[str, list[Record]]:
     """Held out by a hash of the text: the same whatever else is in the file, and never a text on both sides.
 
-    Of few texts the hash alone might hold out none or all; so the lowest one always is, and the highest never. What is
-    held out is in the order of the hash: often only the first of it is looked at, and files are often sorted by label.
+    Of few texts the hash alone might hold out none, or all of a class (`corpus.hold_out`). What is held out is in the
+    order of the hash: often only the first of it is looked at, and files are often sorted by label.
     """
-    shares = [share_of(r) for r in records]
-    low, high = min(shares, default=0.0), max(shares, default=0.0)
-    held_out = [share == low != high or (share < val_fraction and share != high) for share in shares]
+    held_out = corpus.hold_out([share_of(r) for r in records], [r.label for r in records], val_fraction)
     return {
         "train": [r for r, held in zip(records, held_out, strict=True) if not held],
         "val": sorted((r for r, held in zip(records, held_out, strict=True) if held), key=share_of),
@@ -239,6 +237,14 @@ def check(
     val_fraction: float = 0.1,
 ) -> dict[str, int]:
     """Refuse settings and files that cannot work; what the model must have. Reads every line, and imports no torch."""
+    marks, splits = read_checked(path, seq_len, pad_id, tokenizer, val_fraction)
+    return {"vocab_size": marks.vocab_size, "num_classes": len(labels_of(splits))}
+
+
+def read_checked(
+    path: str, seq_len: int, pad_id: int | None, tokenizer: str | None, val_fraction: float
+) -> tuple[Marks, dict[str, list[Record]]]:
+    """What settings and files that can work hold: every line is read and looked at."""
     if not 0 < val_fraction < 1:
         raise bad("data.val_fraction", val_fraction, "must be between 0 and 1, ends excluded", "data.val_fraction=0.1")
     marks = marks_of(tokenizer, pad_id)
@@ -247,7 +253,7 @@ def check(
     labels = labels_of(splits)
     if len(labels) < 2:
         raise bad("data.path", path, f"all texts have the label {labels[0]!r}", "texts of at least two classes")
-    return {"vocab_size": marks.vocab_size, "num_classes": len(labels)}
+    return marks, splits
 
 
 def labels_of(splits: dict[str, list[Record]]) -> list[str | int]:
@@ -266,19 +272,13 @@ class Labelled:
         tokenizer: str | None = None,
         val_fraction: float = 0.1,
     ) -> None:
-        check(path, seq_len, pad_id, tokenizer, val_fraction)
-        self.path, self.seq_len, self.val_fraction = path, seq_len, val_fraction
-        self.tokenizer = text.load_tokenizer(tokenizer)
-        self.marks = marks_of(tokenizer, pad_id)
-        self.vocab_size = self.marks.vocab_size
+        marks, self._splits = read_checked(path, seq_len, pad_id, tokenizer, val_fraction)
+        self._prepare(seq_len, text.load_tokenizer(tokenizer), marks)
+
+    def _prepare(self, seq_len: int, tokenizer: Tokenizer, marks: Marks) -> None:
+        self.seq_len, self.tokenizer, self.marks = seq_len, tokenizer, marks
+        self.vocab_size = marks.vocab_size
         self._datasets: dict[str, LabelledDataset] = {}
-
-    def records(self) -> dict[str, list[Record]]:
-        return read_splits(self.path, self.val_fraction)
-
-    @cached_property
-    def _splits(self) -> dict[str, list[Record]]:
-        return self.records()
 
     @cached_property
     def labels(self) -> list[str | int]:

@@ -58,12 +58,11 @@ class Lines(Labelled):
 
     def __init__(self, seq_len: int, pad_id: int | None, val_fraction: float = 0.1) -> None:
         check(seq_len, pad_id)
-        self.seq_len, self.val_fraction = seq_len, val_fraction
-        self.tokenizer, self.marks = text.ByteTokenizer(), marks_of(None, pad_id)
-        self.vocab_size = self.marks.vocab_size
-        self._datasets = {}
+        self._splits = split(self.records(), val_fraction)
+        self._prepare(seq_len, text.ByteTokenizer(), marks_of(None, pad_id))
 
-    def records(self) -> dict[str, list[Record]]:
+    @staticmethod
+    def records() -> list[Record]:
         kinds: dict[str, set[str]] = {}
         for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
             if hash_share(file.name) < SHARE_OF_FILES:
@@ -72,12 +71,11 @@ class Lines(Labelled):
                         kinds.setdefault(line, set()).add(kind)
         of_kind = {label: [line for line, found in kinds.items() if found == {label}] for label in LABELS}
         count = min(map(len, of_kind.values()))
-        chosen = [
+        return [
             Record(line, None, label)
             for label, lines in of_kind.items()
             for line in sorted(lines, key=hash_share)[:count]
         ]
-        return split(chosen, self.val_fraction)
 
 
 def read(file: Path) -> str:

@@ -12,13 +12,13 @@ import numpy as np
 from dtrain.config import bad
 from dtrain.data import stdlib, text, tokens
 from dtrain.data.draws import bits
+from dtrain.data.windows import IGNORED
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 TASK = "mlm"  # what the targets are (dtrain/validate.py)
 
-IGNORED = -100  # dtrain.models.parts.IGNORED; importing that would import torch
 MASK = "[MASK]"
 BYTE_MASK = 256  # the first id after the bytes
 

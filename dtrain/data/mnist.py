@@ -9,9 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
+from dtrain.config import bad
 from dtrain.data.corpus import check_split
-from dtrain.data.pixels import STILL, Moves, PixelDataset, bad_path, check_shape, folder_of
+from dtrain.data.pixels import STILL, Moves, PixelDataset, check_shape, folder_of
 
+CUT_OFF = "is not as long as it says: it is cut off, or damaged"
+LARGEST_RATIO = 1100  # gzip packs a byte into 1/1032 at best: a header that says more is damaged
 PARTS = {"train": "train", "val": "t10k"}
 
 
@@ -22,7 +25,7 @@ def find_idx(folder: Path, name: str) -> Path:
     for found in (folder / n for n in names):
         if found.is_file():
             return found
-    raise bad_path(folder, f"has no {name} or {name}.gz", "put the four files of MNIST there")
+    raise bad("data.path", folder, f"has no {name} or {name}.gz", "put the four files of MNIST there")
 
 
 def read_idx(path: Path, num_dims: int, header_only: bool = False) -> np.ndarray:
@@ -31,18 +34,20 @@ def read_idx(path: Path, num_dims: int, header_only: bool = False) -> np.ndarray
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             start = file.read(4 + 4 * num_dims)
             if start[:4] != bytes([0, 0, 8, num_dims]) or len(start) < 4 + 4 * num_dims:
-                raise bad_path(path, f"is no idx file of bytes in {num_dims} dimensions", "download it again")
+                raise bad("data.path", path, f"is no idx file of bytes in {num_dims} dimensions", "download it again")
             shape = tuple(int.from_bytes(start[4 + 4 * i : 8 + 4 * i], "big") for i in range(num_dims))
             size = math.prod(shape)
+            if size > LARGEST_RATIO * path.stat().st_size:
+                raise bad("data.path", path, CUT_OFF, "download it again")
             if header_only:
                 if path.suffix != ".gz" and path.stat().st_size != len(start) + size:
-                    raise bad_path(path, "is not as long as it says: it is cut off, or damaged", "download it again")
-                return np.empty((0, *shape[1:]), dtype=np.uint8)
+                    raise bad("data.path", path, CUT_OFF, "download it again")
+                return np.empty((0,) * num_dims, dtype=np.uint8)
             values = file.read(size + 1)
     except (OSError, EOFError, zlib.error) as error:  # gzip's own complaint about a bad file is an OSError
-        raise bad_path(path, f"cannot be read ({error})", "download it again") from error
+        raise bad("data.path", path, f"cannot be read ({error})", "download it again") from error
     if len(values) != size:
-        raise bad_path(path, "is not as long as it says: it is cut off, or damaged", "download it again")
+        raise bad("data.path", path, CUT_OFF, "download it again")
     return np.frombuffer(values, dtype=np.uint8).reshape(shape)
 
 
@@ -73,6 +78,6 @@ class Mnist:
         labels = read_idx(find_idx(self.folder, f"{PARTS[split]}-labels-idx1-ubyte"), 1)
         if len(pictures) != len(labels) or not len(labels):
             rule = f"{len(pictures)} pictures and {len(labels)} labels of {PARTS[split]}"
-            raise bad_path(self.folder, rule, "download them again")
+            raise bad("data.path", self.folder, rule, "download them again")
         moves = self.moves if split == "train" else STILL
         return PixelDataset(pictures[:, None], labels, *self.shape, (0.1307,), (0.3081,), moves)

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtrain.data.corpus import Tokens
-from dtrain.data.windows import TokenDataset, fingerprint
+from dtrain.data.windows import IGNORED, TokenDataset, fingerprint
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-IGNORED = -100  # dtrain.models.parts.IGNORED; importing that would import torch
 # Documents packed together: enough that nearly no padding is left, few enough for memory. It is part of what a run
 # computes, as another figure gives other samples.
 GROUP = 1 << 18

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from dtrain.config import bad
 from dtrain.data.draws import bits
 
 if TYPE_CHECKING:
@@ -50,15 +51,11 @@ class Moves(NamedTuple):
 STILL = Moves()
 
 
-def bad_path(path: str | Path, rule: str, fix: str) -> ValueError:
-    return ValueError(f"data.path={path}: {rule}\n  fix: {fix}")
-
-
 def folder_of(path: str, inside: str) -> Path:
     """The folder that a path means: itself, or the one that an archive makes in it."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise bad_path(path, "is no folder", "give the folder that has the files")
+        raise bad("data.path", path, "is no folder", "give the folder that has the files")
     return folder / inside if (folder / inside).is_dir() else folder
 
 

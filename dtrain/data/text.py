@@ -12,12 +12,15 @@ import numpy as np
 from dtrain.data import corpus, documents
 from dtrain.data.corpus import Piece, Tokenizer, Tokens
 from dtrain.data.documents import Source
+from dtrain.data.files import warn
 from dtrain.data.packed import PackedDataset, make_dataset
 from dtrain.data.windows import TokenDataset
 
 TASK = "next"  # what the targets are (dtrain/validate.py)
 
-END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>")
+# Names of the token that ends a document, the first that a tokenizer has: of GPT-2, Llama 3, Llama 2, Gemma, DeepSeek
+# and BERT. A name is only ever added behind: another choice would change the text of runs that resume.
+END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
 
 
 class ByteTokenizer:
@@ -114,7 +117,11 @@ def check(
         raise ValueError(f"data.val_fraction={val_fraction} must be between 0 and 1, ends excluded\n  fix: try 0.05")
     check_tokenizer(tokenizer)
     documents.check(path, pattern, field, setting)
-    return {"vocab_size": load_tokenizer(tokenizer).vocab_size}
+    loaded = load_tokenizer(tokenizer)
+    if loaded.separator is None:
+        names = " ".join(END_OF_DOCUMENT)
+        warn(f"data.tokenizer={tokenizer} has none of {names}: documents follow each other with nothing between them")
+    return {"vocab_size": loaded.vocab_size}
 
 
 class Text:

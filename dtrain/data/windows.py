@@ -10,6 +10,8 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
+IGNORED = -100  # dtrain.models.parts.IGNORED; importing that would import torch
+
 
 def fingerprint(tokens: np.ndarray) -> str:
     """Which text this is: a hash of 256 places in it, quick also for a file of a terabyte."""

@@ -3,6 +3,10 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("data", deadline=None)  # a busy machine is no fault
+settings.load_profile("data")
 
 SENTENCE = "the cat sat on the mat and thought about the naïve cat number "
 

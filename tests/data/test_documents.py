@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.data import documents, text
@@ -99,6 +99,62 @@ def test_a_torn_archive_is_named(tmp_path: Path) -> None:
         file.write_bytes(broken)
         with pytest.raises(ValueError, match=r"a.jsonl.gz' (cannot be read|line)"):
             Text(str(file), seq_len=8).dataset("train")
+
+
+def test_packed_text_is_unpacked_or_refused(tmp_path: Path) -> None:
+    """Once it was taken as it is: a model was trained on compressed bytes."""
+    plain, packed = tmp_path / "a.txt", tmp_path / "a.txt.gz"
+    plain.write_text("the cat\nsat\n" * 50)
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert found(packed) == found(plain) == found(tmp_path, pattern="*.gz")
+    for content, message in (
+        (packed.read_bytes(), "is packed by gzip"),
+        (b"\x28\xb5\x2f\xfd\x24\x10", "is packed by zstd"),
+        (b"PK\x03\x04\x14\0", "is a zip archive"),
+        (b"PAR1\x15\x04", "is a Parquet table"),
+        (b"a.txt".ljust(257, b"\0") + b"ustar\0", "is a tar archive"),
+    ):
+        plain.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{message}(.|\n)*\n  fix: "):
+            text.check(path=str(plain))
+    (tmp_path / "more").mkdir()
+    for n in range(3):  # the check looks into one file, and reading into all
+        (tmp_path / "more" / f"{n}.txt").write_bytes(b"PAR1" if n else b"good text")
+    with pytest.raises(ValueError, match=r"txt' is a Parquet table"):
+        Text(str(tmp_path / "more"), seq_len=2).dataset("train")
+    packed.write_bytes(gzip.compress(b"x" * 5000)[:-12])
+    with pytest.raises(ValueError, match=r"a.txt.gz' cannot be read"):
+        Text(str(packed), seq_len=2).dataset("train")
+
+
+def test_linked_folders_are_entered_once(tmp_path: Path) -> None:
+    for name in ("root/own/a.txt", "other/b.txt", "other/deep/c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    root = tmp_path / "root"
+    (root / "linked").symlink_to(tmp_path / "other")
+    (root / "again").symlink_to(root / "own")  # before "own" in the alphabet, and yet that one keeps its name
+    (tmp_path / "other" / "loop").symlink_to(root)
+    (root / "own" / "up").symlink_to(root)
+
+    def names(pattern: str) -> list[str]:
+        return sorted(path.relative_to(root).as_posix() for path in documents.list_files(root, pattern))
+
+    assert names("**/*.txt") == ["linked/b.txt", "linked/deep/c.txt", "own/a.txt"]
+    assert names("linked/**/c.*") == ["linked/deep/c.txt"]
+    assert names("*/*.txt") == ["again/a.txt", "linked/b.txt", "own/a.txt"], "named, it is taken"
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.sampled_from(["**", "*", "a", "?", "*.txt", "[ab]"]), min_size=1, max_size=4))
+def test_a_pattern_finds_what_glob_finds(tmp_path_factory: pytest.TempPathFactory, parts: list[str]) -> None:
+    root = tmp_path_factory.mktemp("tree")
+    for name in ("x.txt", "a/x.txt", "a/b/x.txt", "a/b/a/b", "b/.hidden.txt", "b/c/X.TXT"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    pattern = "/".join(parts)
+    expected = {path for path in root.glob(pattern) if path.is_file()} if parts[-1] != "**" else set()
+    assert sorted(documents.list_files(root, pattern)) == sorted(expected)
 
 
 def test_what_a_folder_holds_is_found_out(tmp_path: Path, folder: Path) -> None:

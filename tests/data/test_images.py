@@ -158,3 +158,33 @@ assert digits.check(8) == {{"num_classes": 10}}
 assert not {{"torch", "PIL", "sklearn"}} & set(sys.modules), "too much was imported"
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_folders_below_a_class_are_searched_and_what_is_left_out_is_said(
+    two_levels: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    draw(two_levels / "train" / "red" / "more" / "deep" / "9.png", RED)
+    draw(two_levels.parent / f"{two_levels.name}-elsewhere" / "8.png", RED)
+    (two_levels / "train" / "red" / "linked").symlink_to(two_levels.parent / f"{two_levels.name}-elsewhere")
+    (two_levels / "train" / "red" / "loop").symlink_to(two_levels / "train" / "red")
+    (two_levels / "train" / "red" / "x.heic").touch()
+    dataset = Images(str(two_levels), 8).dataset("train")
+    assert [n for n in dataset.names if n.count("/") > 1] == ["red/linked/8.png", "red/more/deep/9.png"]
+    assert len(dataset) == 10 and dataset.batch(np.arange(10))[1].tolist() == [0] * 4 + [1] * 6
+    assert "left out 2 files" in caplog.text and "red/notes.txt" in caplog.text
+    (two_levels / "train" / "green" / "below").mkdir(parents=True)
+    (two_levels / "train" / "green" / "below" / "x.heic").touch()
+    with pytest.raises(ValueError, match=r"there is no picture in .*green(.|\n)*\n  fix: "):
+        images.check(str(two_levels), 8)
+
+
+def test_a_link_to_nothing_is_named(two_levels: Path) -> None:
+    (two_levels / "val" / "red" / "5.jpg").symlink_to(two_levels / "nowhere.jpg")
+    with pytest.raises(ValueError, match=r"the picture .*5.jpg cannot be read (.|\n)*\n  fix: "):
+        _ = Images(str(two_levels), 8).dataset("val").fingerprint
+
+
+def test_a_class_of_few_pictures_is_trained() -> None:
+    lowest = min((f"rare/{n}.jpg" for n in range(50)), key=images.hash_share)
+    held_out = images.choose([lowest, *(f"often/{n}.jpg" for n in range(20))], 0.2)
+    assert held_out and lowest not in held_out

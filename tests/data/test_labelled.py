@@ -78,7 +78,9 @@ def test_the_longer_of_two_texts_is_cut(first: int, second: int, room: int) -> N
 
 def test_pairs_have_segments(tmp_path: Path) -> None:
     rows = [{"text": "abc", "text_pair": "defgh", "label": 7}, {"text": "x", "text_pair": "y", "label": 2}] * 2
-    data = Labelled(str(write(tmp_path / "a.jsonl", rows)), seq_len=9, pad_id=0, val_fraction=0.5)
+    for name in ("train", "val"):
+        write(tmp_path / f"{name}.jsonl", rows)
+    data = Labelled(str(tmp_path), seq_len=9, pad_id=0)
     assert data.labels == [2, 7]
     found = dict((target, np.array(sample)) for s in ("train", "val") for sample, target in rows_of(data, s))
     assert found[1][:, 0].tolist() == [BYTE_CLS, *b"abc", BYTE_SEP, *b"def", BYTE_SEP], "cut from 5 bytes to 3"
@@ -89,7 +91,9 @@ def test_pairs_have_segments(tmp_path: Path) -> None:
 
 def test_a_tokenizer_brings_its_own_marks(tmp_path: Path, bert_tokenizer: str) -> None:  # noqa: F811
     rows = [{"text": "the cat sat", "label": "a"}, {"text": "number and cat", "label": "b"}]
-    path = str(write(tmp_path / "a.jsonl", rows))
+    for name in ("train", "val"):
+        write(tmp_path / f"{name}.jsonl", rows)
+    path = str(tmp_path)
     data = Labelled(path, 6, pad_id=1, tokenizer=bert_tokenizer)
     found = {target: sample for s in ("train", "val") for sample, target in rows_of(data, s)}
     assert found[0] == [2, *data.tokenizer.encode("the cat sat"), 3, 1]
@@ -123,6 +127,7 @@ def test_a_folder_has_its_own_split(tmp_path: Path) -> None:
     ("row", "message"),
     [
         ("{no json", "line 4 of a.jsonl is no JSON"),
+        ("[" * 100_000, "line 4 of a.jsonl is no JSON"),
         ("[1, 2]", "line 4 of a.jsonl is no object"),
         ({"text": 5, "label": "no"}, "line 4 of a.jsonl: text must be text, and not empty"),
         ({"text": "", "label": "no"}, "line 4 of a.jsonl: text must be text, and not empty"),
@@ -156,6 +161,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         ((path, 16, 0, None, 1.5), "data.val_fraction=1.5"),
         ((str(write(tmp_path / "b.jsonl", [])), 16, 0), "has no train samples"),
         ((str(write(tmp_path / "c.jsonl", ROWS[:1] * 5)), 16, 0), "has no val samples"),
+        ((str(write(tmp_path / "f.jsonl", ROWS[:3])), 16, 0), "has no val samples"),  # one of each class
         ((str(write(tmp_path / "d.jsonl", ROWS[::3])), 16, 0), "all texts have the label 'no'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -163,3 +169,18 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     (tmp_path / "e.jsonl").write_bytes(b'{"text": "caf\xe9", "label": 1}\n')
     with pytest.raises(ValueError, match=r"line 1 of e.jsonl is no JSON \('utf-8'"):
         labelled.check(str(tmp_path / "e.jsonl"), 16, 0)
+
+
+def test_a_class_of_few_texts_is_trained(tmp_path: Path) -> None:
+    """Held out by their hashes, all of a rare class could be in val, and nobody would ever learn it."""
+    rare = min((f"rare {n}" for n in range(50)), key=lambda t: labelled.share_of(Record(t, None, "rare")))
+    sides = split([Record(r["text"], None, r["label"]) for r in ROWS] + [Record(rare, None, "rare")], 0.1)
+    assert {r.label for r in sides["train"]} == {"no", "yes", "maybe", "rare"} and sides["val"]
+
+
+def test_a_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    read_records = labelled.read_records
+    monkeypatch.setattr(labelled, "read_records", lambda file: read.append(file) or read_records(file))  # type: ignore[func-returns-value]
+    data = Labelled(str(write(tmp_path / "a.jsonl", ROWS)), 16, 0)
+    assert len(data.dataset("train")) + len(data.dataset("val")) == 60 and len(read) == 1

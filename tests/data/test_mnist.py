@@ -110,3 +110,18 @@ def test_cifar_that_is_missing_damaged_or_pickled_is_refused(tmp_path: Path) -> 
     (pickled / "cifar-10-batches-py").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"pickled, (.|\n)*fix: the binary version, cifar-10-binary.tar.gz"):
         cifar.check(str(pickled), 32)
+
+
+def test_a_header_that_says_too_much_is_refused(tmp_path: Path) -> None:
+    """numpy's own words would say nothing of the file; and no memory is asked for."""
+    for shape in ((2**31, 2**31, 2**31), (0, 2**32 - 1, 2**32 - 1)):
+        header = bytes([0, 0, 8, 3]) + b"".join(n.to_bytes(4, "big") for n in shape)
+        path = tmp_path / "train-images-idx3-ubyte.gz"
+        path.write_bytes(gzip.compress(header + b"x" * 100))
+        if shape[0]:
+            with pytest.raises(ValueError, match=r"gz: is not as long as it says(.|\n)*fix: download it"):
+                mnist.read_idx(path, 3, header_only=True)
+        else:
+            assert mnist.read_idx(path, 3, header_only=True).size == 0
+        with pytest.raises(ValueError, match=r"gz: is not as long as it says"):
+            mnist.read_idx(path, 3)

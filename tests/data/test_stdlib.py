@@ -54,7 +54,7 @@ def test_packages_in_the_library_folder_are_not_walked(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(os, "walk", watch)
     assert Stdlib(seq_len=8).source().names == ["email/c.py", "os.py"]
-    assert sorted(walked) == [str(tmp_path), str(tmp_path / "email")]
+    assert sorted(set(walked)) == [str(tmp_path), str(tmp_path / "email")]
 
 
 def test_a_python_without_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

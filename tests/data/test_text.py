@@ -180,14 +180,19 @@ def test_unknown_split_is_refused(folder: Path) -> None:
         Text(str(folder), seq_len=8).dataset("test")
 
 
-def test_the_constructor_reads_no_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise AssertionError("opened a file")
+def test_the_constructor_reads_the_start_of_one_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Path] = []
+    open_path = Path.open
 
-    monkeypatch.setattr(Path, "open", refuse)
+    def watch(path: Path, mode: str) -> object:
+        opened.append(path)
+        return open_path(path, mode)
+
+    monkeypatch.setattr(Path, "open", watch)
     data = Text(str(folder), seq_len=8)
-    with pytest.raises(AssertionError, match="opened a file"):
-        data.dataset("train")
+    assert len(opened) == 1
+    data.dataset("train")
+    assert len(opened) > 20
 
 
 def test_no_data_module_imports_torch() -> None:
@@ -197,3 +202,16 @@ def test_no_data_module_imports_torch() -> None:
     modules = ", ".join(f"dtrain.data.{name}" for name in names)
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(text.__file__).parents[2]).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["<eos>", "<｜end▁of▁sentence｜>", "[SEP]", None])
+def test_a_tokenizer_without_an_end_is_spoken_of(
+    name: str | None, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tokenizers import Tokenizer, models
+
+    words = {"cat": 0, "?": 1} | ({} if name is None else {name: 2})
+    Tokenizer(models.WordLevel(words, unk_token="?")).save(str(tmp_path / "t.json"))
+    text.check(path=str(folder), tokenizer=str(tmp_path / "t.json"))
+    assert text.load_tokenizer(str(tmp_path / "t.json")).separator == (None if name is None else 2)
+    assert ("nothing between them" in caplog.text) == (name is None)

@@ -1,6 +1,7 @@
 """Token folders: written once, complete or not there, read back as Text reads the source."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -220,3 +221,22 @@ def test_short_split_and_unknown_split(folder: Path, tmp_path: Path) -> None:
         Tokens(str(tmp_path / "out"), seq_len=100_000).dataset("val")
     with pytest.raises(ValueError, match="split='dev'"):
         Tokens(str(tmp_path / "out"), seq_len=8).dataset("dev")
+
+
+def test_a_folder_that_is_a_link_or_this_one_is_kept(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    prepare(folder, tmp_path / "link")
+    assert read_meta(tmp_path / "empty") and (tmp_path / "link").is_symlink()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    inode = os.stat(".").st_ino
+    prepare(folder, Path("."))
+    assert read_meta(".") == read_meta(tmp_path / "empty") and os.stat(tmp_path / "here").st_ino == inode
+    names = {"meta.json", "train.bin", "val.bin", "train.starts", "val.starts"}
+    assert {path.name for path in (tmp_path / "here").iterdir()} == names
+    (tmp_path / "later").symlink_to(tmp_path / "not" / "yet")
+    prepare(folder, tmp_path / "later")
+    assert read_meta(tmp_path / "not" / "yet")

@@ -1,0 +1,89 @@
+"""Files and folders that users bring: walked once each, opened whether packed or not, told from what is no text."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+log = logging.getLogger("dtrain")
+
+UNREADABLE = (OSError, EOFError, zlib.error)  # what reading may raise, of a packed file too
+
+# How files begin that hold text only for a program that knows them: as bytes they would be trained on in silence.
+KINDS = {
+    b"\x1f\x8b": "packed by gzip",
+    b"\x28\xb5\x2f\xfd": "packed by zstd",
+    b"\x04\x22\x4d\x18": "packed by lz4",
+    b"\xfd7zXZ\0": "packed by xz",
+    **{b"BZh%d1AY&SY" % level: "packed by bzip2" for level in range(1, 10)},
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
+    b"PK\x03\x04": "a zip archive",
+    b"PAR1": "a Parquet table",
+    b"ARROW1\0\0": "an Arrow table",
+    b"\x89HDF\r\n\x1a\n": "an HDF5 file",
+}
+TAR = slice(257, 262)  # where a tar archive says "ustar"
+
+
+def warn(message: str) -> None:
+    """Say something that a user should know, in the launcher and in one rank, not in all of them."""
+    if os.environ.get("RANK", "0") == "0":
+        log.warning(message)
+
+
+def open_file(path: Path) -> BinaryIO:
+    """A file's bytes; of a .gz those that are packed in it."""
+    return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[BinaryIO]:
+    """A file of text, open; one that cannot be read, or begins like an archive or a table, is refused."""
+    try:
+        with open_file(path) as file:
+            refuse_packed(file.read(512), path)
+            file.seek(0)
+            yield file
+    except UNREADABLE as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"document {str(path)!r} cannot be read ({reason})\n  fix: its permissions or remove it"
+        ) from error
+
+
+def refuse_packed(start: bytes, path: Path) -> None:
+    """Refuse a file by its first bytes."""
+    kind = next((kind for magic, kind in KINDS.items() if start.startswith(magic)), None)
+    if kind is None and start[TAR] == b"ustar":
+        kind = "a tar archive"
+    if kind is not None:
+        table = kind.endswith("table")
+        fix = "load it with datasets, and save_to_disk" if table else "unpack it (only .gz is unpacked while reading)"
+        raise ValueError(f"document {str(path)!r} is {kind}, not text\n  fix: {fix}")
+
+
+def walk(root: Path) -> Iterator[tuple[str, list[str]]]:
+    """Each folder under `root`, as a relative path, and its files; each is there once, also with links that loop.
+
+    Folders come before links to folders, so that a folder which also has a link keeps its own name: a name decides
+    what is held out.
+    """
+    seen: set[tuple[int, int]] = set()
+    links = [str(root)]
+    while links:
+        following, links = links, []
+        for start in following:
+            for folder, folders, files in os.walk(start):
+                status = os.stat(folder)
+                if (status.st_dev, status.st_ino) in seen:
+                    folders.clear()
+                    continue
+                seen.add((status.st_dev, status.st_ino))
+                links += sorted(path for name in folders if os.path.islink(path := os.path.join(folder, name)))
+                yield os.path.relpath(folder, root), files
