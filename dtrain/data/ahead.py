@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import math
 import multiprocessing
 import pickle
 import signal
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     Batch = tuple[Tensor, Tensor]
 
-PREFETCH = 2  # batches that each process may have ready or in work
+PREFETCH = 2  # batches that each process may have ready or in work; 1 where there is an end, as for validation
 
 # The datasets of one process may share a file or a cache, and one is read ahead while evaluation reads another:
 # one batch at a time. Nothing is lost, as threads share Python's own lock anyway.
@@ -58,8 +59,10 @@ def read(dataset: Dataset, request: Request) -> Batch:
 class Thread:
     """Reads one batch ahead while the step computes: all that text needs, as the step leaves Python for most of it."""
 
-    def __init__(self, dataset: Dataset, request: Callable[[int], Request], stride: int, pin_memory: bool) -> None:
-        self.dataset, self.request, self.stride, self.pin_memory = dataset, request, stride, pin_memory
+    def __init__(
+        self, dataset: Dataset, request: Callable[[int], Request], stride: int, end: float, pin_memory: bool
+    ) -> None:
+        self.dataset, self.request, self.stride, self.end, self.pin_memory = dataset, request, stride, end, pin_memory
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._ahead: tuple[int, Future[Batch]] | None = None
 
@@ -69,7 +72,7 @@ class Thread:
         else:
             batch = self._read(position)
         after = position + self.stride
-        self._ahead = after, self._thread.submit(self._read, after)
+        self._ahead = (after, self._thread.submit(self._read, after)) if after < self.end else None
         return batch
 
     def close(self) -> None:
@@ -85,21 +88,37 @@ class Thread:
 class Processes:
     """Reads and decodes ahead in forked processes, which share the memory of a dataset that is held in it.
 
+    No position from `end` on is read unless it is asked for. Who begins again before that, as each evaluation does,
+    has asked for all that it wants: the next time no more is read than that.
+
     They live as long as this process and no longer, and take no notice of the signals that ask it to stop. The
     thread that first calls `get` must be one that stays: the kernel ends them when it goes.
     """
 
     def __init__(
-        self, dataset: Dataset, request: Callable[[int], Request], stride: int, workers: int, pin_memory: bool
+        self,
+        dataset: Dataset,
+        request: Callable[[int], Request],
+        stride: int,
+        end: float,
+        workers: int,
+        pin_memory: bool,
     ) -> None:
-        self.request, self.stride = request, stride
+        self.request, self.stride, self.end = request, stride, end
         self._settings: dict[str, Any] = {"dataset": _Reader(dataset), "num_workers": workers, "pin_memory": pin_memory}
+        self._settings["prefetch_factor"] = PREFETCH if end == math.inf else 1
+        self._stop = end
         self._loader: Any = None
         self._batches: Iterator[Any] = iter(())
         self._first = self._next = -1
         self._children: set[Any] = set()
 
     def get(self, position: int) -> Batch:
+        if position < self._next and self.end != math.inf:
+            self._stop = self._next
+        if position >= self._stop:  # more than was asked for the last time, or than there is
+            self._stop = self.end if position < self.end else position + self.stride
+            self._next = -1
         if position != self._next:
             self._start(position)
         batch = next(self._batches)
@@ -121,7 +140,8 @@ class Processes:
 
     def __iter__(self) -> Iterator[Request]:
         """What the processes are asked for, in order; we are their sampler."""
-        return map(self.request, itertools.count(self._first, self.stride))
+        ahead = itertools.count(self._first, self.stride)
+        return map(self.request, itertools.takewhile(lambda position: position < self._stop, ahead))
 
     def _start(self, position: int) -> None:
         """Begin at a position; the processes are forked the first time, and later drop what they had ahead."""
@@ -148,7 +168,6 @@ class Processes:
             batch_size=None,
             collate_fn=_as_it_is,
             persistent_workers=True,
-            prefetch_factor=PREFETCH,
             worker_init_fn=_on_start,
             multiprocessing_context="fork",
             generator=Generator(),  # it draws a seed for its processes, and must not take it from the model's draws

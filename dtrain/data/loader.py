@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -25,9 +26,11 @@ def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
     # The id sits in the low bits of its own key: keys are unique, so every sort gives the same order, and
     # sorting in place is several times faster than argsort (10 million samples: 0.3 s for 2.1 s).
     id_bits = np.uint64(size.bit_length())
-    keys = (bits << id_bits) | np.arange(size, dtype=np.uint64)
-    keys.sort()
-    return (keys & ((np.uint64(1) << id_bits) - np.uint64(1))).astype(np.int64)
+    bits <<= id_bits  # in place, as all of this: 20 million samples take 153 MiB each time
+    bits |= np.arange(size, dtype=np.uint64)
+    bits.sort()
+    bits &= (np.uint64(1) << id_bits) - np.uint64(1)
+    return bits.view(np.int64)
 
 
 class Loader:
@@ -62,8 +65,13 @@ class Loader:
         self.shuffle = shuffle
         size = len(dataset)
         # Two, because a batch may straddle two epochs. This cache and what was read ahead are all the state there is.
-        self._order = lru_cache(maxsize=2)(lambda epoch: permutation(seed, epoch, size))
-        ahead_of = (dataset, self.request, global_batch_size)
+        # It grows with the data: 4 bytes a sample and epoch on each rank, so 76 MiB for 20 million, and twice that
+        # from the second epoch on.
+        dtype = np.uint32 if size <= 1 << 32 else np.int64
+        self._order = lru_cache(maxsize=2)(lambda epoch: permutation(seed, epoch, size).astype(dtype))
+        # Validation asks for whole batches of its split, then begins again; training never ends.
+        end = math.inf if shuffle else size // global_batch_size * global_batch_size
+        ahead_of = (dataset, self.request, global_batch_size, end)
         self._ahead: ahead.Thread | ahead.Processes = (
             ahead.Processes(*ahead_of, workers, pin_memory) if workers else ahead.Thread(*ahead_of, pin_memory)
         )
@@ -80,7 +88,7 @@ class Loader:
         if not self.shuffle:  # validation: the same samples with the same draws every time
             return self._request(offsets, 0 * epochs)
         order = [self._order(epoch)[offsets[epochs == epoch]] for epoch in range(epochs[0], epochs[-1] + 1)]
-        return self._request(np.concatenate(order), epochs)
+        return self._request(np.concatenate(order).astype(np.int64), epochs)
 
     def _request(self, indices: np.ndarray, epochs: np.ndarray) -> Request:
         if not getattr(self.dataset, "draws", False):

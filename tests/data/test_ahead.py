@@ -226,3 +226,43 @@ def test_processes_read_while_the_step_computes() -> None:
             loader.batch(step * 4)
             waits.append(time.perf_counter() - began)
     assert sorted(waits)[2] < 0.02, "what a step waits for is not the reading"
+
+
+class Counted(Numbers):
+    """Counts how often each sample is read, in whatever process."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.counts = torch.zeros(size, dtype=torch.int64).share_memory_()
+
+    def batch(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        self.counts[indices] += 1
+        return super().batch(indices)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_validation_is_read_as_far_as_it_is_asked_for(workers: int) -> None:
+    """Each evaluation begins again at 0. Once the processes read on and on, and all of that was thrown away."""
+    dataset = Counted(22)
+    with opened(dataset, 2, seed=0, shuffle=False, workers=workers) as loader:
+        for _ in range(5):
+            for position in range(0, 8, 2):
+                assert loader.batch(position)[0].tolist() == [position, position + 1]
+        assert [loader.batch(p)[0][0].item() for p in (8, 10, 12)] == [8, 10, 12], "and further if it is"
+        if workers:
+            assert dataset.counts[:8].tolist() == [5] * 8
+        for _ in range(3):
+            assert [loader.batch(p)[0][0].item() for p in range(0, 22, 2)] == list(range(0, 22, 2))
+        assert loader.batch(22)[0].tolist() == [0, 1], "past the end, it begins again"
+    if workers:
+        assert dataset.counts.max() <= 5 + 3 + 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_nothing_is_read_past_the_end_of_validation(workers: int) -> None:
+    dataset = Counted(7)
+    with opened(dataset, 2, seed=0, shuffle=False, workers=workers) as loader:
+        for _ in range(3):
+            for position in (0, 2, 4):
+                loader.batch(position)
+    assert dataset.counts.tolist() == [3] * 6 + [0]

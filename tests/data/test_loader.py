@@ -209,3 +209,9 @@ def test_validation_draws_the_same_every_time() -> None:
 def test_a_dataset_that_does_not_draw_is_given_no_keys() -> None:
     assert Loader(Numbers(6), 4, seed=7).request(0).keys is None
     assert Loader(Numbers(6), 4, seed=7).sample(3)[0].tolist() == [3]
+
+
+def test_the_order_takes_four_bytes_a_sample() -> None:
+    loader = Loader(Numbers(1000), 7, seed=0)
+    assert loader.indices(0).dtype == np.int64
+    assert loader._order(0).nbytes == 4000
