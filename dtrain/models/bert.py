@@ -120,6 +120,7 @@ class Bert(nn.Module):
         else:
             self.pooler: nn.Linear | None = nn.Linear(dim, dim)
             self.classifier: nn.Linear | None = nn.Linear(dim, num_classes)
+            self.task_head = ("pooler", "classifier")  # trained beside adapters, too
         # as published: what only pads the vocabulary is not counted
         self.num_parameters = sum(p.numel() for p in self.parameters()) - num_padding
 

@@ -48,6 +48,8 @@ def apply(model: nn.Module, rank: int, alpha: float, targets: list[str]) -> None
     model.requires_grad_(False)
     for linear in chosen.values():
         attach(linear, rank, alpha)
+    for name in getattr(model, "task_head", ()):  # begins anew with every task: frozen, it would stay random
+        model.get_submodule(name).requires_grad_(True)
     model.init_weights = functools.partial(init_weights, model.init_weights)  # type: ignore[assignment, arg-type]
     if hasattr(model, "flops_per_sample"):
         # A frozen weight needs no gradient, one of the three products it takes part in. Attention has no weights and

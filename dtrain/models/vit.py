@@ -78,6 +78,7 @@ class Block(nn.Module):
 
 class ViT(nn.Module):
     figures = FIGURES
+    task_head = ("head",)  # trained beside adapters, too
 
     def __init__(
         self,

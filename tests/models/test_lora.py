@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dtrain.models import lora
+from dtrain.models.bert import Bert
 from dtrain.models.gpt2 import GPT2
 from dtrain.models.llama import Llama
+from dtrain.models.vit import ViT
 from dtrain.shards import flat_chunks
 from dtrain.strategies.frozen import First, check
 from dtrain.strategies.shared import init_weights
@@ -167,3 +169,14 @@ def test_another_base_has_another_fingerprint() -> None:
     with pytest.raises(ValueError, match=r"not those that this run's adapters were trained on.*\n  fix: "):
         check(ours, theirs)
     assert First(Drawn(0), gpt2()).fingerprint() is None, "without adapters there is no base"
+
+
+def test_a_head_for_a_task_is_trained_beside_the_adapters() -> None:
+    """It is drawn anew: frozen, it would stay random. What else is frozen stays so."""
+    bert = Bert(**SIZES, task="classify", num_classes=3)
+    vit = ViT(num_layers=2, dim=16, num_heads=4, patch_size=2, image_size=8, channels=1, num_classes=3)
+    for model, heads in ((bert, {"pooler", "classifier"}), (vit, {"head"})):
+        lora.apply(model, rank=2, alpha=4.0, targets=[])
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert {name.split(".")[0] for name in trained if not lora.is_adapter(name)} == heads
+        assert any(map(lora.is_adapter, trained)) and model.num_trained < model.num_parameters
