@@ -69,7 +69,9 @@ def prepare_arguments(argv: list[str]) -> list[str]:
         argv = [*argv, f"hydra.sweep.dir={quote(folder)}"]
         print(f"going on with {folder}, which was begun with the same words (a new one: hydra.sweep.dir=FOLDER)")
     if {"-m", "--multirun"} & set(argv):  # what all points share says nothing in the name of one's folder
-        fixed = [k.lstrip("+") for k, v in given.items() if re.fullmatch(r"[^,(]*", v) and not k.startswith("hydra.")]
+        typed = {k.lstrip("+"): v for k, _, v in (a.partition("=") for a in argv if "=" in a and not a.startswith("-"))}
+        fixed = [k for k, v in typed.items() if re.fullmatch(r"[^,(]*", v) and not k.startswith("hydra.")]
+        fixed = list(dict.fromkeys([*fixed, "trust"]))
         argv = [*argv, f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]"]
     return argv
 
@@ -80,10 +82,12 @@ def offer_own(argv: list[str]) -> list[str]:
     Typing its name is trusting its module: no recipe and no run folder can do that.
     """
     given = dict(a.split("=", 1) for a in argv if "=" in a)
-    own = {g: given[g] for g in GROUPS if re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", given.get(g, ""))}
+    dotted = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+    own = {g: [name for name in given.get(g, "").split(",") if dotted.fullmatch(name)] for g in GROUPS}  # a sweep: a,b
+    own = {group: names for group, names in own.items() if names}
     if not own:
         return argv
-    for group, target in own.items():
+    for group, target in ((group, name) for group, names in own.items() for name in names):
         bound = any("_partial_" in OmegaConf.load(CONF / group / f"{option}.yaml") for option in options_of(group))
         store_option(group, target, {"_target_": target} | ({"_partial_": True} if bound else {}))
     # a section that begins empty: each of its settings is a new one
@@ -91,7 +95,7 @@ def offer_own(argv: list[str]) -> list[str]:
     trust = re.fullmatch(r"\[(.*)\]", given.get("trust", "[]"))
     if trust is None:  # no list: it will be told
         return argv
-    modules = dict.fromkeys(t.rpartition(".")[0] for t in own.values() if not t.startswith("dtrain."))
+    modules = dict.fromkeys(t.rpartition(".")[0] for names in own.values() for t in names if t[:7] != "dtrain.")
     words = [w for w in (trust[1].strip(), *modules) if w]
     return [*(a for a in argv if not a.startswith("trust=")), *([f"trust=[{','.join(words)}]"] if words else [])]
 
@@ -130,6 +134,10 @@ def store_recipe(path: Path, name: str | None = None) -> None:
     for key in ("resume", "trust", *(f"cluster.{name}" for name in CODE)):
         if OmegaConf.select(node, key):
             raise bad("recipe", path, f"{key} is for the command line", f"take it out of the file and type {key}=…")
+    # Hydra makes its callbacks and launchers before anything here can look at them
+    chosen = [str(OmegaConf.to_container(e) if isinstance(e, DictConfig) else e) for e in node.get("defaults") or []]
+    if "hydra" in node or any("hydra" in entry for entry in chosen):
+        raise bad("recipe", path, "hydra's own settings are for the command line", "take them out of the file")
     node.pop("search", None)  # what `dtrain search` varies; a plain run has the settings beside it
     folder, _, stem = (name or path.stem).rpartition("/")
     group = f"recipe/{folder}" if folder else "recipe"
@@ -143,6 +151,8 @@ def store_as_run(run_dir: Path, overridden: list[str]) -> None:
     """
     config = read_config(run_dir)
     choices = config.pop("choices", None) or {}
+    for key in ("hydra", "defaults"):  # never written; from elsewhere they would name code that Hydra calls
+        config.pop(key, None)
     # trust is typed anew: a run folder may come from elsewhere
     for key in ("run_dir", "resume", "resume_allow", "dry_run", "trust", *overridden):
         config.pop(key, None)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain.config import bad
+from dtrain.schema import parse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,7 +109,7 @@ def arguments_of(target: str, method: str) -> list[str] | None:
         spec = None
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return None
-    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+    for node in parse(spec.origin, "_target_", target).body:
         if isinstance(node, ast.ClassDef) and node.name == attribute:
             for item in node.body:
                 if isinstance(item, ast.FunctionDef) and item.name == method and not item.args.vararg:

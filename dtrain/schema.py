@@ -131,7 +131,7 @@ def signature(target: str, key: str, trust: Iterable[str] = ()) -> dict[str, tup
         raise bad(key, target, f"there is no module {module_name}", "check the spelling, or PYTHONPATH")
     if not spec.origin.endswith(".py"):
         return None
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    tree = parse(spec.origin, key, target)
     found = [n for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name == attribute]
     if not found:
         defined = [n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))]
@@ -163,6 +163,14 @@ def signature(target: str, key: str, trust: Iterable[str] = ()) -> dict[str, tup
     }
 
 
+def parse(path: str, key: str, target: str) -> ast.Module:
+    """A source file, which may be a user's own, and wrong."""
+    try:
+        return ast.parse(Path(path).read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError, ValueError) as error:
+        raise bad(key, target, f"{path} is not valid Python: {error}", "mend the file") from error
+
+
 def has_method(target: str, method: str) -> bool | None:
     """Does a class define a method? None: cannot be told without importing it."""
     module_name, _, attribute = target.rpartition(".")
@@ -172,7 +180,7 @@ def has_method(target: str, method: str) -> bool | None:
         spec = None
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return None
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    tree = parse(spec.origin, "_target_", target)
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == attribute:
             if any(isinstance(n, ast.FunctionDef) and n.name == method for n in node.body):

@@ -65,7 +65,8 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     check_cluster(config)
     axes = {axis: config["strategy"].get(axis, default) for axis, default in (("pp", 1), ("dp", -1), ("tp", 1))}
     sizes = mesh.resolve(world_size(config), config["cluster"]["processes"], **axes)
-    check_model(config["model"], sizes)
+    if config["model"]["_target_"].startswith("dtrain."):  # in a user's own model `dim` may mean something else
+        check_model(config["model"], sizes)
     _, _, num_micro_batches = batch_sizes(config, sizes)
     rules.check(config, sizes, num_micro_batches)
     init_from.check(config)
@@ -256,7 +257,9 @@ def check_resume(
     for name in allow:
         if not any(key == name or key.startswith(name + ".") for key in (*before, *after)):
             raise ValueError(str(unknown(name, {*before, *after})).replace(name, f"resume_allow=[{name}]", 1))
-    free = (*FREE_ON_RESUME, *allow)
+    free = [*FREE_ON_RESUME, *allow]
+    if "batch_norm" in new["model"] and "train.micro_batch_size" not in allow:
+        free.remove("train.micro_batch_size")  # its statistics are those of a micro-batch
     changed = [
         key for key in sorted({*before, *after})
         if before.get(key) != after.get(key) and not any(key == f or key.startswith(f + ".") for f in free)

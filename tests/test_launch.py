@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from dtrain import launch
+from dtrain import arguments, launch
 from dtrain.arguments import prepare_arguments, quote
 from dtrain.cli import main
 from dtrain.explain import options_of, probably_meant
@@ -320,3 +321,52 @@ def test_a_run_with_a_damaged_config_is_refused(
     text = refused(capsys, f"resume={old}")
     assert "resume=" in text and "config.yaml" in text and "  fix: " in text and "Traceback" not in text
     assert started == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hydra:\n  callbacks:\n    x:\n      _target_: evil_module.Thing\n",
+        "defaults:\n  - override hydra/launcher: evil\n",
+        "defaults:\n  - /model/gpt2-tiny@hydra.callbacks.x\n",
+    ],
+)
+def test_a_recipe_cannot_reach_hydras_own_settings(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hydra makes its callbacks before the gate looks at anything."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "evil_module.py").write_text("open('was-imported', 'w').close()\nclass Thing: pass\n")
+    (tmp_path / "mine.yaml").write_text(text)
+    assert main(["launch", "recipe=./mine.yaml", "dry_run=true"]) == 2
+    assert "take them out of the file" in capsys.readouterr().err
+    assert not (tmp_path / "was-imported").exists()
+
+
+def test_a_run_folder_cannot_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "evil_too.py").write_text("open('was-imported', 'w').close()\nclass Thing: pass\n")
+    config: dict[str, Any] = {"train": {"steps": 3}, "hydra": {"callbacks": {"x": {"_target_": "evil_too.Thing"}}}}
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    OmegaConf.save(
+        OmegaConf.create({**config, "defaults": [{"override hydra/launcher": "evil"}]}), run_dir / "config.yaml"
+    )
+    arguments.store_as_run(run_dir, [])
+    stored = ConfigStore.instance().load("recipe/as-run.yaml").node
+    assert "hydra" not in stored and not any("hydra" in str(entry) for entry in stored.defaults)
+
+
+def test_a_mistake_in_your_own_file_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_net.py").write_text("class Net(:\n    pass\n")
+    assert (
+        main(["launch", "model=broken_net.Net", "data=digits", "data.image_size=8", "data.channels=1", "dry_run=true"])
+        == 2
+    )
+    error = capsys.readouterr().err
+    assert "is not valid Python" in error and "line 1" in error and "mend the file" in error

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from dtrain.contract import STOP_SIGNALS, die_with_parent
+from dtrain.data.windows import IGNORED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +54,15 @@ class Request(NamedTuple):
 
 def read(dataset: Dataset, request: Request) -> Batch:
     indices, keys = request
-    return dataset.batch(indices) if keys is None else dataset.batch(indices, keys)
+    inputs, targets = dataset.batch(indices) if keys is None else dataset.batch(indices, keys)
+    if getattr(dataset, "masked", False):
+        empty = (targets == IGNORED).flatten(1).all(dim=1)
+        if empty.any():  # its mean loss would be 0 / 0 wherever it is a micro-batch of its own
+            raise ValueError(
+                f"data: sample {indices[int(empty.nonzero()[0])]} has no target, all of them are {IGNORED}\n"
+                "  fix: leave such samples out of the dataset"
+            )
+    return inputs, targets
 
 
 class Thread:

@@ -48,6 +48,8 @@ def apply(model: nn.Module, rank: int, alpha: float, targets: list[str]) -> None
     model.requires_grad_(False)
     for linear in chosen.values():
         attach(linear, rank, alpha)
+    if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
+        torch.backends.mha.set_fastpath_enabled(False)  # in evaluation it reads the weights, and asks no adapter
     for name in getattr(model, "task_head", ()):  # begins anew with every task: frozen, it would stay random
         model.get_submodule(name).requires_grad_(True)
     model.init_weights = functools.partial(init_weights, model.init_weights)  # type: ignore[assignment, arg-type]

@@ -30,7 +30,7 @@ class Patches(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         batch, channels, height, width = images.shape
         size = self.patch_size
-        cut = images.view(batch, channels, height // size, size, width // size, size).permute(0, 2, 4, 1, 3, 5)
+        cut = images.reshape(batch, channels, height // size, size, width // size, size).permute(0, 2, 4, 1, 3, 5)
         patches = self.proj(cut.reshape(batch, -1, channels * size**2))
         # the residual stream is float32 in every precision
         tokens = torch.cat([self.class_token.float().expand(batch, 1, -1), patches.float()], dim=1)

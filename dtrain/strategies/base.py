@@ -193,6 +193,7 @@ class Strategy:
     @torch.no_grad()
     def eval_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The mean loss over the global batch, without gradients; after it the model's own figures if it has any."""
+        self.share_buffers()
         self.model.eval()
         self.count_targets(targets)
         figures = []
@@ -200,6 +201,15 @@ class Strategy:
             with self.autocast():
                 figures.append(self.model(x, y).float() * self.weight(y))
         return self.mean_over_data_ranks(torch.stack(figures).mean(dim=0))
+
+    def share_buffers(self) -> None:
+        """Before an evaluation or a save: all data ranks have the first one's buffers.
+
+        Ours are equal anyway. A user's batch norm has other statistics on each rank, and a checkpoint has one of each.
+        """
+        if self.sizes.dp > 1 and self.module.training:
+            for buffer in self.module.buffers():
+                dist.broadcast(local(buffer), group=self.data_group, group_src=0)
 
     def mean_over_data_ranks(self, value: Tensor) -> Tensor:
         if self.sizes.dp > 1:
@@ -216,6 +226,7 @@ class Strategy:
         not among them: the first weights bring it back.
         """
         init_optimizer_state(self.optimizer)
+        self.share_buffers()
         held = {id(p) for p in self.module.parameters()}
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         assert trained <= held, "the module shows other tensors than the optimizer has"

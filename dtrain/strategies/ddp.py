@@ -29,8 +29,8 @@ class DDP(Strategy):
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         if not self.settled and isinstance(self.model, DistributedDataParallel):
-            few = self.micro_batch_size if self.compile else 1  # another shape would be compiled for itself
-            self.settle_buckets(inputs[:few], targets[:few])
+            # a whole micro-batch: another shape would be compiled for itself, and a batch norm refuses one sample
+            self.settle_buckets(inputs[: self.micro_batch_size], targets[: self.micro_batch_size])
         return super().forward_backward(inputs, targets)
 
     def settle_buckets(self, inputs: Tensor, targets: Tensor) -> None:

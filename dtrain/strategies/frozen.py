@@ -57,7 +57,7 @@ class First:
                 places[i] = [x - box.start for x, box in zip(place, chunk.box, strict=True)]
         if places:
             where = torch.tensor(list(places.values()), device=chunk.values.device).t()
-            bits = chunk.values[tuple(where)].contiguous().view(torch.int32).tolist()
+            bits = chunk.values[tuple(where)].reshape(-1).contiguous().view(torch.int32).tolist()
             for i, value in zip(places, bits, strict=True):
                 self.seen[name][i] = (value & 0xFFFFFFFF) + 1
 

@@ -143,6 +143,7 @@ class Pipeline(Strategy):
 
     @torch.no_grad()
     def eval_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        self.share_buffers()
         self.model.eval()
         self.count_targets(targets)
         loss = self.mean_over_data_ranks(self.run(inputs, targets, train=False))

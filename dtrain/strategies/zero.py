@@ -150,6 +150,7 @@ class Zero(Strategy):
     # ---- state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Held]:
+        self.share_buffers()
         state: dict[str, Held] = {f"model.{name}": b for name, b in self.module.named_buffers()}
         for name, chunks in self.masters.walk():
             if self.settings["offload"] == "nvme":  # in memory only while it is looked at
