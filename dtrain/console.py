@@ -324,7 +324,8 @@ def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str
 
 def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[str]:
     """What to type next."""
-    resume = f"{LAUNCH} {resume_argument(run_dir)}{trust_argument(run_dir)}"
+    resume = f"{LAUNCH} {resume_argument(run_dir)}"
+    resume += f" 'trust=[{','.join(trusted(run_dir))}]'" if trusted(run_dir) else ""
     if status in ("failed", "preempted", "died", "cancelled"):
         return [resume]
     if status != "done":
@@ -336,18 +337,19 @@ def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[s
     # a language model has a perplexity; what classifies, or fills gaps, has an accuracy, too
     writes = summary.get("val_accuracy") is None and number(summary.get("val_perplexity")) is not None
     look = f'dtrain sample {run} "def "' if writes else f"dtrain evaluate {run}"
-    return [look, f"dtrain export {run}", longer]
+    own = trusted(run_dir)
+    trust = f" --trust {' '.join(own)}" if own else ""
+    return [look + trust, f"dtrain export {run}{trust}", longer]
 
 
-def trust_argument(run_dir: Path) -> str:
-    """Your own modules are trusted by name, each time: a run folder may come from elsewhere."""
+def trusted(run_dir: Path) -> list[str]:
+    """Your own modules, which are trusted by name each time: a run folder may come from elsewhere."""
     from omegaconf import OmegaConf
 
     try:
-        trust = OmegaConf.select(OmegaConf.load(run_dir / "config.yaml"), "trust") or []
+        return list(OmegaConf.select(OmegaConf.load(run_dir / "config.yaml"), "trust") or [])
     except Exception:  # yaml errors have many types; a run that failed early may have no such file
-        return ""
-    return f" 'trust=[{','.join(trust)}]'" if trust else ""
+        return []
 
 
 def print_summary(

@@ -215,3 +215,18 @@ def test_the_order_takes_four_bytes_a_sample() -> None:
     loader = Loader(Numbers(1000), 7, seed=0)
     assert loader.indices(0).dtype == np.int64
     assert loader._order(0).nbytes == 4000
+
+
+def test_a_sample_without_a_target_is_named() -> None:
+    class Holes(Numbers):
+        masked = True
+
+        def batch(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+            targets = torch.full((len(indices), 4), 1)
+            targets[torch.from_numpy(indices == 5)] = -100
+            return targets, targets
+
+    loader = Loader(Holes(10), 4, seed=0, shuffle=False)
+    assert len(loader.batch(0)[0]) == 4
+    with pytest.raises(ValueError, match="sample 5 has no target"):
+        loader.batch(4)

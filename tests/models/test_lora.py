@@ -180,3 +180,20 @@ def test_a_head_for_a_task_is_trained_beside_the_adapters() -> None:
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
         assert {name.split(".")[0] for name in trained if not lora.is_adapter(name)} == heads
         assert any(map(lora.is_adapter, trained)) and model.num_trained < model.num_parameters
+
+
+def test_torchs_own_encoder_layer_asks_its_adapters_in_evaluation_too() -> None:
+    """It has a faster way through in evaluation, which reads the weights alone."""
+    model: Any = nn.ModuleDict({"layer": nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)})
+    model.fsdp_units = lambda: [model["layer"]]
+    model.init_weights = lambda *_: None
+    try:
+        lora.apply(model, rank=2, alpha=4.0, targets=[])
+        for name, p in model.named_parameters():
+            if lora.is_adapter(name):
+                nn.init.normal_(p)
+        x = torch.randn(3, 5, 16)
+        with torch.no_grad():
+            assert torch.allclose(model["layer"].train()(x), model["layer"].eval()(x), atol=1e-5)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)

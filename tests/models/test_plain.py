@@ -20,7 +20,7 @@ from dtrain.rundir import read_json
 from dtrain.sample import load_model
 from dtrain.strategies.shared import init_weights, materialize
 from dtrain.weights import Drawn
-from tests.world import losses, summary, train
+from tests.world import losses, metrics, summary, train
 
 
 class Block(nn.Module):
@@ -273,6 +273,11 @@ class Points:
     def dataset(self, split):
         return Samples(int(split == "val"))
 
+class Norm(Net):
+    def __init__(self, dim: int = 8):
+        super().__init__(dim)
+        self.norm = nn.BatchNorm1d(dim)
+
 class Mute(Net):
     def forward(self, x):
         return super().forward(x)
@@ -333,3 +338,17 @@ def test_tensor_and_pipeline_are_refused_without_a_plan_and_a_rank_tells_what_on
             run(folder / strategy, 2, f"strategy={strategy}")
     silent = run(folder / "silent", 1, "model=plain_xyz.mute", "loss=own", code=2)
     assert "Mute.forward(x) takes no targets" in read_json(silent / "logs" / "failure-0.json")["message"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_batch_norm_of_torch_goes_on_where_it_was(strategy: str, folder: Path) -> None:
+    """Its statistics differ between ranks, and a checkpoint has one of each: all go on with the first one's."""
+    words = ("model=plain_xyz.Norm", f"strategy={strategy}", "checkpoint.every=3", "train.eval_every=1")
+    left_alone = run(folder / f"norm-{strategy}", 2, *words)
+    stopped = run(folder / f"stopped-{strategy}", 2, *words, "train.stop_after=3")
+    config = load(stopped)
+    config["train"]["stop_after"] = None
+    save(stopped, config)
+    assert train(stopped, 2) == [0, 0]
+    figures = [[m.get("val_loss") for m in metrics(r) if "val_loss" in m] for r in (left_alone, stopped)]
+    assert figures[0] == figures[1] and losses(left_alone) == losses(stopped)
