@@ -1,4 +1,4 @@
-"""Batch norm whose statistics are those of the whole global batch, so that any number of ranks follows one process.
+"""Batch norm whose statistics are those of a micro-batch over all ranks: any number of ranks follows one process.
 
 `sync` sums the statistics over all ranks, forward and backward, in one small message each. torch's own
 SyncBatchNorm needs a GPU; this one runs on any device. `local` normalises with the statistics of each rank's own
