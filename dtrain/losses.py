@@ -6,12 +6,11 @@ This file is also read by the launcher, which does not import torch.
 from __future__ import annotations
 
 import ast
-import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dtrain.config import bad
-from dtrain.schema import parse
+from dtrain.schema import class_source
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,16 +101,8 @@ def check(config: dict[str, Any]) -> None:
 
 def arguments_of(target: str, method: str) -> list[str] | None:
     """The arguments of a class's method, less self, from its source; None: cannot be told without importing it."""
-    module_name, _, attribute = target.rpartition(".")
-    try:
-        spec = importlib.util.find_spec(module_name)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
-        return None
-    for node in parse(spec.origin, "_target_", target).body:
-        if isinstance(node, ast.ClassDef) and node.name == attribute:
-            for item in node.body:
-                if isinstance(item, ast.FunctionDef) and item.name == method and not item.args.vararg:
-                    return [a.arg for a in (*item.args.posonlyargs, *item.args.args)][1:]
+    found = class_source(target)
+    for item in found.body if found else ():
+        if isinstance(item, ast.FunctionDef) and item.name == method and not item.args.vararg:
+            return [a.arg for a in (*item.args.posonlyargs, *item.args.args)][1:]
     return None

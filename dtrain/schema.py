@@ -171,8 +171,8 @@ def parse(path: str, key: str, target: str) -> ast.Module:
         raise bad(key, target, f"{path} is not valid Python: {error}", "mend the file") from error
 
 
-def has_method(target: str, method: str) -> bool | None:
-    """Does a class define a method? None: cannot be told without importing it."""
+def class_source(target: str) -> ast.ClassDef | None:
+    """A class as it is written; None: there is none by that name, or it cannot be told without importing it."""
     module_name, _, attribute = target.rpartition(".")
     try:
         spec = importlib.util.find_spec(module_name)
@@ -180,14 +180,19 @@ def has_method(target: str, method: str) -> bool | None:
         spec = None
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return None
-    tree = parse(spec.origin, "_target_", target)
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == attribute:
-            if any(isinstance(n, ast.FunctionDef) and n.name == method for n in node.body):
-                return True
-            plain = all(ast.unparse(base) in ("nn.Module", "torch.nn.Module", "Module") for base in node.bases)
-            return False if plain else None
-    return None
+    classes = (node for node in parse(spec.origin, "_target_", target).body if isinstance(node, ast.ClassDef))
+    return next((node for node in classes if node.name == attribute), None)
+
+
+def has_method(target: str, method: str) -> bool | None:
+    """Does a class define a method? None: cannot be told without importing it."""
+    found = class_source(target)
+    if found is None:
+        return None
+    if any(isinstance(n, ast.FunctionDef) and n.name == method for n in found.body):
+        return True
+    plain = all(ast.unparse(base) in ("nn.Module", "torch.nn.Module", "Module") for base in found.bases)
+    return False if plain else None
 
 
 def check_type(key: str, value: Any, annotation: str, default: Any) -> None:
