@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 import os
 import re
@@ -117,6 +118,9 @@ class Gate(Callback):
         # else a search, which decides its jobs as it goes; each is checked when it comes
 
     def _check(self, configs: Iterable[DictConfig]) -> None:
+        log = logging.getLogger("dtrain")
+        log.disabled = False  # Hydra's logging, which is off, takes every other logger with it
+        log.setLevel(logging.WARNING)
         with heard():
             resolved = [resolve(config) for config in configs]
             clusters = [build(config["cluster"], config["trust"]) for config in resolved]

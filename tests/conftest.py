@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def loggers_speak() -> None:
+    """A launch in this process has Hydra switch logging off, for all tests after it."""
+    logging.getLogger().setLevel(logging.WARNING)
+    log = logging.getLogger("dtrain")
+    log.disabled = False
+    log.setLevel(logging.NOTSET)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
