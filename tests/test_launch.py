@@ -116,7 +116,7 @@ def test_an_empty_folder_may_be_the_run_folder(started: list[Path], tmp_path: Pa
         (["run_dir=~/x", "data.path=~", "name=a~b"], ["run_dir=/home/me/x", "data.path=/home/me", "name=a~b"]),
         (
             ["strategy=ddp,fsdp", "-m", "+train.foo=1"],
-            ["-m", "strategy=ddp,fsdp", "+train.foo=1", f"{NAMED}[train.foo]"],
+            ["-m", "strategy=ddp,fsdp", "+train.foo=1", f"{NAMED}[train.foo,trust]"],
         ),
         (["--cfg", "job", "-p", "train", "--info", "--help"], ["--cfg", "job", "-p", "train", "--info", "--help"]),
         (["resume=null"], ["resume=null"]),
