@@ -229,7 +229,8 @@ def test_what_is_typed_wins_over_the_small_defaults() -> None:
     small = settings(["train.steps=5", "model.dim=64"], SMALL)
     assert "train.steps=20" not in small and "model.dim=32" not in small and "model.num_layers=4" in small
     large = settings(["model=gpt2-124m"], SMALL)
-    assert not [s for s in large if s.startswith("model.") or s == "optim.lr=3e-3"] and "data=synthetic" in large
+    assert not [s for s in large if s.startswith("model.") or s == "optim.lr=3e-3"]
+    assert "data=synthetic" not in large and "data=synthetic" in small, "a model brings data that suits it"
     assert settings(["recipe=cpu-tiny"], [*SMALL, "precision=bf16"]) == ["precision=bf16", "recipe=cpu-tiny"]
     assert settings(["train.steps=5"], [parity.FEWER_STEPS]) == ["train.steps=5"]
 
