@@ -196,7 +196,7 @@ class _Reader:
         except Exception as error:
             error.add_note(f"in a process of the loader:\n{traceback.format_exc()}")
             try:
-                pickle.loads(pickle.dumps(error))
+                pickle.loads(pickle.dumps(error))  # our own object, to see whether it survives the way
                 return error
             except Exception:  # one that cannot travel
                 return RuntimeError(f"{type(error).__name__}: {error}")

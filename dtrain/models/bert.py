@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dtrain.config import bad
-from dtrain.models.parts import FIGURES, IGNORED, LayerNorm, classify
+from dtrain.models.parts import FIGURES, IGNORED, MLP, LayerNorm, classify
 from dtrain.shards import is_dtensor
 
 if TYPE_CHECKING:
@@ -38,16 +38,6 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         return self.proj(out.transpose(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(dim, 4 * dim)
-        self.down = nn.Linear(4 * dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
 
 
 class Block(nn.Module):

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from dtrain.models.parts import Cache, Extend, Head, LayerNorm, attend, is_packed, places, transformer_tp_plan
+from dtrain.models.parts import MLP, Cache, Extend, Head, LayerNorm, attend, is_packed, places, transformer_tp_plan
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -40,23 +39,13 @@ class Attention(nn.Module):
         return out
 
 
-class MLP(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(dim, 4 * dim)
-        self.down = nn.Linear(4 * dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
-
-
 class Block(nn.Module):
     def __init__(self, dim: int, num_heads: int, dropout: float) -> None:
         super().__init__()
         self.norm1 = LayerNorm(dim)
         self.attention = Attention(dim, num_heads, dropout)
         self.norm2 = LayerNorm(dim)
-        self.mlp = MLP(dim)
+        self.mlp = MLP(dim, approximate="tanh")
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, extend: Extend | None = None) -> Tensor:

@@ -29,6 +29,19 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)
 
 
+class MLP(nn.Module):
+    """Two linear layers, the inner one four times as wide, with a GELU between: exact, or by its tanh approximation."""
+
+    def __init__(self, dim: int, approximate: str = "none") -> None:
+        super().__init__()
+        self.approximate = approximate
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+
+
 class Head(nn.Module):
     """Logits, or the mean loss, from the last hidden states and a matrix. A module, so that a plan can name it."""
 
