@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     _, _, num_micro_batches = batch_sizes(config, sizes)
     rules.check(config, sizes, num_micro_batches)
     init_from.check(config)
+    check_adapters(config)
     check_data(config)
     if config["logger"]["_target_"] == "dtrain.loggers.Wandb" and importlib.util.find_spec("wandb") is None:
         raise bad("logger", "wandb", "wandb is not installed", "pip install 'dtrain[wandb]', or logger=none")
@@ -197,6 +199,21 @@ def batch_sizes(config: dict[str, Any] | DictConfig, sizes: mesh.MeshSizes) -> t
             f"train.micro_batch_size={divisors[-1]}",
         )
     return per_rank, micro, per_rank // micro
+
+
+def check_adapters(config: dict[str, Any]) -> None:
+    """Layers that no model of ours has are told before the launch; the ranks look at the model itself."""
+    module = config["model"]["_target_"].rpartition(".")[0]
+    if not config["lora"]["rank"] or not module.startswith("dtrain.models."):
+        return
+    folder = Path(__file__).parent / "models"
+    source = "".join((folder / f"{name}.py").read_text() for name in (module.rpartition(".")[2], "parts"))
+    made = [line.split("=")[0] for line in source.splitlines() if re.search(r"= .*nn\.Linear\(", line)]
+    known = list(dict.fromkeys(re.findall(r"self\.(\w+)", " ".join(made))))
+    for target in config["lora"]["targets"]:
+        if target.rpartition(".")[2] not in known:
+            rule = f"model={config['choices'].get('model')} has no linear layer that ends in {target!r}"
+            raise bad("lora.targets", config["lora"]["targets"], rule, f"choose of {', '.join(known)}; or [] for all")
 
 
 def eval_batch_size(num_samples: int, batch_size: int, micro: int, sizes: mesh.MeshSizes) -> int:

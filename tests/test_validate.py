@@ -461,3 +461,15 @@ def test_a_setting_that_came_or_went_counts_as_changed(base: dict[str, Any], tmp
 def test_allowing_a_name_that_is_none_is_refused(base: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"resume_allow=\[train\.stpes\]: .*\n  fix: did you mean train\.steps"):
         check_resume(base, base, ["train.stpes"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [("gpt2-tiny", "qkv proj up down"), ("llama-tiny", "q k v proj gate up down"), ("bert-tiny", "q k v proj up down")],
+)
+def test_adapters_of_layers_that_there_are(model: str, names: str) -> None:
+    for name in names.split():
+        compose(f"model={model}", "lora.rank=2", f"lora.targets=[{name}]", "cluster.processes=1")
+    with pytest.raises(ValueError, match=r"lora.targets=\['qq'\]: .*no linear layer") as error:
+        compose(f"model={model}", "lora.rank=2", "lora.targets=[qq]", "cluster.processes=1")
+    assert all(name in str(error.value) for name in names.split())
