@@ -170,7 +170,8 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         group, key = asked[1].partition(".")[0], str(error.full_key)
         chosen = HydraConfig.get().runtime.choices.get(group)
         rule = f"is taken from {asked[1]}, which {group}={chosen} has not"
-        fix = f"{key.partition('.')[0]}=… that suits this {group}, {key}=…, or {asked[1]}=…"
+        section = key.partition(".")[0]
+        fix = f"leave out {section}= (a {group} of ours brings its own), choose another {group}, or give {key}=…"
         raise ValueError(f"{key}: {rule}\n  fix: {fix}") from error
     config["run_dir"] = cfg.get("run_dir")  # the one that Hydra will read: in a copy, ${now:} may be a second later
     if config["cluster"].get("processes", 0) is None:

@@ -244,7 +244,7 @@ def closure() -> Any:
         ({"model": functools.partial(closure, 1, 2)}, r"a setting needs a name, and these have none"),
         ({"model": (Outer, {"act": max})}, r"model\.act=<builtin_function_or_method>: a configuration is a file"),
         ({"model": (Outer, {3: 1})}, r"model=\{3: …\}: a setting's name is text"),
-        ({"model": Outer}, r"data\.seq_len: is taken from model\.seq_len, which .* has not\n  fix: data=…"),
+        ({"model": Outer}, r"data\.seq_len: is taken from model\.seq_len, which .* has not\n  fix: leave out data="),
         ({"model": (Outer, {"dim": 3}), "data": Outer}, r"model\.dim: there is no such setting"),
         ({"train": {"stpes": 3}}, r"train\.stpes: there is no such setting\n  fix: did you mean train\.steps"),
         ({"train": {"steps": "ten"}}, r"train\.steps=ten: must be a whole number"),
