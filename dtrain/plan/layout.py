@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from dtrain import mesh
+from dtrain.config import ranks_per_node
+from dtrain.strategies.rules import stages_of_rank
+
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True)
@@ -39,3 +47,52 @@ class Layout:
     @property
     def global_batch_size(self) -> int:
         return self.dp * self.micro_batch_size * self.micro_batches
+
+
+def layout_of(config: Mapping[str, Any]) -> Layout:
+    """The layout that a composed configuration means, its degrees and batch filled in. ValueError: none is meant."""
+    from dtrain.validate import batch_sizes  # 20 ms of imports that a search over layouts does not need
+
+    strategy, cluster = config["strategy"], config["cluster"]
+    name = config["choices"]["strategy"]
+    node_size = ranks_per_node(cluster)
+    axes = {axis: strategy.get(axis, default) for axis, default in (("pp", 1), ("dp", -1), ("tp", 1))}
+    sizes = mesh.resolve(cluster["nodes"] * node_size, node_size, **axes)
+    _, micro, micro_batches = batch_sizes(dict(config), sizes)
+    schedule = strategy.get("schedule", "1f1b")
+    replica_size = (strategy.get("replica_size") or node_size) if strategy.get("sharding") == "hybrid" else None
+    return Layout(
+        strategy=name,
+        tp=sizes.tp,
+        pp=sizes.pp,
+        dp=sizes.dp,
+        micro_batch_size=micro,
+        micro_batches=micro_batches,
+        data=data_of(strategy),
+        replica_size=None if replica_size == sizes.dp else replica_size,
+        schedule=schedule,
+        stages_per_rank=len(stages_of_rank(0, sizes.pp, schedule, strategy.get("stages_per_rank", 2))[0]),
+        sequence_parallel=bool(strategy.get("sequence_parallel")) and sizes.tp > 1,
+        loss_parallel=bool(strategy.get("loss_parallel")) and sizes.tp > 1,
+        activation_checkpointing=config["activation_checkpointing"],
+        activation_checkpointing_every=config["activation_checkpointing_every"],
+        offload=strategy.get("offload", "none"),
+        offload_params=strategy.get("offload_params", "none"),
+        precision=PRECISIONS[config["precision"].get("dtype", "float32")],
+        compile=config["compile"],
+        optimizer=str(config["optim"]["_target_"]).rpartition(".")[2],
+        bucket_mb=strategy.get("bucket_mb", 25),
+        gather_mb=strategy.get("gather_mb", 100),
+        deterministic=config["deterministic"],
+    )
+
+
+def data_of(strategy: Mapping[str, Any]) -> str:
+    """How the data ranks of a strategy's section share weights, gradients and optimizer state."""
+    if "stage" in strategy:
+        return f"zero{strategy['stage']}"
+    if "sharding" in strategy:
+        return "grad_op" if strategy["sharding"] == "grad_op" else "fsdp"
+    if "mode" in strategy:
+        return str(strategy["mode"])
+    return str(strategy.get("data", "ddp"))

@@ -1,0 +1,180 @@
+"""One configuration's memory, step time and cost, brought together: a row of `dtrain plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dtrain.config import build
+from dtrain.hardware import Hardware
+from dtrain.plan.layout import Layout, layout_of
+from dtrain.plan.ledger import Item, by_part, total
+from dtrain.plan.shape import Shape, Transformer
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every layout of one question shares: the model, the nodes, the batch and how long the run is."""
+
+    shape: Shape
+    hardware: Hardware
+    global_batch_size: int
+    tokens_per_sample: int  # 1 where a sample has one target: a picture, a text to classify
+    flops_per_sample: float  # forward and backward, without what checkpointing computes twice
+    samples: float  # of the whole run
+
+    @property
+    def unit(self) -> str:
+        return "tokens" if self.tokens_per_sample > 1 else "samples"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is expected of one layout. Bytes and seconds are those of the fullest and the slowest rank."""
+
+    layout: Layout
+    memory: list[Item]  # bytes
+    time: list[Item] | None  # seconds of a step; None: too little is known of the hardware
+    task: Task
+    reserve: float = 0.0  # bytes that the driver, NCCL and the allocator take beside
+
+    @property
+    def memory_bytes(self) -> float:
+        """What the allocator must hold at the worst moment: beside the measured peak_mem_gib in a summary."""
+        return total(self.memory)
+
+    @property
+    def room(self) -> float | None:
+        """Bytes left on the fullest GPU, less than 0 when it does not fit; None: its memory is not known."""
+        limit = self.task.hardware.gpu_memory_gib
+        return None if limit is None else limit * GIB - self.memory_bytes - self.reserve
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.room is None else self.room >= 0
+
+    @property
+    def step_s(self) -> float | None:
+        return None if self.time is None else total(self.time)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens a second over all GPUs, or samples where a sample has one target."""
+        per_step = self.task.global_batch_size * self.task.tokens_per_sample
+        return per_step / self.step_s if self.step_s else None
+
+    @property
+    def mfu(self) -> float | None:
+        """The share of the GPUs' 16-bit peak that the model's own arithmetic takes, as a run's metrics have it."""
+        peak = self.task.hardware.peak_bf16_tflops
+        if not self.step_s or not peak:
+            return None
+        flops = self.task.flops_per_sample * self.task.global_batch_size
+        return flops / self.step_s / (peak * 1e12 * self.layout.world_size)
+
+    @property
+    def run_s(self) -> float | None:
+        """Seconds of the whole run's steps; starting, saving and evaluating are not in it."""
+        return self.step_s * self.task.samples / self.task.global_batch_size if self.step_s else None
+
+    @property
+    def gpu_hours(self) -> float | None:
+        return self.run_s * self.layout.world_size / 3600 if self.run_s else None
+
+    @property
+    def cost(self) -> float | None:
+        """Money for the run, in the currency of hardware.price_per_gpu_hour."""
+        price = getattr(self.task.hardware, "price_per_gpu_hour", None)
+        return self.gpu_hours * price if self.gpu_hours is not None and price is not None else None
+
+    def row(self) -> dict[str, Any]:
+        """The object of `--json` and plan.json."""
+        layout, memory = self.layout, {part: value / GIB for part, value in by_part(self.memory).items()}
+        return {
+            "strategy": layout.strategy,
+            "tp": layout.tp,
+            "pp": layout.pp,
+            "dp": layout.dp,
+            "micro_batch_size": layout.micro_batch_size,
+            "activation_checkpointing": layout.activation_checkpointing,
+            "fits": self.fits,
+            "memory_gib": memory | {"reserve": self.reserve / GIB, "limit": self.task.hardware.gpu_memory_gib},
+            "step_s": None if self.time is None else by_part(self.time),
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "run_s": self.run_s,
+            "gpu_hours": self.gpu_hours,
+            "cost": self.cost,
+            "world_size": layout.world_size,
+            "micro_batches": layout.micro_batches,
+            "data": layout.data,
+            "replica_size": layout.replica_size,
+            "schedule": layout.schedule if layout.pp > 1 else None,
+            "stages_per_rank": layout.stages_per_rank,
+            "sequence_parallel": layout.sequence_parallel,
+            "loss_parallel": layout.loss_parallel,
+            "offload": layout.offload,
+            "offload_params": layout.offload_params,
+            "precision": layout.precision,
+            "compile": layout.compile,
+            "unit": self.task.unit,
+        }
+
+
+def predict(config: Mapping[str, Any]) -> Prediction | None:
+    """What is expected of a composed configuration; None when the model or the hardware is not known: `why_not`."""
+    task = task_of(config)
+    return None if task is None else predict_layout(layout_of(config), task)
+
+
+def why_not(config: Mapping[str, Any]) -> str:
+    """Why nothing can be predicted, in a sentence; "" when it can."""
+    from dtrain.plan.shape import shape_of
+
+    if shape_of(dict(config)) is None:
+        name = config["choices"].get("model")
+        return f"model={name} is your own: its sizes are not known without building it"
+    if hardware_of(config) is None:
+        return f"hardware={config['choices'].get('hardware')}: nothing is known about the GPUs"
+    return ""
+
+
+def hardware_of(config: Mapping[str, Any]) -> Hardware | None:
+    """The nodes' figures; None when not even the GPU's memory is known."""
+    hardware = build(config["hardware"])
+    assert isinstance(hardware, Hardware)
+    return hardware if hardware.gpu_memory_gib else None
+
+
+def task_of(config: Mapping[str, Any], samples: float | None = None) -> Task | None:
+    """What the layouts of a configuration share; None: the model or the hardware is not known. samples: of the run."""
+    from dtrain.plan.shape import shape_of
+
+    shape, hardware = shape_of(dict(config)), hardware_of(config)
+    if shape is None or hardware is None:
+        return None
+    batch = config["train"]["global_batch_size"]
+    per_sample = 1
+    if isinstance(shape, Transformer) and round(shape.asked * shape.seq_len) > 1:
+        per_sample = shape.seq_len
+    samples = config["train"]["steps"] * batch if samples is None else samples
+    return Task(shape, hardware, batch, per_sample, flops_per_sample(shape), samples)
+
+
+def flops_per_sample(shape: Shape) -> float:
+    from dtrain.plan import shape as module
+
+    return float(module.flops_per_sample(shape))
+
+
+def predict_layout(layout: Layout, task: Task, timed: bool = True) -> Prediction:
+    """The prediction for one layout; timed=False leaves out the time, e.g. of what does not fit."""
+    from dtrain.plan.memory import memory
+    from dtrain.plan.step import step_time
+
+    items = memory(task.shape, layout)
+    time = step_time(task.shape, layout, task.hardware) if timed else None
+    return Prediction(layout, items, time, task)
