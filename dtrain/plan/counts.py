@@ -1,0 +1,208 @@
+"""How many parameters each part of a model has, and how many of them a rank holds. Exact; the tests build the models.
+
+A transformer is its first end (embedding, positions), equal blocks, and its last end (norm, head). Tensor ranks cut the
+blocks' matrices, and with loss parallel also embedding and head; pipeline stages have whole blocks and the ends that
+belong to them.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from dtrain.plan.shape import Convolutions, Shape, Transformer
+from dtrain.strategies.rules import balance
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer of a block, and how tensor ranks cut it: by its outputs (column) or by its inputs (row)."""
+
+    name: str
+    ins: int
+    outs: int
+    biased: bool
+    column: bool
+
+    def parameters(self, tp: int = 1) -> int:
+        """On one tensor rank. A bias is cut with the outputs, and whole where the inputs are cut."""
+        bias = (self.outs // tp if self.column else self.outs) if self.biased else 0
+        return self.ins * self.outs // tp + bias
+
+    def adapter(self, rank: int, tp: int = 1) -> int:
+        """The two thin matrices beside it; the one on the side that is not cut is whole on every rank."""
+        ins, outs = (self.ins, self.outs // tp) if self.column else (self.ins // tp, self.outs)
+        return rank * (ins + outs)
+
+
+@functools.lru_cache(maxsize=256)
+def block_linears(shape: Transformer) -> tuple[Linear, ...]:
+    """The linear layers of one block, by the names that they have in the models."""
+    d, h, kv, b = shape.dim, shape.hidden_dim, shape.kv_dim, shape.biased
+    if shape.fused_qkv:
+        attention = [Linear("attention.qkv", d, d + 2 * kv, b, True)]
+    else:
+        attention = [Linear(f"attention.{name}", d, outs, b, True) for name, outs in (("q", d), ("k", kv), ("v", kv))]
+    gate = [Linear("mlp.gate", d, h, b, True)] if shape.gated else []
+    return (
+        *attention,
+        Linear("attention.proj", d, d, b, False),
+        *gate,
+        Linear("mlp.up", d, h, b, True),
+        Linear("mlp.down", h, d, b, False),
+    )
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parameters of each part of a transformer on one tensor rank."""
+
+    embed: int  # the table that tokens are looked up in
+    positions: int  # and what else is only at the beginning: segments and their norm, patches
+    block: int
+    norm: int  # the last one
+    head: int  # what it has beside a tied embedding: the untied matrix, a bias, BERT's transform
+
+    @property
+    def first(self) -> int:
+        return self.embed + self.positions
+
+
+@functools.lru_cache(maxsize=1024)
+def parts(shape: Transformer, tp: int = 1, loss_parallel: bool = False) -> Parts:
+    """Parameters of each part that one of `tp` tensor ranks holds; adapters are not among them."""
+    d = shape.dim
+    one_norm = 2 * d if shape.biased else d
+    rows = shape.rows // tp if loss_parallel else shape.rows
+    head_rows = shape.vocab_size // tp if loss_parallel else shape.vocab_size
+    positions, norm, head = shape.learned_positions * d, one_norm, 0
+    if shape.kind == "bert":
+        positions += 2 * d + one_norm  # segments, and the norm after the sum
+        norm = 0  # each block ends in one
+        head = d * d + d  # transform or pooler
+        if shape.task == "mlm":
+            head += one_norm + shape.vocab_size  # the output bias is never cut in memory
+        else:
+            head += d * shape.vocab_size + shape.vocab_size
+    elif shape.kind == "vit":
+        positions += d + shape.patch_inputs * d + d  # class token, projection and its bias
+        head = d * shape.vocab_size + shape.vocab_size
+    elif not shape.tied:
+        head = head_rows * d
+    block = sum(linear.parameters(tp) for linear in block_linears(shape)) + 2 * one_norm
+    return Parts(rows * d, positions, block, norm, head)
+
+
+def adapters(shape: Transformer, tp: int = 1) -> int:
+    """Trained parameters that LoRA adds to one block, on one tensor rank."""
+    if not shape.lora_rank:
+        return 0
+    return sum(linear.adapter(shape.lora_rank, tp) for linear in block_linears(shape) if is_target(shape, linear))
+
+
+def is_target(shape: Transformer, linear: Linear) -> bool:
+    """Has this layer an adapter? A target is the end of a name, or the whole name of one layer."""
+    targets = [t.split(".", 2)[2] if t.startswith("layers.") else t for t in shape.lora_targets]
+    return not targets or any(linear.name == t or linear.name.endswith(f".{t}") for t in targets)
+
+
+# ---- whole models --------------------------------------------------------------------------------------------
+
+
+def num_parameters(shape: Shape) -> int:
+    """As published: rows that only pad a vocabulary are not counted, nor are adapters."""
+    if isinstance(shape, Convolutions):
+        return held_parameters(shape)
+    tables = 1 if shape.tied or shape.kind != "language" else 2
+    padding = shape.padding * shape.dim * tables
+    if shape.kind == "bert" and shape.task == "mlm":
+        padding += shape.padding
+    p = parts(shape)
+    return p.first + shape.num_layers * p.block + p.norm + p.head - padding
+
+
+def held_parameters(shape: Shape) -> int:
+    """As memory sees them: with padding and adapters."""
+    if isinstance(shape, Convolutions):
+        linear = sum(ins * outs + outs for ins, outs in shape.linear)
+        return sum(layer.parameters for layer in shape.layers) + linear
+    p = parts(shape)
+    return p.first + shape.num_layers * (p.block + adapters(shape)) + p.norm + p.head
+
+
+def trained_parameters(shape: Shape) -> int:
+    """What has gradients and optimizer state: everything, or adapters and a head that is new with every task."""
+    if isinstance(shape, Convolutions) or not shape.lora_rank:
+        return held_parameters(shape)
+    head = parts(shape).head if shape.task == "classify" else 0
+    return shape.num_layers * adapters(shape) + head
+
+
+def flops_per_sample(shape: Shape) -> float:
+    """Forward and backward of one sample, as the models' own flops_per_sample() count them, for MFU."""
+    if isinstance(shape, Convolutions):
+        linear = sum(ins * outs for ins, outs in shape.linear)
+        forward = [layer.multiplications for layer in shape.layers]
+        return 2.0 * (3 * (sum(forward) + linear) - forward[0])
+    n, d, layers = shape.seq_len, shape.dim, shape.num_layers
+    if shape.kind == "vit":
+        patches = (n - 1) * shape.patch_inputs * d
+        block = 12 * d**2 * n + 2 * n**2 * d
+        flops = 2.0 * (2 * patches + 3 * (layers * block + d * shape.vocab_size))
+    elif shape.kind == "bert":
+        flops = n * (6.0 * layers * (12 * d**2 + 9 * d) + 12.0 * layers * d * n)
+        classes = shape.vocab_size - (shape.padding if shape.task == "mlm" else 0)
+        flops += 6.0 * round(shape.asked * n) * (d**2 + d * classes)
+    else:
+        multiplied = num_parameters(shape) - (0 if shape.tied else (shape.vocab_size - shape.padding) * d)
+        flops = n * (6.0 * multiplied + 12.0 * layers * d * n)
+    return flops * (2 / 3) if shape.lora_rank else flops
+
+
+# ---- what a pipeline rank holds ------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)
+def stage_bounds(shape: Transformer, num_stages: int) -> tuple[tuple[int, int], ...]:
+    """Which blocks each stage has: balanced by parameters before tensor ranks cut them, as stages.split_points does."""
+    if num_stages == 1:
+        return ((0, shape.num_layers),)
+    p = parts(shape)
+    last = p.norm + p.head + (p.embed if has_tied_copy(shape) else 0)
+    layers = [p.block + adapters(shape)] * shape.num_layers
+    return tuple(balance(layers, p.first, last, num_stages))
+
+
+def has_tied_copy(shape: Transformer) -> bool:
+    """Does the last stage hold the embedding, too, because it is the head?"""
+    return shape.tied and shape.task != "classify"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Parameters of one pipeline stage on one tensor rank."""
+
+    layers: int
+    is_first: bool
+    is_last: bool
+    blocks: int  # parameters of all its blocks, without adapters
+    adapters: int
+    ends: int  # embedding, positions, last norm, head: what is there of them
+
+    @property
+    def parameters(self) -> int:
+        return self.blocks + self.adapters + self.ends
+
+
+@functools.lru_cache(maxsize=4096)
+def stages(shape: Transformer, num_stages: int, tp: int = 1, loss_parallel: bool = False) -> tuple[Stage, ...]:
+    """What each stage holds on one tensor rank."""
+    p, extra = parts(shape, tp, loss_parallel), adapters(shape, tp)
+    made = []
+    for low, high in stage_bounds(shape, num_stages):
+        is_first, is_last = low == 0, high == shape.num_layers
+        ends = p.first if is_first else 0
+        if is_last:
+            ends += p.norm + p.head + (p.embed if has_tied_copy(shape) and not is_first else 0)
+        made.append(Stage(high - low, is_first, is_last, (high - low) * p.block, (high - low) * extra, ends))
+    return tuple(made)
