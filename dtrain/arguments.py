@@ -154,7 +154,7 @@ def store_as_run(run_dir: Path, overridden: list[str]) -> None:
     for key in ("hydra", "defaults"):  # never written; from elsewhere they would name code that Hydra calls
         config.pop(key, None)
     # trust is typed anew: a run folder may come from elsewhere
-    for key in ("run_dir", "resume", "resume_allow", "dry_run", "trust", *overridden):
+    for key in ("run_dir", "resume", "resume_allow", "dry_run", "force", "trust", *overridden):
         config.pop(key, None)
     config["train"].pop("stop_after", None)  # it meant the launch that has stopped
     if isinstance(config.get("cluster"), dict):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import math
 import os
 import re
 import shlex
@@ -30,15 +29,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-from dtrain import console, losses, records, runs, sweeps
+from dtrain import console, losses, runs, sweeps
 from dtrain.arguments import prepare_arguments, read_config
-from dtrain.config import CODE, CONF, bad, build, ranks_per_node, redact, save
+from dtrain.config import CONF, bad, build, ranks_per_node, redact, save
 from dtrain.contract import BAD_CONFIG, CANCELLED_FILE, DONE, FAILED, PREEMPTED, PREFLIGHT
 from dtrain.explain import GROUPS, explain, known_settings
-from dtrain.rundir import latest_checkpoint, locked, read_json, read_summary, write_json
+from dtrain.resume import check_code, check_queue, check_resume, check_unfinished
+from dtrain.rundir import latest_checkpoint, locked, read_json, write_json
 from dtrain.schema import unknown
 from dtrain.strategies import zero_config
-from dtrain.validate import check_resume, validate
+from dtrain.validate import validate
 from dtrain.words import shell_path
 
 MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)  # a person's, not ours: one message explains
@@ -237,46 +237,10 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     return config
 
 
-def check_code(old: dict[str, Any], config: dict[str, Any]) -> None:
-    """A run folder may come from elsewhere: what it says to execute is not executed unseen."""
-    for name in CODE:
-        then, now = (c.get("cluster", {}).get(name) for c in (old, config))
-        if then and name in config["cluster"] and then != now:
-            key, value = f"cluster.{name}", json.dumps(then)
-            if isinstance(then, dict):  # Hydra's spelling has no quotes around keys
-                value = "{" + ", ".join(f"{k}: {json.dumps(v)}" for k, v in then.items()) + "}"
-            rule = f"the run was started with {value}, which is not taken from a run folder: it may come from elsewhere"
-            raise bad(key, now, rule, f"type it again: {shlex.quote(f'{key}={value}')}")
-
-
 def distinct(clusters: Sequence[Any], configs: Sequence[dict[str, Any]]) -> list[tuple[Any, dict[str, Any]]]:
     """One of each kind: many points of a sweep ask for the same."""
     found = {json.dumps(config["cluster"], sort_keys=True): i for i, config in enumerate(configs)}
     return [(clusters[i], configs[i]) for i in found.values()]
-
-
-def check_queue(config: dict[str, Any], run_dir: Path) -> None:
-    """A run whose job is queued goes on by itself; a second job in one folder would only get in its way."""
-    (record,), problem = records.load([run_dir], ask_all=True)
-    fix = f"wait for it, or take it out first: dtrain cancel {shell_path(run_dir)}"
-    if record.job and not record.job.ended:
-        state = f"its job {record.job.id} is in SLURM's queue ({record.job.state.lower()})"
-        raise bad("resume", config["resume"], state, fix)
-    if record.job_id and record.job is None and not record.is_final:
-        why = f"nobody can say whether its job {record.job_id} is still queued ({problem or 'no SLURM commands here'})"
-        raise bad("resume", config["resume"], why, "try again where squeue answers")
-
-
-def check_unfinished(config: dict[str, Any], run_dir: Path) -> None:
-    """A resume that has nothing to do is a mistake: somebody wanted more steps."""
-    if read_summary(run_dir).get("status") == "running":  # killed between its last save and its summary
-        return
-    newest = latest_checkpoint(run_dir)
-    done = int(newest.name.removeprefix("step-")) if newest else 0
-    for key in ("steps", "stop_after"):
-        if (config["train"][key] or math.inf) <= done:
-            fix = f"train.{key}={2 * done}" + (" 'resume_allow=[train.steps]'" if key == "steps" else "")
-            raise bad(f"train.{key}", config["train"][key], f"the run has made {done} steps already", fix)
 
 
 def run(cfg: DictConfig, argv: list[str]) -> int:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from omegaconf import DictConfig
 from dtrain import init_from, mesh
 from dtrain.comm import profile
 from dtrain.config import CONTROL, SECRET, bad, flatten, world_size
-from dtrain.schema import check_keys_and_types, unknown
+from dtrain.schema import check_keys_and_types
 from dtrain.strategies import rules
 
 AT_LEAST = {
@@ -47,14 +45,6 @@ AT_MOST = {"schedule.min_ratio": 1}
 
 TASKS = {"next": "the next tokens", "mlm": "masked tokens", "classify": "classes of texts"}
 TASK_OF = {"dtrain.models.gpt2.GPT2": "next", "dtrain.models.llama.Llama": "next"}  # others say it in model.task
-
-# What a resumed run may change freely: how it is run. Dropout draws depend on the data ranks and micro-batches.
-FREE_ON_RESUME = (
-    "strategy", "cluster", "hardware", "preflight", "logger", "choices", "checkpoint", "compile", "deterministic",
-    "activation_checkpointing", "activation_checkpointing_every", "train.micro_batch_size", "train.log_every",
-    "train.eval_every", "train.eval_batches", "train.loader_workers", "train.stop_after", "train.nonfinite",
-    "resume", "resume_allow", "run_dir", "name", "trust", "dry_run",
-)  # fmt: skip
 
 
 def validate(config: dict[str, Any]) -> mesh.MeshSizes:
@@ -257,36 +247,3 @@ def check_task(config: dict[str, Any], given: str | None) -> None:
         fitting = {"next": "stdlib, text or tokens", "mlm": "stdlib-mlm or mlm", "classify": "stdlib-lines or labelled"}
         rule = f"its targets are {TASKS[given]}, and model={model} learns {TASKS[learns]}"
         raise bad("data", data, rule, f"data={fitting[learns]}, or another model")
-
-
-# ---- resume --------------------------------------------------------------------------------------------------
-
-
-def check_resume(
-    old: dict[str, Any], new: dict[str, Any], allow: Iterable[str], run_dir: Path, typed: Iterable[str] | None = None
-) -> None:
-    """Refuse a resume that would silently compute something else; name what changed and how to allow it.
-
-    A setting that did not exist when the run began (under an older version) has its default, unless it is typed.
-    """
-    before, after = flatten(old), flatten(new)
-    allow = list(allow)
-    for name in allow:
-        if not any(key == name or key.startswith(name + ".") for key in (*before, *after)):
-            raise ValueError(str(unknown(name, {*before, *after})).replace(name, f"resume_allow=[{name}]", 1))
-    free = [*FREE_ON_RESUME, *allow]
-    if "batch_norm" in new["model"] and "train.micro_batch_size" not in allow:
-        free.remove("train.micro_batch_size")  # its statistics are those of a micro-batch
-    changed = [
-        key for key in sorted({*before, *after})
-        if before.get(key) != after.get(key) and not any(key == f or key.startswith(f + ".") for f in free)
-        and (typed is None or key in before or any(key == t or key.startswith(t + ".") for t in typed))
-    ]  # fmt: skip
-    if changed:
-        diff = "\n".join(f"    {k}: {before.get(k)} → {after.get(k)}" for k in changed)
-        names = ",".join([*allow, *changed])
-        raise ValueError(
-            f"resume={os.path.relpath(run_dir)}: these settings differ from the run's own, "
-            f"and would change what it computes\n{diff}\n"
-            f"  fix: leave them as they were, or allow them by name: 'resume_allow=[{names}]'"
-        )

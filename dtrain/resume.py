@@ -1,0 +1,91 @@
+"""Going on with a run: what may differ from the launch before, and whether it can go on at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from dtrain import records
+from dtrain.config import CODE, bad, flatten
+from dtrain.rundir import latest_checkpoint, read_summary
+from dtrain.schema import unknown
+from dtrain.words import shell_path
+
+# What a resumed run may change freely: how it is run. Dropout draws depend on the data ranks and micro-batches.
+FREE_ON_RESUME = (
+    "strategy", "cluster", "hardware", "preflight", "logger", "choices", "checkpoint", "compile", "deterministic",
+    "activation_checkpointing", "activation_checkpointing_every", "train.micro_batch_size", "train.log_every",
+    "train.eval_every", "train.eval_batches", "train.loader_workers", "train.stop_after", "train.nonfinite",
+    "resume", "resume_allow", "run_dir", "name", "trust", "dry_run", "force",
+)  # fmt: skip
+
+
+def check_resume(
+    old: dict[str, Any], new: dict[str, Any], allow: Iterable[str], run_dir: Path, typed: Iterable[str] | None = None
+) -> None:
+    """Refuse a resume that would silently compute something else; name what changed and how to allow it.
+
+    A setting that did not exist when the run began (under an older version) has its default, unless it is typed.
+    """
+    before, after = flatten(old), flatten(new)
+    allow = list(allow)
+    for name in allow:
+        if not any(key == name or key.startswith(name + ".") for key in (*before, *after)):
+            raise ValueError(str(unknown(name, {*before, *after})).replace(name, f"resume_allow=[{name}]", 1))
+    free = [*FREE_ON_RESUME, *allow]
+    if "batch_norm" in new["model"] and "train.micro_batch_size" not in allow:
+        free.remove("train.micro_batch_size")  # its statistics are those of a micro-batch
+    changed = [
+        key for key in sorted({*before, *after})
+        if before.get(key) != after.get(key) and not any(key == f or key.startswith(f + ".") for f in free)
+        and (typed is None or key in before or any(key == t or key.startswith(t + ".") for t in typed))
+    ]  # fmt: skip
+    if changed:
+        diff = "\n".join(f"    {k}: {before.get(k)} → {after.get(k)}" for k in changed)
+        names = ",".join([*allow, *changed])
+        raise ValueError(
+            f"resume={os.path.relpath(run_dir)}: these settings differ from the run's own, "
+            f"and would change what it computes\n{diff}\n"
+            f"  fix: leave them as they were, or allow them by name: 'resume_allow=[{names}]'"
+        )
+
+
+def check_code(old: dict[str, Any], config: dict[str, Any]) -> None:
+    """A run folder may come from elsewhere: what it says to execute is not executed unseen."""
+    for name in CODE:
+        then, now = (c.get("cluster", {}).get(name) for c in (old, config))
+        if then and name in config["cluster"] and then != now:
+            key, value = f"cluster.{name}", json.dumps(then)
+            if isinstance(then, dict):  # Hydra's spelling has no quotes around keys
+                value = "{" + ", ".join(f"{k}: {json.dumps(v)}" for k, v in then.items()) + "}"
+            rule = f"the run was started with {value}, which is not taken from a run folder: it may come from elsewhere"
+            raise bad(key, now, rule, f"type it again: {shlex.quote(f'{key}={value}')}")
+
+
+def check_queue(config: dict[str, Any], run_dir: Path) -> None:
+    """A run whose job is queued goes on by itself; a second job in one folder would only get in its way."""
+    (record,), problem = records.load([run_dir], ask_all=True)
+    fix = f"wait for it, or take it out first: dtrain cancel {shell_path(run_dir)}"
+    if record.job and not record.job.ended:
+        state = f"its job {record.job.id} is in SLURM's queue ({record.job.state.lower()})"
+        raise bad("resume", config["resume"], state, fix)
+    if record.job_id and record.job is None and not record.is_final:
+        why = f"nobody can say whether its job {record.job_id} is still queued ({problem or 'no SLURM commands here'})"
+        raise bad("resume", config["resume"], why, "try again where squeue answers")
+
+
+def check_unfinished(config: dict[str, Any], run_dir: Path) -> None:
+    """A resume that has nothing to do is a mistake: somebody wanted more steps."""
+    if read_summary(run_dir).get("status") == "running":  # killed between its last save and its summary
+        return
+    newest = latest_checkpoint(run_dir)
+    done = int(newest.name.removeprefix("step-")) if newest else 0
+    for key in ("steps", "stop_after"):
+        if (config["train"][key] or math.inf) <= done:
+            fix = f"train.{key}={2 * done}" + (" 'resume_allow=[train.steps]'" if key == "steps" else "")
+            raise bad(f"train.{key}", config["train"][key], f"the run has made {done} steps already", fix)
