@@ -1,48 +1,142 @@
-"""What a node is made of, and what it should reach: the figures that measurements are held against.
+"""What a node is made of, and what it should reach: the figures that measurements and predictions are held against.
 
-conf/hardware/ holds them with their sources. None is: not known, and then nothing is compared with it.
+conf/hardware/ holds them with their sources, and says in unknown.yaml what each means. None is: not known, and then
+nothing is compared with it and nothing predicted from it.
 """
 
 from __future__ import annotations
 
-from dtrain.config import bad
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from dtrain.config import bad, count_gpus
 
 
 class Hardware:
-    """One node: its GPUs, and the bus bandwidth of collectives inside it and across nodes (at 256 MiB, in GB/s)."""
+    """One node: its GPUs, its links and its network. Rates in GB/s are 10^9 bytes, sizes in GiB 2^30."""
 
     def __init__(
         self,
         gpu: str | None = None,
         gpu_memory_gib: float | None = None,
+        usable_memory_gib: float | None = None,
+        num_sms: int | None = None,
+        l2_mib: float | None = None,
         peak_bf16_tflops: float | None = None,
+        peak_fp32_tflops: float | None = None,
+        matmul_tflops: float | None = None,
         memory_gb_s: float | None = None,
+        stream_gb_s: float | None = None,
+        launch_us: float | None = None,
+        kernel_us: float | None = None,
         gpus_per_node: int | None = None,
         nvlink_busbw_gb_s: float | None = None,
         gather_busbw_gb_s: float | None = None,
+        nvlink_max_gb_s: float | None = None,
+        gather_max_gb_s: float | None = None,
+        collective_us: float | None = None,
+        nvlink_latency_us: float | None = None,
         network_busbw_gb_s: float | None = None,
+        network_max_gb_s: float | None = None,
+        network_rail_gb_s: float | None = None,
+        network_latency_us: float | None = None,
+        pcie_gb_s: float | None = None,
+        host_memory_gib: float | None = None,
+        cpu_adam_gb_s: float | None = None,
+        price_per_gpu_hour: float | None = None,
+        calibration: float | None = None,
         source: str = "",
     ) -> None:
-        figures = {
-            "gpu_memory_gib": gpu_memory_gib,
-            "peak_bf16_tflops": peak_bf16_tflops,
-            "memory_gb_s": memory_gb_s,
-            "gpus_per_node": gpus_per_node,
-            "nvlink_busbw_gb_s": nvlink_busbw_gb_s,
-            "gather_busbw_gb_s": gather_busbw_gb_s,
-            "network_busbw_gb_s": network_busbw_gb_s,
-        }
-        for name, value in figures.items():
-            if value is not None and not value > 0:
-                raise bad(
-                    f"hardware.{name}", value, "must be more than 0, or null for not known", f"hardware.{name}=null"
-                )
         self.gpu = gpu
         self.gpu_memory_gib = gpu_memory_gib
+        self.usable_memory_gib = usable_memory_gib
+        self.num_sms = num_sms
+        self.l2_mib = l2_mib
         self.peak_bf16_tflops = peak_bf16_tflops
+        self.peak_fp32_tflops = peak_fp32_tflops
+        self.matmul_tflops = matmul_tflops
         self.memory_gb_s = memory_gb_s
+        self.stream_gb_s = stream_gb_s
+        self.launch_us = launch_us
+        self.kernel_us = kernel_us
         self.gpus_per_node = gpus_per_node
         self.nvlink_busbw_gb_s = nvlink_busbw_gb_s
         self.gather_busbw_gb_s = gather_busbw_gb_s
+        self.nvlink_max_gb_s = nvlink_max_gb_s
+        self.gather_max_gb_s = gather_max_gb_s
+        self.collective_us = collective_us
+        self.nvlink_latency_us = nvlink_latency_us
         self.network_busbw_gb_s = network_busbw_gb_s
+        self.network_max_gb_s = network_max_gb_s
+        self.network_rail_gb_s = network_rail_gb_s
+        self.network_latency_us = network_latency_us
+        self.pcie_gb_s = pcie_gb_s
+        self.host_memory_gib = host_memory_gib
+        self.cpu_adam_gb_s = cpu_adam_gb_s
+        self.price_per_gpu_hour = price_per_gpu_hour
+        self.calibration = calibration
         self.source = source
+        for name, value in vars(self).items():
+            if isinstance(value, (int, float)) and not (value > 0 or (value == 0 and name == "price_per_gpu_hour")):
+                raise bad(
+                    f"hardware.{name}", value, "must be more than 0, or null for not known", f"hardware.{name}=null"
+                )
+
+
+# What the driver calls a GPU → its file in conf/hardware, the first that is found. The memory of the card is a part of
+# most names ("NVIDIA A100-SXM4-80GB"), but not of all ("Tesla V100-SXM2-16GB", "NVIDIA H200").
+NAMES = (
+    (r"\bB200\b", "b200"),
+    (r"\bH200\b", "h200"),
+    (r"\bH100\b", "h100"),
+    (r"\bA100\b.*\b80GB", "a100-80gb"),
+    (r"\bA100\b", "a100-40gb"),
+    (r"\bV100\b.*\b16GB", "v100-16gb"),
+    (r"\bV100\b", "v100"),
+    (r"\bL4\b", "l4"),
+    (r"\bRTX 4090$", "rtx4090"),
+)
+DRIVER = Path("/proc/driver/nvidia/gpus")
+
+
+def detect() -> str | None:
+    """The file of conf/hardware that is about this machine: of its first GPU, `cpu` without one, None for another GPU.
+
+    No torch and, where the driver shows its files, no other program: a launcher asks this before every run.
+    """
+    if count_gpus() == 0:
+        return "cpu"
+    name = driver_name(DRIVER) or smi_name()
+    return None if name is None else option_of(name)
+
+
+def option_of(name: str) -> str | None:
+    """The option of conf/hardware for a GPU by the driver's name for it; None: there is none."""
+    return next((option for pattern, option in NAMES if re.search(pattern, name)), None)
+
+
+def driver_name(folder: Path) -> str | None:
+    """The first GPU's name as the driver's files tell it (`Model: NVIDIA H200`); None where there are none."""
+    for path in sorted(folder.glob("*/information")):
+        try:
+            found = re.search(r"^Model:\s*(.+?)\s*$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        except OSError:
+            continue
+        if found:
+            return found[1]
+    return None
+
+
+def smi_name(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> str | None:
+    """The same from nvidia-smi, for containers in which /proc hides the driver."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command += ["--id=" + visible.split(",")[0]]
+    try:
+        answer = run(command, capture_output=True, text=True, timeout=15)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip().partition("\n")[0] or None if answer.returncode == 0 else None
