@@ -1,4 +1,4 @@
-"""Published measurements as rows that a planner can be held against: what was trained, how it was spread, how long a step took.
+"""Published measurements that the planner is held against: the model, how it was spread, how long a step took.
 
 data/*.csv has one file per source. Lines `# name: value` at its top hold for all of its rows; columns and names are the
 fields of `Transformer` and `Layout` (dtrain/plan), and: label, source, hardware, stack, gpus, gpus_per_node,
@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a script, from a checkout that is not installed
 
 from dtrain.plan.layout import Layout  # noqa: E402
-from dtrain.plan.shape import Shape, Transformer  # noqa: E402
+from dtrain.plan.shape import Shape, Transformer, shape_of  # noqa: E402
 
+CONF = ROOT / "conf"
 DATA = Path(__file__).resolve().parent / "data"
 
 
@@ -81,7 +84,8 @@ def row_of(source: str, record: dict[str, str]) -> Row:
         )
     layout = Layout(**{**_fields(Layout, record), "dp": dp, "micro_batches": passes})
     label = record.get("label", f"{layout.dp}x{tp}x{pp} (dp tp pp), {passes} of {micro}")
-    model = "-".join(str(getattr(shape, name)) for name in ("num_layers", "dim", "seq_len"))
+    sizes = (str(getattr(shape, name, "")) for name in ("num_layers", "dim", "seq_len"))
+    model = record.get("model") or "-".join(sizes)
     return Row(
         source=source,
         label=label,
@@ -136,14 +140,21 @@ def model_flops(shape: Transformer, batch: int) -> float:
 
 
 def _shape(record: dict[str, str]) -> Shape:
-    """The transformer of a record: keys and values have as many heads as queries, an MLP is 4 wide, if not said."""
+    """What was trained: a model of conf/model, or the transformer that the columns describe.
+
+    Not said: keys and values have as many heads as queries, an MLP is four times as wide as the model.
+    """
+    if "model" in record:
+        shape = shape_of({"model": yaml.safe_load((CONF / "model" / f"{record['model']}.yaml").read_text())})
+        assert shape is not None
+        return shape
     given = {"num_kv_heads": record["num_heads"], "hidden_dim": str(4 * int(record["dim"])), **record}
     return Transformer(**_fields(Transformer, given))
 
 
 def _fields(kind: Any, record: dict[str, str]) -> dict[str, Any]:
     """What a record says about the fields of a dataclass, as the types of those."""
-    convert = {"int": int, "float": float, "str": str, "bool": lambda text: {"true": True, "false": False}[text]}
+    convert: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": {"true": True, "false": False}.get}
     return {
         field.name: convert[str(field.type).split(" |")[0]](record[field.name])
         for field in dataclasses.fields(kind)
@@ -161,18 +172,8 @@ def _split(path: Path) -> tuple[dict[str, str], list[str]]:
 MEASURED = ("step_s", "step_ms", "tokens_per_s", "tokens_per_s_per_gpu", "samples_per_s", "tflops_per_gpu")
 KNOWN = (
     {field.name for kind in (Transformer, Layout) for field in dataclasses.fields(kind)}
-    | {
-        "label",
-        "source",
-        "measured",
-        "note",
-        "hardware",
-        "stack",
-        "gpus",
-        "gpus_per_node",
-        "global_batch_size",
-        "flops",
-    }
+    | {"label", "source", "model", "measured", "note", "hardware", "stack", "flops"}
+    | {"gpus", "gpus_per_node", "global_batch_size"}
     | {"num_params"}  # as published: tests hold the shape against it
     | set(MEASURED)
 )
