@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +115,7 @@ Shape = Transformer | Convolutions
 def shape_of(config: Mapping[str, Any]) -> Shape | None:
     """What the configured model is made of; None for a user's own, which only Python could say."""
     model, data = config["model"], config.get("data") or {}
-    readers = {
+    readers: dict[str, Callable[..., Shape]] = {
         "dtrain.models.gpt2.GPT2": gpt2,
         "dtrain.models.llama.Llama": llama,
         "dtrain.models.bert.Bert": bert,
