@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dtrain.config import build
 from dtrain.hardware import Hardware
 from dtrain.plan.layout import Layout, layout_of
 from dtrain.plan.ledger import Item, by_part, total
-from dtrain.plan.shape import Shape, Transformer
+from dtrain.plan.shape import Shape, Transformer, flops_per_sample, shape_of
 
 GIB = 2**30
+USABLE = 0.98  # of the memory as it is sold, where a hardware file does not say what torch can have
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,12 @@ class Task:
     @property
     def unit(self) -> str:
         return "tokens" if self.tokens_per_sample > 1 else "samples"
+
+    @property
+    def limit(self) -> float | None:
+        """Bytes of a GPU that torch and all beside it can have; None: not known, or a CPU."""
+        sold, usable = self.hardware.gpu_memory_gib, self.hardware.usable_memory_gib
+        return usable * GIB if usable else sold * USABLE * GIB if sold else None
 
 
 @dataclass(frozen=True)
@@ -49,8 +56,8 @@ class Prediction:
     @property
     def room(self) -> float | None:
         """Bytes left on the fullest GPU, less than 0 when it does not fit; None: its memory is not known."""
-        limit = self.task.hardware.gpu_memory_gib
-        return None if limit is None else limit * GIB - self.memory_bytes - self.reserve
+        limit = self.task.limit
+        return None if limit is None else limit - self.memory_bytes - self.reserve
 
     @property
     def fits(self) -> bool | None:
@@ -87,12 +94,14 @@ class Prediction:
     @property
     def cost(self) -> float | None:
         """Money for the run, in the currency of hardware.price_per_gpu_hour."""
-        price = getattr(self.task.hardware, "price_per_gpu_hour", None)
+        price = self.task.hardware.price_per_gpu_hour
         return self.gpu_hours * price if self.gpu_hours is not None and price is not None else None
 
     def row(self) -> dict[str, Any]:
         """The object of `--json` and plan.json."""
-        layout, memory = self.layout, {part: value / GIB for part, value in by_part(self.memory).items()}
+        layout, limit = self.layout, self.task.limit
+        memory: dict[str, float | None] = {part: value / GIB for part, value in by_part(self.memory).items()}
+        memory |= {"reserve": self.reserve / GIB, "limit": None if limit is None else limit / GIB}
         return {
             "strategy": layout.strategy,
             "tp": layout.tp,
@@ -101,7 +110,7 @@ class Prediction:
             "micro_batch_size": layout.micro_batch_size,
             "activation_checkpointing": layout.activation_checkpointing,
             "fits": self.fits,
-            "memory_gib": memory | {"reserve": self.reserve / GIB, "limit": self.task.hardware.gpu_memory_gib},
+            "memory_gib": memory,
             "step_s": None if self.time is None else by_part(self.time),
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
@@ -132,49 +141,46 @@ def predict(config: Mapping[str, Any]) -> Prediction | None:
 
 def why_not(config: Mapping[str, Any]) -> str:
     """Why nothing can be predicted, in a sentence; "" when it can."""
-    from dtrain.plan.shape import shape_of
-
-    if shape_of(dict(config)) is None:
+    if shape_of(config) is None:
         name = config["choices"].get("model")
-        return f"model={name} is your own: its sizes are not known without building it"
+        return f"model={name} is not one of dtrain's: its sizes are not known without building it"
     if hardware_of(config) is None:
-        return f"hardware={config['choices'].get('hardware')}: nothing is known about the GPUs"
+        return f"hardware={config['choices'].get('hardware')}: nothing is known about its GPUs"
     return ""
 
 
 def hardware_of(config: Mapping[str, Any]) -> Hardware | None:
-    """The nodes' figures; None when not even the GPU's memory is known."""
+    """The nodes' figures; None when neither the GPU's memory nor its rate is known."""
     hardware = build(config["hardware"])
     assert isinstance(hardware, Hardware)
-    return hardware if hardware.gpu_memory_gib else None
+    return hardware if hardware.gpu_memory_gib or hardware.matmul_tflops else None
 
 
-def task_of(config: Mapping[str, Any], samples: float | None = None) -> Task | None:
-    """What the layouts of a configuration share; None: the model or the hardware is not known. samples: of the run."""
-    from dtrain.plan.shape import shape_of
-
-    shape, hardware = shape_of(dict(config)), hardware_of(config)
+def task_of(config: Mapping[str, Any], tokens: float | None = None) -> Task | None:
+    """What the layouts of a configuration share; None: the model or the hardware is not known. tokens: of the run."""
+    shape, hardware = shape_of(config), hardware_of(config)
     if shape is None or hardware is None:
         return None
-    batch = config["train"]["global_batch_size"]
-    per_sample = 1
-    if isinstance(shape, Transformer) and round(shape.asked * shape.seq_len) > 1:
+    batch, per_sample = config["train"]["global_batch_size"], 1
+    if isinstance(shape, Transformer) and shape.task != "classify":
         per_sample = shape.seq_len
-    samples = config["train"]["steps"] * batch if samples is None else samples
+    samples = config["train"]["steps"] * batch if tokens is None else tokens / per_sample
     return Task(shape, hardware, batch, per_sample, flops_per_sample(shape), samples)
-
-
-def flops_per_sample(shape: Shape) -> float:
-    from dtrain.plan import shape as module
-
-    return float(module.flops_per_sample(shape))
 
 
 def predict_layout(layout: Layout, task: Task, timed: bool = True) -> Prediction:
     """The prediction for one layout; timed=False leaves out the time, e.g. of what does not fit."""
-    from dtrain.plan.memory import memory
+    from dtrain.plan.memory import memory, reserve
+
+    prediction = Prediction(layout, memory(task.shape, layout), None, task, reserve(layout))
+    return with_time(prediction) if timed else prediction
+
+
+def with_time(prediction: Prediction) -> Prediction:
+    """The same with its step time, where enough is known of the hardware."""
+    task = prediction.task
+    if prediction.time is not None or not task.hardware.matmul_tflops:
+        return prediction
     from dtrain.plan.step import step_time
 
-    items = memory(task.shape, layout)
-    time = step_time(task.shape, layout, task.hardware) if timed else None
-    return Prediction(layout, items, time, task)
+    return replace(prediction, time=step_time(task.shape, prediction.layout, task.hardware))

@@ -1,0 +1,214 @@
+"""A configuration to plan for: composed as the launch would, without what only a launch needs.
+
+Data files, submitit, DeepSpeed and a scheduler are not asked for: a plan is made on a login node or a laptop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dtrain import validate
+from dtrain.arguments import built_in, offer_own, prepare_arguments
+from dtrain.config import CONF, bad, flatten, gpus_per_node, ranks_per_node
+from dtrain.explain import GROUPS, explain, options_of
+from dtrain.mesh import MeshSizes
+from dtrain.schema import check_keys_and_types
+from dtrain.strategies import rules, zero_config
+
+MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)
+# the settings of conf/strategy that a layout decides; a typed one is kept
+CHOSEN = ("tp", "pp", "dp", "schedule", "stages_per_rank", "data", "sequence_parallel", "loss_parallel", "sharding",
+          "replica_size", "offload", "offload_params", "mode")  # fmt: skip
+
+
+@dataclass
+class Question:
+    """What is to be planned: the composed settings, which of them were typed or come from a recipe, and remarks."""
+
+    config: dict[str, Any]
+    typed: frozenset[str]
+    words: list[str]  # as they were typed, to be typed again for a launch
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_one_layout(self) -> bool:
+        """Were a strategy and its degrees given, so that there is one layout to predict and none to look for?"""
+        if "strategy" not in self.typed:
+            return False
+        strategy = self.config["strategy"]
+        degrees = [f"strategy.{axis}" for axis in ("tp", "pp") if axis in strategy]
+        if not degrees:  # data parallel only: all ranks, and the batch of each says the rest
+            degrees = ["train.micro_batch_size"] if "strategy.dp" not in self.typed else []
+        return all(degree in self.typed for degree in degrees)
+
+
+def compose(words: list[str]) -> Question:
+    """The settings that the words describe, checked for all that matters to a plan."""
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    typed = {key.lstrip("+") for key in given} | recipe_keys(given.get("recipe"))
+    if given.get("resume"):
+        typed |= {"strategy", "strategy.tp", "strategy.pp", "strategy.dp", "train.micro_batch_size", "precision"}
+    asked = list(words)
+    if given.get("strategy") == "auto":
+        asked.remove("strategy=auto")
+        typed -= {key for key in typed if key == "strategy" or (key.startswith("strategy.") and key not in given)}
+    notes: list[str] = []
+    if "strategy" not in typed and (wanted := [k[9:] for k in typed if k.startswith("strategy.")]):
+        asked.append(f"strategy={strategy_with(wanted)}")  # so that what is typed is checked; the search looks at all
+    several = given.get("cluster.nodes", "1") != "1" or "cluster.gpus_per_node" in given
+    if implied := several and "cluster" not in typed:
+        asked.append("cluster=slurm")
+    try:
+        config = composed(asked)
+        set_nodes(config, typed, implied)
+        set_precision(config, typed, notes)
+        check(config)
+    except MISTAKES as error:
+        raise ValueError(explain(error)) from error
+    if implied:
+        notes.append("planned for cluster=slurm; launch with the cluster that is yours")
+        words = [*words, "cluster=slurm"]
+    return Question(config, frozenset(typed), words, notes)
+
+
+def composed(words: list[str]) -> dict[str, Any]:
+    """Hydra's composition as plain values, with keys and types checked."""
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = hydra.compose("config", prepare(words), return_hydra_config=True)
+    HydraConfig.instance().set_config(cfg)
+    plain = OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k not in ("hydra", "recipe")])
+    config: Any = OmegaConf.to_container(plain, resolve=True)
+    check_keys_and_types(config)
+    choices: Any = OmegaConf.to_container(cfg.hydra.runtime.choices)
+    return {**config, "choices": {g: choices.get(g) for g in (*GROUPS, "recipe")}}
+
+
+def prepare(words: list[str]) -> list[str]:
+    """Words as Hydra takes them. Reading all recipes takes 90 ms, so only where one is named."""
+    if any(word.startswith(("recipe=", "resume=")) for word in words):
+        return prepare_arguments(words)
+    groups = "|".join(GROUPS)
+    words = [re.sub(rf"^\++({groups})=", r"\1=", word) for word in words]
+    for word in words:
+        group, _, option = word.partition("=")
+        if group in GROUPS and re.search(r"^(null)?$|\[|\.\.|\.ya?ml$", option):
+            raise bad(
+                group, option, f"names one option of conf/{group}/", f"{group} can be {', '.join(options_of(group))}"
+            )
+    return offer_own(words)
+
+
+def recipe_keys(recipe: str | None) -> set[str]:
+    """The settings and groups that a recipe says: as good as typed."""
+    path = built_in().get(recipe or "") or Path(recipe or "").expanduser()
+    if not recipe or not path.is_file():
+        return set()
+    content: Any = OmegaConf.to_container(OmegaConf.load(path))
+    chosen = [str(next(iter(e))) for e in content.pop("defaults", None) or [] if isinstance(e, dict)]
+    return set(flatten(content)) | {name.removeprefix("override ").strip("/") for name in chosen}
+
+
+def strategy_with(settings: list[str]) -> str:
+    """A strategy that has all these settings, or as many as one has."""
+    sections = {name: strategy_section(name) for name in options_of("strategy")}
+    return max(sections, key=lambda name: sum(setting in sections[name] for setting in settings))
+
+
+def strategy_section(name: str) -> dict[str, Any]:
+    """The defaults of a strategy, from conf/strategy/NAME.yaml."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    section = yaml.load((CONF / "strategy" / f"{name}.yaml").read_bytes(), loader)
+    assert isinstance(section, dict)
+    return section
+
+
+def set_nodes(config: dict[str, Any], typed: set[str], implied: bool) -> None:
+    """Fill in the ranks of a node from the hardware, where the configuration leaves them to the machine."""
+    cluster, size = config["cluster"], config["hardware"].get("gpus_per_node")
+    if config["choices"]["cluster"] == "local":
+        if cluster["nodes"] != 1:
+            raise bad(
+                "cluster.nodes", cluster["nodes"], "cluster=local is one machine", "cluster=slurm, or leave it out"
+            )
+        if cluster["processes"] is None:
+            here = 0 if "hardware" in typed else gpus_per_node(cluster)
+            cluster["processes"] = here or size or ranks_per_node(cluster)
+        most = size
+    else:
+        if implied and "cluster.gpus_per_node" not in typed and size:
+            cluster["gpus_per_node"] = size
+        cluster["processes"] = ranks_per_node(cluster)
+        most = cluster.get("gpus_per_node") or None
+    if most and cluster["processes"] > most and config["hardware"].get("gpu"):
+        rule = f"a node has {most} GPUs, and ranks that share one are not predicted"
+        raise bad("cluster.processes", cluster["processes"], rule, f"cluster.nodes=… with {most} ranks each")
+
+
+def set_precision(config: dict[str, Any], typed: set[str], notes: list[str]) -> None:
+    """16 bits where nobody said otherwise: the default of fp32 is for CPUs, and nobody wants it on these GPUs."""
+    if "precision" in typed or "recipe" in typed or "resume" in typed or not config["hardware"].get("gpu"):
+        return
+    name = "fp16" if re.search(r"\b(V100|T4|P100)\b", str(config["hardware"]["gpu"])) else "bf16"
+    import yaml
+
+    config["precision"] = yaml.safe_load((CONF / "precision" / f"{name}.yaml").read_bytes())
+    config["choices"]["precision"] = name
+    notes.append(f"precision={name} was chosen, as you typed none; the launcher's default is fp32")
+
+
+# ---- what a plan needs to be right ---------------------------------------------------------------------------
+
+
+def check(config: dict[str, Any]) -> None:
+    """The launcher's rules that do not depend on where a run is started and on which data it reads."""
+    skipped = ("data.", "cluster.", "run_dir", "name", "init_from", "logger.")
+    flat = {key: value for key, value in flatten(config).items() if not key.startswith(skipped)}
+    flat |= {f"cluster.{k}": config["cluster"].get(k) for k in ("nodes", "processes", "gpus_per_node")}
+    validate.check_ranges(flat)
+    if config["model"]["_target_"].startswith("dtrain."):
+        validate.check_model(config["model"], MeshSizes())
+    validate.check_adapters(config)
+    data, model = config["data"], config["model"]
+    if data.get("seq_len") and model.get("seq_len") and data["seq_len"] > model["seq_len"]:
+        rule = f"the model takes at most model.seq_len={model['seq_len']} tokens"
+        raise bad("data.seq_len", data["seq_len"], rule, f"data.seq_len={model['seq_len']}")
+
+
+def check_layout(config: dict[str, Any], sizes: MeshSizes, micro_batches: int, plans: bool = True) -> None:
+    """The launcher's rules for a strategy's degrees, without what only the launching machine can say.
+
+    plans: whether the model's class says how it is cut; its source is read for that, so a search asks once.
+    """
+    if config["model"]["_target_"].startswith("dtrain."):
+        validate.check_model(config["model"], sizes)
+    strategy = config["strategy"]
+    if "stage" in strategy:
+        zero_config.check(without_disk(config), sizes)
+    if plans:
+        rules.check_plans(config, sizes)
+    rules.check_tensor(strategy, config["model"], config["data"], config["cluster"], sizes)
+    if "schedule" in strategy:
+        rules.check_pipeline(config, sizes, micro_batches)
+    if "replica_size" in strategy:
+        rules.check_replicas(strategy, config["cluster"]["processes"], sizes)
+
+
+def without_disk(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with nvme spelt as cpu: the folder is looked at by the launch, on the machine that has it."""
+    strategy = config["strategy"]
+    if "nvme" not in (strategy.get("offload"), strategy.get("offload_params")):
+        return dict(config)
+    swapped = {k: "cpu" if v == "nvme" and k != "nvme_path" else v for k, v in strategy.items()}
+    return {**config, "strategy": swapped | {"nvme_path": None}}
