@@ -42,10 +42,12 @@ class Frame:
     sizes: MeshSizes
 
 
-def search(config: Mapping[str, Any], typed: Collection[str] = (), task: Task | None = None) -> list[Prediction]:
+def search(
+    config: Mapping[str, Any], typed: Collection[str] = (), task: Task | None = None, time_unfit: bool = True
+) -> list[Prediction]:
     """Best first; those that do not fit after those that do. typed: the settings that stay as they are composed.
 
-    Empty when the model or the hardware is not known, or when no layout keeps the rules.
+    time_unfit=False leaves out the time of those that do not fit. Empty when the model or the hardware is not known, or when no layout keeps the rules.
     """
     task = task or task_of(config)
     if task is None:
@@ -61,7 +63,7 @@ def search(config: Mapping[str, Any], typed: Collection[str] = (), task: Task | 
         if members and members[0].fits:
             held.add(key)
         found += members
-    return rank([with_time(prediction) for prediction in found])
+    return rank([with_time(p) if time_unfit or p.fits is not False else p for p in found])
 
 
 def rank(found: list[Prediction]) -> list[Prediction]:
