@@ -1,0 +1,360 @@
+"""How much memory and time does a step take? One GPU goes through many layouts; the planner is judged on the rows.
+
+    python benchmarks/planner/measure.py --json FILE [--groups ddp fsdp ...]     (on a GPU)
+    python benchmarks/planner/measure.py --cpu                                   (a dry check with tiny models)
+    python benchmarks/planner/measure.py --compare [FILE]                        (the planner's error, without a GPU)
+
+Each case is set up as dtrain/train.py does it: the composed configuration, the model on the meta device, the
+strategy's own setup and train_step. Batches are random numbers on the device, so no loader is in the time. A case with
+more than one rank runs on torch's fake process group: the messages do nothing, so only its memory means something.
+
+Cases of one world size share a process. Between two of them everything is freed, and the peak is begun anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+RESULTS = ROOT / "benchmarks" / "results" / "planner-h200.json"
+GIB = 2**30
+WARM_UP, TIMED = 2, 5
+LENGTHS = {"llama-1b": 2048, "llama-8b": 2048}  # what a step is measured with; else the model's own
+
+
+def case(model: str, strategy: str, batch: int, *words: str, ranks: int = 1, **settings: Any) -> dict[str, Any]:
+    """One layout: `batch` samples a rank and pass."""
+    defaults = {"checkpointing": "none", "compile": False, "precision": "bf16", "deterministic": True, "passes": 1}
+    return (
+        {"model": model, "strategy": strategy, "batch": batch, "words": list(words), "ranks": ranks}
+        | defaults
+        | settings
+    )
+
+
+BATCHES = {"gpt2-124m": (32, 16, 8), "gpt2-1.5b": (8, 16, 4), "llama-1b": (4, 8, 2)}
+
+
+def grid(strategy: str, models: tuple[str, ...] = tuple(BATCHES), **settings: Any) -> list[dict[str, Any]]:
+    return [
+        case(model, strategy, batch, checkpointing=checkpointing, **settings)
+        for model in models
+        for batch in BATCHES[model]
+        for checkpointing in ("none", "full")
+    ]
+
+
+def compiled() -> list[dict[str, Any]]:
+    cases = [case("gpt2-124m", "ddp", batch, compile=True) for batch in (32, 16, 8)]
+    cases += [case("gpt2-124m", "ddp", 32, compile=True, deterministic=False)]
+    for model, batches in (("gpt2-124m", (32, 8)), ("gpt2-1.5b", (16, 8)), ("llama-1b", (8, 4))):
+        cases += [case(model, "fsdp", batch, compile=True) for batch in batches]
+        cases += [case(model, "fsdp", batches[0], compile=True, checkpointing="full")]
+    cases += [case("gpt2-1.5b", "zero1", 8, compile=True), case("llama-1b", "ddp", 4, compile=True)]
+    return cases + [case("gpt2-124m", "ddp", 32, compile=True, checkpointing="full")]
+
+
+def others() -> list[dict[str, Any]]:
+    """Other models, precisions, checkpointing and adapters."""
+    cases = [case(name, "ddp", batch) for name, batch in (("vit-b16", 128), ("resnet50", 128), ("bert-large", 16))]
+    cases += [case("vit-b16", "ddp", 64, checkpointing="full"), case("resnet50", "ddp", 64, checkpointing="full")]
+    cases += [case("bert-large", "fsdp", 32, checkpointing="full"), case("resnet50", "fsdp", 64)]
+    cases += [case("bert-large", "ddp", 32, "model.task=classify", "model.num_classes=3", "model.seq_len=128")]
+    for model, batch in (("gpt2-124m", 16), ("gpt2-1.5b", 8), ("llama-1b", 4)):
+        cases += [case(model, strategy, batch, checkpointing="selective") for strategy in ("ddp", "fsdp")]
+        cases += [case(model, "ddp", batch // 2, precision="fp32"), case(model, "ddp", batch, deterministic=False)]
+    cases += [case("gpt2-124m", strategy, 8, passes=4) for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3")]
+    cases += [case("llama-1b", "fsdp", 4, precision="fp32"), case("gpt2-124m", "ddp", 16, "model.dropout=0.1")]
+    cases += [case("llama-8b", strategy, 2, "lora.rank=16", "lora.targets=[]") for strategy in ("ddp", "fsdp")]
+    cases += [
+        case("gpt2-1.5b", "fsdp", 8, "strategy.offload=cpu"),
+        case("gpt2-1.5b", "fsdp", 8, "strategy.sharding=grad_op"),
+    ]
+    return cases + [case("vit-b16", "ddp", 128, compile=True), case("resnet50", "ddp", 128, compile=True)]
+
+
+def spread() -> list[dict[str, Any]]:
+    """One rank of many, on the fake process group."""
+    cases = []
+    for model, batch in (("gpt2-124m", 16), ("gpt2-1.5b", 8), ("llama-1b", 4)):
+        for checkpointing in ("none", "full"):
+            cases += [case(model, strategy, batch, ranks=8, checkpointing=checkpointing)
+                      for strategy in ("fsdp", "ddp", "zero1", "zero2", "zero3")]  # fmt: skip
+        cases += [case(model, "fsdp", batch, ranks=64)]
+    for words in ((), ("strategy.sequence_parallel=true",), ("strategy.loss_parallel=true",)):
+        cases += [case("llama-1b", "tensor", 4, "strategy.tp=8", *words, ranks=8)]
+    cases += [case("llama-1b", "tensor", 4, "strategy.tp=2", "strategy.dp=4", ranks=8)]
+    cases += [case("llama-1b", "tensor", 4, "strategy.tp=2", "strategy.dp=4", "strategy.data=ddp", ranks=8)]
+    cases += [case("llama-8b", "fsdp", 1, ranks=8, checkpointing="full"), case("llama-8b", "fsdp", 1, ranks=64)]
+    cases += [case("gpt2-1.5b", "fsdp", 4, ranks=8, passes=2), case("gpt2-1.5b", "fsdp", 8, ranks=64, compile=True)]
+    return cases + [case("llama-1b", "fsdp", 4, "strategy.sharding=grad_op", ranks=8)]
+
+
+def dry() -> list[dict[str, Any]]:
+    """Tiny models, for a CPU: does the harness itself work?"""
+    cases = [case("gpt2-tiny", name, 2, checkpointing="full") for name in ("ddp", "fsdp", "zero1", "zero3")]
+    cases += [case(name, "ddp", 2) for name in ("llama-tiny", "bert-tiny", "bert-tiny-classify", "vit-tiny", "convnet")]
+    cases += [case("gpt2-tiny", name, 2, ranks=4) for name in ("ddp", "fsdp", "tensor", "zero1", "zero2", "zero3")]
+    return [c | {"precision": "fp32"} for c in cases]
+
+
+GROUPS = {
+    **{name: lambda name=name: grid(name) for name in ("ddp", "fsdp", "zero1", "zero2", "zero3")},
+    "compile": compiled, "others": others, "spread": spread, "dry": dry,
+}  # fmt: skip
+
+
+# ---- one case ------------------------------------------------------------------------------------------------
+
+
+class Quick:
+    """First weights at once: the values of dtrain.weights.Drawn take seconds to draw, and do not matter here."""
+
+    def fill(self, model: Any, name: str, held: Any, device: Any) -> None:
+        from dtrain.shards import chunks_of
+
+        for chunk in chunks_of(held):
+            if name.endswith(("bias", "running_mean")):
+                chunk.values.zero_()
+            elif "norm" in name:
+                chunk.values.fill_(1.0)
+            else:
+                chunk.values.normal_(0.0, 0.02)
+
+
+def batch_of(cfg: Any, samples: int, device: Any) -> tuple[Any, Any]:
+    """Random inputs and targets as the model's data would be."""
+    import torch
+
+    model = cfg.model
+    if "image_size" in model:
+        images = torch.randn(samples, model.get("channels", 3), model.image_size, model.image_size, device=device)
+        return images, torch.randint(model.num_classes, (samples,), device=device)
+    tokens = torch.randint(1, model.vocab_size, (samples, model.seq_len), device=device)
+    task = model.get("task", "next")
+    if task == "classify":
+        return tokens, torch.randint(model.num_classes, (samples,), device=device)
+    targets = torch.roll(tokens, -1, 1)
+    if task == "mlm":
+        targets[:, round(0.15 * model.seq_len) :] = -100
+    return tokens, targets
+
+
+class Watch:
+    """Bytes at the seams of a step: when the backward pass begins, when it has ended, after the update."""
+
+    def __init__(self, device: Any) -> None:
+        self.device, self.rows = device, {}
+
+    def mark(self, name: str) -> None:
+        import torch
+
+        if self.device.type == "cuda":
+            self.rows[f"{name}_gib"] = torch.cuda.memory_allocated() / GIB
+            self.rows[f"{name}_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+            torch.cuda.reset_peak_memory_stats()
+
+    def around(self, strategy: Any) -> None:
+        """Marks are set by the strategy's own two halves, and by whoever calls for gradients inside the first."""
+        import torch
+
+        passes, update, backward = strategy.forward_backward, strategy.update, torch.autograd.backward
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            self.mark("forward")
+            torch.autograd.backward = backward
+            return backward(*args, **kwargs)
+
+        def halves(*args: Any) -> Any:
+            torch.autograd.backward = marked
+            try:
+                return passes(*args)
+            finally:
+                torch.autograd.backward = backward
+                self.mark("backward")
+
+        def updated(*args: Any) -> Any:
+            result = update(*args)
+            self.mark("update")
+            return result
+
+        strategy.forward_backward, strategy.update = halves, updated
+
+
+def alone(strategy: Any) -> None:
+    """Let one rank of a fake group go through whole steps: what it is sent is whatever lies in memory."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from dtrain.strategies import base
+
+    base.math = types.SimpleNamespace(isfinite=lambda value: True)  # type: ignore[assignment]  # update all the same
+    if hasattr(strategy, "zero"):
+        strategy.zero._overflow_check_and_loss_scale_update = lambda: False
+    if isinstance(strategy.model, DistributedDataParallel):
+        strategy.model.register_comm_hook(None, at_once)  # the fake group's futures hold nothing
+
+
+def at_once(state: Any, bucket: Any) -> Any:
+    """A reduction that is over when it begins."""
+    import torch
+
+    done: Any = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def measure(spec: dict[str, Any], device: Any) -> dict[str, Any]:
+    """Set one case up, take its steps, and free everything."""
+    import torch
+    import torch.distributed as dist
+
+    from dtrain.compose import compose
+    from dtrain.config import Settings, build
+    from dtrain.models import build as models
+    from dtrain.plan.layout import layout_of
+
+    ranks = spec["ranks"]
+    length = [f"model.seq_len={LENGTHS[spec['model']]}"] if spec["model"] in LENGTHS else []
+    words = [
+        f"model={spec['model']}", f"strategy={spec['strategy']}", f"precision={spec['precision']}",
+        f"activation_checkpointing={spec['checkpointing']}", f"compile={spec['compile']}".lower(),
+        f"train.micro_batch_size={spec['batch']}", "cluster.nodes=1", f"cluster.processes={ranks}", *length, *spec["words"],
+    ]  # fmt: skip
+    settings = compose([*words, f"deterministic={spec['deterministic']}".lower(), "train.global_batch_size=1000000"])
+    strategy = build(settings["strategy"])
+    sizes = strategy.resolve_mesh(ranks, ranks)
+    per_rank = spec["batch"] * spec["passes"]
+    settings["train"]["global_batch_size"] = per_rank * sizes.dp
+    layout, cfg = layout_of(settings), Settings(settings)
+    torch.use_deterministic_algorithms(spec["deterministic"], warn_only=True)
+
+    model = models.make(cfg)
+    strategy.setup(
+        model, build(settings["optim"], global_batch_size=per_rank * sizes.dp), precision=build(settings["precision"]),
+        device=device, first=Quick(), micro_batch_size=spec["batch"], max_grad_norm=1.0,
+        activation_checkpointing=spec["checkpointing"],
+        activation_checkpointing_every=cfg.activation_checkpointing_every, compile=spec["compile"],
+        masked=cfg.model.get("task") == "mlm",
+    )  # fmt: skip
+    if ranks > 1:
+        alone(strategy)
+    inputs, targets = batch_of(cfg, per_rank, device)
+    sync = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    seconds, watch = [], Watch(device)
+    for step in range(WARM_UP + (TIMED if ranks == 1 else 0)):
+        sync()
+        began = time.perf_counter()
+        strategy.set_lr(1e-4)
+        strategy.train_step(inputs, targets)
+        sync()
+        seconds.append(time.perf_counter() - began)
+        if device.type == "cuda" and step == 0:  # what only happens once (compiling, buckets, state) is over
+            torch.cuda.reset_peak_memory_stats()
+    row: dict[str, Any] = {}
+    if device.type == "cuda":
+        free, all_bytes = torch.cuda.mem_get_info()
+        row = {
+            "peak_gib": torch.cuda.max_memory_allocated() / GIB,
+            "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+            "outside_gib": (all_bytes - free - torch.cuda.memory_reserved()) / GIB,
+        }
+        torch.cuda.reset_peak_memory_stats()
+        watch.mark("states")
+        watch.around(strategy)
+        strategy.train_step(inputs, targets)
+    timed = seconds[WARM_UP:] if ranks == 1 else []
+    samples_per_s = per_rank * sizes.dp / statistics.median(timed) if timed else None
+    strategy.close()
+    tokens = targets[0].numel()
+    return {
+        "model": spec["model"], "strategy": spec["strategy"], "world_size": ranks, "tp": sizes.tp, "pp": sizes.pp,
+        "dp": sizes.dp, "micro_batch_size": spec["batch"], "micro_batches": spec["passes"],
+        "seq_len": cfg.model.get("seq_len"), "activation_checkpointing": spec["checkpointing"],
+        "compile": spec["compile"], "precision": spec["precision"], "deterministic": spec["deterministic"],
+        "words": [*length, *spec["words"]], "data": layout.data, **row,
+        "step_s": statistics.median(timed) if timed else None, "steps_s": timed,
+        "tokens_per_s": samples_per_s * tokens if samples_per_s else None, "first_step_s": seconds[0], **watch.rows,
+        "fake": dist.get_backend() == "fake",
+    }  # fmt: skip
+
+
+def run_world(ranks: int, specs: list[dict[str, Any]], out: Path, cpu: bool) -> None:
+    """All cases of one world size, in this process."""
+    import torch
+    import torch.distributed as dist
+
+    from dtrain import worker
+
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + ranks)}
+    if ranks == 1:
+        device = worker.join_process_group(True)
+    else:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        device = torch.device("cpu") if cpu else torch.device("cuda", 0)
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    for spec in specs:
+        began = time.perf_counter()
+        try:
+            row = measure(spec, device)
+        except Exception as error:  # a case that is too large says so, and the others go on
+            row = {**spec, "error": f"{type(error).__name__}: {error}"[:400]}
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        row["wall_s"] = time.perf_counter() - began
+        with out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print({k: v for k, v in row.items() if k not in ("steps_s", "words")}, flush=True)
+        gc.collect()
+        torch._dynamo.reset()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            if torch.cuda.memory_allocated() > 0.2 * GIB:
+                print(f"  still held: {torch.cuda.memory_allocated() / GIB:.2f} GiB", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=Path("planner.json"))
+    parser.add_argument("--groups", nargs="*", default=[name for name in GROUPS if name != "dry"], choices=list(GROUPS))
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--compare", nargs="?", type=Path, const=RESULTS)
+    parser.add_argument("--world", type=int, help="used by the script itself: the cases of one world size")
+    options = parser.parse_args()
+    if options.compare:
+        import compare
+
+        compare.show(options.compare)
+        return
+    groups = ["dry"] if options.cpu else options.groups
+    specs = [spec for name in groups for spec in GROUPS[name]()]
+    lines = options.json.with_suffix(".jsonl")
+    if options.world:
+        run_world(options.world, [s for s in specs if s["ranks"] == options.world], lines, options.cpu)
+        return
+    lines.unlink(missing_ok=True)
+    for ranks in sorted({spec["ranks"] for spec in specs}):
+        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--world", str(ranks)], check=False)
+    from throughput import environment
+
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    options.json.write_text(json.dumps({"benchmark": "planner", **environment(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
