@@ -62,7 +62,7 @@ def compiled() -> list[dict[str, Any]]:
         cases += [case(model, "fsdp", batch, compile=True) for batch in batches]
         cases += [case(model, "fsdp", batches[0], compile=True, checkpointing="full")]
     cases += [case("gpt2-1.5b", "zero1", 8, compile=True), case("llama-1b", "ddp", 4, compile=True)]
-    return cases + [case("gpt2-124m", "ddp", 32, compile=True, checkpointing="full")]
+    return [*cases, case("gpt2-124m", "ddp", 32, compile=True, checkpointing="full")]
 
 
 def others() -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ def others() -> list[dict[str, Any]]:
         case("gpt2-1.5b", "fsdp", 8, "strategy.offload=cpu"),
         case("gpt2-1.5b", "fsdp", 8, "strategy.sharding=grad_op"),
     ]
-    return cases + [case("vit-b16", "ddp", 128, compile=True), case("resnet50", "ddp", 128, compile=True)]
+    return [*cases, case("vit-b16", "ddp", 128, compile=True), case("resnet50", "ddp", 128, compile=True)]
 
 
 def spread() -> list[dict[str, Any]]:
@@ -98,7 +98,7 @@ def spread() -> list[dict[str, Any]]:
     cases += [case("llama-1b", "tensor", 4, "strategy.tp=2", "strategy.dp=4", "strategy.data=ddp", ranks=8)]
     cases += [case("llama-8b", "fsdp", 1, ranks=8, checkpointing="full"), case("llama-8b", "fsdp", 1, ranks=64)]
     cases += [case("gpt2-1.5b", "fsdp", 4, ranks=8, passes=2), case("gpt2-1.5b", "fsdp", 8, ranks=64, compile=True)]
-    return cases + [case("llama-1b", "fsdp", 4, "strategy.sharding=grad_op", ranks=8)]
+    return [*cases, case("llama-1b", "fsdp", 4, "strategy.sharding=grad_op", ranks=8)]
 
 
 def dry() -> list[dict[str, Any]]:
@@ -200,18 +200,19 @@ def alone(strategy: Any) -> None:
 
     base.math = types.SimpleNamespace(isfinite=lambda value: True)  # type: ignore[assignment]  # update all the same
     if hasattr(strategy, "zero"):
-        strategy.zero._overflow_check_and_loss_scale_update = lambda: False
+        strategy.zero._overflow_check_and_loss_scale_update = lambda **options: False
     if isinstance(strategy.model, DistributedDataParallel):
-        strategy.model.register_comm_hook(None, at_once)  # the fake group's futures hold nothing
+        # the fake group's futures hold nothing
+        strategy.model.register_comm_hook(None, lambda state, bucket: finished(bucket.buffer()))
 
 
-def at_once(state: Any, bucket: Any) -> Any:
-    """A reduction that is over when it begins."""
+def finished(value: Any) -> Any:
+    """A message that is over when it begins."""
     import torch
 
-    done: Any = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
+    future: Any = torch.futures.Future()
+    future.set_result(value)
+    return future
 
 
 def measure(spec: dict[str, Any], device: Any) -> dict[str, Any]:
@@ -229,7 +230,8 @@ def measure(spec: dict[str, Any], device: Any) -> dict[str, Any]:
     words = [
         f"model={spec['model']}", f"strategy={spec['strategy']}", f"precision={spec['precision']}",
         f"activation_checkpointing={spec['checkpointing']}", f"compile={spec['compile']}".lower(),
-        f"train.micro_batch_size={spec['batch']}", "cluster.nodes=1", f"cluster.processes={ranks}", *length, *spec["words"],
+        f"train.micro_batch_size={spec['batch']}", "cluster.nodes=1", f"cluster.processes={ranks}",
+        *length, *spec["words"],
     ]  # fmt: skip
     settings = compose([*words, f"deterministic={spec['deterministic']}".lower(), "train.global_batch_size=1000000"])
     strategy = build(settings["strategy"])
