@@ -1,0 +1,112 @@
+"""How far predictions are off: a row's prediction beside what was measured, and what a set of rows comes to."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import yaml
+from rows import CONF, Row
+
+from dtrain.hardware import Hardware
+from dtrain.plan.ledger import by_part
+
+PARTS = ("compute", "communication", "bubble", "optimizer", "data")
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A row and what the planner says of it."""
+
+    row: Row
+    parts: dict[str, float]  # seconds, and their total
+
+    @property
+    def predicted(self) -> float:
+        return self.parts["total"]
+
+    @property
+    def error(self) -> float:
+        """Of the measured step; above 0: the planner thinks it slower than it is."""
+        return self.predicted / self.row.step_s - 1
+
+
+@dataclass(frozen=True)
+class Errors:
+    """What a set of rows comes to, as shares of the measured step."""
+
+    count: int
+    mean: float  # of the absolute errors
+    median: float
+    worst: float
+    bias: float  # mean with signs
+
+    @classmethod
+    def of(cls, errors: Iterable[float]) -> Errors:
+        signed = list(errors)
+        sizes = [abs(error) for error in signed]
+        return cls(len(sizes), statistics.mean(sizes), statistics.median(sizes), max(sizes), statistics.mean(signed))
+
+
+@cache
+def hardware(name: str) -> Hardware:
+    """The nodes of conf/hardware/NAME.yaml, with what it takes over from others."""
+    return Hardware(**{key: value for key, value in settings(name).items() if key != "_target_"})
+
+
+def settings(name: str) -> dict[str, Any]:
+    """A hardware file's settings: its own over those of the files that its defaults name."""
+    path = CONF / "hardware" / f"{name}.yaml"
+    own = yaml.safe_load(path.read_text())
+    merged: dict[str, Any] = {}
+    for base in own.pop("defaults", []):
+        merged |= settings(base) if base != "_self_" else {}
+    return merged | own
+
+
+def known(name: str) -> bool:
+    return (CONF / "hardware" / f"{name}.yaml").exists()
+
+
+def score(row: Row) -> Scored:
+    """The planner's word on a row, from the hardware file and the stack's description alone."""
+    from dtrain.plan.stacks import STACKS
+    from dtrain.plan.step import step_time
+
+    return Scored(row, by_part(step_time(row.shape, row.layout, hardware(row.hardware), STACKS[row.stack])))
+
+
+def score_all(rows: Iterable[Row], of: Callable[[Row], Scored] = score) -> tuple[list[Scored], list[str]]:
+    """All rows that can be predicted, and for the others why not."""
+    scored, missing = [], []
+    for row in rows:
+        if known(row.hardware):
+            scored.append(of(row))
+        else:
+            missing.append(f"conf/hardware/{row.hardware}.yaml is not there")
+    return scored, missing
+
+
+def with_one_point(scored: list[Scored]) -> Errors:
+    """The errors when one row of each (GPU, stack) has been measured here and corrects the others.
+
+    That row says how many times longer computing takes than predicted, all else being as predicted; it is left out.
+    Which row that is decides much, so each is taken in turn, and the errors of all turns are put together.
+    """
+    errors: list[float] = []
+    for pair in sorted({(one.row.hardware, one.row.stack) for one in scored}):
+        rows = [one for one in scored if (one.row.hardware, one.row.stack) == pair]
+        if len(rows) < 2:
+            continue
+        for point in rows:
+            computing = point.parts["compute"]
+            factor = (point.row.step_s - (point.predicted - computing)) / computing
+            errors += [
+                (one.predicted + (factor - 1) * one.parts["compute"]) / one.row.step_s - 1
+                for one in rows
+                if one is not point
+            ]
+    return Errors.of(errors)
