@@ -11,8 +11,9 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from dtrain.config import bad, count_gpus
+from dtrain.config import CONF, bad, count_gpus
 
 
 class Hardware:
@@ -140,3 +141,13 @@ def smi_name(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.r
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip().partition("\n")[0] or None if answer.returncode == 0 else None
+
+
+def section(name: str) -> dict[str, Any]:
+    """conf/hardware/NAME.yaml over the files that it builds on, without composing a whole configuration."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    own: dict[str, Any] = yaml.load((CONF / "hardware" / f"{name}.yaml").read_bytes(), loader)
+    bases = [base for base in own.pop("defaults", []) if base != "_self_"]
+    return {key: value for base in bases for key, value in section(base).items()} | own

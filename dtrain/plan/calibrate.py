@@ -1,0 +1,246 @@
+"""`dtrain plan calibrate`: measure this machine and write a hardware file that the planner then goes by.
+
+    dtrain plan calibrate [out=NAME|FILE.yaml] [seconds=40] [json=FILE]
+    dtrain plan calibrate from=RUN [out=NAME|FILE.yaml]
+
+The first measures, in about a minute: matrix products by shape, a large copy, what a kernel costs the host and the GPU,
+Adam on the CPU, the way to the GPU, and collectives by size over this machine's GPUs (without one: two processes).
+The second takes one run that was predicted and measured: its compute time over the predicted one becomes
+`calibration`, by which compute is multiplied from then on.
+
+A NAME is written to conf/hardware/NAME.yaml and chosen with hardware=NAME. A FILE.yaml may lie anywhere; the launcher
+finds it after it was put into conf/hardware, or in DIR/hardware with `--config-dir DIR`. What cannot be measured here
+(the network, peak rates, a price) is taken from the file that knows this GPU.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dtrain.config import CONF, bad
+from dtrain.hardware import Hardware, detect, section
+from dtrain.rundir import read_json
+from dtrain.words import as_dict, number
+
+MARK = "# Written by `dtrain plan calibrate`"
+OPTIONS = {"out": "NAME", "from": "RUN", "seconds": "40", "json": "FILE"}
+
+
+def main(argv: list[str]) -> int:
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
+    options = parse(argv)
+    seconds = positive(options.get("seconds", "40"))
+    if "from" in options:
+        from dtrain.runs import find_run
+
+        name, figures, comments, source = from_run(find_run(options["from"]))
+        path = place(options.get("out") or f"{name}-calibrated")
+        title = f"a run's step against its prediction with hardware={name}"
+    else:
+        name = detect() or "unknown"
+        path = place(options.get("out") or f"my-{name}")
+        measured = measure(seconds)
+        figures, comments, source = section(name) | measured["figures"], measured_comments(measured, name), "measured"
+        title = f"measured with {measured['versions']}; what it does not say is measured is from conf/hardware/{name}"
+        if options.get("json"):
+            Path(options["json"]).write_text(json.dumps(measured, indent=1) + "\n")
+        print("\n".join(table(measured)))
+    text = as_yaml(figures | {"source": f"{source} on {time.strftime('%Y-%m-%d')}"}, comments, title)
+    Hardware(**{k: v for k, v in figures.items() if k not in ("_target_", "source")})  # what it would be refused for
+    path.write_text(text)
+    print(f"wrote {path}")
+    found = path.parent.resolve() == (CONF / "hardware").resolve()
+    print(f"next: hardware={path.stem}" if found else f"next: cp {path} {CONF / 'hardware'}/ and hardware={path.stem}")
+    return 0
+
+
+# ---- the command line ---------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str]) -> dict[str, str]:
+    """out=NAME, --out=NAME and --out NAME are the same."""
+    options, words = {}, list(argv)
+    while words:
+        word = words.pop(0)
+        key, equals, value = word.lstrip("-").partition("=")
+        if key not in OPTIONS or not (equals or word.startswith("--")):
+            near = difflib.get_close_matches(key, OPTIONS, 1)
+            known = ", ".join(f"{name}={example}" for name, example in OPTIONS.items())
+            fix = f"did you mean {near[0]}={value or OPTIONS[near[0]]}?" if near else f"use one of {known}"
+            raise ValueError(f"{word}: is no option of dtrain plan calibrate\n  fix: {fix}")
+        if not equals:
+            value = words.pop(0) if words and not words[0].startswith("--") else ""
+        if not value:
+            raise bad(key, "", "needs a value", f"{key}={OPTIONS[key]}")
+        options[key] = value
+    return options
+
+
+def positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 3600:
+        raise bad("seconds", text, "must be a number of seconds, up to 3600", "seconds=40")
+    return value
+
+
+def place(out: str) -> Path:
+    """Where to write: conf/hardware/NAME.yaml, or the file named. A file that a person wrote is not replaced."""
+    path = Path(out).expanduser() if out.endswith((".yaml", ".yml")) else CONF / "hardware" / f"{out}.yaml"
+    if os.sep in out and path.suffix not in (".yaml", ".yml"):
+        raise bad("out", out, "is a name, or a file that ends in .yaml", f"out={out}.yaml")
+    if not path.parent.is_dir():
+        raise bad("out", out, f"there is no folder {path.parent}", "make it first, or out=NAME")
+    if path.is_file() and not path.read_text(encoding="utf-8").startswith(MARK):
+        raise bad("out", out, "would replace a file that this command did not write", f"out=my-{path.stem}")
+    return path
+
+
+# ---- measuring ----------------------------------------------------------------------------------------------
+
+
+def measure(seconds: float) -> dict[str, Any]:
+    """All measurements: {"figures": settings, "matmul": rows, "collectives": rows, "more": …, "versions": …}."""
+    from dtrain.plan import curves, measure
+
+    import torch  # isort: skip
+
+    began, gpus = time.monotonic(), torch.cuda.device_count()
+    ranks = gpus if gpus else 2
+    share = 0.7 if ranks > 1 else 1.0
+    found = measure.device_rates(seconds * share)
+    rows = measure.collective_rows(ranks, seconds * (1 - share)) if ranks > 1 else []
+    figures: dict[str, Any] = {**found["figures"], **curves.link_figures(rows)}
+    if gpus:
+        figures |= {"gpus_per_node": gpus, "gpu": found["more"]["gpu"].removeprefix("NVIDIA ")}
+    else:  # what one of two ranks may hold
+        figures |= {key: figures["host_memory_gib"] / 2 for key in ("gpu_memory_gib", "usable_memory_gib")}
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    versions += f", CUDA {torch.version.cuda}" if gpus else f", {os.cpu_count()} cores, half of them a rank"
+    return {
+        "figures": {key: rounded(value) for key, value in figures.items()},
+        "matmul": found["matmul"],
+        "collectives": rows,
+        "more": found["more"],
+        "versions": versions,
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def rounded(value: Any) -> Any:
+    """Three digits: no measurement here repeats better."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.3g}") if value < 1000 else round(value)
+
+
+def measured_comments(measured: Mapping[str, Any], name: str) -> dict[str, str]:
+    """Behind each figure that was measured: how. Behind the others: nothing, as conf/hardware says it."""
+    how = {
+        "gpu": "this machine's",
+        "matmul_tflops": "the best shape below, bf16" if measured["more"] else "bf16, 512 × 512 × 512",
+        "peak_fp32_tflops": "measured, without TF32: 4096 × 4096 × 4096"
+        if measured["more"]
+        else "the best shape below",
+        "stream_gb_s": "a large copy",
+        "launch_us": "host time a kernel, small layers forward and backward" if measured["more"] else "x.add_(1)",
+        "kernel_us": "replayed one after another from a graph" if measured["more"] else "x.add_(1)",
+        "cpu_adam_gb_s": "torch's fused AdamW in fp32 on all cores",
+        "pcie_gb_s": "from pinned memory",
+        "nvlink_max_gb_s": "these: a line through the collectives below",
+        "gpu_memory_gib": f"as in {name}" if measured["more"] else "half of the host's: a run has two ranks here",
+    }
+    return {key: how.get(key, "measured") for key in measured["figures"]} | {"": "\n".join(rows_of(measured))}
+
+
+def table(measured: Mapping[str, Any]) -> list[str]:
+    """What a person sees: the measurements by shape and by size, then the figures."""
+    figures = {**measured["figures"], **measured["more"]}
+    lines = [f"{key:>20}  {value if isinstance(value, str) else f'{value:g}'}" for key, value in figures.items()]
+    return [*rows_of(measured), *lines]
+
+
+def rows_of(measured: Mapping[str, Any]) -> list[str]:
+    """The measurements by shape and by size: the head of the file, too."""
+    best = max(row["tflops"] for row in measured["matmul"])
+    lines = [
+        f"{'rows':>8}{'inner':>8}{'cols':>8}{'us':>12}{'TFLOP/s':>10}{'of best':>9}  ({measured['matmul'][0]['dtype']})"
+    ]
+    for row in measured["matmul"]:
+        sizes = f"{row['rows']:>8}{row['inner']:>8}{row['cols']:>8}"
+        lines.append(f"{sizes}{row['us']:>12.1f}{row['tflops']:>10.4g}{row['tflops'] / best:>9.0%}")
+    if measured["collectives"]:
+        lines.append(f"{'collective':>16}{'ranks':>6}{'KiB':>10}{'us':>12}{'GB/s bus':>10}")
+    for row in measured["collectives"]:
+        head = f"{row['collective']:>16}{row['ranks']:>6}{row['bytes'] // 1024:>10}"
+        lines.append(f"{head}{row['us']:>12.1f}{row['busbw_gb_s']:>10.3g}")
+    return lines
+
+
+# ---- one run calibrates a stack -----------------------------------------------------------------------------
+
+
+def from_run(run_dir: Path) -> tuple[str, dict[str, Any], dict[str, str], str]:
+    """(hardware's name, its section with `calibration`, comments, source) from a run's plan.json and summary.json.
+
+    All of the difference between the step that was measured and the one predicted is put to compute.
+    """
+    plan, summary = read_json(run_dir / "plan.json"), read_json(run_dir / "summary.json")
+    step, measured = as_dict(plan.get("step_s")), number(summary.get("tokens_per_s"))
+    total, compute, rate = (number(v) for v in (step.get("total"), step.get("compute"), plan.get("tokens_per_s")))
+    if not total or not compute or not rate:
+        reason = plan.get("reason") or "its plan.json has no step time"
+        raise bad(
+            "from", run_dir, f"nothing was predicted for this run ({reason})", "a run of a known model and hardware"
+        )
+    if not measured:
+        raise bad("from", run_dir, "its summary.json has no tokens_per_s", "a run that has made some steps")
+    step_s = total * rate / measured
+    left = step_s - (total - compute)
+    if left <= 0:
+        rule = f"its step took {step_s:.3g} s, less than the {total - compute:.3g} s predicted beside compute"
+        raise bad("from", run_dir, rule, "a run on one GPU, where compute is nearly all")
+    name = str(plan.get("hardware") or "unknown")
+    chosen = as_dict(read_config(run_dir).get("hardware"))
+    base = chosen if chosen.get("gpu_memory_gib") else section(name)  # found by the launcher, not typed
+    factor = left / compute * (number(base.get("calibration")) or 1.0)
+    how = f"compute took {left:.4g} s of a step of {step_s:.4g} s; predicted were {compute:.4g} s of {total:.4g} s"
+    print(f"calibration {factor:.3f}: {how}")
+    return name, {**base, "calibration": rounded(factor)}, {"calibration": how}, f"{base.get('source', '')}; calibrated"
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        return as_dict(yaml.safe_load((run_dir / "config.yaml").read_bytes()))
+    except (OSError, yaml.YAMLError) as error:
+        raise bad("from", run_dir, "its config.yaml cannot be read", "another run; dtrain runs lists them") from error
+
+
+# ---- the file -----------------------------------------------------------------------------------------------
+
+
+def as_yaml(figures: Mapping[str, Any], comments: Mapping[str, str], title: str) -> str:
+    """A complete hardware file: every setting, in the order of Hardware, with how it was found behind it."""
+    import inspect
+
+    lines = [f"{MARK} on {time.strftime('%Y-%m-%d')}: {title}."]
+    lines += [f"# {line}".rstrip() for line in comments.get("", "").splitlines()]
+    lines += ["# What a setting means is in unknown.yaml.", "_target_: dtrain.hardware.Hardware"]
+    for key in inspect.signature(Hardware).parameters:
+        value = figures.get(key)
+        text = json.dumps(value, ensure_ascii=False)
+        lines.append(f"{key}: {text}" + (f" # {comments[key]}" if comments.get(key) else ""))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,73 @@
+"""Latency and bandwidth from times by size: a line through what `dtrain plan calibrate` measured of collectives.
+
+time = collective_us + hops × latency + bus bytes ÷ bandwidth, with the hops of a ring as NCCL counts them
+(src/graph/tuning.cc).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def hops(collective: str, ranks: int, nodes: int = 1) -> tuple[int, int]:
+    """(inside nodes, between nodes): steps of a ring, one after the other."""
+    steps = 2 * (ranks - 1) if collective == "all_reduce" else ranks - 1
+    between = 0 if nodes == 1 else 2 * nodes if collective == "all_reduce" else nodes - 1
+    return steps - between, between
+
+
+def bus_bytes(collective: str, ranks: int, num_bytes: float) -> float:
+    """What each link of the ring carries for a message of so many bytes (nccl-tests, doc/PERFORMANCE.md)."""
+    return (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks * num_bytes
+
+
+def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(seconds at nothing, seconds a byte) through (bytes, seconds): least squares of the error relative to the time.
+
+    Neither is let below 0: then the line goes through the smallest or is flat at the mean.
+    """
+    weights = [1 / seconds**2 for _, seconds in points]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    if spread == 0:
+        return mean_y, 0.0
+    slope = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True)) / spread
+    slope = max(0.0, slope)
+    start = mean_y - slope * mean_x
+    if start < 0:
+        numerator = sum(w * x * y for w, (x, y) in zip(weights, points, strict=True))
+        return 0.0, numerator / sum(w * x * x for w, (x, _) in zip(weights, points, strict=True))
+    return start, slope
+
+
+def link_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Settings of Hardware from measured rows of {collective, ranks, bytes, us}; {} without any."""
+    most = max((row["ranks"] for row in rows), default=0)
+    figures: dict[str, float] = {}
+    for name, link in (("all_reduce", "nvlink"), ("all_gather", "gather")):
+        times = {r["bytes"]: r["us"] / 1e6 for r in rows if r["collective"] == name and r["ranks"] == most}
+        if len(times) < 2:
+            continue
+        start, slope = line([(bus_bytes(name, most, size), seconds) for size, seconds in times.items()])
+        if slope > 0:
+            figures[f"{link}_max_gb_s"] = 1 / slope / 1e9
+        if (seconds := times.get(256 * 2**20)) is not None:  # the size that preflight compares at
+            figures[f"{link}_busbw_gb_s"] = bus_bytes(name, most, 256 * 2**20) / seconds / 1e9
+        if name == "all_reduce":
+            two = [(r["bytes"], r["us"] / 1e6) for r in rows if r["collective"] == name and r["ranks"] == 2]
+            figures |= latency(start * 1e6, most, line(two)[0] * 1e6 if most > 2 and len(two) > 1 else None)
+    return figures
+
+
+def latency(start_us: float, ranks: int, of_two_us: float | None = None) -> dict[str, float]:
+    """A collective's time at no bytes as a fixed part and one for each hop: never 0, which would mean unknown.
+
+    Two ranks and all of them are two equations. Without the first, half is taken for each part.
+    """
+    steps = hops("all_reduce", ranks)[0]
+    each = start_us / 2 / steps if of_two_us is None else (start_us - of_two_us) / (steps - 2)
+    each = max(0.1, each)
+    return {"collective_us": max(0.1, start_us - each * steps), "nvlink_latency_us": each}
