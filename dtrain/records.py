@@ -22,6 +22,7 @@ ROOTS = ("outputs", "multirun")
 QUIET_S = 600  # a running run that wrote nothing for this long is doubted: compiling or saving takes less
 SKEW_S = 300  # clocks of a login node and of the controller differ by less
 FIGURES = ("train_loss", "val_loss", "val_accuracy", "tokens_per_s", "mfu", "peak_mem_gib", "wall_s")
+ERRORS = ("step_error", "memory_error")  # of the prediction
 
 
 def run_folders(root: Path, levels: int = 4) -> Iterator[Path]:
@@ -219,11 +220,27 @@ class Record:
         }
         for key in ("model", "strategy", "precision", "world_size", "steps", "total_steps", *FIGURES):
             run[key] = self.summary.get(key)
+        run |= errors(self.summary)
         # UTC, so that text order is time order.
         run["started"] = datetime.fromtimestamp(started(self.run_dir, self.launches), UTC).isoformat(
             timespec="microseconds"
         )
         return run
+
+
+def errors(summary: dict[str, Any]) -> dict[str, float | None]:
+    """How far the prediction was off, as a part of what was measured: 0.1 is a tenth too long, or too much."""
+    predicted = as_dict(summary.get("predicted"))
+
+    def apart(guess: object, measured: object) -> float | None:
+        a, b = number(guess), number(measured)
+        return a / b - 1 if a and b else None
+
+    # of two rates the other way round: half of the speed is twice the time
+    return {
+        "step_error": apart(summary.get("tokens_per_s"), predicted.get("tokens_per_s")),
+        "memory_error": apart(predicted.get("memory_gib"), summary.get("peak_mem_gib")),
+    }
 
 
 def load(run_dirs: Sequence[Path], ask_all: bool = False) -> tuple[list[Record], str]:

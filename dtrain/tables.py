@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain.console import say, stdout_console
-from dtrain.records import FIGURES, load
+from dtrain.records import ERRORS, FIGURES, load
 from dtrain.rundir import last_launch, read_json
 from dtrain.words import as_dict, clean, duration, gib, loss_text, number, percent, short_path, si
 
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LARGE_IS_GOOD = ("tokens_per_s", "mfu", "steps", "total_steps", "world_size", "started")
+
+
+def signed(error: object) -> str:
+    """A prediction's error: +3.1% was predicted too long, or too much."""
+    n = number(error)
+    return "-" if n is None else f"{100 * n:+.1f}%"
+
 
 # Heading and format of each key of a run, in the order of the table.
 COLUMNS: dict[str, tuple[str, Any]] = {
@@ -41,11 +48,16 @@ COLUMNS: dict[str, tuple[str, Any]] = {
     "mfu": ("MFU", percent),
     "peak_mem_gib": ("memory", gib),
     "wall_s": ("wall", duration),
+    "step_error": ("time error", signed),
+    "memory_error": ("memory error", signed),
     "started": ("started", lambda text: datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M")),
 }
 DEFAULT_COLUMNS = tuple(key for key in COLUMNS if key not in ("name", "total_steps", "started"))
 # A narrow terminal loses these first.
-LEAST_NEEDED = ("precision", "wall_s", "peak_mem_gib", "world_size", "mfu", "model", "tokens_per_s", "job_id")
+LEAST_NEEDED = (
+    "precision", "wall_s", "memory_error", "peak_mem_gib", "step_error", "world_size", "mfu", "model", "tokens_per_s",
+    "job_id",
+)  # fmt: skip
 STYLES = {
     "done": "green",
     "failed": "red",
@@ -65,7 +77,9 @@ def sort_runs(runs: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
 
     def value(run: dict[str, Any]) -> float | str | None:
         n = number(run.get(key))
-        if key in FIGURES or key in ("world_size", "steps", "total_steps"):
+        if key in ERRORS and n is not None:
+            n = abs(n)  # the best is the nearest, on whichever side
+        if key in (*FIGURES, *ERRORS) or key in ("world_size", "steps", "total_steps"):
             return None if n is None or math.isnan(n) else n
         return None if run.get(key) is None else str(run[key])
 
@@ -135,7 +149,7 @@ def print_table(
     def build() -> Table:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         for key, heading in columns.items():
-            numeric = key in COLUMNS and COLUMNS[key][1] in (loss_text, si, percent, gib, duration)
+            numeric = key in COLUMNS and COLUMNS[key][1] in (loss_text, si, percent, gib, duration, signed)
             table.add_column(Text(heading), justify="right" if numeric else "left", overflow="fold")
         for i, row in enumerate(rows):
             cells = [Text(row[key], style=_style(row[key]) if key == "status" else "") for key in columns]
@@ -239,7 +253,7 @@ def print_points(runs: list[dict[str, Any]], console: Console) -> None:
     key = "val_loss" if any(_finite(run["val_loss"]) for run in runs) else "train_loss"
     ranked = [i for i, run in enumerate(runs) if _finite(run[key])]
     best = min(ranked, key=lambda i: runs[i][key]) if ranked else None
-    keys = [k for k in ("status", "job_id", *FIGURES) if any(run[k] is not None for run in runs)]
+    keys = [k for k in ("status", "job_id", *FIGURES, *ERRORS) if any(run[k] is not None for run in runs)]
     rows = []
     for i, run in enumerate(runs):
         number_of = point(dirs[i])[0]
@@ -252,7 +266,7 @@ def print_points(runs: list[dict[str, Any]], console: Console) -> None:
             }
         )
     columns = {"point": "#", "overrides": "overrides"} | {k: COLUMNS[k][0] for k in keys} | {"best": ""}
-    print_table(console, columns, rows, ["mfu", "wall_s", "peak_mem_gib", "tokens_per_s", "job_id"], best)
+    print_table(console, columns, rows, [*ERRORS, "mfu", "wall_s", "peak_mem_gib", "tokens_per_s", "job_id"], best)
     if shared:
         say(console, (f"all jobs: {' '.join(o for o in overrides[0] if o in shared)}", "dim"))
 

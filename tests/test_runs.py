@@ -129,11 +129,24 @@ def test_list_reads_what_is_known(tmp_path: Path) -> None:
         "mfu": None,
         "peak_mem_gib": None,
         "wall_s": 3.0,
+        "step_error": None,
+        "memory_error": None,
         "started": "2025-01-01T00:00:00.000000+00:00",
     }
     assert list(first) == list(COLUMNS)
     assert len(list_runs("outputs", "outputs/d", tmp_path / "outputs")) == 1  # each run once
     assert list_runs("nowhere") == []
+
+
+def test_how_far_the_prediction_was_off() -> None:
+    """Twice the speed was measured: the time was predicted twice as long. 9 of 10 GiB are a tenth too little."""
+    predicted = {"tokens_per_s": 500.0, "step_s": 2.0, "memory_gib": 9.0}
+    make("outputs/a", status="done", tokens_per_s=1000.0, peak_mem_gib=10.0, predicted=predicted)
+    make("outputs/b", status="done", tokens_per_s=1000.0, peak_mem_gib=0.0, predicted=predicted)
+    make("outputs/c", status="done", tokens_per_s=1000.0, peak_mem_gib=10.0, predicted=None)
+    make("outputs/d", status="failed", predicted=predicted)
+    found = {run["path"][-1]: (run["step_error"], run["memory_error"]) for run in list_runs()}
+    assert found == {"a": (1.0, pytest.approx(-0.1)), "b": (1.0, None), "c": (None, None), "d": (None, None)}
 
 
 def test_list_walks_four_levels_and_not_into_runs() -> None:

@@ -60,6 +60,21 @@ def test_table_in_a_pipe_has_whole_lines_and_no_empty_columns() -> None:
     assert "python launch.py" in lines(out)[0]
 
 
+def test_the_prediction_s_errors_have_columns_and_the_nearest_is_the_best() -> None:
+    for name, speed in (("a", 100.0), ("b", 98.0), ("c", 150.0), ("d", 90.0)):
+        predicted = {"tokens_per_s": 100.0, "memory_gib": 5.0} if name != "d" else None
+        make(f"outputs/{name}", status="done", tokens_per_s=speed, peak_mem_gib=4.0, predicted=predicted)
+    out = plain()
+    print_runs(list_runs(), out, columns=["path", "step_error", "memory_error"], sort="step_error")
+    assert [line.split() for line in lines(out)] == [
+        ["run", "time", "error", "memory", "error"],
+        ["outputs/a", "+0.0%", "+25.0%"],
+        ["outputs/b", "-2.0%", "+25.0%"],
+        ["outputs/c", "+50.0%", "+25.0%"],
+        ["outputs/d", "-", "-"],
+    ]
+
+
 def test_table_on_a_narrow_terminal_hides_what_matters_least() -> None:
     make(
         "outputs/d/a",
