@@ -13,6 +13,10 @@ from dtrain import runs, sweeps
 from dtrain.config import CODE, CONF, RECIPES, SECRET, bad
 from dtrain.explain import GROUPS, known_settings, options_of
 
+AUTO = "auto"  # strategy=auto: the planner chooses (dtrain/plan/auto.py)
+# What Hydra composes until it has: an option with all degrees, so that a typed strategy.tp=2 is understood.
+STAND_IN = {"_target_": "dtrain.strategies.pipeline.Pipeline", "pp": -1, "dp": -1, "tp": -1}
+
 
 def prepare_arguments(argv: list[str]) -> list[str]:
     """Turn `--dry-run`, `recipe=FILE` and `resume=RUN` into what Hydra composes; leave the rest as typed."""
@@ -44,6 +48,8 @@ def prepare_arguments(argv: list[str]) -> list[str]:
                 f"{key} can be {', '.join(options_of(key))}",
             )
     argv = offer_own(argv)
+    if re.search(rf"\b{AUTO}\b", given.get("strategy", "")):
+        store_option("strategy", AUTO, STAND_IN)
     if "run_dir" in given and {"-m", "--multirun"} & set(argv):
         raise bad("run_dir", given["run_dir"], "a sweep makes a folder for each job", "hydra.sweep.dir=FOLDER")
     store_recipes()
@@ -138,6 +144,8 @@ def store_recipe(path: Path, name: str | None = None) -> None:
     chosen = [str(OmegaConf.to_container(e) if isinstance(e, DictConfig) else e) for e in node.get("defaults") or []]
     if "hydra" in node or any("hydra" in entry for entry in chosen):
         raise bad("recipe", path, "hydra's own settings are for the command line", "take them out of the file")
+    if any(re.search(rf"strategy\W+{AUTO}\b", entry) for entry in chosen):
+        store_option("strategy", AUTO, STAND_IN)
     node.pop("search", None)  # what `dtrain search` varies; a plain run has the settings beside it
     folder, _, stem = (name or path.stem).rpartition("/")
     group = f"recipe/{folder}" if folder else "recipe"

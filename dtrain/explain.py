@@ -20,7 +20,7 @@ def explain(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and error.options is not None:  # before OSError, which it is, too
         path = str(error.missing_cfg_file)
         group, _, option = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
-        options = sorted(error.options)
+        options = sorted({*error.options, *(["auto"] if group == "strategy" else [])})
         near = difflib.get_close_matches(option.lower(), options, 1, 0.4)
         fix = f"did you mean {group}={near[0]}? " if near else ""
         return f"{group}={option}: there is no such option\n  fix: {fix}{group} can be {', '.join(options)}"

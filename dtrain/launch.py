@@ -30,10 +30,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from dtrain import console, losses, runs, sweeps
-from dtrain.arguments import prepare_arguments, read_config
+from dtrain.arguments import AUTO, prepare_arguments, read_config
 from dtrain.config import CONF, bad, build, ranks_per_node, redact, save
 from dtrain.contract import BAD_CONFIG, CANCELLED_FILE, DONE, FAILED, PREEMPTED, PREFLIGHT
 from dtrain.explain import GROUPS, explain, known_settings
+from dtrain.plan import trust
 from dtrain.resume import check_code, check_queue, check_resume, check_unfinished
 from dtrain.rundir import latest_checkpoint, locked, read_json, write_json
 from dtrain.schema import unknown
@@ -110,7 +111,7 @@ class Gate(Callback):
         self._check([config])
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        if str(config.hydra.sweeper._target_).endswith("BasicSweeper"):
+        if sweeps.known_before(config.hydra):
             self._check(sweeps.jobs_of(config))
             with heard():
                 self.lock = sweeps.lock(Path(config.hydra.sweep.dir))  # until this process ends
@@ -123,13 +124,17 @@ class Gate(Callback):
         log.setLevel(logging.WARNING)
         with heard():
             resolved = [resolve(config) for config in configs]
+            plans = [trust.plan_of(config) for config in resolved]
+            for plan, config in zip(plans, resolved, strict=True):
+                trust.check(config, plan)
             clusters = [build(config["cluster"], config["trust"]) for config in resolved]
             for cluster, config in distinct(clusters, resolved):
                 if hasattr(cluster, "check") and not config["dry_run"]:  # a scheduler knows what it would refuse
                     cluster.check(config)
         if resolved[0]["dry_run"]:
             with heard():  # `| head` closes the pipe, and that must not start anything
-                for cluster, config in zip(clusters, resolved, strict=True):
+                for cluster, config, plan in zip(clusters, resolved, plans, strict=True):
+                    print("".join(f"{line}\n" for line in trust.lines(plan)), end="", file=sys.stderr, flush=True)
                     cluster.dry_run(Path(config["run_dir"]), config)
                     if "deepspeed_config" in config["strategy"]:
                         print("\nDeepSpeed's configuration, made from these settings (we say where a step ends):")
@@ -150,43 +155,12 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     """The composed configuration as plain, checked values."""
     if "hydra" in cfg:  # before Hydra's own start of the job: the gate
         HydraConfig.instance().set_config(cfg)
-    for group in GROUPS:
-        if group in cfg and not isinstance(cfg[group], DictConfig):
-            raise bad(
-                group,
-                cfg[group],
-                "is a section, and an option is chosen by the defaults list",
-                f"type {group}=OPTION, or in a file `defaults: [override /{group}: OPTION]`",
-            )
-    if "choices" in cfg:
-        raise unknown("choices", known_settings())
-    plain = OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k not in ("hydra", "recipe")])
-    try:
-        config: Any = OmegaConf.to_container(plain, resolve=True)
-    except InterpolationKeyError as error:  # e.g. text for a model of the user's own that knows no length
-        asked = re.search(r"'([\w.]+)' not found", str(error))
-        if asked is None or not error.full_key:
-            raise
-        group, key = asked[1].partition(".")[0], str(error.full_key)
-        chosen = HydraConfig.get().runtime.choices.get(group)
-        rule = f"is taken from {asked[1]}, which {group}={chosen} has not"
-        section = key.partition(".")[0]
-        fix = f"leave out {section}= (a {group} of ours brings its own), choose another {group}, or give {key}=…"
-        raise ValueError(f"{key}: {rule}\n  fix: {fix}") from error
-    config["run_dir"] = cfg.get("run_dir")  # the one that Hydra will read: in a copy, ${now:} may be a second later
-    if config["cluster"].get("processes", 0) is None:
-        config["cluster"]["processes"] = ranks_per_node(config["cluster"])
-    choices = OmegaConf.to_container(HydraConfig.get().runtime.choices)
-    assert isinstance(choices, dict)
-    config["choices"] = {g: choices.get(g) for g in (*GROUPS, "recipe")}
-    # absolute, so that a resume finds them from any folder
-    for group, keys in (("data", ("path", "tokenizer")), ("strategy", ("nvme_path", "deepspeed_config"))):
-        section = config.get(group, {})
-        for key in keys:
-            if isinstance(section.get(key), str) and section[key] not in ("", "???"):
-                section[key] = str(Path(section[key]).expanduser().absolute())
-    if config.get("init_from"):
-        config["init_from"] = str(Path(config["init_from"]).expanduser().absolute())
+    config = plain_values(cfg)
+    if config["choices"]["strategy"] == AUTO:
+        from dtrain.plan import auto
+
+        auto.settle(cfg, config)
+        config = plain_values(cfg)
     validate(config)
     losses.check(config)
     if not config["run_dir"]:
@@ -237,6 +211,48 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     return config
 
 
+def plain_values(cfg: DictConfig) -> dict[str, Any]:
+    """The composed configuration with what only this machine can fill in: ranks, choices, absolute paths."""
+    for group in GROUPS:
+        if group in cfg and not isinstance(cfg[group], DictConfig):
+            raise bad(
+                group,
+                cfg[group],
+                "is a section, and an option is chosen by the defaults list",
+                f"type {group}=OPTION, or in a file `defaults: [override /{group}: OPTION]`",
+            )
+    if "choices" in cfg:
+        raise unknown("choices", known_settings())
+    plain = OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k not in ("hydra", "recipe")])
+    try:
+        config: Any = OmegaConf.to_container(plain, resolve=True)
+    except InterpolationKeyError as error:  # e.g. text for a model of the user's own that knows no length
+        asked = re.search(r"'([\w.]+)' not found", str(error))
+        if asked is None or not error.full_key:
+            raise
+        group, key = asked[1].partition(".")[0], str(error.full_key)
+        chosen = HydraConfig.get().runtime.choices.get(group)
+        rule = f"is taken from {asked[1]}, which {group}={chosen} has not"
+        section = key.partition(".")[0]
+        fix = f"leave out {section}= (a {group} of ours brings its own), choose another {group}, or give {key}=…"
+        raise ValueError(f"{key}: {rule}\n  fix: {fix}") from error
+    config["run_dir"] = cfg.get("run_dir")  # the one that Hydra will read: in a copy, ${now:} may be a second later
+    if config["cluster"].get("processes", 0) is None:
+        config["cluster"]["processes"] = ranks_per_node(config["cluster"])
+    choices = OmegaConf.to_container(HydraConfig.get().runtime.choices)
+    assert isinstance(choices, dict)
+    config["choices"] = {g: choices.get(g) for g in (*GROUPS, "recipe", AUTO) if g != AUTO or g in choices}
+    # absolute, so that a resume finds them from any folder
+    for group, keys in (("data", ("path", "tokenizer")), ("strategy", ("nvme_path", "deepspeed_config"))):
+        section = config.get(group, {})
+        for key in keys:
+            if isinstance(section.get(key), str) and section[key] not in ("", "???"):
+                section[key] = str(Path(section[key]).expanduser().absolute())
+    if config.get("init_from"):
+        config["init_from"] = str(Path(config["init_from"]).expanduser().absolute())
+    return config
+
+
 def distinct(clusters: Sequence[Any], configs: Sequence[dict[str, Any]]) -> list[tuple[Any, dict[str, Any]]]:
     """One of each kind: many points of a sweep ask for the same."""
     found = {json.dumps(config["cluster"], sort_keys=True): i for i, config in enumerate(configs)}
@@ -253,6 +269,9 @@ def run(cfg: DictConfig, argv: list[str]) -> int:
     if in_sweep and config["resume"] and not sweeps.unfinished(run_dir):
         return DONE  # it was, or is under way
     cluster = build(config["cluster"], config["trust"])
+    plan = trust.plan_of(config)
+    if in_sweep and not sweeps.known_before(HydraConfig.get()):
+        trust.check(config, plan)
     if config["cluster"].get("node_rank"):
         wait_for_node_0(run_dir, config)
         return int(cluster.launch(run_dir))
@@ -266,6 +285,8 @@ def run(cfg: DictConfig, argv: list[str]) -> int:
         save(run_dir, config)
         later = in_sweep and hasattr(cluster, "submit")  # all points together, see Gate.on_multirun_end
         record_launch(run_dir, config, argv, prepared=later)
+        write_json(run_dir / trust.PLAN, plan)
+        print("".join(f"{line}\n" for line in trust.lines(plan)), end="", flush=True)
         (run_dir / CANCELLED_FILE).unlink(missing_ok=True)
         try:
             code = DONE if later else int(cluster.launch(run_dir))

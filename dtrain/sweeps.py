@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from hydra.conf import HydraConf
 from omegaconf import DictConfig, open_dict, read_write
 
 from dtrain import records
@@ -17,6 +18,11 @@ from dtrain.rundir import last_launch, read_json, write_json
 SWEEP = "sweep.json"  # in the sweep's folder: what was typed
 AUTOMATIC = ("hydra.sweep.dir=", "hydra.job.config.override_dirname.exclude_keys=")  # words that we add
 TO_DO = ("failed", "died", "cancelled", "preempted")  # what the same command, typed again, goes on with
+
+
+def known_before(hydra: HydraConf) -> bool:
+    """Are all points known before the first is started? A sweeper that searches decides as it goes."""
+    return str(hydra.sweeper._target_).endswith("BasicSweeper")
 
 
 def jobs_of(config: DictConfig) -> Iterator[DictConfig]:

@@ -21,6 +21,7 @@ from dtrain.config import Settings, build
 from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED
 from dtrain.data.loader import Loader
 from dtrain.models import build as models
+from dtrain.plan.trust import predicted
 from dtrain.rundir import newest_figures, write_json
 from dtrain.validate import batch_sizes, eval_batch_size
 from dtrain.worker import log
@@ -99,7 +100,7 @@ def train(run_dir: Path, cfg: Settings, device: torch.device) -> str:
         "accumulation": accumulation, "tokens_per_step": rate.tokens_per_step, "unit": rate.unit,
         "device": metrics.device_name(device),
         "start_step": step, "total_steps": cfg.train.steps, "steps": step, "train_loss": None, "val_loss": None,
-        "val_accuracy": None, "predicted": None,
+        "val_accuracy": None, "predicted": predicted(run_dir),
     }  # fmt: skip
     record = metrics.Recorder(run_dir, step, build(cfg.logger, trust)) if rank == 0 else None
     if record:

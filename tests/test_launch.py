@@ -69,7 +69,7 @@ def test_a_run_folder(started: list[Path], tmp_path: Path) -> None:
     assert shlex.split(record["command"]) == ["dtrain", "launch", "strategy=fsdp", "train.steps=7", "name=mine"]
     assert record["cwd"] == str(tmp_path)
     assert [launch["overrides"] for launch in record["launches"]] == [["strategy=fsdp", "train.steps=7", "name=mine"]]
-    assert {p.name for p in run_dir.iterdir()} == {".hydra", ".lock", "config.yaml", "launch.json"}
+    assert {p.name for p in run_dir.iterdir()} == {".hydra", ".lock", "config.yaml", "launch.json", "plan.json"}
 
 
 def test_data_paths_are_absolute_so_that_a_resume_finds_them_from_anywhere(started: list[Path], tmp_path: Path) -> None:

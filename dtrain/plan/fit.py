@@ -1,0 +1,80 @@
+"""The nearest layout that fits: what a person changes first, tried in that order, and only then another strategy."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dtrain.plan.layout import layout_of
+from dtrain.plan.predict import Prediction, predict_layout, task_of
+from dtrain.plan.search import divisors, search, words
+from dtrain.plan.settings import strategy_section
+from dtrain.strategies.rules import EXTRAS
+from dtrain.validate import validate
+
+MORE_NODES = (2, 4, 8, 16)  # times as many: further than that it is another project
+
+
+def nearest(config: Mapping[str, Any]) -> tuple[list[str], Prediction] | None:
+    """The words to add to a configuration that does not fit so that it does, and what is then expected.
+
+    First a smaller micro-batch, then activation checkpointing, then both under fsdp; then whatever layout of these GPUs
+    fits (tensor, pipeline, offload, ...), and last more nodes.
+    """
+    task = task_of(config)
+    if task is None:
+        return None
+    for typed, variant in changes(config):
+        try:
+            prediction = predict_layout(layout_of(variant), task, timed=False)
+            if prediction.fits:
+                validate(variant)  # e.g. a batch that does not divide by so many ranks
+                return typed, prediction
+        except ValueError:
+            continue
+    for times in (1, *(MORE_NODES if config["cluster"].get("gpus_per_node") else ())):
+        nodes = config["cluster"]["nodes"] * times
+        larger = {**config, "cluster": {**config["cluster"], "nodes": nodes}}
+        for prediction in search(larger):
+            if prediction.fits and installed(prediction.layout.strategy):
+                more = [f"cluster.nodes={nodes}"] if times > 1 else []
+                return [*more, *words(prediction, config)], prediction
+    return None
+
+
+def changes(config: Mapping[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Words and the configuration that they make, the smallest change first."""
+    others = [] if config["choices"]["strategy"] == "fsdp" else ["fsdp"]
+    for strategy in ["", *others]:
+        base = dict(config)
+        if strategy:
+            base |= {"strategy": strategy_section(strategy), "choices": {**config["choices"], "strategy": strategy}}
+        for full in (False, True):
+            if full and config["activation_checkpointing"] == "full":
+                continue
+            typed = [f"strategy={strategy}"] if strategy else []
+            typed += ["activation_checkpointing=full"] if full else []
+            mode = "full" if full else config["activation_checkpointing"]
+            try:
+                layout = layout_of(base)
+            except ValueError:  # the batch does not suit so many data ranks
+                continue
+            size = layout.micro_batch_size
+            for micro in reversed(divisors(size * layout.micro_batches)):
+                if micro > size or (micro == size and not typed) or not may_change(config, micro, size):
+                    continue
+                more = [f"train.micro_batch_size={micro}"] if micro < size else []
+                train = {**base["train"], "micro_batch_size": micro}
+                yield [*typed, *more], {**base, "activation_checkpointing": mode, "train": train}
+
+
+def may_change(config: Mapping[str, Any], micro: int, size: int) -> bool:
+    """Batch norm's statistics are those of a micro-batch, so a run that goes on keeps its own."""
+    return micro == size or not (config["resume"] and "batch_norm" in config["model"])
+
+
+def installed(strategy: str) -> bool:
+    """Can it be started here? A plan looks at every strategy; some need a package."""
+    package = EXTRAS.get(strategy_section(strategy)["_target_"].rpartition(".")[0])
+    return package is None or importlib.util.find_spec(package) is not None

@@ -1,0 +1,134 @@
+"""The planner beside every run: a prediction before it, held against what it measured; and no launch that cannot fit.
+
+The launcher calls `plan_of` and `check`, and keeps the answer as RUN/plan.json; the ranks copy it to their summary.
+A fault of the planner itself never stops a launch: it is a warning. DTRAIN_STRICT=1 (our tests) lets it through.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from dtrain import __version__
+from dtrain.config import CONF, bad
+from dtrain.plan.fit import nearest
+from dtrain.plan.predict import predict, why_not
+from dtrain.rundir import latest_checkpoint, read_json
+from dtrain.strategies.rules import shared_gpus
+from dtrain.words import as_dict, duration, gib, number, percent, si, step_time
+
+PLAN = "plan.json"
+FIGURES = ("tokens_per_s", "step_s", "mfu", "memory_gib", "wall_s")
+
+log = logging.getLogger("dtrain")
+
+
+def plan_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """plan.json: the row of `dtrain plan` for this very configuration, or the `reason` why there is none."""
+    config = with_detected(config)
+    plan: dict[str, Any] = {"version": __version__, "hardware": config["choices"].get("hardware")}
+    plan["calibrated"] = config["hardware"].get("calibration") is not None
+    if why := config["choices"].get("auto"):
+        plan["chosen"] = why
+    if shared_gpus(config["cluster"]):
+        return plan | {"reason": "ranks share a GPU, and what one has to itself is not known"}
+    try:
+        prediction = predict(config)
+        if prediction is None:
+            return plan | {"reason": why_not(config)}
+        row = prediction.row()
+    except Exception as error:  # whatever it is, it is ours, and no reason not to train
+        if os.environ.get("DTRAIN_STRICT") == "1":
+            raise
+        log.warning("the planner failed (%s: %s), so there is no prediction for this run", type(error).__name__, error)
+        return plan | {"reason": f"the planner failed: {type(error).__name__}: {error}"}
+    step_s = as_dict(row["step_s"]).get("total")
+    return plan | row | {"wall_s": None if step_s is None else step_s * steps_to_do(config)}
+
+
+def with_detected(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """On this machine, where nobody has said what it is: the figures of the GPUs that it has."""
+    if config["choices"].get("hardware") != "unknown" or "gpus_per_node" in config["cluster"]:
+        return config
+    from dtrain.hardware import detect
+
+    name = detect()
+    if name is None:
+        return config
+    return {**config, "hardware": section(name), "choices": {**config["choices"], "hardware": name}}
+
+
+def section(name: str) -> dict[str, Any]:
+    """conf/hardware/NAME.yaml with what it builds on, for a hardware that no word has chosen."""
+    own: Any = OmegaConf.to_container(OmegaConf.load(CONF / "hardware" / f"{name}.yaml"))
+    bases = [base for base in own.pop("defaults", []) if base != "_self_"]
+    return {key: value for base in bases for key, value in section(base).items()} | own
+
+
+def steps_to_do(config: Mapping[str, Any]) -> int:
+    """Steps of this launch: what its wall time will be measured over."""
+    newest = latest_checkpoint(Path(config["run_dir"])) if config["resume"] else None
+    done = int(newest.name.removeprefix("step-")) if newest else 0
+    steps = config["train"]["steps"]
+    return max(0, min(steps, config["train"]["stop_after"] or steps) - done)
+
+
+def check(config: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
+    """Refuse what cannot fit, with the numbers and the nearest layout that does; warn of what may not."""
+    memory = as_dict(plan.get("memory_gib"))
+    limit, needs = number(memory.get("limit")), number(memory.get("total"))
+    if limit is None or needs is None or plan.get("fits") is not False:
+        return
+    # what the allocator wastes is an estimate; what it is asked for is arithmetic
+    surely = needs - (number(memory.get("fragmentation")) or 0.0)
+    if surely <= limit and not config["force"]:
+        log.warning("memory is tight: %s, and it may run out. Safer: %s", memory_text(memory), way_out(config))
+    if surely <= limit or config["force"]:
+        return
+    parts = {k: v for k, v in memory.items() if k not in ("total", "limit", "reserve", "fragmentation") and v}
+    most = " + ".join(f"{name} {gib(parts[name])}" for name in sorted(parts, key=lambda k: -parts[k])[:3])
+    rule = f"needs {gib(needs)} on each GPU ({most} …), and hardware={plan['hardware']} has {gib(limit)}"
+    raise bad("strategy", plan["strategy"], rule, f"{way_out(config)}; or force=true, if you know better")
+
+
+def way_out(config: Mapping[str, Any]) -> str:
+    """The smallest change that makes it fit, as words to type."""
+    found = nearest(with_detected(config))
+    if found is None:
+        return "more GPUs, or a smaller model: no layout of these GPUs holds it"
+    words, prediction = found
+    return f"{' '.join(words)} ({gib(prediction.row()['memory_gib']['total'])})"
+
+
+# ---- what a person and a summary see of it -------------------------------------------------------------------
+
+
+def lines(plan: Mapping[str, Any]) -> list[str]:
+    """What is said before a run: what strategy=auto chose, and what is expected. Nothing where nothing is known."""
+    said = [f"{'auto':<10}{plan['chosen']}"] if plan.get("chosen") else []
+    memory, step_s = as_dict(plan.get("memory_gib")), as_dict(plan.get("step_s")).get("total")
+    parts = [memory_text(memory) if memory else ""]
+    if step_s is not None:
+        parts += [f"{step_time(step_s)} a step", f"{si(plan['tokens_per_s'])} {plan.get('unit', 'tokens')}/s"]
+        parts += [f"MFU {percent(plan['mfu'])}"] if plan.get("mfu") is not None else []
+        parts += [f"{duration(plan['wall_s'])} in all"]
+    text = " · ".join(part for part in parts if part)
+    certain = "calibrated by a measured step" if plan.get("calibrated") else "not calibrated"
+    return [*said, f"{'predicted':<10}{text} (hardware={plan['hardware']}, {certain})"] if text else said
+
+
+def memory_text(memory: Mapping[str, Any]) -> str:
+    limit = f" of {gib(memory['limit'])}" if memory.get("limit") else ""
+    return f"{gib(memory.get('total'))}{limit} a GPU"
+
+
+def predicted(run_dir: Path) -> dict[str, float] | None:
+    """The figures of plan.json that a summary has, too, by name; None: there was no prediction."""
+    plan = read_json(run_dir / PLAN)
+    values = {key: as_dict(plan.get(key)).get("total", plan.get(key)) for key in FIGURES}
+    return {key: figure for key, value in values.items() if (figure := number(value)) is not None} or None
