@@ -73,18 +73,25 @@ def summary(found: list[Choice]) -> str:
     )
 
 
-def report(scored: list[Scored], rows: bool) -> None:
-    """Both ways to group, in a line each; with rows, every group that missed."""
+def ways(scored: list[Scored]) -> list[tuple[str, list[Choice]]]:
+    """The groups by each way to form them, of each source: one with many groups would hide the others."""
+    found = []
     for title, group in (("same model, GPUs and batch", same_batch), ("same model and GPUs, any batch", any_batch)):
-        found = choices(scored, group)
-        if not found:
-            continue
-        print(f"{title:32}{summary(found)}")
-        if rows:
-            for choice in sorted(found, key=lambda choice: -choice.slowdown):
-                if choice.slowdown > 0:
-                    print(f"  {choice.slowdown:6.1%} {choice.group}, of {choice.count}: {name(choice.chosen)}")
-                    print(f"         best: {name(choice.best)}")
+        for source in sorted({one.row.source for one in scored}):
+            groups = choices([one for one in scored if one.row.source == source], group)
+            if groups:
+                found.append((f"{source}: {title}", groups))
+    return found
+
+
+def report(scored: list[Scored], rows: bool) -> None:
+    """A line for each source and way to group; with rows, every group that missed."""
+    for title, found in ways(scored):
+        print(f"{title:52}{summary(found)}")
+        for choice in sorted(found, key=lambda choice: -choice.slowdown) if rows else ():
+            if choice.slowdown > 0:
+                print(f"  {choice.slowdown:6.1%} {choice.group}, of {choice.count}: {name(choice.chosen)}")
+                print(f"         best: {name(choice.best)}")
 
 
 def name(one: Scored) -> str:

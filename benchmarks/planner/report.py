@@ -14,7 +14,7 @@ from pathlib import Path
 
 import choose
 from page import write_page
-from rows import DATA, Row, read, sources
+from rows import DATA, Row, caution, read, sources
 from score import PARTS, Errors, Scored, score_all, with_one_point
 
 
@@ -82,6 +82,8 @@ def main() -> None:
             continue
         everything += scored
         print(line(source, Errors.of(one.error for one in scored)))
+        if caution(source, given.data):
+            print(f"  caution: {caution(source, given.data)}")
         if given.rows:
             print_rows(scored)
     verdicts = [(limit, judged) for limit in LIMITS if (judged := judge(limit, everything))]

@@ -59,6 +59,11 @@ def records(path: Path) -> list[dict[str, str]]:
     return [{**constants, **{k: v for k, v in record.items() if v != ""}} for record in csv.DictReader(lines)]
 
 
+def caution(source: str, folder: Path = DATA) -> str:
+    """What a reader of a source's errors must know about its figures; "" when there is nothing."""
+    return _split(folder / f"{source}.csv")[0].get("caution", "")
+
+
 def read(source: str, folder: Path = DATA) -> list[Row]:
     """All rows of one source."""
     return [row_of(source, record) for record in records(folder / f"{source}.csv")]
@@ -172,7 +177,7 @@ def _split(path: Path) -> tuple[dict[str, str], list[str]]:
 MEASURED = ("step_s", "step_ms", "tokens_per_s", "tokens_per_s_per_gpu", "samples_per_s", "tflops_per_gpu")
 KNOWN = (
     {field.name for kind in (Transformer, Layout) for field in dataclasses.fields(kind)}
-    | {"label", "source", "model", "measured", "note", "hardware", "stack", "flops"}
+    | {"label", "source", "model", "measured", "note", "caution", "hardware", "stack", "flops"}
     | {"gpus", "gpus_per_node", "global_batch_size"}
     | {"num_params"}  # as published: tests hold the shape against it
     | set(MEASURED)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 import xml.etree.ElementTree
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -67,6 +70,19 @@ def test_megatron_operations_are_four_thirds_of_the_models_own_but_for_the_head(
     shape = Transformer(24, 2304, 24, 24, 9216, seq_len=2048, vocab_size=51200)
     head = 6 * 512 * 2048 * 2304 * 51200
     assert rows.megatron_flops(shape, 512) - head == pytest.approx((rows.model_flops(shape, 512) - head) * 4 / 3)
+
+
+def test_a_source_whose_steps_are_exactly_linear_in_the_passes_carries_a_caution() -> None:
+    """A clock has noise: slopes that agree to 1e-12 were computed, and whoever reads the errors must be told."""
+    for source in rows.SOURCES:
+        series: dict[object, dict[int, float]] = defaultdict(dict)
+        for row in rows.read(source):
+            series[row.shape, replace(row.layout, micro_batches=1), row.hardware][row.layout.micro_batches] = row.step_s
+        exact = 0
+        for found in map(sorted, (steps.items() for steps in series.values() if len(steps) > 2)):
+            slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(found)]
+            exact += max(slopes) / min(slopes) - 1 < 1e-12
+        assert bool(rows.caution(source)) == (exact > 2), source
 
 
 def test_a_column_that_nobody_reads_is_refused() -> None:
