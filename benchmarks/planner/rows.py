@@ -89,7 +89,7 @@ def row_of(source: str, record: dict[str, str]) -> Row:
         )
     layout = Layout(**{**_fields(Layout, record), "dp": dp, "micro_batches": passes})
     label = record.get("label", f"{layout.dp}x{tp}x{pp} (dp tp pp), {passes} of {micro}")
-    sizes = (str(getattr(shape, name, "")) for name in ("num_layers", "dim", "seq_len"))
+    sizes = (str(getattr(shape, name, "")) for name in ("num_layers", "dim", "seq_len", "vocab_size"))
     model = record.get("model") or "-".join(sizes)
     return Row(
         source=source,
