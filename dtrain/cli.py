@@ -16,6 +16,7 @@ from dtrain import __version__
 USAGE = """usage: dtrain COMMAND ...
 
   launch …                     train: the same as `python launch.py …` (dtrain launch --help)
+  plan model=… cluster=…       will it fit, how fast, what does it cost, which strategy (dtrain plan --help)
   verify [strategies=…]        prove, here, that every strategy computes what one process does
   search SETTING=SPACE …       look for the best settings with optuna (dtrain search --help)
   runs [RUN …|SWEEP]           list runs, or compare them; a sweep's table
@@ -37,9 +38,9 @@ running, 4 preflight failed, 75 preempted with a checkpoint saved."""
 
 # where each lies; imported when it is asked for
 COMMANDS = {
-    "launch": "dtrain.launch:main", "verify": "dtrain.verify:main", "search": "dtrain.search:main",
-    "runs": "dtrain.runs:main", "status": "dtrain.status:main", "logs": "dtrain.logs:main",
-    "cancel": "dtrain.cancel:main", "env": "dtrain.comm.profile:main",
+    "launch": "dtrain.launch:main", "plan": "dtrain.plan.command:main", "verify": "dtrain.verify:main",
+    "search": "dtrain.search:main", "runs": "dtrain.runs:main", "status": "dtrain.status:main",
+    "logs": "dtrain.logs:main", "cancel": "dtrain.cancel:main", "env": "dtrain.comm.profile:main",
     "preflight": "dtrain.comm.preflight:main", "evaluate": "dtrain.evaluate:main",
     "sample": "dtrain.cli:sample", "export": "dtrain.cli:export",
     "recipes": "dtrain.cli:recipes", "data": "dtrain.cli:data",

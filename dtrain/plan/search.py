@@ -47,8 +47,15 @@ def search(
 ) -> list[Prediction]:
     """Best first; those that do not fit after those that do. typed: the settings that stay as they are composed.
 
-    time_unfit=False leaves out the time of those that do not fit. Empty when the model or the hardware is not known, or when no layout keeps the rules.
+    time_unfit=False leaves out the time of those that do not fit. Empty when the model or the hardware is not known, or
+    when no layout keeps the rules.
     """
+    found = candidates(config, typed, task)
+    return rank([with_time(p) if time_unfit or p.fits is not False else p for p in found])
+
+
+def candidates(config: Mapping[str, Any], typed: Collection[str] = (), task: Task | None = None) -> list[Prediction]:
+    """The layouts to choose from, with their memory; without time and in no order."""
     task = task or task_of(config)
     if task is None:
         return []
@@ -63,7 +70,7 @@ def search(
         if members and members[0].fits:
             held.add(key)
         found += members
-    return rank([with_time(p) if time_unfit or p.fits is not False else p for p in found])
+    return found
 
 
 def rank(found: list[Prediction]) -> list[Prediction]:

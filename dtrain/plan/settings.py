@@ -5,6 +5,7 @@ Data files, submitit, DeepSpeed and a scheduler are not asked for: a plan is mad
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -70,6 +71,7 @@ def compose(words: list[str]) -> Question:
         asked.append("cluster=slurm")
     try:
         config = composed(asked)
+        config = with_detected(config)
         set_nodes(config, typed, implied)
         set_precision(config, typed, notes)
         check(config)
@@ -126,12 +128,35 @@ def strategy_with(settings: list[str]) -> str:
 
 def strategy_section(name: str) -> dict[str, Any]:
     """The defaults of a strategy, from conf/strategy/NAME.yaml."""
+    return dict(section("strategy", name))
+
+
+def model_section(name: str) -> dict[str, Any]:
+    return dict(section("model", name))
+
+
+@functools.cache
+def section(group: str, name: str) -> dict[str, Any]:
+    """conf/GROUP/NAME.yaml on top of the files of its own group that it begins with."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    section = yaml.load((CONF / "strategy" / f"{name}.yaml").read_bytes(), loader)
-    assert isinstance(section, dict)
-    return section
+    own = yaml.load((CONF / group / f"{name}.yaml").read_bytes(), loader)
+    assert isinstance(own, dict)
+    bases = [base for base in own.pop("defaults", []) if isinstance(base, str) and base != "_self_"]
+    return {key: value for base in bases for key, value in section(group, base).items()} | own
+
+
+def with_detected(config: dict[str, Any]) -> dict[str, Any]:
+    """On cluster=local, where nobody has said what this machine is: the figures of the GPUs that it has."""
+    if config["choices"]["hardware"] != "unknown" or config["choices"]["cluster"] != "local":
+        return config
+    from dtrain.hardware import detect
+
+    name = detect()
+    if name is None:
+        return config
+    return {**config, "hardware": dict(section("hardware", name)), "choices": {**config["choices"], "hardware": name}}
 
 
 def set_nodes(config: dict[str, Any], typed: set[str], implied: bool) -> None:
@@ -161,9 +186,7 @@ def set_precision(config: dict[str, Any], typed: set[str], notes: list[str]) -> 
     if "precision" in typed or "recipe" in typed or "resume" in typed or not config["hardware"].get("gpu"):
         return
     name = "fp16" if re.search(r"\b(V100|T4|P100)\b", str(config["hardware"]["gpu"])) else "bf16"
-    import yaml
-
-    config["precision"] = yaml.safe_load((CONF / "precision" / f"{name}.yaml").read_bytes())
+    config["precision"] = section("precision", name)
     config["choices"]["precision"] = name
     notes.append(f"precision={name} was chosen, as you typed none; the launcher's default is fp32")
 

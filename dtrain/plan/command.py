@@ -1,0 +1,247 @@
+"""`dtrain plan …`: will it fit, how fast, what does it cost, which strategy. No GPU, no torch, nothing is started."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtrain.config import bad
+
+USAGE = """usage: dtrain plan [GROUP=OPTION ...] [setting=value ...] [OPTION ...]
+       dtrain plan calibrate ...      measure this machine, or one run, for better figures (… --help)
+
+Settings are those of a launch, a recipe=NAME, too. What is typed stays; what is not, is looked for:
+  dtrain plan model=llama-7b cluster=aws-ib cluster.nodes=4        all strategies, the best first
+  dtrain plan model=llama-7b hardware=h100 strategy=fsdp           the layouts of one strategy
+  dtrain plan … strategy=3d strategy.tp=8 strategy.pp=4            that one layout
+  dtrain plan recipe=gpt2-1.5b-fsdp-4gpu hardware=a100-80gb        what a recipe will do there
+
+  --json                    the same for scripts: a list of layouts, best first
+  --all                     every layout, not only the best few and the best of each strategy
+  --explain                 the arithmetic of the first one, with the numbers put in
+  --tokens N                plan a run of so many tokens (or pictures): 300B, 1.5T, 26e6; default: train.steps
+  --gpus-for TIME           how many GPUs would do it in 3d, 12h, 90m ...
+  --largest-model           the largest model of this family that fits here
+  --largest-micro-batch     the most samples a pass that fit, by strategy and checkpointing
+
+Exit codes: 0 there is a plan (that may say: does not fit), 2 bad configuration."""
+
+FLAGS = ("--json", "--all", "--explain", "--largest-model", "--largest-micro-batch")
+VALUES = ("--tokens", "--gpus-for")
+UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+
+
+@dataclass
+class Options:
+    """What was asked, beside the settings."""
+
+    words: list[str]
+    json: bool = False
+    all: bool = False
+    explain: bool = False
+    largest_model: bool = False
+    largest_micro_batch: bool = False
+    tokens: float | None = None
+    gpus_for: float | None = None  # seconds
+
+
+def main(argv: list[str]) -> int:
+    """Exit codes: 0 there is a plan, 2 bad configuration."""
+    if {"-h", "--help"} & set(argv[:1]) or (argv[:1] != ["calibrate"] and {"-h", "--help"} & set(argv)):
+        print(USAGE)
+        return 0
+    if argv[:1] == ["calibrate"]:
+        from dtrain.plan.calibrate import main as calibrate
+
+        return calibrate(argv[1:])
+    options = read_options(argv)
+    from dtrain.plan import settings  # Hydra takes 0.2 s, and a mistyped option needs none of it
+
+    question = settings.compose(options.words)
+    return answer(question, options)
+
+
+def read_options(argv: Sequence[str]) -> Options:
+    """Options out of the words; what remains is for Hydra."""
+    options, words = Options([]), list(argv)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("-"):
+            options.words.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        if name in FLAGS and not equals:
+            setattr(options, name[2:].replace("-", "_"), True)
+        elif name in VALUES:
+            if not equals:
+                value = words.pop(0) if words else ""
+            read = tokens if name == "--tokens" else seconds
+            setattr(options, name[2:].replace("-", "_"), read(name, value))
+        else:
+            near = difflib.get_close_matches(name.lower(), (*FLAGS, *VALUES), 1, 0.5)
+            fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join((*FLAGS, *VALUES))}"
+            raise ValueError(f"{word}: there is no such option\n  fix: {fix}")
+    return options
+
+
+def tokens(name: str, text: str) -> float:
+    """300B, 1.5T, 26e6 or 1000000 as a number."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([KMBGT]?)", text.replace("_", ""), re.IGNORECASE)
+    if found is None or float(found[1]) <= 0:
+        raise bad(name, text, "must be a number of tokens, or of pictures", f"{name} 300B")
+    return float(found[1]) * UNITS[found[2].upper()]
+
+
+def seconds(name: str, text: str) -> float:
+    """3d, 12h, 1d12h, 90m as seconds."""
+    found = re.fullmatch(r"(?:\d+(?:\.\d+)?[smhdw])+", text)
+    value = sum(float(n) * SECONDS[unit] for n, unit in re.findall(r"(\d+(?:\.\d+)?)([smhdw])", text)) if found else 0
+    if not value:
+        raise bad(name, text, "must be a time: a number and w, d, h, m or s", f"{name} 3d")
+    return value
+
+
+def answer(question: Any, options: Options) -> int:
+    """Print what was asked."""
+    from dtrain.plan import questions
+    from dtrain.plan.predict import task_of
+    from dtrain.plan.search import search
+
+    config = question.config
+    task = task_of(config, options.tokens)
+    if task is None:
+        raise unknown(config)
+    if options.gpus_for or options.largest_model or options.largest_micro_batch:
+        if options.gpus_for:
+            found = questions.gpus_for(question, options.gpus_for, options.tokens)
+        elif options.largest_model:
+            found = questions.largest_model(question)
+        else:
+            found = questions.largest_micro_batch(question, task)
+        questions.show(found, options.json)
+        return 0
+    predictions = [one_layout(question, task)] if question.is_one_layout else search(config, question.typed, task)
+    if not predictions:
+        raise none_possible(config)
+    if options.json:
+        command = {id(p): launch_command(question, p) for p in predictions}
+        print(json.dumps([p.row() | {"command": command[id(p)]} for p in predictions], indent=1))
+        return 0
+    show(question, predictions, options)
+    return 0
+
+
+def one_layout(question: Any, task: Any) -> Any:
+    """The layout that was typed, checked by the rules of a launch."""
+    from dtrain.mesh import MeshSizes
+    from dtrain.plan.layout import layout_of
+    from dtrain.plan.predict import predict_layout
+    from dtrain.plan.settings import check_layout
+
+    layout = layout_of(question.config)
+    check_layout(question.config, MeshSizes(layout.pp, layout.dp, layout.tp), layout.micro_batches)
+    return predict_layout(layout, task)
+
+
+def show(question: Any, predictions: Sequence[Any], options: Options) -> None:
+    """The table and what belongs below it."""
+    from dtrain.plan import show as texts
+    from dtrain.plan.recommend import name, why
+    from dtrain.plan.search import search
+    from dtrain.words import gib
+
+    config, best = question.config, predictions[0]
+    print(texts.heading(best, config))
+    print()
+    rows = texts.shown(predictions, options.all)
+    texts.print_predictions(rows)
+    if len(rows) < len(predictions):
+        print(f"({len(rows)} of {len(predictions)} layouts: --all shows the others)")
+    print()
+    if not question.is_one_layout:
+        print(f"chosen  {why(predictions, config, 'strategy' in question.typed)}")
+    elif best.fits is False:
+        others = search(config, {*question.typed} - {"train.micro_batch_size", "activation_checkpointing"}, best.task)
+        others = [p for p in others if p.fits] or [p for p in search(config, (), best.task) if p.fits]
+        lacks = f"It lacks {gib(-best.room / 2**30)} on each GPU."
+        print(f"{lacks} {name(others[0].layout)} fits: {launch_command(question, others[0])}" if others else lacks)
+    for line in texts.details(best):
+        print(line)
+    for note in (*question.notes, *precision_note(best)):
+        print(f"note    {note}")
+    if options.explain:
+        print("\n" + "\n".join(texts.explained(best)))
+    if best.fits is not False:
+        print(f"\nlaunch  {launch_command(question, best)}")
+    sys.stdout.flush()
+
+
+def precision_note(best: Any) -> list[str]:
+    """What 16 bits would bring, where fp32 was asked for."""
+    from dataclasses import replace
+
+    from dtrain.plan.predict import predict_layout
+
+    if best.layout.precision != "fp32" or not best.task.hardware.gpu or not best.step_s:
+        return []
+    other = predict_layout(replace(best.layout, precision="bf16"), best.task)
+    return [f"precision=bf16 would be {best.step_s / other.step_s:.1f} times as fast"] if other.step_s else []
+
+
+def launch_command(question: Any, prediction: Any) -> str:
+    """The whole line to type for a layout: what was typed, less what the layout says itself."""
+    import shlex
+
+    from dtrain.console import LAUNCH
+    from dtrain.plan.search import words
+
+    chosen = words(prediction, question.config)
+    if "precision" not in question.typed and question.config["choices"]["precision"] != "fp32":
+        chosen.append(f"precision={question.config['choices']['precision']}")
+    said = {word.partition("=")[0] for word in chosen}
+    kept = [
+        word
+        for word in question.words
+        if (key := word.partition("=")[0].lstrip("+")) not in said and not key.startswith("strategy")
+    ]
+    typed = [w for w in question.words if w.startswith("strategy.") and w.partition("=")[0] not in said]
+    return f"{LAUNCH} {shlex.join([*kept, *chosen, *others_of(typed, prediction)])}"
+
+
+def others_of(typed: Sequence[str], prediction: Any) -> list[str]:
+    """Typed settings of the strategy that a layout has no word for, e.g. strategy.bucket_mb."""
+    from dtrain.plan.settings import CHOSEN, strategy_section
+
+    section = strategy_section(prediction.layout.strategy)
+    return [w for w in typed if (key := w.partition("=")[0][9:]) in section and key not in CHOSEN]
+
+
+def unknown(config: dict[str, Any]) -> ValueError:
+    """Why nothing can be planned, with what can be done about it."""
+    from dtrain.explain import options_of
+    from dtrain.plan.predict import why_not
+    from dtrain.plan.shape import shape_of
+
+    if shape_of(config) is None:
+        rule = "is not one of dtrain's models, and its sizes are not known without building it"
+        fix = "a model of dtrain's with sizes like yours, e.g. model=llama-7b model.num_layers=…"
+        return bad("model", config["choices"].get("model"), rule, fix)
+    names = [name for name in options_of("hardware") if name not in ("unknown", "cpu")]
+    rule = why_not(config).partition(": ")[2] or "nothing is known about it"
+    fix = f"hardware={' or '.join(names)}; or measure this machine: dtrain plan calibrate"
+    return bad("hardware", config["choices"].get("hardware"), rule, fix)
+
+
+def none_possible(config: dict[str, Any]) -> ValueError:
+    """No layout keeps the rules: nearly always the batch."""
+    from dtrain.config import world_size
+
+    batch, ranks = config["train"]["global_batch_size"], world_size(config)
+    rule = f"no layout of {ranks} GPUs keeps the rules with it and the other settings that are typed"
+    return bad("train.global_batch_size", batch, rule, f"train.global_batch_size={-(-batch // ranks) * ranks}")

@@ -1,0 +1,273 @@
+"""Three questions beside the plan itself: how many GPUs, how large a model, how large a micro-batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dtrain.config import world_size
+from dtrain.explain import options_of
+from dtrain.plan.layout import Layout
+from dtrain.plan.predict import GIB, Prediction, Task, predict_layout, task_of, with_time
+from dtrain.plan.recommend import name
+from dtrain.plan.search import CHECKPOINTING, candidates, rank, search
+from dtrain.plan.settings import Question, model_section
+from dtrain.plan.shape import Transformer, num_parameters
+from dtrain.plan.show import print_table
+from dtrain.words import duration, gib, percent, si, step_time
+
+MOST_NODES = 4096
+STEPS = 12  # halvings of the range in which the largest scaled model lies: 0.1% of its size
+
+
+@dataclass
+class Answer:
+    """A sentence, and the rows that it was found in."""
+
+    question: str
+    sentence: str
+    value: Any
+    rows: list[dict[str, Any]]
+    columns: dict[str, Any]  # key → (heading, format)
+
+
+def show(answer: Answer, as_json: bool) -> None:
+    if as_json:
+        content = {"question": answer.question, "answer": answer.value, "sentence": answer.sentence}
+        print(json.dumps(content | {"rows": answer.rows}, indent=1))
+        return
+    print(answer.sentence)
+    if answer.rows:
+        print()
+        texts = [
+            {key: "-" if row.get(key) is None else form(row[key]) for key, (_, form) in answer.columns.items()}
+            for row in answer.rows
+        ]
+        headings = {key: heading for key, (heading, _) in answer.columns.items()}
+        print_table(headings, texts, {key for key, (_, form) in answer.columns.items() if form is not str}, ())
+
+
+# ---- how many GPUs -------------------------------------------------------------------------------------------
+
+
+def gpus_for(question: Question, limit_s: float, tokens: float | None) -> Answer:
+    """The fewest GPUs that end the run in time: parts of a node first, then whole nodes, twice as many each time."""
+    rows: list[dict[str, Any]] = []
+    found: Prediction | None = None
+    slower = 0
+    before = float("inf")
+    for nodes, ranks in cluster_sizes(question.config):
+        best = best_on(question, nodes, ranks, tokens)
+        rows.append({"gpus": nodes * ranks, "nodes": nodes, **summary(best)})
+        if best is None or best.run_s is None:
+            slower += nodes * ranks > question.config["train"]["global_batch_size"]
+        else:
+            if best.run_s <= limit_s:
+                found = best
+                break
+            slower = slower + 1 if best.run_s > 0.95 * before else 0
+            before = min(before, best.run_s)
+        if slower >= 2:  # more GPUs do not help: the batch is shared out as far as it goes
+            break
+    columns = {
+        "gpus": ("GPUs", str), "nodes": ("nodes", str), "layout": ("best layout", str), "step_s": ("step", step_time),
+        "run_s": ("time", duration), "gpu_hours": ("GPU-hours", si), "cost": ("cost", si), "mfu": ("MFU", percent),
+    }  # fmt: skip
+    if found:
+        text = f"{found.layout.world_size} GPUs do it in {duration(found.run_s)}, with {name(found.layout)}."
+        text += f" That is {si(found.gpu_hours)} GPU-hours" + (f", {found.cost:,.0f} in money." if found.cost else ".")
+        return Answer("gpus_for", text, found.layout.world_size, rows, columns)
+    timed = [row for row in rows if row.get("run_s")]
+    batch = question.config["train"]["global_batch_size"]
+    if not timed:
+        text = (
+            f"It fits on none of these: up to {rows[-1]['gpus']} GPUs were tried with train.global_batch_size={batch}."
+        )
+    else:
+        fastest = min(timed, key=lambda row: row["run_s"])
+        text = f"Not in {duration(limit_s)}: {fastest['gpus']} GPUs take {duration(fastest['run_s'])}"
+        text += f", and more do not help with train.global_batch_size={batch}; a larger batch can be shared by more."
+    return Answer("gpus_for", text, None, rows, columns)
+
+
+def cluster_sizes(config: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """(nodes, ranks a node): 1, 2, 4 … GPUs of one node, then 1, 2, 3, 4, 6, 8, 12 … nodes."""
+    node = int(config["cluster"]["processes"])
+    sizes = [(1, ranks) for ranks in (1, 2, 4, 8) if ranks < node and node % ranks == 0]
+    nodes = sorted({1, *(m * 2**k for k in range(13) for m in (2, 3) if m * 2**k <= MOST_NODES)})
+    return sizes + [(count, node) for count in nodes]
+
+
+def best_on(question: Question, nodes: int, ranks: int, tokens: float | None) -> Prediction | None:
+    """The best layout that fits on a cluster of this size; None: there is none."""
+    config = {**question.config, "cluster": {**question.config["cluster"], "nodes": nodes, "processes": ranks}}
+    found = [
+        p for p in search(config, question.typed, task_of(config, tokens), time_unfit=False) if p.fits is not False
+    ]
+    return found[0] if found else None
+
+
+def summary(prediction: Prediction | None) -> dict[str, Any]:
+    if prediction is None:
+        return {"layout": "nothing fits", "step_s": None, "run_s": None, "gpu_hours": None, "cost": None, "mfu": None}
+    return {
+        "layout": f"{name(prediction.layout)}, micro-batch {prediction.layout.micro_batch_size}",
+        "step_s": prediction.step_s,
+        "run_s": prediction.run_s,
+        "gpu_hours": prediction.gpu_hours,
+        "cost": prediction.cost,
+        "mfu": prediction.mfu,
+    }
+
+
+# ---- how large a model ---------------------------------------------------------------------------------------
+
+
+def largest_model(question: Question) -> Answer:
+    """The largest of conf/model with the same class that fits, and how far the one that was named can be scaled."""
+    config, rows = question.config, []
+    for option in options_of("model"):
+        section = model_section(option)
+        if section.get("_target_") != config["model"]["_target_"]:
+            continue
+        rows.append(model_row(question, option, section))
+    if isinstance(getattr(task_of(config), "shape", None), Transformer) and (scaled := largest_scaled(question)):
+        rows.append(scaled)
+    rows.sort(key=lambda row: row["parameters"])
+    fitting = [row for row in rows if row["fits"]]
+    columns = {
+        "model": ("model", str), "parameters": ("parameters", si), "fits": ("fits", lambda v: "yes" if v else "no"),
+        "layout": ("best layout", str), "memory_gib": ("memory", gib), "step_s": ("step", step_time),
+        "tokens_per_s": ("tok/s", si), "mfu": ("MFU", percent),
+    }  # fmt: skip
+    gpus = world_size(config)
+    if not fitting:
+        return Answer("largest_model", f"No model of this family fits on {gpus} GPUs.", None, rows, columns)
+    best = fitting[-1]
+    named = [row for row in fitting if row["model"] in options_of("model")]
+    text = f"{si(best['parameters'])} parameters fit on {gpus} GPUs: {best['model']}, with {best['layout']}."
+    if named and named[-1] is not best:
+        text += f" Of those in conf/model the largest is {named[-1]['model']}."
+    return Answer("largest_model", text, best["parameters"], rows, columns)
+
+
+def model_row(question: Question, label: str, section: Mapping[str, Any]) -> dict[str, Any]:
+    """Does it fit, and how fast is it then?"""
+    lengths = {k: question.config["model"][k] for k in ("seq_len",) if f"model.{k}" in question.typed}
+    model = {**section, **lengths}
+    data = dict(question.config["data"])
+    if data.get("seq_len") and model.get("seq_len"):
+        data["seq_len"] = (
+            min(model["seq_len"], data["seq_len"]) if "data.seq_len" in question.typed else model["seq_len"]
+        )
+    config = {**question.config, "model": model, "data": data}
+    task = task_of(config)
+    assert task is not None
+    fitting = [p for p in candidates(config, question.typed, task) if p.fits]
+    row = {"model": label, "parameters": num_parameters(task.shape), "fits": bool(fitting)}
+    best = rank([with_time(p) for p in fitting])[0] if fitting else None
+    row |= {k: v for k, v in summary(best).items() if k in ("layout", "step_s", "mfu")}
+    return row | {
+        "memory_gib": best and best.memory_bytes / GIB,
+        "tokens_per_s": best and best.tokens_per_s,
+        "sizes": {k: model[k] for k in ("num_layers", "dim", "num_heads") if k in model},
+    }
+
+
+def largest_scaled(question: Question) -> dict[str, Any] | None:
+    """The named model grown or shrunk, layers and width alike, to the largest that fits."""
+    low, high = 0.05, 64.0  # of its layers and its width
+    best = None
+    for _ in range(STEPS):
+        middle = (low * high) ** 0.5
+        section = scaled_model(question.config["model"], middle)
+        config = {**question.config, "model": section}
+        if any(p.fits for p in candidates(config, question.typed)):
+            low, best = middle, section
+        else:
+            high = middle
+    if best is None:
+        return None
+    return model_row(question, f"{best['num_layers']} layers of dim {best['dim']}", best)
+
+
+def scaled_model(model: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """The same model with `factor` times the layers and the width; heads keep their size, so there are more of them."""
+    head = model["dim"] // model["num_heads"]
+    groups = model["num_heads"] // (model.get("num_kv_heads") or model["num_heads"])
+    unit = 8 if model["num_heads"] * factor >= 16 else 1  # heads that 8 tensor ranks can share
+    heads = max(unit, round(model["num_heads"] * factor / unit) * unit)
+    heads = max(groups, heads // groups * groups)
+    scaled = {
+        **model,
+        "num_layers": max(1, round(model["num_layers"] * factor)),
+        "num_heads": heads,
+        "dim": heads * head,
+    }
+    if "num_kv_heads" in model:
+        scaled["num_kv_heads"] = heads // groups
+    if model.get("hidden_dim"):
+        scaled["hidden_dim"] = max(64, round(model["hidden_dim"] / model["dim"] * heads * head / 64) * 64)
+    return scaled
+
+
+# ---- how large a micro-batch ---------------------------------------------------------------------------------
+
+
+def largest_micro_batch(question: Question, task: Task) -> Answer:
+    """For the best layout of each strategy: the most samples a pass, with each kind of checkpointing."""
+    rows: list[dict[str, Any]] = []
+    typed = {*question.typed} - {"train.micro_batch_size"}
+    modes = (question.config["activation_checkpointing"],) if "activation_checkpointing" in typed else CHECKPOINTING
+    firsts: dict[str, Layout] = {}
+    for prediction in search(question.config, typed, task, time_unfit=False):
+        firsts.setdefault(prediction.layout.strategy, prediction.layout)
+    for layout in firsts.values():
+        for mode in modes:
+            size = most_samples(replace(layout, activation_checkpointing=mode), task)
+            if size:
+                best = with_time(at_size(replace(layout, activation_checkpointing=mode), size, task))
+                rows.append(
+                    {
+                        "strategy": layout.strategy, "layout": name(layout), "activation_checkpointing": mode,
+                        "micro_batch_size": size, "memory_gib": best.memory_bytes / GIB,
+                        "tokens_per_s": best.tokens_per_s, "mfu": best.mfu,
+                    }
+                )  # fmt: skip
+    columns = {
+        "layout": ("layout", str), "activation_checkpointing": ("checkpoint", str),
+        "micro_batch_size": ("micro-batch", lambda v: str(v)), "memory_gib": ("memory", gib),
+        "tokens_per_s": ("tok/s", si), "mfu": ("MFU", percent),
+    }  # fmt: skip
+    if not rows:
+        text = "Not one sample a pass fits, under any layout of these GPUs."
+        return Answer("largest_micro_batch", text, None, rows, columns)
+    best_row = max(rows, key=lambda row: row["micro_batch_size"])
+    fastest = max(rows, key=lambda row: row["tokens_per_s"] or 0.0)
+    text = f"{best_row['micro_batch_size']} samples a pass fit with {best_row['layout']}"
+    text += f" and activation_checkpointing={best_row['activation_checkpointing']}."
+    if fastest is not best_row and fastest["tokens_per_s"]:
+        text += f" Fastest at its largest is {fastest['layout']} with activation_checkpointing="
+        text += f"{fastest['activation_checkpointing']}: {fastest['micro_batch_size']} samples."
+    return Answer("largest_micro_batch", text, best_row["micro_batch_size"], rows, columns)
+
+
+def at_size(layout: Layout, size: int, task: Task) -> Prediction:
+    """The layout with micro-batches of this size, and as many of them as its schedule needs: the batch follows."""
+    count = 4 * layout.pp if layout.pp > 1 else 1
+    layout = replace(layout, micro_batch_size=size, micro_batches=count)
+    return predict_layout(layout, replace(task, global_batch_size=layout.global_batch_size), timed=False)
+
+
+def most_samples(layout: Layout, task: Task) -> int:
+    """The largest micro-batch that fits; 0: none does."""
+    high = 1
+    while at_size(layout, high, task).fits and high < 2**20:
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if at_size(layout, middle, task).fits else (low, middle)
+    return low

@@ -1,0 +1,106 @@
+"""Why the first layout of a plan was chosen: the decision tree that users know, with this plan's numbers in it.
+
+Does it fit on one GPU? ddp. Is it the optimizer's state that does not? zero1 or zero2. The weights, too? fsdp. Is a
+layer too large or the batch too small for that? tensor, within a node. Slow links between? pipeline. All of it? 3d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dtrain.config import world_size
+from dtrain.plan.layout import Layout
+from dtrain.plan.predict import GIB, Prediction
+from dtrain.plan.search import TIE
+from dtrain.words import gib, step_time
+
+# what each step of the tree does about the one before
+DOES = {
+    "ddp": "with the whole model on every GPU",
+    "zero1": "with the optimizer's state cut over {dp} GPUs",
+    "zero2": "with gradients and optimizer state cut over {dp} GPUs",
+    "fairscale": "with the optimizer's state dealt out over {dp} GPUs",
+    "fsdp": "with weights, gradients and optimizer state cut over {cut} GPUs",
+    "zero3": "with weights, gradients and optimizer state cut over {dp} GPUs",
+    "tensor": "with each layer shared by {tp} GPUs of a node",
+    "pipeline": "with the layers dealt out to {pp} GPUs in a row, and only small messages between them",
+    "3d": "with each layer shared by {tp} GPUs of a node and the layers dealt out to {pp} such groups in a row",
+}
+TREE = ("ddp", "fsdp", "tensor", "pipeline", "3d")  # the questions in the order in which they are asked
+STATES = ("zero1", "zero2", "fairscale")  # between ddp and fsdp, for when only the optimizer's state is too much
+
+
+def why(found: Sequence[Prediction], config: Mapping[str, Any], one_strategy: bool = False) -> str:
+    """A sentence on the first of a search's predictions; on what is lacking when nothing fits."""
+    best = found[0]
+    if best.fits is False:
+        lacks = gib(-(best.room or 0.0) / GIB)
+        return f"Nothing fits: {name(best.layout)} comes nearest, and it lacks {lacks} on each GPU. {way_out(best)}"
+    does = DOES.get(best.layout.strategy, "").format(
+        dp=best.layout.dp, tp=best.layout.tp, pp=best.layout.pp, cut=best.layout.replica_size or best.layout.dp
+    )
+    limit = f" of {gib(best.task.limit / GIB)}" if best.task.limit else ""
+    needs = f"it needs {gib((best.memory_bytes + best.reserve) / GIB)}{limit} a GPU{extras(best)}"
+    if one_strategy:
+        return f"{name(best.layout)}: {does} {needs}.{against_next(found)}"
+    before = simpler_than(best.layout.strategy)
+    reasons = [reason for simpler in before if (reason := against(simpler, best, found, config))]
+    return f"{name(best.layout)}: {'; '.join([*reasons, f'{does} {needs}'])}."
+
+
+def name(layout: Layout) -> str:
+    """`3d, tp 8 × pp 4 × dp 2`: a layout in a sentence."""
+    axes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
+    degrees = " × ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
+    return f"{layout.strategy}, {degrees}" if layout.tp * layout.pp > 1 else layout.strategy
+
+
+def simpler_than(strategy: str) -> tuple[str, ...]:
+    """The questions of the tree that come before this strategy."""
+    if strategy in TREE:
+        return TREE[: TREE.index(strategy)]
+    return ("ddp",) if strategy in STATES else ("ddp", "fsdp")
+
+
+def against(simpler: str, best: Prediction, found: Sequence[Prediction], config: Mapping[str, Any]) -> str:
+    """Why not the simpler strategy: it does not fit, it cannot be, or it is slower; "" when there is nothing to say."""
+    other = next((p for p in found if p.layout.strategy == simpler), None)
+    if other is None:
+        batch, ranks = config["train"]["global_batch_size"], world_size(config)
+        if simpler in ("ddp", "fsdp") and batch % ranks:
+            return f"{simpler} needs a batch that {ranks} GPUs can share, and it is {batch} samples"
+        return ""
+    if other.fits is False:
+        return f"{simpler} would need {gib((other.memory_bytes + other.reserve) / GIB)} a GPU"
+    if not other.step_s or not best.step_s:
+        return ""
+    slower = other.step_s / best.step_s - 1
+    return f"{simpler} fits, but is {slower:.0%} slower ({step_time(other.step_s)} a step)" if slower > TIE - 1 else ""
+
+
+def extras(prediction: Prediction) -> str:
+    """What else was needed to make it fit."""
+    layout, parts = prediction.layout, []
+    if layout.activation_checkpointing != "none":
+        parts.append(f"{layout.activation_checkpointing} activation checkpointing")
+    if layout.offload != "none":
+        parts.append(f"offload to {layout.offload}")
+    return f" with {' and '.join(parts)}" if parts else ""
+
+
+def against_next(found: Sequence[Prediction]) -> str:
+    """How far the second is behind, among layouts of one strategy."""
+    others = [p for p in found[1:] if p.fits is not False and p.step_s]
+    if not others or not found[0].step_s:
+        return ""
+    slower = (others[0].step_s or 0.0) / found[0].step_s - 1
+    behind = f"{slower:.0%} slower" if slower >= TIE - 1 else "no slower, but less simple"
+    return f" It is the fastest of {len(others) + 1} layouts that fit; the next is {behind}."
+
+
+def way_out(best: Prediction) -> str:
+    layout = best.layout
+    if layout.activation_checkpointing != "full":
+        return "Try activation_checkpointing=full."
+    return "More GPUs, a smaller model or shorter samples: --gpus-for 30d looks for how many."

@@ -1,0 +1,183 @@
+"""A plan as a person reads it: the table, the lines below it, and the arithmetic of --explain."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dtrain.config import world_size
+from dtrain.plan.ledger import Item, by_part
+from dtrain.plan.predict import GIB, Prediction
+from dtrain.plan.shape import num_parameters
+from dtrain.words import duration, gib, percent, si, step_time
+
+HEADINGS = {
+    "strategy": "strategy", "degrees": "degrees", "micro": "micro", "checkpointing": "checkpoint", "more": "with",
+    "memory": "memory", "states": "states", "activations": "activations", "logits": "logits", "rest": "rest",
+    "fits": "fits", "step": "step", "compute": "compute", "communication": "comm", "bubble": "bubble",
+    "optimizer": "optim", "tokens": "tok/s", "mfu": "MFU", "time": "time", "hours": "GPU-hours", "cost": "cost",
+}  # fmt: skip
+NUMBERS = {"micro", "memory", "states", "activations", "logits", "rest", "step", "compute", "communication", "bubble",
+           "optimizer", "tokens", "mfu", "time", "hours", "cost"}  # fmt: skip
+# a narrow terminal loses these first
+LEAST_NEEDED = ("rest", "logits", "optimizer", "bubble", "states", "activations", "compute", "communication", "hours",
+                "time", "cost", "more", "mfu")  # fmt: skip
+TOP, UNFIT = 5, 3  # rows: the best of all and of each strategy, and a few that do not fit
+
+
+def shown(found: Sequence[Prediction], everything: bool = False) -> list[Prediction]:
+    """The best few and the best of each strategy, in their order."""
+    if everything:
+        return list(found)
+    firsts = {p.layout.strategy: p for p in reversed(found)}
+    fitting = [p for p in found if p.fits is not False]
+    kept = {id(p) for p in (*fitting[:TOP], *firsts.values())}
+    rest = [p for p in found if p.fits is False]
+    kept |= {id(p) for p in rest[:UNFIT]} if not fitting else set()
+    return [p for p in found if id(p) in kept]
+
+
+def row(prediction: Prediction) -> dict[str, str]:
+    """One line of the table, as text by column."""
+    layout, memory = prediction.layout, by_part(prediction.memory)
+    time = by_part(prediction.time) if prediction.time is not None else {}
+    states = sum(memory.get(part, 0.0) for part in ("parameters", "gradients", "optimizer"))
+    main = states + memory.get("activations", 0.0) + memory.get("logits", 0.0)
+    axes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
+    room = prediction.room
+    return {
+        "strategy": layout.strategy,
+        "degrees": " ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1 or axis == "dp"),
+        "micro": str(layout.micro_batch_size),
+        "checkpointing": layout.activation_checkpointing,
+        "more": variants(prediction) or "-",
+        "memory": gib(memory["total"] / GIB),
+        "states": short_gib(states),
+        "activations": short_gib(memory.get("activations", 0.0)),
+        "logits": short_gib(memory.get("logits", 0.0)),
+        "rest": short_gib(memory["total"] - main),
+        "fits": "-" if room is None else "yes" if room >= 0 else f"lacks {gib(-room / GIB)}",
+        "step": step_time(time.get("total")),
+        **{part: step_time(time.get(part)) for part in ("compute", "communication", "bubble", "optimizer")},
+        "tokens": si(prediction.tokens_per_s),
+        "mfu": percent(prediction.mfu),
+        "time": duration(prediction.run_s),
+        "hours": si(prediction.gpu_hours),
+        "cost": "-"
+        if prediction.cost is None
+        else f"{prediction.cost:,.0f}"
+        if prediction.cost >= 10
+        else f"{prediction.cost:.2f}",
+    }
+
+
+def short_gib(value: float) -> str:
+    return f"{value / GIB:.1f}"
+
+
+def variants(prediction: Prediction) -> str:
+    """What else is special about a layout, in short."""
+    layout = prediction.layout
+    words = [
+        "grad_op" if layout.data == "grad_op" else "",
+        f"hybrid {layout.replica_size}" if layout.replica_size else "",
+        layout.schedule if layout.pp > 1 and layout.schedule != "1f1b" else "",
+        f"×{layout.stages_per_rank}" if layout.schedule == "interleaved_1f1b" else "",
+        "oss" if layout.data == "oss" else "",
+        f"data={layout.data}" if layout.strategy in ("tensor", "pipeline", "3d") and layout.dp > 1 else "",
+        "seq+loss parallel" if layout.sequence_parallel and layout.loss_parallel
+        else "seq parallel" if layout.sequence_parallel else "loss parallel" if layout.loss_parallel else "",
+        f"offload={layout.offload}" if layout.offload != "none" else "",
+        f"offload_params={layout.offload_params}" if layout.offload_params != "none" else "",
+    ]  # fmt: skip
+    return " ".join(word for word in words if word)
+
+
+def print_table(
+    columns: Mapping[str, str], rows: Sequence[Mapping[str, str]], right: set[str], drop: Sequence[str]
+) -> None:
+    """Rows of text by column: full lines into a file, and on a terminal only as many columns as fit."""
+    if sys.stdout.isatty():
+        from dtrain.console import stdout_console
+        from dtrain.tables import print_table as rich_table
+
+        rich_table(stdout_console(), dict(columns), [dict(r) for r in rows], drop, 0)
+        return
+    widths = {key: max(len(heading), *(len(r[key]) for r in rows)) for key, heading in columns.items()}
+    for line in (columns, *rows):
+        cells = [line[key].rjust(widths[key]) if key in right else line[key].ljust(widths[key]) for key in columns]
+        print("  ".join(cells).rstrip())
+
+
+def print_predictions(predictions: Sequence[Prediction]) -> None:
+    rows = [row(p) for p in predictions]
+    # a column that says nothing in any row is noise
+    empty = {key for key in HEADINGS if all(r[key] in ("-", "none", "0.0", "0 ms") for r in rows)}
+    keep = {"memory", "checkpointing", "step"}
+    columns = {key: heading for key, heading in HEADINGS.items() if key not in empty or key in keep}
+    if predictions and predictions[0].task.unit == "samples":
+        columns = {key: "samples/s" if key == "tokens" else heading for key, heading in columns.items()}
+    print_table(columns, rows, NUMBERS, LEAST_NEEDED)
+
+
+def heading(prediction: Prediction, config: Mapping[str, Any]) -> str:
+    """What is planned for, in a line."""
+    task, cluster, choices = prediction.task, config["cluster"], config["choices"]
+    size = f" ({gib(task.limit / GIB)} usable)" if task.limit else ""
+    gpus = f"{world_size(config)} × {task.hardware.gpu or choices['hardware']}{size}"
+    if cluster["nodes"] > 1:
+        gpus = f"{cluster['nodes']} nodes, {gpus}"
+    sample = f" × {task.tokens_per_sample} tokens" if task.tokens_per_sample > 1 else ""
+    batch = f"batch {task.global_batch_size}{sample}"
+    length = (
+        f"{si(task.samples / task.global_batch_size)} steps = {si(task.samples * task.tokens_per_sample)} {task.unit}"
+    )
+    model = f"{choices['model']}, {si(num_parameters(task.shape))} parameters"
+    return " · ".join([model, gpus, choices["precision"], batch, length])
+
+
+def details(prediction: Prediction) -> list[str]:
+    """Memory and time of one layout with all their parts, in two lines."""
+
+    def parts(values: dict[str, float], text: Any) -> str:
+        return " + ".join(f"{part} {text(value)}" for part, value in values.items() if part != "total" and value)
+
+    memory = by_part(prediction.memory)
+    lines = [f"memory  {gib(memory['total'] / GIB)} = {parts(memory, lambda v: gib(v / GIB))}"]
+    if prediction.task.limit:
+        lines[0] += (
+            f"; {gib(prediction.reserve / GIB)} more for CUDA and NCCL; {gib(prediction.task.limit / GIB)} usable"
+        )
+    if prediction.time is not None:
+        time = by_part(prediction.time)
+        lines.append(f"step    {step_time(time['total'])} = {parts(time, step_time)}")
+    return lines
+
+
+def explained(prediction: Prediction) -> list[str]:
+    """Every figure with the arithmetic that it came from."""
+    lines = ["memory of the fullest GPU, GiB:"]
+    lines += [explained_item(item, f"{item.value / GIB:9.3f}") for item in prediction.memory]
+    lines.append(
+        f"  {prediction.memory_bytes / GIB:9.3f}  in all; beside it {gib(prediction.reserve / GIB)} for CUDA and NCCL"
+    )
+    if prediction.time is not None:
+        lines += ["", "one step of the slowest GPU, ms:"]
+        lines += [explained_item(item, f"{1000 * item.value:9.3f}") for item in prediction.time]
+        lines.append(f"  {1000 * (prediction.step_s or 0.0):9.3f}  in all")
+        task = prediction.task
+        flops = f"{task.flops_per_sample:.4g} FLOP a sample × {task.global_batch_size} samples"
+        if prediction.mfu is not None:
+            peak = f"({prediction.layout.world_size} GPUs × {task.hardware.peak_bf16_tflops:g} TFLOP/s)"
+            lines.append(f"  MFU {percent(prediction.mfu)} = {flops} ÷ {prediction.step_s:.4g} s ÷ {peak}")
+        price = task.hardware.price_per_gpu_hour
+        hours = f"{prediction.layout.world_size} GPUs × {si(task.samples / task.global_batch_size)} steps"
+        lines.append(f"  {si(prediction.gpu_hours)} GPU-hours = {hours} × {prediction.step_s:.4g} s ÷ 3600")
+        if prediction.cost is not None:
+            lines.append(f"  cost {prediction.cost:,.2f} = {si(prediction.gpu_hours)} GPU-hours × {price:g}")
+    return lines
+
+
+def explained_item(item: Item, value: str) -> str:
+    return f"  {value}  {item.part}, {item.name}" + (f": {item.arithmetic}" if item.formula else "")
