@@ -87,8 +87,9 @@ class Hardware:
                 )
 
 
-# What the driver calls a GPU → its file in conf/hardware, the first that is found. The memory of the card is a part of
-# most names ("NVIDIA A100-SXM4-80GB"), but not of all ("Tesla V100-SXM2-16GB", "NVIDIA H200").
+# What the driver calls a GPU ("NVIDIA A100-SXM4-80GB") → its file in conf/hardware, the first that is found. Cards for
+# PCIe have lower clocks, fewer multiprocessors and no NVSwitch: no file is about them.
+OTHERS = r"PCIe|NVL\b|Laptop"
 NAMES = (
     (r"\bB200\b", "b200"),
     (r"\bH200\b", "h200"),
@@ -98,7 +99,7 @@ NAMES = (
     (r"\bV100\b.*\b16GB", "v100-16gb"),
     (r"\bV100\b", "v100"),
     (r"\bL4\b", "l4"),
-    (r"\bRTX 4090$", "rtx4090"),
+    (r"\bRTX 4090\b(?! D)", "rtx4090"),
 )
 DRIVER = Path("/proc/driver/nvidia/gpus")
 
@@ -116,6 +117,8 @@ def detect() -> str | None:
 
 def option_of(name: str) -> str | None:
     """The option of conf/hardware for a GPU by the driver's name for it; None: there is none."""
+    if re.search(OTHERS, name, re.IGNORECASE):
+        return None
     return next((option for pattern, option in NAMES if re.search(pattern, name)), None)
 
 

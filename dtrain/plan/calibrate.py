@@ -97,9 +97,9 @@ def positive(text: str) -> float:
 
 def place(out: str) -> Path:
     """Where to write: conf/hardware/NAME.yaml, or the file named. A file that a person wrote is not replaced."""
-    path = Path(out).expanduser() if out.endswith((".yaml", ".yml")) else CONF / "hardware" / f"{out}.yaml"
-    if os.sep in out and path.suffix not in (".yaml", ".yml"):
+    if os.sep in out and not out.endswith((".yaml", ".yml")):
         raise bad("out", out, "is a name, or a file that ends in .yaml", f"out={out}.yaml")
+    path = Path(out).expanduser() if out.endswith((".yaml", ".yml")) else CONF / "hardware" / f"{out}.yaml"
     if not path.parent.is_dir():
         raise bad("out", out, f"there is no folder {path.parent}", "make it first, or out=NAME")
     if path.is_file() and not path.read_text(encoding="utf-8").startswith(MARK):

@@ -1,0 +1,156 @@
+"""`dtrain plan calibrate`: what it measures here becomes a file that the launcher takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtrain.hardware import Hardware, section
+from dtrain.plan import calibrate, curves
+
+
+def hardware_of(path: Path) -> Hardware:
+    return Hardware(**{k: v for k, v in yaml.safe_load(path.read_text()).items() if k != "_target_"})
+
+
+# ---- this machine --------------------------------------------------------------------------------------------
+
+
+def test_this_machine_is_measured_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "here.yaml"
+    assert calibrate.main([f"out={out}", "seconds=1", "--json", str(tmp_path / "all.json")]) == 0
+    it: Any = hardware_of(out)
+    assert it.stream_gb_s and it.launch_us and it.kernel_us and it.cpu_adam_gb_s and it.host_memory_gib
+    assert it.matmul_tflops and it.peak_fp32_tflops and it.gpu_memory_gib
+    everything = json.loads((tmp_path / "all.json").read_text())
+    assert len(everything["matmul"]) >= 10
+    if it.gpu is None:  # two processes here
+        assert {row["collective"] for row in everything["collectives"]} == set(calibrate_collectives())
+        assert it.nvlink_max_gb_s and it.collective_us and it.nvlink_latency_us
+        assert max(row["tflops"] for row in everything["matmul"]) == pytest.approx(it.peak_fp32_tflops, rel=0.01)
+    text = out.read_text()
+    assert text.startswith(calibrate.MARK) and "torch " in text and "TFLOP/s" in text
+    assert "wrote" in capsys.readouterr().out
+    assert set(yaml.safe_load(text)) == set(section("unknown"))
+
+
+def calibrate_collectives() -> tuple[str, ...]:
+    from dtrain.plan.measure import COLLECTIVES
+
+    return COLLECTIVES
+
+
+# ---- the command line ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["secnds=3"], r"secnds=3: is no option.*\n  fix: did you mean seconds=3\?"),
+        (["--outt", "x"], r"--outt: is no option.*\n  fix: did you mean out=NAME\?"),
+        (["fast"], r"fast: is no option.*\n  fix: use one of out=NAME"),
+        (["seconds=0"], r"seconds=0: must be.*\n  fix: seconds=40"),
+        (["seconds=soon"], r"seconds=soon: must be"),
+        (["--out"], r"out=: needs a value\n  fix: out=NAME"),
+        (["out=h100"], r"out=h100: would replace a file that this command did not write\n  fix: out=my-h100"),
+        (["out=/no/such/folder/a.yaml"], r"there is no folder"),
+        (["out=folder/name"], r"is a name, or a file that ends in .yaml\n  fix: out=folder/name.yaml"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_measured(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "measure", lambda seconds: pytest.fail("it measured"))
+    with pytest.raises(ValueError, match=message):
+        calibrate.main(words)
+
+
+def test_dashes_are_as_good() -> None:
+    assert calibrate.parse(["--out", "a", "--seconds=3", "json=b"]) == {"out": "a", "seconds": "3", "json": "b"}
+
+
+# ---- one run -------------------------------------------------------------------------------------------------
+
+
+def make_run(folder: Path, tokens_per_s: float, calibration: float | None = None, **plan: Any) -> Path:
+    """A run on an H200 that was predicted to take 1 s a step, 0.8 s of it compute."""
+    step = {"total": 1.0, "compute": 0.8, "communication": 0.2}
+    (folder / "launch.json").write_text("{}")
+    (folder / "plan.json").write_text(json.dumps({"hardware": "h200", "step_s": step, "tokens_per_s": 1000.0} | plan))
+    (folder / "summary.json").write_text(json.dumps({"tokens_per_s": tokens_per_s}))
+    (folder / "config.yaml").write_text(yaml.safe_dump({"hardware": section("h200") | {"calibration": calibration}}))
+    return folder
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 1.5), (2.0, 3.0)])
+def test_a_run_calibrates_its_stack(tmp_path: Path, before: float | None, after: float) -> None:
+    run = make_run(tmp_path, 1000 / 1.4, before)  # 1.4 s a step: compute took 1.2 s
+    out = tmp_path / "mine.yaml"
+    assert calibrate.main([f"from={run}", f"out={out}"]) == 0
+    made = hardware_of(out)
+    assert made.calibration == pytest.approx(after, rel=0.01), "a second time it is on top of the first"
+    assert made.gpu == "H200" and made.stream_gb_s == section("h200")["stream_gb_s"]
+    assert "compute took 1.2 s" in out.read_text()
+
+
+def test_a_run_on_hardware_that_was_found_takes_that_file(tmp_path: Path) -> None:
+    run = make_run(tmp_path, 1000)
+    (run / "config.yaml").write_text(yaml.safe_dump({"hardware": section("unknown")}))
+    assert calibrate.main([f"from={run}", f"out={tmp_path / 'mine.yaml'}"]) == 0
+    assert hardware_of(tmp_path / "mine.yaml").gpu == "H200"
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_s", "plan", "message"),
+    [
+        (1000.0, {"step_s": None, "reason": "model=x is your own"}, "nothing was predicted .*model=x is your own"),
+        (0.0, {}, "its summary.json has no tokens_per_s"),
+        (10000.0, {}, "less than the 0.2 s predicted beside compute"),
+    ],
+)
+def test_a_run_that_cannot_calibrate_says_why(
+    tmp_path: Path, tokens_per_s: float, plan: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        calibrate.main([f"from={make_run(tmp_path, tokens_per_s, **plan)}", f"out={tmp_path / 'a.yaml'}"])
+    assert not (tmp_path / "a.yaml").exists()
+
+
+# ---- lines through measurements ------------------------------------------------------------------------------
+
+SIZES = (64 * 2**10, 2**20, 16 * 2**20, 256 * 2**20, 2**30)
+
+
+@given(st.floats(1, 500), st.floats(0.5, 100), st.floats(1, 900), st.integers(3, 16))
+def test_what_a_ring_would_take_is_found_again(fixed: float, hop: float, gb_s: float, ranks: int) -> None:
+    def row(name: str, n: int, size: int) -> dict[str, Any]:
+        us = fixed + curves.hops(name, n)[0] * hop + curves.bus_bytes(name, n, size) / gb_s / 1e3
+        return {"collective": name, "ranks": n, "bytes": size, "us": us}
+
+    rows = [row("all_reduce", 2, size) for size in SIZES]
+    rows += [row(name, ranks, size) for name in ("all_reduce", "all_gather") for size in SIZES]
+    found = curves.link_figures(rows)
+    assert found["nvlink_max_gb_s"] == pytest.approx(gb_s, rel=1e-3)
+    assert found["gather_max_gb_s"] == pytest.approx(gb_s, rel=1e-3)
+    assert found["collective_us"] == pytest.approx(fixed, rel=0.02, abs=0.2)
+    assert found["nvlink_latency_us"] == pytest.approx(hop, rel=0.02, abs=0.2)
+    assert found["nvlink_busbw_gb_s"] < gb_s
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(1e-6, 10)), min_size=2, max_size=8))
+def test_a_line_never_promises_negative_time(points: list[tuple[float, float]]) -> None:
+    start, slope = curves.line(points)
+    assert start >= 0 and slope >= 0
+
+
+def test_hops_are_those_of_nccl() -> None:
+    assert curves.hops("all_reduce", 8) == (14, 0)
+    assert curves.hops("all_reduce", 16, nodes=2) == (26, 4)
+    assert curves.hops("all_gather", 16, nodes=2) == (14, 1)
+    assert curves.link_figures([]) == {}
