@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dtrain.hardware import Hardware, section
-from dtrain.plan import calibrate, curves
+from dtrain.plan import calibrate
 
 
 def hardware_of(path: Path) -> Hardware:
@@ -120,37 +118,3 @@ def test_a_run_that_cannot_calibrate_says_why(
     with pytest.raises(ValueError, match=message):
         calibrate.main([f"from={make_run(tmp_path, tokens_per_s, **plan)}", f"out={tmp_path / 'a.yaml'}"])
     assert not (tmp_path / "a.yaml").exists()
-
-
-# ---- lines through measurements ------------------------------------------------------------------------------
-
-SIZES = (64 * 2**10, 2**20, 16 * 2**20, 256 * 2**20, 2**30)
-
-
-@given(st.floats(1, 500), st.floats(0.5, 100), st.floats(1, 900), st.integers(3, 16))
-def test_what_a_ring_would_take_is_found_again(fixed: float, hop: float, gb_s: float, ranks: int) -> None:
-    def row(name: str, n: int, size: int) -> dict[str, Any]:
-        us = fixed + curves.hops(name, n)[0] * hop + curves.bus_bytes(name, n, size) / gb_s / 1e3
-        return {"collective": name, "ranks": n, "bytes": size, "us": us}
-
-    rows = [row("all_reduce", 2, size) for size in SIZES]
-    rows += [row(name, ranks, size) for name in ("all_reduce", "all_gather") for size in SIZES]
-    found = curves.link_figures(rows)
-    assert found["nvlink_max_gb_s"] == pytest.approx(gb_s, rel=1e-3)
-    assert found["gather_max_gb_s"] == pytest.approx(gb_s, rel=1e-3)
-    assert found["collective_us"] == pytest.approx(fixed, rel=0.02, abs=0.2)
-    assert found["nvlink_latency_us"] == pytest.approx(hop, rel=0.02, abs=0.2)
-    assert found["nvlink_busbw_gb_s"] < gb_s
-
-
-@given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(1e-6, 10)), min_size=2, max_size=8))
-def test_a_line_never_promises_negative_time(points: list[tuple[float, float]]) -> None:
-    start, slope = curves.line(points)
-    assert start >= 0 and slope >= 0
-
-
-def test_hops_are_those_of_nccl() -> None:
-    assert curves.hops("all_reduce", 8) == (14, 0)
-    assert curves.hops("all_reduce", 16, nodes=2) == (26, 4)
-    assert curves.hops("all_gather", 16, nodes=2) == (14, 1)
-    assert curves.link_figures([]) == {}
