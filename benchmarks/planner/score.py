@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -67,8 +67,13 @@ def settings(name: str) -> dict[str, Any]:
     return merged | own
 
 
-def known(name: str) -> bool:
-    return (CONF / "hardware" / f"{name}.yaml").exists()
+def why_not(row: Row) -> str:
+    """Why a row cannot be predicted; "" when it can."""
+    from dtrain.plan.stacks import STACKS
+
+    if not (CONF / "hardware" / f"{row.hardware}.yaml").exists():
+        return f"conf/hardware/{row.hardware}.yaml is not there"
+    return "" if row.stack in STACKS else f"dtrain/plan/stacks.py has no {row.stack}"
 
 
 def score(row: Row) -> Scored:
@@ -79,15 +84,10 @@ def score(row: Row) -> Scored:
     return Scored(row, by_part(step_time(row.shape, row.layout, hardware(row.hardware), STACKS[row.stack])))
 
 
-def score_all(rows: Iterable[Row], of: Callable[[Row], Scored] = score) -> tuple[list[Scored], list[str]]:
+def score_all(rows: Iterable[Row]) -> tuple[list[Scored], list[str]]:
     """All rows that can be predicted, and for the others why not."""
-    scored, missing = [], []
-    for row in rows:
-        if known(row.hardware):
-            scored.append(of(row))
-        else:
-            missing.append(f"conf/hardware/{row.hardware}.yaml is not there")
-    return scored, missing
+    reasons = [(row, why_not(row)) for row in rows]
+    return [score(row) for row, reason in reasons if not reason], [reason for _, reason in reasons if reason]
 
 
 def with_one_point(scored: list[Scored]) -> Errors:
