@@ -1,0 +1,108 @@
+"""How long one kernel takes on one GPU: matrix products by shape, attention, and all that only moves memory.
+
+A roofline: a kernel is bound by the multiplying units or by memory, whichever takes longer. Matrix products lose more
+where their shape does not fill the GPU: a product is cut into tiles, each multiprocessor takes one tile at a time, and
+the last wave of tiles may leave most of them idle.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from dtrain.hardware import Hardware
+
+# Tiles that cuBLAS chooses among, with the share of the best rate that each reaches: a smaller tile reads its inputs more
+# often. Hopper's sizes are those that appear in the kernels' names on the H200; with them the rates of 225 products of
+# transformer shapes there come out with a mean error of 5% (benchmarks/results/probe-h200.json). Before Hopper there
+# were only powers of two.
+SMALL = ((128, 128, 0.95), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.65))
+TILES = {
+    "ampere": ((256, 128, 1.0), (128, 256, 1.0), *SMALL),
+    "hopper": (
+        (256, 192, 1.0), (192, 256, 1.0), (320, 128, 1.0), (128, 320, 1.0), (256, 128, 1.0), (128, 256, 1.0),
+        (192, 192, 1.0), (192, 128, 0.97), (128, 192, 0.97), (160, 128, 0.97), (128, 160, 0.97), *SMALL,
+    ),
+}  # fmt: skip
+# A tile fills its pipeline before, and writes its result after, the loop over the inner dimension: as long as this many
+# more columns of that loop. From the same measurement: products with an inner dimension of 768 reach 87% of the rest.
+RAMP = 128
+SPLITS = (1, 2, 3, 4, 6, 8)  # ways to cut the inner dimension where there are too few tiles for all multiprocessors
+
+# The share of the 16-bit peak that attention kernels reach for long sequences and wide heads, by the GPU's generation.
+# cudnn: measured on the H200 with torch 2.11 (11 shapes). flash2 and flash1: the figures of arXiv 2307.08691 (189 and
+# about 100 TFLOP/s forward and backward on an A100, 335 and about 170 on an H100; causal, 16k tokens, heads of 128).
+ATTENTION = {
+    "cudnn": {"ampere": 0.79, "hopper": 0.89},
+    "flash2": {"ampere": 0.79, "hopper": 0.53},
+    "flash1": {"ampere": 0.42, "hopper": 0.28},
+}
+# Each score costs an exponential beside its 4 · head_dim multiplications. The special function units take as long for it
+# as the tensor cores for so much of a head: peak / (4 · multiprocessors · 16 a clock · clock) = 62 on Hopper, 32 on Ampere.
+EXPONENTIAL = {"ampere": 32, "hopper": 62}
+# Tokens at which half the rate is reached: the triangle's edge, and the first and last tile of a row. Measured on the
+# H200 between 512 and 16,384 tokens; without a mask half as many.
+RAMP_TOKENS = 800
+
+
+def generation(hardware: Hardware) -> str:
+    """Which of the tables above holds: cards since Hopper fetch and multiply asynchronously."""
+    assert hardware.peak_bf16_tflops is not None
+    return "hopper" if hardware.peak_bf16_tflops > 500 else "ampere"
+
+
+@functools.lru_cache(maxsize=None)
+def filled(kind: str, rows: int, inner: int, cols: int, count: int, num_sms: int) -> float:
+    """Share of the best rate that a product reaches for its shape, under the tile and the split that suit it best."""
+    best = 0.0
+    for height, width, rate in TILES[kind]:
+        tiles = count * math.ceil(rows / height) * math.ceil(cols / width)
+        used = rate * count * rows * cols / (tiles * height * width)  # of the tiles at the edge
+        if used <= best:
+            continue
+        for parts in SPLITS:
+            waves = parts * tiles / num_sms
+            best = max(best, used * waves / math.ceil(waves) * inner / (inner + parts * RAMP))
+            if waves > 8:  # nothing more to gain
+                break
+    return best
+
+
+def product_s(hardware: Hardware, rows: int, inner: int, cols: int, count: int = 1, size: int = 2) -> float:
+    """Seconds of `count` products [rows × inner] · [inner × cols] of elements of `size` bytes, in one kernel."""
+    assert hardware.num_sms and hardware.kernel_us
+    rate = matmul_flops(hardware, size) * filled(generation(hardware), rows, inner, cols, count, hardware.num_sms)
+    flops = 2.0 * count * rows * inner * cols
+    moved = float(size) * count * (rows * inner + inner * cols + rows * cols)
+    return max(flops / rate, moved_s(hardware, moved)) + hardware.kernel_us * 1e-6
+
+
+def moved_s(hardware: Hardware, num_bytes: float) -> float:
+    """Seconds to read and write so many bytes of the GPU's memory, in kernels that do little else."""
+    assert hardware.stream_gb_s
+    return num_bytes / (hardware.stream_gb_s * 1e9)
+
+
+def attention_s(
+    hardware: Hardware, kernel: str, batch: int, heads: int, tokens: int, head_dim: int, causal: bool
+) -> tuple[float, float]:
+    """Seconds of (forward, backward) of attention that never writes its scores.
+
+    Two products forward and five backward, as the scores are computed again; half of each where tokens see only what
+    came before.
+    """
+    assert hardware.peak_bf16_tflops and hardware.kernel_us
+    kind = generation(hardware)
+    share = ATTENTION[kernel][kind] * head_dim / (head_dim + EXPONENTIAL[kind])
+    ramp = RAMP_TOKENS if causal else RAMP_TOKENS / 2
+    rate = hardware.peak_bf16_tflops * 1e12 * share * tokens / (tokens + ramp)
+    product = 2.0 * batch * heads * tokens**2 * head_dim * (0.5 if causal else 1.0)
+    start = hardware.kernel_us * 1e-6
+    return 2 * product / rate + start, 5 * product / rate + 2 * start
+
+
+def matmul_flops(hardware: Hardware, size: int = 2) -> float:
+    """The best rate of matrix products, FLOP/s: 16-bit as measured; 32-bit without TF32."""
+    tflops = hardware.matmul_tflops if size == 2 else hardware.peak_fp32_tflops
+    assert tflops
+    return tflops * 1e12

@@ -1,0 +1,170 @@
+"""What one GPU computes in a pass over a micro-batch: the products, attention and memory traffic of a block and of the ends.
+
+Bytes are counted operation by operation, from what each reads and writes for an element of the residual stream. The
+counts were checked on an H200 by profiling GPT-2 124M, GPT-2 1.5B and Llama 1B, eager and compiled
+(benchmarks/results/probe-h200.json).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from dtrain.hardware import Hardware
+from dtrain.plan.counts import block_linears
+from dtrain.plan.kernels import attention_s, moved_s, product_s
+from dtrain.plan.shape import Transformer
+from dtrain.plan.stacks import Stack
+
+HALF = 2  # bytes of a 16-bit element
+
+# Share of a large copy's rate that the kernels between products reach: eager ones are many and small, some walk memory
+# in strides (transposing copies, sums over the batch). From the profiles: 450 bytes of an eager GPT-2's element and pass
+# where 297 are counted, 702 where 455 of Llama's are, 190 where 160 of a compiled one's are.
+RATE = {"eager": 0.65, "fused": 0.75, "compiled": 0.85}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds on the GPU, by what they go to, and kernels that the host must launch."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    moved: float = 0.0
+    kernels: float = 0
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.moved + other.moved,
+            self.kernels + other.kernels,
+        )
+
+    def __mul__(self, times: float) -> Pass:
+        return Pass(self.products * times, self.attention * times, self.moved * times, self.kernels * times)
+
+    @property
+    def gpu_s(self) -> float:
+        return self.products + self.attention + self.moved
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a group of operations reads and writes for each token, forward and backward, and their kernels."""
+
+    forward: float
+    backward: float
+    forward_kernels: int
+    backward_kernels: int
+
+
+def block_traffic(shape: Transformer, stack: Stack, tp: int, sequence_parallel: bool) -> Traffic:
+    """Of all that is neither product nor attention in one block: norms, residual sums, activation, casts, biases.
+
+    r: bytes of the residual stream's element, e: of a 16-bit one. Tensor ranks share what lies inside attention and MLP;
+    what lies between is whole on each of them, unless it is cut along the sequence.
+    """
+    r, e = stack.stream, HALF
+    between = shape.dim / (tp if sequence_parallel else 1)
+    inside, hidden = shape.dim / tp, shape.hidden_dim / tp
+    keys = (shape.dim + shape.kv_dim) / tp  # what rotary positions turn
+    cast = r + e if r > e else 0  # a product's input in 16 bits
+    inputs = (1 if shape.fused_qkv else 3) + (2 if shape.gated else 1)  # casts of a norm's output: one a linear layer
+    biases = (inside * 3 + 2 * between + hidden) * e if shape.biased else 0.0  # their gradients: one more reading
+    drop = (2 * e + 1, 2 * e + 1) if stack.dropout else (0, 0)
+    gate = (5 * e, 8 * e) if shape.gated else (2 * e, 3 * e)  # the activation: read, write; backward twice read
+    if stack.kernels == "compiled":  # a norm, the sum before it and the casts around it are one kernel
+        turned = (2 * e, 2 * e) if shape.rotary else (0, 0)
+        gate = (3 * e, 5 * e) if shape.gated else gate
+        forward = 2 * (2 * r + 2 * e) * between + gate[0] * hidden + turned[0] * keys
+        backward = (2 * (3 * r + 2 * e) + 2 * (r + e)) * between + gate[1] * hidden + turned[1] * keys
+        backward += 6 * e * inside + biases + (2 * e * hidden if shape.biased else 0)  # q, k and v joined; sums again
+        counts = (8, 20)
+    elif stack.kernels == "fused":  # bias, dropout and residual sum are one kernel; so are bias and activation
+        forward = 2 * (2 * r + 2 * r + e + drop[0] / 2) * between + gate[0] * hidden + 4 * e * inside
+        backward = 2 * (5 * r + 3 * r + drop[1]) * between + gate[1] * hidden + 8 * e * inside + biases
+        counts = (14, 28)
+    else:
+        turned = (48, 60) if shape.rotary else (0, 0)  # casts, four products, two sums, joined, cast back
+        forward = (2 * 2 * r + inputs * cast + 2 * (2 * r + e) + drop[0]) * between
+        forward += gate[0] * hidden + turned[0] * keys + (4 * e * inside if shape.fused_qkv else 0)
+        gradients = inputs * cast + (inputs - 2) * 3 * r  # each linear layer's input gradient cast, and summed
+        backward = (2 * 5 * r + 2 * cast + 2 * 3 * r + gradients + drop[1]) * between + gate[1] * hidden
+        backward += turned[1] * keys + biases + (12 * e * inside if shape.fused_qkv else 0)
+        counts = (16, 42) if not shape.rotary else (48, 90)
+    return Traffic(forward, backward, *counts)
+
+
+@functools.lru_cache(maxsize=4096)
+def block(
+    shape: Transformer, hardware: Hardware, stack: Stack, batch: int, tp: int, sequence_parallel: bool, size: int
+) -> tuple[Pass, Pass]:
+    """(forward, backward) of one block over `batch` samples on one of `tp` tensor ranks; elements of `size` bytes."""
+    tokens = batch * shape.seq_len
+    linears = [(x.ins, x.outs // tp) if x.column else (x.ins // tp, x.outs) for x in block_linears(shape)]
+    products = [sum(parts) for parts in zip(*(linear_s(hardware, stack, tokens, *x, size) for x in linears))]
+    heads, length = shape.num_heads // tp, shape.seq_len
+    if stack.attention == "scores" or size == 4:
+        attention = scores_s(hardware, stack, batch * heads, length, shape.head_dim, size)
+        kernels = (5, 10)
+    else:
+        attention = attention_s(hardware, stack.attention, batch, heads, length, shape.head_dim, shape.causal)
+        kernels = (1, 3)
+    traffic = block_traffic(shape, stack, tp, sequence_parallel)
+    rate = RATE[stack.kernels]
+    return (
+        Pass(
+            products[0], attention[0], moved_s(hardware, tokens * traffic.forward / rate),
+            len(linears) + kernels[0] + traffic.forward_kernels,
+        ),
+        Pass(
+            products[1], attention[1], moved_s(hardware, tokens * traffic.backward / rate),
+            2 * len(linears) + kernels[1] + traffic.backward_kernels,
+        ),
+    )  # fmt: skip
+
+
+def linear_s(hardware: Hardware, stack: Stack, tokens: int, ins: int, outs: int, size: int) -> tuple[float, float]:
+    """Seconds of a linear layer's (forward, backward): one product, and one each for inputs' and weights' gradients."""
+    forward = product_s(hardware, tokens, ins, outs, size=size)
+    backward = product_s(hardware, tokens, outs, ins, size=size) + product_s(hardware, ins, tokens, outs, size=size)
+    return forward / stack.matmul, backward / stack.matmul
+
+
+def scores_s(
+    hardware: Hardware, stack: Stack, heads: int, length: int, head_dim: int, size: int
+) -> tuple[float, float]:
+    """Seconds of (forward, backward) of attention that writes its scores: batched products, and passes over the scores.
+
+    A fused mask and softmax read and write each score; so does dropout, with one byte more for its mask.
+    """
+    inner = product_s(hardware, length, head_dim, length, heads, size)
+    outer = product_s(hardware, length, length, head_dim, heads, size)
+    scores = float(heads) * length**2
+    forward = 2 * size + (2 * size + 1 if stack.dropout else 0)
+    backward = 3 * size + (2 * size + 1 if stack.dropout else 0)
+    rate = RATE["fused"] if stack.kernels == "fused" else RATE["compiled"]
+    return (
+        inner + outer + moved_s(hardware, scores * forward / rate),
+        2 * (inner + outer) + moved_s(hardware, scores * backward / rate),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def head(shape: Transformer, hardware: Hardware, stack: Stack, batch: int, ways: int, size: int) -> tuple[Pass, Pass]:
+    """(forward, backward) of the last norm, the logits and the loss, over a vocabulary that is cut `ways` ways.
+
+    The logits become float32 (6 bytes), a softmax reads them twice and writes (12), its gradient reads two and writes one
+    (16 with the zeros of the picked one), and 16 bits come back (6); profiled: 49 bytes a logit eager, 12 compiled.
+    """
+    tokens = max(1, round(batch * shape.seq_len * shape.asked))
+    rows = shape.vocab_size // ways
+    forward, backward = linear_s(hardware, stack, tokens, shape.dim, rows, size)
+    logits = float(tokens) * rows
+    there, back = {"compiled": (4, 8), "eager": (22, 27), "fused": (34, 22)}[stack.kernels]
+    ends = float(batch * shape.seq_len * shape.dim) * stack.stream  # embedding and last norm
+    return (
+        Pass(forward, 0.0, moved_s(hardware, logits * there + 4 * ends), 12),
+        Pass(backward, 0.0, moved_s(hardware, logits * back + 8 * ends), 16),
+    )
