@@ -130,8 +130,9 @@ def answer(question: Any, options: Options) -> int:
     if not predictions:
         raise none_possible(config)
     if options.json:
-        command = {id(p): launch_command(question, p) for p in predictions}
-        print(json.dumps([p.row() | {"command": command[id(p)]} for p in predictions], indent=1))
+        notes = {"notes": question.notes}
+        rows = [p.row() | {"command": launch_command(question, p)} | notes for p in predictions]
+        print(json.dumps(rows, indent=1))
         return 0
     show(question, predictions, options)
     return 0
@@ -154,7 +155,6 @@ def show(question: Any, predictions: Sequence[Any], options: Options) -> None:
     from dtrain.plan import show as texts
     from dtrain.plan.recommend import name, why
     from dtrain.plan.search import search
-    from dtrain.words import gib
 
     config, best = question.config, predictions[0]
     print(texts.heading(best, config))
@@ -169,7 +169,7 @@ def show(question: Any, predictions: Sequence[Any], options: Options) -> None:
     elif best.fits is False:
         others = search(config, {*question.typed} - {"train.micro_batch_size", "activation_checkpointing"}, best.task)
         others = [p for p in others if p.fits] or [p for p in search(config, (), best.task) if p.fits]
-        lacks = f"It lacks {gib(-best.room / 2**30)} on each GPU."
+        lacks = f"It {texts.lacking(best)} on each GPU."
         print(f"{lacks} {name(others[0].layout)} fits: {launch_command(question, others[0])}" if others else lacks)
     for line in texts.details(best):
         print(line)
@@ -225,17 +225,16 @@ def others_of(typed: Sequence[str], prediction: Any) -> list[str]:
 def unknown(config: dict[str, Any]) -> ValueError:
     """Why nothing can be planned, with what can be done about it."""
     from dtrain.explain import options_of
-    from dtrain.plan.predict import why_not
+    from dtrain.plan.settings import own_model
     from dtrain.plan.shape import shape_of
 
     if shape_of(config) is None:
-        rule = "is not one of dtrain's models, and its sizes are not known without building it"
-        fix = "a model of dtrain's with sizes like yours, e.g. model=llama-7b model.num_layers=…"
-        return bad("model", config["choices"].get("model"), rule, fix)
-    names = [name for name in options_of("hardware") if name not in ("unknown", "cpu")]
-    rule = why_not(config).partition(": ")[2] or "nothing is known about it"
-    fix = f"hardware={' or '.join(names)}; or measure this machine: dtrain plan calibrate"
-    return bad("hardware", config["choices"].get("hardware"), rule, fix)
+        return own_model(config["choices"].get("model"))
+    chosen = config["choices"].get("hardware")
+    names = ", ".join(name for name in options_of("hardware") if name not in ("unknown", "cpu"))
+    rule = "there is no GPU here to plan for" if chosen == "cpu" else "nothing is known about the GPUs to plan for"
+    fix = f"hardware=NAME, where NAME can be {names}; or measure this machine: dtrain plan calibrate"
+    return bad("hardware", chosen, rule, fix)
 
 
 def none_possible(config: dict[str, Any]) -> ValueError:

@@ -6,13 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dtrain.config import build
+from dtrain.config import build, ranks_per_node
 from dtrain.hardware import Hardware
 from dtrain.plan.layout import Layout, layout_of
 from dtrain.plan.ledger import Item, by_part, total
-from dtrain.plan.shape import Shape, Transformer, flops_per_sample, shape_of
+from dtrain.plan.shape import Shape, Transformer, flops_per_sample, num_parameters, shape_of
 
 GIB = 2**30
+# Where several nodes are planned for and the file of the hardware says nothing about a network: InfiniBand of the time of
+# the GPU, one adapter each; Ethernet for those that are not made for more. A word says which was taken.
+NETWORKS = {
+    "A100": "selene", "H100": "h100-ndr", "H200": "h200-ib", "B200": "aws-p6-b200", "V100": "dgx-2", "L4": "gcp-a2",
+    "4090": "gcp-a2",
+}  # fmt: skip
+HOST_SHARE = 0.85  # of a node's memory: the rest is for the system, the ranks' own processes and reading data
 USABLE = 0.98  # of the memory as it is sold, where a hardware file does not say what torch can have
 
 
@@ -60,7 +67,18 @@ class Prediction:
         return None if limit is None else limit - self.memory_bytes - self.reserve
 
     @property
+    def host_room(self) -> float | None:
+        """Bytes left in a node's own memory beside what is offloaded; None: nothing is, or its memory is not known."""
+        layout, hardware = self.layout, self.task.hardware
+        if "cpu" not in (layout.offload, layout.offload_params) or not hardware.host_memory_gib:
+            return None
+        ranks = min(layout.world_size, hardware.gpus_per_node or layout.world_size)
+        return hardware.host_memory_gib * HOST_SHARE * GIB - ranks * host_bytes(self.task.shape, layout)
+
+    @property
     def fits(self) -> bool | None:
+        if self.host_room is not None and self.host_room < 0:
+            return False
         return None if self.room is None else self.room >= 0
 
     @property
@@ -133,6 +151,14 @@ class Prediction:
         }
 
 
+def host_bytes(shape: Shape, layout: Layout) -> float:
+    """Bytes of one rank in its node's memory under offload to the CPU: its share of float32 weights, gradients and both
+    moments of AdamW (16 a parameter); with its parameters offloaded ZeRO keeps 16-bit copies there, too."""
+    moments = 8 if layout.optimizer == "adamw" else 4
+    each = (8 + moments if layout.offload == "cpu" else 0) + (2 if layout.offload_params == "cpu" else 0)
+    return each * num_parameters(shape) / (layout.dp * layout.tp * layout.pp)
+
+
 def predict(config: Mapping[str, Any]) -> Prediction | None:
     """What is expected of a composed configuration; None when the model or the hardware is not known: `why_not`."""
     task = task_of(config)
@@ -150,10 +176,38 @@ def why_not(config: Mapping[str, Any]) -> str:
 
 
 def hardware_of(config: Mapping[str, Any]) -> Hardware | None:
-    """The nodes' figures; None when neither the GPU's memory nor its rate is known."""
-    hardware = build(config["hardware"])
+    """The figures of the nodes as this run uses them; None when neither the GPUs' memory nor their rate is known."""
+    section = {**config["hardware"], **assumed_network(config)}
+    used, there = ranks_per_node(config["cluster"]), section.get("gpus_per_node") or 0
+    if there and used != there:
+        section["gpus_per_node"] = used
+        for key in ("network_busbw_gb_s", "network_max_gb_s"):  # adapters belong to GPUs: fewer of these use fewer
+            section[key] = section[key] and section[key] * min(1.0, used / there)
+    hardware = build(section)
     assert isinstance(hardware, Hardware)
     return hardware if hardware.gpu_memory_gib or hardware.matmul_tflops else None
+
+
+def assumed_network(config: Mapping[str, Any]) -> dict[str, float]:
+    """Between nodes whose network is not said: what such GPUs usually have, scaled to the GPUs of a node."""
+    section = config["hardware"]
+    if config["cluster"]["nodes"] == 1 or section.get("network_max_gb_s") or section.get("network_busbw_gb_s"):
+        return {}
+    name = usual_network(config)
+    if name is None:
+        return {}
+    from dtrain.plan.settings import section as read
+
+    other = read("hardware", name)
+    share = (section.get("gpus_per_node") or 8) / (other.get("gpus_per_node") or 8)
+    whole = {key: other[key] * share for key in ("network_busbw_gb_s", "network_max_gb_s") if other.get(key)}
+    return whole | {key: other[key] for key in ("network_rail_gb_s", "network_latency_us")}
+
+
+def usual_network(config: Mapping[str, Any]) -> str | None:
+    """The file of conf/hardware whose network nodes with these GPUs usually have; None: nothing is known of them."""
+    gpu = str(config["hardware"].get("gpu"))
+    return next((name for word, name in NETWORKS.items() if word in gpu), None)
 
 
 def task_of(config: Mapping[str, Any], tokens: float | None = None) -> Task | None:

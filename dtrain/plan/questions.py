@@ -15,8 +15,8 @@ from dtrain.plan.recommend import name
 from dtrain.plan.search import CHECKPOINTING, candidates, rank, search
 from dtrain.plan.settings import Question, model_section
 from dtrain.plan.shape import Transformer, num_parameters
-from dtrain.plan.show import print_table
-from dtrain.words import duration, gib, percent, si, step_time
+from dtrain.plan.show import print_table, step_time
+from dtrain.words import duration, gib, percent, si
 
 MOST_NODES = 4096
 STEPS = 12  # halvings of the range in which the largest scaled model lies: 0.1% of its size
@@ -41,12 +41,13 @@ def show(answer: Answer, as_json: bool) -> None:
     print(answer.sentence)
     if answer.rows:
         print()
+        columns = {k: v for k, v in answer.columns.items() if any(row.get(k) is not None for row in answer.rows)}
         texts = [
-            {key: "-" if row.get(key) is None else form(row[key]) for key, (_, form) in answer.columns.items()}
+            {key: "-" if row.get(key) is None else form(row[key]) for key, (_, form) in columns.items()}
             for row in answer.rows
         ]
-        headings = {key: heading for key, (heading, _) in answer.columns.items()}
-        print_table(headings, texts, {key for key, (_, form) in answer.columns.items() if form is not str}, ())
+        headings = {key: heading for key, (heading, _) in columns.items()}
+        print_table(headings, texts, {key for key, (_, form) in columns.items() if form is not str}, ())
 
 
 # ---- how many GPUs -------------------------------------------------------------------------------------------

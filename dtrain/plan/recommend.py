@@ -13,7 +13,8 @@ from dtrain.config import world_size
 from dtrain.plan.layout import Layout
 from dtrain.plan.predict import GIB, Prediction
 from dtrain.plan.search import TIE
-from dtrain.words import gib, step_time
+from dtrain.plan.show import lacking, step_time
+from dtrain.words import gib
 
 # what each step of the tree does about the one before
 DOES = {
@@ -35,8 +36,7 @@ def why(found: Sequence[Prediction], config: Mapping[str, Any], one_strategy: bo
     """A sentence on the first of a search's predictions; on what is lacking when nothing fits."""
     best = found[0]
     if best.fits is False:
-        lacks = gib(-(best.room or 0.0) / GIB)
-        return f"Nothing fits: {name(best.layout)} comes nearest, and it lacks {lacks} on each GPU. {way_out(best)}"
+        return f"Nothing fits: {name(best.layout)} comes nearest, and it {lacking(best)}. {way_out(best)}"
     does = DOES.get(best.layout.strategy, "").format(
         dp=best.layout.dp, tp=best.layout.tp, pp=best.layout.pp, cut=best.layout.replica_size or best.layout.dp
     )
@@ -45,7 +45,10 @@ def why(found: Sequence[Prediction], config: Mapping[str, Any], one_strategy: bo
     if one_strategy:
         return f"{name(best.layout)}: {does} {needs}.{against_next(found)}"
     before = simpler_than(best.layout.strategy)
-    reasons = [reason for simpler in before if (reason := against(simpler, best, found, config))]
+    reasons = [reason for simpler in before if (reason := against(simpler, best, found))]
+    batch, ranks = config["train"]["global_batch_size"], world_size(config)
+    if batch % ranks and "fsdp" in before:
+        reasons.insert(0, f"ddp and fsdp need a batch that {ranks} GPUs can share, and it is {batch} samples")
     return f"{name(best.layout)}: {'; '.join([*reasons, f'{does} {needs}'])}."
 
 
@@ -63,13 +66,10 @@ def simpler_than(strategy: str) -> tuple[str, ...]:
     return ("ddp",) if strategy in STATES else ("ddp", "fsdp")
 
 
-def against(simpler: str, best: Prediction, found: Sequence[Prediction], config: Mapping[str, Any]) -> str:
-    """Why not the simpler strategy: it does not fit, it cannot be, or it is slower; "" when there is nothing to say."""
+def against(simpler: str, best: Prediction, found: Sequence[Prediction]) -> str:
+    """Why not the simpler strategy: it does not fit, or it is slower; "" when there is nothing to say."""
     other = next((p for p in found if p.layout.strategy == simpler), None)
     if other is None:
-        batch, ranks = config["train"]["global_batch_size"], world_size(config)
-        if simpler in ("ddp", "fsdp") and batch % ranks:
-            return f"{simpler} needs a batch that {ranks} GPUs can share, and it is {batch} samples"
         return ""
     if other.fits is False:
         return f"{simpler} would need {gib((other.memory_bytes + other.reserve) / GIB)} a GPU"

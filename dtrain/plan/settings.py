@@ -23,6 +23,7 @@ from dtrain.arguments import built_in, offer_own, prepare_arguments
 from dtrain.config import CONF, bad, flatten, gpus_per_node, ranks_per_node
 from dtrain.explain import GROUPS, explain, options_of
 from dtrain.mesh import MeshSizes
+from dtrain.plan.predict import assumed_network, usual_network
 from dtrain.schema import check_keys_and_types
 from dtrain.strategies import rules, zero_config
 
@@ -59,6 +60,8 @@ def compose(words: list[str]) -> Question:
     typed = {key.lstrip("+") for key in given} | recipe_keys(given.get("recipe"))
     if given.get("resume"):
         typed |= {"strategy", "strategy.tp", "strategy.pp", "strategy.dp", "train.micro_batch_size", "precision"}
+    if re.fullmatch(r"[^\W\d]\w*(\.\w+)+", given.get("model", "")):
+        raise own_model(given["model"])
     asked = list(words)
     if given.get("strategy") == "auto":
         asked.remove("strategy=auto")
@@ -77,10 +80,18 @@ def compose(words: list[str]) -> Question:
         check(config)
     except MISTAKES as error:
         raise ValueError(explain(error)) from error
+    if assumed_network(config):
+        name = config["choices"]["hardware"]
+        notes.append(f"hardware={name} says nothing about a network: that of {usual_network(config)} was taken")
     if implied:
         notes.append("planned for cluster=slurm; launch with the cluster that is yours")
         words = [*words, "cluster=slurm"]
     return Question(config, frozenset(typed), words, notes)
+
+
+def own_model(model: str | None) -> ValueError:
+    rule = "is not one of dtrain's models, and its sizes are not known without building it"
+    return bad("model", model, rule, "one of dtrain's with sizes like yours, e.g. model=llama-7b model.num_layers=24")
 
 
 def composed(words: list[str]) -> dict[str, Any]:

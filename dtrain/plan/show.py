@@ -10,7 +10,8 @@ from dtrain.config import world_size
 from dtrain.plan.ledger import Item, by_part
 from dtrain.plan.predict import GIB, Prediction
 from dtrain.plan.shape import num_parameters
-from dtrain.words import duration, gib, percent, si, step_time
+from dtrain.words import duration, gib, number, percent, si
+from dtrain.words import step_time as short_time
 
 HEADINGS = {
     "strategy": "strategy", "degrees": "degrees", "micro": "micro", "checkpointing": "checkpoint", "more": "with",
@@ -45,7 +46,6 @@ def row(prediction: Prediction) -> dict[str, str]:
     states = sum(memory.get(part, 0.0) for part in ("parameters", "gradients", "optimizer"))
     main = states + memory.get("activations", 0.0) + memory.get("logits", 0.0)
     axes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
-    room = prediction.room
     return {
         "strategy": layout.strategy,
         "degrees": " ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1 or axis == "dp"),
@@ -57,7 +57,7 @@ def row(prediction: Prediction) -> dict[str, str]:
         "activations": short_gib(memory.get("activations", 0.0)),
         "logits": short_gib(memory.get("logits", 0.0)),
         "rest": short_gib(memory["total"] - main),
-        "fits": "-" if room is None else "yes" if room >= 0 else f"lacks {gib(-room / GIB)}",
+        "fits": lacking(prediction),
         "step": step_time(time.get("total")),
         **{part: step_time(time.get(part)) for part in ("compute", "communication", "bubble", "optimizer")},
         "tokens": si(prediction.tokens_per_s),
@@ -70,6 +70,22 @@ def row(prediction: Prediction) -> dict[str, str]:
         if prediction.cost >= 10
         else f"{prediction.cost:.2f}",
     }
+
+
+def step_time(value: object) -> str:
+    """A step's time with three digits up to 100 seconds: the parts of a step are compared with each other."""
+    seconds = number(value)
+    return f"{seconds:.1f}s" if seconds is not None and 10 <= seconds < 100 else short_time(value)
+
+
+def lacking(prediction: Prediction) -> str:
+    """`yes`, or how much memory is missing, and where."""
+    room, host = prediction.room, prediction.host_room
+    if room is not None and room < 0:
+        return f"lacks {gib(-room / GIB)}"
+    if host is not None and host < 0:
+        return f"lacks {gib(-host / GIB)} of host memory"
+    return "-" if room is None else "yes"
 
 
 def short_gib(value: float) -> str:
