@@ -149,16 +149,16 @@ def measured_comments(measured: Mapping[str, Any], name: str) -> dict[str, str]:
     """Behind each figure that was measured: how. Behind the others: nothing, as conf/hardware says it."""
     how = {
         "gpu": "this machine's",
-        "matmul_tflops": "the best shape below, bf16" if measured["more"] else "bf16, 512 × 512 × 512",
+        "matmul_tflops": "the best shape above for some seconds, bf16" if measured["more"] else "bf16, 512 × 512 × 512",
         "peak_fp32_tflops": "measured, without TF32: 4096 × 4096 × 4096"
         if measured["more"]
-        else "the best shape below",
+        else "the best shape above",
         "stream_gb_s": "a large copy",
         "launch_us": "host time a kernel, small layers forward and backward" if measured["more"] else "x.add_(1)",
         "kernel_us": "replayed one after another from a graph" if measured["more"] else "x.add_(1)",
         "cpu_adam_gb_s": "torch's fused AdamW in fp32 on all cores",
         "pcie_gb_s": "from pinned memory",
-        "nvlink_max_gb_s": "these: a line through the collectives below",
+        "nvlink_max_gb_s": "these: a line through the collectives above",
         "gpu_memory_gib": f"as in {name}" if measured["more"] else "half of the host's: a run has two ranks here",
     }
     return {key: how.get(key, "measured") for key in measured["figures"]} | {"": "\n".join(rows_of(measured))}
