@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import pytest
+
+os.environ["DTRAIN_STRICT"] = "1"  # a fault of the planner is heard, also in launches that tests start
 
 
 @pytest.fixture(autouse=True)

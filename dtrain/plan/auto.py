@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -11,21 +12,22 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from dtrain.arguments import AUTO
+from dtrain.arguments import AUTO, STAND_IN
 from dtrain.config import bad, flatten, gpus_per_node, world_size
 from dtrain.explain import options_of
+from dtrain.plan import trust
 from dtrain.plan.fit import installed
 from dtrain.plan.layout import layout_of
 from dtrain.plan.ledger import total
 from dtrain.plan.memory import memory
-from dtrain.plan.predict import GIB, Prediction, why_not
+from dtrain.plan.predict import GIB, why_not
+from dtrain.plan.recommend import name, why
 from dtrain.plan.search import search, words
 from dtrain.plan.settings import strategy_section
 from dtrain.plan.shape import shape_of
-from dtrain.plan.trust import with_detected
 from dtrain.schema import check_keys_and_types
 from dtrain.validate import check_ranges
-from dtrain.words import gib, step_time
+from dtrain.words import gib
 
 
 def settle(cfg: DictConfig, config: Mapping[str, Any]) -> None:
@@ -38,28 +40,45 @@ def settle(cfg: DictConfig, config: Mapping[str, Any]) -> None:
     typed = {word.partition("=")[0].lstrip("+~") for word in overrides} - {"strategy"}
     if config["resume"] and "batch_norm" in config["model"]:
         typed.add("train.micro_batch_size")  # its statistics are those of a micro-batch
-    chosen, why = choose(config, typed)
+    given = {key for key in config["strategy"] if key in STAND_IN or f"strategy.{key}" in typed}
+    asked = {**config, "strategy": {key: config["strategy"][key] for key in given}}
+    chosen, sentence = choose(asked, typed)
     kept = [word for word in overrides if not word.lstrip("+").startswith(("strategy=", "strategy."))]
-    recompose(cfg, [*kept, *chosen], why)
+    recompose(cfg, [*kept, *chosen, *unsaid(config["strategy"], typed, chosen)], sentence)
+
+
+def unsaid(section: Mapping[str, Any], typed: set[str], chosen: list[str]) -> list[str]:
+    """Words that take back what a recipe says of the strategy that it was written for."""
+    target = strategy_section(chosen[0].partition("=")[2])
+    said = {word.partition("=")[0] for word in chosen} | typed
+    recipes = [key for key, value in section.items() if value != STAND_IN.get(key) and f"strategy.{key}" not in said]
+    return [f"strategy.{k}={json.dumps(target[k])}" if k in target else f"~strategy.{k}" for k in recipes]
 
 
 def choose(config: Mapping[str, Any], typed: set[str]) -> tuple[list[str], str]:
-    """The words of the best layout, and a sentence that says what it is and why."""
+    """The words of the best layout, the strategy first, and a sentence that says what it is and why."""
     check_keys_and_types(dict(config))
     check_ranges(flatten(dict(config)))
-    config = with_detected(config)
+    config = trust.with_detected(config)
     if reason := why_not(config):
         return without_figures(config, typed, reason)
-    found = [p for p in search(config, typed) if installed(p.layout.strategy)]
+    try:
+        found = [p for p in search(config, typed, time_unfit=False) if installed(p.layout.strategy)]
+    except Exception as error:  # ours, and not a reason to be stuck
+        if trust.strict() or isinstance(error, ValueError):
+            raise
+        rule = f"the planner failed ({type(error).__name__}: {error})"
+        raise bad("strategy", AUTO, rule, "a strategy by its name: strategy=fsdp") from error
     if not found:
         fix = "fewer of the degrees and batch sizes that are typed, or a strategy by its name"
         raise bad("strategy", AUTO, "no layout keeps the rules with these settings", fix)
     best = found[0]
-    if not best.fits and not config["force"]:
-        limit = gib(best.task.hardware.gpu_memory_gib)
-        rule = f"no layout fits: the leanest, {described(best)}, needs {gib(best.memory_bytes / GIB)} of {limit} a GPU"
+    if best.fits is False and not config["force"]:
+        needs, has = gib(best.memory_bytes / GIB), gib((best.task.limit or 0.0) / GIB)
+        rule = f"no layout fits: the leanest, {name(best.layout)}, needs {needs} of {has} a GPU"
         raise bad("strategy", AUTO, rule, "more GPUs (dtrain plan says how many), or a smaller model")
-    return words(best, config), described(best) + margin(best, found)
+    chosen = words(best, config)
+    return chosen, f"{why(found, config)} As words: {' '.join(chosen)}"
 
 
 def without_figures(config: Mapping[str, Any], typed: set[str], reason: str) -> tuple[list[str], str]:
@@ -68,8 +87,9 @@ def without_figures(config: Mapping[str, Any], typed: set[str], reason: str) -> 
     here = "gpus_per_node" not in config["cluster"]
     if shape is None:
         raise bad("strategy", AUTO, reason, "a strategy by its name: strategy=fsdp")
-    if gpus_per_node(config["cluster"]) or not here or any(name.startswith("strategy.") for name in typed):
-        fix = f"hardware=NAME ({', '.join(options_of('hardware'))}), or measure it: dtrain plan calibrate"
+    if gpus_per_node(config["cluster"]) or not here or any(key.startswith("strategy.") for key in typed):
+        known = ", ".join(option for option in options_of("hardware") if option not in ("cpu", "unknown"))
+        fix = f"hardware=NAME ({known}), or measure it: dtrain plan calibrate"
         raise bad("strategy", AUTO, f"there is nothing to compare layouts by: {reason}", fix)
     ranks = world_size(config)
     needs = ranks * total(memory(shape, layout_of({**config, **plain_ddp(config)})))
@@ -84,33 +104,7 @@ def plain_ddp(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"strategy": strategy_section("ddp"), "choices": {**config["choices"], "strategy": "ddp"}}
 
 
-def described(prediction: Prediction) -> str:
-    """`3d, tp 2 × pp 4 × dp 8, micro-batch 4, full checkpointing`"""
-    layout = prediction.layout
-    axes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "dp")}
-    parts = [layout.strategy, " × ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)]
-    parts += [f"micro-batch {layout.micro_batch_size}"]
-    if layout.activation_checkpointing != "none":
-        parts.append(f"{layout.activation_checkpointing} checkpointing")
-    if layout.offload != "none":
-        parts.append(f"offload to {layout.offload}")
-    return ", ".join(part for part in parts if part)
-
-
-def margin(best: Prediction, found: list[Prediction]) -> str:
-    """How much faster it is than the best of another strategy, if another fits."""
-    others = [p for p in found if p.fits and p.step_s and p.layout.strategy != best.layout.strategy]
-    if best.step_s is None or not best.fits:
-        return ""
-    if not others:
-        return ": no other strategy fits"
-    second = min(others, key=lambda p: p.step_s or 0.0)
-    faster = (second.step_s or 0.0) / best.step_s - 1
-    how = f"{faster:.0%} faster than" if faster >= 0.01 else "as fast as, and simpler than,"
-    return f": {step_time(best.step_s)} a step, {how} {second.layout.strategy}"
-
-
-def recompose(cfg: DictConfig, overrides: list[str], why: str) -> None:
+def recompose(cfg: DictConfig, overrides: list[str], sentence: str) -> None:
     """Compose with other words, in place: Hydra makes the folder, and writes .hydra/, from this very object."""
     record = cfg if "hydra" in cfg else HydraConfig.instance().cfg  # a sweep's job comes without
     assert isinstance(record, DictConfig)
@@ -123,6 +117,6 @@ def recompose(cfg: DictConfig, overrides: list[str], why: str) -> None:
             if key not in fixed:
                 cfg[key] = value
     with read_write(record.hydra), open_dict(record.hydra):
-        record.hydra.runtime.choices = {**new.hydra.runtime.choices, AUTO: why}
+        record.hydra.runtime.choices = {**new.hydra.runtime.choices, AUTO: sentence}
         record.hydra.overrides.task = new.hydra.overrides.task
     HydraConfig.instance().set_config(record)

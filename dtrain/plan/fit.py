@@ -36,7 +36,7 @@ def nearest(config: Mapping[str, Any]) -> tuple[list[str], Prediction] | None:
     for times in (1, *(MORE_NODES if config["cluster"].get("gpus_per_node") else ())):
         nodes = config["cluster"]["nodes"] * times
         larger = {**config, "cluster": {**config["cluster"], "nodes": nodes}}
-        for prediction in search(larger):
+        for prediction in search(larger, time_unfit=False):
             if prediction.fits and installed(prediction.layout.strategy):
                 more = [f"cluster.nodes={nodes}"] if times > 1 else []
                 return [*more, *words(prediction, config)], prediction

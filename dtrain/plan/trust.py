@@ -16,7 +16,6 @@ from omegaconf import OmegaConf
 
 from dtrain import __version__
 from dtrain.config import CONF, bad
-from dtrain.plan.fit import nearest
 from dtrain.plan.predict import predict, why_not
 from dtrain.rundir import latest_checkpoint, read_json
 from dtrain.strategies.rules import shared_gpus
@@ -43,12 +42,16 @@ def plan_of(config: Mapping[str, Any]) -> dict[str, Any]:
             return plan | {"reason": why_not(config)}
         row = prediction.row()
     except Exception as error:  # whatever it is, it is ours, and no reason not to train
-        if os.environ.get("DTRAIN_STRICT") == "1":
+        if strict():
             raise
         log.warning("the planner failed (%s: %s), so there is no prediction for this run", type(error).__name__, error)
         return plan | {"reason": f"the planner failed: {type(error).__name__}: {error}"}
     step_s = as_dict(row["step_s"]).get("total")
     return plan | row | {"wall_s": None if step_s is None else step_s * steps_to_do(config)}
+
+
+def strict() -> bool:
+    return os.environ.get("DTRAIN_STRICT") == "1"
 
 
 def with_detected(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -98,6 +101,8 @@ def check(config: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
 
 def way_out(config: Mapping[str, Any]) -> str:
     """The smallest change that makes it fit, as words to type."""
+    from dtrain.plan.fit import nearest  # 10 ms of imports that a launch that fits does not need
+
     found = nearest(with_detected(config))
     if found is None:
         return "more GPUs, or a smaller model: no layout of these GPUs holds it"

@@ -1,0 +1,228 @@
+"""Told before, held against after: a prediction beside every run, and no launch that cannot fit."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrain.cli import main
+from dtrain.launchers.local import Local
+from dtrain.plan import fit, trust
+from dtrain.plan.predict import predict
+from dtrain.rundir import read_json
+from tests.test_bad_inputs import COMPOSE_ONCE
+from tests.test_config import compose
+
+PLAN: dict[str, Any] = {
+    "hardware": "h100", "strategy": "ddp", "fits": True, "memory_gib": {"total": 40.0, "parameters": 10.0,
+    "optimizer": 20.0, "activations": 8.0, "fragmentation": 2.0, "reserve": 1.0, "limit": 79.0},
+    "step_s": {"total": 0.4, "compute": 0.3, "communication": 0.1}, "tokens_per_s": 81920.0, "mfu": 0.41,
+    "wall_s": 4000.0, "unit": "tokens",
+}  # fmt: skip
+SEVEN_B = ["model=llama-7b", "precision=bf16", "data=synthetic", "cluster=infiniband", "dry_run=true"]
+
+
+@pytest.fixture(autouse=True)
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Work in an empty folder, without GPUs; the run folders that were handed to the launcher."""
+    folders: list[Path] = []
+    monkeypatch.setattr(*COMPOSE_ONCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("DTRAIN_STRICT", "1")
+    monkeypatch.setattr(Local, "launch", lambda self, run_dir: folders.append(run_dir) or 0)
+    return folders
+
+
+def with_memory(total: float, fragmentation: float = 2.0) -> dict[str, Any]:
+    memory = PLAN["memory_gib"] | {"total": total, "fragmentation": fragmentation}
+    return PLAN | {"memory_gib": memory, "fits": total + memory["reserve"] <= memory["limit"]}
+
+
+# ---- before the run ------------------------------------------------------------------------------------------
+
+
+def test_the_line_before_a_run() -> None:
+    said = "40.0 GiB of 79.0 GiB a GPU · 400 ms a step · 81.9K tokens/s · MFU 41.0% · 1h 06m in all"
+    assert trust.lines(PLAN) == [f"predicted {said} (hardware=h100, not calibrated)"]
+    chosen = PLAN | {"chosen": "ddp, dp 8", "calibrated": True}
+    assert trust.lines(chosen) == [
+        "auto      ddp, dp 8",
+        f"predicted {said} (hardware=h100, calibrated by a measured step)",
+    ]
+    untimed = PLAN | dict.fromkeys(("step_s", "tokens_per_s", "mfu", "wall_s"))
+    assert trust.lines(untimed) == ["predicted 40.0 GiB of 79.0 GiB a GPU (hardware=h100, not calibrated)"]
+
+
+def test_nothing_is_said_where_nothing_is_known(started: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+    plan = read_json(started[0] / "plan.json")
+    assert plan["reason"].startswith("hardware=cpu") and "memory_gib" not in plan
+
+
+def test_a_model_of_ones_own_has_no_prediction(started: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "my_net_q.py").write_text(
+        "from torch import nn\nclass Net(nn.Module):\n    def __init__(self, dim: int = 4):\n        self.dim = dim\n"
+    )
+    words = ["model=my_net_q.Net", "data=digits", "data.image_size=8", "data.channels=1", "hardware=h100"]
+    assert main(["launch", *words]) == 0
+    assert "sizes are not known" in read_json(started[0] / "plan.json")["reason"]
+
+
+def test_the_plan_is_kept_with_the_run(started: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "model=gpt2-124m", "hardware=h100", "train.stop_after=7", "run_dir=run"]) == 0
+    plan = read_json(started[0] / "plan.json")
+    assert (plan["strategy"], plan["dp"], plan["hardware"], plan["fits"]) == ("ddp", 2, "h100", True)
+    assert plan["wall_s"] == pytest.approx(7 * plan["step_s"]["total"])
+    [line] = [x for x in capsys.readouterr().out.splitlines() if x.startswith("predicted")]
+    assert "a GPU · " in line and "a step" in line
+    figures = trust.predicted(started[0])
+    assert figures is not None and figures["memory_gib"] == plan["memory_gib"]["total"]
+    assert set(figures) == {"tokens_per_s", "step_s", "mfu", "memory_gib", "wall_s"}
+
+
+def test_a_dry_run_says_it_beside_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "model=gpt2-124m", "hardware=h100", "--dry-run"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith("predicted ") and "predicted" not in captured.out
+
+
+def test_ranks_that_share_a_gpu_are_not_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose("hardware=h100", "cluster.processes=4")
+    monkeypatch.setattr("dtrain.config.count_gpus", lambda: 2)
+    assert "share a GPU" in trust.plan_of(config)["reason"]
+
+
+def test_this_machine_s_gpus_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtrain.hardware.detect", lambda: "h200")
+    plan = trust.plan_of(compose("model=gpt2-124m"))
+    assert plan["hardware"] == "h200" and plan["memory_gib"]["limit"] > 130
+    assert trust.plan_of(compose("model=gpt2-124m", "hardware=l4"))["hardware"] == "l4", "what is typed wins"
+    assert "reason" in trust.plan_of(compose("cluster=slurm")), "this machine says nothing about a cluster's nodes"
+
+
+def test_a_fault_of_the_planner_does_not_stop_a_launch(
+    started: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(config: object) -> None:
+        raise KeyError("oops")
+
+    monkeypatch.setattr(trust, "predict", broken)
+    with pytest.raises(KeyError):  # in tests it is heard
+        main(["launch", "hardware=h100"])
+    monkeypatch.delenv("DTRAIN_STRICT")
+    assert main(["launch", "hardware=h100", "run_dir=run"]) == 0
+    assert "oops" in read_json(started[0] / "plan.json")["reason"]
+    assert "Traceback" not in capsys.readouterr().err
+
+
+# ---- what cannot fit -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("total", "force", "outcome"),
+    [
+        (77.9, False, "quiet"), (78.5, False, "warned"), (80.9, False, "warned"), (81.1, False, "refused"),
+        (400.0, False, "refused"), (400.0, True, "quiet"), (80.0, True, "quiet"),
+    ],
+)  # fmt: skip
+def test_refused_only_when_it_is_certain(
+    total: float, force: bool, outcome: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between the two it is the allocator's waste, and what the driver takes, that decide: known only roughly."""
+    monkeypatch.setattr(trust, "way_out", lambda config: "strategy=fsdp (20 GiB)")
+    found = "quiet"
+    with caplog.at_level(logging.WARNING, "dtrain"):
+        try:
+            trust.check({"force": force}, with_memory(total))
+        except ValueError as error:
+            found = "refused"
+            assert f"needs {total:.1f} GiB on each GPU (optimizer 20.0 GiB + parameters 10.0 GiB" in str(error)
+            assert "hardware=h100 has 79.0 GiB\n  fix: strategy=fsdp (20 GiB); or force=true" in str(error)
+    assert (found if not caplog.records else "warned") == outcome
+
+
+def test_unknown_memory_is_no_reason_to_refuse() -> None:
+    trust.check({"force": False}, {"hardware": "unknown", "reason": "…"})
+    trust.check({"force": False}, PLAN | {"fits": None, "memory_gib": PLAN["memory_gib"] | {"limit": None}})
+
+
+def test_a_launch_that_cannot_fit_is_refused_and_its_fix_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """7 billion parameters are 112 GB of model states under ddp, and an H100 has 80."""
+    assert main(["launch", *SEVEN_B]) == 2
+    captured = capsys.readouterr()
+    assert "strategy=ddp: needs " in captured.err and captured.out == "" and not list(tmp_path.iterdir())
+    fix = captured.err.partition("  fix: ")[2].partition(" (")[0].split()
+    assert fix[0] == "strategy=fsdp"
+    assert main(["launch", *SEVEN_B, *fix]) == 0
+    assert "predicted " in capsys.readouterr().err
+    assert main(["launch", *SEVEN_B, "force=true"]) == 0
+
+
+def test_each_point_of_a_sweep_is_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SEVEN_B[:-1], "train.micro_batch_size=1", "activation_checkpointing=full"]
+    assert main(["launch", "-m", *words, "strategy=fsdp,ddp"]) == 2
+    assert "strategy=ddp: needs " in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert main(["launch", "-m", *words, "strategy=fsdp,tensor", "dry_run=true"]) == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(["ddp", "fsdp", "tensor", "pipeline"]), st.floats(1.5, 40.0))
+def test_the_nearest_layout_fits_and_nothing_nearer_does(strategy: str, memory: float) -> None:
+    config = base(strategy)
+    config = {**config, "hardware": {**config["hardware"], "gpu_memory_gib": memory, "usable_memory_gib": memory}}
+    found = fit.nearest(config)
+    if found is None:
+        return
+    words, prediction = found
+    assert prediction.fits
+    for typed, variant in fit.changes(config):
+        expected = predict(variant)
+        assert expected is not None
+        if typed == words:
+            assert expected.memory_bytes == prediction.memory_bytes
+            break
+        assert not expected.fits, f"{typed} is nearer"
+
+
+BASES: dict[str, dict[str, Any]] = {}
+
+
+def base(strategy: str) -> dict[str, Any]:
+    if strategy not in BASES:
+        words = [
+            "model=llama-1b",
+            "data=synthetic",
+            "precision=bf16",
+            "train.global_batch_size=64",
+            "cluster=infiniband",
+        ]
+        BASES[strategy] = compose(*words, f"strategy={strategy}")
+    return BASES[strategy]
+
+
+def test_what_is_changed_first() -> None:
+    """A smaller micro-batch, then checkpointing, then another strategy."""
+    order = [" ".join(typed) for typed, _ in fit.changes(base("ddp"))]
+    assert order[0] == "train.micro_batch_size=4" and order[2] == "train.micro_batch_size=1"
+    assert order[3:5] == ["activation_checkpointing=full", "activation_checkpointing=full train.micro_batch_size=4"]
+    assert order[7] == "strategy=fsdp" and order[-1].startswith("strategy=fsdp activation_checkpointing=full train.")
+
+
+# ---- after the run -------------------------------------------------------------------------------------------
+
+
+def test_figures_for_the_summary(tmp_path: Path) -> None:
+    assert trust.predicted(tmp_path) is None
+    (tmp_path / "plan.json").write_text(json.dumps({"reason": "no"}))
+    assert trust.predicted(tmp_path) is None
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN | {"mfu": None}))
+    assert trust.predicted(tmp_path) == {"tokens_per_s": 81920.0, "step_s": 0.4, "memory_gib": 40.0, "wall_s": 4000.0}
