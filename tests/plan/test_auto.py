@@ -102,7 +102,7 @@ def test_in_a_sweep(started: list[Path], tmp_path: Path) -> None:
     assert [c["choices"]["strategy"] == "local_sgd" for c in configs] == [False, False, True, True]
     assert [c["run_dir"] for c in configs] == [str(run_dir) for run_dir in started]
     assert [p.parent for p in started] == [tmp_path / "sweep"] * 4
-    assert started[0].name == "0-model=gpt2-124m,strategy=auto", "a point keeps its folder when the planner changes its mind"
+    assert started[0].name == "0-model=gpt2-124m,strategy=auto", "the planner may change its mind, the folder not"
     assert [("chosen" in read_json(p / "plan.json")) for p in started] == [True, True, False, False]
 
 
