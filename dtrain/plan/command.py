@@ -132,7 +132,7 @@ def answer(question: Any, options: Options) -> int:
     if options.json:
         notes = {"notes": question.notes}
         rows = [p.row() | {"command": launch_command(question, p)} | notes for p in predictions]
-        print(json.dumps(rows, indent=1))
+        print("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]")  # a line each: indent takes 5 times as long
         return 0
     show(question, predictions, options)
     return 0

@@ -13,8 +13,8 @@ from dtrain.plan.ledger import Item, by_part, total
 from dtrain.plan.shape import Shape, Transformer, flops_per_sample, num_parameters, shape_of
 
 GIB = 2**30
-# Where several nodes are planned for and the file of the hardware says nothing about a network: InfiniBand of the time of
-# the GPU, one adapter each; Ethernet for those that are not made for more. A word says which was taken.
+# For several nodes, where the hardware's file says nothing about a network: InfiniBand of the GPU's time, one adapter
+# each; Ethernet for GPUs that are not made for more. A remark says which was taken.
 NETWORKS = {
     "A100": "selene", "H100": "h100-ndr", "H200": "h200-ib", "B200": "aws-p6-b200", "V100": "dgx-2", "L4": "gcp-a2",
     "4090": "gcp-a2",
