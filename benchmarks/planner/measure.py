@@ -14,6 +14,7 @@ Cases of one world size share a process. Between two of them everything is freed
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -36,6 +37,7 @@ LENGTHS = {"llama-1b": 2048, "llama-8b": 2048}  # what a step is measured with; 
 def case(model: str, strategy: str, batch: int, *words: str, ranks: int = 1, **settings: Any) -> dict[str, Any]:
     """One layout: `batch` samples a rank and pass."""
     defaults = {"checkpointing": "none", "compile": False, "precision": "bf16", "deterministic": True, "passes": 1}
+    defaults |= {"limits": False}
     return (
         {"model": model, "strategy": strategy, "batch": batch, "words": list(words), "ranks": ranks}
         | defaults
@@ -101,6 +103,13 @@ def spread() -> list[dict[str, Any]]:
     return [*cases, case("llama-1b", "fsdp", 4, "strategy.sharding=grad_op", ranks=8)]
 
 
+def limits() -> list[dict[str, Any]]:
+    """How much more than its peak must a case have, to run at all? Some that fragment least and most."""
+    chosen = [("gpt2-124m", "ddp", 32, "none"), ("gpt2-1.5b", "fsdp", 8, "none"), ("llama-1b", "fsdp", 8, "full")]
+    chosen += [("gpt2-1.5b", "zero2", 16, "full"), ("llama-1b", "ddp", 4, "none"), ("gpt2-1.5b", "ddp", 8, "full")]
+    return [case(m, name, batch, checkpointing=mode, limits=True) for m, name, batch, mode in chosen]
+
+
 def dry() -> list[dict[str, Any]]:
     """Tiny models, for a CPU: does the harness itself work?"""
     cases = [case("gpt2-tiny", name, 2, checkpointing="full") for name in ("ddp", "fsdp", "zero1", "zero3")]
@@ -109,8 +118,17 @@ def dry() -> list[dict[str, Any]]:
     return [c | {"precision": "fp32"} for c in cases]
 
 
+def late() -> list[dict[str, Any]]:
+    cases = [case("llama-1b", "zero3", b, checkpointing=c) for b in (4, 8, 2) for c in ("none", "full")]
+    return cases + [
+        case("gpt2-1.5b", "zero3", b, checkpointing=c) for b, c in ((16, "none"), (16, "full"), (4, "none"))
+    ]
+
+
 GROUPS = {
+    "late": late,
     **{name: lambda name=name: grid(name) for name in ("ddp", "fsdp", "zero1", "zero2", "zero3")},
+    "limits": limits,
     "compile": compiled, "others": others, "spread": spread, "dry": dry,
 }  # fmt: skip
 
@@ -275,6 +293,8 @@ def measure(spec: dict[str, Any], device: Any) -> dict[str, Any]:
         watch.mark("states")
         watch.around(strategy)
         strategy.train_step(inputs, targets)
+        if spec["limits"]:
+            row["runs_within"] = smallest(strategy, inputs, targets, row["peak_gib"] * GIB)
     timed = seconds[WARM_UP:] if ranks == 1 else []
     samples_per_s = per_rank * sizes.dp / statistics.median(timed) if timed else None
     strategy.close()
@@ -289,6 +309,46 @@ def measure(spec: dict[str, Any], device: Any) -> dict[str, Any]:
         "tokens_per_s": samples_per_s * tokens if samples_per_s else None, "first_step_s": seconds[0], **watch.rows,
         "fake": dist.get_backend() == "fake",
     }  # fmt: skip
+
+
+def smallest(strategy: Any, inputs: Any, targets: Any, peak: float) -> float | None:
+    """The smallest of some multiples of its peak that a case runs within; a failed step ends the search."""
+    import torch
+
+    within = None
+    for multiple in (1.3, 1.2, 1.15, 1.1, 1.07, 1.05, 1.03, 1.02, 1.01, 1.0):
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(multiple * peak / torch.cuda.get_device_properties(0).total_memory)
+        try:
+            for _ in range(2):
+                strategy.train_step(inputs, targets)
+            within = multiple
+        except torch.cuda.OutOfMemoryError:
+            break
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    return within
+
+
+def free(device: Any) -> None:
+    """Let go of everything; DeepSpeed keeps references to what it made, so the memory is taken from under them."""
+    import torch
+
+    gc.collect()
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type != "cuda":
+        return
+    if torch.cuda.memory_allocated() > 0.2 * GIB:
+        for thing in gc.get_objects():
+            if isinstance(thing, torch.Tensor) and thing.is_cuda:
+                with contextlib.suppress(RuntimeError):
+                    (thing.to_local() if hasattr(thing, "to_local") else thing).untyped_storage().resize_(0)
+                if hasattr(thing, "ds_tensor"):
+                    thing.ds_tensor.untyped_storage().resize_(0)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    if torch.cuda.memory_allocated() > 0.2 * GIB:
+        print(f"  still held: {torch.cuda.memory_allocated() / GIB:.2f} GiB", flush=True)
 
 
 def run_world(ranks: int, specs: list[dict[str, Any]], out: Path, cpu: bool) -> None:
@@ -310,24 +370,17 @@ def run_world(ranks: int, specs: list[dict[str, Any]], out: Path, cpu: bool) -> 
         device = torch.device("cpu") if cpu else torch.device("cuda", 0)
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     for spec in specs:
-        began = time.perf_counter()
+        began, held = time.perf_counter(), torch.cuda.memory_allocated() if device.type == "cuda" else 0
         try:
             row = measure(spec, device)
         except Exception as error:  # a case that is too large says so, and the others go on
             row = {**spec, "error": f"{type(error).__name__}: {error}"[:400]}
             torch.use_deterministic_algorithms(True, warn_only=True)
-        row["wall_s"] = time.perf_counter() - began
+        row |= {"wall_s": time.perf_counter() - began, "held_before_gib": held / GIB}
         with out.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print({k: v for k, v in row.items() if k not in ("steps_s", "words")}, flush=True)
-        gc.collect()
-        torch._dynamo.reset()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            if torch.cuda.memory_allocated() > 0.2 * GIB:
-                print(f"  still held: {torch.cuda.memory_allocated() / GIB:.2f} GiB", flush=True)
+        free(device)
 
 
 def main() -> None:
