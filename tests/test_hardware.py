@@ -45,7 +45,7 @@ def test_a_gpus_figures_do_not_contradict_each_other(name: str) -> None:
     assert 0.4 * it.peak_bf16_tflops < it.matmul_tflops < it.peak_bf16_tflops
     assert it.peak_fp32_tflops < it.peak_bf16_tflops
     assert 0.7 * it.memory_gb_s < it.stream_gb_s < it.memory_gb_s
-    assert 1 < it.kernel_us < it.launch_us < 30
+    assert 0.5 < it.kernel_us < it.launch_us < 30
     assert it.gather_max_gb_s <= it.nvlink_max_gb_s
     assert not it.nvlink_busbw_gb_s or it.nvlink_busbw_gb_s < it.nvlink_max_gb_s
     if it.network_max_gb_s:

@@ -129,7 +129,7 @@ def measure(seconds: float) -> dict[str, Any]:
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     versions += f", CUDA {torch.version.cuda}" if gpus else f", {os.cpu_count()} cores, half of them a rank"
     return {
-        "figures": {key: rounded(value) for key, value in figures.items()},
+        "figures": {key: rounded(value, 5 if key.endswith("_gib") else 3) for key, value in figures.items()},
         "matmul": found["matmul"],
         "collectives": rows,
         "more": found["more"],
@@ -138,11 +138,11 @@ def measure(seconds: float) -> dict[str, Any]:
     }
 
 
-def rounded(value: Any) -> Any:
-    """Three digits: no measurement here repeats better."""
+def rounded(value: Any, digits: int = 3) -> Any:
+    """Three digits: no time here repeats better. A card's memory is exact."""
     if not isinstance(value, float):
         return value
-    return float(f"{value:.3g}") if value < 1000 else round(value)
+    return float(f"{value:.{digits}g}") if value < 1000 else round(value)
 
 
 def measured_comments(measured: Mapping[str, Any], name: str) -> dict[str, str]:

@@ -174,7 +174,7 @@ def launch_costs(device: Any, budget_s: float) -> dict[str, float]:
 
     for _ in range(3):
         train()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         train()
         torch.cuda.synchronize(device)
     kernels = sum(str(event.device_type).endswith("CUDA") for event in profile.events() or [])
