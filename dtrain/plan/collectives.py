@@ -25,16 +25,16 @@ class Group:
         return -(-self.size // self.per_node)
 
 
-def collective_s(hardware: Hardware, kind: str, group: Group, num_bytes: float) -> float:
-    """Seconds of a collective over `num_bytes`: the whole tensor, as every rank has it before or after."""
+def collective_s(hardware: Hardware, kind: str, group: Group, num_bytes: float, share: float = 1.0) -> float:
+    """Seconds of a collective over `num_bytes`: the whole tensor, as every rank has it before or after.
+
+    `share` of the rate across nodes is what a stack makes of it.
+    """
     if group.size == 1:
         return 0.0
     steps = STEPS[kind] * (group.size - 1)
-    return (
-        start_s(hardware)
-        + steps * hop_s(hardware, group)
-        + steps / group.size * num_bytes / rate(hardware, kind, group)
-    )
+    reached = rate(hardware, kind, group) * (share if group.nodes > 1 else 1.0)
+    return start_s(hardware) + steps * hop_s(hardware, group) + steps / group.size * num_bytes / reached
 
 
 def start_s(hardware: Hardware) -> float:

@@ -29,20 +29,23 @@ TILES = {
 RAMP = 128
 SPLITS = (1, 2, 3, 4, 6, 8)  # ways to cut the inner dimension where there are too few tiles for all multiprocessors
 
-# The share of the 16-bit peak that attention kernels reach for long sequences and wide heads, by the GPU's generation.
-# cudnn: measured on the H200 with torch 2.11 (11 shapes). flash2 and flash1: the figures of arXiv 2307.08691 (189 and
-# about 100 TFLOP/s forward and backward on an A100, 335 and about 170 on an H100; causal, 16k tokens, heads of 128).
+# The share of the 16-bit peak at which attention kernels multiply, by the GPU's generation; exponentials come on top.
+# cudnn: measured on the H200 with torch 2.11 (11 shapes). flash2 and flash1: what arXiv 2307.08691 shows for a causal
+# forward and backward pass of 16k tokens with heads of 128 (189 and about 95 TFLOP/s on an A100, 335 and about 160 on an
+# H100), less the exponentials.
 ATTENTION = {
-    "cudnn": {"ampere": 0.79, "hopper": 0.89},
-    "flash2": {"ampere": 0.79, "hopper": 0.53},
-    "flash1": {"ampere": 0.42, "hopper": 0.28},
+    "cudnn": {"ampere": 0.75, "hopper": 0.89},
+    "flash2": {"ampere": 0.75, "hopper": 0.44},
+    "flash1": {"ampere": 0.345, "hopper": 0.185},
 }
-# Each score costs an exponential beside its 4 · head_dim multiplications. The special function units take as long for it
-# as the tensor cores for so much of a head: peak / (4 · multiprocessors · 16 a clock · clock) = 62 on Hopper, 32 on Ampere.
-EXPONENTIAL = {"ampere": 32, "hopper": 62}
+# Each score costs an exponential beside its 4 · head_dim multiplications: as long as the tensor cores take for so many
+# columns of a head, peak / (4 · multiprocessors · 16 special function units · clock).
+EXPONENTIAL = {"ampere": 32, "hopper": 66}
 # Tokens at which half the rate is reached: the triangle's edge, and the first and last tile of a row. Measured on the
 # H200 between 512 and 16,384 tokens; without a mask half as many.
 RAMP_TOKENS = 800
+# How much faster than both passes together the forward one is, and slower the backward one: 10 shapes on the H200.
+FORWARD, BACKWARD = 1.15, 0.95
 
 
 def generation(hardware: Hardware) -> str:
@@ -93,12 +96,12 @@ def attention_s(
     """
     assert hardware.peak_bf16_tflops and hardware.kernel_us
     kind = generation(hardware)
-    share = ATTENTION[kernel][kind] * head_dim / (head_dim + EXPONENTIAL[kind])
+    share = 1 / (1 / ATTENTION[kernel][kind] + EXPONENTIAL[kind] / head_dim)
     ramp = RAMP_TOKENS if causal else RAMP_TOKENS / 2
     rate = hardware.peak_bf16_tflops * 1e12 * share * tokens / (tokens + ramp)
     product = 2.0 * batch * heads * tokens**2 * head_dim * (0.5 if causal else 1.0)
     start = hardware.kernel_us * 1e-6
-    return 2 * product / rate + start, 5 * product / rate + 2 * start
+    return 2 * product / (FORWARD * rate) + start, 5 * product / (BACKWARD * rate) + 2 * start
 
 
 def matmul_flops(hardware: Hardware, size: int = 2) -> float:

@@ -19,22 +19,37 @@ class Stack:
     attention: str = "cudnn"  # cudnn | flash2 | flash1 (kernels.ATTENTION) | scores: they are written to memory
     kernels: str = "eager"  # eager: one kernel an operation · fused: by hand (Megatron) · compiled: by torch.compile
     stream: int = 4  # bytes of an element of the residual stream, and of what a norm reads and writes
-    masters: str = (
-        "autocast"  # autocast: weights are cast in every pass · held: they are 16-bit, beside the optimizer's
-    )
+    # bytes that each parameter costs beside the products: casts of weights and gradients, sums, copies
+    casts: float = 12.0  # in every pass
+    sums: float = 12.0  # in every pass of a step that has several, whose gradients are summed
     dropout: bool = False  # the model is trained with dropout, also in attention
     gradient: int = 4  # bytes of an element of a gradient when it is reduced
     overlap: bool = True  # communication of data ranks runs beside computation
     launch: float = 1.0  # host time of a kernel, in hardware.launch_us
     matmul: float = 1.0  # share of hardware.matmul_tflops that its library reaches
     collectives_per_layer: int = 1  # gathers of one layer's weights in one pass: 1, or one for each weight
+    network: float = 1.0  # share of a collective's rate across nodes that it reaches
+    reduce_every_pass: bool = False  # gradients are reduced in every pass, not only in a step's last
     sharded_head: bool = False  # tensor ranks cut embedding and logits, too, without being told
 
 
 EAGER = Stack("eager")
 COMPILED = replace(EAGER, name="compiled", kernels="compiled")
 # DeepSpeed holds 16-bit weights; its engine's hooks make every launch dearer.
-ZERO = replace(EAGER, name="zero", masters="held", gradient=2)
+ZERO = replace(EAGER, name="zero", casts=4.0, sums=6.0, gradient=2)
+
+MEGATRON = Stack(
+    "megatron-2021",
+    "scores",
+    "fused",
+    2,
+    casts=0.0,
+    sums=6.0,
+    dropout=True,
+    gradient=2,
+    overlap=False,
+    sharded_head=True,
+)
 
 STACKS = {
     stack.name: stack
@@ -42,17 +57,22 @@ STACKS = {
         EAGER,
         COMPILED,
         ZERO,
-        # fused softmax, bias and dropout; gradients reduced after the last backward pass (arXiv 2104.04473)
-        Stack("megatron-2021", "scores", "fused", 2, "held", True, 2, False, sharded_head=True),
-        Stack("megatron-2020", "scores", "fused", 2, "held", True, 2, False, sharded_head=True),
-        Stack("megatron-deepspeed", "scores", "fused", 2, "held", True, 2, False, sharded_head=True),
-        # ZeRO-3 of 2021 gathers weight by weight: 12 of a GPT layer
-        Stack("deepspeed-2021", "scores", "fused", 2, "held", True, 2, False, collectives_per_layer=12),
-        Stack("llm-foundry", "flash1", "eager", 2, "held", False, 4, True),
-        Stack("torchtitan", "flash2", "compiled", 2, "held", False, 4, True),
-        Stack("llm.c", "cudnn", "fused", 2, "held", False, 2, True),
-        Stack("nanogpt-compile", "flash2", "compiled", 4, "autocast", False, 4, True),
-        Stack("nanogpt-eager", "scores", "eager", 4, "autocast", False, 4, True),
+        # Fused softmax, bias and dropout. Weights and gradients are 16-bit: a sum reads two and writes one. Gradients are
+        # reduced after the last backward pass (arXiv 2104.04473).
+        MEGATRON,
+        replace(MEGATRON, name="megatron-2020"),
+        replace(MEGATRON, name="megatron-deepspeed"),
+        # ZeRO-3 of 2021 gathers weight by weight, 12 of a GPT layer, one after the other. Its rings reach a third of what
+        # NCCL's do: 47 to 64 of 188 GB/s by DeepSpeed's own report on 256 to 1,024 A100 (benchmarks/planner/data/
+        # deepspeed_azure.csv).
+        replace(MEGATRON, name="deepspeed-2021", sharded_head=False, collectives_per_layer=12, network=0.3),
+        # FSDP1 joins a layer's gradients in one flat tensor (4), which becomes float32 (6), in every pass
+        Stack("llm-foundry", "flash1", "eager", 2, casts=10.0, sums=0.0, reduce_every_pass=True),
+        Stack("torchtitan", "flash2", "compiled", 2, casts=18.0, sums=0.0),
+        Stack("torchtitan-eager", "flash2", "eager", 2, casts=18.0, sums=0.0),
+        Stack("llm.c", "cudnn", "compiled", 2, casts=0.0, sums=6.0, gradient=2),
+        Stack("nanogpt-compile", "flash2", "compiled", 4),
+        Stack("nanogpt-eager", "scores", "eager", 4),
     )
 }
 

@@ -1,168 +1,190 @@
 """How long an optimizer step takes on the slowest rank, as a sum of named parts.
 
-compute: products, attention and memory traffic of all micro-batches, or the host's launches where they take longer.
-communication: what is not hidden behind computation. bubble: pipeline ranks that wait. optimizer: clipping and update.
+compute: products, attention and memory traffic of all passes, or the host's launches where they take longer.
+communication: what is not hidden behind computation. bubble: pipeline ranks that wait. optimizer: gradient norm,
+clipping and update. data: 0, as a loader that keeps up costs nothing; data_s in metrics.jsonl says whether it does.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from dtrain.hardware import Hardware
 from dtrain.plan.collectives import Group, collective_s, send_s
-from dtrain.plan.counts import parts, stage_bounds, stages
+from dtrain.plan.convolutions import network
+from dtrain.plan.counts import held_parameters, parts, stages, trained_parameters
+from dtrain.plan.exchange import Passes, Unit, data_items
 from dtrain.plan.kernels import moved_s
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item
-from dtrain.plan.shape import Shape, Transformer
+from dtrain.plan.shape import Convolutions, Shape, Transformer
 from dtrain.plan.stacks import Stack, stack_of
+from dtrain.plan.update import optimizer_items
 from dtrain.plan.work import HALF, Pass, block, head
-
-# NCCL runs in so many multiprocessors at once (its default number of channels within a node of NVSwitch); while it
-# does, the computation beside it has so many fewer.
-CHANNELS = 24
-# Bytes that an update moves for each trained parameter in float32: gradient norm 4, clipping 8, AdamW reads weight,
-# gradient and two moments and writes all but the gradient, 28. Divided by the rate that these kernels reach: 18 ms for the
-# 1.56 billion parameters of GPT-2 1.5B on an H200.
-UPDATE_BYTES = {"adamw": 40 / 0.83, "sgd": 32 / 0.83}
-
-
-@dataclass(frozen=True)
-class Work:
-    """A micro-batch on one rank: its blocks and ends, forward and backward, with what is computed twice."""
-
-    layers: int
-    forward: Pass  # of one block
-    backward: Pass
-    again: float  # share of blocks whose forward pass is computed again
-    ends: tuple[Pass, Pass]  # embedding, last norm, logits, loss; nothing in the middle of a pipeline
+from dtrain.strategies.rules import stages_of_rank
 
 
 def step_time(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack | None = None) -> list[Item]:
     """Seconds of one step, in parts that add up."""
     stack = stack or stack_of(layout)
-    assert isinstance(shape, Transformer)
-    size = 4 if layout.precision == "fp32" else HALF
-    forward, backward = block(
-        shape, hardware, stack, layout.micro_batch_size, layout.tp, layout.sequence_parallel, size
-    )
-    again = {"none": 0.0, "full": 1.0}.get(layout.activation_checkpointing, 1 / layout.activation_checkpointing_every)
-    ways = layout.tp if layout.loss_parallel or stack.sharded_head else 1
-    ends = head(shape, hardware, stack, layout.micro_batch_size, ways, size)
-    one = forward + backward + forward * again
-    tensor = tensor_s(shape, layout, hardware, again)
-    launch = (hardware.launch_us or 0.0) * 1e-6 * stack.launch
-    last = ends[0] + ends[1]
-    slowest = 0.0
-    bounds = stage_bounds(shape, layout.pp)
-    for i, (low, high) in enumerate(bounds):
-        work = one * (high - low) + (last if i == len(bounds) - 1 else Pass())
-        slowest = max(slowest, max(work.gpu_s + tensor * (high - low), work.kernels * launch))
-    layers = max(high - low for low, high in bounds)
-    held = max(s.parameters for s in stages(shape, layout.pp, layout.tp, layout.loss_parallel))
-    passes = layout.micro_batches
-    gpu = one * layers + last
-    items = [
-        Item("compute", "matrix products", passes * gpu.products),
-        Item("compute", "attention", passes * gpu.attention),
-        Item("compute", "memory traffic", passes * gpu.moved),
-    ]
-    gap = slowest - gpu.gpu_s - tensor * layers
-    items.append(Item("compute", "waiting for launches", passes * gap))
-    if layout.tp > 1:
-        items.append(Item("communication", "tensor ranks", passes * tensor * layers))
+    items = compute_items(shape, layout, hardware, stack)
     if layout.pp > 1:
-        items += pipeline_items(shape, layout, hardware, stack, slowest)
-    items += data_items(shape, layout, hardware, stack, one, forward, held)
-    items += optimizer_items(layout, hardware, held)
+        items += pipeline_items(shape, layout, hardware, stack, sum(item.value for item in items))
+    owned, trained = rank_parameters(shape, layout)
+    if layout.dp > 1:
+        items += data_items(layout, hardware, stack, passes_of(shape, layout, hardware, stack), trained)
+    return items + optimizer_items(layout, hardware, stack, owned)
+
+
+def size_of(layout: Layout) -> int:
+    """Bytes of an element that is multiplied."""
+    return 4 if layout.precision == "fp32" else HALF
+
+
+def again(layout: Layout) -> float:
+    """Share of the blocks whose forward pass is computed a second time, for the backward pass."""
+    shares = {"none": 0.0, "full": 1.0, "selective": 1 / layout.activation_checkpointing_every}
+    return shares[layout.activation_checkpointing]
+
+
+# ---- what a rank computes ------------------------------------------------------------------------------------
+
+
+def compute_items(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) -> list[Item]:
+    """The passes of one step on the slowest rank, with the messages between tensor ranks in them."""
+    works = rank_works(shape, layout, hardware, stack)
+    tensor = tensor_s(shape, layout, hardware, stack) if isinstance(shape, Transformer) else 0.0
+    launch = (hardware.launch_us or 0.0) * 1e-6 * stack.launch
+
+    def seconds(layers: int, work: Pass) -> float:
+        return max(work.gpu_s + tensor * layers, work.kernels * launch)
+
+    layers, work = max(works, key=lambda pair: seconds(*pair))
+    n, slower = layout.micro_batches, hardware.calibration or 1.0
+    waiting = seconds(layers, work) - work.gpu_s - tensor * layers
+    items = [
+        Item("compute", "matrix products", n * work.products * slower, "{} passes × {:.3f} ms", (n, work.products * 1e3)),
+        Item("compute", "attention", n * work.attention * slower, "{} passes × {:.3f} ms", (n, work.attention * 1e3)),
+        Item("compute", "memory traffic", n * work.moved * slower, "{} passes × {:.3f} ms", (n, work.moved * 1e3)),
+        Item(
+            "compute", "waiting for launches", n * waiting * slower,
+            "{} passes × ({:.0f} kernels × {:.1f} µs, less what hides them)", (n, work.kernels, launch * 1e6),
+        ),
+    ]  # fmt: skip
+    if layout.tp > 1:
+        formula = "{} passes × {} blocks × {:.3f} ms"
+        items.append(Item("communication", "tensor ranks", n * layers * tensor, formula, (n, layers, tensor * 1e3)))
     return items
 
 
-def tensor_s(shape: Transformer, layout: Layout, hardware: Hardware, again: float) -> float:
-    """Seconds that tensor ranks communicate in one block: two all-reduces forward, two backward, two computed again."""
+def rank_works(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) -> list[tuple[int, Pass]]:
+    """(blocks, work of one pass) of each pipeline rank, with what checkpointing computes again."""
+    size, batch = size_of(layout), layout.micro_batch_size
+    if isinstance(shape, Convolutions):
+        forward, backward = network(shape, hardware, stack, batch, size)
+        one = (
+            forward + backward + forward * again(layout) + weights_pass(held_parameters(shape), layout, hardware, stack)
+        )
+        return [(len(shape.layers), one)]
+    forward, backward = block(shape, hardware, stack, batch, layout.tp, layout.sequence_parallel, size)
+    ways = layout.tp if layout.loss_parallel or stack.sharded_head else 1
+    first, last = head(shape, hardware, stack, batch, ways, size)
+    works = []
+    for rank in range(layout.pp):
+        held = stages_of(shape, layout, rank)
+        layers = sum(stage.layers for stage in held)
+        work = (forward + backward + forward * again(layout)) * layers
+        if any(stage.is_last for stage in held):
+            work += first + last
+        work += weights_pass(sum(stage.parameters for stage in held), layout, hardware, stack)
+        works.append((layers, work))
+    return works
+
+
+def weights_pass(parameters: float, layout: Layout, hardware: Hardware, stack: Stack) -> Pass:
+    """What a pass moves for each parameter beside the products: casts, and sums of gradients over several passes."""
+    if layout.precision == "fp32":
+        num_bytes = 12.0 if layout.micro_batches > 1 else 0.0
+    else:
+        num_bytes = stack.casts + (stack.sums if layout.micro_batches > 1 else 0.0)
+    return Pass(moved=moved_s(hardware, parameters * num_bytes))
+
+
+def stages_of(shape: Transformer, layout: Layout, rank: int) -> tuple:
+    """The stages that a pipeline rank holds."""
+    if layout.pp == 1:
+        return stages(shape, 1, layout.tp, layout.loss_parallel)
+    ids, count = stages_of_rank(rank, layout.pp, layout.schedule, layout.stages_per_rank)
+    cut = stages(shape, count, layout.tp, layout.loss_parallel)
+    return tuple(cut[i] for i in ids)
+
+
+def rank_parameters(shape: Shape, layout: Layout) -> tuple[float, float]:
+    """(held, trained) parameters of the fullest rank, before data ranks share them."""
+    if isinstance(shape, Convolutions):
+        return held_parameters(shape), held_parameters(shape)
+    held = max(sum(stage.parameters for stage in stages_of(shape, layout, rank)) for rank in range(layout.pp))
+    share = trained_parameters(shape) / held_parameters(shape)
+    return held * share, held * share
+
+
+def passes_of(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) -> Passes:
+    """What the data ranks' messages can hide behind: the units that are gathered at a time, and their seconds."""
+    size, batch = size_of(layout), layout.micro_batch_size
+    if isinstance(shape, Convolutions):
+        forward, backward = network(shape, hardware, stack, batch, size)
+        count = max(layer.unit for layer in shape.layers) + 1 or 1
+        each = Unit(held_parameters(shape) / count, forward.gpu_s / count, backward.gpu_s / count)
+        return Passes(each, count, 0.0)
+    forward, backward = block(shape, hardware, stack, batch, layout.tp, layout.sequence_parallel, size)
+    p = parts(shape, layout.tp, layout.loss_parallel)
+    backward_s = backward.gpu_s + again(layout) * forward.gpu_s
+    ends = p.first + p.norm + p.head if layout.pp == 1 else max(p.first, p.norm + p.head + p.embed)
+    layers = max(sum(s.layers for s in stages_of(shape, layout, rank)) for rank in range(layout.pp))
+    return Passes(Unit(p.block, forward.gpu_s, backward_s), layers, ends)
+
+
+# ---- what goes between tensor ranks and stages ---------------------------------------------------------------
+
+
+def tensor_s(shape: Transformer, layout: Layout, hardware: Hardware, stack: Stack) -> float:
+    """Seconds that tensor ranks communicate in one block: two all-reduces forward, two backward, two computed again.
+
+    Nothing hides them. Sequence parallel makes a gather and a scatter of each, which move as much together.
+    """
     if layout.tp == 1:
         return 0.0
     group = Group(layout.tp, min(layout.tp, hardware.gpus_per_node or layout.tp))
-    num_bytes = layout.micro_batch_size * shape.seq_len * shape.dim * HALF
-    return (4 + 2 * again) * collective_s(hardware, "all_reduce", group, num_bytes)
+    num_bytes = layout.micro_batch_size * shape.seq_len * shape.dim * size_of(layout)
+    if layout.sequence_parallel:
+        one = collective_s(hardware, "all_gather", group, num_bytes)
+        one += collective_s(hardware, "reduce_scatter", group, num_bytes)
+    else:
+        one = collective_s(hardware, "all_reduce", group, num_bytes)
+    return (4 + 2 * again(layout)) * one
 
 
-def pipeline_items(shape: Transformer, layout: Layout, hardware: Hardware, stack: Stack, slowest: float) -> list[Item]:
-    """The bubble, and the activations that go from stage to stage."""
-    virtual = layout.stages_per_rank
-    bubble = (layout.pp - 1) / virtual * slowest
+# The share of (stages - 1) passes that a rank idles: zero-bubble schedules fill it with weights' gradients.
+BUBBLE = {"gpipe": 1.0, "1f1b": 1.0, "interleaved_1f1b": 1.0, "zbv": 1 / 3}
+
+
+def pipeline_items(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack, busy: float) -> list[Item]:
+    """The bubble, and what goes from stage to stage.
+
+    A rank is busy for all its passes and idle for those of the stages before and after it: (pp - 1) passes, of which
+    interleaved stages are only a part each (arXiv 2104.04473, section 2.2).
+    """
+    assert isinstance(shape, Transformer)
+    one = busy / layout.micro_batches / layout.stages_per_rank
+    bubble = BUBBLE[layout.schedule] * (layout.pp - 1) * one
     crosses = layout.world_size > (hardware.gpus_per_node or layout.world_size)
     num_bytes = layout.micro_batch_size * shape.seq_len * shape.dim * stack.stream
-    if stack.sharded_head:  # each tensor rank sends its part, and they gather on the other side
-        group = Group(layout.tp, layout.tp)
+    if stack.sharded_head and layout.tp > 1:  # each tensor rank sends its part, and they gather on the other side
         send = send_s(hardware, num_bytes / layout.tp, crosses)
-        send += collective_s(hardware, "all_gather", group, num_bytes)
+        send += collective_s(hardware, "all_gather", Group(layout.tp, layout.tp), num_bytes)
     else:
         send = send_s(hardware, num_bytes, crosses)
-    sends = 2 * virtual * layout.micro_batches
+    sends = 2 * layout.stages_per_rank * layout.micro_batches
+    idle = "{:.2f} × ({} - 1) × {:.3f} ms of one stage's pass"
     return [
-        Item("bubble", "pipeline fills and empties", bubble, "({} - 1) / {} × {:.4f} s", (layout.pp, virtual, slowest)),
-        Item("communication", "between stages", sends * send, "{} × {:.6f} s", (sends, send)),
-    ]
-
-
-def data_items(
-    shape: Transformer, layout: Layout, hardware: Hardware, stack: Stack, one: Pass, forward: Pass, held: int
-) -> list[Item]:
-    """What the data ranks say to each other, less what hides behind computation."""
-    if layout.dp == 1:
-        return []
-    per_node = max(1, min(layout.dp, (hardware.gpus_per_node or layout.dp) // layout.tp))
-    group = Group(layout.dp, per_node)
-    if layout.data == "ddp":
-        reduce = collective_s(hardware, "all_reduce", group, held * stack.gradient)
-        if not stack.overlap:
-            return [Item("communication", "gradients", reduce)]
-        beside = (one.gpu_s - forward.gpu_s) * shape.num_layers / layout.pp
-        return [Item("communication", "gradients", exposed(hardware, reduce, beside))]
-    p = parts(shape, layout.tp, layout.loss_parallel)
-    count = stack.collectives_per_layer
-    gather = count * collective_s(hardware, "all_gather", group, p.block * HALF / count)
-    scatter = count * collective_s(hardware, "reduce_scatter", group, p.block * stack.gradient / count)
-    layers = shape.num_layers / layout.pp
-    regather = 0.0 if layout.data == "grad_op" else gather
-    if not stack.overlap:
-        again = gather if layout.activation_checkpointing == "full" else 0.0
-        return [
-            Item(
-                "communication",
-                "weights and gradients",
-                layout.micro_batches * layers * (gather + again + regather + scatter),
-            )
-        ]
-    there = exposed(hardware, gather, forward.gpu_s)
-    back = exposed(hardware, regather + scatter, one.gpu_s - forward.gpu_s)
-    ends = collective_s(hardware, "all_gather", group, (p.embed + p.head) * HALF)
-    ends += collective_s(hardware, "reduce_scatter", group, (p.embed + p.head) * stack.gradient)
-    passes = 1 if layout.pp > 1 else layout.micro_batches  # a pipeline keeps its layers gathered for the whole step
-    return [
-        Item("communication", "weights and gradients of blocks", passes * layers * (there + back)),
-        Item("communication", "weights and gradients of the ends", passes * ends),
-    ]
-
-
-def exposed(hardware: Hardware, communication: float, computation: float) -> float:
-    """Seconds that communication adds to the computation beside it: what is longer, and the multiprocessors it takes."""
-    assert hardware.num_sms
-    slowed = CHANNELS / hardware.num_sms * min(communication, computation)
-    return max(0.0, communication - computation) + slowed
-
-
-def optimizer_items(layout: Layout, hardware: Hardware, held: int) -> list[Item]:
-    """Gradient norm, clipping and update of what this rank owns."""
-    owned = held / layout.dp if layout.data not in ("ddp",) else held
-    moved = UPDATE_BYTES[layout.optimizer]
-    return [
-        Item(
-            "optimizer",
-            "norm, clipping, update",
-            moved_s(hardware, owned * moved),
-            "{:.3g} × {:.0f} bytes",
-            (owned, moved),
-        )
+        Item("bubble", "pipeline fills and empties", bubble, idle, (BUBBLE[layout.schedule], layout.pp, one * 1e3)),
+        Item("communication", "between stages", sends * send, "{} messages × {:.3f} ms", (sends, send * 1e3)),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 from itertools import pairwise
 from typing import Any
@@ -137,12 +138,13 @@ def balance(layers: list[int], first: int, last: int, num_stages: int) -> list[t
     costs = [*layers]
     costs[0] += first
     costs[-1] += last
+    before = [0, *itertools.accumulate(costs)]  # so that a stage's cost is one subtraction
     # best[n][i]: the smallest possible largest stage when the first i layers make n stages, and where the last begins
     best: list[list[tuple[float, int]]] = [[(0.0 if i == 0 else float("inf"), 0) for i in range(len(costs) + 1)]]
     for n in range(1, num_stages + 1):
         row = []
         for i in range(len(costs) + 1):
-            cuts = [(max(best[n - 1][j][0], sum(costs[j:i])), j) for j in range(n - 1, i)]
+            cuts = [(max(best[n - 1][j][0], before[i] - before[j]), j) for j in range(n - 1, i)]
             row.append(min(cuts, default=(float("inf"), 0)))
         best.append(row)
     bounds, end = [], len(costs)

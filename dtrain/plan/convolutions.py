@@ -1,0 +1,41 @@
+"""What one GPU computes in a pass of a convolutional network: each convolution is a matrix product."""
+
+from __future__ import annotations
+
+from dtrain.hardware import Hardware
+from dtrain.plan.kernels import moved_s, product_s
+from dtrain.plan.shape import Convolution, Convolutions
+from dtrain.plan.stacks import Stack
+from dtrain.plan.work import RATE, Pass
+
+# A batch norm reads its input twice (statistics, then values) and writes once; the activation reads and writes; backward
+# twice as much. Ours computes norms in float32 (dtrain/models/batchnorm.py), eager in several kernels.
+NORM_BYTES = {"eager": (30.0, 60.0), "compiled": (14.0, 26.0), "fused": (10.0, 20.0)}
+
+
+def network(shape: Convolutions, hardware: Hardware, stack: Stack, batch: int, size: int) -> tuple[Pass, Pass]:
+    """(forward, backward) of the whole network over `batch` pictures."""
+    forward, backward = Pass(), Pass()
+    for i, layer in enumerate(shape.layers):
+        there, back = convolution(layer, hardware, stack, batch, size, first=i == 0)
+        forward, backward = forward + there, backward + back
+    for ins, outs in shape.linear:
+        one = product_s(hardware, batch, ins, outs, size=size)
+        forward, backward = forward + Pass(one, kernels=3), backward + Pass(2 * one, kernels=6)
+    return forward, backward
+
+
+def convolution(
+    layer: Convolution, hardware: Hardware, stack: Stack, batch: int, size: int, first: bool
+) -> tuple[Pass, Pass]:
+    """One convolution with its norm and activation, as the product of its patches and its filters."""
+    rows, inner = batch * layer.out_size**2, layer.in_channels * layer.kernel**2
+    forward = product_s(hardware, rows, inner, layer.out_channels, size=size)
+    weights = product_s(hardware, inner, rows, layer.out_channels, size=size)
+    inputs = 0.0 if first else product_s(hardware, rows, layer.out_channels, inner, size=size)
+    there, back = NORM_BYTES[stack.kernels] if layer.norm else (2.0 * size, 3.0 * size)
+    numbers = float(batch * layer.outputs) / RATE[stack.kernels]
+    return (
+        Pass(forward, 0.0, moved_s(hardware, numbers * there), 6),
+        Pass(inputs + weights, 0.0, moved_s(hardware, numbers * back), 12),
+    )

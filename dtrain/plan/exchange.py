@@ -1,0 +1,127 @@
+"""What data ranks say to each other in a step, and how much of it hides behind computation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dtrain.hardware import Hardware
+from dtrain.plan.collectives import Group, collective_s
+from dtrain.plan.layout import Layout
+from dtrain.plan.ledger import Item
+from dtrain.plan.stacks import Stack
+
+# NCCL runs in so many multiprocessors at once (its channels within a node of NVSwitch); while it does, the computation
+# beside it has so many fewer.
+CHANNELS = 24
+HALF = 2
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is gathered at a time: its parameters, and its seconds forward and backward."""
+
+    parameters: float
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True)
+class Passes:
+    """One pass: so many equal units, and the parameters of the ends, which are not in any."""
+
+    unit: Unit
+    count: int
+    ends: float
+
+
+def data_items(layout: Layout, hardware: Hardware, stack: Stack, passes: Passes, trained: float) -> list[Item]:
+    """Seconds that the data ranks' messages add to a step."""
+    group = data_group(layout, hardware)
+    if layout.data in ("fsdp", "grad_op", "zero3"):
+        return sharded_items(layout, hardware, stack, passes, group)
+    return replicated_items(layout, hardware, stack, passes, group, trained)
+
+
+def data_group(layout: Layout, hardware: Hardware) -> Group:
+    """The data ranks: in a node, those that tensor ranks leave room for."""
+    room = max(1, (hardware.gpus_per_node or layout.dp) // layout.tp)
+    return Group(layout.dp, min(layout.dp, room))
+
+
+def replicated_items(
+    layout: Layout, hardware: Hardware, stack: Stack, passes: Passes, group: Group, trained: float
+) -> list[Item]:
+    """Gradients are reduced, beside the last backward pass; where the optimizer's state is dealt out, weights return."""
+    kind = "reduce_scatter" if layout.data in ("zero2", "sharded_ddp") else "all_reduce"
+    num_bytes = trained * stack.gradient
+    one = collective_s(hardware, kind, group, num_bytes, stack.network)
+    if layout.strategy == "local_sgd":  # weights and both moments, averaged every 4 steps unless told otherwise
+        one = collective_s(hardware, kind, group, 3 * trained * 4) / 4
+        return [Item("communication", "averaging", one, "12 bytes × {:.3g}, every 4th step", (trained,))]
+    backward = passes.count * passes.unit.backward_s
+    times = layout.micro_batches if layout.data == "zero2" else 1
+    added = times * (exposed(hardware, one, backward) if stack.overlap else one)
+    items = [
+        Item(
+            "communication", "gradients", added,
+            "{} × {} of {:.3g} bytes over {} ranks takes {:.2f} ms, beside {:.2f} ms of backward pass",
+            (times, kind, num_bytes, group.size, one * 1e3, backward * 1e3 if stack.overlap else 0.0),
+        )
+    ]  # fmt: skip
+    if layout.data != "ddp":
+        width = 4 if layout.data in ("oss", "sharded_ddp") else HALF
+        back = collective_s(hardware, "all_gather", group, trained * width, stack.network)
+        formula = "all_gather of {:.3g} × {} bytes"
+        items.append(Item("communication", "updated weights", back, formula, (trained, width)))
+    return items
+
+
+def sharded_items(layout: Layout, hardware: Hardware, stack: Stack, passes: Passes, group: Group) -> list[Item]:
+    """Weights are gathered unit by unit, forward and again backward, and gradients scattered."""
+    shards = (
+        group if layout.replica_size is None else Group(layout.replica_size, min(layout.replica_size, group.per_node))
+    )
+    width = 4 if layout.precision == "fp32" else HALF
+    cuts, share = stack.collectives_per_layer, stack.network
+
+    def gather_s(parameters: float) -> float:
+        return cuts * collective_s(hardware, "all_gather", shards, parameters * width / cuts, share)
+
+    def scatter_s(parameters: float) -> float:
+        one = cuts * collective_s(hardware, "reduce_scatter", shards, parameters * stack.gradient / cuts, share)
+        if layout.replica_size is not None:  # hybrid: the copies' shares are summed across
+            copies = Group(layout.dp // layout.replica_size, max(1, group.per_node // layout.replica_size))
+            one += collective_s(hardware, "all_reduce", copies, parameters * stack.gradient / layout.replica_size)
+        return one
+
+    unit, keep = passes.unit, layout.data == "grad_op" or layout.pp > 1
+    times = 1 if layout.pp > 1 else layout.micro_batches  # a pipeline keeps its layers for the whole step
+    reduces = times if stack.reduce_every_pass or layout.data == "zero3" else 1
+    gather, scatter = gather_s(unit.parameters), scatter_s(unit.parameters)
+    back = 0.0 if keep else gather
+    if not stack.overlap:
+        again = gather if layout.activation_checkpointing == "full" else 0.0
+        added = passes.count * (times * (gather + again + back) + reduces * scatter)
+    else:
+        there = exposed(hardware, gather, unit.forward_s)
+        quiet = exposed(hardware, back, unit.backward_s)
+        loud = exposed(hardware, back + scatter, unit.backward_s)
+        added = passes.count * (times * there + (times - reduces) * quiet + reduces * loud)
+    ends = times * gather_s(passes.ends) + reduces * scatter_s(passes.ends)
+    return [
+        Item(
+            "communication", "weights and gradients of blocks", added,
+            "{} units: gather {:.3f} ms beside {:.3f} forward; again, and scatter {:.3f}, beside {:.3f} backward",
+            (passes.count, gather * 1e3, unit.forward_s * 1e3, scatter * 1e3, unit.backward_s * 1e3),
+        ),
+        Item(
+            "communication", "weights and gradients of the ends", ends,
+            "{:.3g} parameters, with nothing to hide behind", (passes.ends,),
+        ),
+    ]  # fmt: skip
+
+
+def exposed(hardware: Hardware, communication: float, computation: float) -> float:
+    """Seconds that messages add to the computation beside them: what is longer, and the multiprocessors they take."""
+    share = min(0.5, CHANNELS / hardware.num_sms) if hardware.num_sms else 0.0
+    return max(0.0, communication - computation) + share * min(communication, computation)
