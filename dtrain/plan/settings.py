@@ -181,7 +181,7 @@ def set_nodes(config: dict[str, Any], typed: set[str], implied: bool) -> None:
         if cluster["processes"] is None:
             here = 0 if "hardware" in typed else gpus_per_node(cluster)
             cluster["processes"] = here or size or ranks_per_node(cluster)
-        most = size
+        most = size and max(size, 8)  # machines with one such card have brothers with more
     else:
         if implied and "cluster.gpus_per_node" not in typed and size:
             cluster["gpus_per_node"] = size
