@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dtrain.hardware import Hardware
-from dtrain.plan.kernels import moved_s, product_s
+from dtrain.plan.kernels import product_s
 from dtrain.plan.shape import Convolution, Convolutions
 from dtrain.plan.stacks import Stack
-from dtrain.plan.work import RATE, Pass
+from dtrain.plan.work import Pass, kernels_s
 
 # A batch norm reads its input twice (statistics, then values) and writes once; the activation reads and writes; backward
 # twice as much. Ours computes norms in float32 (dtrain/models/batchnorm.py), eager in several kernels.
@@ -34,8 +34,8 @@ def convolution(
     weights = product_s(hardware, inner, rows, layer.out_channels, size=size)
     inputs = 0.0 if first else product_s(hardware, rows, layer.out_channels, inner, size=size)
     there, back = NORM_BYTES[stack.kernels] if layer.norm else (2.0 * size, 3.0 * size)
-    numbers = float(batch * layer.outputs) / RATE[stack.kernels]
+    numbers = float(batch * layer.outputs)
     return (
-        Pass(forward, 0.0, moved_s(hardware, numbers * there), 6),
-        Pass(inputs + weights, 0.0, moved_s(hardware, numbers * back), 12),
+        Pass(forward, 0.0, kernels_s(hardware, stack.kernels, numbers * there), 6),
+        Pass(inputs + weights, 0.0, kernels_s(hardware, stack.kernels, numbers * back), 12),
     )

@@ -22,6 +22,9 @@ from dtrain.plan.work import HALF, Pass, block, head
 from dtrain.strategies.rules import stages_of_rank
 
 
+CALLS = 3  # host time of a collective, in launches: events before and behind it, and the call itself
+
+
 def step_time(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack | None = None) -> list[Item]:
     """Seconds of one step, in parts that add up."""
     stack = stack or stack_of(layout)
@@ -54,8 +57,13 @@ def compute_items(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack
     tensor = tensor_s(shape, layout, hardware, stack) if isinstance(shape, Transformer) else 0.0
     launch = (hardware.launch_us or 0.0) * 1e-6 * stack.launch
 
+    calls = CALLS * (4 + 2 * again(layout)) if layout.tp > 1 else 0.0  # of the host, for a block's collectives
+
+    def host_s(layers: int, work: Pass) -> float:
+        return (work.kernels + calls * layers) * launch
+
     def seconds(layers: int, work: Pass) -> float:
-        return max(work.gpu_s + tensor * layers, work.kernels * launch)
+        return max(work.gpu_s + tensor * layers, host_s(layers, work))
 
     layers, work = max(works, key=lambda pair: seconds(*pair))
     n, slower = layout.micro_batches, hardware.calibration or 1.0

@@ -18,10 +18,17 @@ from dtrain.plan.stacks import Stack
 
 HALF = 2  # bytes of a 16-bit element
 
-# Share of a large copy's rate that the kernels between products reach: eager ones are many and small, some walk memory
-# in strides (transposing copies, sums over the batch). From the profiles: 450 bytes of an eager GPT-2's element and pass
-# where 297 are counted, 702 where 455 of Llama's are, 190 where 160 of a compiled one's are.
-RATE = {"eager": 0.65, "fused": 0.75, "compiled": 0.85}
+# GB/s that one multiprocessor moves in the kernels between products, where memory would give more: eager kernels are many
+# and small, some walk memory in strides (transposing copies, sums over the batch). From the profiles on the H200: eager
+# ones reach 65% of a large copy's rate (450 bytes of time for each element of GPT-2 where 297 are counted, 702 for 455 of
+# Llama's), compiled ones 85% (190 for 160). A slower memory is easier to fill: the same kernels reach 79% on an A100.
+PER_SM = {"eager": 60.0, "fused": 60.0, "compiled": 180.0}
+
+
+def kernels_s(hardware: Hardware, style: str, num_bytes: float) -> float:
+    """Seconds for kernels of a style to read and write so many bytes."""
+    assert hardware.num_sms
+    return moved_s(hardware, num_bytes) + num_bytes / (PER_SM[style] * hardware.num_sms * 1e9)
 
 
 @dataclass(frozen=True)
@@ -112,14 +119,13 @@ def block(
         attention = attention_s(hardware, stack.attention, batch, heads, length, shape.head_dim, shape.causal)
         kernels = (1, 3)
     traffic = block_traffic(shape, stack, tp, sequence_parallel)
-    rate = RATE[stack.kernels]
     return (
         Pass(
-            products[0], attention[0], moved_s(hardware, tokens * traffic.forward / rate),
+            products[0], attention[0], kernels_s(hardware, stack.kernels, tokens * traffic.forward),
             len(linears) + kernels[0] + traffic.forward_kernels,
         ),
         Pass(
-            products[1], attention[1], moved_s(hardware, tokens * traffic.backward / rate),
+            products[1], attention[1], kernels_s(hardware, stack.kernels, tokens * traffic.backward),
             2 * len(linears) + kernels[1] + traffic.backward_kernels,
         ),
     )  # fmt: skip
@@ -144,10 +150,9 @@ def scores_s(
     scores = float(heads) * length**2
     forward = 2 * size + (2 * size + 1 if stack.dropout else 0)
     backward = 3 * size + (2 * size + 1 if stack.dropout else 0)
-    rate = RATE["fused"] if stack.kernels == "fused" else RATE["compiled"]
     return (
-        inner + outer + moved_s(hardware, scores * forward / rate),
-        2 * (inner + outer) + moved_s(hardware, scores * backward / rate),
+        inner + outer + kernels_s(hardware, stack.kernels, scores * forward),
+        2 * (inner + outer) + kernels_s(hardware, stack.kernels, scores * backward),
     )
 
 
@@ -155,16 +160,17 @@ def scores_s(
 def head(shape: Transformer, hardware: Hardware, stack: Stack, batch: int, ways: int, size: int) -> tuple[Pass, Pass]:
     """(forward, backward) of the last norm, the logits and the loss, over a vocabulary that is cut `ways` ways.
 
-    The logits become float32 (6 bytes), a softmax reads them twice and writes (12), its gradient reads two and writes one
-    (16 with the zeros of the picked one), and 16 bits come back (6); profiled: 49 bytes a logit eager, 12 compiled.
+    The logits become float32 (6 bytes), a softmax reads them twice and writes (12); its gradient reads two and writes one
+    (12), and 16 bits come back (6). Compiled, 16-bit logits are read twice, and their gradient written. Megatron's loss
+    over a cut vocabulary has four more passes over float32.
     """
     tokens = max(1, round(batch * shape.seq_len * shape.asked))
     rows = shape.vocab_size // ways
     forward, backward = linear_s(hardware, stack, tokens, shape.dim, rows, size)
     logits = float(tokens) * rows
-    there, back = {"compiled": (4, 8), "eager": (22, 27), "fused": (34, 22)}[stack.kernels]
+    there, back = {"compiled": (4, 7), "eager": (16, 18), "fused": (34, 18)}[stack.kernels]
     ends = float(batch * shape.seq_len * shape.dim) * stack.stream  # embedding and last norm
     return (
-        Pass(forward, 0.0, moved_s(hardware, logits * there + 4 * ends), 12),
-        Pass(backward, 0.0, moved_s(hardware, logits * back + 8 * ends), 16),
+        Pass(forward, 0.0, kernels_s(hardware, stack.kernels, logits * there + 4 * ends), 12),
+        Pass(backward, 0.0, kernels_s(hardware, stack.kernels, logits * back + 8 * ends), 16),
     )
