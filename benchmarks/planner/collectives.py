@@ -16,7 +16,7 @@ from typing import Any
 from rows import DATA, records
 
 from dtrain.hardware import Hardware, section
-from dtrain.plan.curves import collective_s
+from dtrain.plan.collectives import Group, collective_s
 
 
 def curves() -> dict[tuple[str, str, int, int], list[tuple[int, float]]]:
@@ -35,8 +35,7 @@ def errors() -> list[dict[str, Any]]:
         hardware = Hardware(**{k: v for k, v in section(name).items() if k != "_target_"})
         found = []
         for num_bytes, seconds in points:
-            predicted = collective_s(hardware, collective, ranks, nodes, num_bytes)
-            assert predicted is not None, f"{name} does not say enough of its links"
+            predicted = collective_s(hardware, collective, Group(ranks, ranks // nodes), num_bytes)
             found.append(predicted / seconds - 1)
         rows.append(
             {

@@ -49,7 +49,13 @@ def main(argv: list[str]) -> int:
         name = detect() or "unknown"
         path = place(options.get("out") or f"my-{name}")
         measured = measure(seconds)
-        figures, comments, source = section(name) | measured["figures"], measured_comments(measured, name), "measured"
+        base = section(name)
+        figures, comments, source = base | measured["figures"], measured_comments(measured, name), "measured"
+        if base["peak_bf16_tflops"] is None:  # MFU is then the part of what was measured
+            figures["peak_bf16_tflops"] = figures["matmul_tflops"]
+            comments["peak_bf16_tflops"] = (
+                "as measured: there is no data sheet's rate for this machine in conf/hardware"
+            )
         title = f"measured with {measured['versions']}; what it does not say is measured is from conf/hardware/{name}"
         if options.get("json"):
             Path(options["json"]).write_text(json.dumps(measured, indent=1) + "\n")
@@ -126,6 +132,7 @@ def measure(seconds: float) -> dict[str, Any]:
         figures |= {"gpus_per_node": gpus, "gpu": found["more"]["gpu"].removeprefix("NVIDIA ")}
     else:  # what one of two ranks may hold
         figures |= {key: figures["host_memory_gib"] / 2 for key in ("gpu_memory_gib", "usable_memory_gib")}
+        figures["gpus_per_node"] = 2
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     versions += f", CUDA {torch.version.cuda}" if gpus else f", {os.cpu_count()} cores, half of them a rank"
     return {
@@ -149,6 +156,7 @@ def measured_comments(measured: Mapping[str, Any], name: str) -> dict[str, str]:
     """Behind each figure that was measured: how. Behind the others: nothing, as conf/hardware says it."""
     how = {
         "gpu": "this machine's",
+        "gpus_per_node": "of this machine" if measured["more"] else "ranks of a run here, where nothing else is said",
         "matmul_tflops": "the best shape above for some seconds, bf16" if measured["more"] else "bf16, 512 × 512 × 512",
         "peak_fp32_tflops": "measured, without TF32: 4096 × 4096 × 4096"
         if measured["more"]

@@ -1,7 +1,6 @@
-"""Collectives as a line: time = collective_us + hops × latency + bus bytes ÷ bandwidth.
+"""Latency and bandwidth from times by size: a line through what `dtrain plan calibrate` measured of collectives.
 
-Forward, from a hardware file to seconds; and back, from what `dtrain plan calibrate` measured to a hardware file.
-benchmarks/planner/collectives.py holds it against published curves.
+The way back from dtrain/plan/collectives.py, which predicts times from the settings found here.
 """
 
 from __future__ import annotations
@@ -9,39 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dtrain.hardware import Hardware
-
-
-def hops(collective: str, ranks: int, nodes: int = 1) -> tuple[int, int]:
-    """(inside nodes, between nodes): steps of a ring one after the other, as NCCL counts them in graph/tuning.cc."""
-    steps = 2 * (ranks - 1) if collective == "all_reduce" else ranks - 1
-    between = 0 if nodes == 1 else 2 * nodes if collective == "all_reduce" else nodes - 1
-    return steps - between, between
+from dtrain.plan.collectives import STEPS
 
 
 def bus_bytes(collective: str, ranks: int, num_bytes: float) -> float:
     """What each link of the ring carries for a message of so many bytes (nccl-tests, doc/PERFORMANCE.md)."""
-    return (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks * num_bytes
-
-
-def collective_s(hardware: Hardware, collective: str, ranks: int, nodes: int, num_bytes: float) -> float | None:
-    """Seconds of a collective over all GPUs of so many nodes; None: the links are not known.
-
-    Between two nodes an all-reduce sends each byte once and not twice (a tree has only one edge), so the adapters look
-    twice as fast, as long as NVLink is faster still.
-    """
-    inside, between = hops(collective, ranks, nodes)
-    link = hardware.nvlink_max_gb_s if collective == "all_reduce" else hardware.gather_max_gb_s
-    fixed, hop = hardware.collective_us, hardware.nvlink_latency_us
-    if link is None or fixed is None or hop is None:
-        return None
-    latency_us, rate = fixed + inside * hop, link
-    if nodes > 1:
-        if hardware.network_max_gb_s is None or hardware.network_latency_us is None:
-            return None
-        latency_us += between * hardware.network_latency_us
-        rate = min(link, hardware.network_max_gb_s * (2 if collective == "all_reduce" and nodes == 2 else 1))
-    return latency_us / 1e6 + bus_bytes(collective, ranks, num_bytes) / (rate * 1e9)
+    return STEPS[collective] * (ranks - 1) / ranks * num_bytes
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -89,7 +61,7 @@ def latency(start_us: float, ranks: int, of_two_us: float | None = None) -> dict
 
     Two ranks and all of them are two equations. Without the first, half is taken for each part.
     """
-    steps = hops("all_reduce", ranks)[0]
+    steps = STEPS["all_reduce"] * (ranks - 1)
     each = start_us / 2 / steps if of_two_us is None else (start_us - of_two_us) / (steps - 2)
     each = max(0.1, each)
     return {"collective_us": max(0.1, start_us - each * steps), "nvlink_latency_us": each}

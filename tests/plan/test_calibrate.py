@@ -25,7 +25,7 @@ def test_this_machine_is_measured_and_written(tmp_path: Path, capsys: pytest.Cap
     assert calibrate.main([f"out={out}", "seconds=1", "--json", str(tmp_path / "all.json")]) == 0
     it: Any = hardware_of(out)
     assert it.stream_gb_s and it.launch_us and it.kernel_us and it.cpu_adam_gb_s and it.host_memory_gib
-    assert it.matmul_tflops and it.peak_fp32_tflops and it.gpu_memory_gib
+    assert it.matmul_tflops and it.peak_fp32_tflops and it.peak_bf16_tflops and it.gpu_memory_gib and it.num_sms
     everything = json.loads((tmp_path / "all.json").read_text())
     assert len(everything["matmul"]) >= 10
     if it.gpu is None:  # two processes here
