@@ -128,6 +128,7 @@ def answer(question: Any, options: Options) -> int:
         return 0
     predictions = [one_layout(question, task)] if question.is_one_layout else search(config, question.typed, task)
     if not predictions:
+        one_layout(question, task)  # the launcher's own rules say best what is wrong
         raise none_possible(config)
     if options.json:
         notes = {"notes": question.notes}

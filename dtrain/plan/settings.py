@@ -242,7 +242,7 @@ def check_layout(config: dict[str, Any], sizes: MeshSizes, micro_batches: int, p
 def without_disk(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings with nvme spelt as cpu: the folder is looked at by the launch, on the machine that has it."""
     strategy = config["strategy"]
-    if "nvme" not in (strategy.get("offload"), strategy.get("offload_params")):
+    if strategy["stage"] < 3 or "nvme" not in (strategy.get("offload"), strategy.get("offload_params")):
         return dict(config)
     swapped = {k: "cpu" if v == "nvme" and k != "nvme_path" else v for k, v in strategy.items()}
     return {**config, "strategy": swapped | {"nvme_path": None}}

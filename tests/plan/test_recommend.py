@@ -1,0 +1,72 @@
+"""Why the first was chosen: the tree that users know, with the numbers of this plan."""
+
+import pytest
+
+from dtrain.plan.predict import Prediction
+from dtrain.plan.recommend import DOES, name, simpler_than, why
+from dtrain.plan.search import STRATEGIES, rank
+from tests.plan.test_predict import made
+
+CONFIG = {"train": {"global_batch_size": 8}, "cluster": {"nodes": 1, "processes": 4}}
+DDP = {"strategy": "ddp", "data": "ddp"}
+
+
+def told(*predictions: Prediction) -> str:
+    return why(rank(list(predictions)), CONFIG)
+
+
+def test_what_fits_on_one_gpu_is_held_by_every_gpu() -> None:
+    text = told(made(20.0, 0.5, **DDP), made(8.0, 0.6))
+    assert text == "ddp: with the whole model on every GPU it needs 21.0 GiB of 39.0 GiB a GPU."
+
+
+def test_optimizer_state_that_does_not_fit_is_cut() -> None:
+    text = told(made(60.0, 0.5, **DDP), made(30.0, 0.4, strategy="zero1", data="zero1"), made(8.0, 0.6))
+    assert text.startswith("zero1: ddp would need 61.0 GiB a GPU; with the optimizer's state cut over 4 GPUs it needs")
+
+
+def test_a_model_that_does_not_fit_is_cut() -> None:
+    text = told(made(60.0, 0.5, **DDP), made(8.0, 0.6))
+    assert text == (
+        "fsdp: ddp would need 61.0 GiB a GPU; "
+        "with weights, gradients and optimizer state cut over 4 GPUs it needs 9.00 GiB of 39.0 GiB a GPU."
+    )
+
+
+def test_a_faster_strategy_says_how_much_slower_the_simpler_ones_are() -> None:
+    text = told(made(60.0, 0.5, **DDP), made(8.0, 0.6), made(9.0, 0.5, strategy="tensor", tp=2, dp=2))
+    assert "ddp would need 61.0 GiB a GPU; fsdp fits, but is 20% slower (600 ms a step); " in text
+    assert text.startswith("tensor, tp 2 × dp 2: ") and "shared by 2 GPUs of a node" in text
+
+
+def test_a_batch_too_small_for_data_parallel_is_said() -> None:
+    config = {"train": {"global_batch_size": 2}, "cluster": {"nodes": 1, "processes": 4}}
+    text = why([made(8.0, 0.6, strategy="3d", tp=2, pp=2, dp=1)], config)
+    assert text.startswith("3d, tp 2 × pp 2: ddp and fsdp need a batch that 4 GPUs can share, and it is 2 samples; ")
+
+
+def test_what_was_needed_to_make_it_fit_is_said() -> None:
+    text = told(made(8.0, 0.6, activation_checkpointing="full", offload="cpu", strategy="zero3", data="zero3"))
+    assert text.endswith("with full activation checkpointing and offload to cpu.")
+
+
+def test_when_nothing_fits_what_is_lacking_is_said() -> None:
+    text = told(made(60.0, 0.5, **DDP), made(50.0, 0.6))
+    assert text.startswith(
+        "Nothing fits: fsdp comes nearest, and it lacks 12.0 GiB. Try activation_checkpointing=full."
+    )
+    hopeless = told(made(50.0, 0.6, activation_checkpointing="full"))
+    assert "More GPUs" in hopeless
+
+
+def test_one_strategy_is_compared_with_its_own_layouts() -> None:
+    found = rank([made(8.0, 0.6), made(9.0, 0.8, micro_batch_size=1, micro_batches=2)])
+    text = why(found, CONFIG, one_strategy=True)
+    assert text.endswith("It is the fastest of 2 layouts that fit; the next is 33% slower.")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_has_its_words_and_its_place(strategy: str) -> None:
+    assert strategy in DOES
+    assert strategy not in simpler_than(strategy)
+    assert name(made(strategy=strategy).layout).startswith(strategy)

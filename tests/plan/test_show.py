@@ -1,0 +1,97 @@
+"""The plan on paper: every figure of a row, the parts that add up, and the arithmetic with its numbers."""
+
+import re
+
+import pytest
+
+from dtrain.plan import show
+from dtrain.plan.ledger import Item
+from dtrain.plan.predict import GIB
+from dtrain.plan.search import rank
+from tests.plan.questions import question
+from tests.plan.test_predict import made
+
+
+def test_a_row_has_a_text_for_every_heading() -> None:
+    row = show.row(made(hardware={"price_per_gpu_hour": 90.0}))
+    assert set(row) == set(show.HEADINGS)
+    assert row["memory"] == "30.0 GiB" and row["states"] == "10.0" and row["activations"] == "20.0"
+    assert (row["step"], row["compute"], row["communication"]) == ("500 ms", "375 ms", "125 ms")
+    assert row["tokens"] == "256" and row["mfu"] == "4.0%" and row["time"] == "50s" and row["cost"] == "5.00"
+    assert row["fits"] == "yes" and row["degrees"] == "dp 4" and row["more"] == "-"
+
+
+def test_what_lacks_memory_says_how_much_and_of_which() -> None:
+    assert show.lacking(made(50.0)) == "lacks 12.0 GiB"
+    assert show.lacking(made(1.0, offload="cpu", hardware={"host_memory_gib": 1e-6})).endswith("of host memory")
+    assert show.lacking(made(hardware={"gpu_memory_gib": None, "usable_memory_gib": None})) == "-"
+
+
+def test_without_a_time_and_a_price_there_are_dashes() -> None:
+    row = show.row(made(step_s=None))
+    assert {row[key] for key in ("step", "compute", "tokens", "mfu", "time", "hours", "cost")} == {"-"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        ({"data": "grad_op"}, "grad_op"),
+        ({"replica_size": 2}, "hybrid 2"),
+        ({"strategy": "3d", "tp": 2, "pp": 2, "dp": 1, "schedule": "zbv"}, "zbv"),
+        (
+            {"strategy": "3d", "pp": 2, "dp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2},
+            "interleaved_1f1b ×2 data=fsdp",
+        ),
+        ({"tp": 2, "sequence_parallel": True, "loss_parallel": True}, "seq+loss parallel"),
+        ({"offload": "cpu", "offload_params": "nvme"}, "offload=cpu offload_params=nvme"),
+    ],
+)  # fmt: skip
+def test_variants_are_named(layout: dict[str, object], text: str) -> None:
+    assert show.variants(made(**layout)) == text
+
+
+def test_the_table_is_short_and_has_every_strategy() -> None:
+    found = [made(step_s=0.5 + i / 100, strategy="fsdp", micro_batch_size=i + 1) for i in range(9)]
+    found += [made(step_s=5.0, strategy="3d", tp=2, dp=2), made(90.0, strategy="ddp", data="ddp")]
+    ranked = rank(found)
+    shown = show.shown(ranked)
+    assert [p.layout.strategy for p in shown] == ["fsdp"] * show.TOP + ["3d", "ddp"]
+    assert show.shown(ranked, everything=True) == ranked
+
+
+def test_of_what_does_not_fit_the_nearest_few_are_shown() -> None:
+    ranked = rank([made(50.0 + i, micro_batch_size=i + 1) for i in range(9)])
+    assert show.shown(ranked) == ranked[: show.UNFIT]
+
+
+def test_plain_tables_align_and_leave_out_what_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    show.print_predictions([made(), made(8.0, 12.0, micro_batch_size=128)])
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert "cost" not in heading and "bubble" not in heading and "tok/s" in heading
+    assert len(lines) == 2 and "12.0s" in lines[1]
+    end = heading.index("micro") + len("micro")
+    assert lines[0][:end].endswith("    2") and lines[1][:end].endswith("128")
+
+
+def test_details_add_up_to_their_totals() -> None:
+    memory, step = show.details(made())
+    numbers = [float(n) for n in re.findall(r"([\d.]+) GiB", memory)]
+    assert numbers[0] == pytest.approx(sum(numbers[1:3])) and numbers[3:] == [1.0, 39.0]
+    assert step == "step    500 ms = compute 375 ms + communication 125 ms"
+
+
+def test_explained_puts_the_numbers_in() -> None:
+    prediction = made(hardware={"price_per_gpu_hour": 2.0})
+    prediction.memory.append(Item("logits", "logits", GIB, "{} tokens × {} bytes", (2**20, 1024)))
+    text = "\n".join(show.explained(prediction))
+    assert "1.000  logits, logits: 1048576 tokens × 1024 bytes" in text
+    assert "31.000  in all" in text and "500.000  in all" in text
+    assert "MFU 4.0% = 1e+12 FLOP a sample × 8 samples ÷ 0.5 s ÷ (4 GPUs × 100 TFLOP/s)" in text
+    assert "GPU-hours = 4 GPUs × 100 steps × 0.5 s ÷ 3600" in text and "cost 0.11" in text
+
+
+def test_the_heading_says_what_is_planned_for() -> None:
+    asked = question("model=llama-7b", "hardware=h100", "cluster.nodes=4")
+    text = show.heading(made(), asked.config)
+    assert text.startswith("llama-7b, ") and "4 nodes, 32 × X (39.0 GiB usable)" in text
+    assert "bf16" in text and "batch 8 × 16 tokens" in text and "100 steps = 12.8K tokens" in text
