@@ -59,7 +59,12 @@ def rate(hardware: Hardware, kind: str, group: Group) -> float:
         return links * 1e9
     network = hardware.network_max_gb_s or hardware.network_busbw_gb_s
     assert network
-    return min(hardware.gather_max_gb_s or links, network * group.per_node / hardware.gpus_per_node) * 1e9
+    share = network * group.per_node / hardware.gpus_per_node
+    if (
+        kind == "all_reduce" and group.nodes == 2
+    ):  # a tree of two nodes sends each byte once, where a ring does it twice
+        return min(links, 2 * share) * 1e9
+    return min(hardware.gather_max_gb_s or links, share) * 1e9
 
 
 def send_s(hardware: Hardware, num_bytes: float, crosses: bool) -> float:

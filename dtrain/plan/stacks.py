@@ -26,6 +26,10 @@ class Stack:
     gradient: int = 4  # bytes of an element of a gradient when it is reduced
     overlap: bool = True  # communication of data ranks runs beside computation
     launch: float = 1.0  # host time of a kernel, in hardware.launch_us
+    # further launches' worth of host time a block and pass: for the hooks that gather, reduce and free around it, and
+    # where it is computed again
+    hooks: float = 0.0
+    again: float = 0.0
     matmul: float = 1.0  # share of hardware.matmul_tflops that its library reaches
     collectives_per_layer: int = 1  # gathers of one layer's weights in one pass: 1, or one for each weight
     network: float = 1.0  # share of a collective's rate across nodes that it reaches
@@ -33,10 +37,11 @@ class Stack:
     sharded_head: bool = False  # tensor ranks cut embedding and logits, too, without being told
 
 
-EAGER = Stack("eager")
+# Launches of ours were measured on the H200 where the batch is so small that the host is the limit: GPT-2 124M with 8
+# samples, 1.5B with 4, Llama 1B with 2 (benchmarks/results/planner-h200.json).
+EAGER = Stack("eager", again=30.0)
 COMPILED = replace(EAGER, name="compiled", kernels="compiled")
-# DeepSpeed holds 16-bit weights; its engine's hooks make every launch dearer.
-ZERO = replace(EAGER, name="zero", casts=4.0, sums=6.0, gradient=2)
+HOOKS = {"fsdp": 150.0, "grad_op": 150.0, "zero1": 20.0, "zero2": 170.0, "zero3": 570.0}
 
 MEGATRON = Stack(
     "megatron-2021",
@@ -56,7 +61,6 @@ STACKS = {
     for stack in (
         EAGER,
         COMPILED,
-        ZERO,
         # Fused softmax, bias and dropout. Weights and gradients are 16-bit: a sum reads two and writes one. Gradients are
         # reduced after the last backward pass (arXiv 2104.04473).
         MEGATRON,
@@ -70,6 +74,8 @@ STACKS = {
         Stack("llm-foundry", "flash1", "eager", 2, casts=10.0, sums=0.0, reduce_every_pass=True),
         Stack("torchtitan", "flash2", "compiled", 2, casts=18.0, sums=0.0),
         Stack("torchtitan-eager", "flash2", "eager", 2, casts=18.0, sums=0.0),
+        # NVIDIA's own examples: mixed precision by Apex, attention's scores written
+        Stack("ngc", "scores", "fused", 2, casts=12.0, sums=0.0, dropout=True, gradient=2),
         Stack("llm.c", "cudnn", "compiled", 2, casts=0.0, sums=6.0, gradient=2),
         Stack("nanogpt-compile", "flash2", "compiled", 4),
         Stack("nanogpt-eager", "scores", "eager", 4),
@@ -79,6 +85,9 @@ STACKS = {
 
 def stack_of(layout: Layout) -> Stack:
     """Our own software, as the layout runs it."""
-    if layout.data.startswith("zero"):
-        return replace(ZERO, kernels="compiled") if layout.compile else ZERO
-    return COMPILED if layout.compile else EAGER
+    stack = replace(COMPILED if layout.compile else EAGER, hooks=HOOKS.get(layout.data, 0.0))
+    if layout.data.startswith("zero"):  # 16-bit weights and gradients beside float32 masters
+        return replace(stack, casts=4.0, sums=6.0, gradient=2, again=200.0 if layout.data == "zero3" else stack.again)
+    if layout.data in ("fsdp", "grad_op"):  # copies into and out of what is gathered, and what is reduced
+        return replace(stack, casts=18.0)
+    return stack

@@ -20,9 +20,9 @@ HALF = 2  # bytes of a 16-bit element
 
 # GB/s that one multiprocessor moves in the kernels between products, where memory would give more: eager kernels are many
 # and small, some walk memory in strides (transposing copies, sums over the batch). From the profiles on the H200: eager
-# ones reach 65% of a large copy's rate (450 bytes of time for each element of GPT-2 where 297 are counted, 702 for 455 of
-# Llama's), compiled ones 85% (190 for 160). A slower memory is easier to fill: the same kernels reach 79% on an A100.
-PER_SM = {"eager": 60.0, "fused": 60.0, "compiled": 180.0}
+# ones reach about 67% of a large copy's rate (450 bytes of time for each element of GPT-2 where 297 are counted, 702 for
+# 455 of Llama's), compiled ones 85% (190 for 160). A slower memory is easier to fill: 81% of an A100's by eager ones.
+PER_SM = {"eager": 70.0, "fused": 70.0, "compiled": 180.0}
 
 
 def kernels_s(hardware: Hardware, style: str, num_bytes: float) -> float:
@@ -58,7 +58,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a group of operations reads and writes for each token, forward and backward, and their kernels."""
+    """Bytes that a group of operations reads and writes for each token, forward and backward, and the host's launches."""
 
     forward: float
     backward: float
@@ -95,11 +95,11 @@ def block_traffic(shape: Transformer, stack: Stack, tp: int, sequence_parallel: 
     else:
         turned = (48, 60) if shape.rotary else (0, 0)  # casts, four products, two sums, joined, cast back
         forward = (2 * 2 * r + inputs * cast + 2 * (2 * r + e) + drop[0]) * between
-        forward += gate[0] * hidden + turned[0] * keys + (4 * e * inside if shape.fused_qkv else 0)
+        forward += gate[0] * hidden + turned[0] * keys
         gradients = inputs * cast + (inputs - 2) * 3 * r  # each linear layer's input gradient cast, and summed
         backward = (2 * 5 * r + 2 * cast + 2 * 3 * r + gradients + drop[1]) * between + gate[1] * hidden
-        backward += turned[1] * keys + biases + (12 * e * inside if shape.fused_qkv else 0)
-        counts = (16, 42) if not shape.rotary else (48, 90)
+        backward += turned[1] * keys + biases + (16 * e * inside if shape.fused_qkv else 0)
+        counts = (70, 54)
     return Traffic(forward, backward, *counts)
 
 
