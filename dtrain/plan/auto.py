@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -38,6 +39,7 @@ def settle(cfg: DictConfig, config: Mapping[str, Any]) -> None:
     hydra = HydraConfig.get()
     overrides = [str(word) for word in hydra.overrides.task]
     typed = {word.partition("=")[0].lstrip("+~") for word in overrides} - {"strategy"}
+    typed |= recipe_settings(config["choices"]["recipe"])
     if config["resume"] and "batch_norm" in config["model"]:
         typed.add("train.micro_batch_size")  # its statistics are those of a micro-batch
     given = {key for key in config["strategy"] if key in STAND_IN or f"strategy.{key}" in typed}
@@ -45,6 +47,14 @@ def settle(cfg: DictConfig, config: Mapping[str, Any]) -> None:
     chosen, sentence = choose(asked, typed)
     kept = [word for word in overrides if not word.lstrip("+").startswith(("strategy=", "strategy."))]
     recompose(cfg, [*kept, *chosen, *unsaid(config["strategy"], typed, chosen)], sentence)
+
+
+def recipe_settings(name: str | None) -> set[str]:
+    """What a recipe says is as good as typed, but for its strategy. A run that goes on is no recipe."""
+    if name is None or name == "as-run":
+        return set()
+    content: Any = OmegaConf.to_container(ConfigStore.instance().load(f"recipe/{name}.yaml").node)
+    return {key for key in flatten(content) if not key.startswith(("strategy", "defaults"))}
 
 
 def unsaid(section: Mapping[str, Any], typed: set[str], chosen: list[str]) -> list[str]:

@@ -6,6 +6,7 @@ A fault of the planner itself never stops a launch: it is a warning. DTRAIN_STRI
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Mapping
@@ -36,6 +37,9 @@ def plan_of(config: Mapping[str, Any]) -> dict[str, Any]:
         plan["chosen"] = why
     if shared_gpus(config["cluster"]):
         return plan | {"reason": "ranks share a GPU, and what one has to itself is not known"}
+    for group in ("strategy", "optim"):
+        if not str(config[group]["_target_"]).startswith("dtrain."):
+            return plan | {"reason": f"{group}={config['choices'].get(group)} is not one of dtrain's"}
     try:
         prediction = predict(config)
         if prediction is None:
@@ -58,12 +62,18 @@ def with_detected(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """On this machine, where nobody has said what it is: the figures of the GPUs that it has."""
     if config["choices"].get("hardware") != "unknown" or "gpus_per_node" in config["cluster"]:
         return config
-    from dtrain.hardware import detect
-
-    name = detect()
+    name = detected()
     if name is None:
         return config
     return {**config, "hardware": section(name), "choices": {**config["choices"], "hardware": name}}
+
+
+@functools.cache
+def detected() -> str | None:
+    """Once a launch: in some containers another program has to be asked, which takes half a second."""
+    from dtrain.hardware import detect
+
+    return detect()
 
 
 def section(name: str) -> dict[str, Any]:
@@ -107,7 +117,19 @@ def way_out(config: Mapping[str, Any]) -> str:
     if found is None:
         return "more GPUs, or a smaller model: no layout of these GPUs holds it"
     words, prediction = found
-    return f"{' '.join(words)} ({gib(prediction.row()['memory_gib']['total'])})"
+    return f"{' '.join(words)}{left_out(config, words)} ({gib(prediction.row()['memory_gib']['total'])})"
+
+
+def left_out(config: Mapping[str, Any], words: list[str]) -> str:
+    """Settings that somebody gave the strategy, and that the one which takes its place has not."""
+    from dtrain.plan.settings import strategy_section
+
+    new = next((word.partition("=")[2] for word in words if word.startswith("strategy=")), None)
+    if new is None:
+        return ""
+    before, after = strategy_section(config["choices"]["strategy"]), strategy_section(new)
+    given = [k for k, value in config["strategy"].items() if k not in after and value != before.get(k)]
+    return f" without {' '.join(f'strategy.{key}' for key in given)}" if given else ""
 
 
 # ---- what a person and a summary see of it -------------------------------------------------------------------

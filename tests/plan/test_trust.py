@@ -13,7 +13,9 @@ from dtrain.cli import main
 from dtrain.launchers.local import Local
 from dtrain.plan import fit, trust
 from dtrain.plan.predict import predict
+from dtrain.records import read_run
 from dtrain.rundir import read_json
+from tests import world
 from tests.test_bad_inputs import COMPOSE_ONCE
 from tests.test_config import compose
 
@@ -100,7 +102,7 @@ def test_ranks_that_share_a_gpu_are_not_predicted(monkeypatch: pytest.MonkeyPatc
 
 
 def test_this_machine_s_gpus_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dtrain.hardware.detect", lambda: "h200")
+    monkeypatch.setattr(trust, "detected", lambda: "h200")
     plan = trust.plan_of(compose("model=gpt2-124m"))
     assert plan["hardware"] == "h200" and plan["memory_gib"]["limit"] > 130
     assert trust.plan_of(compose("model=gpt2-124m", "hardware=l4"))["hardware"] == "l4", "what is typed wins"
@@ -217,6 +219,23 @@ def test_what_is_changed_first() -> None:
     assert order[7] == "strategy=fsdp" and order[-1].startswith("strategy=fsdp activation_checkpointing=full train.")
 
 
+def test_settings_of_a_strategy_that_is_replaced_are_named() -> None:
+    config = compose(
+        "model=llama-1b", "data=synthetic", "strategy=tensor", "strategy.tp=2", "strategy.loss_parallel=true"
+    )
+    assert trust.left_out(config, ["strategy=fsdp", "train.micro_batch_size=1"]) == (
+        " without strategy.tp strategy.loss_parallel"
+    )
+    assert trust.left_out(config, ["strategy=3d", "strategy.tp=2"]) == trust.left_out(config, ["force=true"]) == ""
+
+
+@pytest.mark.parametrize("group", ["strategy", "optim"])
+def test_a_strategy_or_optimizer_of_ones_own_is_not_predicted(group: str) -> None:
+    config = compose("hardware=h100")
+    config[group] = {**config[group], "_target_": "mine.Thing"}
+    assert f"{group}=" in trust.plan_of(config)["reason"]
+
+
 # ---- after the run -------------------------------------------------------------------------------------------
 
 
@@ -226,3 +245,12 @@ def test_figures_for_the_summary(tmp_path: Path) -> None:
     assert trust.predicted(tmp_path) is None
     (tmp_path / "plan.json").write_text(json.dumps(PLAN | {"mfu": None}))
     assert trust.predicted(tmp_path) == {"tokens_per_s": 81920.0, "step_s": 0.4, "memory_gib": 40.0, "wall_s": 4000.0}
+
+
+def test_the_summary_has_them_beside_what_was_measured(tmp_path: Path) -> None:
+    run_dir = world.make_run(tmp_path / "run", "train.steps=2")
+    (run_dir / "plan.json").write_text(json.dumps(PLAN))
+    assert world.train(run_dir) == [0]
+    summary = read_json(run_dir / "summary.json")
+    assert summary["predicted"] == trust.predicted(run_dir) and summary["tokens_per_s"] > 0
+    assert read_run(run_dir)["step_error"] == pytest.approx(summary["tokens_per_s"] / 81920.0 - 1)
