@@ -9,6 +9,7 @@ plainer way does not fit.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,10 +18,12 @@ from dtrain.config import ranks_per_node
 from dtrain.plan.frames import STRATEGIES, Frame, frames
 from dtrain.plan.frames import divisors as divisors
 from dtrain.plan.layout import Layout, layout_of
+from dtrain.plan.ledger import total
 from dtrain.plan.predict import Prediction, Task, predict_layout, task_of, with_time
 from dtrain.plan.settings import check_layout, strategy_section
 
 CHECKPOINTING = ("none", "selective", "full")
+NEAR = 1.25  # a pipeline that cannot come this near to the best layout without one is not looked at
 TIE = 1.01  # step times this close are equal: the prediction is not better than that
 
 
@@ -42,23 +45,35 @@ def candidates(config: Mapping[str, Any], typed: Collection[str] = (), task: Tas
     if task is None:
         return []
     config = {**config, "cluster": {**config["cluster"], "processes": ranks_per_node(config["cluster"])}}
-    found = predicted(config, typed, task, idle="strategy" in typed)
-    return found if any(p.fits is not False for p in found) else predicted(config, typed, task, idle=True)
+    found = predicted(config, typed, task, math.inf if "strategy" in typed else 1.0)
+    return found if any(p.fits is not False for p in found) else predicted(config, typed, task, math.inf)
 
 
-def predicted(config: Mapping[str, Any], typed: Collection[str], task: Task, idle: bool) -> list[Prediction]:
-    """idle: also pipelines whose ranks wait longer than they work. They never win, unless nothing else fits."""
+def predicted(config: Mapping[str, Any], typed: Collection[str], task: Task, most_idle: float) -> list[Prediction]:
+    """most_idle: how long the ranks of a pipeline may wait, as a part of the time in which they work."""
     found: list[Prediction] = []
     held: set[tuple[str, int, int]] = set()  # strategies and degrees of which something fits on the GPUs alone
     for frame in frames(config, typed):
         key = (frame.name, frame.sizes.tp, frame.sizes.pp)
         if frame.section.get("offload") == "cpu" and "strategy.offload" not in typed and key in held:
             continue
-        members = fitting(frame, config, typed, task, idle)
+        if frame.sizes.pp > 1 and most_idle == 1.0 and found:
+            found = [with_time(p) for p in found]
+            most_idle = min(most_idle, idle_allowed(found))
+        members = fitting(frame, config, typed, task, most_idle)
         if members and members[0].fits:
             held.add(key)
         found += members
     return found
+
+
+def idle_allowed(found: list[Prediction]) -> float:
+    """How long a pipeline may wait and still come near the best layout without one, which computes as long and talks."""
+    timed = [p for p in found if p.fits is not False and p.step_s]
+    best = min(timed, key=seconds, default=None)
+    if best is None or best.time is None:
+        return 1.0
+    return NEAR * seconds(best) / total(best.time, "compute") - 1
 
 
 def rank(found: list[Prediction]) -> list[Prediction]:
@@ -96,7 +111,7 @@ def complexity(layout: Layout) -> tuple[int, ...]:
 
 
 def fitting(
-    frame: Frame, config: Mapping[str, Any], typed: Collection[str], task: Task, idle: bool
+    frame: Frame, config: Mapping[str, Any], typed: Collection[str], task: Task, most_idle: float
 ) -> list[Prediction]:
     """The frame's layouts that fit, each micro-batch with the least checkpointing; else the one that lacks least."""
     modes = CHECKPOINTING if "activation_checkpointing" not in typed else (config["activation_checkpointing"],)
@@ -106,8 +121,9 @@ def fitting(
     if frame.section.get("schedule") == "gpipe" and "strategy.schedule" not in typed:  # 1f1b needs less memory
         sizes = [size for size in sizes if per_rank // size < frame.sizes.pp]
     base = base_layout(frame, config)
-    if not idle:  # pp - 1 slots, shorter by the stages of a rank, are empty beside one for each micro-batch
-        sizes = [size for size in sizes if (base.pp - 1) / base.stages_per_rank <= per_rank // size]
+    # pp - 1 slots, shorter by the stages of a rank, are empty beside one for each micro-batch
+    empty = (base.pp - 1) / base.stages_per_rank
+    sizes = [size for size in sizes if empty <= most_idle * (per_rank // size)]
     sizes = [size for size in sizes if per_rank % size == 0 and accepted(frame, config, per_rank // size)]
     if not sizes:
         return []
