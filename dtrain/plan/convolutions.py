@@ -8,8 +8,8 @@ from dtrain.plan.shape import Convolution, Convolutions
 from dtrain.plan.stacks import Stack
 from dtrain.plan.work import Pass, kernels_s
 
-# A batch norm reads its input twice (statistics, then values) and writes once; the activation reads and writes; backward
-# twice as much. Ours computes norms in float32 (dtrain/models/batchnorm.py), eager in several kernels.
+# A batch norm reads its input twice (statistics, then values) and writes once; the activation reads and writes; all
+# that twice as much backward. Ours computes norms in float32 (dtrain/models/batchnorm.py), eager in several kernels.
 NORM_BYTES = {"eager": (30.0, 60.0), "compiled": (14.0, 26.0), "fused": (10.0, 20.0)}
 
 

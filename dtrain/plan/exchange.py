@@ -51,7 +51,7 @@ def data_group(layout: Layout, hardware: Hardware) -> Group:
 def replicated_items(
     layout: Layout, hardware: Hardware, stack: Stack, passes: Passes, group: Group, trained: float
 ) -> list[Item]:
-    """Gradients are reduced, beside the last backward pass; where the optimizer's state is dealt out, weights return."""
+    """Gradients are reduced beside the last backward pass; where the optimizer's state is dealt out, weights return."""
     kind = "reduce_scatter" if layout.data in ("zero2", "sharded_ddp") else "all_reduce"
     num_bytes = trained * stack.gradient
     one = collective_s(hardware, kind, group, num_bytes, stack.network)

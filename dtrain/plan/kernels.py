@@ -12,10 +12,10 @@ import math
 
 from dtrain.hardware import Hardware
 
-# Tiles that cuBLAS chooses among, with the share of the best rate that each reaches: a smaller tile reads its inputs more
-# often. Hopper's sizes are those that appear in the kernels' names on the H200; with them the rates of 225 products of
-# transformer shapes there come out with a mean error of 5% (benchmarks/results/probe-h200.json). Before Hopper there
-# were only powers of two.
+# Tiles that cuBLAS chooses among, with the share of the best rate that each reaches: a smaller tile reads its inputs
+# more often. Hopper's sizes are those that appear in the kernels' names on the H200; with them the rates of 225
+# products of transformer shapes there come out with a mean error of 5% (benchmarks/results/probe-h200.json). Before
+# Hopper there were only powers of two.
 SMALL = ((128, 128, 0.95), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.65))
 TILES = {
     "ampere": ((256, 128, 1.0), (128, 256, 1.0), *SMALL),
@@ -31,8 +31,8 @@ SPLITS = (1, 2, 3, 4, 6, 8)  # ways to cut the inner dimension where there are t
 
 # The share of the 16-bit peak at which attention kernels multiply, by the GPU's generation; exponentials come on top.
 # cudnn: measured on the H200 with torch 2.11 (11 shapes). flash2 and flash1: what arXiv 2307.08691 shows for a causal
-# forward and backward pass of 16k tokens with heads of 128 (189 and about 95 TFLOP/s on an A100, 335 and about 160 on an
-# H100), less the exponentials.
+# forward and backward pass of 16k tokens with heads of 128 (189 and about 95 TFLOP/s on an A100, 335 and about 160 on
+# an H100), less the exponentials.
 ATTENTION = {
     "cudnn": {"ampere": 0.75, "hopper": 0.89},
     "flash2": {"ampere": 0.75, "hopper": 0.44},
@@ -54,7 +54,7 @@ def generation(hardware: Hardware) -> str:
     return "hopper" if hardware.peak_bf16_tflops > 500 else "ampere"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def filled(kind: str, rows: int, inner: int, cols: int, count: int, num_sms: int) -> float:
     """Share of the best rate that a product reaches for its shape, under the tile and the split that suit it best."""
     best = 0.0

@@ -61,13 +61,13 @@ STACKS = {
     for stack in (
         EAGER,
         COMPILED,
-        # Fused softmax, bias and dropout. Weights and gradients are 16-bit: a sum reads two and writes one. Gradients are
-        # reduced after the last backward pass (arXiv 2104.04473).
+        # Fused softmax, bias and dropout. Weights and gradients are 16-bit: a sum reads two and writes one. Gradients
+        # are reduced after the last backward pass (arXiv 2104.04473).
         MEGATRON,
         replace(MEGATRON, name="megatron-2020"),
         replace(MEGATRON, name="megatron-deepspeed"),
-        # ZeRO-3 of 2021 gathers weight by weight, 12 of a GPT layer, one after the other. Its rings reach a third of what
-        # NCCL's do: 47 to 64 of 188 GB/s by DeepSpeed's own report on 256 to 1,024 A100 (benchmarks/planner/data/
+        # ZeRO-3 of 2021 gathers weight by weight, 12 of a GPT layer, one after the other. Its rings reach a third of
+        # what NCCL's do: 47 to 64 of 188 GB/s by DeepSpeed's own report on 256 to 1,024 A100 (benchmarks/planner/data/
         # deepspeed_azure.csv).
         replace(MEGATRON, name="deepspeed-2021", sharded_head=False, collectives_per_layer=12, network=0.3),
         # FSDP1 joins a layer's gradients in one flat tensor (4), which becomes float32 (6), in every pass

@@ -21,7 +21,6 @@ from dtrain.plan.update import optimizer_items
 from dtrain.plan.work import HALF, Pass, block, head
 from dtrain.strategies.rules import stages_of_rank
 
-
 CALLS = 3  # host time of a collective, in launches: events before and behind it, and the call itself
 
 

@@ -1,4 +1,4 @@
-"""What one GPU computes in a pass over a micro-batch: the products, attention and memory traffic of a block and of the ends.
+"""What one GPU computes in a pass over a micro-batch: products, attention and memory traffic of a block and the ends.
 
 Bytes are counted operation by operation, from what each reads and writes for an element of the residual stream. The
 counts were checked on an H200 by profiling GPT-2 124M, GPT-2 1.5B and Llama 1B, eager and compiled
@@ -18,10 +18,11 @@ from dtrain.plan.stacks import Stack
 
 HALF = 2  # bytes of a 16-bit element
 
-# GB/s that one multiprocessor moves in the kernels between products, where memory would give more: eager kernels are many
-# and small, some walk memory in strides (transposing copies, sums over the batch). From the profiles on the H200: eager
-# ones reach about 67% of a large copy's rate (450 bytes of time for each element of GPT-2 where 297 are counted, 702 for
-# 455 of Llama's), compiled ones 85% (190 for 160). A slower memory is easier to fill: 81% of an A100's by eager ones.
+# GB/s that one multiprocessor moves in the kernels between products, where memory would give more: eager kernels are
+# many and small, some walk memory in strides (transposing copies, sums over the batch). From the profiles on the H200:
+# eager ones reach about 67% of a large copy's rate (450 bytes of time for each element of GPT-2 where 297 are counted,
+# 702 for 455 of Llama's), compiled ones 85% (190 for 160). A slower memory is easier to fill: 81% of an A100's by
+# eager ones.
 PER_SM = {"eager": 70.0, "fused": 70.0, "compiled": 180.0}
 
 
@@ -110,7 +111,9 @@ def block(
     """(forward, backward) of one block over `batch` samples on one of `tp` tensor ranks; elements of `size` bytes."""
     tokens = batch * shape.seq_len
     linears = [(x.ins, x.outs // tp) if x.column else (x.ins // tp, x.outs) for x in block_linears(shape)]
-    products = [sum(parts) for parts in zip(*(linear_s(hardware, stack, tokens, *x, size) for x in linears))]
+    products = [
+        sum(parts) for parts in zip(*(linear_s(hardware, stack, tokens, *x, size) for x in linears), strict=True)
+    ]
     heads, length = shape.num_heads // tp, shape.seq_len
     if stack.attention == "scores" or size == 4:
         attention = scores_s(hardware, stack, batch * heads, length, shape.head_dim, size)
