@@ -66,11 +66,12 @@ def compute_items(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack
 
     layers, work = max(works, key=lambda pair: seconds(*pair))
     n, slower = layout.micro_batches, hardware.calibration or 1.0
+    each = "{} passes × {} blocks and the ends: {:.3f} ms a pass"
     waiting = seconds(layers, work) - work.gpu_s - tensor * layers
     items = [
-        Item("compute", "matrix products", n * work.products * slower, "{} passes × {:.3f} ms", (n, work.products * 1e3)),
-        Item("compute", "attention", n * work.attention * slower, "{} passes × {:.3f} ms", (n, work.attention * 1e3)),
-        Item("compute", "memory traffic", n * work.moved * slower, "{} passes × {:.3f} ms", (n, work.moved * 1e3)),
+        Item("compute", "matrix products", n * work.products * slower, each, (n, layers, work.products * 1e3)),
+        Item("compute", "attention", n * work.attention * slower, each, (n, layers, work.attention * 1e3)),
+        Item("compute", "norms, activations, casts, loss", n * work.moved * slower, each, (n, layers, work.moved * 1e3)),
         Item(
             "compute", "waiting for launches", n * waiting * slower,
             "{} passes × ({:.0f} kernels × {:.1f} µs, less what hides them)", (n, work.kernels, launch * 1e6),

@@ -59,19 +59,19 @@ class Pass:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a group of operations reads and writes for each token, forward and backward, and the host's launches."""
+    """Bytes that operations read and write for each token, forward and backward, and how often the host launches."""
 
     forward: float
     backward: float
-    forward_kernels: int
-    backward_kernels: int
+    forward_launches: int
+    backward_launches: int
 
 
 def block_traffic(shape: Transformer, stack: Stack, tp: int, sequence_parallel: bool) -> Traffic:
     """Of all that is neither product nor attention in one block: norms, residual sums, activation, casts, biases.
 
-    r: bytes of the residual stream's element, e: of a 16-bit one. Tensor ranks share what lies inside attention and MLP;
-    what lies between is whole on each of them, unless it is cut along the sequence.
+    r: bytes of the residual stream's element, e: of a 16-bit one. Tensor ranks share what lies inside attention and
+    MLP; what lies between is whole on each of them, unless it is cut along the sequence.
     """
     r, e = stack.stream, HALF
     between = shape.dim / (tp if sequence_parallel else 1)
@@ -111,9 +111,8 @@ def block(
     """(forward, backward) of one block over `batch` samples on one of `tp` tensor ranks; elements of `size` bytes."""
     tokens = batch * shape.seq_len
     linears = [(x.ins, x.outs // tp) if x.column else (x.ins // tp, x.outs) for x in block_linears(shape)]
-    products = [
-        sum(parts) for parts in zip(*(linear_s(hardware, stack, tokens, *x, size) for x in linears), strict=True)
-    ]
+    each = [linear_s(hardware, stack, tokens, *sizes, size, frozen=bool(shape.lora_rank)) for sizes in linears]
+    products = [sum(seconds) for seconds in zip(*each, strict=True)]
     heads, length = shape.num_heads // tp, shape.seq_len
     if stack.attention == "scores" or size == 4:
         attention = scores_s(hardware, stack, batch * heads, length, shape.head_dim, size)
@@ -125,20 +124,29 @@ def block(
     return (
         Pass(
             products[0], attention[0], kernels_s(hardware, stack.kernels, tokens * traffic.forward),
-            len(linears) + kernels[0] + traffic.forward_kernels,
+            len(linears) + kernels[0] + traffic.forward_launches,
         ),
         Pass(
             products[1], attention[1], kernels_s(hardware, stack.kernels, tokens * traffic.backward),
-            2 * len(linears) + kernels[1] + traffic.backward_kernels,
+            2 * len(linears) + kernels[1] + traffic.backward_launches,
         ),
     )  # fmt: skip
 
 
-def linear_s(hardware: Hardware, stack: Stack, tokens: int, ins: int, outs: int, size: int) -> tuple[float, float]:
-    """Seconds of a linear layer's (forward, backward): one product, and one each for inputs' and weights' gradients."""
+def linear_s(
+    hardware: Hardware, stack: Stack, tokens: int, ins: int, outs: int, size: int, frozen: bool = False
+) -> tuple[float, float]:
+    """Seconds of a linear layer's (forward, backward): one product, and one each for inputs' and weights' gradients.
+
+    A frozen layer's weights have none; the two thin products of an adapter beside it read and write as much as an
+    activation does, forward once and backward twice.
+    """
     forward = product_s(hardware, tokens, ins, outs, size=size)
-    backward = product_s(hardware, tokens, outs, ins, size=size) + product_s(hardware, ins, tokens, outs, size=size)
-    return forward / stack.matmul, backward / stack.matmul
+    backward = product_s(hardware, tokens, outs, ins, size=size)
+    if frozen:
+        thin = moved_s(hardware, float(size) * tokens * (ins + 2 * outs))
+        return forward / stack.matmul + thin, backward / stack.matmul + 2 * thin
+    return forward / stack.matmul, (backward + product_s(hardware, ins, tokens, outs, size=size)) / stack.matmul
 
 
 def scores_s(
@@ -163,9 +171,9 @@ def scores_s(
 def head(shape: Transformer, hardware: Hardware, stack: Stack, batch: int, ways: int, size: int) -> tuple[Pass, Pass]:
     """(forward, backward) of the last norm, the logits and the loss, over a vocabulary that is cut `ways` ways.
 
-    The logits become float32 (6 bytes), a softmax reads them twice and writes (12); its gradient reads two and writes one
-    (12), and 16 bits come back (6). Compiled, 16-bit logits are read twice, and their gradient written. Megatron's loss
-    over a cut vocabulary has four more passes over float32.
+    The logits become float32 (6 bytes), a softmax reads them twice and writes (12); its gradient reads two and writes
+    one (12), and 16 bits come back (6). Compiled, 16-bit logits are read twice, and their gradient written. Megatron's
+    loss over a cut vocabulary has four more passes over float32.
     """
     tokens = max(1, round(batch * shape.seq_len * shape.asked))
     rows = shape.vocab_size // ways
