@@ -68,7 +68,7 @@ def predicted(config: Mapping[str, Any], typed: Collection[str], task: Task, mos
 
 
 def idle_allowed(found: list[Prediction]) -> float:
-    """How long a pipeline may wait and still come near the best layout without one, which computes as long and talks."""
+    """How long a pipeline may wait and still come near the best layout without one, which computes as long."""
     timed = [p for p in found if p.fits is not False and p.step_s]
     best = min(timed, key=seconds, default=None)
     if best is None or best.time is None:
