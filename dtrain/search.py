@@ -296,11 +296,13 @@ class Search:
             return None
         run_dir, status = record.run_dir, record.status
         if process is not None and process.returncode == BAD_CONFIG:
-            self.study.tell(number, state=TrialState.FAIL)
-            return BAD_CONFIG  # its message is on the screen; the next trial would get the same one
-        if record.is_live:
+            self.study.tell(number, state=TrialState.FAIL)  # its message is on the screen
+            if not sweeps.points(self.folder):
+                return BAD_CONFIG  # none was accepted yet: the next trial would get the same one
+            print(f"trial {number}: refused", flush=True)  # e.g. a micro-batch that cannot fit
+        elif record.is_live:
             return None
-        if status == "done":
+        elif status == "done":
             value = read_summary(run_dir).get(self.words["metric"])
             if isinstance(value, (int, float)) and math.isfinite(value):
                 self.study.tell(number, float(value))

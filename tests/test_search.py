@@ -112,6 +112,14 @@ def test_a_setting_that_every_trial_would_refuse_ends_the_search(tmp_path: Path)
     assert done.stdout.count("trial ") == 1
 
 
+def test_a_point_that_is_refused_is_a_trial_that_came_to_nothing(tmp_path: Path) -> None:
+    """Once others were accepted: a search over sizes may go where a model does not fit."""
+    done = search(tmp_path, "trials=2", "train.global_batch_size=choice(7,8)", "cluster.processes=2")
+    states = [trial.state.name for folder in tmp_path.glob("multirun/*/*-search") for trial in trials_of(folder)]
+    assert states == ["COMPLETE", "FAIL"], f"seed 0 draws 8, then 7\n{done.stdout}{done.stderr}"
+    assert done.returncode == 0 and "trial 1: refused" in done.stdout and "best: trial 0" in done.stdout
+
+
 def test_on_slurm_it_goes_on_without_the_terminal(tmp_path: Path, cluster: slurm.Cluster) -> None:
     where = ["cluster=slurm", "cluster.gpus_per_node=0", "preflight=off"]
     done = search(tmp_path, "trials=2", "parallel=2", *where, env=cluster.client_env())
