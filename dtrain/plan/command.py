@@ -109,7 +109,6 @@ def seconds(name: str, text: str) -> float:
 
 def answer(question: Any, options: Options) -> int:
     """Print what was asked."""
-    from dtrain.plan import questions
     from dtrain.plan.predict import task_of
     from dtrain.plan.search import search
 
@@ -118,6 +117,8 @@ def answer(question: Any, options: Options) -> int:
     if task is None:
         raise unknown(config)
     if options.gpus_for or options.largest_model or options.largest_micro_batch:
+        from dtrain.plan import questions
+
         if options.gpus_for:
             found = questions.gpus_for(question, options.gpus_for, options.tokens)
         elif options.largest_model:
