@@ -10,7 +10,7 @@ from dtrain.plan.work import Pass, kernels_s
 
 # A batch norm reads its input twice (statistics, then values) and writes once; the activation reads and writes; all
 # that twice as much backward. Ours computes norms in float32 (dtrain/models/batchnorm.py), eager in several kernels.
-NORM_BYTES = {"eager": (30.0, 60.0), "compiled": (14.0, 26.0), "fused": (10.0, 20.0)}
+NORM_BYTES = {"eager": (16.0, 34.0), "compiled": (12.0, 24.0), "fused": (12.0, 20.0)}
 
 
 def network(shape: Convolutions, hardware: Hardware, stack: Stack, batch: int, size: int) -> tuple[Pass, Pass]:
@@ -36,6 +36,6 @@ def convolution(
     there, back = NORM_BYTES[stack.kernels] if layer.norm else (2.0 * size, 3.0 * size)
     numbers = float(batch * layer.outputs)
     return (
-        Pass(forward, 0.0, kernels_s(hardware, stack.kernels, numbers * there), 6),
-        Pass(inputs + weights, 0.0, kernels_s(hardware, stack.kernels, numbers * back), 12),
+        Pass(forward, 0.0, kernels_s(hardware, stack.kernels, numbers * there), 8),
+        Pass(inputs + weights, 0.0, kernels_s(hardware, stack.kernels, numbers * back), 8),
     )

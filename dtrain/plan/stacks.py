@@ -26,10 +26,11 @@ class Stack:
     gradient: int = 4  # bytes of an element of a gradient when it is reduced
     overlap: bool = True  # communication of data ranks runs beside computation
     launch: float = 1.0  # host time of a kernel, in hardware.launch_us
-    # further launches' worth of host time a block and pass: for the hooks that gather, reduce and free around it, and
-    # where it is computed again
+    # launches' worth of host time for a block beside its kernels: in every pass for the hooks around it; where it is
+    # computed again; and once a step, for clipping, update and clearing of its weights
     hooks: float = 0.0
     again: float = 0.0
+    update: float = 0.0
     matmul: float = 1.0  # share of hardware.matmul_tflops that its library reaches
     collectives_per_layer: int = 1  # gathers of one layer's weights in one pass: 1, or one for each weight
     network: float = 1.0  # share of a collective's rate across nodes that it reaches
@@ -38,10 +39,12 @@ class Stack:
 
 
 # Launches of ours were measured on the H200 where the batch is so small that the host is the limit: GPT-2 124M with 8
-# samples, 1.5B with 4, Llama 1B with 2 (benchmarks/results/planner-h200.json).
-EAGER = Stack("eager", again=30.0)
+# samples in one and in four passes, 1.5B with 4, Llama 1B with 2 (benchmarks/results/planner-h200.json). Runs of one
+# layout differ by 10 to 15% there.
+EAGER = Stack("eager", again=50.0)
 COMPILED = replace(EAGER, name="compiled", kernels="compiled")
-HOOKS = {"fsdp": 150.0, "grad_op": 150.0, "zero1": 20.0, "zero2": 170.0, "zero3": 570.0}
+HOOKS = {"fsdp": 82.0, "grad_op": 82.0, "zero1": 20.0, "zero2": 117.0, "zero3": 390.0}
+UPDATE = {"fsdp": 112.0, "grad_op": 112.0, "zero1": 57.0, "zero2": 127.0, "zero3": 250.0}
 
 MEGATRON = Stack(
     "megatron-2021",
@@ -85,9 +88,10 @@ STACKS = {
 
 def stack_of(layout: Layout) -> Stack:
     """Our own software, as the layout runs it."""
-    stack = replace(COMPILED if layout.compile else EAGER, hooks=HOOKS.get(layout.data, 0.0))
+    base = COMPILED if layout.compile else EAGER
+    stack = replace(base, hooks=HOOKS.get(layout.data, 0.0), update=UPDATE.get(layout.data, 47.0))
     if layout.data.startswith("zero"):  # 16-bit weights and gradients beside float32 masters
-        return replace(stack, casts=4.0, sums=6.0, gradient=2, again=200.0 if layout.data == "zero3" else stack.again)
+        return replace(stack, casts=4.0, sums=6.0, gradient=2, again=160.0 if layout.data == "zero3" else stack.again)
     if layout.data in ("fsdp", "grad_op"):  # copies into and out of what is gathered, and what is reduced
         return replace(stack, casts=18.0)
     return stack

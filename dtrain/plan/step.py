@@ -10,11 +10,11 @@ from __future__ import annotations
 from dtrain.hardware import Hardware
 from dtrain.plan.collectives import Group, collective_s, send_s
 from dtrain.plan.convolutions import network
-from dtrain.plan.counts import held_parameters, parts, stages, trained_parameters
+from dtrain.plan.counts import Stage, held_parameters, parts, stages, trained_parameters
 from dtrain.plan.exchange import Passes, Unit, data_items
 from dtrain.plan.kernels import moved_s
 from dtrain.plan.layout import Layout
-from dtrain.plan.ledger import Item
+from dtrain.plan.ledger import Item, total
 from dtrain.plan.shape import Convolutions, Shape, Transformer
 from dtrain.plan.stacks import Stack, stack_of
 from dtrain.plan.update import optimizer_items
@@ -27,13 +27,14 @@ CALLS = 3  # host time of a collective, in launches: events before and behind it
 def step_time(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack | None = None) -> list[Item]:
     """Seconds of one step, in parts that add up."""
     stack = stack or stack_of(layout)
-    items = compute_items(shape, layout, hardware, stack)
+    trained = rank_parameters(shape, layout)
+    update = optimizer_items(layout, hardware, trained)
+    items = compute_items(shape, layout, hardware, stack, total(update))
     if layout.pp > 1:
-        items += pipeline_items(shape, layout, hardware, stack, sum(item.value for item in items))
-    owned, trained = rank_parameters(shape, layout)
+        items += pipeline_items(shape, layout, hardware, stack, total(items))
     if layout.dp > 1:
         items += data_items(layout, hardware, stack, passes_of(shape, layout, hardware, stack), trained)
-    return items + optimizer_items(layout, hardware, stack, owned)
+    return items + update
 
 
 def size_of(layout: Layout) -> int:
@@ -50,33 +51,38 @@ def again(layout: Layout) -> float:
 # ---- what a rank computes ------------------------------------------------------------------------------------
 
 
-def compute_items(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) -> list[Item]:
-    """The passes of one step on the slowest rank, with the messages between tensor ranks in them."""
-    works = rank_works(shape, layout, hardware, stack)
+def compute_items(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack, update_s: float) -> list[Item]:
+    """The passes of one step on the slowest rank, with the messages between tensor ranks in them.
+
+    `update_s` is the GPU's part of the update: the host prepares that, too; over a whole step one waits for the other.
+    """
     tensor = tensor_s(shape, layout, hardware, stack) if isinstance(shape, Transformer) else 0.0
     launch = (hardware.launch_us or 0.0) * 1e-6 * stack.launch
-
     calls = CALLS * (4 + 2 * again(layout)) if layout.tp > 1 else 0.0  # of the host, for a block's collectives
+    n, slower = layout.micro_batches, hardware.calibration or 1.0
 
-    def host_s(layers: int, work: Pass) -> float:
-        return (work.kernels + calls * layers) * launch
+    def gpu_s(layers: int, work: Pass) -> float:
+        return n * (work.gpu_s * slower + tensor * layers) + update_s
+
+    def launches(layers: int, work: Pass) -> float:
+        return n * (work.kernels + calls * layers) + stack.update * layers
 
     def seconds(layers: int, work: Pass) -> float:
-        return longer(work.gpu_s + tensor * layers, host_s(layers, work))
+        return longer(gpu_s(layers, work), launches(layers, work) * launch)
 
-    layers, work = max(works, key=lambda pair: seconds(*pair))
-    n, slower = layout.micro_batches, hardware.calibration or 1.0
+    layers, work = max(rank_works(shape, layout, hardware, stack), key=lambda rank: seconds(*rank))
     each = "{} passes × {} blocks and the ends: {:.3f} ms a pass"
-    waiting = seconds(layers, work) - work.gpu_s - tensor * layers
+    waiting = seconds(layers, work) - gpu_s(layers, work)
     items = [
-        Item("compute", "matrix products", n * work.products * slower, each, (n, layers, work.products * 1e3)),
-        Item("compute", "attention", n * work.attention * slower, each, (n, layers, work.attention * 1e3)),
-        Item("compute", "norms, activations, casts, loss", n * work.moved * slower, each, (n, layers, work.moved * 1e3)),
-        Item(
-            "compute", "waiting for launches", n * waiting * slower,
-            "{} passes × ({:.0f} kernels × {:.1f} µs, less what hides them)", (n, work.kernels, launch * 1e6),
-        ),
+        Item("compute", name, n * value * slower, each, (n, layers, value * slower * 1e3))
+        for name, value in (
+            ("matrix products", work.products), ("attention", work.attention),
+            ("norms, activations, casts, loss", work.moved),
+        )
     ]  # fmt: skip
+    hidden = "{:.0f} launches × {:.1f} µs, less what the GPU's {:.1f} ms hide"
+    numbers = (launches(layers, work), launch * 1e6, gpu_s(layers, work) * 1e3)
+    items.append(Item("compute", "waiting for the host", waiting, hidden, numbers))
     if layout.tp > 1:
         formula = "{} passes × {} blocks × {:.3f} ms"
         items.append(Item("communication", "tensor ranks", n * layers * tensor, formula, (n, layers, tensor * 1e3)))
@@ -100,7 +106,7 @@ def rank_works(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) -
         one = (
             forward + backward + forward * again(layout) + weights_pass(held_parameters(shape), layout, hardware, stack)
         )
-        return [(len(shape.layers), one)]
+        return [(units(shape), one + Pass(kernels=stack.hooks * units(shape)))]
     forward, backward = block(shape, hardware, stack, batch, layout.tp, layout.sequence_parallel, size)
     ways = layout.tp if layout.loss_parallel or stack.sharded_head else 1
     first, last = head(shape, hardware, stack, batch, ways, size)
@@ -117,6 +123,11 @@ def rank_works(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) -
     return works
 
 
+def units(shape: Convolutions) -> int:
+    """Blocks that are gathered, or computed again, at a time; a network without any is one."""
+    return max(layer.unit for layer in shape.layers) + 1 or 1
+
+
 def weights_pass(parameters: float, layout: Layout, hardware: Hardware, stack: Stack) -> Pass:
     """What a pass moves for each parameter beside the products: casts, and sums of gradients over several passes."""
     if layout.precision == "fp32":
@@ -126,7 +137,7 @@ def weights_pass(parameters: float, layout: Layout, hardware: Hardware, stack: S
     return Pass(moved=moved_s(hardware, parameters * num_bytes))
 
 
-def stages_of(shape: Transformer, layout: Layout, rank: int) -> tuple:
+def stages_of(shape: Transformer, layout: Layout, rank: int) -> tuple[Stage, ...]:
     """The stages that a pipeline rank holds."""
     if layout.pp == 1:
         return stages(shape, 1, layout.tp, layout.loss_parallel)
@@ -135,13 +146,12 @@ def stages_of(shape: Transformer, layout: Layout, rank: int) -> tuple:
     return tuple(cut[i] for i in ids)
 
 
-def rank_parameters(shape: Shape, layout: Layout) -> tuple[float, float]:
-    """(held, trained) parameters of the fullest rank, before data ranks share them."""
+def rank_parameters(shape: Shape, layout: Layout) -> float:
+    """Trained parameters of the fullest rank, before data ranks share them."""
     if isinstance(shape, Convolutions):
-        return held_parameters(shape), held_parameters(shape)
+        return held_parameters(shape)
     held = max(sum(stage.parameters for stage in stages_of(shape, layout, rank)) for rank in range(layout.pp))
-    share = trained_parameters(shape) / held_parameters(shape)
-    return held * share, held * share
+    return held * trained_parameters(shape) / held_parameters(shape)
 
 
 def passes_of(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) -> Passes:
@@ -149,7 +159,7 @@ def passes_of(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) ->
     size, batch = size_of(layout), layout.micro_batch_size
     if isinstance(shape, Convolutions):
         forward, backward = network(shape, hardware, stack, batch, size)
-        count = max(layer.unit for layer in shape.layers) + 1 or 1
+        count = units(shape)
         each = Unit(held_parameters(shape) / count, forward.gpu_s / count, backward.gpu_s / count)
         return Passes(each, count, 0.0)
     forward, backward = block(shape, hardware, stack, batch, layout.tp, layout.sequence_parallel, size)

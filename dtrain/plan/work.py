@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dtrain.hardware import Hardware
 from dtrain.plan.counts import block_linears
-from dtrain.plan.kernels import attention_s, moved_s, product_s
+from dtrain.plan.kernels import attention_s, matmul_flops, moved_s, product_s
 from dtrain.plan.shape import Transformer
 from dtrain.plan.stacks import Stack
 
@@ -100,7 +100,7 @@ def block_traffic(shape: Transformer, stack: Stack, tp: int, sequence_parallel: 
         gradients = inputs * cast + (inputs - 2) * 3 * r  # each linear layer's input gradient cast, and summed
         backward = (2 * 5 * r + 2 * cast + 2 * 3 * r + gradients + drop[1]) * between + gate[1] * hidden
         backward += turned[1] * keys + biases + (16 * e * inside if shape.fused_qkv else 0)
-        counts = (70, 54)
+        counts = (42, 32)
     return Traffic(forward, backward, *counts)
 
 
@@ -114,9 +114,13 @@ def block(
     each = [linear_s(hardware, stack, tokens, *sizes, size, frozen=bool(shape.lora_rank)) for sizes in linears]
     products = [sum(seconds) for seconds in zip(*each, strict=True)]
     heads, length = shape.num_heads // tp, shape.seq_len
-    if stack.attention == "scores" or size == 4:
+    if stack.attention == "scores":
         attention = scores_s(hardware, stack, batch * heads, length, shape.head_dim, size)
         kernels = (5, 10)
+    elif size == 4:  # a kernel without tensor cores, which does not write its scores either
+        product = 2.0 * batch * heads * length**2 * shape.head_dim * (0.5 if shape.causal else 1.0)
+        attention = 2 * product / matmul_flops(hardware, size), 5 * product / matmul_flops(hardware, size)
+        kernels = (1, 3)
     else:
         attention = attention_s(hardware, stack.attention, batch, heads, length, shape.head_dim, shape.causal)
         kernels = (1, 3)
