@@ -28,11 +28,12 @@ Settings are those of a launch, a recipe=NAME, too. What is typed stays; what is
   --gpus-for TIME           how many GPUs would do it in 3d, 12h, 90m ...
   --largest-model           the largest model of this family that fits here
   --largest-micro-batch     the most samples a pass that fit, by strategy and checkpointing
+  --config-dir DIR          files of your own beside conf/, e.g. DIR/hardware/mine.yaml for hardware=mine
 
 Exit codes: 0 there is a plan (that may say: does not fit), 2 bad configuration."""
 
 FLAGS = ("--json", "--all", "--explain", "--largest-model", "--largest-micro-batch")
-VALUES = ("--tokens", "--gpus-for")
+VALUES = ("--tokens", "--gpus-for", "--config-dir")
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
@@ -49,6 +50,7 @@ class Options:
     largest_micro_batch: bool = False
     tokens: float | None = None
     gpus_for: float | None = None  # seconds
+    config_dir: str | None = None
 
 
 def main(argv: list[str]) -> int:
@@ -63,7 +65,7 @@ def main(argv: list[str]) -> int:
     options = read_options(argv)
     from dtrain.plan import settings  # Hydra takes 0.2 s, and a mistyped option needs none of it
 
-    question = settings.compose(options.words)
+    question = settings.compose(options.words, options.config_dir)
     return answer(question, options)
 
 
@@ -81,7 +83,7 @@ def read_options(argv: Sequence[str]) -> Options:
         elif name in VALUES:
             if not equals:
                 value = words.pop(0) if words else ""
-            read = tokens if name == "--tokens" else seconds
+            read = {"--tokens": tokens, "--gpus-for": seconds, "--config-dir": lambda _, text: text}[name]
             setattr(options, name[2:].replace("-", "_"), read(name, value))
         else:
             near = difflib.get_close_matches(name.lower(), (*FLAGS, *VALUES), 1, 0.5)
@@ -213,7 +215,8 @@ def launch_command(question: Any, prediction: Any) -> str:
         if (key := word.partition("=")[0].lstrip("+")) not in said and not key.startswith("strategy")
     ]
     typed = [w for w in question.words if w.startswith("strategy.") and w.partition("=")[0] not in said]
-    return f"{LAUNCH} {shlex.join([*kept, *chosen, *others_of(typed, prediction)])}"
+    folder = ["--config-dir", question.config_dir] if question.config_dir else []
+    return f"{LAUNCH} {shlex.join([*folder, *kept, *chosen, *others_of(typed, prediction)])}"
 
 
 def others_of(typed: Sequence[str], prediction: Any) -> list[str]:

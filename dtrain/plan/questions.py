@@ -11,7 +11,7 @@ from dtrain.config import world_size
 from dtrain.explain import options_of
 from dtrain.plan.layout import Layout
 from dtrain.plan.predict import GIB, Prediction, Task, predict_layout, task_of, with_time
-from dtrain.plan.recommend import name
+from dtrain.plan.recommend import extras, name
 from dtrain.plan.search import CHECKPOINTING, candidates, rank, search
 from dtrain.plan.settings import Question, model_section
 from dtrain.plan.shape import Transformer, num_parameters
@@ -114,7 +114,7 @@ def summary(prediction: Prediction | None) -> dict[str, Any]:
     if prediction is None:
         return {"layout": "nothing fits", "step_s": None, "run_s": None, "gpu_hours": None, "cost": None, "mfu": None}
     return {
-        "layout": f"{name(prediction.layout)}, micro-batch {prediction.layout.micro_batch_size}",
+        "layout": f"{name(prediction.layout)}, micro-batch {prediction.layout.micro_batch_size}{extras(prediction)}",
         "step_s": prediction.step_s,
         "run_s": prediction.run_s,
         "gpu_hours": prediction.gpu_hours,

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dtrain import validate
-from dtrain.arguments import built_in, offer_own, prepare_arguments
+from dtrain.arguments import built_in, offer_own, prepare_arguments, quote
 from dtrain.config import CONF, bad, flatten, gpus_per_node, ranks_per_node
 from dtrain.explain import GROUPS, explain, options_of
 from dtrain.mesh import MeshSizes
@@ -41,6 +41,7 @@ class Question:
     typed: frozenset[str]
     words: list[str]  # as they were typed, to be typed again for a launch
     notes: list[str] = field(default_factory=list)
+    config_dir: str | None = None  # a folder of the user's own beside conf/
 
     @property
     def is_one_layout(self) -> bool:
@@ -54,8 +55,11 @@ class Question:
         return all(degree in self.typed for degree in degrees)
 
 
-def compose(words: list[str]) -> Question:
-    """The settings that the words describe, checked for all that matters to a plan."""
+def compose(words: list[str], config_dir: str | None = None) -> Question:
+    """The settings that the words describe, checked for all that matters to a plan.
+
+    config_dir: a folder of one's own with hardware/NAME.yaml or the like, as the launcher's --config-dir.
+    """
     given = dict(word.split("=", 1) for word in words if "=" in word)
     typed = {key.lstrip("+") for key in given} | recipe_keys(given.get("recipe"))
     if given.get("resume"):
@@ -66,6 +70,10 @@ def compose(words: list[str]) -> Question:
     if given.get("strategy") == "auto":
         asked.remove("strategy=auto")
         typed -= {key for key in typed if key == "strategy" or (key.startswith("strategy.") and key not in given)}
+    if config_dir is not None:
+        if not Path(config_dir).expanduser().is_dir():
+            raise bad("--config-dir", config_dir, "there is no such folder", "a folder with hardware/NAME.yaml in it")
+        asked.append(f"hydra.searchpath=[{quote('file://' + str(Path(config_dir).expanduser().absolute()))}]")
     notes: list[str] = []
     if "strategy" not in typed and (wanted := [k[9:] for k in typed if k.startswith("strategy.")]):
         asked.append(f"strategy={strategy_with(wanted)}")  # so that what is typed is checked; the search looks at all
@@ -86,7 +94,7 @@ def compose(words: list[str]) -> Question:
     if implied:
         notes.append("planned for cluster=slurm; launch with the cluster that is yours")
         words = [*words, "cluster=slurm"]
-    return Question(config, frozenset(typed), words, notes)
+    return Question(config, frozenset(typed), words, notes, config_dir)
 
 
 def own_model(model: str | None) -> ValueError:

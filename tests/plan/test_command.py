@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,6 +174,16 @@ def test_no_torch_and_no_rich_are_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_hardware_file_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "hardware").mkdir()
+    text = "defaults: [h100, _self_]\ngpus_per_node: 4\nprice_per_gpu_hour: 2.5\n"
+    (tmp_path / "hardware" / "mine.yaml").write_text(text)
+    rows = planned(capsys, "model=gpt2-350m", "hardware=mine", "strategy=ddp", "--config-dir", str(tmp_path))
+    assert rows[0]["dp"] == 4 and rows[0]["cost"] == pytest.approx(2.5 * rows[0]["gpu_hours"])
+    assert f"--config-dir {tmp_path} " in rows[0]["command"]
+    assert "there is no such folder" in refused(capsys, "hardware=mine", "--config-dir", str(tmp_path / "none"))
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------
