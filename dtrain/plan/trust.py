@@ -6,18 +6,16 @@ A fault of the planner itself never stops a launch: it is a warning. DTRAIN_STRI
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from dtrain import __version__
-from dtrain.config import CONF, bad
+from dtrain.config import bad
 from dtrain.plan.predict import predict, why_not
+from dtrain.plan.settings import strategy_section, with_detected
 from dtrain.rundir import latest_checkpoint, read_json
 from dtrain.strategies.rules import shared_gpus
 from dtrain.words import as_dict, duration, gib, number, percent, si, step_time
@@ -30,7 +28,7 @@ log = logging.getLogger("dtrain")
 
 def plan_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """plan.json: the row of `dtrain plan` for this very configuration, or the `reason` why there is none."""
-    config = with_detected(config)
+    config = with_detected(dict(config))
     plan: dict[str, Any] = {"version": __version__, "hardware": config["choices"].get("hardware")}
     plan["calibrated"] = config["hardware"].get("calibration") is not None
     if why := config["choices"].get("auto"):
@@ -56,31 +54,6 @@ def plan_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def strict() -> bool:
     return os.environ.get("DTRAIN_STRICT") == "1"
-
-
-def with_detected(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """On this machine, where nobody has said what it is: the figures of the GPUs that it has."""
-    if config["choices"].get("hardware") != "unknown" or "gpus_per_node" in config["cluster"]:
-        return config
-    name = detected()
-    if name is None:
-        return config
-    return {**config, "hardware": section(name), "choices": {**config["choices"], "hardware": name}}
-
-
-@functools.cache
-def detected() -> str | None:
-    """Once a launch: in some containers another program has to be asked, which takes half a second."""
-    from dtrain.hardware import detect
-
-    return detect()
-
-
-def section(name: str) -> dict[str, Any]:
-    """conf/hardware/NAME.yaml with what it builds on, for a hardware that no word has chosen."""
-    own: Any = OmegaConf.to_container(OmegaConf.load(CONF / "hardware" / f"{name}.yaml"))
-    bases = [base for base in own.pop("defaults", []) if base != "_self_"]
-    return {key: value for base in bases for key, value in section(base).items()} | own
 
 
 def steps_to_do(config: Mapping[str, Any]) -> int:
@@ -113,7 +86,7 @@ def way_out(config: Mapping[str, Any]) -> str:
     """The smallest change that makes it fit, as words to type."""
     from dtrain.plan.fit import nearest  # 10 ms of imports that a launch that fits does not need
 
-    found = nearest(with_detected(config))
+    found = nearest(with_detected(dict(config)))
     if found is None:
         return "more GPUs, or a smaller model: no layout of these GPUs holds it"
     words, prediction = found
@@ -122,8 +95,6 @@ def way_out(config: Mapping[str, Any]) -> str:
 
 def left_out(config: Mapping[str, Any], words: list[str]) -> str:
     """Settings that somebody gave the strategy, and that the one which takes its place has not."""
-    from dtrain.plan.settings import strategy_section
-
     new = next((word.partition("=")[2] for word in words if word.startswith("strategy=")), None)
     if new is None:
         return ""
@@ -150,8 +121,8 @@ def lines(plan: Mapping[str, Any]) -> list[str]:
 
 
 def memory_text(memory: Mapping[str, Any]) -> str:
-    limit = f" of {gib(memory['limit'])}" if memory.get("limit") else ""
-    return f"{gib(memory.get('total'))}{limit} a GPU"
+    of = f" of {gib(memory['limit'])} a GPU" if memory.get("limit") else " a rank"
+    return gib(memory.get("total")) + of
 
 
 def predicted(run_dir: Path) -> dict[str, float] | None:
