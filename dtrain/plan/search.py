@@ -121,9 +121,7 @@ def fitting(
     if frame.section.get("schedule") == "gpipe" and "strategy.schedule" not in typed:  # 1f1b needs less memory
         sizes = [size for size in sizes if per_rank // size < frame.sizes.pp]
     base = base_layout(frame, config)
-    # pp - 1 slots, shorter by the stages of a rank, are empty beside one for each micro-batch
-    empty = (base.pp - 1) / base.stages_per_rank
-    sizes = [size for size in sizes if empty <= most_idle * (per_rank // size)]
+    sizes = [size for size in sizes if idle(base.pp, base.stages_per_rank, per_rank // size) <= most_idle]
     sizes = [size for size in sizes if per_rank % size == 0 and accepted(frame, config, per_rank // size)]
     if not sizes:
         return []
@@ -141,6 +139,16 @@ def fitting(
                 break
             found[size] = prediction
     return list(found.values()) or ([least] if least else [])
+
+
+def idle(pp: int, stages: int, micro_batches: int) -> float:
+    """How long a pipeline's ranks wait at least, as a part of the time in which they work.
+
+    In slots of one stage: a rank works for micro_batches × stages. It is late by pp - 1 slots; and the first micro-batch
+    must pass all pp × stages, with the others behind it.
+    """
+    works = micro_batches * stages
+    return max(works + pp - 1, pp * stages + micro_batches - 1) / works - 1
 
 
 def accepted(frame: Frame, config: Mapping[str, Any], micro_batches: int) -> bool:

@@ -13,7 +13,7 @@ from dtrain.plan import search as module
 from dtrain.plan.frames import STRATEGIES, divisors
 from dtrain.plan.layout import layout_of
 from dtrain.plan.predict import Prediction
-from dtrain.plan.search import candidates, complexity, rank, search, words
+from dtrain.plan.search import candidates, complexity, idle, rank, search, words
 from dtrain.validate import validate
 from tests.plan.questions import applied, question
 from tests.plan.test_predict import made
@@ -98,7 +98,7 @@ def test_pipelines_that_mostly_wait_are_looked_at_only_when_nothing_else_fits(mo
     config = question(*SEVEN_B).config
 
     def waits(p: Prediction) -> bool:
-        return (p.layout.pp - 1) / p.layout.stages_per_rank > p.layout.micro_batches
+        return idle(p.layout.pp, p.layout.stages_per_rank, p.layout.micro_batches) > 1
 
     assert not any(waits(p) for p in candidates(config))
     config["hardware"] = {**config["hardware"], "gpu_memory_gib": 4.0, "usable_memory_gib": 4.0}
@@ -123,6 +123,13 @@ def test_an_unknown_model_or_hardware_has_no_layouts() -> None:
 def test_a_batch_that_nobody_can_share_has_no_layouts() -> None:
     config = question(*SEVEN_B, "strategy=ddp", "train.global_batch_size=63").config
     assert search(config, {"strategy"}) == []
+
+
+def test_how_long_pipelines_wait() -> None:
+    assert idle(1, 1, 1) == 0
+    assert idle(4, 1, 8) == pytest.approx(3 / 8)  # 1f1b
+    assert idle(4, 2, 8) == pytest.approx(3 / 16)  # interleaved
+    assert idle(2, 4, 1) == 1  # one micro-batch: one rank works at a time, however many stages it has
 
 
 # ---- the order -----------------------------------------------------------------------------------------------
