@@ -144,8 +144,8 @@ def fitting(
 def idle(pp: int, stages: int, micro_batches: int) -> float:
     """How long a pipeline's ranks wait at least, as a part of the time in which they work.
 
-    In slots of one stage: a rank works for micro_batches × stages. It is late by pp - 1 slots; and the first micro-batch
-    must pass all pp × stages, with the others behind it.
+    In slots of one stage: a rank works for micro_batches × stages. It is late by pp - 1 slots; and the first
+    micro-batch must pass all pp × stages, with the others behind it.
     """
     works = micro_batches * stages
     return max(works + pp - 1, pp * stages + micro_batches - 1) / works - 1
