@@ -149,7 +149,12 @@ def one_layout(question: Any, task: Any) -> Any:
     from dtrain.plan.predict import predict_layout
     from dtrain.plan.settings import check_layout
 
-    layout = layout_of(question.config)
+    layout, strategy = layout_of(question.config), question.config["strategy"]
+    few = layout.micro_batches < layout.pp and strategy.get("schedule") == "1f1b"
+    if few and "strategy.schedule" not in question.typed:  # the launcher would refuse it, and say to use this one
+        strategy["schedule"] = "gpipe"
+        layout = layout_of(question.config)
+        question.notes.append("strategy.schedule=gpipe, as 1f1b needs as many micro-batches as ranks in a row")
     check_layout(question.config, MeshSizes(layout.pp, layout.dp, layout.tp), layout.micro_batches)
     return predict_layout(layout, task)
 

@@ -70,6 +70,14 @@ def test_data_parallel_with_its_batch_is_one_layout_and_without_it_several(capsy
     assert all(row["world_size"] == 16 for row in rows)
 
 
+def test_fewer_micro_batches_than_ranks_in_a_row_are_planned_with_gpipe(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("model=gpt2-350m", "hardware=a100-80gb", "strategy=3d", "strategy.tp=2", "strategy.pp=4")
+    words = (*words, "train.global_batch_size=8", "train.micro_batch_size=4")
+    (row,) = planned(capsys, *words)
+    assert (row["schedule"], row["micro_batches"]) == ("gpipe", 2) and "strategy.schedule=gpipe" in row["command"]
+    assert "needs at least as many micro-batches" in refused(capsys, *words, "strategy.schedule=1f1b")
+
+
 @pytest.mark.parametrize(
     ("words", "world"),
     [
