@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dtrain.config import bad
@@ -28,12 +28,14 @@ Settings are those of a launch, a recipe=NAME, too. What is typed stays; what is
   --gpus-for TIME           how many GPUs would do it in 3d, 12h, 90m ...
   --largest-model           the largest model of this family that fits here
   --largest-micro-batch     the most samples a pass that fit, by strategy and checkpointing
+  --stack NAME              time as another program would take it, to compare with published figures: megatron-2021,
+                            llm-foundry, torchtitan, ... (dtrain/plan/stacks.py); memory stays ours
   --config-dir DIR          files of your own beside conf/, e.g. DIR/hardware/mine.yaml for hardware=mine
 
 Exit codes: 0 there is a plan (that may say: does not fit), 2 bad configuration."""
 
 FLAGS = ("--json", "--all", "--explain", "--largest-model", "--largest-micro-batch")
-VALUES = ("--tokens", "--gpus-for", "--config-dir")
+VALUES = ("--tokens", "--gpus-for", "--config-dir", "--stack")
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
@@ -51,6 +53,7 @@ class Options:
     tokens: float | None = None
     gpus_for: float | None = None  # seconds
     config_dir: str | None = None
+    stack: str | None = None
 
 
 def main(argv: list[str]) -> int:
@@ -83,7 +86,7 @@ def read_options(argv: Sequence[str]) -> Options:
         elif name in VALUES:
             if not equals:
                 value = words.pop(0) if words else ""
-            read = {"--tokens": tokens, "--gpus-for": seconds, "--config-dir": lambda _, text: text}[name]
+            read = {"--tokens": tokens, "--gpus-for": seconds, "--stack": stack}.get(name, lambda _, text: text)
             setattr(options, name[2:].replace("-", "_"), read(name, value))
         else:
             near = difflib.get_close_matches(name.lower(), (*FLAGS, *VALUES), 1, 0.5)
@@ -98,6 +101,15 @@ def tokens(name: str, text: str) -> float:
     if found is None or float(found[1]) <= 0:
         raise bad(name, text, "must be a number of tokens, or of pictures", f"{name} 300B")
     return float(found[1]) * UNITS[found[2].upper()]
+
+
+def stack(name: str, text: str) -> str:
+    """The name of a program whose steps can be timed."""
+    from dtrain.plan.stacks import STACKS
+
+    if text not in STACKS:
+        raise bad(name, text, "there is no such stack", f"{name} can be {', '.join(STACKS)}")
+    return text
 
 
 def seconds(name: str, text: str) -> float:
@@ -118,6 +130,7 @@ def answer(question: Any, options: Options) -> int:
     task = task_of(config, options.tokens)
     if task is None:
         raise unknown(config)
+    task = replace(task, stack=options.stack)
     if options.gpus_for or options.largest_model or options.largest_micro_batch:
         from dtrain.plan import questions
 
@@ -193,8 +206,6 @@ def show(question: Any, predictions: Sequence[Any], options: Options) -> None:
 
 def precision_note(best: Any) -> list[str]:
     """What 16 bits would bring, where fp32 was asked for."""
-    from dataclasses import replace
-
     from dtrain.plan.predict import predict_layout
 
     if best.layout.precision != "fp32" or not best.task.hardware.gpu or not best.step_s:

@@ -33,6 +33,7 @@ class Task:
     tokens_per_sample: int  # 1 where a sample has one target: a picture, a text to classify
     flops_per_sample: float  # forward and backward, without what checkpointing computes twice
     samples: float  # of the whole run
+    stack: str | None = None  # whose software is timed, by its name in stacks.py; None: ours
 
     @property
     def unit(self) -> str:
@@ -235,6 +236,8 @@ def with_time(prediction: Prediction) -> Prediction:
     task = prediction.task
     if prediction.time is not None or not task.hardware.matmul_tflops:
         return prediction
+    from dtrain.plan.stacks import STACKS
     from dtrain.plan.step import step_time
 
-    return replace(prediction, time=step_time(task.shape, prediction.layout, task.hardware))
+    stack = None if task.stack is None else STACKS[task.stack]
+    return replace(prediction, time=step_time(task.shape, prediction.layout, task.hardware, stack))

@@ -184,6 +184,11 @@ def test_no_torch_and_no_rich_are_imported() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_another_programs_step_is_timed_by_its_stack(capsys: pytest.CaptureFixture[str]) -> None:
+    (ours,), (theirs,) = planned(capsys, *PAPER), planned(capsys, *PAPER, "--stack", "megatron-2021")
+    assert ours["memory_gib"] == theirs["memory_gib"] and ours["step_s"] != theirs["step_s"]
+
+
 def test_a_hardware_file_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "hardware").mkdir()
     text = "defaults: [h100, _self_]\ngpus_per_node: 4\nprice_per_gpu_hour: 2.5\n"
@@ -221,6 +226,7 @@ def test_a_hardware_file_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_pat
         (("model=llama-7b", "hardware=h100", "--tokens", "many"), "--tokens 300B"),
         (("model=llama-7b", "hardware=h100", "--gpus-for=soon"), "--gpus-for 3d"),
         (("model=llama-7b", "hardware=h100", "--gpus-for"), "--gpus-for 3d"),
+        (("model=llama-7b", "hardware=h100", "--stack", "x"), "--stack can be eager, "),
         (("recipe=no-such", "hardware=h100"), "recipe"),
         (("fsdp", "hardware=h100"), "strategy=fsdp"),
     ],
