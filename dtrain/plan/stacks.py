@@ -18,6 +18,7 @@ class Stack:
     name: str
     attention: str = "cudnn"  # cudnn | flash2 | flash1 (kernels.ATTENTION) | scores: they are written to memory
     kernels: str = "eager"  # eager: one kernel an operation · fused: by hand (Megatron) · compiled: by torch.compile
+    head: str = ""  # its kernels, where they are not the blocks'
     stream: int = 4  # bytes of an element of the residual stream, and of what a norm reads and writes
     # bytes that each parameter costs beside the products: casts of weights and gradients, sums, copies
     casts: float = 12.0  # in every pass
@@ -50,7 +51,7 @@ MEGATRON = Stack(
     "megatron-2021",
     "scores",
     "fused",
-    2,
+    stream=2,
     casts=0.0,
     sums=6.0,
     dropout=True,
@@ -74,14 +75,14 @@ STACKS = {
         # deepspeed_azure.csv).
         replace(MEGATRON, name="deepspeed-2021", sharded_head=False, collectives_per_layer=12, network=0.3),
         # FSDP1 joins a layer's gradients in one flat tensor (4), which becomes float32 (6), in every pass
-        Stack("llm-foundry", "flash1", "eager", 2, casts=10.0, sums=0.0, reduce_every_pass=True),
-        Stack("torchtitan", "flash2", "compiled", 2, casts=18.0, sums=0.0),
-        Stack("torchtitan-eager", "flash2", "eager", 2, casts=18.0, sums=0.0),
+        Stack("llm-foundry", "flash1", "eager", stream=2, casts=10.0, sums=0.0, reduce_every_pass=True),
+        Stack("torchtitan", "flash2", "compiled", stream=2, casts=18.0, sums=0.0),
+        Stack("torchtitan-eager", "flash2", "eager", stream=2, casts=18.0, sums=0.0),
         # NVIDIA's own examples: mixed precision by Apex, attention's scores written
-        Stack("ngc", "scores", "fused", 2, casts=12.0, sums=0.0, dropout=True, gradient=2),
-        Stack("llm.c", "cudnn", "compiled", 2, casts=0.0, sums=6.0, gradient=2),
-        Stack("nanogpt-compile", "flash2", "compiled", 4),
-        Stack("nanogpt-eager", "scores", "eager", 4),
+        Stack("ngc", "scores", "fused", stream=2, casts=12.0, sums=0.0, dropout=True, gradient=2),
+        Stack("llm.c", "cudnn", "compiled", stream=2, casts=0.0, sums=6.0, gradient=2),
+        Stack("nanogpt-compile", "flash2", "compiled", stream=4),
+        Stack("nanogpt-eager", "scores", "eager", stream=4),
     )
 }
 
@@ -89,6 +90,8 @@ STACKS = {
 def stack_of(layout: Layout) -> Stack:
     """Our own software, as the layout runs it."""
     base = COMPILED if layout.compile else EAGER
+    if layout.compile and layout.data != "ddp":  # block by block; a block that is computed again stays as it is
+        base = EAGER if layout.activation_checkpointing == "full" else replace(COMPILED, head="eager")
     stack = replace(base, hooks=HOOKS.get(layout.data, 0.0), update=UPDATE.get(layout.data, 47.0))
     if layout.data.startswith("zero"):  # 16-bit weights and gradients beside float32 masters
         return replace(stack, casts=4.0, sums=6.0, gradient=2, again=160.0 if layout.data == "zero3" else stack.again)

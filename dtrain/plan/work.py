@@ -88,7 +88,7 @@ def block_traffic(shape: Transformer, stack: Stack, tp: int, sequence_parallel: 
         forward = 2 * (2 * r + 2 * e) * between + gate[0] * hidden + turned[0] * keys
         backward = (2 * (3 * r + 2 * e) + 2 * (r + e)) * between + gate[1] * hidden + turned[1] * keys
         backward += 6 * e * inside + biases + (2 * e * hidden if shape.biased else 0)  # q, k and v joined; sums again
-        counts = (8, 20)
+        counts = (2, 6)  # what a graph launches costs little; products and attention are counted beside
     elif stack.kernels == "fused":  # bias, dropout and residual sum are one kernel; so are bias and activation
         forward = 2 * (2 * r + 2 * r + e + drop[0] / 2) * between + gate[0] * hidden + 4 * e * inside
         backward = 2 * (5 * r + 3 * r + drop[1]) * between + gate[1] * hidden + 8 * e * inside + biases
@@ -183,9 +183,9 @@ def head(shape: Transformer, hardware: Hardware, stack: Stack, batch: int, ways:
     rows = shape.vocab_size // ways
     forward, backward = linear_s(hardware, stack, tokens, shape.dim, rows, size)
     logits = float(tokens) * rows
-    there, back = {"compiled": (4, 7), "eager": (16, 18), "fused": (34, 18)}[stack.kernels]
+    there, back = {"compiled": (4, 7), "eager": (16, 18), "fused": (34, 18)}[stack.head or stack.kernels]
     ends = float(batch * shape.seq_len * shape.dim) * stack.stream  # embedding and last norm
     return (
-        Pass(forward, 0.0, kernels_s(hardware, stack.kernels, logits * there + 4 * ends), 12),
-        Pass(backward, 0.0, kernels_s(hardware, stack.kernels, logits * back + 8 * ends), 16),
+        Pass(forward, 0.0, kernels_s(hardware, stack.head or stack.kernels, logits * there + 4 * ends), 12),
+        Pass(backward, 0.0, kernels_s(hardware, stack.head or stack.kernels, logits * back + 8 * ends), 16),
     )
