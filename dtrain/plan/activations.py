@@ -1,23 +1,29 @@
 """What the backward pass needs of the forward pass, in bytes: what autograd really saves in our models, op by op.
 
-Norms and the residual stream are float32 in every precision; products are in 2 bytes under bf16 and fp16. Saved by an
-eager block, for each token (d: dim, h: hidden_dim, kv: width of keys, e: bytes of a product's numbers):
+Norms and the residual stream are float32 in every precision; products are in 2 bytes under bf16 and fp16. An eager
+block saves for each token (d: dim, h: hidden_dim, e: bytes of a product's numbers):
 
-- a norm its input (4 d) and its statistics; a linear layer its input, cast to e bytes: each layer makes its own copy,
-  so q, k and v have three (autocast remembers casts of weights, not of activations);
-- attention queries, keys, values, its result (e (2 d + 2 kv)), and the logarithm of each row's sum (4 bytes a head);
-- the activation its input and its result; a gated one also the other factor and the product (4 h e).
+- of a norm its input (4 d) and its statistics; of a linear layer its input in e bytes: each layer casts for itself, so
+  q, k and v have three copies (autocast remembers casts of weights, not of activations);
+- of attention queries, keys, values, its result, and the logarithm of each row's sum (4 bytes a head);
+- of the activation its input and its result; a gated one has the other factor and the product, too.
 
-tests/plan/test_activations.py counts the same with torch's own hooks.
+torch.compile's partitioner keeps less: one cast for all layers that read it, the gate's activation is computed again;
+and block by block it keeps what attention gave in e bytes instead of the float32 sum with it. These lists are those of
+its graphs (torch 2.13, counted in tests/plan/test_activations.py), and the H200's figures agree to 1%.
 """
 
 from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
 
 from dtrain.plan.counts import block_linears, is_target
 from dtrain.plan.layout import Layout
 from dtrain.plan.shape import Convolutions, Transformer
 
 WIDE = 4  # bytes of a float32 number
+MIB = 2**20
 
 
 def product_bytes(precision: str) -> int:
@@ -25,43 +31,111 @@ def product_bytes(precision: str) -> int:
     return 4 if precision == "fp32" else 2
 
 
-def block_bytes(shape: Transformer, layout: Layout) -> float:
-    """Saved by one block for one token, on one tensor rank."""
-    e, d, h, kv = product_bytes(layout.precision), shape.dim, shape.hidden_dim, shape.kv_dim
-    tp = layout.tp
-    between = tp if layout.sequence_parallel else 1  # who shares what lies between the products
-    inner = e * (2 * d + 2 * kv) + WIDE * shape.num_heads  # queries, keys, values, result, log-sums
-    if shape.packed or shape.padded_mask:
-        inner += mask_bytes(shape, e)
-    inner += e * h * (4 if shape.gated else 2)
-    statistics = 2 * (8 if shape.biased else 4)  # mean and 1/std, or only that, of two norms
-    outer = 2 * WIDE * d + statistics
-    if shape.dropout:
-        outer += 2 * d  # a byte for each number that is kept or not
-    return inner / tp + outer / between + cast_bytes(shape, e) + lora_bytes(shape, e) / tp
+def allocated(size: float) -> float:
+    """What CUDA's caching allocator takes for a tensor: from 10 MiB on, pieces of 2 MiB whose rest is only given away
+    if it is more than 1 MiB (torch's kMinLargeAlloc, kRoundLarge and kSmallSize). A tensor of 25 MiB takes 26."""
+    if size < 10 * MIB:
+        return -(-size // 512) * 512
+    rest = -size % (2 * MIB)
+    return size + rest if rest <= MIB else size
 
 
-def cast_bytes(shape: Transformer, e: int) -> float:
-    """The inputs of a block's first products; those of later ones are saved by who made them. Never cut: 4 bytes once,
-    and in 2 bytes once for each layer that casts it."""
-    d = shape.dim
-    if e == WIDE:
-        return 2.0 * e * d
-    return float(e * d * ((1 if shape.fused_qkv else 3) + (2 if shape.gated else 1)))
+@dataclass(frozen=True)
+class Way:
+    """How a block is computed, as far as its memory goes."""
+
+    product: int  # bytes of a number in a product
+    graph: str  # eager | block (compiled block by block) | whole (the model as one graph)
+    tp: int = 1
+    sequence_parallel: bool = False
+    wide_inputs: bool = False  # zero3's own linear layer keeps its input as it came, in float32
 
 
-def mask_bytes(shape: Transformer, e: int) -> float:
-    """A mask becomes numbers that are added to the scores, anew in every layer: a row of them for each token."""
-    if shape.packed:  # and shared heads of keys and values are written out
-        return e * shape.seq_len + 2 * e * (shape.dim - shape.kv_dim)
-    return float(e)
+def way_of(layout: Layout) -> Way:
+    whole = layout.strategy in ("ddp", "local_sgd", "fairscale")
+    graph = "eager" if not layout.compile else "whole" if whole else "block"
+    e = product_bytes(layout.precision)
+    return Way(e, graph, layout.tp, layout.sequence_parallel, layout.data == "zero3" and e != WIDE)
 
 
-def lora_bytes(shape: Transformer, e: int) -> float:
-    """An adapter saves the thin product between its two matrices, before and after it is scaled."""
+@functools.lru_cache(maxsize=4096)
+def block_tensors(shape: Transformer, way: Way) -> tuple[tuple[str, float], ...]:
+    """What one block saves for one token on one tensor rank: names and bytes."""
+    e, d, tp, eager = way.product, shape.dim, way.tp, way.graph == "eager"
+    between = tp if way.sequence_parallel else 1  # who shares what lies between the products
+    second = e if way.graph == "block" else WIDE
+    tensors = [("residual stream", WIDE * d / between), ("residual stream after attention", second * d / between)]
+    tensors.append(("statistics of norms", 2 * (8 if shape.biased else 4) / between))
+    tensors += input_tensors(shape, way)
+    widths = [("queries, keys, values", d + 2 * shape.kv_dim)]
+    if not shape.fused_qkv:
+        widths = [("queries", d), ("keys", shape.kv_dim), ("values", shape.kv_dim)]
+    tensors += [(name, e * width / tp) for name, width in widths]
+    tensors += [("attention's result", e * d / tp), ("log-sums of attention", WIDE * shape.num_heads / tp)]
+    if shape.rotary and saves_input(shape, "attention.proj"):  # its layout is that of the turned queries
+        tensors.append(("attention's result, head by head", e * d / tp))
+    tensors += score_tensors(shape, way)
+    hidden = e * shape.hidden_dim / tp
+    tensors.append(("MLP, before its activation", hidden))
+    if shape.gated:
+        tensors.append(("MLP, the other factor", hidden))
+        if eager:
+            tensors.append(("MLP, the gate's activation", hidden))
+    if saves_input(shape, "mlp.down"):
+        tensors.append(("MLP, after its activation", hidden))
+    if shape.dropout and eager:
+        tensors += [("dropout: which stay", d / between)] * 2
+    if shape.lora_rank:
+        count = sum(is_target(shape, linear) for linear in block_linears(shape))
+        tensors.append(("adapters, between their matrices", float(count * e * shape.lora_rank)))
+    return tuple(tensors)
+
+
+def input_tensors(shape: Transformer, way: Way) -> list[tuple[str, float]]:
+    """The inputs of a block's first products, of attention and of the MLP; never cut by tensor ranks."""
+    e, d, made = way.product, shape.dim, []
+    for prefix, names in (("attention", ("qkv",) if shape.fused_qkv else ("q", "k", "v")), ("mlp", ("gate", "up"))):
+        kept = [n for n in names if saves_input(shape, f"{prefix}.{n}") and (n != "gate" or shape.gated)]
+        if way.wide_inputs:
+            made += [(f"input of {prefix}", float(WIDE * d))] if kept else []
+        elif e == WIDE or way.graph != "eager":
+            made += [(f"input of {prefix}", float(e * d))] if kept else []
+        else:
+            made += [(f"input of {prefix}.{n}", float(e * d)) for n in kept]
+    return made
+
+
+def saves_input(shape: Transformer, name: str) -> bool:
+    """A weight's gradient needs the layer's input; a frozen weight has none, but an adapter beside it does."""
     if not shape.lora_rank:
-        return 0.0
-    return float(sum(2 * e * shape.lora_rank for linear in block_linears(shape) if is_target(shape, linear)))
+        return True
+    return any(linear.name == name and is_target(shape, linear) for linear in block_linears(shape))
+
+
+def score_tensors(shape: Transformer, way: Way) -> list[tuple[str, float]]:
+    """Where attention has no kernel that forgets its scores, or reads a mask."""
+    e, tp = way.product, way.tp
+    if shape.packed:  # the mask becomes numbers to add, in every layer anew; shared heads are written out
+        return [("mask", float(e * shape.seq_len)), ("shared heads", 2.0 * e * (shape.dim - shape.kv_dim) / tp)]
+    if e == WIDE and shape.num_kv_heads < shape.num_heads:
+        # no float32 kernel knows shared heads: the softmax of all scores is kept (llama-1b on an H200: 16 GiB of 30)
+        return [("scores", WIDE * shape.num_heads * shape.seq_len / tp)]
+    return []
+
+
+@functools.lru_cache(maxsize=65536)
+def block_bytes(shape: Transformer, way: Way, tokens: int) -> tuple[float, float]:
+    """(saved by one block for so many tokens, what rounding adds to that)."""
+    sizes = [tokens * size for _, size in block_tensors(shape, way)]
+    saved = sum(sizes)
+    return saved, sum(allocated(size) for size in sizes) - saved
+
+
+def block_again_bytes(shape: Transformer, way: Way, tokens: int) -> float:
+    """The largest that one block's backward pass makes beside what was saved: gradients inside its MLP, and two of the
+    residual stream. What it has used goes as they come, so of the wide ones one more is there (gated: two)."""
+    hidden = way.product * shape.hidden_dim / way.tp * (2 if shape.gated else 1)
+    return tokens * (hidden + 2 * WIDE * shape.dim)
 
 
 def kept_layers(num_layers: int, layout: Layout) -> tuple[int, int]:
@@ -74,17 +148,35 @@ def kept_layers(num_layers: int, layout: Layout) -> tuple[int, int]:
     return num_layers, 0
 
 
-def convolution_bytes(shape: Convolutions, layout: Layout) -> tuple[float, float, float]:
+def end_bytes(shape: Transformer, way: Way, tokens: int, is_first: bool, is_last: bool) -> float:
+    """Saved outside the blocks: by the embedding's dropout and norm, by the last norm and the head's input."""
+    d, e, saved = shape.dim, way.product, 0.0
+    if is_first:
+        saved += tokens * (d if shape.dropout and way.graph == "eager" else 0)
+        if shape.kind == "bert":
+            saved += tokens * (WIDE * d + 8)
+        saved += tokens * e * shape.patch_inputs
+    if is_last:
+        asked = tokens * shape.asked
+        between = way.tp if way.sequence_parallel else 1
+        saved += asked * (WIDE * d / between + (WIDE if way.wide_inputs else e) * d)
+        if shape.kind == "bert":  # transform, GELU and norm on the asked tokens, or pooler and tanh
+            saved += asked * (3 * e * d + WIDE * d)
+    return saved
+
+
+# ---- convolutions --------------------------------------------------------------------------------------------
+
+
+def convolution_bytes(shape: Convolutions, precision: str) -> tuple[float, float, float]:
     """Of one picture: saved by all, by the largest unit alone, and by all when each unit keeps only its input.
 
     A convolution's result is saved by the norm after it, and what the activation makes of that by the activation and
     the next convolution. A pooling also saves which pixel was the largest: 8 bytes for each that comes out.
     """
-    e = product_bytes(layout.precision)
-    saved: dict[int, float] = {}
+    e, picture = product_bytes(precision), shape.image_size**2 * shape.channels
+    saved: dict[int, float] = {-1: float(e * picture)}
     inputs: dict[int, float] = {}
-    picture = shape.image_size**2 * shape.channels
-    saved[-1] = float(e * picture + (WIDE * picture if e != WIDE else 0))
     before = float(e * picture)
     for layer in shape.layers:
         out = float(e * layer.outputs)
@@ -94,7 +186,7 @@ def convolution_bytes(shape: Convolutions, layout: Layout) -> tuple[float, float
             kept += (e + 8) * layer.outputs / 4
         saved[layer.unit] = saved.get(layer.unit, 0.0) + kept
         if not layer.shortcut:
-            before = out
+            before = out / 4 if shape.pooled == "stem" and layer.unit == -1 else out
     units = [unit for unit in saved if unit != -1]
-    recomputed = saved[-1] + sum(inputs[unit] for unit in units)
-    return sum(saved.values()), max(saved[unit] for unit in units), recomputed
+    again = saved[-1] + sum(inputs[unit] for unit in units)
+    return sum(saved.values()), max(saved[unit] for unit in units), again

@@ -1,219 +1,349 @@
 """Bytes on the fullest rank at the worst moment of a step: what torch.cuda.max_memory_allocated will say.
 
-A step has three moments that can be the worst, and `memory` gives the items of the one that is:
+Weights and optimizer state are always there. What comes and goes has its worst moment at one of five, and `memory`
+gives the items of that one:
 
-- loss: the forward pass has ended; all activations, the logits and their gradient are there, few gradients;
-- last layer / first layer of the backward pass: activations leave as gradients come, so only the ends count;
-- update: all gradients and the optimizer's own temporaries, no activations.
+- scores: the forward pass computes the loss: all activations, the logits in three copies;
+- loss: the backward pass begins: all activations, the log-softmax and two gradients of it;
+- blocks: it has come to the last block: all activations, the block's own gradients, or what is computed again;
+- ends: it has come to the embedding: all gradients and one more of the table;
+- update: all gradients, the optimizer's temporaries, no activations.
 
-`reserve` says what a GPU must have beside: the driver's context, NCCL's buffers, holes between allocations.
+Between two of them activations leave as gradients come, evenly, so the middle is never the worst. `reserve` says what
+a GPU must have beside. Figures "measured" are those of benchmarks/results/planner-h200.json (torch 2.11).
 """
 
 from __future__ import annotations
 
-from dtrain.plan.activations import WIDE, block_bytes, convolution_bytes, kept_layers, product_bytes
-from dtrain.plan.counts import Stage, adapters, held_parameters, parts, stages, trained_parameters
+from dtrain.plan.activations import (
+    MIB,
+    WIDE,
+    allocated,
+    block_again_bytes,
+    block_bytes,
+    convolution_bytes,
+    end_bytes,
+    kept_layers,
+    product_bytes,
+    way_of,
+)
+from dtrain.plan.counts import Stage, held_parameters, stages
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item, total
 from dtrain.plan.shape import Convolutions, Shape, Transformer
+from dtrain.plan.states import (
+    MAX_LIVE,
+    SUB_GROUP,
+    Held,
+    gradient_bytes,
+    held_by,
+    model_states,
+    optimizer_bytes,
+    resident_gradients,
+    sharing,
+    weight_bytes,
+)
 from dtrain.strategies.rules import stages_of_rank
 
+__all__ = ["memory", "model_states", "reserve"]
+
 GIB = 2**30
+WORKSPACE = 64 * MIB  # cuBLAS's, for the forward and the backward thread; measured before the first case
+STATE_ROUNDING = 0.005  # of weights and state: measured 0 to 1.4%, by which block of the allocator each one got
 
 
-def model_states(
-    parameters: float, stage: int, dp: int, weight: float = 2, gradient: float = 2, state: float = 12
-) -> float:
-    """Bytes of weights, gradients and optimizer state a rank: the table of the ZeRO paper (arXiv:1910.02054, table 1).
+def reserve(layout: Layout, peak: float = 0.0) -> float:
+    """Bytes of a GPU that are not for tensors: CUDA's context, NCCL's buffers, holes between allocations.
 
-    `state` is K = 12: float32 weights, momentum and variance. Stage 1 cuts it over the ranks, stage 2 the gradients,
-    too, stage 3 also the weights; stage 0 is plain data parallel.
+    Measured outside the allocator: 0.69 GiB, 0.76 with NCCL, 1.24 with DeepSpeed. What NCCL takes among several GPUs
+    was not had here: 1 GiB is assumed. Of the peak, 3% for holes that no tensor fits into.
     """
-    weights = weight * parameters / (dp if stage >= 3 else 1)
-    gradients = gradient * parameters / (dp if stage >= 2 else 1)
-    return weights + gradients + state * parameters / (dp if stage >= 1 else 1)
-
-
-def reserve(layout: Layout) -> float:
-    """Bytes of a GPU that are not for tensors: CUDA's context, NCCL's buffers, and holes between allocations."""
-    context = 0.6 * GIB
-    nccl = 0.5 * GIB if layout.world_size > 1 else 0.0
-    return context + nccl
+    context = (1.24 if layout.data.startswith("zero") else 0.76) * GIB
+    return context + (1.0 * GIB if layout.world_size > 1 else 0.0) + 0.03 * peak
 
 
 def memory(shape: Shape, layout: Layout) -> list[Item]:
     """Bytes of each part at the worst moment on the fullest rank."""
     if isinstance(shape, Convolutions):
         return convolutional(shape, layout)
-    ranks = {rank_stages(shape, layout, rank) for rank in range(layout.pp)}
+    ranks = dict.fromkeys(rank_stages(shape, layout, rank) for rank in range(layout.pp))
     return max((of_rank(shape, layout, *held) for held in ranks), key=total)
 
 
+# ---- what a pipeline rank holds ------------------------------------------------------------------------------
+
+
 def rank_stages(shape: Transformer, layout: Layout, rank: int) -> tuple[tuple[Stage, ...], int]:
-    """The stages that a pipeline rank holds, and how many micro-batches of one stage it keeps at a time."""
-    per_rank = layout.stages_per_rank if layout.schedule == "interleaved_1f1b" else 1
-    ids, count = stages_of_rank(rank, layout.pp, layout.schedule, per_rank) if layout.pp > 1 else ([0], 1)
+    """The stages of a pipeline rank, and how many passes through one of them wait for their backward pass."""
+    if layout.pp == 1:
+        return stages(shape, 1, layout.tp, layout.loss_parallel), 1
+    ids, count = stages_of_rank(rank, layout.pp, layout.schedule, layout.stages_per_rank)
     cut = stages(shape, count, layout.tp, layout.loss_parallel)
     return tuple(cut[i] for i in ids), in_flight(layout, rank)
 
 
 def in_flight(layout: Layout, rank: int) -> int:
-    """Micro-batches, times stages of a rank, whose activations wait for their backward pass at the same time."""
-    m, pp = layout.micro_batches, layout.pp
-    if pp == 1:
-        return 1
+    """Forward passes through a stage of this rank whose backward pass has not been, at most (torch's schedules)."""
+    passes, pp, local = layout.micro_batches, layout.pp, layout.stages_per_rank
     if layout.schedule == "gpipe":
-        return m
+        return passes
     if layout.schedule == "zbv":
-        return 2 * min(m, pp)
+        return 2 * min(passes, pp)
     if layout.schedule == "interleaved_1f1b":
-        local = layout.stages_per_rank
-        per_round = m // max(1, m // pp)
-        return min((local - 1) * per_round + 2 * (pp - 1 - rank) + 1, m * local)
-    return min(m, pp - rank)
+        per_round = passes // max(1, passes // pp)
+        return min((local - 1) * per_round + 2 * (pp - 1 - rank) + 1, passes * local)
+    return min(passes, pp - rank)
 
 
-# ---- a transformer -------------------------------------------------------------------------------------------
+def mailbox_bytes(shape: Transformer, layout: Layout, cut: tuple[Stage, ...], tokens: int) -> float:
+    """Room that torch's pipeline takes at once for what every micro-batch will send: inputs, and gradients of results.
+
+    Float32, as the residual stream.
+    """
+    one = layout.micro_batches * tokens * WIDE * shape.dim / (layout.tp if layout.sequence_parallel else 1)
+    return one * sum((not stage.is_first) + (not stage.is_last) for stage in cut)
 
 
-def of_rank(shape: Transformer, layout: Layout, held: tuple[Stage, ...], waiting: int) -> list[Item]:
+# ---- a transformer: what is always there, and the five moments -----------------------------------------------
+
+
+def of_rank(shape: Transformer, layout: Layout, cut: tuple[Stage, ...], waiting: int) -> list[Item]:
     """The items of one rank's worst moment."""
-    states = model_state_items(shape, layout, held)
-    moments = [loss_moment(shape, layout, held, waiting), update_moment(shape, layout, held)]
-    return states + max(moments, key=total)
-
-
-def parameter_counts(shape: Transformer, held: tuple[Stage, ...]) -> tuple[float, float]:
-    """(all, trained) on this rank."""
-    everything = sum(stage.parameters for stage in held)
-    if not shape.lora_rank:
-        return everything, everything
-    trained = sum(stage.adapters for stage in held)
-    if shape.task == "classify":
-        trained += sum(parts(shape).head for stage in held if stage.is_last)
-    return everything, trained
-
-
-def cut(layout: Layout) -> dict[str, float]:
-    """By how many ranks each kind of state is divided."""
-    dp = float(layout.dp)
-    shares = {"parameters": 1.0, "gradients": 1.0, "optimizer": 1.0}
-    data = layout.data
-    if data in ("fsdp", "grad_op", "zero3"):
-        shares = dict.fromkeys(shares, dp if layout.replica_size is None else float(layout.replica_size))
-    elif data in ("zero2", "sharded_ddp"):
-        shares |= {"gradients": dp, "optimizer": dp}
-    elif data in ("zero1", "oss"):
-        shares |= {"optimizer": dp}
-    return shares
-
-
-def weight_bytes(shape: Transformer, layout: Layout, held: tuple[Stage, ...]) -> float:
-    """Bytes of this rank's weights before they are cut over data ranks: float32, but 16 bits where they are frozen
-    beside adapters (linear layers only), and under ZeRO, whose masters belong to the optimizer."""
-    everything, _ = parameter_counts(shape, held)
-    e = product_bytes(layout.precision)
-    if layout.data.startswith("zero"):
-        return e * everything
-    frozen = sum(stage.blocks for stage in held) if shape.lora_rank else 0
-    return WIDE * (everything - frozen) + e * frozen
-
-
-def model_state_items(shape: Transformer, layout: Layout, held: tuple[Stage, ...]) -> list[Item]:
-    """What is there at every moment: weights and optimizer state."""
-    everything, trained = parameter_counts(shape, held)
-    shares, zero = cut(layout), layout.data.startswith("zero")
-    weights = weight_bytes(shape, layout, held) / shares["parameters"]
-    moments = 8 if layout.optimizer == "adamw" else 4
-    if zero:
-        moments += WIDE
-    offloaded = layout.offload != "none"
-    items = []
-    if not (offloaded and layout.data in ("fsdp", "grad_op")) and layout.offload_params == "none":
-        items.append(
-            Item("parameters", "weights", weights, "{} parameters over {}", (everything, shares["parameters"]))
-        )
-    if not offloaded:
-        items.append(
-            Item("optimizer", "state", moments * trained / shares["optimizer"], "{} × {} bytes over {}",
-                 (trained, moments, shares["optimizer"]))
-        )  # fmt: skip
-    return items
-
-
-def gradient_bytes(shape: Transformer, layout: Layout, held: tuple[Stage, ...]) -> float:
-    _, trained = parameter_counts(shape, held)
-    if layout.offload != "none" and layout.data != "zero1":
-        return 0.0
-    return WIDE * trained / cut(layout)["gradients"]
-
-
-def loss_moment(shape: Transformer, layout: Layout, held: tuple[Stage, ...], waiting: int) -> list[Item]:
-    """The end of the forward pass: everything saved, the logits with their gradient, and what is gathered."""
+    held = held_by(shape, layout, cut)
     tokens = layout.micro_batch_size * shape.seq_len
-    per_block = block_bytes(shape, layout)
-    layers = sum(stage.layers for stage in held) / len(held)
-    kept, again = kept_layers(round(layers), layout)
-    between = layout.tp if layout.sequence_parallel else 1
-    saved = tokens * (kept * per_block + again * WIDE * shape.dim / between)
-    items = [Item("activations", "blocks", waiting * saved, "{} × {} tokens × {} layers", (waiting, tokens, layers))]
-    if again:
-        items.append(Item("activations", "one block again", tokens * per_block, "{} tokens × {}", (tokens, per_block)))
-    if any(stage.is_last for stage in held):
-        items += logit_items(shape, layout, tokens)
-    items += buffer_items(shape, layout, held)
-    accumulated = layout.micro_batches > 1 or layout.pp > 1 or (layout.dp > 1 and layout.data == "ddp")
-    if accumulated:
-        items.append(Item("gradients", "accumulated", gradient_bytes(shape, layout, held), "{}", (layout.data,)))
+    saved = saved_items(shape, layout, cut, waiting, tokens)
+    moments = [
+        saved + scores_items(shape, layout, held, cut, tokens, waiting),
+        saved + loss_items(shape, layout, held, cut, tokens, waiting),
+        saved + block_items(shape, layout, held, tokens, waiting),
+        ends_items(shape, layout, held, tokens),
+        update_items(layout, held),
+    ]
+    always = state_items(layout, held) + batch_items(shape, layout, cut, tokens)
+    return always + max(moments, key=total)
+
+
+def state_items(layout: Layout, held: Held) -> list[Item]:
+    """Weights and optimizer state, as far as they are on the GPU, and what is taken once for all steps."""
+    share = sharing(layout)
+    weights, state = weight_bytes(held, layout), optimizer_bytes(held, layout)
+    away = layout.offload != "none"
+    if (away and share.gathers) or layout.offload_params != "none":
+        weights = 0.0
+    if away:
+        state = 0.0
+    items = [
+        Item("parameters", "weights", weights, "{:,} parameters over {} data ranks", (held.parameters, share.weights)),
+        Item("optimizer", "state", state, "{:,} trained ones over {} data ranks", (held.trained, share.optimizer)),
+        Item("buffers", "cuBLAS workspace", WORKSPACE, "2 × 32 MiB"),
+        Item("fragmentation", "rounding of weights and state", STATE_ROUNDING * (weights + state),
+             "{} of them", (STATE_ROUNDING,)),
+    ]  # fmt: skip
+    if share.zero == 3:
+        bucket = layout.bucket_mb * MIB
+        items.append(Item("buffers", "bucket for gradients", bucket, "{} MiB", (layout.bucket_mb,)))
     return items
 
 
-def logit_items(shape: Transformer, layout: Layout, tokens: float) -> list[Item]:
-    """When the backward pass begins: the log-softmax, its gradient and the gradient of the logits, all float32."""
-    e = product_bytes(layout.precision)
-    asked = tokens * shape.asked
-    rows = shape.vocab_size / (layout.tp if layout.loss_parallel else 1)
-    copies = e if layout.compile and layout.data == "ddp" else 3 * WIDE
-    return [Item("logits", "logits", asked * rows * copies, "{} × {} × {} bytes", (asked, rows, copies))]
+def batch_items(shape: Transformer, layout: Layout, cut: tuple[Stage, ...], tokens: int) -> list[Item]:
+    """The samples of a whole step, and a pipeline's mailboxes."""
+    sample = WIDE * (shape.seq_len - 1) * shape.patch_inputs if shape.kind == "vit" else 16 * shape.seq_len
+    samples = layout.micro_batches * layout.micro_batch_size
+    items = [Item("buffers", "samples", samples * sample, "{} × {} bytes", (samples, sample))]
+    if layout.pp > 1:
+        mail = mailbox_bytes(shape, layout, cut, tokens)
+        numbers = (layout.micro_batches, tokens)
+        items.append(Item("buffers", "mailboxes of the pipeline", mail, "{} micro-batches × {:,} tokens", numbers))
+    return items
 
 
-def buffer_items(shape: Transformer, layout: Layout, held: tuple[Stage, ...]) -> list[Item]:
-    """16-bit copies of weights: all of them under ddp (autocast), gathered layers under fsdp and zero3."""
+def saved_items(shape: Transformer, layout: Layout, cut: tuple[Stage, ...], waiting: int, tokens: int) -> list[Item]:
+    """What the passes that wait have saved. A rank with several stages: passes of an average one."""
+    way = way_of(layout)
+    one, rounding = block_bytes(shape, way, tokens)
+    kept, again = (sum(pair) / len(cut) for pair in zip(*(kept_layers(s.layers, layout) for s in cut), strict=True))
+    only_input = allocated(tokens * WIDE * shape.dim / (layout.tp if layout.sequence_parallel else 1))
+    ends = end_bytes(shape, way, tokens, any(s.is_first for s in cut), any(s.is_last for s in cut)) / len(cut)
+    items = [
+        Item("activations", "saved by blocks", waiting * kept * one, "{} passes × {:g} blocks × {:,} tokens × {:,.0f}",
+             (waiting, kept, tokens, one / tokens)),
+        Item("activations", "saved at the ends", waiting * ends, "{} passes × {:,.0f}", (waiting, ends)),
+        Item("fragmentation", "rounding of activations", waiting * kept * rounding, "{:,.0f} a block", (rounding,)),
+    ]  # fmt: skip
+    if again:
+        numbers = (waiting, again, only_input)
+        value = waiting * again * only_input
+        items.append(Item("activations", "inputs of blocks", value, "{} passes × {:g} blocks × {:,.0f}", numbers))
+    return items
+
+
+def logit_items(
+    shape: Transformer, layout: Layout, cut: tuple[Stage, ...], tokens: int, waiting: int, each: float, why: str
+) -> list[Item]:
+    """`each` bytes for every logit of one pass; gpipe keeps the log-softmax of the passes before, too."""
+    if not any(stage.is_last for stage in cut):
+        return []
+    asked = round(tokens * shape.asked)
+    rows = shape.vocab_size // (layout.tp if layout.loss_parallel else 1)
+    older = (waiting - 1) * WIDE if layout.schedule == "gpipe" and layout.pp > 1 else 0
+    return [Item("logits", why, asked * rows * (each + older), "{:,} tokens × {:,} rows × {:g} bytes",
+                 (asked, rows, each + older))]  # fmt: skip
+
+
+def scores_items(
+    shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage, ...], tokens: int, waiting: int
+) -> list[Item]:
+    """The loss is being computed: logits as the product gave them, in float32, and their log-softmax.
+
+    Compiled as one graph, the float32 ones are never written.
+    """
     e = product_bytes(layout.precision)
-    p = parts(shape, layout.tp, layout.loss_parallel)
-    everything, _ = parameter_counts(shape, held)
-    ends = max(stage.ends for stage in held)
-    if layout.data in ("fsdp", "zero3", "grad_op"):
+    each = e if way_of(layout).graph == "whole" else (e if e != WIDE else 0) + 2 * WIDE
+    items = logit_items(shape, layout, cut, tokens, waiting, each, "logits, in float32, log-softmax")
+    return items + copies_items(layout, held, cut, waiting, forward=True) + resident_items(layout, held)
+
+
+def loss_items(
+    shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage, ...], tokens: int, waiting: int
+) -> list[Item]:
+    """The backward pass begins: the log-softmax, its gradient and the logits' gradient, all float32.
+
+    Compiled as one graph there are only 16-bit logits, whose gradient takes their place; beside them the head's
+    gradient in 16 bits and, cast, in 32.
+    """
+    e = product_bytes(layout.precision)
+    whole = way_of(layout).graph == "whole"
+    items = logit_items(shape, layout, cut, tokens, waiting, e if whole else 3 * WIDE, "log-softmax and two gradients")
+    if whole and not shape.lora_rank:
+        items.append(Item("gradients", "of the head", (e + WIDE) * held.head, "{:,} × {}", (held.head, e + WIDE)))
+    return items + copies_items(layout, held, cut, waiting, forward=False) + resident_items(layout, held)
+
+
+def copies_items(layout: Layout, held: Held, cut: tuple[Stage, ...], waiting: int, forward: bool) -> list[Item]:
+    """Weights in the product's type beside those that are held.
+
+    fsdp gathers the ends for the whole pass, and a block beside (measured: one at the loss); kept whole under grad_op
+    and in pipelines. zero3 keeps what it will use again, up to MAX_LIVE. Autocast remembers every cast until the
+    forward pass ends, the graph those of layers that are not computed again; each pass of a pipeline has its own.
+    """
+    e, share = product_bytes(layout.precision), sharing(layout)
+    if share.zero == 3:
+        live = e * min(held.parameters, MAX_LIVE) if layout.dp > 1 or layout.offload_params != "none" else 0.0
+        return [Item("buffers", "gathered weights", live, "at most {:,} × {} bytes", (MAX_LIVE, e))]
+    if share.zero:
+        return []
+    if share.gathers:
         whole = layout.data == "grad_op" or layout.pp > 1
-        gathered = e * (everything if whole else ends + 2 * (p.block + adapters(shape, layout.tp)))
-        gathered += 2 * WIDE * p.block
-        return [Item("buffers", "gathered layers", gathered, "{} bytes", (gathered,))]
-    if layout.data.startswith("zero"):
-        return [Item("buffers", "buckets", 2 * layout.bucket_mb * 2**20, "2 × {} MiB", (layout.bucket_mb,))]
+        count = held.parameters if whole else held.ends + held.block
+        return [Item("buffers", "gathered weights", e * count, "{:,} × {} bytes", (count, e))]
     if e == WIDE:
         return []
-    return [Item("buffers", "weights in 16 bits", e * everything, "{} × {} bytes", (everything, e))]
+    cast = held.parameters - held.frozen16 - (held.ends - held.head)
+    if not forward or layout.pp > 1:
+        layers = sum(stage.layers for stage in cut)
+        kept = sum(kept_layers(stage.layers, layout)[0] for stage in cut) / layers
+        cast = round(kept * (cast - held.head)) + held.head
+    passes = max(1, round(waiting / len(cut)))
+    return [Item("buffers", "weights cast to 16 bits", passes * e * cast, "{} × {:,} × {} bytes", (passes, cast, e))]
 
 
-def update_moment(shape: Transformer, layout: Layout, held: tuple[Stage, ...]) -> list[Item]:
-    """All gradients, and no activations."""
-    return [Item("gradients", "gradients", gradient_bytes(shape, layout, held), "{}", (layout.data,))]
+def resident_items(layout: Layout, held: Held) -> list[Item]:
+    if layout.offload != "none" and layout.data != "zero1":
+        return []
+    value, why = resident_gradients(held, layout)
+    return [Item("gradients", why, value, "{:,} trained parameters", (held.trained,))] if value else []
+
+
+def block_items(shape: Transformer, layout: Layout, held: Held, tokens: int, waiting: int) -> list[Item]:
+    """The last block's backward pass: what it computes again, its gradients, and buffers that come with the first.
+
+    zero2 takes its whole share of the gradients and two buckets at the first one (measured).
+    """
+    way, share, e = way_of(layout), sharing(layout), product_bytes(layout.precision)
+    temporary = block_again_bytes(shape, way, tokens)
+    items = [Item("activations", "gradients in a block", temporary, "{:,} tokens", (tokens,))]
+    if layout.activation_checkpointing != "none":
+        again = sum(block_bytes(shape, way, tokens))
+        items.append(Item("activations", "a block computed again", again, "{:,} tokens", (tokens,)))
+    items += copies_items(layout, held, (), waiting, forward=False) if share.gathers or share.zero else []
+    if share.gathers:
+        # the next block is gathered, this one's gradient is there in 16 bits and copied to 32 to be reduced
+        beside = (2 * e + WIDE) * held.block
+        items.append(Item("buffers", "a block's gradient on its way", beside, "{:,} × {}", (held.block, 2 * e + WIDE)))
+    if share.zero == 2 and layout.offload == "none":
+        items.append(Item("gradients", "this rank's share", gradient_bytes(held, layout), "{:,} over {}",
+                          (held.trained, share.gradients)))  # fmt: skip
+    if share.zero in (1, 2):
+        items.append(Item("buffers", "buckets", 2 * layout.bucket_mb * MIB, "2 × {} MiB", (layout.bucket_mb,)))
+    return items if share.zero == 2 else items + resident_items(layout, held)
+
+
+def ends_items(shape: Transformer, layout: Layout, held: Held, tokens: int) -> list[Item]:
+    """The backward pass ends: all gradients, and of the embedding one more before the two are added.
+
+    fsdp reduces what is not in blocks as one unit: gathered weights, 16-bit gradients, and these in float32.
+    """
+    share, e = sharing(layout), product_bytes(layout.precision)
+    items = [Item("activations", "gradient of the first block", tokens * 2.0 * WIDE * shape.dim, "{:,}", (tokens,))]
+    if layout.activation_checkpointing != "none":
+        again = sum(block_bytes(shape, way_of(layout), tokens))
+        items.append(Item("activations", "a block computed again", again, "{:,} tokens", (tokens,)))
+    gradients = gradient_bytes(held, layout) if layout.offload == "none" or share.zero == 1 else 0.0
+    if share.gathers and layout.micro_batches > 1:
+        gradients += WIDE * held.trained  # whole ones, which are only now shared
+    items.append(Item("gradients", "all", gradients, "{:,} over {}", (held.trained, share.gradients)))
+    if share.zero == 1:
+        items.append(Item("gradients", "all, in 16 bits", e * held.trained, "{:,} × {}", (held.trained, e)))
+    if share.gathers:
+        ends = held.ends if not shape.lora_rank else 0
+        items.append(Item("buffers", "gradient of the ends on its way", (e + WIDE) * ends, "{:,}", (ends,)))
+    elif not shape.lora_rank:
+        table = (e if share.zero else WIDE) * held.embed
+        items.append(Item("gradients", "of the embedding, once more", table, "{:,}", (held.embed,)))
+    return items
+
+
+def update_items(layout: Layout, held: Held) -> list[Item]:
+    """All gradients and no activations. torch's fused AdamW needs nothing beside.
+
+    zero2 squares its largest weight's gradient in 8 bytes, zero3 copies SUB_GROUP elements at a time (measured).
+    """
+    share = sharing(layout)
+    gradients = gradient_bytes(held, layout) if layout.offload == "none" or share.zero == 1 else 0.0
+    items = [Item("gradients", "all", gradients, "{:,} over {}", (held.trained, share.gradients))]
+    mine = held.trained / max(share.optimizer, 1)
+    if layout.offload != "none":
+        return items
+    if share.zero == 1:
+        e = product_bytes(layout.precision)
+        items.append(Item("gradients", "all, in 16 bits", e * held.trained, "{:,} × {}", (held.trained, e)))
+    if share.zero == 2:
+        square = 8 * min(held.largest, mine)
+        items.append(Item("buffers", "a gradient squared", square, "{:,.0f} × 8 bytes", (square / 8,)))
+    if share.zero == 3:
+        copy = WIDE * min(mine, SUB_GROUP)
+        items.append(Item("buffers", "gradients for the update", copy, "{:,.0f} × 4 bytes", (copy / WIDE,)))
+    return items
 
 
 # ---- a convolutional network ---------------------------------------------------------------------------------
 
 
 def convolutional(shape: Convolutions, layout: Layout) -> list[Item]:
-    """The same for convolutions, which only data ranks share."""
-    count, shares = held_parameters(shape), cut(layout)
-    zero, e = layout.data.startswith("zero"), product_bytes(layout.precision)
-    moments = (8 if layout.optimizer == "adamw" else 4) + (WIDE if zero else 0)
-    weights = (e if zero else WIDE) * count / shares["parameters"]
-    everything, largest, recomputed = convolution_bytes(shape, layout)
-    saved = everything if layout.activation_checkpointing == "none" else recomputed + largest
-    return [
-        Item("parameters", "weights", weights, "{} parameters", (count,)),
-        Item("optimizer", "state", moments * trained_parameters(shape) / shares["optimizer"], "{}", (count,)),
-        Item("gradients", "gradients", WIDE * count / shares["gradients"], "{}", (count,)),
-        Item("activations", "saved", layout.micro_batch_size * saved, "{} pictures", (layout.micro_batch_size,)),
-    ]
+    """The same for convolutions, which only data ranks share: the end of the forward pass, or the update."""
+    count, share, e = held_parameters(shape), sharing(layout), product_bytes(layout.precision)
+    held = Held(count, count, 0, 0, 0, 0, max(layer.parameters for layer in shape.layers), count)
+    samples, pictures = layout.micro_batch_size, layout.micro_batch_size * layout.micro_batches
+    everything, largest, again = convolution_bytes(shape, layout.precision)
+    saved = everything if layout.activation_checkpointing == "none" else again + largest
+    images = WIDE * shape.image_size**2 * shape.channels
+    widest = max(layer.outputs for layer in shape.layers)
+    forward = [
+        Item("activations", "saved", samples * saved, "{} pictures × {:,.0f}", (samples, saved)),
+        Item("activations", "gradients of the widest", samples * 2.0 * e * widest, "{} × {:,}", (samples, widest)),
+    ]  # fmt: skip
+    if not share.zero and e != WIDE:
+        forward.append(Item("buffers", "weights cast to 16 bits", float(e * count), "{:,} × {}", (count, e)))
+    always = [*state_items(layout, held), Item("buffers", "pictures", pictures * images, "{} × {}", (pictures, images))]
+    moments = [forward + resident_items(layout, held), update_items(layout, held)]
+    return always + max(moments, key=total)
