@@ -134,7 +134,7 @@ class Gate(Callback):
         if resolved[0]["dry_run"]:
             with heard():  # `| head` closes the pipe, and that must not start anything
                 for cluster, config, plan in zip(clusters, resolved, plans, strict=True):
-                    print("".join(f"{line}\n" for line in trust.lines(plan)), end="", file=sys.stderr, flush=True)
+                    trust.show(plan, sys.stderr)  # stdout has what may be run
                     cluster.dry_run(Path(config["run_dir"]), config)
                     if "deepspeed_config" in config["strategy"]:
                         print("\nDeepSpeed's configuration, made from these settings (we say where a step ends):")
@@ -286,7 +286,7 @@ def run(cfg: DictConfig, argv: list[str]) -> int:
         later = in_sweep and hasattr(cluster, "submit")  # all points together, see Gate.on_multirun_end
         record_launch(run_dir, config, argv, prepared=later)
         write_json(run_dir / trust.PLAN, plan)
-        print("".join(f"{line}\n" for line in trust.lines(plan)), end="", flush=True)
+        trust.show(plan, sys.stdout)
         (run_dir / CANCELLED_FILE).unlink(missing_ok=True)
         try:
             code = DONE if later else int(cluster.launch(run_dir))

@@ -44,7 +44,13 @@ def settle(cfg: DictConfig, config: Mapping[str, Any]) -> None:
         typed.add("train.micro_batch_size")  # its statistics are those of a micro-batch
     given = {key for key in config["strategy"] if key in STAND_IN or f"strategy.{key}" in typed}
     asked = {**config, "strategy": {key: config["strategy"][key] for key in given}}
-    chosen, sentence = choose(asked, typed)
+    try:
+        chosen, sentence = choose(asked, typed)
+    except Exception as error:
+        if isinstance(error, ValueError) or trust.strict():
+            raise
+        rule = f"the planner failed ({type(error).__name__}: {error})"  # ours, and no reason to be stuck
+        raise bad("strategy", AUTO, rule, "a strategy by its name: strategy=fsdp") from error
     kept = [word for word in overrides if not word.lstrip("+").startswith(("strategy=", "strategy."))]
     recompose(cfg, [*kept, *chosen, *unsaid(config["strategy"], typed, chosen)], sentence)
 
@@ -72,13 +78,7 @@ def choose(config: Mapping[str, Any], typed: set[str]) -> tuple[list[str], str]:
     config = with_detected(dict(config))
     if reason := why_not(config):
         return without_figures(config, typed, reason)
-    try:
-        found = [p for p in search(config, typed, time_unfit=False) if installed(p.layout.strategy)]
-    except Exception as error:  # ours, and not a reason to be stuck
-        if trust.strict() or isinstance(error, ValueError):
-            raise
-        rule = f"the planner failed ({type(error).__name__}: {error})"
-        raise bad("strategy", AUTO, rule, "a strategy by its name: strategy=fsdp") from error
+    found = [p for p in search(config, typed, time_unfit=False) if installed(p.layout.strategy)]
     if not found:
         fix = "fewer of the degrees and batch sizes that are typed, or a strategy by its name"
         raise bad("strategy", AUTO, "no layout keeps the rules with these settings", fix)

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from dtrain import __version__
 from dtrain.config import bad
@@ -121,6 +121,11 @@ def left_out(config: Mapping[str, Any], words: list[str]) -> str:
 
 
 # ---- what a person and a summary see of it -------------------------------------------------------------------
+
+
+def show(plan: Mapping[str, Any], stream: TextIO) -> None:
+    for line in lines(plan):
+        print(line, file=stream, flush=True)
 
 
 def lines(plan: Mapping[str, Any]) -> list[str]:

@@ -163,6 +163,18 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert "no layout fits" in error and "more GPUs" in error and not list(tmp_path.iterdir())
 
 
+def test_a_fault_of_the_planner_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("oops")
+
+    monkeypatch.setattr(auto, "search", broken)
+    monkeypatch.delenv("DTRAIN_STRICT")
+    error = refused(capsys, "hardware=h100")
+    assert (
+        error.startswith("error: strategy=auto: the planner failed (KeyError: 'oops')") and "fix: a strategy" in error
+    )
+
+
 def test_mistakes_are_told_before_anything_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert "train.steps=0: must be at least 1" in refused(capsys, "hardware=h100", "train.steps=0")
     assert "train.stpes" in refused(capsys, "hardware=h100", "+train.stpes=3")
