@@ -8,9 +8,13 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtrain.config import bad
+
+if TYPE_CHECKING:
+    from dtrain.plan.predict import Prediction, Task
+    from dtrain.plan.settings import Question
 
 USAGE = """usage: dtrain plan [GROUP=OPTION ...] [setting=value ...] [OPTION ...]
        dtrain plan calibrate ...      measure this machine, or one run, for better figures (… --help)
@@ -36,6 +40,7 @@ Exit codes: 0 there is a plan (that may say: does not fit), 2 bad configuration.
 
 FLAGS = ("--json", "--all", "--explain", "--largest-model", "--largest-micro-batch")
 VALUES = ("--tokens", "--gpus-for", "--config-dir", "--stack")
+QUESTIONS = ("--gpus-for", "--largest-model", "--largest-micro-batch")
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
@@ -121,7 +126,7 @@ def seconds(name: str, text: str) -> float:
     return value
 
 
-def answer(question: Any, options: Options) -> int:
+def answer(question: Question, options: Options) -> int:
     """Print what was asked."""
     from dtrain.plan.predict import task_of
     from dtrain.plan.search import search
@@ -131,7 +136,10 @@ def answer(question: Any, options: Options) -> int:
     if task is None:
         raise unknown(config)
     task = replace(task, stack=options.stack)
-    if options.gpus_for or options.largest_model or options.largest_micro_batch:
+    asked = [name for name in QUESTIONS if getattr(options, name[2:].replace("-", "_"))]
+    if asked:
+        if len(asked) > 1 or options.stack or options.explain:
+            raise bad(asked[0], "", "is a question of its own", f"dtrain plan … {asked[0]} without the other options")
         from dtrain.plan import questions
 
         if options.gpus_for:
@@ -155,7 +163,7 @@ def answer(question: Any, options: Options) -> int:
     return 0
 
 
-def one_layout(question: Any, task: Any) -> Any:
+def one_layout(question: Question, task: Task) -> Prediction:
     """The layout that was typed, checked by the rules of a launch."""
     from dtrain.mesh import MeshSizes
     from dtrain.plan.layout import layout_of
@@ -172,7 +180,7 @@ def one_layout(question: Any, task: Any) -> Any:
     return predict_layout(layout, task)
 
 
-def show(question: Any, predictions: Sequence[Any], options: Options) -> None:
+def show(question: Question, predictions: Sequence[Prediction], options: Options) -> None:
     """The table and what belongs below it."""
     from dtrain.plan import show as texts
     from dtrain.plan.recommend import name, why
@@ -187,7 +195,8 @@ def show(question: Any, predictions: Sequence[Any], options: Options) -> None:
         print(f"({len(rows)} of {len(predictions)} layouts: --all shows the others)")
     print()
     if not question.is_one_layout:
-        print(f"chosen  {why(predictions, config, 'strategy' in question.typed)}")
+        reason = why(predictions, config, "strategy" in question.typed)
+        print(reason if best.fits is False else f"chosen  {reason}")
     elif best.fits is False:
         others = search(config, {*question.typed} - {"train.micro_batch_size", "activation_checkpointing"}, best.task)
         others = [p for p in others if p.fits] or [p for p in search(config, (), best.task) if p.fits]
@@ -195,7 +204,7 @@ def show(question: Any, predictions: Sequence[Any], options: Options) -> None:
         print(f"{lacks} {name(others[0].layout)} fits: {launch_command(question, others[0])}" if others else lacks)
     for line in texts.details(best):
         print(line)
-    for note in (*question.notes, *precision_note(best)):
+    for note in (*question.notes, *precision_note(best), *package_note(best)):
         print(f"note    {note}")
     if options.explain:
         print("\n" + "\n".join(texts.explained(best)))
@@ -204,7 +213,7 @@ def show(question: Any, predictions: Sequence[Any], options: Options) -> None:
     sys.stdout.flush()
 
 
-def precision_note(best: Any) -> list[str]:
+def precision_note(best: Prediction) -> list[str]:
     """What 16 bits would bring, where fp32 was asked for."""
     from dtrain.plan.predict import predict_layout
 
@@ -214,7 +223,20 @@ def precision_note(best: Any) -> list[str]:
     return [f"precision=bf16 would be {best.step_s / other.step_s:.1f} times as fast"] if other.step_s else []
 
 
-def launch_command(question: Any, prediction: Any) -> str:
+def package_note(best: Prediction) -> list[str]:
+    """A package that the first layout needs and this machine has not."""
+    import importlib.util
+
+    from dtrain.plan.settings import strategy_section
+    from dtrain.strategies.rules import EXTRAS
+
+    package = EXTRAS.get(strategy_section(best.layout.strategy)["_target_"].rpartition(".")[0])
+    if package is None or importlib.util.find_spec(package) is not None:
+        return []
+    return [f"{best.layout.strategy} needs {package}, which is not installed here: pip install 'dtrain[{package}]'"]
+
+
+def launch_command(question: Question, prediction: Prediction) -> str:
     """The whole line to type for a layout: what was typed, less what the layout says itself."""
     import shlex
 
@@ -235,7 +257,7 @@ def launch_command(question: Any, prediction: Any) -> str:
     return f"{LAUNCH} {shlex.join([*folder, *kept, *chosen, *others_of(typed, prediction)])}"
 
 
-def others_of(typed: Sequence[str], prediction: Any) -> list[str]:
+def others_of(typed: Sequence[str], prediction: Prediction) -> list[str]:
     """Typed settings of the strategy that a layout has no word for, e.g. strategy.bucket_mb."""
     from dtrain.plan.settings import CHOSEN, strategy_section
 

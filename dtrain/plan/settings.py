@@ -94,6 +94,10 @@ def compose(words: list[str], config_dir: str | None = None) -> Question:
     if implied:
         notes.append("planned for cluster=slurm; launch with the cluster that is yours")
         words = [*words, "cluster=slurm"]
+        if (
+            "cluster.gpus_per_node" not in typed and config["cluster"]["gpus_per_node"] != 8
+        ):  # conf/cluster/slurm.yaml's
+            words.append(f"cluster.gpus_per_node={config['cluster']['gpus_per_node']}")
     return Question(config, frozenset(typed), words, notes, config_dir)
 
 

@@ -184,6 +184,20 @@ def test_no_torch_and_no_rich_are_imported() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_command_says_what_a_plain_cluster_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = planned(capsys, "hardware=dgx-2", "cluster.nodes=2", "strategy=ddp", "train.micro_batch_size=1")
+    assert row["world_size"] == 32 and "cluster=slurm cluster.gpus_per_node=16 " in row["command"]
+
+
+def test_a_package_that_is_missing_here_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (note,) = command.package_note(made(strategy="zero2", data="zero2"))
+    assert "needs deepspeed" in note and "pip install 'dtrain[deepspeed]'" in note
+    assert command.package_note(made()) == []
+
+
 def test_another_programs_step_is_timed_by_its_stack(capsys: pytest.CaptureFixture[str]) -> None:
     (ours,), (theirs,) = planned(capsys, *PAPER), planned(capsys, *PAPER, "--stack", "megatron-2021")
     assert ours["memory_gib"] == theirs["memory_gib"] and ours["step_s"] != theirs["step_s"]
@@ -227,6 +241,7 @@ def test_a_hardware_file_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_pat
         (("model=llama-7b", "hardware=h100", "--gpus-for=soon"), "--gpus-for 3d"),
         (("model=llama-7b", "hardware=h100", "--gpus-for"), "--gpus-for 3d"),
         (("model=llama-7b", "hardware=h100", "--stack", "x"), "--stack can be eager, "),
+        (("model=llama-7b", "hardware=h100", "--largest-model", "--gpus-for", "3d"), "is a question of its own"),
         (("recipe=no-such", "hardware=h100"), "recipe"),
         (("fsdp", "hardware=h100"), "strategy=fsdp"),
     ],
