@@ -1,0 +1,133 @@
+"""A step's time: what must hold for every layout, and what was published and measured."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrain.hardware import Hardware, section
+from dtrain.plan.exchange import exposed
+from dtrain.plan.layout import Layout
+from dtrain.plan.ledger import Item, by_part, total
+from dtrain.plan.shape import Transformer
+from dtrain.plan.stacks import STACKS, stack_of
+from dtrain.plan.step import longer, step_time
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "planner"))
+
+GPT = Transformer(24, 2048, 16, 16, 8192, 2048, 50304)
+
+
+def hardware(name: str = "h100-ndr") -> Hardware:
+    return Hardware(**{key: value for key, value in section(name).items() if key != "_target_"})
+
+
+NODE = hardware()
+
+
+def seconds(layout: Layout, shape: Transformer = GPT, on: Hardware = NODE) -> dict[str, float]:
+    return by_part(step_time(shape, layout, on))
+
+
+def test_the_parts_are_named_and_none_is_negative() -> None:
+    layout = Layout("3d", 4, 2, 8, 2, 8, "fsdp", sequence_parallel=True)
+    items = step_time(GPT, layout, NODE)
+    assert {item.part for item in items} == {"compute", "communication", "bubble", "optimizer"}
+    assert all(item.value >= 0 for item in items)
+    assert all(item.arithmetic for item in items)  # what --explain shows
+
+
+def test_one_gpu_says_nothing_to_others() -> None:
+    assert set(seconds(Layout("ddp", micro_batch_size=4))) == {"total", "compute", "optimizer"}
+
+
+@given(
+    st.sampled_from(["ddp", "fsdp", "zero1", "zero2", "zero3", "grad_op"]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from(["none", "selective", "full"]),
+    st.booleans(),
+)
+@settings(deadline=None)
+def test_more_work_takes_longer(data: str, dp: int, batch: int, checkpointing: str, compile: bool) -> None:
+    layout = Layout("x", 1, 1, dp, batch, 2, data, activation_checkpointing=checkpointing, compile=compile)
+    one = seconds(layout)["total"]
+    assert seconds(replace(layout, micro_batches=3))["total"] > one
+    assert seconds(replace(layout, micro_batch_size=2 * batch))["total"] > one
+    assert seconds(layout, replace(GPT, num_layers=25))["total"] > one
+    if checkpointing != "full" and not (compile and data != "ddp"):  # what is compiled or not changes with it there
+        assert seconds(replace(layout, activation_checkpointing="full"))["total"] > one
+
+
+def test_a_large_pass_on_one_gpu_goes_at_a_believable_rate() -> None:
+    layout = Layout("ddp", micro_batch_size=16, compile=True)
+    flops = 16 * 2048 * (6 * 24 * 12 * 2048**2 + 6 * 50304 * 2048)
+    assert 0.3 < flops / seconds(layout)["total"] / 989e12 < 0.7
+
+
+def test_the_bubble_is_that_of_the_schedule() -> None:
+    one = Layout("pipeline", 1, 4, 1, 8, 16, "fsdp", schedule="1f1b")
+    parts = seconds(one)
+    assert parts["bubble"] == pytest.approx(3 / 16 * parts["compute"], rel=0.15)
+    two = seconds(replace(one, schedule="interleaved_1f1b", stages_per_rank=2))
+    assert two["bubble"] == pytest.approx(parts["bubble"] / 2, rel=0.2)
+    assert seconds(replace(one, schedule="zbv", stages_per_rank=2))["bubble"] < two["bubble"]
+
+
+def test_tensor_ranks_share_the_work_and_talk() -> None:
+    alone, shared = (seconds(Layout("tensor", tp, 1, 1, 8)) for tp in (1, 8))
+    assert alone["compute"] / 8 < shared["compute"] < alone["compute"]
+    assert "communication" not in alone and shared["communication"] > 0
+
+
+def test_slower_networks_never_help() -> None:
+    slow = hardware("gcp-a2")
+    fast = hardware("selene")
+    for data in ("ddp", "fsdp", "zero3"):
+        layout = Layout(data, 1, 1, 64, 2, 1, data)
+        assert seconds(layout, on=slow)["communication"] > seconds(layout, on=fast)["communication"]
+
+
+def test_calibration_scales_what_is_computed() -> None:
+    layout = Layout("ddp", micro_batch_size=16, compile=True)
+    slower = Hardware(**{k: v for k, v in section("h100-ndr").items() if k != "_target_"} | {"calibration": 1.5})
+    assert seconds(layout, on=slower)["compute"] == pytest.approx(1.5 * seconds(layout)["compute"], rel=0.02)
+
+
+def test_adapters_leave_out_the_gradients_of_weights() -> None:
+    layout = Layout("ddp", micro_batch_size=8)
+    whole, adapted = (total(step_time(shape, layout, NODE)) for shape in (GPT, replace(GPT, lora_rank=16)))
+    assert 0.5 * whole < adapted < 0.9 * whole
+
+
+def test_the_host_is_the_limit_of_small_batches() -> None:
+    def waiting(batch: int) -> float:
+        items = step_time(GPT, Layout("fsdp", micro_batch_size=batch, data="fsdp"), NODE)
+        return sum(i.value for i in items if i.name == "waiting for the host") / total(items)
+
+    assert waiting(1) > 0.5 > 0.1 > waiting(32)
+
+
+def test_what_hides_and_what_does_not() -> None:
+    assert exposed(NODE, 1.0, 0.0) == 1.0
+    assert exposed(NODE, 1.0, 10.0) == pytest.approx(24 / 132)
+    assert exposed(NODE, 10.0, 1.0) == pytest.approx(9 + 24 / 132)
+    assert longer(1.0, 0.0) == 1.0 and 1.1 < longer(1.0, 1.0) < 1.25
+
+
+def test_items_add_up() -> None:
+    items = [Item("a", "x", 1.0, "{} s", (1,)), Item("b", "y", 2.0), Item("a", "z", 3.0)]
+    assert by_part(items) == {"total": 6.0, "a": 4.0, "b": 2.0}
+    assert items[0].arithmetic == "1 s" and items[1].arithmetic == ""
+
+
+def test_our_stacks_follow_the_configuration() -> None:
+    assert stack_of(Layout("ddp", compile=True)).kernels == "compiled"
+    assert stack_of(Layout("fsdp", data="fsdp", compile=True)).head == "eager"
+    assert stack_of(Layout("zero3", data="zero3")).hooks > stack_of(Layout("fsdp", data="fsdp")).hooks
+    assert len(STACKS) == len({stack.name for stack in STACKS.values()})
