@@ -54,6 +54,7 @@ def layout_for(row: dict[str, Any]) -> Layout:
         loss_parallel=words.get("strategy.loss_parallel") == "true",
         activation_checkpointing=row.get("activation_checkpointing", "none"),
         offload=words.get("strategy.offload", "none"),
+        offload_params=words.get("strategy.offload_params", "none"),
         precision=row.get("precision", "bf16"),
         compile=row.get("compile", False),
         bucket_mb=100 if row["strategy"].startswith("zero") else 25,

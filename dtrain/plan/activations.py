@@ -168,25 +168,39 @@ def end_bytes(shape: Transformer, way: Way, tokens: int, is_first: bool, is_last
 # ---- convolutions --------------------------------------------------------------------------------------------
 
 
-def convolution_bytes(shape: Convolutions, precision: str) -> tuple[float, float, float]:
-    """Of one picture: saved by all, by the largest unit alone, and by all when each unit keeps only its input.
+def convolution_bytes(shape: Convolutions, layout: Layout) -> float:
+    """Of one picture, at the worst moment of the backward pass.
 
     A convolution's result is saved by the norm after it, and what the activation makes of that by the activation and
-    the next convolution. A pooling also saves which pixel was the largest: 8 bytes for each that comes out.
+    the next convolution. A pooling also saves which pixel was the largest: 8 bytes for each that comes out. A unit that
+    is computed again keeps its input; early units are the widest, so the worst moment may be at any unit.
     """
-    e, picture = product_bytes(precision), shape.image_size**2 * shape.channels
+    e, picture = product_bytes(layout.precision), shape.image_size**2 * shape.channels
     saved: dict[int, float] = {-1: float(e * picture)}
-    inputs: dict[int, float] = {}
+    inputs: dict[int, float] = {-1: saved[-1]}
+    widest: dict[int, float] = {}
     before = float(e * picture)
     for layer in shape.layers:
-        out = float(e * layer.outputs)
-        inputs.setdefault(layer.unit, before)
+        unit, out = layer.unit, float(e * layer.outputs)
+        inputs.setdefault(unit, before)
         kept = out if layer.shortcut else 2 * out  # beside a shortcut's norm there is no activation
-        if shape.pooled == "each" or (shape.pooled == "stem" and layer.unit == -1):
+        pooled = shape.pooled == "each" or (shape.pooled == "stem" and unit == -1)
+        if pooled:
             kept += (e + 8) * layer.outputs / 4
-        saved[layer.unit] = saved.get(layer.unit, 0.0) + kept
+        saved[unit] = saved.get(unit, 0.0) + kept
+        widest[unit] = max(widest.get(unit, 0.0), out)
         if not layer.shortcut:
-            before = out / 4 if shape.pooled == "stem" and layer.unit == -1 else out
-    units = [unit for unit in saved if unit != -1]
-    again = saved[-1] + sum(inputs[unit] for unit in units)
-    return sum(saved.values()), max(saved[unit] for unit in units), again
+            before = out / 4 if pooled else out
+    units = sorted(unit for unit in saved if unit != -1)
+    again = {unit for unit in units if is_recomputed(unit, layout)}
+    waiting, worst = saved[-1], saved[-1]
+    for unit in units:
+        waiting += inputs[unit] if unit in again else saved[unit]
+        worst = max(worst, waiting + (saved[unit] if unit in again else 0.0) + 2 * widest[unit])
+    return worst
+
+
+def is_recomputed(index: int, layout: Layout) -> bool:
+    """Is the layer with this number computed again? As shared.checkpoint_layers chooses."""
+    mode = layout.activation_checkpointing
+    return mode == "full" or (mode == "selective" and index % layout.activation_checkpointing_every == 0)

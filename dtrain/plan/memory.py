@@ -66,8 +66,11 @@ def memory(shape: Shape, layout: Layout) -> list[Item]:
     """Bytes of each part at the worst moment on the fullest rank."""
     if isinstance(shape, Convolutions):
         return convolutional(shape, layout)
-    ranks = dict.fromkeys(rank_stages(shape, layout, rank) for rank in range(layout.pp))
-    return max((of_rank(shape, layout, *held) for held in ranks), key=total)
+    ranks: dict[tuple[Stage, ...], int] = {}
+    for rank in range(layout.pp):  # of ranks with equal stages the one with the most passes is the fullest
+        cut, waiting = rank_stages(shape, layout, rank)
+        ranks[cut] = max(waiting, ranks.get(cut, 0))
+    return max((of_rank(shape, layout, cut, waiting) for cut, waiting in ranks.items()), key=total)
 
 
 # ---- what a pipeline rank holds ------------------------------------------------------------------------------
@@ -208,14 +211,13 @@ def loss_items(
 ) -> list[Item]:
     """The backward pass begins: the log-softmax, its gradient and the logits' gradient, all float32.
 
-    Compiled as one graph there are only 16-bit logits, whose gradient takes their place; beside them the head's
-    gradient in 16 bits and, cast, in 32.
+    Compiled as one graph there are only 16-bit logits, whose gradient takes their place, beside the head's gradient.
     """
     e = product_bytes(layout.precision)
     whole = way_of(layout).graph == "whole"
     items = logit_items(shape, layout, cut, tokens, waiting, e if whole else 3 * WIDE, "log-softmax and two gradients")
     if whole and not shape.lora_rank:
-        items.append(Item("gradients", "of the head", (e + WIDE) * held.head, "{:,} × {}", (held.head, e + WIDE)))
+        items.append(Item("gradients", "of the head", float(e * held.head), "{:,} × {}", (held.head, e)))
     return items + copies_items(layout, held, cut, waiting, forward=False) + resident_items(layout, held)
 
 
@@ -257,7 +259,7 @@ def resident_items(layout: Layout, held: Held) -> list[Item]:
 def block_items(shape: Transformer, layout: Layout, held: Held, tokens: int, waiting: int) -> list[Item]:
     """The last block's backward pass: what it computes again, its gradients, and buffers that come with the first.
 
-    zero2 takes its whole share of the gradients and two buckets at the first one (measured).
+    zero2 takes its whole share of the gradients and two buckets at the first one (measured, with offload, too).
     """
     way, share, e = way_of(layout), sharing(layout), product_bytes(layout.precision)
     temporary = block_again_bytes(shape, way, tokens)
@@ -270,7 +272,7 @@ def block_items(shape: Transformer, layout: Layout, held: Held, tokens: int, wai
         # the next block is gathered, this one's gradient is there in 16 bits and copied to 32 to be reduced
         beside = (2 * e + WIDE) * held.block
         items.append(Item("buffers", "a block's gradient on its way", beside, "{:,} × {}", (held.block, 2 * e + WIDE)))
-    if share.zero == 2 and layout.offload == "none":
+    if share.zero == 2:
         items.append(Item("gradients", "this rank's share", gradient_bytes(held, layout), "{:,} over {}",
                           (held.trained, share.gradients)))  # fmt: skip
     if share.zero in (1, 2):
@@ -288,7 +290,7 @@ def ends_items(shape: Transformer, layout: Layout, held: Held, tokens: int) -> l
     if layout.activation_checkpointing != "none":
         again = sum(block_bytes(shape, way_of(layout), tokens))
         items.append(Item("activations", "a block computed again", again, "{:,} tokens", (tokens,)))
-    gradients = gradient_bytes(held, layout) if layout.offload == "none" or share.zero == 1 else 0.0
+    gradients = gradient_bytes(held, layout) if layout.offload == "none" or share.zero in (1, 2) else 0.0
     if share.gathers and layout.micro_batches > 1:
         gradients += WIDE * held.trained  # whole ones, which are only now shared
     items.append(Item("gradients", "all", gradients, "{:,} over {}", (held.trained, share.gradients)))
@@ -330,20 +332,15 @@ def update_items(layout: Layout, held: Held) -> list[Item]:
 
 
 def convolutional(shape: Convolutions, layout: Layout) -> list[Item]:
-    """The same for convolutions, which only data ranks share: the end of the forward pass, or the update."""
+    """The same for convolutions, which only data ranks share: somewhere in the backward pass, or the update."""
     count, share, e = held_parameters(shape), sharing(layout), product_bytes(layout.precision)
     held = Held(count, count, 0, 0, 0, 0, max(layer.parameters for layer in shape.layers), count)
     samples, pictures = layout.micro_batch_size, layout.micro_batch_size * layout.micro_batches
-    everything, largest, again = convolution_bytes(shape, layout.precision)
-    saved = everything if layout.activation_checkpointing == "none" else again + largest
+    picture = convolution_bytes(shape, layout)
     images = WIDE * shape.image_size**2 * shape.channels
-    widest = max(layer.outputs for layer in shape.layers)
-    forward = [
-        Item("activations", "saved", samples * saved, "{} pictures × {:,.0f}", (samples, saved)),
-        Item("activations", "gradients of the widest", samples * 2.0 * e * widest, "{} × {:,}", (samples, widest)),
-    ]  # fmt: skip
+    backward = [Item("activations", "saved", samples * picture, "{} pictures × {:,.0f}", (samples, picture))]
     if not share.zero and e != WIDE:
-        forward.append(Item("buffers", "weights cast to 16 bits", float(e * count), "{:,} × {}", (count, e)))
+        backward.append(Item("buffers", "weights cast to 16 bits", float(e * count), "{:,} × {}", (count, e)))
     always = [*state_items(layout, held), Item("buffers", "pictures", pictures * images, "{} × {}", (pictures, images))]
-    moments = [forward + resident_items(layout, held), update_items(layout, held)]
+    moments = [backward + resident_items(layout, held), update_items(layout, held)]
     return always + max(moments, key=total)
