@@ -24,7 +24,7 @@ from dtrain.plan.memory import memory
 from dtrain.plan.predict import GIB, why_not
 from dtrain.plan.recommend import name, why
 from dtrain.plan.search import search, words
-from dtrain.plan.settings import strategy_section, with_detected
+from dtrain.plan.settings import strategy_section
 from dtrain.plan.shape import shape_of
 from dtrain.schema import check_keys_and_types
 from dtrain.validate import check_ranges
@@ -75,7 +75,7 @@ def choose(config: Mapping[str, Any], typed: set[str]) -> tuple[list[str], str]:
     """The words of the best layout, the strategy first, and a sentence that says what it is and why."""
     check_keys_and_types(dict(config))
     check_ranges(flatten(dict(config)))
-    config = with_detected(dict(config))
+    config = trust.with_figures(config)
     if reason := why_not(config):
         return without_figures(config, typed, reason)
     found = [p for p in search(config, typed, time_unfit=False) if installed(p.layout.strategy)]

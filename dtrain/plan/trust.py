@@ -37,7 +37,7 @@ def plan_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if why := config["choices"].get("auto"):
         plan["chosen"] = why
     try:
-        config = with_detected(dict(config))
+        config = with_figures(config)
         plan["hardware"] = config["choices"].get("hardware")
         plan["calibrated"] = config["hardware"].get("calibration") is not None
         return plan | row_of(config)
@@ -58,6 +58,12 @@ def row_of(config: Mapping[str, Any]) -> dict[str, Any]:
         return {"reason": why_not(config)}
     step_s = prediction.step_s
     return prediction.row() | {"wall_s": None if step_s is None else step_s * steps_to_do(config)}
+
+
+def with_figures(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with this machine's figures where nobody has said any; one that was typed is the truth."""
+    said = [v for key, v in config["hardware"].items() if key != "_target_" and v not in (None, "")]
+    return dict(config) if said else with_detected(dict(config))
 
 
 def strict() -> bool:
@@ -99,7 +105,7 @@ def way_out(config: Mapping[str, Any]) -> str:
     from dtrain.plan.fit import nearest  # 10 ms of imports that a launch that fits does not need
 
     try:
-        found = nearest(with_detected(dict(config)))
+        found = nearest(with_figures(config))
     except Exception:  # the refusal is right also without a way out
         if strict():
             raise

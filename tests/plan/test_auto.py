@@ -70,9 +70,9 @@ def test_the_run_has_the_layout_and_not_the_word(started: list[Path], capsys: py
 
 def test_the_words_that_it_names_give_the_same_run(started: list[Path]) -> None:
     words = ["model=llama-1b", "hardware=h100", "data=synthetic", "precision=bf16"]
-    assert main(["launch", "strategy=auto", *words]) == 0
+    assert main(["launch", "strategy=auto", *words, "run_dir=auto"]) == 0
     chosen = read(started[0])["choices"]["auto"].partition("As words: ")[2].split()
-    assert main(["launch", *chosen, *words]) == 0
+    assert main(["launch", *chosen, *words, "run_dir=typed"]) == 0
     first, second = read(started[0]), read(started[1])
     assert first.pop("run_dir") != second.pop("run_dir")
     assert first["choices"].pop("auto") and first == second
