@@ -45,7 +45,12 @@ class Question:
 
     @property
     def is_one_layout(self) -> bool:
-        """Were a strategy and its degrees given, so that there is one layout to predict and none to look for?"""
+        """Were a strategy and its degrees given, so that there is one layout to predict and none to look for?
+
+        A recipe, or a run that goes on, is complete: unless strategy=auto was typed, it is what it says.
+        """
+        if "strategy=auto" not in self.words and {"recipe", "resume"} & self.typed:
+            return True
         if "strategy" not in self.typed:
             return False
         strategy = self.config["strategy"]
@@ -62,8 +67,6 @@ def compose(words: list[str], config_dir: str | None = None) -> Question:
     """
     given = dict(word.split("=", 1) for word in words if "=" in word)
     typed = {key.lstrip("+") for key in given} | recipe_keys(given.get("recipe"))
-    if given.get("resume"):
-        typed |= {"strategy", "strategy.tp", "strategy.pp", "strategy.dp", "train.micro_batch_size", "precision"}
     if re.fullmatch(r"[^\W\d]\w*(\.\w+)+", given.get("model", "")):
         raise own_model(given["model"])
     asked = list(words)

@@ -110,6 +110,11 @@ def test_a_recipe_is_planned_as_it_is(capsys: pytest.CaptureFixture[str]) -> Non
     (row,) = planned(capsys, "recipe=gpt2-1.5b-fsdp-4gpu", "hardware=a100-80gb")
     assert (row["strategy"], row["dp"], row["micro_batch_size"], row["compile"]) == ("fsdp", 4, 8, True)
     assert row["command"].endswith("recipe=gpt2-1.5b-fsdp-4gpu hardware=a100-80gb strategy=fsdp")
+    (tiny,) = planned(capsys, "recipe=tiny/llama-7b-zero3-8gpu", "hardware=a100-80gb")
+    assert tiny["strategy"] == "zero3"
+    others = planned(capsys, "recipe=gpt2-1.5b-fsdp-4gpu", "hardware=a100-80gb", "strategy=auto")
+    assert {"ddp", "fsdp", "pipeline"} <= {row["strategy"] for row in others}
+    assert {row["micro_batch_size"] for row in others} == {8}  # the recipe says so
 
 
 # ---- a search ------------------------------------------------------------------------------------------------
