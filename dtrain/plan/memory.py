@@ -27,9 +27,10 @@ from dtrain.plan.activations import (
     product_bytes,
     way_of,
 )
-from dtrain.plan.counts import Stage, held_parameters, stages
+from dtrain.plan.counts import Stage, held_parameters
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item, total
+from dtrain.plan.passes import mailbox_bytes, rank_stages
 from dtrain.plan.shape import Convolutions, Shape, Transformer
 from dtrain.plan.states import (
     MAX_LIVE,
@@ -43,7 +44,6 @@ from dtrain.plan.states import (
     sharing,
     weight_bytes,
 )
-from dtrain.strategies.rules import stages_of_rank
 
 __all__ = ["memory", "model_states", "reserve"]
 
@@ -55,10 +55,11 @@ STATE_ROUNDING = 0.005  # of weights and state: measured 0 to 1.4%, by which blo
 def reserve(layout: Layout, peak: float = 0.0) -> float:
     """Bytes of a GPU that are not for tensors: CUDA's context, NCCL's buffers, holes between allocations.
 
-    Measured outside the allocator: 0.69 GiB, 0.76 with NCCL, 1.24 with DeepSpeed. What NCCL takes among several GPUs
-    was not had here: 1 GiB is assumed. Of the peak, 3% for holes that no tensor fits into.
+    Measured outside the allocator: 0.69 GiB, 0.76 with NCCL and fsdp, 1.24 with DeepSpeed, 1.62 with its zero3. What
+    NCCL takes among several GPUs was not had here: 1 GiB is assumed. Of the peak, 3% for holes that no tensor fits
+    into: assumed, too (`benchmarks/planner/measure.py --groups limits` looks for it).
     """
-    context = (1.24 if layout.data.startswith("zero") else 0.76) * GIB
+    context = {"zero1": 1.24, "zero2": 1.24, "zero3": 1.62}.get(layout.data, 0.76) * GIB
     return context + (1.0 * GIB if layout.world_size > 1 else 0.0) + 0.03 * peak
 
 
@@ -71,40 +72,6 @@ def memory(shape: Shape, layout: Layout) -> list[Item]:
         cut, waiting = rank_stages(shape, layout, rank)
         ranks[cut] = max(waiting, ranks.get(cut, 0))
     return max((of_rank(shape, layout, cut, waiting) for cut, waiting in ranks.items()), key=total)
-
-
-# ---- what a pipeline rank holds ------------------------------------------------------------------------------
-
-
-def rank_stages(shape: Transformer, layout: Layout, rank: int) -> tuple[tuple[Stage, ...], int]:
-    """The stages of a pipeline rank, and how many passes through one of them wait for their backward pass."""
-    if layout.pp == 1:
-        return stages(shape, 1, layout.tp, layout.loss_parallel), 1
-    ids, count = stages_of_rank(rank, layout.pp, layout.schedule, layout.stages_per_rank)
-    cut = stages(shape, count, layout.tp, layout.loss_parallel)
-    return tuple(cut[i] for i in ids), in_flight(layout, rank)
-
-
-def in_flight(layout: Layout, rank: int) -> int:
-    """Forward passes through a stage of this rank whose backward pass has not been, at most (torch's schedules)."""
-    passes, pp, local = layout.micro_batches, layout.pp, layout.stages_per_rank
-    if layout.schedule == "gpipe":
-        return passes
-    if layout.schedule == "zbv":
-        return 2 * min(passes, pp)
-    if layout.schedule == "interleaved_1f1b":
-        per_round = passes // max(1, passes // pp)
-        return min((local - 1) * per_round + 2 * (pp - 1 - rank) + 1, passes * local)
-    return min(passes, pp - rank)
-
-
-def mailbox_bytes(shape: Transformer, layout: Layout, cut: tuple[Stage, ...], tokens: int) -> float:
-    """Room that torch's pipeline takes at once for what every micro-batch will send: inputs, and gradients of results.
-
-    Float32, as the residual stream.
-    """
-    one = layout.micro_batches * tokens * WIDE * shape.dim / (layout.tp if layout.sequence_parallel else 1)
-    return one * sum((not stage.is_first) + (not stage.is_last) for stage in cut)
 
 
 # ---- a transformer: what is always there, and the five moments -----------------------------------------------

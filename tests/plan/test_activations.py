@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtrain.models import bert, gpt2, llama, vit
+from dtrain.models import bert, gpt2, llama, parts, vit
 from dtrain.plan.activations import MIB, Way, allocated, block_tensors
 from dtrain.plan.shape import Transformer
 
@@ -75,7 +75,7 @@ def saved_bytes(kind: str, block: nn.Module, batch: int, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("kind", ["gpt2", "vit", "bert", "llama"])
 def test_an_eager_block_saves_what_the_list_says(kind: str, dtype: torch.dtype, monkeypatch: Any) -> None:
     if kind == "llama":
-        monkeypatch.setattr(llama.RMSNorm, "forward", lambda norm, x: FusedNorm.apply(x, norm.weight))
+        monkeypatch.setattr(parts.RMSNorm, "forward", lambda norm, x: FusedNorm.apply(x, norm.weight))
     block, shape = block_of(kind)
     more, less = (saved_bytes(kind, block, batch, dtype) for batch in (6, 2))  # the weights' casts cancel out
     way = Way(2 if dtype == torch.bfloat16 else 4, "eager")
