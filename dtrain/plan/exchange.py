@@ -88,15 +88,11 @@ def sharded_items(layout: Layout, hardware: Hardware, stack: Stack, passes: Pass
         return cuts * collective_s(hardware, "all_gather", shards, parameters * width / cuts, share)
 
     def scatter_s(parameters: float) -> float:
-        one = cuts * collective_s(hardware, "reduce_scatter", shards, parameters * stack.gradient / cuts, share)
-        if layout.replica_size is not None:  # hybrid: the copies' shares are summed across
-            copies = Group(layout.dp // layout.replica_size, max(1, group.per_node // layout.replica_size))
-            one += collective_s(hardware, "all_reduce", copies, parameters * stack.gradient / layout.replica_size)
-        return one
+        return cuts * collective_s(hardware, "reduce_scatter", shards, parameters * stack.gradient / cuts, share)
 
     unit, keep = passes.unit, layout.data == "grad_op" or layout.pp > 1
     times = 1 if layout.pp > 1 else layout.micro_batches  # a pipeline keeps its layers for the whole step
-    reduces = times if stack.reduce_every_pass or layout.data == "zero3" else 1
+    reduces = 1 if layout.data == "grad_op" and not stack.reduce_every_pass else times
     gather, scatter = gather_s(unit.parameters), scatter_s(unit.parameters)
     back = 0.0 if keep else gather
     if not stack.overlap:
@@ -108,7 +104,7 @@ def sharded_items(layout: Layout, hardware: Hardware, stack: Stack, passes: Pass
         loud = exposed(hardware, back + scatter, unit.backward_s)
         added = passes.count * (times * there + (times - reduces) * quiet + reduces * loud)
     ends = times * gather_s(passes.ends) + reduces * scatter_s(passes.ends)
-    return [
+    items = [
         Item(
             "communication", "weights and gradients of blocks", added,
             "{} units: gather {:.3f} ms beside {:.3f} forward; again, and scatter {:.3f}, beside {:.3f} backward",
@@ -119,6 +115,16 @@ def sharded_items(layout: Layout, hardware: Hardware, stack: Stack, passes: Pass
             "{:.3g} parameters, with nothing to hide behind", (passes.ends,),
         ),
     ]  # fmt: skip
+    if layout.replica_size is not None:  # hybrid: once a step, the copies' shares are summed
+        copies = Group(layout.dp // layout.replica_size, max(1, group.per_node // layout.replica_size))
+        num_bytes = (passes.count * unit.parameters + passes.ends) * stack.gradient / layout.replica_size
+        one = collective_s(hardware, "all_reduce", copies, num_bytes)
+        added = exposed(hardware, one, passes.count * unit.backward_s)
+        formula = "all_reduce of {:.3g} bytes over {} copies takes {:.2f} ms, beside the last backward pass"
+        items.append(
+            Item("communication", "gradients of the copies", added, formula, (num_bytes, copies.size, one * 1e3))
+        )
+    return items
 
 
 def exposed(hardware: Hardware, communication: float, computation: float) -> float:

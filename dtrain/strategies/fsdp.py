@@ -56,7 +56,10 @@ class FSDP(Strategy):
     @contextlib.contextmanager
     def no_sync(self, last: bool) -> Iterator[None]:
         assert isinstance(self.model, FSDPModule)
-        self.model.set_requires_gradient_sync(last)
+        if self.sharding == "grad_op":  # whole weights stay, so whole gradients may
+            self.model.set_requires_gradient_sync(last)
+        else:  # else they are cut in every pass: whole ones, in float32, would be larger than all that is cut
+            self.model.set_requires_all_reduce(last)  # only hybrid's copies wait with their sum
         yield
 
     def eval_step(self, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -48,8 +48,8 @@ class TensorParallel(Strategy):
 
     @contextlib.contextmanager
     def no_sync(self, last: bool) -> Iterator[None]:
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(last)
+        if isinstance(self.model, FSDPModule):  # cut in every pass, as under fsdp; whole ones are summed in the last
+            self.model.set_requires_all_reduce(last)
         yield
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -1,0 +1,40 @@
+"""fsdp holds a share of everything, also between the micro-batches of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dtrain.config import build, load
+from dtrain.shards import is_dtensor
+from dtrain.strategies.fsdp import FSDP
+from dtrain.strategies.tensor import TensorParallel
+from dtrain.weights import Drawn
+from tests.world import make_run, spawn
+
+
+def holds_its_share(run_dir: Path, kind: str, cut: bool) -> None:
+    """After a pass that is not the last: is a gradient this rank's part, or the whole?"""
+    cfg = load(run_dir)
+    strategy: Any = TensorParallel(tp=1) if kind == "tensor" else FSDP(sharding=kind)  # type: ignore[arg-type]
+    with torch.device("meta"):
+        model = build(cfg.model)
+    strategy.setup(
+        model, build(cfg.optim), precision=build(cfg.precision), device=torch.device("cpu"), first=Drawn(5),
+        micro_batch_size=1,
+    )  # fmt: skip
+    tokens = torch.randint(0, 61, (1, 17), generator=torch.Generator().manual_seed(0))
+    with strategy.no_sync(last=False):
+        strategy.model(tokens[:, :-1], tokens[:, 1:]).backward()
+    gradients = [p.grad for p in strategy.module.parameters() if p.grad is not None]
+    assert bool(gradients) == cut, "whole gradients are fsdp's own, and not shown as a parameter's"
+    for p in strategy.module.parameters():
+        assert not cut or (is_dtensor(p.grad) and p.grad.to_local().shape == p.to_local().shape)
+
+
+@pytest.mark.parametrize(("kind", "cut"), [("full", True), ("grad_op", False), ("tensor", True)])
+def test_gradients_of_a_pass_are_cut_unless_whole_weights_stay(tmp_path: Path, kind: str, cut: bool) -> None:
+    spawn(2, holds_its_share, make_run(tmp_path), kind, cut)
