@@ -79,8 +79,10 @@ def data_mesh(mesh: DeviceMesh, replica_size: int) -> DeviceMesh:
     size = mesh["dp"].size()
     if replica_size == size:
         return mesh["dp"]
-    names = ("replicate", "shard")
-    return mesh._unflatten("dp", (size // replica_size, replica_size), names)[names]
+    names, axes = ("replicate", "shard"), mesh.mesh_dim_names
+    assert axes is not None
+    # by its number: torch 2.11 refuses every name that there is (pytorch issue 176443)
+    return mesh._unflatten(axes.index("dp"), (size // replica_size, replica_size), names)[names]
 
 
 def shard_layers(
