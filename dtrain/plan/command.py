@@ -26,7 +26,7 @@ Settings are those of a launch, a recipe=NAME, too. What is typed stays; what is
   dtrain plan recipe=gpt2-1.5b-fsdp-4gpu hardware=a100-80gb        what a recipe will do there
 
   --json                    the same for scripts: a list of layouts, best first
-  --all                     every layout, not only the best few and the best of each strategy
+  --all                     every layout, also slow ones, not only the best few and the best of each strategy
   --explain                 the arithmetic of the first one, with the numbers put in
   --tokens N                plan a run of so many tokens (or pictures): 300B, 1.5T, 26e6; default: train.steps
   --gpus-for TIME           how many GPUs would do it in 3d, 12h, 90m ...
@@ -150,7 +150,10 @@ def answer(question: Question, options: Options) -> int:
             found = questions.largest_micro_batch(question, task)
         questions.show(found, options.json)
         return 0
-    predictions = [one_layout(question, task)] if question.is_one_layout else search(config, question.typed, task)
+    if question.is_one_layout:
+        predictions = [one_layout(question, task)]
+    else:
+        predictions = search(config, question.typed, task, everything=options.all)
     if not predictions:
         one_layout(question, task)  # the launcher's own rules say best what is wrong
         raise none_possible(config)

@@ -233,11 +233,16 @@ def predict_layout(layout: Layout, task: Task, timed: bool = True) -> Prediction
 
 def with_time(prediction: Prediction) -> Prediction:
     """The same with its step time, where enough is known of the hardware."""
-    task = prediction.task
-    if prediction.time is not None or not task.hardware.matmul_tflops:
+    if prediction.time is not None:
         return prediction
+    return replace(prediction, time=time_of(prediction.layout, prediction.task))
+
+
+def time_of(layout: Layout, task: Task) -> list[Item] | None:
+    """The step time of a layout, whether it fits or not; None: too little is known of the hardware."""
+    if not task.hardware.matmul_tflops:
+        return None
     from dtrain.plan.stacks import STACKS
     from dtrain.plan.step import step_time
 
-    stack = None if task.stack is None else STACKS[task.stack]
-    return replace(prediction, time=step_time(task.shape, prediction.layout, task.hardware, stack))
+    return step_time(task.shape, layout, task.hardware, None if task.stack is None else STACKS[task.stack])

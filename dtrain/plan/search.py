@@ -2,8 +2,8 @@
 
 A frame is a layout less its micro-batch and checkpointing: strategy, degrees, sharding, schedule. Its rules are checked
 once, by the launcher's own functions. Memory comes before time: in each frame the micro-batch grows until it does not
-fit, and only what fits is timed. What costs time and only saves memory (checkpointing, offload) is tried where the
-plainer way does not fit.
+fit, and only what fits is timed; a pipeline is timed first, as that is less work. What costs time and only saves memory
+(checkpointing, offload) is tried where the plainer way does not fit.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dtrain.config import ranks_per_node
+from dtrain.mesh import MeshSizes
 from dtrain.plan.frames import STRATEGIES, Frame, frames
 from dtrain.plan.frames import divisors as divisors
 from dtrain.plan.layout import Layout, layout_of
 from dtrain.plan.ledger import total
-from dtrain.plan.predict import Prediction, Task, predict_layout, task_of, with_time
+from dtrain.plan.predict import Prediction, Task, predict_layout, task_of, time_of, with_time
 from dtrain.plan.settings import check_layout, strategy_section
 
 CHECKPOINTING = ("none", "selective", "full")
@@ -28,52 +29,70 @@ TIE = 1.01  # step times this close are equal: the prediction is not better than
 
 
 def search(
-    config: Mapping[str, Any], typed: Collection[str] = (), task: Task | None = None, time_unfit: bool = True
+    config: Mapping[str, Any],
+    typed: Collection[str] = (),
+    task: Task | None = None,
+    time_unfit: bool = True,
+    everything: bool = False,
 ) -> list[Prediction]:
     """Best first; those that do not fit after those that do. typed: the settings that stay as they are composed.
 
-    time_unfit=False leaves out the time of those that do not fit. Empty when the model or the hardware is not known, or
-    when no layout keeps the rules.
+    time_unfit=False leaves out the time of those that do not fit; everything=True leaves out no pipeline that is slow.
+    Empty when the model or the hardware is not known, or when no layout keeps the rules.
     """
-    found = candidates(config, typed, task)
+    found = candidates(config, typed, task, everything)
     return rank([with_time(p) if time_unfit or p.fits is not False else p for p in found])
 
 
-def candidates(config: Mapping[str, Any], typed: Collection[str] = (), task: Task | None = None) -> list[Prediction]:
-    """The layouts to choose from, with their memory; without time and in no order."""
+def candidates(
+    config: Mapping[str, Any], typed: Collection[str] = (), task: Task | None = None, everything: bool = False
+) -> list[Prediction]:
+    """The layouts to choose from, with their memory; in no order."""
     task = task or task_of(config)
     if task is None:
         return []
     config = {**config, "cluster": {**config["cluster"], "processes": ranks_per_node(config["cluster"])}}
-    found = predicted(config, typed, task, math.inf if "strategy" in typed else 1.0)
-    return found if any(p.fits is not False for p in found) else predicted(config, typed, task, math.inf)
+    everything = everything or "strategy" in typed
+    found = predicted(config, typed, task, everything)
+    return found if everything or any(p.fits is not False for p in found) else predicted(config, typed, task, True)
 
 
-def predicted(config: Mapping[str, Any], typed: Collection[str], task: Task, most_idle: float) -> list[Prediction]:
-    """most_idle: how long the ranks of a pipeline may wait, as a part of the time in which they work."""
+def predicted(config: Mapping[str, Any], typed: Collection[str], task: Task, everything: bool) -> list[Prediction]:
+    """The layouts of all frames. everything: also the pipelines that cannot come near the best layout without one."""
     found: list[Prediction] = []
     held: set[tuple[str, int, int]] = set()  # strategies and degrees of which something fits on the GPUs alone
+    first: dict[str, MeshSizes] = {}
+    limits = Limits()
     for frame in frames(config, typed):
         key = (frame.name, frame.sizes.tp, frame.sizes.pp)
         if frame.section.get("offload") == "cpu" and "strategy.offload" not in typed and key in held:
             continue
-        if frame.sizes.pp > 1 and most_idle == 1.0 and found:
+        if frame.sizes.pp > 1 and not everything and limits == Limits():
             found = [with_time(p) for p in found]
-            most_idle = min(most_idle, idle_allowed(found))
-        members = fitting(frame, config, typed, task, most_idle)
+            limits = limits_by(found)
+        smallest = first.setdefault(frame.name, frame.sizes) == frame.sizes  # so that each strategy has a layout
+        members = fitting(frame, config, typed, task, replace(limits, step_s=math.inf) if smallest else limits)
         if members and members[0].fits:
             held.add(key)
         found += members
     return found
 
 
-def idle_allowed(found: list[Prediction]) -> float:
-    """How long a pipeline may wait and still come near the best layout without one, which computes as long."""
-    timed = [p for p in found if p.fits is not False and p.step_s]
-    best = min(timed, key=seconds, default=None)
+@dataclass(frozen=True)
+class Limits:
+    """What a pipeline must keep to be looked at: how long its ranks may wait, as a part of their work, and its step."""
+
+    idle: float = math.inf
+    step_s: float = math.inf
+
+
+def limits_by(found: list[Prediction]) -> Limits:
+    """A pipeline computes as long as the best layout without one, and waits; it is to come near that layout's step."""
+    best = min((p for p in found if p.fits is not False and p.step_s), key=seconds, default=None)
     if best is None or best.time is None:
-        return 1.0
-    return NEAR * seconds(best) / total(best.time, "compute") - 1
+        return Limits(idle=1.0)
+    step_s = NEAR * seconds(best)
+    return Limits(min(1.0, step_s / total(best.time, "compute") - 1), step_s)
 
 
 def rank(found: list[Prediction]) -> list[Prediction]:
@@ -111,7 +130,7 @@ def complexity(layout: Layout) -> tuple[int, ...]:
 
 
 def fitting(
-    frame: Frame, config: Mapping[str, Any], typed: Collection[str], task: Task, most_idle: float
+    frame: Frame, config: Mapping[str, Any], typed: Collection[str], task: Task, limits: Limits
 ) -> list[Prediction]:
     """The frame's layouts that fit, each micro-batch with the least checkpointing; else the one that lacks least."""
     modes = CHECKPOINTING if "activation_checkpointing" not in typed else (config["activation_checkpointing"],)
@@ -121,23 +140,24 @@ def fitting(
     if frame.section.get("schedule") == "gpipe" and "strategy.schedule" not in typed:  # 1f1b needs less memory
         sizes = [size for size in sizes if per_rank // size < frame.sizes.pp]
     base = base_layout(frame, config)
-    sizes = [size for size in sizes if idle(base.pp, base.stages_per_rank, per_rank // size) <= most_idle]
+    sizes = [size for size in sizes if idle(base.pp, base.stages_per_rank, per_rank // size) <= limits.idle]
     sizes = [size for size in sizes if per_rank % size == 0 and accepted(frame, config, per_rank // size)]
-    if not sizes:
-        return []
+    layouts = [replace(base, micro_batch_size=s, micro_batches=per_rank // s) for s in sizes]
+    if limits.step_s < math.inf:  # the time of a pipeline is found in half the time that its memory takes
+        plain = [replace(layout, activation_checkpointing=modes[0]) for layout in layouts]
+        layouts = [layout for layout in plain if total(time_of(layout, task) or ()) <= limits.step_s]
     found: dict[int, Prediction] = {}
     least: Prediction | None = None
     for mode in modes:
-        for size in sizes:
-            if size in found:  # with less checkpointing, so faster
+        for layout in layouts:
+            if layout.micro_batch_size in found:  # with less checkpointing, so faster
                 continue
-            layout = replace(base, micro_batch_size=size, micro_batches=per_rank // size, activation_checkpointing=mode)
-            prediction = predict_layout(layout, task, timed=False)
+            prediction = predict_layout(replace(layout, activation_checkpointing=mode), task, timed=False)
             if prediction.fits is False:  # nor would more samples
                 if least is None or prediction.memory_bytes < least.memory_bytes:
                     least = prediction
                 break
-            found[size] = prediction
+            found[layout.micro_batch_size] = prediction
     return list(found.values()) or ([least] if least else [])
 
 

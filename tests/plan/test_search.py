@@ -1,7 +1,6 @@
 """The search: what it proposes is what the launcher accepts, what is typed stays, and the best comes first."""
 
 import itertools
-import math
 from typing import Any
 
 import pytest
@@ -102,7 +101,7 @@ def test_pipelines_that_mostly_wait_are_looked_at_only_when_nothing_else_fits(mo
 
     assert not any(waits(p) for p in candidates(config))
     config["hardware"] = {**config["hardware"], "gpu_memory_gib": 4.0, "usable_memory_gib": 4.0}
-    seen: list[float] = []
+    seen: list[bool] = []
     real = module.predicted
 
     def watched(*args: Any) -> list[Prediction]:
@@ -111,7 +110,16 @@ def test_pipelines_that_mostly_wait_are_looked_at_only_when_nothing_else_fits(mo
 
     monkeypatch.setattr(module, "predicted", watched)
     assert not any(p.fits for p in candidates(config))
-    assert seen == [1.0, math.inf]
+    assert seen == [False, True]
+
+
+def test_slow_pipelines_are_left_out_unless_all_are_asked_for() -> None:
+    config = question(*SEVEN_B).config
+    few, every = search(config), search(config, everything=True)
+    assert {p.layout for p in few} < {p.layout for p in every}
+    assert every[0].step_s == pytest.approx(few[0].step_s, rel=0.011)  # none of them is better
+    left_out = {p.layout for p in every} - {p.layout for p in few}
+    assert all(layout.pp > 1 for layout in left_out)
 
 
 def test_an_unknown_model_or_hardware_has_no_layouts() -> None:
