@@ -1,0 +1,190 @@
+"""The six moments of a step at which memory can be at its worst: what is there then, and at no other time.
+
+Each gives items in bytes for one rank of a transformer. memory.py names the moments and takes the worst.
+"""
+
+from __future__ import annotations
+
+from dtrain.plan.activations import (
+    MIB,
+    WIDE,
+    block_again_bytes,
+    block_bytes,
+    kept_layers,
+    product_bytes,
+    way_of,
+)
+from dtrain.plan.counts import Stage
+from dtrain.plan.layout import Layout
+from dtrain.plan.ledger import Item
+from dtrain.plan.shape import Transformer
+from dtrain.plan.states import MAX_LIVE, SUB_GROUP, Held, gradient_bytes, resident_gradients, sharing
+
+
+def logit_items(
+    shape: Transformer, layout: Layout, cut: tuple[Stage, ...], tokens: int, waiting: int, each: float, why: str
+) -> list[Item]:
+    """`each` bytes for every logit of one pass; gpipe keeps the log-softmax of the passes before, too."""
+    if not any(stage.is_last for stage in cut):
+        return []
+    asked = round(tokens * shape.asked)
+    rows = shape.vocab_size // (layout.tp if layout.loss_parallel else 1)
+    older = (waiting - 1) * WIDE if layout.schedule == "gpipe" and layout.pp > 1 else 0
+    return [Item("logits", why, asked * rows * (each + older), "{:,} tokens × {:,} rows × {:g} bytes",
+                 (asked, rows, each + older))]  # fmt: skip
+
+
+def scores_items(
+    shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage, ...], tokens: int, waiting: int
+) -> list[Item]:
+    """The loss is being computed: logits as the product gave them, in float32, and their log-softmax.
+
+    Compiled as one graph, the float32 ones are never written. Loss parallel has one copy more, here and in the
+    backward pass (measured), each of a rank's own rows.
+    """
+    e = product_bytes(layout.precision)
+    copies = 3 if layout.loss_parallel else 2
+    each = e if way_of(layout).graph == "whole" else (e if e != WIDE else 0) + copies * WIDE
+    items = logit_items(shape, layout, cut, tokens, waiting, each, "logits, in float32, log-softmax")
+    return items + copies_items(layout, held, cut, waiting, forward=True) + resident_items(layout, held)
+
+
+def loss_items(
+    shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage, ...], tokens: int, waiting: int
+) -> list[Item]:
+    """The backward pass begins: the log-softmax, its gradient and the logits' gradient, all float32.
+
+    Compiled as one graph there are only 16-bit logits, whose gradient takes their place, beside the head's gradient.
+    """
+    e = product_bytes(layout.precision)
+    whole = way_of(layout).graph == "whole"
+    each = e if whole else (4 if layout.loss_parallel else 3) * WIDE
+    items = logit_items(shape, layout, cut, tokens, waiting, each, "log-softmax and its gradients")
+    if whole and not shape.lora_rank:
+        items.append(Item("gradients", "of the head", float(e * held.head), "{:,} × {}", (held.head, e)))
+    return items + copies_items(layout, held, cut, waiting, forward=False) + resident_items(layout, held)
+
+
+def copies_items(layout: Layout, held: Held, cut: tuple[Stage, ...], waiting: int, forward: bool) -> list[Item]:
+    """Weights in the product's type beside those that are held.
+
+    fsdp gathers the ends for the whole pass, and a block beside (measured: one at the loss); kept whole under grad_op
+    and in pipelines. zero3 keeps what it will use again, up to MAX_LIVE. Autocast remembers every cast until the
+    forward pass ends, the graph those of layers that are not computed again; each pass of a pipeline has its own.
+    """
+    e, share = product_bytes(layout.precision), sharing(layout)
+    if share.zero == 3:
+        live = e * min(held.parameters, MAX_LIVE) if layout.dp > 1 or layout.offload_params != "none" else 0.0
+        return [Item("buffers", "gathered weights", live, "at most {:,} × {} bytes", (MAX_LIVE, e))]
+    if share.zero:
+        return []
+    if share.gathers:
+        whole = layout.data == "grad_op" or layout.pp > 1
+        count = held.parameters if whole else held.ends + held.block
+        return [Item("buffers", "gathered weights", e * count, "{:,} × {} bytes", (count, e))]
+    if e == WIDE:
+        return []
+    cast = held.parameters - held.frozen16 - (held.ends - held.head)
+    if not forward or layout.pp > 1:
+        layers = sum(stage.layers for stage in cut)
+        kept = sum(kept_layers(stage.layers, layout)[0] for stage in cut) / max(layers, 1)
+        cast = round(kept * (cast - held.head)) + held.head
+    passes = max(1, round(waiting / len(cut)))
+    return [Item("buffers", "weights cast to 16 bits", passes * e * cast, "{} × {:,} × {} bytes", (passes, cast, e))]
+
+
+def resident_items(layout: Layout, held: Held) -> list[Item]:
+    if layout.offload != "none" and layout.data != "zero1":
+        return []
+    value, why = resident_gradients(held, layout)
+    return [Item("gradients", why, value, "{:,} trained parameters", (held.trained,))] if value else []
+
+
+def block_items(shape: Transformer, layout: Layout, held: Held, tokens: int, waiting: int) -> list[Item]:
+    """The last block's backward pass: what it computes again, its gradients, and buffers that come with the first.
+
+    zero2 takes its whole share of the gradients and two buckets at the first one (measured, with offload, too).
+    """
+    way, share, e = way_of(layout), sharing(layout), product_bytes(layout.precision)
+    temporary = block_again_bytes(shape, way, tokens)
+    items = [Item("activations", "gradients in a block", temporary, "{:,} tokens", (tokens,))]
+    if layout.activation_checkpointing != "none":
+        again = sum(block_bytes(shape, way, tokens))
+        items.append(Item("activations", "a block computed again", again, "{:,} tokens", (tokens,)))
+    items += copies_items(layout, held, (), waiting, forward=False) if share.gathers or share.zero else []
+    if share.gathers:
+        # the next block is gathered, this one's gradient is there in 16 bits and copied to 32 to be reduced
+        beside = (2 * e + WIDE) * held.block
+        items.append(Item("buffers", "a block's gradient on its way", beside, "{:,} × {}", (held.block, 2 * e + WIDE)))
+    if share.zero == 2:
+        items.append(Item("gradients", "this rank's share", gradient_bytes(held, layout), "{:,} over {}",
+                          (held.trained, share.gradients)))  # fmt: skip
+    if share.zero in (1, 2):
+        items.append(Item("buffers", "buckets", 2 * layout.bucket_mb * MIB, "2 × {} MiB", (layout.bucket_mb,)))
+    return items if share.zero == 2 else items + resident_items(layout, held)
+
+
+def first_items(shape: Transformer, layout: Layout, held: Held, tokens: int) -> list[Item]:
+    """The first block's backward pass, the last of all: nearly all gradients, and what the block computes again."""
+    way = way_of(layout)
+    items = [Item("activations", "gradients in a block", block_again_bytes(shape, way, tokens), "{:,}", (tokens,))]
+    if layout.activation_checkpointing != "none":
+        again = sum(block_bytes(shape, way, tokens))
+        items.append(Item("activations", "a block computed again", again, "{:,} tokens", (tokens,)))
+    return items + all_gradients_items(layout, held, left=held.ends)
+
+
+def ends_items(shape: Transformer, layout: Layout, held: Held, tokens: int) -> list[Item]:
+    """The backward pass ends: all gradients, and of the embedding one more before the two are added.
+
+    fsdp reduces what is not in blocks as one unit: 16-bit gradients, and these in float32, before its own share is
+    there (measured: llama-8b on 8 ranks).
+    """
+    share, e = sharing(layout), product_bytes(layout.precision)
+    items = [Item("activations", "gradient of the first block", tokens * 2.0 * WIDE * shape.dim, "{:,}", (tokens,))]
+    trained = 0 if shape.lora_rank else held.ends
+    if share.gathers:
+        items.append(
+            Item("buffers", "gradient of the ends on its way", float((e + WIDE) * trained), "{:,}", (trained,))
+        )
+        return items + all_gradients_items(layout, held, left=trained)
+    table = (e if share.zero else WIDE) * (0 if shape.lora_rank else held.embed)
+    items.append(Item("gradients", "of the embedding, once more", float(table), "{:,}", (held.embed,)))
+    return items + all_gradients_items(layout, held)
+
+
+def all_gradients_items(layout: Layout, held: Held, left: int = 0) -> list[Item]:
+    """The gradients at the end of the backward pass, but those of `left` parameters, which fsdp has not reduced yet."""
+    share, e = sharing(layout), product_bytes(layout.precision)
+    gradients = gradient_bytes(held, layout) if layout.offload == "none" or share.zero in (1, 2) else 0.0
+    if share.gathers:
+        gradients *= 1 - left / held.trained if held.trained > left else 1
+        if layout.micro_batches > 1:
+            gradients += WIDE * held.trained  # whole ones, which are only now shared
+    items = [Item("gradients", "all", gradients, "{:,} over {}", (held.trained, share.gradients))]
+    if share.zero == 1:
+        items.append(Item("gradients", "all, in 16 bits", float(e * held.trained), "{:,} × {}", (held.trained, e)))
+    return items
+
+
+def update_items(layout: Layout, held: Held) -> list[Item]:
+    """All gradients and no activations. torch's fused AdamW needs nothing beside.
+
+    zero2 squares its largest weight's gradient in 8 bytes, zero3 copies SUB_GROUP elements at a time (measured).
+    """
+    share = sharing(layout)
+    gradients = gradient_bytes(held, layout) if layout.offload == "none" or share.zero == 1 else 0.0
+    items = [Item("gradients", "all", gradients, "{:,} over {}", (held.trained, share.gradients))]
+    mine = held.trained / max(share.optimizer, 1)
+    if layout.offload != "none":
+        return items
+    if share.zero == 1:
+        e = product_bytes(layout.precision)
+        items.append(Item("gradients", "all, in 16 bits", e * held.trained, "{:,} × {}", (held.trained, e)))
+    if share.zero == 2:
+        square = 8 * min(held.largest, mine)
+        items.append(Item("buffers", "a gradient squared", square, "{:,.0f} × 8 bytes", (square / 8,)))
+    if share.zero == 3:
+        copy = WIDE * min(mine, SUB_GROUP)
+        items.append(Item("buffers", "gradients for the update", copy, "{:,.0f} × 4 bytes", (copy / WIDE,)))
+    return items
