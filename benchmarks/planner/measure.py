@@ -8,7 +8,8 @@ Each case is set up as dtrain/train.py does it: the composed configuration, the 
 strategy's own setup and train_step. Batches are random numbers on the device, so no loader is in the time. A case with
 more than one rank runs on torch's fake process group: the messages do nothing, so only its memory means something.
 
-Cases of one world size share a process. Between two of them everything is freed, and the peak is begun anew.
+The cases are in cases.py. Those of one world size share a process; between two of them everything is freed, what
+DeepSpeed has replaced in torch is put back, and the peak is begun anew.
 """
 
 from __future__ import annotations
@@ -26,111 +27,13 @@ import types
 from pathlib import Path
 from typing import Any
 
+from cases import GROUPS, LENGTHS
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 RESULTS = ROOT / "benchmarks" / "results" / "planner-h200.json"
 GIB = 2**30
-WARM_UP, TIMED = 2, 5
-LENGTHS = {"llama-1b": 2048, "llama-8b": 2048}  # what a step is measured with; else the model's own
-
-
-def case(model: str, strategy: str, batch: int, *words: str, ranks: int = 1, **settings: Any) -> dict[str, Any]:
-    """One layout: `batch` samples a rank and pass."""
-    defaults = {"checkpointing": "none", "compile": False, "precision": "bf16", "deterministic": True, "passes": 1}
-    defaults |= {"limits": False}
-    return (
-        {"model": model, "strategy": strategy, "batch": batch, "words": list(words), "ranks": ranks}
-        | defaults
-        | settings
-    )
-
-
-BATCHES = {"gpt2-124m": (32, 16, 8), "gpt2-1.5b": (8, 16, 4), "llama-1b": (4, 8, 2)}
-
-
-def grid(strategy: str, models: tuple[str, ...] = tuple(BATCHES), **settings: Any) -> list[dict[str, Any]]:
-    return [
-        case(model, strategy, batch, checkpointing=checkpointing, **settings)
-        for model in models
-        for batch in BATCHES[model]
-        for checkpointing in ("none", "full")
-    ]
-
-
-def compiled() -> list[dict[str, Any]]:
-    cases = [case("gpt2-124m", "ddp", batch, compile=True) for batch in (32, 16, 8)]
-    cases += [case("gpt2-124m", "ddp", 32, compile=True, deterministic=False)]
-    for model, batches in (("gpt2-124m", (32, 8)), ("gpt2-1.5b", (16, 8)), ("llama-1b", (8, 4))):
-        cases += [case(model, "fsdp", batch, compile=True) for batch in batches]
-        cases += [case(model, "fsdp", batches[0], compile=True, checkpointing="full")]
-    cases += [case("gpt2-1.5b", "zero1", 8, compile=True), case("llama-1b", "ddp", 4, compile=True)]
-    return [*cases, case("gpt2-124m", "ddp", 32, compile=True, checkpointing="full")]
-
-
-def others() -> list[dict[str, Any]]:
-    """Other models, precisions, checkpointing and adapters."""
-    cases = [case(name, "ddp", batch) for name, batch in (("vit-b16", 128), ("resnet50", 128), ("bert-large", 16))]
-    cases += [case("vit-b16", "ddp", 64, checkpointing="full"), case("resnet50", "ddp", 64, checkpointing="full")]
-    cases += [case("bert-large", "fsdp", 32, checkpointing="full"), case("resnet50", "fsdp", 64)]
-    cases += [case("bert-large", "ddp", 32, "model.task=classify", "model.num_classes=3", "model.seq_len=128")]
-    for model, batch in (("gpt2-124m", 16), ("gpt2-1.5b", 8), ("llama-1b", 4)):
-        cases += [case(model, strategy, batch, checkpointing="selective") for strategy in ("ddp", "fsdp")]
-        cases += [case(model, "ddp", batch // 2, precision="fp32"), case(model, "ddp", batch, deterministic=False)]
-    cases += [case("gpt2-124m", strategy, 8, passes=4) for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3")]
-    cases += [case("llama-1b", "fsdp", 4, precision="fp32"), case("gpt2-124m", "ddp", 16, "model.dropout=0.1")]
-    cases += [case("llama-8b", strategy, 2, "lora.rank=16", "lora.targets=[]") for strategy in ("ddp", "fsdp")]
-    cases += [
-        case("gpt2-1.5b", "fsdp", 8, "strategy.offload=cpu"),
-        case("gpt2-1.5b", "fsdp", 8, "strategy.sharding=grad_op"),
-    ]
-    return [*cases, case("vit-b16", "ddp", 128, compile=True), case("resnet50", "ddp", 128, compile=True)]
-
-
-def spread() -> list[dict[str, Any]]:
-    """One rank of many, on the fake process group."""
-    cases = []
-    for model, batch in (("gpt2-124m", 16), ("gpt2-1.5b", 8), ("llama-1b", 4)):
-        for checkpointing in ("none", "full"):
-            cases += [case(model, strategy, batch, ranks=8, checkpointing=checkpointing)
-                      for strategy in ("fsdp", "ddp", "zero1", "zero2", "zero3")]  # fmt: skip
-        cases += [case(model, "fsdp", batch, ranks=64)]
-    for words in ((), ("strategy.sequence_parallel=true",), ("strategy.loss_parallel=true",)):
-        cases += [case("llama-1b", "tensor", 4, "strategy.tp=8", *words, ranks=8)]
-    cases += [case("llama-1b", "tensor", 4, "strategy.tp=2", "strategy.dp=4", ranks=8)]
-    cases += [case("llama-1b", "tensor", 4, "strategy.tp=2", "strategy.dp=4", "strategy.data=ddp", ranks=8)]
-    cases += [case("llama-8b", "fsdp", 1, ranks=8, checkpointing="full"), case("llama-8b", "fsdp", 1, ranks=64)]
-    cases += [case("gpt2-1.5b", "fsdp", 4, ranks=8, passes=2), case("gpt2-1.5b", "fsdp", 8, ranks=64, compile=True)]
-    return [*cases, case("llama-1b", "fsdp", 4, "strategy.sharding=grad_op", ranks=8)]
-
-
-def limits() -> list[dict[str, Any]]:
-    """How much more than its peak must a case have, to run at all? Some that fragment least and most."""
-    chosen = [("gpt2-124m", "ddp", 32, "none"), ("gpt2-1.5b", "fsdp", 8, "none"), ("llama-1b", "fsdp", 8, "full")]
-    chosen += [("gpt2-1.5b", "zero2", 16, "full"), ("llama-1b", "ddp", 4, "none"), ("gpt2-1.5b", "ddp", 8, "full")]
-    return [case(m, name, batch, checkpointing=mode, limits=True) for m, name, batch, mode in chosen]
-
-
-def dry() -> list[dict[str, Any]]:
-    """Tiny models, for a CPU: does the harness itself work?"""
-    cases = [case("gpt2-tiny", name, 2, checkpointing="full") for name in ("ddp", "fsdp", "zero1", "zero3")]
-    cases += [case(name, "ddp", 2) for name in ("llama-tiny", "bert-tiny", "bert-tiny-classify", "vit-tiny", "convnet")]
-    cases += [case("gpt2-tiny", name, 2, ranks=4) for name in ("ddp", "fsdp", "tensor", "zero1", "zero2", "zero3")]
-    return [c | {"precision": "fp32"} for c in cases]
-
-
-def late() -> list[dict[str, Any]]:
-    cases = [case("llama-1b", "zero3", b, checkpointing=c) for b in (4, 8, 2) for c in ("none", "full")]
-    return cases + [
-        case("gpt2-1.5b", "zero3", b, checkpointing=c) for b, c in ((16, "none"), (16, "full"), (4, "none"))
-    ]
-
-
-GROUPS = {
-    "late": late,
-    **{name: lambda name=name: grid(name) for name in ("ddp", "fsdp", "zero1", "zero2", "zero3")},
-    "limits": limits,
-    "compile": compiled, "others": others, "spread": spread, "dry": dry,
-}  # fmt: skip
+WARM_UP, TIMED = 2, 5  # steps
 
 
 # ---- one case ------------------------------------------------------------------------------------------------
@@ -369,6 +272,7 @@ def run_world(ranks: int, specs: list[dict[str, Any]], out: Path, cpu: bool) -> 
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         device = torch.device("cpu") if cpu else torch.device("cuda", 0)
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    linear = torch.nn.functional.linear
     for spec in specs:
         began, held = time.perf_counter(), torch.cuda.memory_allocated() if device.type == "cuda" else 0
         try:
@@ -380,13 +284,16 @@ def run_world(ranks: int, specs: list[dict[str, Any]], out: Path, cpu: bool) -> 
         with out.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print({k: v for k, v in row.items() if k not in ("steps_s", "words")}, flush=True)
+        torch.nn.functional.linear = linear  # zero3 puts its own in its place, which keeps float32 inputs
         free(device)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("planner.json"))
-    parser.add_argument("--groups", nargs="*", default=[name for name in GROUPS if name != "dry"], choices=list(GROUPS))
+    parser.add_argument(
+        "--groups", nargs="*", default=[name for name in GROUPS if name not in ("again", "dry")], choices=list(GROUPS)
+    )
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--compare", nargs="?", type=Path, const=RESULTS)
     parser.add_argument("--world", type=int, help="used by the script itself: the cases of one world size")
