@@ -15,7 +15,7 @@ from dtrain.arguments import STAND_IN
 from dtrain.cli import main
 from dtrain.explain import options_of
 from dtrain.launchers.local import Local
-from dtrain.plan import auto
+from dtrain.plan import auto, fit
 from dtrain.plan.settings import strategy_section
 from dtrain.rundir import read_json
 from tests.test_bad_inputs import COMPOSE_ONCE
@@ -76,6 +76,19 @@ def test_the_words_that_it_names_give_the_same_run(started: list[Path]) -> None:
     first, second = read(started[0]), read(started[1])
     assert first.pop("run_dir") != second.pop("run_dir")
     assert first["choices"].pop("auto") and first == second
+
+
+@pytest.mark.parametrize("more", [[], ["train.micro_batch_size=2"], ["strategy.tp=2"], ["recipe=llama-1b-single-gpu"]])
+def test_it_is_the_first_line_of_the_plan(
+    more: list[str], started: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["model=llama-1b", "hardware=h100", "data=synthetic", "precision=bf16", "cluster.processes=8", *more]
+    assert main(["plan", *words, "strategy=auto", "--json"]) == 0
+    first = next(row for row in json.loads(capsys.readouterr().out) if fit.installed(row["strategy"]))
+    assert main(["launch", "strategy=auto", *words]) == 0
+    plan = read_json(started[0] / "plan.json")
+    assert {key: plan[key] for key in first if key in plan} == {key: first[key] for key in first if key in plan}
+    assert {"strategy", "tp", "micro_batch_size", "memory_gib", "step_s"} <= set(first) & set(plan)
 
 
 def test_what_is_typed_stays(capsys: pytest.CaptureFixture[str], started: list[Path]) -> None:
