@@ -159,7 +159,9 @@ def end_bytes(shape: Transformer, way: Way, tokens: int, is_first: bool, is_last
     if is_last:
         asked = tokens * shape.asked
         between = way.tp if way.sequence_parallel else 1
-        saved += asked * (WIDE * d / between + (WIDE if way.wide_inputs else e) * d)
+        # ViT's norm reads the class token only, as a part of all tokens, which it so keeps
+        before = tokens if shape.kind == "vit" else asked
+        saved += before * WIDE * d / between + asked * (WIDE if way.wide_inputs else e) * d
         if shape.kind == "bert":  # transform, GELU and norm on the asked tokens, or pooler and tanh
             saved += asked * (3 * e * d + WIDE * d)
     return saved
