@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import choose
+import own
 from page import write_page
 from rows import DATA, Row, caution, read, sources
 from score import PARTS, Errors, Scored, score_all, with_one_point
@@ -34,6 +35,7 @@ LIMITS = (
     Limit("llm-foundry", ("llm_foundry",), 0.10),
     Limit("llm-foundry, one row measured per GPU", ("llm_foundry",), 0.06, one_point=True),
     Limit("vTrain, one node", ("vtrain_single_node",), 0.20),
+    Limit("our own steps on one H200", (own.SOURCE,), 0.08),
 )
 HEAD = f"{'':38}{'rows':>5}{'mean':>8}{'median':>8}{'worst':>8}{'bias':>8}"
 
@@ -73,8 +75,9 @@ def main() -> None:
 
     everything: list[Scored] = []
     print(HEAD)
-    for source in given.sources or sources(given.data):
-        rows: list[Row] = read(source, given.data)
+    named = [*sources(given.data), *([own.SOURCE] if given.data == DATA else [])]
+    for source in given.sources or named:
+        rows: list[Row] = own.read_own() if source == own.SOURCE else read(source, given.data)
         scored, missing = score_all(rows)
         for reason in sorted(set(missing)):
             print(f"{source:38}{missing.count(reason)} rows left out: {reason}")
@@ -82,7 +85,7 @@ def main() -> None:
             continue
         everything += scored
         print(line(source, Errors.of(one.error for one in scored)))
-        if caution(source, given.data):
+        if source != own.SOURCE and caution(source, given.data):
             print(f"  caution: {caution(source, given.data)}")
         if given.rows:
             print_rows(scored)

@@ -14,6 +14,7 @@ from rows import CONF, Row
 from dtrain.hardware import Hardware
 from dtrain.plan.ledger import by_part
 
+OURS = "dtrain"
 PARTS = ("compute", "communication", "bubble", "optimizer", "data")
 
 
@@ -73,7 +74,7 @@ def why_not(row: Row) -> str:
 
     if not (CONF / "hardware" / f"{row.hardware}.yaml").exists():
         return f"conf/hardware/{row.hardware}.yaml is not there"
-    return "" if row.stack in STACKS else f"dtrain/plan/stacks.py has no {row.stack}"
+    return "" if row.stack in (OURS, *STACKS) else f"dtrain/plan/stacks.py has no {row.stack}"
 
 
 def score(row: Row) -> Scored:
@@ -81,7 +82,8 @@ def score(row: Row) -> Scored:
     from dtrain.plan.stacks import STACKS
     from dtrain.plan.step import step_time
 
-    return Scored(row, by_part(step_time(row.shape, row.layout, hardware(row.hardware), STACKS[row.stack])))
+    stack = None if row.stack == OURS else STACKS[row.stack]  # None: ours, as the layout runs it
+    return Scored(row, by_part(step_time(row.shape, row.layout, hardware(row.hardware), stack)))
 
 
 def score_all(rows: Iterable[Row]) -> tuple[list[Scored], list[str]]:
