@@ -23,9 +23,7 @@ from dtrain.words import as_dict, duration, gib, number, percent, si, step_time
 PLAN = "plan.json"
 FAULT = "the planner failed"
 STATES = ("parameters", "gradients", "optimizer")  # arithmetic; all other parts are estimates
-CERTAIN = (
-    1.08  # which were at most so much too large (benchmarks/results/planner-h200.json): more is no estimate's error
-)
+CERTAIN = 1.08  # they may be so much too large: the bound that measured peaks are held to (benchmarks/planner)
 FIGURES = ("tokens_per_s", "step_s", "mfu", "memory_gib", "wall_s")
 
 log = logging.getLogger("dtrain")
