@@ -171,7 +171,7 @@ def one_layout(question: Question, task: Task) -> Prediction:
     from dtrain.mesh import MeshSizes
     from dtrain.plan.layout import layout_of
     from dtrain.plan.predict import predict_layout
-    from dtrain.plan.settings import check_layout
+    from dtrain.plan.sections import check_layout
 
     layout, strategy = layout_of(question.config), question.config["strategy"]
     few = layout.micro_batches < layout.pp and strategy.get("schedule") == "1f1b"
@@ -230,7 +230,7 @@ def package_note(best: Prediction) -> list[str]:
     """A package that the first layout needs and this machine has not."""
     import importlib.util
 
-    from dtrain.plan.settings import strategy_section
+    from dtrain.plan.sections import strategy_section
     from dtrain.strategies.rules import EXTRAS
 
     package = EXTRAS.get(strategy_section(best.layout.strategy)["_target_"].rpartition(".")[0])
@@ -262,7 +262,7 @@ def launch_command(question: Question, prediction: Prediction) -> str:
 
 def others_of(typed: Sequence[str], prediction: Prediction) -> list[str]:
     """Typed settings of the strategy that a layout has no word for, e.g. strategy.bucket_mb."""
-    from dtrain.plan.settings import CHOSEN, strategy_section
+    from dtrain.plan.sections import CHOSEN, strategy_section
 
     section = strategy_section(prediction.layout.strategy)
     return [w for w in typed if (key := w.partition("=")[0][9:]) in section and key not in CHOSEN]

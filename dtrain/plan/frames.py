@@ -15,7 +15,7 @@ from typing import Any
 
 from dtrain.config import world_size
 from dtrain.mesh import MeshSizes
-from dtrain.plan.settings import CHOSEN, strategy_section
+from dtrain.plan.sections import CHOSEN, strategy_section
 from dtrain.schema import has_method
 from dtrain.strategies import rules
 

@@ -13,7 +13,8 @@ from dtrain.plan.layout import Layout
 from dtrain.plan.predict import GIB, Prediction, Task, predict_layout, task_of, with_time
 from dtrain.plan.recommend import extras, name
 from dtrain.plan.search import CHECKPOINTING, candidates, rank, search
-from dtrain.plan.settings import Question, model_section
+from dtrain.plan.sections import model_section
+from dtrain.plan.settings import Question
 from dtrain.plan.shape import Transformer, num_parameters
 from dtrain.plan.show import print_table, step_time
 from dtrain.words import duration, gib, percent, si

@@ -21,7 +21,7 @@ from dtrain.plan.frames import divisors as divisors
 from dtrain.plan.layout import Layout, layout_of
 from dtrain.plan.ledger import total
 from dtrain.plan.predict import Prediction, Task, predict_layout, task_of, time_of, with_time
-from dtrain.plan.settings import check_layout, strategy_section
+from dtrain.plan.sections import check_layout, strategy_section
 
 CHECKPOINTING = ("none", "selective", "full")
 NEAR = 1.25  # a pipeline that cannot come this near to the best layout without one is not looked at

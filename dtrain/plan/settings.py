@@ -5,9 +5,7 @@ Data files, submitit, DeepSpeed and a scheduler are not asked for: a plan is mad
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,13 +22,12 @@ from dtrain.config import CONF, bad, flatten, gpus_per_node, ranks_per_node
 from dtrain.explain import GROUPS, explain, options_of
 from dtrain.mesh import MeshSizes
 from dtrain.plan.predict import assumed_network, usual_network
+from dtrain.plan.sections import section
+from dtrain.plan.sections import strategy_section as strategy_section
+from dtrain.plan.sections import with_detected as with_detected
 from dtrain.schema import check_keys_and_types
-from dtrain.strategies import rules, zero_config
 
 MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)
-# the settings of conf/strategy that a layout decides; a typed one is kept
-CHOSEN = ("tp", "pp", "dp", "schedule", "stages_per_rank", "data", "sequence_parallel", "loss_parallel", "sharding",
-          "replica_size", "offload", "offload_params", "mode")  # fmt: skip
 
 
 @dataclass
@@ -152,39 +149,6 @@ def strategy_with(settings: list[str]) -> str:
     return max(sections, key=lambda name: sum(setting in sections[name] for setting in settings))
 
 
-def strategy_section(name: str) -> dict[str, Any]:
-    """The defaults of a strategy, from conf/strategy/NAME.yaml."""
-    return dict(section("strategy", name))
-
-
-def model_section(name: str) -> dict[str, Any]:
-    return dict(section("model", name))
-
-
-@functools.cache
-def section(group: str, name: str) -> dict[str, Any]:
-    """conf/GROUP/NAME.yaml on top of the files of its own group that it begins with."""
-    import yaml
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    own = yaml.load((CONF / group / f"{name}.yaml").read_bytes(), loader)
-    assert isinstance(own, dict)
-    bases = [base for base in own.pop("defaults", []) if isinstance(base, str) and base != "_self_"]
-    return {key: value for base in bases for key, value in section(group, base).items()} | own
-
-
-def with_detected(config: dict[str, Any]) -> dict[str, Any]:
-    """On cluster=local, where nobody has said what this machine is: the figures of the GPUs that it has."""
-    if config["choices"]["hardware"] != "unknown" or config["choices"]["cluster"] != "local":
-        return config
-    from dtrain.hardware import detect
-
-    name = detect()
-    if name is None:
-        return config
-    return {**config, "hardware": dict(section("hardware", name)), "choices": {**config["choices"], "hardware": name}}
-
-
 def set_nodes(config: dict[str, Any], typed: set[str], implied: bool) -> None:
     """Fill in the ranks of a node from the hardware, where the configuration leaves them to the machine."""
     cluster, size = config["cluster"], config["hardware"].get("gpus_per_node")
@@ -233,31 +197,3 @@ def check(config: dict[str, Any]) -> None:
     if data.get("seq_len") and model.get("seq_len") and data["seq_len"] > model["seq_len"]:
         rule = f"the model takes at most model.seq_len={model['seq_len']} tokens"
         raise bad("data.seq_len", data["seq_len"], rule, f"data.seq_len={model['seq_len']}")
-
-
-def check_layout(config: dict[str, Any], sizes: MeshSizes, micro_batches: int, plans: bool = True) -> None:
-    """The launcher's rules for a strategy's degrees, without what only the launching machine can say.
-
-    plans: whether the model's class says how it is cut; its source is read for that, so a search asks once.
-    """
-    if config["model"]["_target_"].startswith("dtrain."):
-        validate.check_model(config["model"], sizes)
-    strategy = config["strategy"]
-    if "stage" in strategy:
-        zero_config.check(without_disk(config), sizes)
-    if plans:
-        rules.check_plans(config, sizes)
-    rules.check_tensor(strategy, config["model"], config["data"], config["cluster"], sizes)
-    if "schedule" in strategy:
-        rules.check_pipeline(config, sizes, micro_batches)
-    if "replica_size" in strategy:
-        rules.check_replicas(strategy, config["cluster"]["processes"], sizes)
-
-
-def without_disk(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with nvme spelt as cpu: the folder is looked at by the launch, on the machine that has it."""
-    strategy = config["strategy"]
-    if strategy["stage"] < 3 or "nvme" not in (strategy.get("offload"), strategy.get("offload_params")):
-        return dict(config)
-    swapped = {k: "cpu" if v == "nvme" and k != "nvme_path" else v for k, v in strategy.items()}
-    return {**config, "strategy": swapped | {"nvme_path": None}}

@@ -6,7 +6,8 @@ from typing import Any
 
 import yaml
 
-from dtrain.plan.settings import Question, compose, strategy_section
+from dtrain.plan.sections import strategy_section
+from dtrain.plan.settings import Question, compose
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from dtrain.plan import command
 from dtrain.plan.predict import num_parameters, task_of
 from dtrain.plan.questions import at_size, cluster_sizes, most_samples, scaled_model
 from dtrain.plan.search import search
-from dtrain.plan.settings import model_section
+from dtrain.plan.sections import model_section
 from dtrain.plan.shape import shape_of
 from tests.plan.questions import question
 from tests.plan.test_predict import made
@@ -94,6 +94,17 @@ def test_gpus_are_nodes_times_what_a_node_has(
 ) -> None:
     (row,) = planned(capsys, "model=gpt2-350m", "strategy=ddp", "train.micro_batch_size=1", *words)
     assert row["world_size"] == row["dp"] == world
+
+
+def test_this_machines_gpus_are_planned_for_where_nothing_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dtrain.hardware.detect", lambda: "h200")
+    monkeypatch.setattr("dtrain.config.count_gpus", lambda: 2)
+    words = ("model=gpt2-350m", "strategy=ddp", "train.micro_batch_size=1")
+    (row,) = planned(capsys, *words, "hardware.price_per_gpu_hour=3.5")
+    assert row["world_size"] == 2 and row["memory_gib"]["limit"] > 130
+    assert row["cost"] == pytest.approx(3.5 * row["gpu_hours"])
 
 
 def test_16_bits_are_taken_on_gpus_unless_something_else_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dtrain.explain import options_of
 from dtrain.plan.layout import Layout, data_of, layout_of
-from dtrain.plan.settings import strategy_section
+from dtrain.plan.sections import strategy_section
 from tests.plan.questions import applied, question
 
 NODES = ("model=llama-7b", "hardware=h100", "cluster.nodes=4", "train.global_batch_size=128")
