@@ -19,7 +19,7 @@ def read_own(path: Path = RESULTS) -> list[Row]:
     """Every measured step, as one row of its own group: other layouts of the same batch are compared with it."""
     rows = []
     for record in json.loads(path.read_text())["rows"]:
-        if not record.get("step_s") or record.get("fake") or record["world_size"] > 1:
+        if not record.get("step_s") or record["world_size"] > 1 or record.get("superseded"):
             continue
         layout = layout_for(record)
         batch = f"batch {layout.global_batch_size}"

@@ -18,7 +18,7 @@ from dtrain.plan.counts import Stage
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item
 from dtrain.plan.shape import Transformer
-from dtrain.plan.states import MAX_LIVE, SUB_GROUP, Held, gradient_bytes, resident_gradients, sharing
+from dtrain.plan.states import Held, MAX_LIVE, SUB_GROUP, cut_in_every_pass, gradient_bytes, resident_gradients, sharing
 
 
 def logit_items(
@@ -159,7 +159,7 @@ def all_gradients_items(layout: Layout, held: Held, left: int = 0) -> list[Item]
     gradients = gradient_bytes(held, layout) if layout.offload == "none" or share.zero in (1, 2) else 0.0
     if share.gathers:
         gradients *= 1 - left / held.trained if held.trained > left else 1
-        if layout.micro_batches > 1:
+        if layout.micro_batches > 1 and not cut_in_every_pass(layout):
             gradients += WIDE * held.trained  # whole ones, which are only now shared
     items = [Item("gradients", "all", gradients, "{:,} over {}", (held.trained, share.gradients))]
     if share.zero == 1:

@@ -126,11 +126,16 @@ def gradient_bytes(held: Held, layout: Layout) -> float:
     return WIDE * held.trained / sharing(layout).gradients
 
 
+def cut_in_every_pass(layout: Layout) -> bool:
+    """Does fsdp share gradients after each pass? Not where whole weights stay for a step: grad_op, and in a pipeline."""
+    return layout.data == "fsdp" and layout.pp == 1
+
+
 def resident_gradients(held: Held, layout: Layout) -> tuple[float, str]:
     """Gradients that are there when a micro-batch's loss is computed, and why.
 
     DDP's buckets are; zero1 frees its sums only when the next ones come, zero3 has them in one buffer for good. A pass
-    that only adds to the ones before finds all of them: whole ones under fsdp, which shares them after the last.
+    that only adds to the ones before finds all of them: cut, or whole where they are cut after the last pass.
     """
     share, several = sharing(layout), layout.micro_batches > 1
     whole = WIDE * held.trained
@@ -140,7 +145,8 @@ def resident_gradients(held: Held, layout: Layout) -> tuple[float, str]:
     if share.zero == 3:
         return whole / share.gradients, "one buffer for good"
     if several or layout.pp > 1:
-        return (whole / share.gradients if share.zero == 2 else whole), "of earlier passes"
+        cut = share.zero == 2 or cut_in_every_pass(layout)
+        return (whole / share.gradients if cut else whole), "of earlier passes"
     if layout.dp > 1 and layout.strategy in ("ddp", "fairscale") and layout.data in ("ddp", "oss"):
         return whole, "they live in the buckets"
     return 0.0, ""
