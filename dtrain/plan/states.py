@@ -127,7 +127,7 @@ def gradient_bytes(held: Held, layout: Layout) -> float:
 
 
 def cut_in_every_pass(layout: Layout) -> bool:
-    """Does fsdp share gradients after each pass? Not where whole weights stay for a step: grad_op, and in a pipeline."""
+    """Does fsdp share gradients after each pass? Not where whole weights stay for a step: grad_op, a pipeline."""
     return layout.data == "fsdp" and layout.pp == 1
 
 
