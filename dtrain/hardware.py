@@ -6,6 +6,7 @@ nothing is compared with it and nothing predicted from it.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -134,6 +135,7 @@ def driver_name(folder: Path) -> str | None:
     return None
 
 
+@functools.cache  # a launch asks more than once
 def smi_name(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> str | None:
     """The same from nvidia-smi, for containers in which /proc hides the driver."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

@@ -53,7 +53,8 @@ def hop_s(hardware: Hardware, group: Group) -> float:
 
 def rate(hardware: Hardware, kind: str, group: Group) -> float:
     """Bus bandwidth in bytes a second: of the links, or of the share of the node's adapters that the group has."""
-    links = (hardware.nvlink_max_gb_s if kind == "all_reduce" else hardware.gather_max_gb_s) or hardware.pcie_gb_s
+    asked = hardware.nvlink_max_gb_s if kind == "all_reduce" else hardware.gather_max_gb_s
+    links = asked or hardware.gather_max_gb_s or hardware.pcie_gb_s
     assert links and hardware.gpus_per_node
     if group.nodes == 1:
         return links * 1e9

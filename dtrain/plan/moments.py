@@ -18,7 +18,7 @@ from dtrain.plan.counts import Stage
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item
 from dtrain.plan.shape import Transformer
-from dtrain.plan.states import Held, MAX_LIVE, SUB_GROUP, cut_in_every_pass, gradient_bytes, resident_gradients, sharing
+from dtrain.plan.states import MAX_LIVE, SUB_GROUP, Held, cut_in_every_pass, gradient_bytes, resident_gradients, sharing
 
 
 def logit_items(

@@ -227,7 +227,8 @@ def predict_layout(layout: Layout, task: Task, timed: bool = True) -> Prediction
     """The prediction for one layout; timed=False leaves out the time, e.g. of what does not fit."""
     from dtrain.plan.memory import memory, reserve
 
-    prediction = Prediction(layout, memory(task.shape, layout), None, task, reserve(layout))
+    items = memory(task.shape, layout)
+    prediction = Prediction(layout, items, None, task, reserve(layout, total(items)))
     return with_time(prediction) if timed else prediction
 
 
@@ -240,9 +241,9 @@ def with_time(prediction: Prediction) -> Prediction:
 
 def time_of(layout: Layout, task: Task) -> list[Item] | None:
     """The step time of a layout, whether it fits or not; None: too little is known of the hardware."""
-    if not task.hardware.matmul_tflops:
-        return None
     from dtrain.plan.stacks import STACKS
-    from dtrain.plan.step import step_time
+    from dtrain.plan.step import knows_enough, step_time
 
+    if not knows_enough(task.hardware, layout):
+        return None
     return step_time(task.shape, layout, task.hardware, None if task.stack is None else STACKS[task.stack])

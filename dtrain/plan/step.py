@@ -37,6 +37,17 @@ def step_time(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack | N
     return items + update
 
 
+def knows_enough(hardware: Hardware, layout: Layout) -> bool:
+    """Are the figures known that a step of this layout follows from?"""
+    needed = [hardware.num_sms, hardware.peak_bf16_tflops, hardware.stream_gb_s, hardware.kernel_us]
+    needed.append(hardware.peak_fp32_tflops if layout.precision == "fp32" else hardware.matmul_tflops)
+    if layout.world_size > 1:
+        needed += [hardware.gpus_per_node, hardware.gather_max_gb_s or hardware.pcie_gb_s]
+    if layout.world_size > (hardware.gpus_per_node or layout.world_size):
+        needed.append(hardware.network_max_gb_s or hardware.network_busbw_gb_s)
+    return all(needed)
+
+
 def size_of(layout: Layout) -> int:
     """Bytes of an element that is multiplied."""
     return 4 if layout.precision == "fp32" else HALF

@@ -16,7 +16,7 @@ from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item, by_part, total
 from dtrain.plan.shape import Transformer
 from dtrain.plan.stacks import STACKS, stack_of
-from dtrain.plan.step import longer, step_time
+from dtrain.plan.step import knows_enough, longer, step_time
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "planner"))
 
@@ -131,3 +131,14 @@ def test_our_stacks_follow_the_configuration() -> None:
     assert stack_of(Layout("fsdp", data="fsdp", compile=True)).head == "eager"
     assert stack_of(Layout("zero3", data="zero3")).hooks > stack_of(Layout("fsdp", data="fsdp")).hooks
     assert len(STACKS) == len({stack.name for stack in STACKS.values()})
+
+
+@pytest.mark.parametrize("figure", ["num_sms", "stream_gb_s", "matmul_tflops", "network_max_gb_s", "gpus_per_node"])
+def test_what_is_not_known_is_not_guessed(figure: str) -> None:
+    layout, given = (
+        Layout("fsdp", 1, 1, 16, 2, 1, "fsdp"),
+        {k: v for k, v in section("h100-ndr").items() if k[0] != "_"},
+    )
+    assert knows_enough(Hardware(**given), layout)
+    without = Hardware(**given | {figure: None, "network_busbw_gb_s": None})
+    assert not knows_enough(without, layout)
