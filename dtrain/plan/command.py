@@ -207,7 +207,7 @@ def show(question: Question, predictions: Sequence[Prediction], options: Options
         print(f"{lacks} {name(others[0].layout)} fits: {launch_command(question, others[0])}" if others else lacks)
     for line in texts.details(best):
         print(line)
-    for note in (*question.notes, *precision_note(best), *package_note(best)):
+    for note in (*question.notes, *precision_note(best), *package_note(best), *figures_note(best)):
         print(f"note    {note}")
     if options.explain:
         print("\n" + "\n".join(texts.explained(best)))
@@ -224,6 +224,13 @@ def precision_note(best: Prediction) -> list[str]:
         return []
     other = predict_layout(replace(best.layout, precision="bf16"), best.task)
     return [f"precision=bf16 would be {best.step_s / other.step_s:.1f} times as fast"] if other.step_s else []
+
+
+def figures_note(best: Prediction) -> list[str]:
+    """Why there is no time, where the hardware's file says too little."""
+    return (
+        [] if best.time else ["no time is told: the hardware's file lacks rates (dtrain plan calibrate measures them)"]
+    )
 
 
 def package_note(best: Prediction) -> list[str]:

@@ -72,7 +72,7 @@ def predicted(config: Mapping[str, Any], typed: Collection[str], task: Task, eve
             limits = limits_by(found)
         smallest = first.setdefault(frame.name, frame.sizes) == frame.sizes  # so that each strategy has a layout
         members = fitting(frame, config, typed, task, replace(limits, step_s=math.inf) if smallest else limits)
-        if members and members[0].fits:
+        if members and members[0].fits is not False:
             held.add(key)
         found += members
     return found

@@ -174,6 +174,12 @@ def test_what_does_not_fit_is_told_with_what_does(capsys: pytest.CaptureFixture[
     assert "\nlaunch  " not in out
 
 
+def test_without_rates_memory_is_told_and_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "model=gpt2-350m", "hardware=h100", "hardware.matmul_tflops=null"]) == 0
+    out = capsys.readouterr().out
+    assert "no time is told" in out and "chosen  ddp: " in out and "\nstep " not in out
+
+
 def test_fp32_is_told_what_16_bits_would_bring(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "model=gpt2-350m", "hardware=a100-80gb", "precision=fp32"]) == 0
     assert re.search(r"precision=bf16 would be [\d.]+ times as fast", capsys.readouterr().out)
@@ -367,7 +373,7 @@ def test_cluster_sizes_grow_from_one_gpu() -> None:
 def test_every_hardware_file_can_be_planned_for(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = planned(
         capsys, "model=gpt2-350m", f"hardware={name}", "cluster.nodes=2", "strategy=3d", "strategy.tp=1",
-        "strategy.pp=2", "train.global_batch_size=128",
+        "strategy.pp=2", "train.global_batch_size=128", "train.micro_batch_size=1",
     )  # fmt: skip
     assert row["fits"] and row["step_s"]["total"] > 0 and 0 < row["mfu"] < 1
 

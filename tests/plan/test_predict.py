@@ -117,6 +117,15 @@ def test_what_cannot_be_known_is_said() -> None:
     assert predict(unknown) is None and "hardware=unknown" in why_not(unknown)
 
 
+def test_no_time_is_told_from_too_few_figures() -> None:
+    layout = Layout("fsdp", dp=8, data="fsdp", micro_batch_size=8)
+    for name in ("num_sms", "stream_gb_s", "matmul_tflops"):
+        config = question(*NODE).config
+        config["hardware"][name] = None
+        task = task_of(config)
+        assert task is not None and predict_layout(layout, task).time is None and predict_layout(layout, task).fits
+
+
 def test_tokens_are_counted_where_each_has_a_target() -> None:
     text, picture = task_of(question(*NODE).config), task_of(question("model=vit-b16", "hardware=h100").config)
     assert text is not None and picture is not None
