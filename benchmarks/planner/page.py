@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import own
 from choose import Choice, ways
 from figure import draw
 from score import Errors, Scored
@@ -22,6 +23,7 @@ TITLES = {
     "deepspeed_azure": "DeepSpeed on Azure: ZeRO-3 on A100",
     "single_node": "GPT-2 on one node: llm.c and nanoGPT",
     "resnet_bert": "BERT and ResNet-50 on one GPU",
+    own.SOURCE: "dtrain itself: GPT-2, Llama, BERT, ViT and ResNet on one H200",
 }
 
 
@@ -51,7 +53,8 @@ def tables(scored: list[Scored], names: list[str], verdicts: list[tuple[str, Err
     lines += ["", "| source | rows | mean | median | worst | bias |", "|---|---|---|---|---|---|"]
     for name in names:
         errors = Errors.of(one.error for one in scored if one.row.source == name)
-        lines.append(f"| [{TITLES.get(name, name)}](data/{name}.csv) | {figures(errors)} |")
+        link = "../results/planner-h200.json" if name == own.SOURCE else f"data/{name}.csv"
+        lines.append(f"| [{TITLES.get(name, name)}]({link}) | {figures(errors)} |")
     lines += ["", "Predicted against measured. Each point is a row; the band is 10% either side.", ""]
     lines += [f"![{TITLES.get(name, name)}](figures/{name}.svg)" for name in names]
     return "\n".join(lines) + "\n"
