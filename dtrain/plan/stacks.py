@@ -95,6 +95,8 @@ def stack_of(layout: Layout) -> Stack:
     stack = replace(base, hooks=HOOKS.get(layout.data, 0.0), update=UPDATE.get(layout.data, 47.0))
     if layout.data.startswith("zero"):  # 16-bit weights and gradients beside float32 masters
         return replace(stack, casts=4.0, sums=6.0, gradient=2, again=160.0 if layout.data == "zero3" else stack.again)
-    if layout.data in ("fsdp", "grad_op"):  # copies into and out of what is gathered, and what is reduced
-        return replace(stack, casts=18.0)
+    if layout.data in ("fsdp", "grad_op") and layout.dp > 1:
+        if layout.pp > 1:  # gathered in 16 bits once a step; gradients are summed whole, in float32
+            return replace(stack, casts=0.0, sums=10.0)
+        return replace(stack, casts=18.0)  # copies into and out of what is gathered, and what is reduced
     return stack

@@ -212,8 +212,10 @@ def pipeline_items(shape: Shape, layout: Layout, hardware: Hardware, stack: Stac
     interleaved stages are only a part each (arXiv 2104.04473, section 2.2).
     """
     assert isinstance(shape, Transformer)
-    one = busy / layout.micro_batches / layout.stages_per_rank
-    bubble = BUBBLE[layout.schedule] * (layout.pp - 1) * one
+    one, cuts = busy / layout.micro_batches, layout.stages_per_rank
+    # with fewer micro-batches than ranks, the first one's way through all stages is what takes long
+    idle = (layout.pp - 1) / cuts + (1 - 1 / cuts) * max(0, layout.pp - layout.micro_batches)
+    bubble = BUBBLE[layout.schedule] * idle * one
     crosses = layout.world_size > (hardware.gpus_per_node or layout.world_size)
     num_bytes = layout.micro_batch_size * shape.seq_len * shape.dim * stack.stream
     if layout.sequence_parallel:  # each tensor rank has a part of the sequence
@@ -224,8 +226,11 @@ def pipeline_items(shape: Shape, layout: Layout, hardware: Hardware, stack: Stac
     else:
         send = send_s(hardware, num_bytes, crosses)
     sends = 2 * layout.stages_per_rank * layout.micro_batches
-    idle = "{:.2f} × ({} - 1) × {:.3f} ms of one stage's pass"
+    formula = "{:.2f} × {:.2f} passes × {:.3f} ms, of {} ranks"
     return [
-        Item("bubble", "pipeline fills and empties", bubble, idle, (BUBBLE[layout.schedule], layout.pp, one * 1e3)),
+        Item(
+            "bubble", "pipeline fills and empties", bubble, formula,
+            (BUBBLE[layout.schedule], idle, one * 1e3, layout.pp),
+        ),
         Item("communication", "between stages", sends * send, "{} messages × {:.3f} ms", (sends, send * 1e3)),
-    ]
+    ]  # fmt: skip
