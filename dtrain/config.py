@@ -36,6 +36,21 @@ CONF = _folder("conf")
 RECIPES = _folder("recipes")
 
 
+@functools.cache
+def section(group: str, name: str) -> dict[str, Any]:
+    """conf/GROUP/NAME.yaml over the files of its group that it builds on, without composing a whole configuration.
+
+    Not to be changed: it is read once.
+    """
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    own: dict[str, Any] = yaml.load((CONF / group / f"{name}.yaml").read_bytes(), loader)
+    bases = [base for base in own.get("defaults", []) if isinstance(base, str) and base != "_self_"]
+    below = {key: value for base in bases for key, value in section(group, base).items()}
+    return below | {key: value for key, value in own.items() if key != "defaults"}
+
+
 def bad(key: str, value: Any, rule: str, fix: str) -> ValueError:
     """The shape of every message about a setting: the setting, its value, the rule, a fix."""
     return ValueError(f"{key}={'null' if value is None else value}: {rule}\n  fix: {fix}")

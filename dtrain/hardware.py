@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dtrain.config import CONF, bad, count_gpus
+from dtrain.config import bad, count_gpus, section
 
 
 class Hardware:
@@ -148,11 +148,7 @@ def smi_name(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.r
     return answer.stdout.strip().partition("\n")[0] or None if answer.returncode == 0 else None
 
 
-def section(name: str) -> dict[str, Any]:
-    """conf/hardware/NAME.yaml over the files that it builds on, without composing a whole configuration."""
-    import yaml
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    own: dict[str, Any] = yaml.load((CONF / "hardware" / f"{name}.yaml").read_bytes(), loader)
-    bases = [base for base in own.pop("defaults", []) if base != "_self_"]
-    return {key: value for base in bases for key, value in section(base).items()} | own
+def load(name: str, **figures: Any) -> Hardware:
+    """The nodes of conf/hardware/NAME.yaml, with other figures where some are given."""
+    known = {key: value for key, value in section("hardware", name).items() if key != "_target_"}
+    return Hardware(**known | figures)

@@ -11,19 +11,15 @@ import pytest
 
 from dtrain import hardware
 from dtrain.compose import compose
-from dtrain.config import CONF
-from dtrain.hardware import Hardware, detect, driver_name, option_of, section, smi_name
+from dtrain.config import CONF, section
+from dtrain.hardware import Hardware, detect, driver_name, load, option_of, smi_name
 
 FILES = sorted(path.stem for path in (CONF / "hardware").glob("*.yaml"))
 SETTINGS = set(inspect.signature(Hardware).parameters)
 
 
-def load(name: str) -> Hardware:
-    return Hardware(**{k: v for k, v in section(name).items() if k != "_target_"})
-
-
 def test_unknown_has_every_setting_so_that_each_can_be_typed() -> None:
-    assert set(section("unknown")) - {"_target_"} == SETTINGS
+    assert set(section("hardware", "unknown")) - {"_target_"} == SETTINGS
 
 
 def test_unknown_says_what_each_setting_means_and_its_unit() -> None:
@@ -35,7 +31,7 @@ def test_unknown_says_what_each_setting_means_and_its_unit() -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_a_section_is_what_hydra_composes(name: str) -> None:
     composed = compose([f"hardware={name}"])["hardware"]
-    assert composed == section(name) and set(composed) - {"_target_"} == SETTINGS
+    assert composed == section("hardware", name) and set(composed) - {"_target_"} == SETTINGS
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name not in ("unknown", "cpu") and load(name).gpu])

@@ -15,7 +15,7 @@ from typing import Any
 
 from rows import DATA, records
 
-from dtrain.hardware import Hardware, section
+from dtrain.hardware import load
 from dtrain.plan.collectives import Group, collective_s
 
 
@@ -32,7 +32,7 @@ def errors() -> list[dict[str, Any]]:
     """One row a curve; an error of 0.1: predicted 10% above the measured time."""
     rows = []
     for (name, collective, nodes, ranks), points in curves().items():
-        hardware = Hardware(**{k: v for k, v in section(name).items() if k != "_target_"})
+        hardware = load(name)
         found = []
         for num_bytes, seconds in points:
             predicted = collective_s(hardware, collective, Group(ranks, ranks // nodes), num_bytes)

@@ -7,12 +7,10 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
-import yaml
 from rows import CONF, Row
 
-from dtrain.hardware import Hardware
+from dtrain.hardware import Hardware, load
 from dtrain.plan.ledger import by_part
 
 OURS = "dtrain"
@@ -53,20 +51,7 @@ class Errors:
         return cls(len(sizes), statistics.mean(sizes), statistics.median(sizes), max(sizes), statistics.mean(signed))
 
 
-@cache
-def hardware(name: str) -> Hardware:
-    """The nodes of conf/hardware/NAME.yaml, with what it takes over from others."""
-    return Hardware(**{key: value for key, value in settings(name).items() if key != "_target_"})
-
-
-def settings(name: str) -> dict[str, Any]:
-    """A hardware file's settings: its own over those of the files that its defaults name."""
-    path = CONF / "hardware" / f"{name}.yaml"
-    own = yaml.safe_load(path.read_text())
-    merged: dict[str, Any] = {}
-    for base in own.pop("defaults", []):
-        merged |= settings(base) if base != "_self_" else {}
-    return merged | own
+hardware = cache(load)  # by name
 
 
 def why_not(row: Row) -> str:
@@ -92,8 +77,7 @@ def score(row: Row) -> Scored:
 def calibrated(name: str) -> Hardware:
     """The hardware file with the host of our own runs: its time for a launch differs from machine to machine."""
     figures = json.loads((CONF.parent / "benchmarks" / "results" / f"calibrate-{name}.json").read_text())["figures"]
-    known = {key: value for key, value in settings(name).items() if key != "_target_"}
-    return Hardware(**known | {"launch_us": figures["launch_us"]})
+    return load(name, launch_us=figures["launch_us"])
 
 
 def score_all(rows: Iterable[Row]) -> tuple[list[Scored], list[str]]:

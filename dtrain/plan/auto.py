@@ -24,7 +24,7 @@ from dtrain.plan.memory import memory
 from dtrain.plan.predict import GIB, why_not
 from dtrain.plan.recommend import name, why
 from dtrain.plan.search import search, words
-from dtrain.plan.settings import strategy_section
+from dtrain.plan.sections import strategy_section
 from dtrain.plan.shape import shape_of
 from dtrain.schema import check_keys_and_types
 from dtrain.validate import check_ranges

@@ -24,8 +24,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dtrain.config import CONF, bad
-from dtrain.hardware import Hardware, detect, section
+from dtrain.config import CONF, bad, section
+from dtrain.hardware import Hardware, detect
 from dtrain.rundir import read_json
 from dtrain.words import as_dict, number
 
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         name = detect() or "unknown"
         path = place(options.get("out") or f"my-{name}")
         measured = measure(seconds)
-        base = section(name)
+        base = section("hardware", name)
         figures, comments, source = base | measured["figures"], measured_comments(measured, name), "measured"
         if base["peak_bf16_tflops"] is None:  # MFU is then the part of what was measured
             figures["peak_bf16_tflops"] = figures["matmul_tflops"]
@@ -221,7 +221,7 @@ def from_run(run_dir: Path) -> tuple[str, dict[str, Any], dict[str, str], str]:
         raise bad("from", run_dir, rule, "a run on one GPU, where compute is nearly all")
     name = str(plan.get("hardware") or "unknown")
     chosen = as_dict(read_config(run_dir).get("hardware"))
-    base = chosen if chosen.get("gpu_memory_gib") else section(name)  # found by the launcher, not typed
+    base = chosen if chosen.get("gpu_memory_gib") else section("hardware", name)  # found by the launcher, not typed
     factor = left / compute * (number(base.get("calibration")) or 1.0)
     how = f"compute took {left:.4g} s of a step of {step_s:.4g} s; predicted were {compute:.4g} s of {total:.4g} s"
     print(f"calibration {factor:.3f}: {how}")

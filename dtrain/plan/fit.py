@@ -9,7 +9,7 @@ from typing import Any
 from dtrain.plan.layout import layout_of
 from dtrain.plan.predict import Prediction, predict_layout, task_of
 from dtrain.plan.search import divisors, search, words
-from dtrain.plan.settings import strategy_section
+from dtrain.plan.sections import strategy_section
 from dtrain.strategies.rules import EXTRAS
 from dtrain.validate import validate
 

@@ -197,7 +197,7 @@ def assumed_network(config: Mapping[str, Any]) -> dict[str, float]:
     name = usual_network(config)
     if name is None:
         return {}
-    from dtrain.plan.sections import section as read
+    from dtrain.config import section as read
 
     other = read("hardware", name)
     share = (section.get("gpus_per_node") or 8) / (other.get("gpus_per_node") or 8)

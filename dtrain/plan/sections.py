@@ -5,12 +5,11 @@ Without Hydra: the ranks import what holds a run against its prediction, and tha
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 from dtrain import validate
-from dtrain.config import CONF
+from dtrain.config import section
 from dtrain.mesh import MeshSizes
 from dtrain.strategies import rules, zero_config
 
@@ -26,18 +25,6 @@ def strategy_section(name: str) -> dict[str, Any]:
 
 def model_section(name: str) -> dict[str, Any]:
     return dict(section("model", name))
-
-
-@functools.cache
-def section(group: str, name: str) -> dict[str, Any]:
-    """conf/GROUP/NAME.yaml on top of the files of its own group that it begins with."""
-    import yaml
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    own = yaml.load((CONF / group / f"{name}.yaml").read_bytes(), loader)
-    assert isinstance(own, dict)
-    bases = [base for base in own.pop("defaults", []) if isinstance(base, str) and base != "_self_"]
-    return {key: value for base in bases for key, value in section(group, base).items()} | own
 
 
 def with_detected(config: dict[str, Any]) -> dict[str, Any]:

@@ -18,13 +18,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dtrain import validate
 from dtrain.arguments import built_in, offer_own, prepare_arguments, quote
-from dtrain.config import CONF, bad, flatten, gpus_per_node, ranks_per_node
+from dtrain.config import CONF, bad, flatten, gpus_per_node, ranks_per_node, section
 from dtrain.explain import GROUPS, explain, options_of
 from dtrain.mesh import MeshSizes
 from dtrain.plan.predict import assumed_network, usual_network
-from dtrain.plan.sections import section
-from dtrain.plan.sections import strategy_section as strategy_section
-from dtrain.plan.sections import with_detected as with_detected
+from dtrain.plan.sections import strategy_section, with_detected
 from dtrain.schema import check_keys_and_types
 
 MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)
@@ -176,7 +174,7 @@ def set_precision(config: dict[str, Any], typed: set[str], notes: list[str]) -> 
     if "precision" in typed or "recipe" in typed or "resume" in typed or not config["hardware"].get("gpu"):
         return
     name = "fp16" if re.search(r"\b(V100|T4|P100)\b", str(config["hardware"]["gpu"])) else "bf16"
-    config["precision"] = section("precision", name)
+    config["precision"] = dict(section("precision", name))
     config["choices"]["precision"] = name
     notes.append(f"precision={name} was chosen, as you typed none; the launcher's default is fp32")
 

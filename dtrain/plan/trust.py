@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from dtrain import __version__
 from dtrain.config import bad
 from dtrain.plan.predict import predict, why_not
-from dtrain.plan.settings import strategy_section, with_detected
+from dtrain.plan.sections import strategy_section, with_detected
 from dtrain.rundir import latest_checkpoint, read_json
 from dtrain.strategies.rules import shared_gpus
 from dtrain.words import as_dict, duration, gib, number, percent, si, step_time

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dtrain.hardware import Hardware, section
+from dtrain.config import section
+from dtrain.hardware import Hardware
 from dtrain.plan import calibrate
 
 
@@ -35,7 +36,7 @@ def test_this_machine_is_measured_and_written(tmp_path: Path, capsys: pytest.Cap
     text = out.read_text()
     assert text.startswith(calibrate.MARK) and "torch " in text and "TFLOP/s" in text
     assert "wrote" in capsys.readouterr().out
-    assert set(yaml.safe_load(text)) == set(section("unknown"))
+    assert set(yaml.safe_load(text)) == set(section("hardware", "unknown"))
 
 
 def calibrate_collectives() -> tuple[str, ...]:
@@ -82,7 +83,9 @@ def make_run(folder: Path, tokens_per_s: float, calibration: float | None = None
     (folder / "launch.json").write_text("{}")
     (folder / "plan.json").write_text(json.dumps({"hardware": "h200", "step_s": step, "tokens_per_s": 1000.0} | plan))
     (folder / "summary.json").write_text(json.dumps({"tokens_per_s": tokens_per_s}))
-    (folder / "config.yaml").write_text(yaml.safe_dump({"hardware": section("h200") | {"calibration": calibration}}))
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump({"hardware": section("hardware", "h200") | {"calibration": calibration}})
+    )
     return folder
 
 
@@ -93,13 +96,13 @@ def test_a_run_calibrates_its_stack(tmp_path: Path, before: float | None, after:
     assert calibrate.main([f"from={run}", f"out={out}"]) == 0
     made = hardware_of(out)
     assert made.calibration == pytest.approx(after, rel=0.01), "a second time it is on top of the first"
-    assert made.gpu == "H200" and made.stream_gb_s == section("h200")["stream_gb_s"]
+    assert made.gpu == "H200" and made.stream_gb_s == section("hardware", "h200")["stream_gb_s"]
     assert "compute took 1.2 s" in out.read_text()
 
 
 def test_a_run_on_hardware_that_was_found_takes_that_file(tmp_path: Path) -> None:
     run = make_run(tmp_path, 1000)
-    (run / "config.yaml").write_text(yaml.safe_dump({"hardware": section("unknown")}))
+    (run / "config.yaml").write_text(yaml.safe_dump({"hardware": section("hardware", "unknown")}))
     assert calibrate.main([f"from={run}", f"out={tmp_path / 'mine.yaml'}"]) == 0
     assert hardware_of(tmp_path / "mine.yaml").gpu == "H200"
 

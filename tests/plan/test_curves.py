@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.hardware import Hardware, section
+from dtrain.hardware import load
 from dtrain.plan import curves
 from dtrain.plan.collectives import STEPS, Group, collective_s
 
@@ -45,10 +45,6 @@ def test_nothing_measured_says_nothing() -> None:
 
 
 # ---- against what was published ------------------------------------------------------------------------------
-
-
-def load(name: str) -> Hardware:
-    return Hardware(**{k: v for k, v in section(name).items() if k != "_target_"})
 
 
 @pytest.mark.parametrize(

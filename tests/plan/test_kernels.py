@@ -11,15 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.hardware import Hardware, section
+from dtrain.hardware import load
 from dtrain.plan.kernels import attention_s, filled, matmul_flops, moved_s, product_s
 
 PROBE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "probe-h200.json"
 SIZES = st.integers(1, 40_000)
-
-
-def hardware(name: str) -> Hardware:
-    return Hardware(**{key: value for key, value in section(name).items() if key != "_target_"})
 
 
 def measured(kind: str) -> list[dict[str, Any]]:
@@ -27,7 +23,7 @@ def measured(kind: str) -> list[dict[str, Any]]:
 
 
 def test_matrix_products_of_transformer_shapes_are_as_fast_as_on_the_h200() -> None:
-    h200, errors = hardware("h200"), []
+    h200, errors = load("h200"), []
     for row in measured("product"):
         tokens, ins, outs = row["tokens"], row["ins"], row["outs"]
         flops = 2 * tokens * ins * outs
@@ -40,7 +36,7 @@ def test_matrix_products_of_transformer_shapes_are_as_fast_as_on_the_h200() -> N
 
 
 def test_attention_is_as_fast_as_on_the_h200() -> None:
-    h200, errors = hardware("h200"), []
+    h200, errors = load("h200"), []
     for row in measured("attention"):
         sizes = (row["batch"], row["heads"], row["tokens"], row["head_dim"])
         flops = 4 * row["batch"] * row["heads"] * row["tokens"] ** 2 * row["head_dim"] * (0.5 if row["causal"] else 1)
@@ -53,7 +49,7 @@ def test_attention_is_as_fast_as_on_the_h200() -> None:
 def test_a_product_is_never_faster_than_the_best_rate_or_the_memory(
     rows: int, inner: int, cols: int, count: int, name: str
 ) -> None:
-    gpu = hardware(name)
+    gpu = load(name)
     seconds = product_s(gpu, rows, inner, cols, count)
     assert seconds >= 2 * rows * inner * cols * count / matmul_flops(gpu)
     assert seconds >= moved_s(gpu, 2 * count * (rows * inner + inner * cols + rows * cols))
@@ -77,7 +73,7 @@ def test_a_wave_that_is_hardly_filled_costs_as_much_as_a_full_one() -> None:
 def test_attention_grows_with_the_square_of_the_sequence_in_the_end(
     tokens: int, head_dim: int, causal: bool, kernel: str
 ) -> None:
-    h100 = hardware("h100")
+    h100 = load("h100")
     one = sum(attention_s(h100, kernel, 1, 16, tokens, head_dim, causal))
     two = sum(attention_s(h100, kernel, 1, 16, 2 * tokens, head_dim, causal))
     assert one < two < 4 * one + 1e-9

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.hardware import Hardware, section
+from dtrain.hardware import Hardware, load
 from dtrain.plan.exchange import exposed
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item, by_part, total
@@ -23,11 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "pla
 GPT = Transformer(24, 2048, 16, 16, 8192, 2048, 50304)
 
 
-def hardware(name: str = "h100-ndr") -> Hardware:
-    return Hardware(**{key: value for key, value in section(name).items() if key != "_target_"})
-
-
-NODE = hardware()
+NODE = load("h100-ndr")
 
 
 def seconds(layout: Layout, shape: Transformer = GPT, on: Hardware = NODE) -> dict[str, float]:
@@ -86,8 +82,8 @@ def test_tensor_ranks_share_the_work_and_talk() -> None:
 
 
 def test_slower_networks_never_help() -> None:
-    slow = hardware("gcp-a2")
-    fast = hardware("selene")
+    slow = load("gcp-a2")
+    fast = load("selene")
     for data in ("ddp", "fsdp", "zero3"):
         layout = Layout(data, 1, 1, 64, 2, 1, data)
         assert seconds(layout, on=slow)["communication"] > seconds(layout, on=fast)["communication"]
@@ -95,7 +91,7 @@ def test_slower_networks_never_help() -> None:
 
 def test_calibration_scales_what_is_computed() -> None:
     layout = Layout("ddp", micro_batch_size=16, compile=True)
-    slower = Hardware(**{k: v for k, v in section("h100-ndr").items() if k != "_target_"} | {"calibration": 1.5})
+    slower = load("h100-ndr", calibration=1.5)
     assert seconds(layout, on=slower)["compute"] == pytest.approx(1.5 * seconds(layout)["compute"], rel=0.02)
 
 
@@ -135,10 +131,6 @@ def test_our_stacks_follow_the_configuration() -> None:
 
 @pytest.mark.parametrize("figure", ["num_sms", "stream_gb_s", "matmul_tflops", "network_max_gb_s", "gpus_per_node"])
 def test_what_is_not_known_is_not_guessed(figure: str) -> None:
-    layout, given = (
-        Layout("fsdp", 1, 1, 16, 2, 1, "fsdp"),
-        {k: v for k, v in section("h100-ndr").items() if k[0] != "_"},
-    )
-    assert knows_enough(Hardware(**given), layout)
-    without = Hardware(**given | {figure: None, "network_busbw_gb_s": None})
-    assert not knows_enough(without, layout)
+    layout = Layout("fsdp", 1, 1, 16, 2, 1, "fsdp")
+    assert knows_enough(NODE, layout)
+    assert not knows_enough(load("h100-ndr", **{"network_busbw_gb_s": None, figure: None}), layout)
