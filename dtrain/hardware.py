@@ -102,6 +102,7 @@ NAMES = (
     (r"\bL4\b", "l4"),
     (r"\bRTX 4090\b(?! D)", "rtx4090"),
 )
+WITHOUT_BF16 = r"\b(P100|V100|T4)\b"  # older than Ampere: 16-bit matrix products are fp16 there
 DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
@@ -121,6 +122,11 @@ def option_of(name: str) -> str | None:
     if re.search(OTHERS, name, re.IGNORECASE):
         return None
     return next((option for pattern, option in NAMES if re.search(pattern, name)), None)
+
+
+def half_precision(gpu: str | None) -> str | None:
+    """The option of conf/precision for 16 bits that a GPU computes fast; None without a GPU."""
+    return None if not gpu else "fp16" if re.search(WITHOUT_BF16, gpu) else "bf16"
 
 
 def driver_name(folder: Path) -> str | None:

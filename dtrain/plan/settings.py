@@ -20,11 +20,13 @@ from dtrain import validate
 from dtrain.arguments import built_in, offer_own, prepare_arguments, quote
 from dtrain.config import CONF, bad, flatten, gpus_per_node, ranks_per_node, section
 from dtrain.explain import GROUPS, explain, options_of
+from dtrain.hardware import half_precision
 from dtrain.mesh import MeshSizes
 from dtrain.plan.predict import assumed_network, usual_network
 from dtrain.plan.sections import strategy_section, with_detected
 from dtrain.schema import check_keys_and_types
 
+SLURM_GPUS = 8  # conf/cluster/slurm.yaml's gpus_per_node
 MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)
 
 
@@ -80,8 +82,9 @@ def compose(words: list[str], config_dir: str | None = None) -> Question:
         asked.append("cluster=slurm")
     try:
         config = composed(asked)
+        default_gpus = config["cluster"].get("gpus_per_node")
         config = with_detected(config)
-        set_nodes(config, typed, implied)
+        set_nodes(config, typed, notes)
         set_precision(config, typed, notes)
         check(config)
     except MISTAKES as error:
@@ -92,11 +95,18 @@ def compose(words: list[str], config_dir: str | None = None) -> Question:
     if implied:
         notes.append("planned for cluster=slurm; launch with the cluster that is yours")
         words = [*words, "cluster=slurm"]
-        if (
-            "cluster.gpus_per_node" not in typed and config["cluster"]["gpus_per_node"] != 8
-        ):  # conf/cluster/slurm.yaml's
-            words.append(f"cluster.gpus_per_node={config['cluster']['gpus_per_node']}")
+    words = [*words, *ranks_said(config, typed, default_gpus)]
     return Question(config, frozenset(typed), words, notes, config_dir)
+
+
+def ranks_said(config: dict[str, Any], typed: set[str], default_gpus: int | None) -> list[str]:
+    """The words that give a launch the ranks which were planned: elsewhere its own defaults would count the GPUs."""
+    cluster = config["cluster"]
+    if config["choices"]["cluster"] == "local":
+        told = "hardware" not in typed or "cluster.processes" in typed
+        return [] if told else [f"cluster.processes={cluster['processes']}"]
+    same = cluster.get("gpus_per_node") == default_gpus
+    return [] if same else [f"cluster.gpus_per_node={cluster['gpus_per_node']}"]
 
 
 def own_model(model: str | None) -> ValueError:
@@ -147,7 +157,7 @@ def strategy_with(settings: list[str]) -> str:
     return max(sections, key=lambda name: sum(setting in sections[name] for setting in settings))
 
 
-def set_nodes(config: dict[str, Any], typed: set[str], implied: bool) -> None:
+def set_nodes(config: dict[str, Any], typed: set[str], notes: list[str]) -> None:
     """Fill in the ranks of a node from the hardware, where the configuration leaves them to the machine."""
     cluster, size = config["cluster"], config["hardware"].get("gpus_per_node")
     if config["choices"]["cluster"] == "local":
@@ -160,8 +170,14 @@ def set_nodes(config: dict[str, Any], typed: set[str], implied: bool) -> None:
             cluster["processes"] = here or size or ranks_per_node(cluster)
         most = size and max(size, 8)  # machines with one such card have brothers with more
     else:
-        if implied and "cluster.gpus_per_node" not in typed and size:
-            cluster["gpus_per_node"] = size
+        said, name = cluster.get("gpus_per_node"), config["choices"]["hardware"]
+        # the default is nobody's word; a cluster's own file that says another number is
+        if "cluster.gpus_per_node" not in typed and said == SLURM_GPUS and size and size != said:
+            if size > 1:
+                cluster["gpus_per_node"] = size
+                notes.append(f"a node has {size} GPUs, by hardware={name}; others: cluster.gpus_per_node=…")
+            else:  # a file about one card says nothing about how many of them a node has
+                notes.append(f"a node with {said} GPUs was taken; others: cluster.gpus_per_node=…")
         cluster["processes"] = ranks_per_node(cluster)
         most = cluster.get("gpus_per_node") or None
     if most and cluster["processes"] > most and config["hardware"].get("gpu"):
@@ -171,9 +187,13 @@ def set_nodes(config: dict[str, Any], typed: set[str], implied: bool) -> None:
 
 def set_precision(config: dict[str, Any], typed: set[str], notes: list[str]) -> None:
     """16 bits where nobody said otherwise: the default of fp32 is for CPUs, and nobody wants it on these GPUs."""
-    if "precision" in typed or "recipe" in typed or "resume" in typed or not config["hardware"].get("gpu"):
+    gpu = config["hardware"].get("gpu")
+    name = half_precision(gpu)
+    if name == "fp16" and config["precision"].get("dtype") == "bfloat16":
+        rule = f"{gpu} has no tensor cores for it: it would run at a fraction of fp16's speed"
+        raise bad("precision", config["choices"]["precision"], rule, "precision=fp16")
+    if "precision" in typed or "recipe" in typed or "resume" in typed or name is None:
         return
-    name = "fp16" if re.search(r"\b(V100|T4|P100)\b", str(config["hardware"]["gpu"])) else "bf16"
     config["precision"] = dict(section("precision", name))
     config["choices"]["precision"] = name
     notes.append(f"precision={name} was chosen, as you typed none; the launcher's default is fp32")

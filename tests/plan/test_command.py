@@ -155,7 +155,9 @@ def test_the_table_says_what_is_best_why_and_how_to_start_it(capsys: pytest.Capt
     assert re.search(r"^chosen  \w+.*ddp would need [\d.]+ GiB a GPU", out, re.MULTILINE)
     assert re.search(r"^memory  [\d.]+ GiB = parameters", out, re.MULTILINE)
     assert re.search(r"^step    .* = compute", out, re.MULTILINE)
-    launch = re.search(r"^launch  .*optim.lr=0.001 strategy=\w+ .*precision=bf16$", out, re.MULTILINE)
+    launch = re.search(
+        r"^launch  .*optim.lr=0.001 cluster.processes=8 strategy=\w+ .*precision=bf16$", out, re.MULTILINE
+    )
     assert launch and "layouts: --all" in out
 
 
@@ -189,7 +191,7 @@ def test_the_command_is_the_launchers_own_words() -> None:
     asked = question(*SEVEN_B, "strategy.tp=2", "strategy=tensor")
     text = command.launch_command(asked, made(strategy="tensor", tp=2, dp=4, micro_batch_size=2))
     assert text.endswith(
-        "model=llama-7b hardware=h100 train.global_batch_size=64 strategy=tensor strategy.tp=2 "
+        "model=llama-7b hardware=h100 train.global_batch_size=64 cluster.processes=8 strategy=tensor strategy.tp=2 "
         "train.micro_batch_size=2 precision=bf16"
     )
     bucket = question(*SEVEN_B, "strategy=ddp", "strategy.bucket_mb=50")
