@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from dtrain.hardware import Hardware
 
+# NCCL's own figures (src/graph/tuning.cc), for a file that has measured bandwidths and no latencies: until the first
+# byte moves, for a hop inside a node (PCIe, the slower), for one between nodes.
+START_US, INSIDE_US, OUTSIDE_US = 8.4, 5.7, 14.0
 STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
@@ -39,12 +42,12 @@ def collective_s(hardware: Hardware, kind: str, group: Group, num_bytes: float, 
 
 def start_s(hardware: Hardware) -> float:
     """Until the first byte moves."""
-    return (hardware.collective_us or 20.0) * 1e-6
+    return (hardware.collective_us or START_US) * 1e-6
 
 
 def hop_s(hardware: Hardware, group: Group) -> float:
     """Latency of an average step of the ring: most go to a neighbour in the node, one a node to the next node."""
-    inside, outside = hardware.nvlink_latency_us or 5.0, hardware.network_latency_us or 14.0
+    inside, outside = hardware.nvlink_latency_us or INSIDE_US, hardware.network_latency_us or OUTSIDE_US
     if group.nodes == 1:
         return inside * 1e-6
     share = group.nodes / group.size
@@ -61,10 +64,8 @@ def rate(hardware: Hardware, kind: str, group: Group) -> float:
     network = hardware.network_max_gb_s or hardware.network_busbw_gb_s
     assert network
     share = network * group.per_node / hardware.gpus_per_node
-    if (
-        kind == "all_reduce" and group.nodes == 2
-    ):  # a tree of two nodes sends each byte once, where a ring does it twice
-        return min(links, 2 * share) * 1e9
+    if kind == "all_reduce" and group.nodes == 2:  # a tree of two sends each byte once over an adapter
+        return min(links, share * 2 * (group.size - 1) / group.size) * 1e9
     return min(hardware.gather_max_gb_s or links, share) * 1e9
 
 
@@ -78,4 +79,4 @@ def send_s(hardware: Hardware, num_bytes: float, crosses: bool) -> float:
     network = hardware.network_max_gb_s or hardware.network_busbw_gb_s
     rail = hardware.network_rail_gb_s or (network / hardware.gpus_per_node if network else None)
     assert rail
-    return start_s(hardware) + (hardware.network_latency_us or 14.0) * 1e-6 + num_bytes / (rail * 1e9)
+    return start_s(hardware) + (hardware.network_latency_us or OUTSIDE_US) * 1e-6 + num_bytes / (rail * 1e9)

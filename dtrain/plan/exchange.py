@@ -32,6 +32,7 @@ class Passes:
     unit: Unit
     count: int
     ends: float
+    trained: float = 1.0  # share of the parameters that have gradients
 
 
 def data_items(layout: Layout, hardware: Hardware, stack: Stack, passes: Passes, trained: float) -> list[Item]:
@@ -51,25 +52,34 @@ def data_group(layout: Layout, hardware: Hardware) -> Group:
 def replicated_items(
     layout: Layout, hardware: Hardware, stack: Stack, passes: Passes, group: Group, trained: float
 ) -> list[Item]:
-    """Gradients are reduced beside the last backward pass; where the optimizer's state is dealt out, weights return."""
-    kind = "reduce_scatter" if layout.data in ("zero2", "sharded_ddp") else "all_reduce"
-    num_bytes = trained * stack.gradient
+    """Gradients are reduced beside the last backward pass; where the optimizer's state is dealt out, weights return.
+
+    The embedding's come last, so nothing hides them. DeepSpeed's first two stages reduce whole gradients, in float32,
+    the second in every pass (benchmarks/results/traffic-cpu.json: 2.25 times the weights on 4 ranks).
+    """
+    kind = "reduce_scatter" if layout.data == "sharded_ddp" else "all_reduce"
+    if layout.strategy == "local_sgd":  # weights and moments, averaged every 4 steps, which is the default
+        moments = 2 if layout.optimizer == "adamw" else 1
+        one = collective_s(hardware, kind, group, (1 + moments) * trained * 4) / 4
+        formula = "{} bytes × {:.3g}, every 4th step"
+        return [Item("communication", "averaging", one, formula, (4 * (1 + moments), trained))]
+    last = min(trained, passes.ends * passes.trained) * stack.gradient
+    num_bytes = trained * stack.gradient - last
     one = collective_s(hardware, kind, group, num_bytes, stack.network)
-    if layout.strategy == "local_sgd":  # weights and both moments, averaged every 4 steps unless told otherwise
-        one = collective_s(hardware, kind, group, 3 * trained * 4) / 4
-        return [Item("communication", "averaging", one, "12 bytes × {:.3g}, every 4th step", (trained,))]
+    rest = collective_s(hardware, kind, group, last, stack.network)
     backward = passes.count * passes.unit.backward_s
     times = layout.micro_batches if layout.data == "zero2" else 1
-    added = times * (exposed(hardware, one, backward) if stack.overlap else one)
+    added = times * ((exposed(hardware, one, backward) if stack.overlap else one) + rest)
     items = [
         Item(
             "communication", "gradients", added,
-            "{} × {} of {:.3g} bytes over {} ranks takes {:.2f} ms, beside {:.2f} ms of backward pass",
-            (times, kind, num_bytes, group.size, one * 1e3, backward * 1e3 if stack.overlap else 0.0),
+            "{} × ({} of {:.3g} bytes over {} ranks takes {:.2f} ms, beside {:.2f} ms of backward pass; "
+            "the embedding's, at the end, {:.2f} ms)",
+            (times, kind, num_bytes, group.size, one * 1e3, backward * 1e3 if stack.overlap else 0.0, rest * 1e3),
         )
     ]  # fmt: skip
     if layout.data != "ddp":
-        width = 4 if layout.data in ("oss", "sharded_ddp") else HALF
+        width = 4 if layout.data in ("oss", "sharded_ddp") or layout.precision == "fp32" else HALF
         back = collective_s(hardware, "all_gather", group, trained * width, stack.network)
         formula = "all_gather of {:.3g} × {} bytes"
         items.append(Item("communication", "updated weights", back, formula, (trained, width)))
@@ -88,7 +98,8 @@ def sharded_items(layout: Layout, hardware: Hardware, stack: Stack, passes: Pass
         return cuts * collective_s(hardware, "all_gather", shards, parameters * width / cuts, share)
 
     def scatter_s(parameters: float) -> float:
-        return cuts * collective_s(hardware, "reduce_scatter", shards, parameters * stack.gradient / cuts, share)
+        num_bytes = parameters * passes.trained * stack.gradient
+        return cuts * collective_s(hardware, "reduce_scatter", shards, num_bytes / cuts, share)
 
     unit, keep = passes.unit, layout.data == "grad_op" or layout.pp > 1
     times = 1 if layout.pp > 1 else layout.micro_batches  # a pipeline keeps its layers for the whole step
@@ -107,8 +118,12 @@ def sharded_items(layout: Layout, hardware: Hardware, stack: Stack, passes: Pass
     items = [
         Item(
             "communication", "weights and gradients of blocks", added,
-            "{} units: gather {:.3f} ms beside {:.3f} forward; again, and scatter {:.3f}, beside {:.3f} backward",
-            (passes.count, gather * 1e3, unit.forward_s * 1e3, scatter * 1e3, unit.backward_s * 1e3),
+            "{} passes × {} units: gather {:.3f} ms beside {:.3f} forward; again, and scatter {:.3f}, beside {:.3f} "
+            "backward; what hides still takes {:.0%} of the multiprocessors",
+            (
+                times, passes.count, gather * 1e3, unit.forward_s * 1e3, scatter * 1e3, unit.backward_s * 1e3,
+                taken(hardware),
+            ),
         ),
         Item(
             "communication", "weights and gradients of the ends", ends,
@@ -117,7 +132,8 @@ def sharded_items(layout: Layout, hardware: Hardware, stack: Stack, passes: Pass
     ]  # fmt: skip
     if layout.replica_size is not None:  # hybrid: once a step, the copies' shares are summed
         copies = Group(layout.dp // layout.replica_size, max(1, group.per_node // layout.replica_size))
-        num_bytes = (passes.count * unit.parameters + passes.ends) * stack.gradient / layout.replica_size
+        all_parameters = (passes.count * unit.parameters + passes.ends) * passes.trained
+        num_bytes = all_parameters * stack.gradient / layout.replica_size
         one = collective_s(hardware, "all_reduce", copies, num_bytes)
         added = exposed(hardware, one, passes.count * unit.backward_s)
         formula = "all_reduce of {:.3g} bytes over {} copies takes {:.2f} ms, beside the last backward pass"
@@ -129,5 +145,9 @@ def sharded_items(layout: Layout, hardware: Hardware, stack: Stack, passes: Pass
 
 def exposed(hardware: Hardware, communication: float, computation: float) -> float:
     """Seconds that messages add to the computation beside them: what is longer, and the multiprocessors they take."""
-    share = min(0.5, CHANNELS / hardware.num_sms) if hardware.num_sms else 0.0
-    return max(0.0, communication - computation) + share * min(communication, computation)
+    return max(0.0, communication - computation) + taken(hardware) * min(communication, computation)
+
+
+def taken(hardware: Hardware) -> float:
+    """Share of the multiprocessors that NCCL has while it communicates."""
+    return min(0.5, CHANNELS / hardware.num_sms) if hardware.num_sms else 0.0

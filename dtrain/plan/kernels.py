@@ -33,14 +33,16 @@ SPLITS = (1, 2, 3, 4, 6, 8)  # ways to cut the inner dimension where there are t
 # cudnn: measured on the H200 with torch 2.11 (11 shapes). flash2 and flash1: what arXiv 2307.08691 shows for a causal
 # forward and backward pass of 16k tokens with heads of 128 (189 and about 95 TFLOP/s on an A100, 335 and about 160 on
 # an H100), less the exponentials.
+# Volta has none of them; torch's kernel there is taken for as fast as flash1, which is not measured.
 ATTENTION = {
-    "cudnn": {"ampere": 0.75, "hopper": 0.89},
-    "flash2": {"ampere": 0.75, "hopper": 0.44},
-    "flash1": {"ampere": 0.345, "hopper": 0.185},
+    "cudnn": {"volta": 0.345, "ampere": 0.75, "hopper": 0.89},
+    "flash2": {"volta": 0.345, "ampere": 0.75, "hopper": 0.44},
+    "flash1": {"volta": 0.345, "ampere": 0.345, "hopper": 0.185},
 }
 # Each score costs an exponential beside its 4 · head_dim multiplications: as long as the tensor cores take for so many
-# columns of a head, peak / (4 · multiprocessors · 16 special function units · clock).
-EXPONENTIAL = {"ampere": 32, "hopper": 66}
+# columns of a head, peak / (4 · multiprocessors · 16 special function units · clock), at a clock of 1.75 GHz. 67 on an
+# H100, where 66 fit the measured shapes best.
+EXPONENTIAL = 1e12 / (4 * 16 * 1.75e9)
 # Tokens at which half the rate is reached: the triangle's edge, and the first and last tile of a row. Measured on the
 # H200 between 512 and 16,384 tokens; without a mask half as many.
 RAMP_TOKENS = 800
@@ -49,16 +51,18 @@ FORWARD, BACKWARD = 1.15, 0.95
 
 
 def generation(hardware: Hardware) -> str:
-    """Which of the tables above holds: cards since Hopper fetch and multiply asynchronously."""
+    """Which column of the table above holds: cards since Hopper fetch and multiply asynchronously."""
     assert hardware.peak_bf16_tflops is not None
+    if "V100" in (hardware.gpu or ""):
+        return "volta"
     return "hopper" if hardware.peak_bf16_tflops > 500 else "ampere"
 
 
-@functools.cache
+@functools.lru_cache(maxsize=65536)
 def filled(kind: str, rows: int, inner: int, cols: int, count: int, num_sms: int) -> float:
     """Share of the best rate that a product reaches for its shape, under the tile and the split that suit it best."""
     best = 0.0
-    for height, width, rate in TILES[kind]:
+    for height, width, rate in TILES["hopper" if kind == "hopper" else "ampere"]:
         tiles = count * math.ceil(rows / height) * math.ceil(cols / width)
         used = rate * count * rows * cols / (tiles * height * width)  # of the tiles at the edge
         if used <= best:
@@ -94,9 +98,10 @@ def attention_s(
     Two products forward and five backward, as the scores are computed again; half of each where tokens see only what
     came before.
     """
-    assert hardware.peak_bf16_tflops and hardware.kernel_us
+    assert hardware.peak_bf16_tflops and hardware.kernel_us and hardware.num_sms
     kind = generation(hardware)
-    share = 1 / (1 / ATTENTION[kernel][kind] + EXPONENTIAL[kind] / head_dim)
+    exponential = EXPONENTIAL * hardware.peak_bf16_tflops / hardware.num_sms
+    share = 1 / (1 / ATTENTION[kernel][kind] + exponential / head_dim)
     ramp = RAMP_TOKENS if causal else RAMP_TOKENS / 2
     rate = hardware.peak_bf16_tflops * 1e12 * share * tokens / (tokens + ramp)
     product = 2.0 * batch * heads * tokens**2 * head_dim * (0.5 if causal else 1.0)

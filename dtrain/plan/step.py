@@ -10,7 +10,7 @@ from __future__ import annotations
 from dtrain.hardware import Hardware
 from dtrain.plan.collectives import Group, collective_s, send_s
 from dtrain.plan.convolutions import network
-from dtrain.plan.counts import Stage, held_parameters, parts, stages, trained_parameters
+from dtrain.plan.counts import Stage, has_tied_copy, held_parameters, parts, stages, trained_parameters
 from dtrain.plan.exchange import Passes, Unit, data_items
 from dtrain.plan.kernels import moved_s
 from dtrain.plan.layout import Layout
@@ -55,7 +55,7 @@ def size_of(layout: Layout) -> int:
 
 def again(layout: Layout) -> float:
     """Share of the blocks whose forward pass is computed a second time, for the backward pass."""
-    shares = {"none": 0.0, "full": 1.0, "selective": 1 / layout.activation_checkpointing_every}
+    shares = {"none": 0.0, "full": 1.0, "selective": 1 / layout.activation_checkpointing_every}  # of many blocks
     return shares[layout.activation_checkpointing]
 
 
@@ -67,9 +67,9 @@ def compute_items(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack
 
     `update_s` is the GPU's part of the update: the host prepares that, too; over a whole step one waits for the other.
     """
-    tensor = tensor_s(shape, layout, hardware, stack) if isinstance(shape, Transformer) else 0.0
-    launch = (hardware.launch_us or 0.0) * 1e-6 * stack.launch
-    calls = CALLS * (4 + 2 * again(layout)) if layout.tp > 1 else 0.0  # of the host, for a block's collectives
+    tensor, messages = tensor_s(shape, layout, hardware, stack) if isinstance(shape, Transformer) else (0.0, 0.0)
+    launch = (hardware.launch_us or 0.0) * 1e-6
+    calls = CALLS * messages  # of the host, for a block
     n, slower = layout.micro_batches, hardware.calibration or 1.0
 
     def gpu_s(layers: int, work: Pass) -> float:
@@ -176,33 +176,54 @@ def passes_of(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) ->
     forward, backward = block(shape, hardware, stack, batch, layout.tp, layout.sequence_parallel, size)
     p = parts(shape, layout.tp, layout.loss_parallel)
     backward_s = backward.gpu_s + again(layout) * forward.gpu_s
-    ends = p.first + p.norm + p.head if layout.pp == 1 else max(p.first, p.norm + p.head + p.embed)
-    layers = max(sum(s.layers for s in stages_of(shape, layout, rank)) for rank in range(layout.pp))
-    return Passes(Unit(p.block, forward.gpu_s, backward_s), layers, ends)
+    ranks = [stages_of(shape, layout, rank) for rank in range(layout.pp)]
+    ends = max(sum(stage.ends for stage in held) for held in ranks)
+    layers = max(sum(stage.layers for stage in held) for held in ranks)
+    trained = trained_parameters(shape) / held_parameters(shape)  # with adapters, the rest is gathered and not reduced
+    return Passes(Unit(p.block, forward.gpu_s, backward_s), layers, ends, trained)
 
 
 # ---- what goes between tensor ranks and stages ---------------------------------------------------------------
 
 
-def tensor_s(shape: Transformer, layout: Layout, hardware: Hardware, stack: Stack) -> float:
-    """Seconds that tensor ranks communicate in one block: two all-reduces forward, two backward, two computed again.
+def tensor_messages(shape: Transformer, layout: Layout, stack: Stack) -> list[tuple[str, float, float]]:
+    """(kind, times, bytes) of what tensor ranks say in one block and pass; nothing hides it.
 
-    Nothing hides them. Sequence parallel makes a gather and a scatter of each, which move as much together.
+    Forward, each half of a block ends in a sum; backward, each begins with one, of its input's gradient. Ours sums that
+    for every linear layer apart, and in float32; the others' for a half at once. Sequence parallel turns a sum into a
+    scatter and a gather, ours only forward: backward it gathers what it will sum.
     """
+    elements = float(layout.micro_batch_size * shape.seq_len * shape.dim)
+    size, passes = size_of(layout), 1 + again(layout)
+    wide = elements * (size if stack.joint_inputs else 4)
+    sums = 2 if stack.joint_inputs else (1 if shape.fused_qkv else 3) + (2 if shape.gated else 1)
+    if not layout.sequence_parallel:
+        return [("all_reduce", 2 * passes, elements * size), ("all_reduce", sums, wide)]
+    forward = [("reduce_scatter", 2 * passes, elements * size), ("all_gather", 2 * passes, wide)]
+    if stack.joint_inputs:
+        return [*forward, ("reduce_scatter", 2, wide), ("all_gather", 2, wide)]
+    return [*forward, ("all_gather", 2, elements * size), ("all_reduce", sums, wide)]
+
+
+def tensor_s(shape: Transformer, layout: Layout, hardware: Hardware, stack: Stack) -> tuple[float, float]:
+    """(seconds, messages) of the tensor ranks in one block and pass."""
     if layout.tp == 1:
-        return 0.0
+        return 0.0, 0.0
     group = Group(layout.tp, min(layout.tp, hardware.gpus_per_node or layout.tp))
-    num_bytes = layout.micro_batch_size * shape.seq_len * shape.dim * size_of(layout)
-    if layout.sequence_parallel:
-        one = collective_s(hardware, "all_gather", group, num_bytes)
-        one += collective_s(hardware, "reduce_scatter", group, num_bytes)
-    else:
-        one = collective_s(hardware, "all_reduce", group, num_bytes)
-    return (4 + 2 * again(layout)) * one
+    messages = tensor_messages(shape, layout, stack)
+    seconds = sum(times * collective_s(hardware, kind, group, size) for kind, times, size in messages)
+    return seconds, sum(times for _, times, _ in messages)
 
 
-# The share of (stages - 1) passes that a rank idles: zero-bubble schedules fill it with weights' gradients.
-BUBBLE = {"gpipe": 1.0, "1f1b": 1.0, "interleaved_1f1b": 1.0, "zbv": 1 / 3}
+def bubble_share(layout: Layout) -> float:
+    """The share of the time that a rank waits for others which its schedule cannot fill.
+
+    zbv fills it with weights' gradients, a third of a pass each, when there are two micro-batches a rank or more (arXiv
+    2401.10241); with one, there is nothing to fill it with. That it leaves a third is assumed, and not measured.
+    """
+    if layout.schedule != "zbv":
+        return 1.0
+    return 1 / 3 + 2 / 3 * max(0.0, 1 - (layout.micro_batches - 1) / (2 * layout.pp - 1))
 
 
 def pipeline_items(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack, busy: float) -> list[Item]:
@@ -215,7 +236,7 @@ def pipeline_items(shape: Shape, layout: Layout, hardware: Hardware, stack: Stac
     one, cuts = busy / layout.micro_batches, layout.stages_per_rank
     # with fewer micro-batches than ranks, the first one's way through all stages is what takes long
     idle = (layout.pp - 1) / cuts + (1 - 1 / cuts) * max(0, layout.pp - layout.micro_batches)
-    bubble = BUBBLE[layout.schedule] * idle * one
+    bubble = bubble_share(layout) * idle * one
     crosses = layout.world_size > (hardware.gpus_per_node or layout.world_size)
     num_bytes = layout.micro_batch_size * shape.seq_len * shape.dim * stack.stream
     if layout.sequence_parallel:  # each tensor rank has a part of the sequence
@@ -230,7 +251,17 @@ def pipeline_items(shape: Shape, layout: Layout, hardware: Hardware, stack: Stac
     return [
         Item(
             "bubble", "pipeline fills and empties", bubble, formula,
-            (BUBBLE[layout.schedule], idle, one * 1e3, layout.pp),
+            (bubble_share(layout), idle, one * 1e3, layout.pp),
         ),
         Item("communication", "between stages", sends * send, "{} messages × {:.3f} ms", (sends, send * 1e3)),
+        *tied_items(shape, layout, hardware, crosses),
     ]  # fmt: skip
+
+
+def tied_items(shape: Transformer, layout: Layout, hardware: Hardware, crosses: bool) -> list[Item]:
+    """Once a step, the first and the last stage add up their gradients of the embedding that is also the head."""
+    if not has_tied_copy(shape):
+        return []
+    table = parts(shape, layout.tp, layout.loss_parallel).embed
+    formula = "{:,} × 4 bytes, there and back"
+    return [Item("communication", "tied embedding", 2 * send_s(hardware, table * 4.0, crosses), formula, (table,))]

@@ -111,7 +111,7 @@ def block(
     """(forward, backward) of one block over `batch` samples on one of `tp` tensor ranks; elements of `size` bytes."""
     tokens = batch * shape.seq_len
     linears = [(x.ins, x.outs // tp) if x.column else (x.ins // tp, x.outs) for x in block_linears(shape)]
-    each = [linear_s(hardware, stack, tokens, *sizes, size, frozen=bool(shape.lora_rank)) for sizes in linears]
+    each = [linear_s(hardware, tokens, *sizes, size, frozen=bool(shape.lora_rank)) for sizes in linears]
     products = [sum(seconds) for seconds in zip(*each, strict=True)]
     heads, length = shape.num_heads // tp, shape.seq_len
     if stack.attention == "scores":
@@ -138,7 +138,7 @@ def block(
 
 
 def linear_s(
-    hardware: Hardware, stack: Stack, tokens: int, ins: int, outs: int, size: int, frozen: bool = False
+    hardware: Hardware, tokens: int, ins: int, outs: int, size: int, frozen: bool = False
 ) -> tuple[float, float]:
     """Seconds of a linear layer's (forward, backward): one product, and one each for inputs' and weights' gradients.
 
@@ -149,8 +149,8 @@ def linear_s(
     backward = product_s(hardware, tokens, outs, ins, size=size)
     if frozen:
         thin = moved_s(hardware, float(size) * tokens * (ins + 2 * outs))
-        return forward / stack.matmul + thin, backward / stack.matmul + 2 * thin
-    return forward / stack.matmul, (backward + product_s(hardware, ins, tokens, outs, size=size)) / stack.matmul
+        return forward + thin, backward + 2 * thin
+    return forward, (backward + product_s(hardware, ins, tokens, outs, size=size))
 
 
 def scores_s(
@@ -180,8 +180,9 @@ def head(shape: Transformer, hardware: Hardware, stack: Stack, batch: int, ways:
     loss over a cut vocabulary has four more passes over float32.
     """
     tokens = max(1, round(batch * shape.seq_len * shape.asked))
-    rows = shape.vocab_size // ways
-    forward, backward = linear_s(hardware, stack, tokens, shape.dim, rows, size)
+    rows = max(1, shape.vocab_size // ways)
+    frozen = bool(shape.lora_rank) and shape.task != "classify"
+    forward, backward = linear_s(hardware, tokens, shape.dim, rows, size, frozen)
     logits = float(tokens) * rows
     there, back = {"compiled": (4, 7), "eager": (16, 18), "fused": (34, 18)}[stack.head or stack.kernels]
     ends = float(batch * shape.seq_len * shape.dim) * stack.stream  # embedding and last norm

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+from collections import Counter
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,9 +16,8 @@ from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item, by_part, total
 from dtrain.plan.shape import Transformer
 from dtrain.plan.stacks import STACKS, stack_of
-from dtrain.plan.step import knows_enough, longer, step_time
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "planner"))
+from dtrain.plan.step import knows_enough, longer, step_time, tensor_messages
+from tests.world import spawn
 
 GPT = Transformer(24, 2048, 16, 16, 8192, 2048, 50304)
 
@@ -134,3 +133,74 @@ def test_what_is_not_known_is_not_guessed(figure: str) -> None:
     layout = Layout("fsdp", 1, 1, 16, 2, 1, "fsdp")
     assert knows_enough(NODE, layout)
     assert not knows_enough(load("h100-ndr", **{"network_busbw_gb_s": None, figure: None}), layout)
+
+
+@given(st.integers(1, 64), st.sampled_from(["ddp", "fsdp", "zero1", "zero2", "zero3"]), st.sampled_from([1, 8, 32]))
+@settings(deadline=None)
+def test_a_larger_model_is_never_faster(factor: int, data: str, dp: int) -> None:
+    layout = Layout(data, 1, 1, dp, 1, 1, data)
+    small, large = (replace(GPT, dim=64 * f, hidden_dim=256 * f) for f in (factor, factor + 1))
+    assert seconds(layout, small)["total"] <= seconds(layout, large)["total"] * 1.02  # tiles may suit one better
+
+
+def test_a_pipeline_of_few_micro_batches_mostly_waits() -> None:
+    for schedule, cuts in (("1f1b", 1), ("interleaved_1f1b", 2), ("zbv", 2)):
+        one = seconds(Layout("pipeline", 1, 4, 1, 8, 1, "fsdp", schedule=schedule, stages_per_rank=cuts))
+        assert one["bubble"] >= 1.8 * one["compute"], schedule
+
+
+# ---- what tensor ranks say, counted --------------------------------------------------------------------------
+
+
+def says_what_was_predicted(kind: str, sequence_parallel: bool) -> None:
+    """Messages of two blocks, from models with one and with three: how many, of what kind, of how many bytes."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from dtrain.models.gpt2 import GPT2
+    from dtrain.models.llama import Llama
+    from dtrain.strategies.tensor import cut_layers
+
+    names = {
+        "all_reduce": "all_reduce",
+        "all_gather_into_tensor": "all_gather",
+        "reduce_scatter_tensor": "reduce_scatter",
+    }
+
+    class Count(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: Counter[tuple[str, int]] = Counter()
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = names.get(str(function).split(".")[1], str(function).split(".")[1])
+            if "c10d" in str(function) and name in ("all_reduce", *names.values()):
+                size = args[0].numel() * args[0].element_size() * (2 if name == "all_gather" else 1)
+                self.found[name, size] += 1
+            return function(*args, **(kwargs or {}))
+
+    found = []
+    for layers in (1, 3):
+        sizes: dict[str, Any] = {"num_layers": layers, "dim": 64, "num_heads": 4, "vocab_size": 256, "seq_len": 32}
+        model = GPT2(**sizes) if kind == "gpt2" else Llama(**sizes, num_kv_heads=4, hidden_dim=128)
+        cut_layers(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"], sequence_parallel, False)
+        tokens = torch.randint(0, 256, (2, 32))
+        with Count() as count:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(tokens, tokens)
+            loss.backward()
+        found.append(count.found)
+    messages: Counter[tuple[str, int]] = Counter()
+    gated = kind == "llama"
+    shape = Transformer(2, 64, 4, 4, 128 if gated else 256, 32, 256, gated=gated, fused_qkv=not gated)
+    layout = Layout("tensor", tp=2, micro_batch_size=2, sequence_parallel=sequence_parallel)
+    for name, times, size in tensor_messages(shape, layout, stack_of(layout)):
+        messages[name, int(size)] += round(2 * times)
+    assert found[1] - found[0] == messages
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_ranks_send_what_is_predicted(kind: str, sequence_parallel: bool) -> None:
+    spawn(2, says_what_was_predicted, kind, sequence_parallel)
