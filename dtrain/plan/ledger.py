@@ -26,9 +26,14 @@ def total(items: Iterable[Item], part: str | None = None) -> float:
     return sum(item.value for item in items if part is None or item.part == part)
 
 
-def by_part(items: Iterable[Item]) -> dict[str, float]:
-    """{"total": …, part: …}, in the order in which the parts first appear."""
-    parts: dict[str, float] = {"total": 0.0}
+# What a script may ask for, whether a layout has it or not.
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "fragmentation")
+TIME_PARTS = ("compute", "communication", "bubble", "optimizer", "data")
+
+
+def by_part(items: Iterable[Item], named: Iterable[str] = ()) -> dict[str, float]:
+    """{"total": …, part: …}: the named parts, 0 where there is nothing, and others as they appear."""
+    parts = {"total": 0.0} | dict.fromkeys(named, 0.0)
     for item in items:
         parts[item.part] = parts.get(item.part, 0.0) + item.value
         parts["total"] += item.value

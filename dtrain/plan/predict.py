@@ -9,7 +9,7 @@ from typing import Any
 from dtrain.config import build, ranks_per_node
 from dtrain.hardware import Hardware
 from dtrain.plan.layout import Layout, layout_of
-from dtrain.plan.ledger import Item, by_part, total
+from dtrain.plan.ledger import MEMORY_PARTS, TIME_PARTS, Item, by_part, total
 from dtrain.plan.shape import Shape, Transformer, flops_per_sample, num_parameters, shape_of
 
 GIB = 2**30
@@ -119,7 +119,7 @@ class Prediction:
     def row(self) -> dict[str, Any]:
         """The object of `--json` and plan.json."""
         layout, limit = self.layout, self.task.limit
-        memory: dict[str, float | None] = {part: value / GIB for part, value in by_part(self.memory).items()}
+        memory: dict[str, float | None] = {part: value / GIB for part, value in by_part(self.memory, MEMORY_PARTS).items()}
         memory |= {"reserve": self.reserve / GIB, "limit": None if limit is None else limit / GIB}
         return {
             "strategy": layout.strategy,
@@ -130,7 +130,7 @@ class Prediction:
             "activation_checkpointing": layout.activation_checkpointing,
             "fits": self.fits,
             "memory_gib": memory,
-            "step_s": None if self.time is None else by_part(self.time),
+            "step_s": None if self.time is None else by_part(self.time, TIME_PARTS),
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
             "run_s": self.run_s,
