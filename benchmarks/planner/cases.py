@@ -91,7 +91,7 @@ def limits() -> list[Case]:
 
 
 def again() -> list[Case]:
-    """Rows of planner-h200.json with `linear` came after a zero3 case, which had replaced torch's linear layer."""
+    """Rows of planner-h200.json with `aside` came after a zero3 case, which had replaced torch's linear layer."""
     return spread(("fsdp", "ddp", "zero1", "zero2")) + adapters() + limits()
 
 

@@ -8,25 +8,22 @@ strategies): those runs say nothing about memory but their peak, and were made f
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import statistics
+from collections import Counter
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import yaml
 
-from dtrain.plan import activations, moments
-from dtrain.plan import memory as whole
+from dtrain.plan.activations import GIB
 from dtrain.plan.layout import Layout
-from dtrain.plan.ledger import Item, by_part, total
+from dtrain.plan.ledger import by_part, total
 from dtrain.plan.memory import memory
 from dtrain.plan.shape import Shape, shape_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-GIB = 2**30
 
 
 def shape_for(model: str, words: list[str]) -> Shape:
@@ -99,43 +96,25 @@ def measured(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def with_deepspeeds_linear(shape: Shape, layout: Layout) -> list[Item]:
-    """For rows that came after a zero3 case in one process, in which torch's linear layer had become DeepSpeed's.
-
-    It keeps its inputs in float32, and the casts of weights are not kept at all. All else is as in a run of its own.
-    """
-
-    def way_of(layout: Layout) -> activations.Way:
-        way = activations.way_of(layout)
-        return dataclasses.replace(way, wide_inputs=way.product == 2)
-
-    def without_casts(*args: Any, **settings: Any) -> list[Item]:
-        return [item for item in copies(*args, **settings) if item.name != "weights cast to 16 bits"]
-
-    copies = moments.copies_items
-    with (
-        patch.object(moments, "way_of", way_of),
-        patch.object(whole, "way_of", way_of),
-        patch.object(moments, "copies_items", without_casts),
-    ):
-        return memory(shape, layout)
-
-
 def offloaded(name: str) -> list[str]:
     words = ["strategy.offload=cpu"] if "offloaded" in name else []
     return words + (["strategy.offload_params=cpu"] if "weights offloaded" in name else [])
 
 
 def errors(path: Path) -> list[tuple[dict[str, Any], float, dict[str, float]]]:
-    """(row, relative error, predicted GiB by part) of every row that has a peak."""
+    """(row, relative error, predicted GiB by part) of every row that has a peak and is not set aside."""
     out = []
     for row in measured(path):
-        if row.get("peak_gib") and not row.get("superseded"):  # of code that is no longer as it was
-            predict = with_deepspeeds_linear if row.get("linear") == "deepspeed" else memory
-            items = predict(shape_for(row["model"], row.get("words", [])), layout_for(row))
+        if row.get("peak_gib") and not set_aside(row):
+            items = memory(shape_for(row["model"], row.get("words", [])), layout_for(row))
             parts = {part: value / GIB for part, value in by_part(items).items()}
             out.append((row, total(items) / GIB / row["peak_gib"] - 1, parts))
     return out
+
+
+def set_aside(row: dict[str, Any]) -> str:
+    """Why a row is not judged; "" if it is. It was measured, but not of what a run does today: its flag says why."""
+    return str(row.get("aside") or row.get("superseded") or "")
 
 
 def name_of(row: dict[str, Any]) -> str:
@@ -149,6 +128,7 @@ def name_of(row: dict[str, Any]) -> str:
 
 
 def show(path: Path) -> None:
+    """Every judged row with its error, then the errors by strategy, and how many rows are set aside."""
     rows = errors(path)
     for row, error, parts in rows:
         columns = " ".join(f"{part[:5]} {value:.2f}" for part, value in parts.items() if part != "total")
@@ -164,3 +144,7 @@ def show(path: Path) -> None:
         sizes = [abs(v) for v in values]
         figures = (statistics.mean(sizes), statistics.median(sizes), max(sizes), statistics.mean(values))
         print(f"{name:12} {len(values):5} " + " ".join(f"{figure:7.1%}" for figure in figures))
+    aside = Counter(why for row in measured(path) if (why := set_aside(row)))
+    print(f"\nset aside, neither judged nor counted: {aside.total()} rows")
+    for why, count in aside.items():
+        print(f"  {count} {why}")

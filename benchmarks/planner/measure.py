@@ -210,7 +210,7 @@ def measure(spec: dict[str, Any], device: Any) -> dict[str, Any]:
         "words": [*length, *spec["words"]], "data": layout.data, **row,
         "step_s": statistics.median(timed) if timed else None, "steps_s": timed,
         "tokens_per_s": samples_per_s * tokens if samples_per_s else None, "first_step_s": seconds[0], **watch.rows,
-        "fake": dist.get_backend() == "fake",
+        "fake": dist.get_backend() == "fake", "allocator": os.environ.get("PYTORCH_ALLOC_CONF", ""),
     }  # fmt: skip
 
 
@@ -256,6 +256,7 @@ def free(device: Any) -> None:
 
 def run_world(ranks: int, specs: list[dict[str, Any]], out: Path, cpu: bool) -> None:
     """All cases of one world size, in this process."""
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as a launched run: comm/profile.py
     import torch
     import torch.distributed as dist
 

@@ -24,6 +24,7 @@ from dtrain.plan.shape import Convolutions, Transformer
 
 WIDE = 4  # bytes of a float32 number
 MIB = 2**20
+GIB = 2**30
 
 
 def product_bytes(precision: str) -> int:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dtrain.plan import moments
 from dtrain.plan.activations import (
+    GIB,
     MIB,
     WIDE,
     allocated,
@@ -28,16 +29,13 @@ from dtrain.plan.activations import (
     product_bytes,
     way_of,
 )
-from dtrain.plan.counts import Stage, held_parameters
+from dtrain.plan.counts import Stage
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item, total
 from dtrain.plan.passes import mailbox_bytes, rank_stages
 from dtrain.plan.shape import Convolutions, Shape, Transformer
-from dtrain.plan.states import Held, held_by, model_states, optimizer_bytes, sharing, weight_bytes
+from dtrain.plan.states import Held, held_by, held_convolutions, optimizer_bytes, sharing, weight_bytes
 
-__all__ = ["memory", "model_states", "reserve"]
-
-GIB = 2**30
 WORKSPACE = 64 * MIB  # cuBLAS's, for the forward and the backward thread; measured before the first case
 STATE_ROUNDING = 0.005  # of weights and state: measured 0 to 1.4%, by which block of the allocator each one got
 
@@ -47,7 +45,10 @@ def reserve(layout: Layout, peak: float = 0.0) -> float:
 
     Measured outside the allocator: 0.69 GiB, 0.76 with NCCL and fsdp, 1.24 with DeepSpeed, 1.62 with its zero3. What
     NCCL takes among several GPUs was not had here: 1 GiB is assumed. Of the peak, 3% for holes that no tensor fits
-    into: assumed, too (`benchmarks/planner/measure.py --groups limits` looks for it).
+    into: assumed, too. The measured rows reserved more than their peak, 13% at the median and 43% at most, with much
+    of the card free and torch's default blocks. Near the limit torch gives back blocks that nothing is in, and a
+    launched run has expandable_segments, which leave few others (comm/profile.py); how few is not measured yet
+    (`benchmarks/planner/measure.py --groups limits` looks for it).
     """
     context = {"zero1": 1.24, "zero2": 1.24, "zero3": 1.62}.get(layout.data, 0.76) * GIB
     return context + (1.0 * GIB if layout.world_size > 1 else 0.0) + 0.03 * peak
@@ -143,8 +144,8 @@ def saved_items(shape: Transformer, layout: Layout, cut: tuple[Stage, ...], wait
 
 def convolutional(shape: Convolutions, layout: Layout) -> list[Item]:
     """The same for convolutions, which only data ranks share: somewhere in the backward pass, or the update."""
-    count, share, e = held_parameters(shape), sharing(layout), product_bytes(layout.precision)
-    held = Held(count, count, 0, 0, 0, 0, max(layer.parameters for layer in shape.layers), count)
+    held, share, e = held_convolutions(shape), sharing(layout), product_bytes(layout.precision)
+    count = held.parameters
     samples, pictures = layout.micro_batch_size, layout.micro_batch_size * layout.micro_batches
     picture = convolution_bytes(shape, layout)
     images = WIDE * shape.image_size**2 * shape.channels

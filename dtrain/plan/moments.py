@@ -28,7 +28,8 @@ def logit_items(
     if not any(stage.is_last for stage in cut):
         return []
     asked = round(tokens * shape.asked)
-    rows = shape.vocab_size // (layout.tp if layout.loss_parallel else 1)
+    cut_over = layout.tp if layout.loss_parallel and shape.task != "classify" else 1  # a few classes are never cut
+    rows = shape.vocab_size // cut_over
     older = (waiting - 1) * WIDE if layout.schedule == "gpipe" and layout.pp > 1 else 0
     return [Item("logits", why, asked * rows * (each + older), "{:,} tokens × {:,} rows × {:g} bytes",
                  (asked, rows, each + older))]  # fmt: skip
@@ -94,7 +95,7 @@ def copies_items(layout: Layout, held: Held, cut: tuple[Stage, ...], waiting: in
 
 
 def resident_items(layout: Layout, held: Held) -> list[Item]:
-    if layout.offload != "none" and layout.data != "zero1":
+    if layout.offload != "none" and layout.data not in ("zero1", "grad_op"):
         return []
     value, why = resident_gradients(held, layout)
     return [Item("gradients", why, value, "{:,} trained parameters", (held.trained,))] if value else []
@@ -131,36 +132,62 @@ def first_items(shape: Transformer, layout: Layout, held: Held, tokens: int) -> 
     if layout.activation_checkpointing != "none":
         again = sum(block_bytes(shape, way, tokens))
         items.append(Item("activations", "a block computed again", again, "{:,} tokens", (tokens,)))
-    return items + all_gradients_items(layout, held, left=held.ends)
+    if sharing(layout).gathers:
+        items += first_gathered_items(layout, held)
+    return items + all_gradients_items(layout, held, left=0 if shape.lora_rank else held.ends)
+
+
+def first_gathered_items(layout: Layout, held: Held) -> list[Item]:
+    """Under fsdp, at the first block: it and the ends are gathered; its gradient is in 16 bits, and copied to 32.
+
+    Blocks behind it have been let go, under grad_op, too; a pipeline keeps them all until its last pass is over.
+    """
+    e, block = product_bytes(layout.precision), held.trained * held.block // max(held.parameters, 1)
+    count = held.parameters if layout.pp > 1 else held.ends + held.block
+    return [
+        Item("buffers", "gathered weights", float(e * count), "{:,} × {} bytes", (count, e)),
+        Item("buffers", "a block's gradient on its way", float((e + WIDE) * block), "{:,} × {}", (block, e + WIDE)),
+    ]
 
 
 def ends_items(shape: Transformer, layout: Layout, held: Held, tokens: int) -> list[Item]:
     """The backward pass ends: all gradients, and of the embedding one more before the two are added.
 
     fsdp reduces what is not in blocks as one unit: 16-bit gradients, and these in float32, before its own share is
-    there (measured: llama-8b on 8 ranks).
+    there (measured: llama-8b on 8 ranks). A pipeline's whole gradients are only now cut, unit by unit.
     """
-    share, e = sharing(layout), product_bytes(layout.precision)
+    share, e, several = sharing(layout), product_bytes(layout.precision), layout.micro_batches > 1
     items = [Item("activations", "gradient of the first block", tokens * 2.0 * WIDE * shape.dim, "{:,}", (tokens,))]
     trained = 0 if shape.lora_rank else held.ends
+    if share.gathers and layout.pp > 1:
+        unit, kept = max(trained, held.block), held.parameters - held.ends
+        on_its_way = WIDE * unit + WIDE * unit / share.gradients
+        items.append(Item("buffers", "gathered weights", float(e * kept), "{:,} × {} bytes", (kept, e)))
+        items.append(Item("buffers", "a unit's gradient on its way", on_its_way, "{:,}", (unit,)))
+        return items + all_gradients_items(layout, held)
     if share.gathers:
-        items.append(
-            Item("buffers", "gradient of the ends on its way", float((e + WIDE) * trained), "{:,}", (trained,))
-        )
+        on_its_way = float((e + WIDE) * trained + e * held.uncut)
+        items.append(Item("buffers", "gradient of the ends on its way", on_its_way, "{:,}", (trained,)))
         return items + all_gradients_items(layout, held, left=trained)
     table = (e if share.zero else WIDE) * (0 if shape.lora_rank else held.embed)
     items.append(Item("gradients", "of the embedding, once more", float(table), "{:,}", (held.embed,)))
+    if held.uncut:  # an earlier pass's, too, which it is added to
+        rows = held.uncut * (2 if several else 1)
+        items.append(Item("gradients", "of the embedding, other ranks' rows", float(WIDE * rows), "{:,}", (rows,)))
     return items + all_gradients_items(layout, held)
 
 
 def all_gradients_items(layout: Layout, held: Held, left: int = 0) -> list[Item]:
-    """The gradients at the end of the backward pass, but those of `left` parameters, which fsdp has not reduced yet."""
-    share, e = sharing(layout), product_bytes(layout.precision)
+    """The gradients at the end of the backward pass; those of `left` parameters fsdp has not cut yet in this pass."""
+    share, e, several = sharing(layout), product_bytes(layout.precision), layout.micro_batches > 1
     gradients = gradient_bytes(held, layout) if layout.offload == "none" or share.zero in (1, 2) else 0.0
-    if share.gathers:
-        gradients *= 1 - left / held.trained if held.trained > left else 1
-        if layout.micro_batches > 1 and not cut_in_every_pass(layout):
-            gradients += WIDE * held.trained  # whole ones, which are only now shared
+    if share.gathers and layout.pp > 1:
+        gradients = float(WIDE * (held.trained + held.uncut))  # whole until the last pass is over
+    elif share.gathers:
+        if left and not several:
+            gradients *= 1 - left / held.trained
+        elif not cut_in_every_pass(layout):
+            gradients += WIDE * left  # whole ones of earlier passes
     items = [Item("gradients", "all", gradients, "{:,} over {}", (held.trained, share.gradients))]
     if share.zero == 1:
         items.append(Item("gradients", "all, in 16 bits", float(e * held.trained), "{:,} × {}", (held.trained, e)))
@@ -176,6 +203,10 @@ def update_items(layout: Layout, held: Held) -> list[Item]:
     gradients = gradient_bytes(held, layout) if layout.offload == "none" or share.zero == 1 else 0.0
     items = [Item("gradients", "all", gradients, "{:,} over {}", (held.trained, share.gradients))]
     mine = held.trained / max(share.optimizer, 1)
+    if held.twin:  # summed before the update: stages.TiedWeights
+        received = WIDE * held.twin / share.gradients
+        numbers = (held.twin, share.gradients)
+        items.append(Item("gradients", "of the embedding's copy, received", received, "{:,} over {}", numbers))
     if layout.offload != "none":
         return items
     if share.zero == 1:

@@ -41,7 +41,6 @@ class Transformer:
     num_positions: int | None = None  # learned ones; None: seq_len
     patch_inputs: int = 0  # numbers in a patch of a picture
     packed: bool = False  # documents in a sample see only themselves: attention reads a mask
-    padded_mask: bool = False  # a classifier's padding is not attended to: attention reads a mask
     lora_rank: int = 0  # of adapters beside frozen weights; 0: all weights are trained
     lora_targets: tuple[str, ...] = ()  # ends of names of the linear layers that have adapters; (): all
 
@@ -192,7 +191,6 @@ def bert(model: Mapping[str, Any], data: Mapping[str, Any], lora: dict[str, Any]
         asked=asked,
         kind="bert",
         task=task,
-        padded_mask=task == "classify" and model.get("pad_id", 0) is not None,
         **lora,
     )
 

@@ -9,27 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dtrain.plan.activations import WIDE, product_bytes
-from dtrain.plan.counts import Stage, parts
+from dtrain.plan.counts import Stage, has_tied_copy, held_parameters, parts, stages
 from dtrain.plan.layout import Layout
-from dtrain.plan.shape import Transformer
+from dtrain.plan.shape import Convolutions, Shape, Transformer
 
 # DeepSpeed's own limits for stage 3, which dtrain leaves as they are: elements that stay gathered because they will be
 # used again soon, and elements that are updated at a time (stage3_max_live_parameters, sub_group_size).
 MAX_LIVE = 1_000_000_000
 SUB_GROUP = 1_000_000_000
-
-
-def model_states(
-    parameters: float, stage: int, dp: int, weight: float = 2, gradient: float = 2, state: float = 12
-) -> float:
-    """Bytes of weights, gradients and optimizer state a rank: the table of the ZeRO paper (arXiv:1910.02054, table 1).
-
-    `state` is the paper's K = 12: float32 weights, momentum and variance. Stage 1 cuts it over the ranks, stage 2 the
-    gradients, too, stage 3 also the weights; stage 0 is plain data parallel.
-    """
-    weights = weight * parameters / (dp if stage >= 3 else 1)
-    gradients = gradient * parameters / (dp if stage >= 2 else 1)
-    return weights + gradients + state * parameters / (dp if stage >= 1 else 1)
 
 
 @dataclass(frozen=True)
@@ -44,28 +31,47 @@ class Held:
     embed: int  # and the table that tokens are looked up in
     block: int  # one block, with adapters
     largest: int  # the largest weight that is trained
+    uncut: int = 0  # of the embedding, other tensor ranks' rows, whose gradient is here, too, until they are cut off
+    twin: int = 0  # of the embedding that another pipeline rank holds, too: it sends its gradient
 
 
-def held_by(shape: Transformer, layout: Layout, stages: tuple[Stage, ...]) -> Held:
+def held_whole(shape: Shape, layout: Layout) -> Held:
+    """What a rank holds where there is no pipeline."""
+    if isinstance(shape, Transformer):
+        return held_by(shape, layout, stages(shape, 1, layout.tp, layout.loss_parallel))
+    return held_convolutions(shape)
+
+
+def held_convolutions(shape: Convolutions) -> Held:
+    count = held_parameters(shape)
+    return Held(count, count, 0, 0, 0, 0, max(layer.parameters for layer in shape.layers), count)
+
+
+def held_by(shape: Transformer, layout: Layout, cut: tuple[Stage, ...]) -> Held:
+    """What a rank with these stages holds."""
     p = parts(shape, layout.tp, layout.loss_parallel)
-    everything = sum(stage.parameters for stage in stages)
-    ends, first, last = (sum(stage.ends for stage in stages), *(any(getattr(s, n) for s in stages) for n in ENDS))
-    tied = shape.tied and shape.task != "classify"
+    everything, ends = sum(stage.parameters for stage in cut), sum(stage.ends for stage in cut)
+    first, last = any(stage.is_first for stage in cut), any(stage.is_last for stage in cut)
+    tied = has_tied_copy(shape)
     head = (p.embed if tied else p.head) if last else 0
     trained, frozen = everything, 0
     if shape.lora_rank:
         own_head = p.head if shape.task == "classify" and last else 0
         untied = p.head if last and not tied and not own_head else 0
-        trained = sum(stage.adapters for stage in stages) + own_head
-        frozen = sum(stage.blocks for stage in stages) + untied
-    block = max((stage.blocks + stage.adapters) // max(stage.layers, 1) for stage in stages)
+        trained = sum(stage.adapters for stage in cut) + own_head
+        frozen = sum(stage.blocks for stage in cut) + untied
+    block = max((stage.blocks + stage.adapters) // max(stage.layers, 1) for stage in cut)
     embed = p.embed if first else 0
     widest = shape.dim * shape.hidden_dim // layout.tp
     largest = max(embed, head, widest) if not shape.lora_rank else shape.lora_rank * shape.hidden_dim
-    return Held(everything, trained, frozen, ends, head, embed, block, largest)
-
-
-ENDS = ("is_first", "is_last")
+    uncut = twin = 0
+    if not shape.lora_rank:
+        # A table that is cut by its rows and only looked up: DTensor gives its gradient whole to every rank, until
+        # tensor.finish_sums. Not where the same table is the head, whose gradient is cut.
+        looked_up = any(stage.is_first and not (stage.is_last and tied) for stage in cut)
+        uncut = parts(shape).embed - p.embed if looked_up else 0
+        twin = p.embed if tied and first != last else 0
+    return Held(everything, trained, frozen, ends, head, embed, block, largest, uncut, twin)
 
 
 @dataclass(frozen=True)
@@ -111,10 +117,8 @@ def optimizer_bytes(held: Held, layout: Layout) -> float:
     """
     share = sharing(layout)
     each = (2 if layout.optimizer == "adamw" else 1) * WIDE
-    if share.zero and layout.precision != "fp32":
-        each += WIDE
-    elif share.zero:
-        each += WIDE  # DeepSpeed clones its masters in float32, too
+    if share.zero:
+        each += WIDE  # masters, which DeepSpeed also has of float32 weights
     mine = held.trained / share.optimizer
     if layout.data in ("oss", "sharded_ddp"):
         mine = max(mine, min(held.largest, held.trained))
@@ -127,8 +131,11 @@ def gradient_bytes(held: Held, layout: Layout) -> float:
 
 
 def cut_in_every_pass(layout: Layout) -> bool:
-    """Does fsdp share gradients after each pass? Not where whole weights stay for a step: grad_op, a pipeline."""
-    return layout.data == "fsdp" and layout.pp == 1
+    """Does FSDP2 cut gradients in each pass? Under grad_op and in a pipeline whole ones wait for the last pass.
+
+    tensor with data=ddp cuts, too, over groups of one rank: what waits there is only the sum over these groups.
+    """
+    return sharing(layout).gathers and layout.data != "grad_op" and layout.pp == 1
 
 
 def resident_gradients(held: Held, layout: Layout) -> tuple[float, str]:
@@ -138,7 +145,7 @@ def resident_gradients(held: Held, layout: Layout) -> tuple[float, str]:
     that only adds to the ones before finds all of them: cut, or whole where they are cut after the last pass.
     """
     share, several = sharing(layout), layout.micro_batches > 1
-    whole = WIDE * held.trained
+    whole = WIDE * (held.trained + held.uncut)
     if share.zero == 1:
         e = product_bytes(layout.precision)
         return whole + (e * held.trained if several and e != WIDE else 0), "of the step before, or of earlier passes"
@@ -146,7 +153,7 @@ def resident_gradients(held: Held, layout: Layout) -> tuple[float, str]:
         return whole / share.gradients, "one buffer for good"
     if several or layout.pp > 1:
         cut = share.zero == 2 or cut_in_every_pass(layout)
-        return (whole / share.gradients if cut else whole), "of earlier passes"
+        return (WIDE * held.trained / share.gradients if cut else whole), "of earlier passes"
     if layout.dp > 1 and layout.strategy in ("ddp", "fairscale") and layout.data in ("ddp", "oss"):
         return whole, "they live in the buckets"
     return 0.0, ""

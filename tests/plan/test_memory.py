@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import importlib
+import json
 import math
 import sys
 from pathlib import Path
@@ -15,23 +16,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.plan.counts import stages
+from dtrain.plan import moments
+from dtrain.plan.activations import GIB
+from dtrain.plan.counts import has_tied_copy, parts, stages
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import by_part, total
 from dtrain.plan.memory import memory, reserve
-from dtrain.plan.passes import in_flight
+from dtrain.plan.passes import in_flight, rank_stages
 from dtrain.plan.shape import Shape, Transformer, resnet
 from dtrain.plan.states import (
+    Held,
     gradient_bytes,
     held_by,
-    model_states,
+    held_whole,
     optimizer_bytes,
     resident_gradients,
     weight_bytes,
 )
 
 PLANNER = Path(__file__).parents[2] / "benchmarks" / "planner"
-GIB = 2**30
 
 
 def table() -> list[dict[str, str]]:
@@ -43,10 +46,22 @@ def test_the_table_has_all_its_cells() -> None:
     assert len(table()) == 54
 
 
+def of_the_paper(parameters: int, stage: int, dp: int) -> float:
+    """What the planner's own functions give for ZeRO's stages 1 to 3, and for plain data parallel as stage 0.
+
+    The paper's 16 bytes are 2 of weights, 2 of gradients and 12 of state. DeepSpeed as dtrain sets it up differs in one
+    thing, gradients of 4 bytes, which are halved here. ddp has 4 of weights, 4 of gradients and 8 of state instead.
+    """
+    name = f"zero{stage}" if stage else "ddp"
+    layout, held = Layout(name, data=name, dp=dp), Held(parameters, parameters, 0, 0, 0, 0, 0, 0)
+    gradients = gradient_bytes(held, layout) * (2 / 4 if stage else 1)
+    return weight_bytes(held, layout) + gradients + optimizer_bytes(held, layout)
+
+
 @pytest.mark.parametrize("cell", table(), ids=lambda cell: f"{cell['parameters_b']}b-{cell['dp']}-{cell['stage']}")
 def test_model_states_are_those_of_the_zero_paper(cell: dict[str, str]) -> None:
     """Rounded, or cut off, at the last digit that is printed: the paper does both."""
-    computed = model_states(float(cell["parameters_b"]) * 1e9, int(cell["stage"]), int(cell["dp"])) / 1e9
+    computed = of_the_paper(round(float(cell["parameters_b"]) * 1e9), int(cell["stage"]), int(cell["dp"])) / 1e9
     digits = len(cell["gb"].partition(".")[2])
     shift = 10**digits
     allowed = {math.floor(computed * shift) / shift, math.floor(computed * shift + 0.5) / shift}
@@ -74,7 +89,7 @@ def test_the_peak_is_within_8_percent_of_measured_and_never_said_to_fit_where_it
 ) -> None:
     assert abs(error) < 0.08
     predicted = (1 + error) * row["peak_gib"] * GIB
-    outside = 0.69 if "linear" in row else row.get("outside_gib", 0.69)  # after DeepSpeed was there, too, it is 1.6
+    outside = row.get("outside_gib", 0.69)
     assert predicted + reserve(layout, predicted) > (row["peak_gib"] + outside) * GIB
 
 
@@ -175,9 +190,9 @@ def test_more_gpus_never_need_more_memory_each_under_fsdp(shape: Transformer, la
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.floats(1e6, 1e12), st.integers(1, 1024))
-def test_each_stage_of_zero_needs_no_more_than_the_one_before(parameters: float, dp: int) -> None:
-    states = [model_states(parameters, stage, dp) for stage in range(4)]
+@given(st.integers(10**6, 10**12), st.integers(2, 1024))
+def test_each_stage_of_zero_needs_no_more_than_the_one_before(parameters: int, dp: int) -> None:
+    states = [of_the_paper(parameters, stage, dp) for stage in range(4)]
     assert states == sorted(states, reverse=True)
 
 
@@ -241,6 +256,46 @@ def test_gpipe_needs_the_most(name: str) -> None:
     )
 
 
+@settings(max_examples=40, deadline=None)
+@given(transformers(), sizes, st.sampled_from(["bf16", "fp32"]))
+def test_fsdp_holds_the_first_block_and_the_ends_gathered_at_its_end(
+    shape: Transformer, dp: int, precision: str
+) -> None:
+    e = 2 if precision == "bf16" else 4
+    for data in ("fsdp", "grad_op"):
+        layout = Layout("fsdp", dp=dp, data=data, precision=precision)
+        held = held_whole(shape, layout)
+        buffers = by_part(moments.first_items(shape, layout, held, shape.seq_len))["buffers"]
+        assert buffers == e * (held.ends + held.block) + (e + 4) * held.block
+
+
+@settings(max_examples=40, deadline=None)
+@given(transformers(), st.integers(2, 8), st.sampled_from(["fsdp", "ddp"]))
+def test_tensor_ranks_keep_no_gradients_twice_over_several_passes(shape: Transformer, passes: int, data: str) -> None:
+    one = Layout("tensor", tp=2, dp=4, data=data)
+    several = dataclasses.replace(one, micro_batches=passes)
+    held = held_whole(shape, one)
+    for moment in (moments.first_items, moments.ends_items):
+        more = total(moment(shape, several, held, shape.seq_len)) - total(moment(shape, one, held, shape.seq_len))
+        assert 0 <= more <= 4 * held.ends + 1e-6 * held.parameters
+
+
+@settings(max_examples=40, deadline=None)
+@given(transformers(), st.sampled_from([1, 4]), st.sampled_from(["1f1b", "zbv"]), st.booleans())
+def test_a_tied_table_s_gradient_is_received_by_both_of_its_ranks(
+    shape: Transformer, dp: int, schedule: str, tied: bool
+) -> None:
+    shape = dataclasses.replace(shape, tied=tied, num_layers=16)
+    layout = Layout("pipeline", pp=4, dp=dp, data="fsdp", schedule=schedule, micro_batches=4)
+    layout = dataclasses.replace(layout, stages_per_rank=2 if schedule == "zbv" else 1)
+    received = []
+    for rank in range(4):
+        items = moments.update_items(layout, held_by(shape, layout, rank_stages(shape, layout, rank)[0]))
+        received.append(sum(item.value for item in items if "received" in item.name))
+    one = 4 * parts(shape).embed / dp if tied and schedule == "1f1b" else 0  # zbv has both on the first rank
+    assert received == [one, 0, 0, one] and has_tied_copy(shape) == tied
+
+
 def test_adapters_need_little_beside_the_frozen_model() -> None:
     shape = Transformer(32, 4096, 32, 8, 14336, 2048, 128256, gated=True, biased=False, rotary=True, tied=False)
     thin = dataclasses.replace(shape, lora_rank=16)
@@ -254,6 +309,12 @@ def test_convolutions_too_take_less_when_they_are_computed_again(mode: str) -> N
     shape = resnet({"blocks": [3, 4, 6, 3], "bottleneck": True}, {}, {})
     whole, less = (peak(shape, Layout("ddp", micro_batch_size=64, activation_checkpointing=m)) for m in ("none", mode))
     assert less <= whole
+
+
+def test_rows_that_are_set_aside_say_why_and_are_not_judged() -> None:
+    rows = json.loads((PLANNER.parent / "results" / "planner-h200.json").read_text())["rows"]
+    assert sum("aside" in row for row in rows) == 32
+    assert not any("aside" in param.values[0] for param in measured())
 
 
 def test_every_item_shows_its_arithmetic() -> None:

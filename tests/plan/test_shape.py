@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import torch.distributed as dist
 import yaml
 from omegaconf import OmegaConf
 from torch import nn
+from torch.distributed.tensor import parallel as tensor_parallel
 
 from dtrain.config import CONF, build
 from dtrain.models import lora
 from dtrain.plan import counts
+from dtrain.plan.layout import Layout
 from dtrain.plan.shape import Convolutions, Transformer, shape_of
+from dtrain.plan.states import held_whole
 from dtrain.strategies.shared import local
 from dtrain.strategies.stages import split_points, stage_of
 from dtrain.strategies.tensor import cut_layers
@@ -110,6 +114,25 @@ def test_a_tensor_rank_holds_what_the_models_plan_gives_it(name: str, loss_paral
     cut_layers(model, two_ranks, False, loss_parallel)
     (stage,) = counts.stages(shape, 1, tp=2, loss_parallel=loss_parallel)
     assert stage.parameters == numel(model)
+
+
+@pytest.mark.parametrize("loss_parallel", [False, True])
+@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny"])
+def test_a_tensor_ranks_gradients_are_as_large_as_said(name: str, loss_parallel: bool, two_ranks: Any) -> None:
+    """A table that is cut by its rows and only looked up has a whole gradient on every rank."""
+    settings = settings_of(name)
+    shape = shape_of({"model": settings})
+    assert isinstance(shape, Transformer)
+    numbers = {key: float(value) if value == "1e-5" else value for key, value in settings.items()}  # yaml reads text
+    model = build(OmegaConf.create(numbers))
+    cut_layers(model, two_ranks, False, loss_parallel)
+    tokens = torch.zeros(1, shape.seq_len, dtype=torch.long)
+    with tensor_parallel.loss_parallel() if loss_parallel else contextlib.nullcontext():
+        model(tokens, tokens).backward()
+    layout = Layout("tensor", tp=2, data="fsdp", loss_parallel=loss_parallel)
+    held = held_whole(shape, layout)
+    assert held.trained + held.uncut == sum(local(p.grad).numel() for p in model.parameters())
+    assert bool(held.uncut) == (loss_parallel and not shape.tied)
 
 
 @pytest.mark.parametrize("targets", [[], ["q", "v"], ["qkv", "mlp.down"], ["layers.0.attention.proj"]])
