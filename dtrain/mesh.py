@@ -51,7 +51,7 @@ def resolve(world_size: int, node_size: int | None = None, pp: int = 1, dp: int 
     if math.prod(sizes.values()) != world_size:
         raise ValueError(
             f"{asked}: pp × dp × tp must be the number of ranks, and there are {world_size}\n"
-            f"  fix: cluster.processes={fixed}, or strategy.dp=-1 with pp and tp whose product divides {world_size}"
+            f"  fix: {other_sizes(world_size, node_size, fixed, abs(pp * tp))}"
         )
     if node_size % sizes["tp"]:
         raise ValueError(
@@ -59,6 +59,17 @@ def resolve(world_size: int, node_size: int | None = None, pp: int = 1, dp: int 
             f"one\n  fix: strategy.tp={math.gcd(sizes['tp'], node_size)} strategy.dp=-1"
         )
     return MeshSizes(**sizes)
+
+
+def other_sizes(world_size: int, node_size: int, fixed: int, model: int) -> str:
+    """What to type instead: degrees for these ranks, or ranks for these degrees. model: pp × tp, where they are given."""
+    fill = "strategy.dp=-1" if world_size % model == 0 and fixed > model else ""
+    degrees = fill or f"strategy.dp=-1 with pp and tp whose product divides {world_size}"
+    if world_size == node_size:
+        ranks = f"cluster.processes={fixed}"
+    else:
+        ranks = f"cluster.nodes={fixed // node_size}" if fixed % node_size == 0 else ""
+    return ", or ".join(fix for fix in ((degrees, ranks) if fill else (ranks, degrees)) if fix)
 
 
 def device_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh:
