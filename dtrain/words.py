@@ -18,6 +18,21 @@ def number(value: object) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
+def finite(value: object) -> float | None:
+    """The same, and None also for NaN and the infinities: what is computed with must be a figure."""
+    figure = number(value)
+    return figure if figure is not None and math.isfinite(figure) else None
+
+
+def without_nan(value: Any) -> Any:
+    """A value as JSON has it: null in the place of NaN and the infinities, which are no JSON for other programs."""
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def as_dict(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 

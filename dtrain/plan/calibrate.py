@@ -16,18 +16,20 @@ finds it after it was put into conf/hardware, or in DIR/hardware with `--config-
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import os
 import platform
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dtrain.config import CONF, bad, section
+from dtrain.config import CONF, CONTROL, bad, section
 from dtrain.hardware import Hardware, detect
 from dtrain.rundir import read_json
-from dtrain.words import as_dict, number
+from dtrain.words import as_dict, finite
 
 MARK = "# Written by `dtrain plan calibrate`"
 OPTIONS = {"out": "NAME", "from": "RUN", "seconds": "40", "json": "FILE"}
@@ -205,8 +207,8 @@ def from_run(run_dir: Path) -> tuple[str, dict[str, Any], dict[str, str], str]:
     All of the difference between the step that was measured and the one predicted is put to compute.
     """
     plan, summary = read_json(run_dir / "plan.json"), read_json(run_dir / "summary.json")
-    step, measured = as_dict(plan.get("step_s")), number(summary.get("tokens_per_s"))
-    total, compute, rate = (number(v) for v in (step.get("total"), step.get("compute"), plan.get("tokens_per_s")))
+    step, measured = as_dict(plan.get("step_s")), finite(summary.get("tokens_per_s"))
+    total, compute, rate = (finite(v) for v in (step.get("total"), step.get("compute"), plan.get("tokens_per_s")))
     if not total or not compute or not rate:
         reason = plan.get("reason") or "its plan.json has no step time"
         raise bad(
@@ -219,13 +221,31 @@ def from_run(run_dir: Path) -> tuple[str, dict[str, Any], dict[str, str], str]:
     if left <= 0:
         rule = f"its step took {step_s:.3g} s, less than the {total - compute:.3g} s predicted beside compute"
         raise bad("from", run_dir, rule, "a run on one GPU, where compute is nearly all")
-    name = str(plan.get("hardware") or "unknown")
-    chosen = as_dict(read_config(run_dir).get("hardware"))
-    base = chosen if chosen.get("gpu_memory_gib") else section("hardware", name)  # found by the launcher, not typed
-    factor = left / compute * (number(base.get("calibration")) or 1.0)
+    name, base = hardware_of(run_dir, plan.get("hardware"))
+    factor = left / compute * (finite(base.get("calibration")) or 1.0)
     how = f"compute took {left:.4g} s of a step of {step_s:.4g} s; predicted were {compute:.4g} s of {total:.4g} s"
     print(f"calibration {factor:.3f}: {how}")
     return name, {**base, "calibration": rounded(factor)}, {"calibration": how}, f"{base.get('source', '')}; calibrated"
+
+
+def hardware_of(run_dir: Path, name: object) -> tuple[str, dict[str, Any]]:
+    """The name and the figures that a run was predicted with. Its folder may come from elsewhere, and both are written
+    into a file that the launcher reads: so a name is a plain word, and a figure one that Hardware has."""
+    if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
+        fix = "a run of a known hardware; dtrain runs lists them"
+        raise bad("from", run_dir, f"its plan.json names no hardware file ({json.dumps(name)})", fix)
+    known = inspect.signature(Hardware).parameters
+    chosen = {k: v for k, v in as_dict(read_config(run_dir).get("hardware")).items() if k in known}
+    if not chosen.get("gpu_memory_gib"):  # found by the launcher, not typed
+        if not (CONF / "hardware" / f"{name}.yaml").is_file():
+            raise bad("from", run_dir, f"there is no hardware={name} any more", "a run of a hardware in conf/hardware")
+        return name, dict(section("hardware", name))
+    for key, value in chosen.items():
+        text = key in ("gpu", "source") and isinstance(value, str) and not CONTROL.search(value)
+        if value is not None and not text and (finite(value) is None or key in ("gpu", "source")):
+            rule = f"its config.yaml has hardware.{key}={json.dumps(value, default=str)}, which is no such figure"
+            raise bad("from", run_dir, rule, "another run; dtrain runs lists them")
+    return name, chosen
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
@@ -242,8 +262,6 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 def as_yaml(figures: Mapping[str, Any], comments: Mapping[str, str], title: str) -> str:
     """A complete hardware file: every setting, in the order of Hardware, with how it was found behind it."""
-    import inspect
-
     lines = [f"{MARK} on {time.strftime('%Y-%m-%d')}: {title}."]
     lines += [f"# {line}".rstrip() for line in comments.get("", "").splitlines()]
     lines += ["# What a setting means is in unknown.yaml.", "_target_: dtrain.hardware.Hardware"]

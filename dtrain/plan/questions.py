@@ -9,15 +9,16 @@ from typing import Any
 
 from dtrain.config import world_size
 from dtrain.explain import options_of
+from dtrain.plan.activations import GIB
 from dtrain.plan.layout import Layout
-from dtrain.plan.predict import GIB, Prediction, Task, predict_layout, task_of, with_time
+from dtrain.plan.predict import Prediction, Task, predict_layout, task_of, with_time
 from dtrain.plan.recommend import extras, name
 from dtrain.plan.search import CHECKPOINTING, candidates, rank, search
 from dtrain.plan.sections import model_section
 from dtrain.plan.settings import Question
 from dtrain.plan.shape import Transformer, num_parameters
 from dtrain.plan.show import print_table, step_time
-from dtrain.words import duration, gib, percent, si
+from dtrain.words import duration, gib, percent, si, without_nan
 
 MOST_NODES = 4096
 STEPS = 12  # halvings of the range in which the largest scaled model lies: 0.1% of its size
@@ -37,7 +38,7 @@ class Answer:
 def show(answer: Answer, as_json: bool) -> None:
     if as_json:
         content = {"question": answer.question, "answer": answer.value, "sentence": answer.sentence}
-        print(json.dumps(content | {"rows": answer.rows}, indent=1))
+        print(json.dumps(without_nan(content | {"rows": answer.rows}), indent=1))
         return
     print(answer.sentence)
     if answer.rows:

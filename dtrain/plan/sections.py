@@ -5,6 +5,8 @@ Without Hydra: the ranks import what holds a run against its prediction, and tha
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +18,10 @@ from dtrain.strategies import rules, zero_config
 # the settings of conf/strategy that a layout decides; a typed one is kept
 CHOSEN = ("tp", "pp", "dp", "schedule", "stages_per_rank", "data", "sequence_parallel", "loss_parallel", "sharding",
           "replica_size", "offload", "offload_params", "mode")  # fmt: skip
+
+
+# typed, they are about another GPU than this machine's; a price or a rate is about whichever it is
+ANOTHER_GPU = ("gpu", "gpu_memory_gib", "usable_memory_gib")
 
 
 def strategy_section(name: str) -> dict[str, Any]:
@@ -31,14 +37,29 @@ def with_detected(config: dict[str, Any]) -> dict[str, Any]:
     """On cluster=local, where nobody has said what this machine is: the figures of its GPUs, under those typed."""
     if config["choices"]["hardware"] != "unknown" or config["choices"]["cluster"] != "local":
         return config
+    if any(config["hardware"].get(key) for key in ANOTHER_GPU):
+        return config
     from dtrain.hardware import detect
 
     name = detect()
     if name is None:
         return config
     said = {key: value for key, value in config["hardware"].items() if value not in (None, "")}
-    hardware = {**section("hardware", name), **said}
+    hardware = {**section("hardware", name), **this_host(name), **said}
     return {**config, "hardware": hardware, "choices": {**config["choices"], "hardware": name}}
+
+
+def this_host(name: str) -> dict[str, float]:
+    """This machine's own memory, for what is offloaded: a file can only say what hosts of such GPUs usually have."""
+    if name == "cpu":
+        return {}
+    return {"host_memory_gib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30}
+
+
+def missing_package(strategy: str) -> str | None:
+    """The package that a strategy needs and this machine has not; None: it can be started here."""
+    package = rules.EXTRAS.get(strategy_section(strategy)["_target_"].rpartition(".")[0])
+    return None if package is None or importlib.util.find_spec(package) else package
 
 
 # ---- rules ---------------------------------------------------------------------------------------------------

@@ -107,11 +107,45 @@ def test_a_run_on_hardware_that_was_found_takes_that_file(tmp_path: Path) -> Non
     assert hardware_of(tmp_path / "mine.yaml").gpu == "H200"
 
 
+@pytest.mark.parametrize("name", ["h200\ndefaults: [x]", "../../README", "h200\u2028x", "", None, 3, "nothing-like-it"])
+def test_a_foreign_run_writes_no_line_of_its_own(tmp_path: Path, name: Any) -> None:
+    """plan.json's words come into a file that the launcher reads."""
+    run = make_run(tmp_path, 1000, hardware=name)
+    if name == "nothing-like-it":  # a plain word, which may be a file of one's own: then the figures are in config.yaml
+        (run / "config.yaml").write_text(yaml.safe_dump({"hardware": {}}))
+    with pytest.raises(ValueError, match=r"from=.*hardware.*\n  fix: a run of a"):
+        calibrate.main([f"from={run}", f"out={tmp_path / 'mine.yaml'}"])
+    assert not (tmp_path / "mine.yaml").exists()
+
+
+def test_settings_that_a_foreign_run_adds_are_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path, 1000, hardware="mine")
+    more = {"_target_": "os.system", "made_up": 3, "defaults": ["x"]}
+    (run / "config.yaml").write_text(yaml.safe_dump({"hardware": section("hardware", "h200") | more}))
+    assert calibrate.main([f"from={run}", f"out={tmp_path / 'mine.yaml'}"]) == 0
+    made = yaml.safe_load((tmp_path / "mine.yaml").read_text())
+    assert set(made) == set(section("hardware", "unknown")) and made["_target_"] == "dtrain.hardware.Hardware"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("gpu", "a\nb"), ("gpu", 3), ("source", ["x"]), ("launch_us", "fast"), ("launch_us", float("nan")),
+     ("matmul_tflops", float("inf")), ("pcie_gb_s", True), ("num_sms", {"a": 1})],
+)  # fmt: skip
+def test_a_foreign_run_s_figures_are_figures(tmp_path: Path, key: str, value: Any) -> None:
+    run = make_run(tmp_path, 1000)
+    (run / "config.yaml").write_text(yaml.safe_dump({"hardware": section("hardware", "h200") | {key: value}}))
+    with pytest.raises(ValueError, match=rf"hardware.{key}=.*is no such figure\n  fix: another run"):
+        calibrate.main([f"from={run}", f"out={tmp_path / 'mine.yaml'}"])
+
+
 @pytest.mark.parametrize(
     ("tokens_per_s", "plan", "message"),
     [
         (1000.0, {"step_s": None, "reason": "model=x is your own"}, "nothing was predicted .*model=x is your own"),
         (0.0, {}, "its summary.json has no tokens_per_s"),
+        (float("nan"), {}, "its summary.json has no tokens_per_s"),
+        (1000.0, {"step_s": {"total": float("inf"), "compute": 0.8}}, "nothing was predicted for this run"),
         (10000.0, {}, "less than the 0.2 s predicted beside compute"),
     ],
 )
