@@ -125,7 +125,11 @@ def normal(section: dict[str, Any], sizes: MeshSizes, fixed: Mapping[str, Any]) 
 def sensible(section: dict[str, Any], sizes: MeshSizes, config: Mapping[str, Any], fixed: Mapping[str, Any]) -> bool:
     """Leaves out what another frame does as well: it is not refused, only not worth a look."""
     node = int(config["cluster"]["processes"])
+    if section.get("loss_parallel") and sizes.tp > 1 and classifies(config["model"]):
+        return False  # refused by the model: it cuts logits by the vocabulary, and a few classes are not cut
     if section.get("sequence_parallel") != section.get("loss_parallel") and not {*fixed} & {*PARALLEL}:
+        if classifies(config["model"]):
+            return True
         # both cut activations over the same ranks; one alone only where both are refused
         try:
             both = {**section, **dict.fromkeys(PARALLEL, True)}
@@ -138,6 +142,10 @@ def sensible(section: dict[str, Any], sizes: MeshSizes, config: Mapping[str, Any
     if section.get("sharding") in ("grad_op", "hybrid") and (sizes.dp == 1 or section.get("offload") == "cpu"):
         return False
     return section.get("sharding") != "hybrid" or section.get("replica_size") is not None or sizes.dp > node
+
+
+def classifies(model: Mapping[str, Any]) -> bool:
+    return model.get("task") == "classify" or model["_target_"] == "dtrain.models.vit.ViT"
 
 
 @functools.cache

@@ -37,8 +37,6 @@ class Layout:
     compile: bool = False
     optimizer: str = "adamw"  # adamw | sgd
     bucket_mb: int = 25
-    gather_mb: int = 100
-    deterministic: bool = True
 
     @property
     def world_size(self) -> int:
@@ -82,8 +80,6 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
         compile=config["compile"],
         optimizer=str(config["optim"]["_target_"]).rpartition(".")[2],
         bucket_mb=strategy.get("bucket_mb", 25),
-        gather_mb=strategy.get("gather_mb", 100),
-        deterministic=config["deterministic"],
     )
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dtrain.config import build, ranks_per_node
 from dtrain.hardware import Hardware
+from dtrain.plan.activations import GIB as GIB
+from dtrain.plan.activations import product_bytes
+from dtrain.plan.counts import flops_per_sample
+from dtrain.plan.counts import num_parameters as num_parameters
 from dtrain.plan.layout import Layout, layout_of
 from dtrain.plan.ledger import MEMORY_PARTS, TIME_PARTS, Item, by_part, total
-from dtrain.plan.shape import Shape, Transformer, flops_per_sample, num_parameters, shape_of
+from dtrain.plan.shape import Shape, Transformer, shape_of
+from dtrain.plan.states import gradient_bytes, held_whole, optimizer_bytes, sharing, weight_bytes
 
-GIB = 2**30
 # For several nodes, where the hardware's file says nothing about a network: InfiniBand of the GPU's time, one adapter
 # each; Ethernet for GPUs that are not made for more. A remark says which was taken.
 NETWORKS = {
@@ -119,7 +124,9 @@ class Prediction:
     def row(self) -> dict[str, Any]:
         """The object of `--json` and plan.json."""
         layout, limit = self.layout, self.task.limit
-        memory: dict[str, float | None] = {part: value / GIB for part, value in by_part(self.memory, MEMORY_PARTS).items()}
+        memory: dict[str, float | None] = {
+            part: value / GIB for part, value in by_part(self.memory, MEMORY_PARTS).items()
+        }
         memory |= {"reserve": self.reserve / GIB, "limit": None if limit is None else limit / GIB}
         return {
             "strategy": layout.strategy,
@@ -153,11 +160,19 @@ class Prediction:
 
 
 def host_bytes(shape: Shape, layout: Layout) -> float:
-    """Bytes of one rank in its node's memory under offload to the CPU: its share of float32 weights, gradients and both
-    moments of AdamW (16 a parameter); with its parameters offloaded ZeRO keeps 16-bit copies there, too."""
-    moments = 8 if layout.optimizer == "adamw" else 4
-    each = (8 + moments if layout.offload == "cpu" else 0) + (2 if layout.offload_params == "cpu" else 0)
-    return each * num_parameters(shape) / (layout.dp * layout.tp * layout.pp)
+    """Bytes of one rank in its node's memory under offload to the CPU. No strategy with a pipeline offloads.
+
+    fsdp: all that it holds of weights, gradients and optimizer state. ZeRO: its share of masters, moments and float32
+    gradients; with its parameters offloaded also the 16-bit weights. Frozen weights have no gradients and no state.
+    """
+    held, share, size = held_whole(shape, layout), sharing(layout), 0.0
+    if layout.offload == "cpu" and share.zero:
+        size += optimizer_bytes(held, layout) + 4 * held.trained / share.optimizer
+    elif layout.offload == "cpu":
+        size += weight_bytes(held, layout) + gradient_bytes(held, layout) + optimizer_bytes(held, layout)
+    if layout.offload_params == "cpu":
+        size += product_bytes(layout.precision) * held.parameters / share.weights
+    return size
 
 
 def predict(config: Mapping[str, Any]) -> Prediction | None:
@@ -178,19 +193,19 @@ def why_not(config: Mapping[str, Any]) -> str:
 
 def hardware_of(config: Mapping[str, Any]) -> Hardware | None:
     """The figures of the nodes as this run uses them; None when neither the GPUs' memory nor their rate is known."""
-    section = {**config["hardware"], **assumed_network(config)}
+    section = dict(config["hardware"])
     used, there = ranks_per_node(config["cluster"]), section.get("gpus_per_node") or 0
     if there and used != there:
         section["gpus_per_node"] = used
         for key in ("network_busbw_gb_s", "network_max_gb_s"):  # adapters belong to GPUs: fewer of these use fewer
             section[key] = section[key] and section[key] * min(1.0, used / there)
-    hardware = build(section)
+    hardware = build(section | assumed_network(config))
     assert isinstance(hardware, Hardware)
     return hardware if hardware.gpu_memory_gib or hardware.matmul_tflops else None
 
 
 def assumed_network(config: Mapping[str, Any]) -> dict[str, float]:
-    """Between nodes whose network is not said: what such GPUs usually have, scaled to the GPUs of a node."""
+    """Between nodes whose network is not said: what such GPUs usually have, scaled to those of a node that are used."""
     section = config["hardware"]
     if config["cluster"]["nodes"] == 1 or section.get("network_max_gb_s") or section.get("network_busbw_gb_s"):
         return {}
@@ -200,7 +215,7 @@ def assumed_network(config: Mapping[str, Any]) -> dict[str, float]:
     from dtrain.config import section as read
 
     other = read("hardware", name)
-    share = (section.get("gpus_per_node") or 8) / (other.get("gpus_per_node") or 8)
+    share = ranks_per_node(config["cluster"]) / (other.get("gpus_per_node") or 8)
     whole = {key: other[key] * share for key in ("network_busbw_gb_s", "network_max_gb_s") if other.get(key)}
     return whole | {key: other[key] for key in ("network_rail_gb_s", "network_latency_us")}
 
@@ -208,7 +223,7 @@ def assumed_network(config: Mapping[str, Any]) -> dict[str, float]:
 def usual_network(config: Mapping[str, Any]) -> str | None:
     """The file of conf/hardware whose network nodes with these GPUs usually have; None: nothing is known of them."""
     gpu = str(config["hardware"].get("gpu"))
-    return next((name for word, name in NETWORKS.items() if word in gpu), None)
+    return next((name for word, name in NETWORKS.items() if re.search(rf"\b{word}\b", gpu)), None)
 
 
 def task_of(config: Mapping[str, Any], tokens: float | None = None) -> Task | None:

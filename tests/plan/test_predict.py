@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtrain.config import section
 from dtrain.hardware import Hardware
+from dtrain.plan.counts import num_parameters, parts, trained_parameters
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item
 from dtrain.plan.predict import (
@@ -24,7 +26,7 @@ from dtrain.plan.predict import (
     usual_network,
     why_not,
 )
-from dtrain.plan.shape import Transformer, num_parameters
+from dtrain.plan.shape import Transformer
 from tests.plan.questions import applied, question
 
 NODE = ("model=gpt2-1.5b", "hardware=a100-80gb", "train.global_batch_size=64", "strategy=fsdp")
@@ -80,6 +82,12 @@ def test_what_is_offloaded_must_fit_into_the_host() -> None:
     assert host_bytes(SHAPE, layout) == 16 * size / 4
     assert host_bytes(SHAPE, replace(layout, offload="none")) == 0
     assert host_bytes(SHAPE, replace(layout, strategy="zero3", data="zero3", offload_params="cpu")) == 18 * size / 4
+    hybrid = replace(layout, dp=16, replica_size=4)  # so many ranks hold one copy
+    assert host_bytes(SHAPE, hybrid) == host_bytes(SHAPE, layout)
+    thin = replace(SHAPE, lora_rank=2)
+    adapters, blocks = trained_parameters(thin), parts(SHAPE).block * SHAPE.num_layers
+    expected = 4 * (size - blocks) + 2 * blocks + 16 * adapters  # frozen blocks in 16 bits
+    assert host_bytes(thin, layout) == expected / 4
     small, large = 4 * 16 * size / 4 / GIB * 0.9, 4 * 16 * size / 4 / GIB * 2
     assert made(1.0, offload="cpu", hardware={"host_memory_gib": small}).fits is False
     assert made(1.0, offload="cpu", hardware={"host_memory_gib": large}).fits is True
@@ -94,7 +102,8 @@ def test_the_row_has_the_names_that_scripts_rely_on() -> None:
     assert {*names.split(), "cost"} <= set(row)
     assert row["memory_gib"]["total"] == pytest.approx(30.0)
     assert row["memory_gib"]["parameters"] + row["memory_gib"]["activations"] == pytest.approx(30.0)
-    assert row["step_s"] == pytest.approx({"total": 0.5, "compute": 0.375, "communication": 0.125})
+    parts = {"compute": 0.375, "communication": 0.125, "bubble": 0.0, "optimizer": 0.0, "data": 0.0}
+    assert row["step_s"] == pytest.approx({"total": 0.5, **parts})
 
 
 def test_predict_is_the_prediction_of_the_very_layout() -> None:
@@ -143,6 +152,22 @@ def test_nodes_without_a_network_get_the_usual_one_of_their_gpus() -> None:
     assert hardware is not None and hardware.network_max_gb_s and hardware.network_latency_us
     known = question("model=llama-7b", "cluster=aws-efa", "cluster.nodes=2").config
     assert assumed_network(known) == {}
+
+
+def test_the_assumed_network_is_that_of_all_gpus_in_use() -> None:
+    config = question("model=llama-1b", "hardware=l4", "cluster.nodes=2", "cluster.processes=8").config
+    usual, hardware = section("hardware", "gcp-a2"), hardware_of(config)
+    assert hardware is not None and hardware.network_max_gb_s == usual["network_max_gb_s"]
+    config["cluster"]["processes"] = 1
+    hardware = hardware_of(config)
+    assert hardware is not None and hardware.network_max_gb_s == usual["network_max_gb_s"] / 8
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"), [("L4", "gcp-a2"), ("NVIDIA L40S", None), ("NVIDIA A100-SXM4-80GB", "selene")]
+)
+def test_a_gpu_is_known_by_its_whole_name(gpu: str, name: str | None) -> None:
+    assert usual_network({"hardware": {"gpu": gpu}}) == name
 
 
 def test_fewer_gpus_of_a_node_have_fewer_of_its_adapters() -> None:

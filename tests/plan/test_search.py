@@ -1,18 +1,38 @@
 """The search: what it proposes is what the launcher accepts, what is typed stays, and the best comes first."""
 
+import functools
 import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtrain.config import CONF
 from dtrain.mesh import MeshSizes
 from dtrain.plan import search as module
-from dtrain.plan.frames import STRATEGIES, divisors
-from dtrain.plan.layout import layout_of
-from dtrain.plan.predict import Prediction
-from dtrain.plan.search import candidates, complexity, idle, rank, search, words
+from dtrain.plan.activations import GIB
+from dtrain.plan.frames import STRATEGIES, Frame, divisors, frames
+from dtrain.plan.layout import Layout, layout_of
+from dtrain.plan.predict import Prediction, Task, predict_layout, task_of
+from dtrain.plan.search import (
+    CHECKPOINTING,
+    LEAD,
+    UNCLOCKED,
+    Limits,
+    accepted,
+    base_layout,
+    candidates,
+    complexity,
+    fitting,
+    idle,
+    rank,
+    search,
+    words,
+)
 from dtrain.validate import validate
 from tests.plan.questions import applied, question
 from tests.plan.test_predict import made
@@ -75,8 +95,13 @@ def test_fitting_ones_come_first_and_faster_ones_before_them() -> None:
     found = search(question(*LARGE).config)
     fits = [p.fits for p in found]
     assert fits == sorted(fits, reverse=True) and fits[0] is True
-    times = [p.step_s or 0.0 for p in found if p.fits]
-    assert all(later >= 0.99 * earlier for earlier, later in itertools.pairwise(times))
+    clocked: list[float] = []
+    others: list[float] = []
+    for p in found:
+        if p.fits:
+            (others if p.layout.strategy in UNCLOCKED else clocked).append(p.step_s or 0.0)
+    for times in (clocked, others):
+        assert all(later >= 0.99 * earlier for earlier, later in itertools.pairwise(times))
 
 
 def test_checkpointing_is_only_used_where_it_is_needed() -> None:
@@ -140,6 +165,69 @@ def test_how_long_pipelines_wait() -> None:
     assert idle(2, 4, 1) == 1  # one micro-batch: one rank works at a time, however many stages it has
 
 
+# ---- the layouts of a frame ----------------------------------------------------------------------------------
+
+
+def layouts_of(frame: Frame, config: dict[str, Any], task: Task) -> list[Layout]:
+    """Every micro-batch that the launcher takes, and gpipe only where 1f1b is refused."""
+    per_rank, base = task.global_batch_size // frame.sizes.dp, base_layout(frame, config)
+    sizes = [size for size in divisors(per_rank) if accepted(frame, config, per_rank // size)]
+    if base.schedule == "gpipe" and base.pp > 1:
+        sizes = [size for size in sizes if per_rank // size < base.pp]
+    return [replace(base, micro_batch_size=size, micro_batches=per_rank // size) for size in sizes]
+
+
+def needed(prediction: Prediction) -> float:
+    return prediction.memory_bytes + prediction.reserve
+
+
+@functools.cache
+def frames_of(asked: tuple[str, ...], strategy: str) -> tuple[dict[str, Any], Task, list[Frame]]:
+    config = question(*asked).config
+    config["cluster"]["processes"] = 8
+    task = task_of(config)
+    assert task is not None
+    return config, task, [frame for frame in frames(config, ()) if frame.name == strategy]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), st.sampled_from([SEVEN_B, MASKED]), st.sampled_from(["fairscale", "fsdp", "zero1", "pipeline", "3d"]))
+def test_no_layout_of_a_frame_is_missed_nor_computes_again_what_would_fit(
+    data: st.DataObject, asked: tuple[str, ...], strategy: str
+) -> None:
+    """Against every micro-batch with every checkpointing, on GPUs that have just enough for one of them."""
+    config, task, several = frames_of(asked, strategy)
+    frame = data.draw(st.sampled_from(several))
+    every = [
+        predict_layout(replace(layout, activation_checkpointing=mode), task, timed=False)
+        for layout in layouts_of(frame, config, task)
+        for mode in CHECKPOINTING
+    ]
+    if not every:
+        return
+    limit = needed(data.draw(st.sampled_from(every))) / GIB * (1 + 1e-9)
+    limited = task_of({**config, "hardware": {**config["hardware"], "usable_memory_gib": limit}})
+    assert limited is not None
+    plainest: dict[int, str] = {}
+    for p in every:
+        if needed(p) <= limit * GIB:
+            plainest.setdefault(p.layout.micro_batch_size, p.layout.activation_checkpointing)
+    found = [p for p in fitting(frame, config, (), limited, Limits()) if p.fits]
+    assert {p.layout.micro_batch_size: p.layout.activation_checkpointing for p in found} == plainest
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in Path(CONF, "model").glob("*.yaml")))
+def test_every_model_that_is_shipped_can_be_planned_for(name: str) -> None:
+    config = question(f"model={name}", "hardware=h200", "cluster.processes=8", "train.global_batch_size=16").config
+    found = search(config)
+    assert found
+    for p in found:
+        items = [*p.memory, *(p.time or ())]
+        assert all(math.isfinite(item.value) and item.value >= 0 for item in items), p.layout
+        assert p.memory_bytes > 0 and (p.step_s or 0) > 0
+        assert not p.layout.loss_parallel or not ("classify" in name or name.startswith("vit"))
+
+
 # ---- the order -----------------------------------------------------------------------------------------------
 
 
@@ -155,10 +243,29 @@ def test_ranking_loses_nothing_and_puts_what_fits_first(figures: list[tuple[floa
 
 
 def test_of_equally_fast_layouts_the_simplest_is_first() -> None:
-    fancy = made(step_s=0.500, strategy="3d", tp=2, pp=2, dp=1)
+    fancy = made(step_s=0.500, strategy="zero3", data="zero3")
     plain = made(step_s=0.504, strategy="ddp", data="ddp")
     late = made(step_s=0.52, strategy="ddp", data="ddp")
     assert rank([fancy, late, plain]) == [plain, fancy, late]
+
+
+@pytest.mark.parametrize("strategy", UNCLOCKED)
+def test_a_strategy_that_was_never_clocked_needs_a_lead(strategy: str) -> None:
+    known = made(step_s=0.5, strategy="ddp", data="ddp")
+    near = made(step_s=0.5 / LEAD * 1.001, strategy=strategy)
+    ahead = made(step_s=0.5 / LEAD * 0.98, strategy=strategy)
+    assert rank([near, known]) == [known, near]
+    assert rank([ahead, known]) == [ahead, known]
+    too_large = replace(known, reserve=1e15)
+    assert rank([near, too_large]) == [near, too_large]
+
+
+@pytest.mark.parametrize(
+    "asked", [("model=bert-large", "train.global_batch_size=64"), ("model=gpt2-124m",)], ids=lambda words: words[0]
+)
+def test_a_model_that_fits_easily_is_not_put_into_a_pipeline(asked: tuple[str, ...]) -> None:
+    best = search(question(*asked, "hardware=h200", "cluster=slurm", "cluster.nodes=1").config)[0]
+    assert best.layout.world_size == 8 and best.layout.strategy == "ddp"
 
 
 def test_simpler_is_less_of_everything() -> None:
