@@ -17,15 +17,16 @@ from dtrain.arguments import AUTO, STAND_IN
 from dtrain.config import bad, flatten, gpus_per_node, world_size
 from dtrain.explain import options_of
 from dtrain.plan import trust
-from dtrain.plan.fit import installed
+from dtrain.plan.activations import GIB
 from dtrain.plan.layout import layout_of
 from dtrain.plan.ledger import total
 from dtrain.plan.memory import memory
-from dtrain.plan.predict import GIB, why_not
+from dtrain.plan.predict import why_not
 from dtrain.plan.recommend import name, why
 from dtrain.plan.search import search, words
-from dtrain.plan.sections import strategy_section
+from dtrain.plan.sections import missing_package, strategy_section, with_detected
 from dtrain.plan.shape import shape_of
+from dtrain.plan.show import lacking
 from dtrain.schema import check_keys_and_types
 from dtrain.validate import check_ranges
 from dtrain.words import gib
@@ -75,17 +76,16 @@ def choose(config: Mapping[str, Any], typed: set[str]) -> tuple[list[str], str]:
     """The words of the best layout, the strategy first, and a sentence that says what it is and why."""
     check_keys_and_types(dict(config))
     check_ranges(flatten(dict(config)))
-    config = trust.with_figures(config)
+    config = with_detected(dict(config))
     if reason := why_not(config):
         return without_figures(config, typed, reason)
-    found = [p for p in search(config, typed, time_unfit=False) if installed(p.layout.strategy)]
+    found = [p for p in search(config, typed, time_unfit=False) if not missing_package(p.layout.strategy)]
     if not found:
         fix = "fewer of the degrees and batch sizes that are typed, or a strategy by its name"
         raise bad("strategy", AUTO, "no layout keeps the rules with these settings", fix)
     best = found[0]
     if best.fits is False and not config["force"]:
-        needs, has = gib(best.memory_bytes / GIB), gib((best.task.limit or 0.0) / GIB)
-        rule = f"no layout fits: the leanest, {name(best.layout)}, needs {needs} of {has} a GPU"
+        rule = f"no layout fits: the leanest, {name(best.layout)}, {lacking(best)}"
         raise bad("strategy", AUTO, rule, "more GPUs (dtrain plan says how many), or a smaller model")
     chosen = words(best, config)
     return chosen, f"{why(found, config)} As words: {' '.join(chosen)}"

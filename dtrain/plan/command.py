@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dtrain.config import bad
+from dtrain.words import without_nan
 
 if TYPE_CHECKING:
     from dtrain.plan.predict import Prediction, Task
@@ -25,7 +26,8 @@ Settings are those of a launch, a recipe=NAME, too. What is typed stays; what is
   dtrain plan … strategy=3d strategy.tp=8 strategy.pp=4            that one layout
   dtrain plan recipe=gpt2-1.5b-fsdp-4gpu hardware=a100-80gb        what a recipe will do there
 
-  --json                    the same for scripts: a list of layouts, best first
+  --json                    the same for scripts: a list of layouts, best first; for the three questions below an object
+                            (question, answer, sentence, rows, command); not with --explain
   --all                     every layout, also slow ones, not only the best few and the best of each strategy
   --explain                 the arithmetic of the first one, with the numbers put in
   --tokens N                plan a run of so many tokens (or pictures): 300B, 1.5T, 26e6; default: train.steps
@@ -94,9 +96,13 @@ def read_options(argv: Sequence[str]) -> Options:
             read = {"--tokens": tokens, "--gpus-for": seconds, "--stack": stack}.get(name, lambda _, text: text)
             setattr(options, name[2:].replace("-", "_"), read(name, value))
         else:
-            near = difflib.get_close_matches(name.lower(), (*FLAGS, *VALUES), 1, 0.5)
+            if name in ("-m", "--multirun"):
+                raise ValueError(f"{word}: a plan takes no sweep\n  fix: plan each point, or launch with {name}")
+            near = difflib.get_close_matches(name.lower(), (*FLAGS, *VALUES), 1, 0.75)
             fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join((*FLAGS, *VALUES))}"
             raise ValueError(f"{word}: there is no such option\n  fix: {fix}")
+    if options.json and options.explain:
+        raise bad("--explain", "", "is text for people, and --json is data", "one of the two")
     return options
 
 
@@ -134,7 +140,7 @@ def answer(question: Question, options: Options) -> int:
     config = question.config
     task = task_of(config, options.tokens)
     if task is None:
-        raise unknown(config)
+        raise unknown(config, dict(w.split("=", 1) for w in question.words if "=" in w).get("hardware"))
     task = replace(task, stack=options.stack)
     asked = [name for name in QUESTIONS if getattr(options, name[2:].replace("-", "_"))]
     if asked:
@@ -159,8 +165,8 @@ def answer(question: Question, options: Options) -> int:
         raise none_possible(config)
     if options.json:
         notes = {"notes": question.notes}
-        rows = [p.row() | {"command": launch_command(question, p)} | notes for p in predictions]
-        print("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]")  # a line each: indent takes 5 times as long
+        rows = [without_nan(p.row()) | {"command": launch_command(question, p)} | notes for p in predictions]
+        print("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]")  # a line each: indent takes 5 times as long
         return 0
     show(question, predictions, options)
     return 0
@@ -186,7 +192,7 @@ def one_layout(question: Question, task: Task) -> Prediction:
 def show(question: Question, predictions: Sequence[Prediction], options: Options) -> None:
     """The table and what belongs below it."""
     from dtrain.plan import show as texts
-    from dtrain.plan.recommend import name, why
+    from dtrain.plan.recommend import faster_micro_batch, little_room, name, why
     from dtrain.plan.search import search
 
     config, best = question.config, predictions[0]
@@ -207,7 +213,11 @@ def show(question: Question, predictions: Sequence[Prediction], options: Options
         print(f"{lacks} {name(others[0].layout)} fits: {launch_command(question, others[0])}" if others else lacks)
     for line in texts.details(best):
         print(line)
-    for note in (*question.notes, *precision_note(best), *package_note(best), *figures_note(best)):
+    notes = list(question.notes)
+    if question.is_one_layout and best.fits is not False:
+        notes += [f"it fits{room}"] if (room := little_room(best)) else []
+        notes += faster_micro_batch(best) if "train.micro_batch_size" not in question.typed else []
+    for note in (*notes, *precision_note(best), *package_note(best), *figures_note(best)):
         print(f"note    {note}")
     if options.explain:
         print("\n" + "\n".join(texts.explained(best)))
@@ -218,30 +228,37 @@ def show(question: Question, predictions: Sequence[Prediction], options: Options
 
 def precision_note(best: Prediction) -> list[str]:
     """What 16 bits would bring, where fp32 was asked for."""
+    from dtrain.hardware import half_precision
     from dtrain.plan.predict import predict_layout
 
-    if best.layout.precision != "fp32" or not best.task.hardware.gpu or not best.step_s:
+    half = half_precision(best.task.hardware.gpu)
+    if best.layout.precision != "fp32" or half is None or not best.step_s:
         return []
-    other = predict_layout(replace(best.layout, precision="bf16"), best.task)
-    return [f"precision=bf16 would be {best.step_s / other.step_s:.1f} times as fast"] if other.step_s else []
+    other = predict_layout(replace(best.layout, precision=half), best.task)
+    gain = best.step_s / other.step_s if other.step_s else 0.0
+    return [f"precision={half} would be {gain:.1f} times as fast"] if gain >= 1.05 else []
 
 
 def figures_note(best: Prediction) -> list[str]:
-    """Why there is no time, where the hardware's file says too little."""
-    return (
-        [] if best.time else ["no time is told: the hardware's file lacks rates (dtrain plan calibrate measures them)"]
-    )
+    """What could not be told, where the hardware's file says too little."""
+    from dtrain.plan.show import host_known
+
+    notes = []
+    if not best.time:
+        notes.append("no time is told: the hardware's file lacks rates (dtrain plan calibrate measures them)")
+    if not host_known(best):
+        notes.append(
+            "what is offloaded may not fit in the hosts: their memory is not known (hardware.host_memory_gib=…)"
+        )
+    return notes
 
 
 def package_note(best: Prediction) -> list[str]:
     """A package that the first layout needs and this machine has not."""
-    import importlib.util
+    from dtrain.plan.sections import missing_package
 
-    from dtrain.plan.sections import strategy_section
-    from dtrain.strategies.rules import EXTRAS
-
-    package = EXTRAS.get(strategy_section(best.layout.strategy)["_target_"].rpartition(".")[0])
-    if package is None or importlib.util.find_spec(package) is not None:
+    package = missing_package(best.layout.strategy)
+    if package is None:
         return []
     return [f"{best.layout.strategy} needs {package}, which is not installed here: pip install 'dtrain[{package}]'"]
 
@@ -275,7 +292,7 @@ def others_of(typed: Sequence[str], prediction: Prediction) -> list[str]:
     return [w for w in typed if (key := w.partition("=")[0][9:]) in section and key not in CHOSEN]
 
 
-def unknown(config: dict[str, Any]) -> ValueError:
+def unknown(config: dict[str, Any], said: str | None = None) -> ValueError:
     """Why nothing can be planned, with what can be done about it."""
     from dtrain.explain import options_of
     from dtrain.plan.settings import own_model
@@ -283,7 +300,7 @@ def unknown(config: dict[str, Any]) -> ValueError:
 
     if shape_of(config) is None:
         return own_model(config["choices"].get("model"))
-    chosen = config["choices"].get("hardware")
+    chosen = said or config["choices"].get("hardware")  # what is said stays, also where a machine was looked at
     names = ", ".join(name for name in options_of("hardware") if name not in ("unknown", "cpu"))
     rule = "there is no GPU here to plan for" if chosen == "cpu" else "nothing is known about the GPUs to plan for"
     fix = f"hardware=NAME, where NAME can be {names}; or measure this machine: dtrain plan calibrate"

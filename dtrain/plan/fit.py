@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dtrain.plan.layout import layout_of
 from dtrain.plan.predict import Prediction, predict_layout, task_of
 from dtrain.plan.search import divisors, search, words
-from dtrain.plan.sections import strategy_section
-from dtrain.strategies.rules import EXTRAS
+from dtrain.plan.sections import missing_package, strategy_section
 from dtrain.validate import validate
 
 MORE_NODES = (2, 4, 8, 16)  # times as many: further than that it is another project
@@ -37,7 +35,7 @@ def nearest(config: Mapping[str, Any]) -> tuple[list[str], Prediction] | None:
         nodes = config["cluster"]["nodes"] * times
         larger = {**config, "cluster": {**config["cluster"], "nodes": nodes}}
         for prediction in search(larger, time_unfit=False):
-            if prediction.fits and installed(prediction.layout.strategy):
+            if prediction.fits and not missing_package(prediction.layout.strategy):
                 more = [f"cluster.nodes={nodes}"] if times > 1 else []
                 return [*more, *words(prediction, config)], prediction
     return None
@@ -72,9 +70,3 @@ def changes(config: Mapping[str, Any]) -> Iterator[tuple[list[str], dict[str, An
 def may_change(config: Mapping[str, Any], micro: int, size: int) -> bool:
     """Batch norm's statistics are those of a micro-batch, so a run that goes on keeps its own."""
     return micro == size or not (config["resume"] and "batch_norm" in config["model"])
-
-
-def installed(strategy: str) -> bool:
-    """Can it be started here? A plan looks at every strategy; some need a package."""
-    package = EXTRAS.get(strategy_section(strategy)["_target_"].rpartition(".")[0])
-    return package is None or importlib.util.find_spec(package) is not None

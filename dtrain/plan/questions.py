@@ -10,17 +10,19 @@ from typing import Any
 from dtrain.config import world_size
 from dtrain.explain import options_of
 from dtrain.plan.activations import GIB
+from dtrain.plan.command import launch_command
 from dtrain.plan.layout import Layout
 from dtrain.plan.predict import Prediction, Task, predict_layout, task_of, with_time
-from dtrain.plan.recommend import extras, name
+from dtrain.plan.recommend import extras, gpus, name
 from dtrain.plan.search import CHECKPOINTING, candidates, rank, search
 from dtrain.plan.sections import model_section
-from dtrain.plan.settings import Question
+from dtrain.plan.settings import SLURM_GPUS, Question
 from dtrain.plan.shape import Transformer, num_parameters
 from dtrain.plan.show import print_table, step_time
 from dtrain.words import duration, gib, percent, si, without_nan
 
 MOST_NODES = 4096
+NOTHING_FITS = "nothing fits"
 STEPS = 12  # halvings of the range in which the largest scaled model lies: 0.1% of its size
 
 
@@ -33,11 +35,13 @@ class Answer:
     value: Any
     rows: list[dict[str, Any]]
     columns: dict[str, Any]  # key → (heading, format)
+    command: str | None = None  # the line to launch it, where the answer is a layout
 
 
 def show(answer: Answer, as_json: bool) -> None:
     if as_json:
         content = {"question": answer.question, "answer": answer.value, "sentence": answer.sentence}
+        content |= {"command": answer.command} if answer.command else {}
         print(json.dumps(without_nan(content | {"rows": answer.rows}), indent=1))
         return
     print(answer.sentence)
@@ -50,6 +54,8 @@ def show(answer: Answer, as_json: bool) -> None:
         ]
         headings = {key: heading for key, (heading, _) in columns.items()}
         print_table(headings, texts, {key for key, (_, form) in columns.items() if form is not str}, ())
+    if answer.command:
+        print(f"\nlaunch  {answer.command}")
 
 
 # ---- how many GPUs -------------------------------------------------------------------------------------------
@@ -58,41 +64,46 @@ def show(answer: Answer, as_json: bool) -> None:
 def gpus_for(question: Question, limit_s: float, tokens: float | None) -> Answer:
     """The fewest GPUs that end the run in time: parts of a node first, then whole nodes, twice as many each time."""
     rows: list[dict[str, Any]] = []
-    found: Prediction | None = None
     slower = 0
     before = float("inf")
-    for nodes, ranks in cluster_sizes(question.config):
-        best = best_on(question, nodes, ranks, tokens)
-        rows.append({"gpus": nodes * ranks, "nodes": nodes, **summary(best)})
-        if best is None or best.run_s is None:
-            slower += nodes * ranks > question.config["train"]["global_batch_size"]
-        else:
-            if best.run_s <= limit_s:
-                found = best
-                break
-            slower = slower + 1 if best.run_s > 0.95 * before else 0
-            before = min(before, best.run_s)
-        if slower >= 2:  # more GPUs do not help: the batch is shared out as far as it goes
-            break
+    batch = question.config["train"]["global_batch_size"]
     columns = {
         "gpus": ("GPUs", str), "nodes": ("nodes", str), "layout": ("best layout", str), "step_s": ("step", step_time),
         "run_s": ("time", duration), "gpu_hours": ("GPU-hours", si), "cost": ("cost", si), "mfu": ("MFU", percent),
     }  # fmt: skip
-    if found:
-        text = f"{found.layout.world_size} GPUs do it in {duration(found.run_s)}, with {name(found.layout)}."
-        text += f" That is {si(found.gpu_hours)} GPU-hours" + (f", {found.cost:,.0f} in money." if found.cost else ".")
-        return Answer("gpus_for", text, found.layout.world_size, rows, columns)
+    for nodes, ranks in cluster_sizes(question.config):
+        sized = with_ranks(question, nodes, ranks)
+        best, lacks = best_of(sized, tokens)
+        rows.append({"gpus": nodes * ranks, "nodes": nodes, **summary(best, lacks)})
+        if best is None or best.run_s is None:
+            slower += nodes * ranks > batch
+        else:
+            if best.run_s <= limit_s:
+                text = f"{gpus(nodes * ranks)} {'does' if nodes * ranks == 1 else 'do'} it in {duration(best.run_s)}"
+                text += f", with {name(best.layout)}. That is {si(best.gpu_hours)} GPU-hours"
+                text += f", {best.cost:,.0f} in money." if best.cost else "."
+                return Answer("gpus_for", text, nodes * ranks, rows, columns, launch_command(sized, best))
+            slower = slower + 1 if best.run_s > 0.95 * before else 0
+            before = min(before, best.run_s)
+        if slower >= 2:  # more GPUs do not help: the batch is shared out as far as it goes
+            break
+    return Answer("gpus_for", too_slow(rows, limit_s, batch), None, rows, columns)
+
+
+def too_slow(rows: list[dict[str, Any]], limit_s: float, batch: int) -> str:
+    """Why no number of GPUs is the answer."""
     timed = [row for row in rows if row.get("run_s")]
-    batch = question.config["train"]["global_batch_size"]
-    if not timed:
-        text = (
-            f"It fits on none of these: up to {rows[-1]['gpus']} GPUs were tried with train.global_batch_size={batch}."
-        )
-    else:
+    if timed:
         fastest = min(timed, key=lambda row: row["run_s"])
-        text = f"Not in {duration(limit_s)}: {fastest['gpus']} GPUs take {duration(fastest['run_s'])}"
-        text += f", and more do not help with train.global_batch_size={batch}; a larger batch can be shared by more."
-    return Answer("gpus_for", text, None, rows, columns)
+        takes = "takes" if fastest["gpus"] == 1 else "take"
+        text = f"Not in {duration(limit_s)}: {gpus(fastest['gpus'])} {takes} {duration(fastest['run_s'])}"
+        shared = rows[-1]["run_s"] or rows[-1]["layout"] == NOTHING_FITS
+        more = "more do not help with" if shared else "more cannot share"
+        return f"{text}, and {more} train.global_batch_size={batch}; a larger batch can be shared by more."
+    tried = f"up to {rows[-1]['gpus']} GPUs were tried with train.global_batch_size={batch}"
+    if any(row["layout"] == NOTHING_FITS for row in rows):
+        return f"It fits on none of these: {tried}."
+    return f"No layout can share the batch: {tried}. A multiple of 8 divides by more."
 
 
 def cluster_sizes(config: Mapping[str, Any]) -> list[tuple[int, int]]:
@@ -103,18 +114,36 @@ def cluster_sizes(config: Mapping[str, Any]) -> list[tuple[int, int]]:
     return sizes + [(count, node) for count in nodes]
 
 
-def best_on(question: Question, nodes: int, ranks: int, tokens: float | None) -> Prediction | None:
-    """The best layout that fits on a cluster of this size; None: there is none."""
-    config = {**question.config, "cluster": {**question.config["cluster"], "nodes": nodes, "processes": ranks}}
-    found = [
-        p for p in search(config, question.typed, task_of(config, tokens), time_unfit=False) if p.fits is not False
-    ]
-    return found[0] if found else None
+def with_ranks(question: Question, nodes: int, ranks: int) -> Question:
+    """The same question on a cluster of this size, with the words that launch it there."""
+    cluster, choices = question.config["cluster"], question.config["choices"]
+    config = {**question.config, "cluster": {**cluster, "nodes": nodes, "processes": ranks}}
+    words = [word for word in question.words if word.partition("=")[0] not in ("cluster.nodes", "cluster.processes")]
+    if choices["cluster"] != "local":
+        words += [f"cluster.nodes={nodes}"] if nodes != 1 or "cluster.nodes" in question.typed else []
+        words += [f"cluster.processes={ranks}"] if ranks != cluster.get("gpus_per_node") else []
+    elif nodes == 1:
+        words.append(f"cluster.processes={ranks}")
+    else:
+        words = [word for word in words if word != "cluster=local"]
+        words += [] if "hardware" in question.typed else [f"hardware={choices['hardware']}"]
+        words += ["cluster=slurm", f"cluster.nodes={nodes}"]
+        words += [f"cluster.gpus_per_node={ranks}"] if ranks != SLURM_GPUS else []
+    return replace(question, config=config, words=words)
 
 
-def summary(prediction: Prediction | None) -> dict[str, Any]:
+def best_of(question: Question, tokens: float | None) -> tuple[Prediction | None, str]:
+    """The best layout that fits; or None, and what is in the way."""
+    config = question.config
+    found = search(config, question.typed, task_of(config, tokens), time_unfit=False)
+    best = next((p for p in found if p.fits is not False), None)
+    batch = config["train"]["global_batch_size"]
+    return best, NOTHING_FITS if found else f"no layout shares a batch of {batch}"
+
+
+def summary(prediction: Prediction | None, lacks: str = NOTHING_FITS) -> dict[str, Any]:
     if prediction is None:
-        return {"layout": "nothing fits", "step_s": None, "run_s": None, "gpu_hours": None, "cost": None, "mfu": None}
+        return {"layout": lacks, "step_s": None, "run_s": None, "gpu_hours": None, "cost": None, "mfu": None}
     return {
         "layout": f"{name(prediction.layout)}, micro-batch {prediction.layout.micro_batch_size}{extras(prediction)}",
         "step_s": prediction.step_s,
@@ -142,18 +171,25 @@ def largest_model(question: Question) -> Answer:
     fitting = [row for row in rows if row["fits"]]
     columns = {
         "model": ("model", str), "parameters": ("parameters", si), "fits": ("fits", lambda v: "yes" if v else "no"),
-        "layout": ("best layout", str), "memory_gib": ("memory", gib), "step_s": ("step", step_time),
-        "tokens_per_s": ("tok/s", si), "mfu": ("MFU", percent),
+        "seq_len": ("tokens a sample", str), "layout": ("best layout", str), "memory_gib": ("memory", gib),
+        "step_s": ("step", step_time), "tokens_per_s": (speed_of(task_of(config)), si), "mfu": ("MFU", percent),
     }  # fmt: skip
-    gpus = world_size(config)
+    if len({row["seq_len"] for row in rows}) == 1:
+        del columns["seq_len"]
+    here = gpus(world_size(config))
     if not fitting:
-        return Answer("largest_model", f"No model of this family fits on {gpus} GPUs.", None, rows, columns)
+        return Answer("largest_model", f"No model of this family fits on {here}.", None, rows, columns)
     best = fitting[-1]
     named = [row for row in fitting if row["model"] in options_of("model")]
-    text = f"{si(best['parameters'])} parameters fit on {gpus} GPUs: {best['model']}, with {best['layout']}."
+    text = f"{si(best['parameters'])} parameters fit on {here}: {best['model']}, with {best['layout']}."
     if named and named[-1] is not best:
         text += f" Of those in conf/model the largest is {named[-1]['model']}."
     return Answer("largest_model", text, best["parameters"], rows, columns)
+
+
+def speed_of(task: Task | None) -> str:
+    """The heading above what a second brings."""
+    return "samples/s" if task and task.unit == "samples" else "tok/s"
 
 
 def model_row(question: Question, label: str, section: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,6 +206,7 @@ def model_row(question: Question, label: str, section: Mapping[str, Any]) -> dic
     assert task is not None
     fitting = [p for p in candidates(config, question.typed, task) if p.fits]
     row = {"model": label, "parameters": num_parameters(task.shape), "fits": bool(fitting)}
+    row["seq_len"] = getattr(task.shape, "seq_len", None) if task.unit == "tokens" else None
     best = rank([with_time(p) for p in fitting])[0] if fitting else None
     row |= {k: v for k, v in summary(best).items() if k in ("layout", "step_s", "mfu")}
     return row | {
@@ -242,7 +279,7 @@ def largest_micro_batch(question: Question, task: Task) -> Answer:
     columns = {
         "layout": ("layout", str), "activation_checkpointing": ("checkpoint", str),
         "micro_batch_size": ("micro-batch", lambda v: str(v)), "memory_gib": ("memory", gib),
-        "tokens_per_s": ("tok/s", si), "mfu": ("MFU", percent),
+        "tokens_per_s": (speed_of(task), si), "mfu": ("MFU", percent),
     }  # fmt: skip
     if not rows:
         text = "Not one sample a pass fits, under any layout of these GPUs."

@@ -7,29 +7,31 @@ layer too large or the batch too small for that? tensor, within a node. Slow lin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dtrain.config import world_size
 from dtrain.plan.layout import Layout
-from dtrain.plan.predict import GIB, Prediction
-from dtrain.plan.search import TIE
-from dtrain.plan.show import lacking, step_time
+from dtrain.plan.predict import GIB, Prediction, predict_layout, with_time
+from dtrain.plan.search import TIE, divisors
+from dtrain.plan.shape import Convolutions
+from dtrain.plan.show import lacking, step_time, tight
 from dtrain.words import gib
 
 # what each step of the tree does about the one before
 DOES = {
     "ddp": "with the whole model on every GPU",
-    "zero1": "with the optimizer's state cut over {dp} GPUs",
-    "zero2": "with gradients and optimizer state cut over {dp} GPUs",
-    "fairscale": "with the optimizer's state dealt out over {dp} GPUs",
-    "fsdp": "with weights, gradients and optimizer state cut over {cut} GPUs",
-    "zero3": "with weights, gradients and optimizer state cut over {dp} GPUs",
-    "tensor": "with each layer shared by {tp} GPUs of a node",
-    "pipeline": "with the layers dealt out to {pp} GPUs in a row, and only small messages between them",
-    "3d": "with each layer shared by {tp} GPUs of a node and the layers dealt out to {pp} such groups in a row",
+    "zero1": "with the optimizer's state cut over {dp}",
+    "zero2": "with gradients and optimizer state cut over {dp}",
+    "fairscale": "with the optimizer's state dealt out over {dp}",
+    "fsdp": "with weights, gradients and optimizer state cut over {cut}",
+    "zero3": "with weights, gradients and optimizer state cut over {dp}",
+    "tensor": "with each layer shared by {tp} of a node",
+    "pipeline": "with the layers dealt out to {pp} in a row, and only small messages between them",
+    "3d": "with each layer shared by {tp} of a node and the layers dealt out to {groups} such groups in a row",
 }
 TREE = ("ddp", "fsdp", "tensor", "pipeline", "3d")  # the questions in the order in which they are asked
-STATES = ("zero1", "zero2", "fairscale")  # between ddp and fsdp, for when only the optimizer's state is too much
+AFTER_DDP = ("zero1", "zero2", "fairscale")  # between ddp and fsdp, for when only the optimizer's state is too much
 
 
 def why(found: Sequence[Prediction], config: Mapping[str, Any], one_strategy: bool = False) -> str:
@@ -37,11 +39,12 @@ def why(found: Sequence[Prediction], config: Mapping[str, Any], one_strategy: bo
     best = found[0]
     if best.fits is False:
         return f"Nothing fits: {name(best.layout)} comes nearest, and it {lacking(best)}. {way_out(best)}"
-    does = DOES.get(best.layout.strategy, "").format(
-        dp=best.layout.dp, tp=best.layout.tp, pp=best.layout.pp, cut=best.layout.replica_size or best.layout.dp
-    )
+    layout = best.layout
+    counts = {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "cut": layout.replica_size or layout.dp}
+    texts = {key: gpus(count) for key, count in counts.items()}
+    does = DOES.get(layout.strategy, "").format(**texts, groups=layout.pp)
     limit = f" of {gib(best.task.limit / GIB)}" if best.task.limit else ""
-    needs = f"it needs {gib((best.memory_bytes + best.reserve) / GIB)}{limit} a GPU{extras(best)}"
+    needs = f"it needs {gib((best.memory_bytes + best.reserve) / GIB)}{limit} a GPU{extras(best)}{little_room(best)}"
     if one_strategy:
         return f"{name(best.layout)}: {does} {needs}.{against_next(found)}"
     before = simpler_than(best.layout.strategy)
@@ -50,6 +53,36 @@ def why(found: Sequence[Prediction], config: Mapping[str, Any], one_strategy: bo
     if batch % ranks and "fsdp" in before:
         reasons.insert(0, f"ddp and fsdp need a batch that {ranks} GPUs can share, and it is {batch} samples")
     return f"{name(best.layout)}: {'; '.join([*reasons, f'{does} {needs}'])}."
+
+
+def gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
+def little_room(best: Prediction) -> str:
+    """A warning where the chosen layout leaves next to nothing of the card."""
+    return f", which is tight: {gib((best.room or 0.0) / GIB)} is left" if tight(best) else ""
+
+
+def faster_micro_batch(best: Prediction) -> list[str]:
+    """A remark where other micro-batches of the same layout fit, and are clearly faster."""
+    layout, step_s = best.layout, best.step_s
+    per_rank = layout.micro_batch_size * layout.micro_batches
+    if not step_s or isinstance(best.task.shape, Convolutions):  # batch norm: it would train something else
+        return []
+    others = []
+    for size in divisors(per_rank):
+        if size != layout.micro_batch_size and per_rank // size % layout.pp == 0:  # every schedule takes such a count
+            other = replace(layout, micro_batch_size=size, micro_batches=per_rank // size)
+            prediction = predict_layout(other, best.task, timed=False)
+            if prediction.fits is False:
+                break
+            others.append(with_time(prediction))
+    fastest = min(others, key=lambda p: p.step_s or step_s, default=best)
+    gain = step_s / (fastest.step_s or step_s) - 1
+    return (
+        [f"train.micro_batch_size={fastest.layout.micro_batch_size} would be {gain:.0%} faster"] if gain > 0.03 else []
+    )
 
 
 def name(layout: Layout) -> str:
@@ -63,7 +96,7 @@ def simpler_than(strategy: str) -> tuple[str, ...]:
     """The questions of the tree that come before this strategy."""
     if strategy in TREE:
         return TREE[: TREE.index(strategy)]
-    return ("ddp",) if strategy in STATES else ("ddp", "fsdp")
+    return ("ddp",) if strategy in AFTER_DDP else ("ddp", "fsdp")
 
 
 def against(simpler: str, best: Prediction, found: Sequence[Prediction]) -> str:

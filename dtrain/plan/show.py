@@ -24,6 +24,8 @@ NUMBERS = {"micro", "memory", "states", "activations", "logits", "rest", "step",
 # a narrow terminal loses these first
 LEAST_NEEDED = ("rest", "logits", "optimizer", "bubble", "states", "activations", "compute", "communication", "hours",
                 "time", "cost", "more", "mfu")  # fmt: skip
+RESERVED = "CUDA, NCCL and holes"  # what memory.reserve counts
+TIGHT = 0.04  # of a card: with less to spare, another process or an unlucky allocation ends the run
 TOP, UNFIT = 5, 3  # rows: the best of all and of each strategy, and a few that do not fit
 
 
@@ -79,13 +81,27 @@ def step_time(value: object) -> str:
 
 
 def lacking(prediction: Prediction) -> str:
-    """`yes`, or how much memory is missing, and where."""
+    """`yes`, `tight`, or how much memory is missing, and where; offload needs a host whose memory is known."""
     room, host = prediction.room, prediction.host_room
     if room is not None and room < 0:
         return f"lacks {gib(-room / GIB)}"
     if host is not None and host < 0:
         return f"lacks {gib(-host / GIB)} of host memory"
-    return "-" if room is None else "yes"
+    if room is not None and not host_known(prediction):
+        return "host memory not known"
+    return "-" if room is None else "tight" if tight(prediction) else "yes"
+
+
+def tight(prediction: Prediction) -> bool:
+    """Does it fit with next to nothing to spare?"""
+    room, limit = prediction.room, prediction.task.limit
+    return room is not None and limit is not None and 0 <= room < TIGHT * limit
+
+
+def host_known(prediction: Prediction) -> bool:
+    """Is nothing offloaded, or the memory known that it goes to?"""
+    offloads = (prediction.layout.offload, prediction.layout.offload_params)
+    return "cpu" not in offloads or prediction.host_room is not None
 
 
 def short_gib(value: float) -> str:
@@ -162,9 +178,7 @@ def details(prediction: Prediction) -> list[str]:
     memory = by_part(prediction.memory)
     lines = [f"memory  {gib(memory['total'] / GIB)} = {parts(memory, lambda v: gib(v / GIB))}"]
     if prediction.task.limit:
-        lines[0] += (
-            f"; {gib(prediction.reserve / GIB)} more for CUDA and NCCL; {gib(prediction.task.limit / GIB)} usable"
-        )
+        lines[0] += f"; {gib(prediction.reserve / GIB)} more for {RESERVED}; {gib(prediction.task.limit / GIB)} usable"
     if prediction.time is not None:
         time = by_part(prediction.time)
         lines.append(f"step    {step_time(time['total'])} = {parts(time, step_time)}")
@@ -173,13 +187,13 @@ def details(prediction: Prediction) -> list[str]:
 
 def explained(prediction: Prediction) -> list[str]:
     """Every figure with the arithmetic that it came from."""
-    lines = ["memory of the fullest GPU, GiB:"]
+    each = "GPU" if prediction.task.hardware.gpu else "rank"
+    lines = [f"memory of the fullest {each}, GiB:"]
     lines += [explained_item(item, f"{item.value / GIB:9.3f}") for item in prediction.memory]
-    lines.append(
-        f"  {prediction.memory_bytes / GIB:9.3f}  in all; beside it {gib(prediction.reserve / GIB)} for CUDA and NCCL"
-    )
+    beside = f"; beside it {gib(prediction.reserve / GIB)} for {RESERVED}" if prediction.task.limit else ""
+    lines.append(f"  {prediction.memory_bytes / GIB:9.3f}  in all{beside}")
     if prediction.time is not None:
-        lines += ["", "one step of the slowest GPU, ms:"]
+        lines += ["", f"one step of the slowest {each}, ms:"]
         lines += [explained_item(item, f"{1000 * item.value:9.3f}") for item in prediction.time]
         lines.append(f"  {1000 * (prediction.step_s or 0.0):9.3f}  in all")
         task = prediction.task

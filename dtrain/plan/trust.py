@@ -13,18 +13,20 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dtrain import __version__
-from dtrain.config import bad
-from dtrain.plan.predict import predict, why_not
+from dtrain.config import bad, gpus_per_node, section
+from dtrain.hardware import half_precision
+from dtrain.plan.predict import Prediction, predict, why_not
 from dtrain.plan.sections import strategy_section, with_detected
 from dtrain.rundir import latest_checkpoint, read_json
 from dtrain.strategies.rules import shared_gpus
-from dtrain.words import as_dict, duration, gib, number, percent, si, step_time
+from dtrain.words import as_dict, duration, finite, gib, percent, si, step_time, without_nan
 
 PLAN = "plan.json"
 FAULT = "the planner failed"
 STATES = ("parameters", "gradients", "optimizer")  # arithmetic; all other parts are estimates
 CERTAIN = 1.08  # they may be so much too large: the bound that measured peaks are held to (benchmarks/planner)
-FIGURES = ("tokens_per_s", "step_s", "mfu", "memory_gib", "wall_s")
+NO_GPU = "and there is no GPU here"
+FIGURES = ("tokens_per_s", "step_s", "mfu", "memory_gib")  # no wall time: starting, saving and evaluating are not told
 
 log = logging.getLogger("dtrain")
 
@@ -35,10 +37,11 @@ def plan_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if why := config["choices"].get("auto"):
         plan["chosen"] = why
     try:
-        config = with_figures(config)
+        config = with_detected(dict(config))
         plan["hardware"] = config["choices"].get("hardware")
         plan["calibrated"] = config["hardware"].get("calibration") is not None
-        return plan | row_of(config)
+        plan["measured"] = str(config["hardware"].get("source")).startswith("measured")  # by dtrain plan calibrate
+        return {**plan, **without_nan(row_of(config))}
     except Exception as error:  # whatever it is, it is ours, and no reason not to train
         if strict():
             raise
@@ -48,6 +51,8 @@ def plan_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def row_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if shared_gpus(dict(config["cluster"])):
         return {"reason": "ranks share a GPU, and what one has to itself is not known"}
+    if elsewhere(config):
+        return {"reason": f"hardware={config['choices'].get('hardware')} has GPUs, {NO_GPU}"}
     for group in ("strategy", "optim"):
         if not str(config[group]["_target_"]).startswith("dtrain."):
             return {"reason": f"{group}={config['choices'].get(group)} is not one of dtrain's"}
@@ -58,10 +63,10 @@ def row_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return prediction.row() | {"wall_s": None if step_s is None else step_s * steps_to_do(config)}
 
 
-def with_figures(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with this machine's figures where nobody has said any; one that was typed is the truth."""
-    said = [v for key, v in config["hardware"].items() if key != "_target_" and v not in (None, "")]
-    return dict(config) if said else with_detected(dict(config))
+def elsewhere(config: Mapping[str, Any]) -> bool:
+    """Is it to run on this machine, which has no GPU, with the figures of one? A dry run only looks."""
+    local = "gpus_per_node" not in config["cluster"] and not config.get("dry_run")
+    return bool(local and config["hardware"].get("gpu") and not gpus_per_node(config["cluster"]))
 
 
 def strict() -> bool:
@@ -80,8 +85,12 @@ def check(config: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
     """Refuse what cannot fit, with the numbers and the nearest layout that does; warn of what may not."""
     if str(plan.get("reason")).startswith(FAULT):
         log.warning("%s, so there is no prediction for this run", plan["reason"])
+    elif str(plan.get("reason")).endswith(NO_GPU):
+        log.warning("%s: this run is on the CPU, and nothing is predicted for it", plan["reason"])
+    elif plan.get("precision") == "bf16" and half_precision(gpu := config["hardware"].get("gpu")) == "fp16":
+        log.warning("%s has no tensor cores for bf16, which is slow there: precision=fp16", gpu)
     memory = as_dict(plan.get("memory_gib"))
-    limit, needs = number(memory.get("limit")), number(memory.get("total"))
+    limit, needs = finite(memory.get("limit")), finite(memory.get("total"))
     if limit is None or needs is None or plan.get("fits") is not False or config["force"]:
         return
     parts = {k: v for k, v in memory.items() if k not in ("total", "limit", "reserve", "fragmentation") and v}
@@ -91,7 +100,7 @@ def check(config: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
         most = " + ".join(f"{name} {gib(parts[name])}" for name in sorted(parts, key=lambda k: -parts[k])[:3])
         rule = f"needs {gib(needs)} on each GPU ({most} …), and hardware={plan['hardware']} has {gib(limit)}"
         raise bad("strategy", plan["strategy"], rule, f"{way_out(config)}; or force=true, if you know better")
-    if needs + (number(memory.get("reserve")) or 0.0) > limit:
+    if needs + (finite(memory.get("reserve")) or 0.0) > limit:
         log.warning("memory is tight: %s, and it may run out. Safer: %s", memory_text(memory), way_out(config))
     else:
         host = f"the memory of hardware={plan['hardware']}'s hosts (hardware.host_memory_gib)"
@@ -103,7 +112,8 @@ def way_out(config: Mapping[str, Any]) -> str:
     from dtrain.plan.fit import nearest  # 10 ms of imports that a launch that fits does not need
 
     try:
-        found = nearest(with_figures(config))
+        asked = with_detected(dict(config))
+        found = in_half(asked) or nearest(asked)
     except Exception:  # the refusal is right also without a way out
         if strict():
             raise
@@ -112,6 +122,24 @@ def way_out(config: Mapping[str, Any]) -> str:
         return "more GPUs, or a smaller model: no layout of these GPUs holds it"
     words, prediction = found
     return f"{' '.join(words)}{left_out(config, words)} ({gib(prediction.row()['memory_gib']['total'])})"
+
+
+def in_half(config: Mapping[str, Any]) -> tuple[list[str], Prediction] | None:
+    """The same in 16 bits, where nobody asked for the 32 that are the default; None: somebody did, or it is no help."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from dtrain.plan.fit import nearest
+
+    name = half_precision(config["hardware"].get("gpu"))
+    typed = [str(w) for w in HydraConfig.get().overrides.task] if HydraConfig.initialized() else []
+    asked = config["resume"] or config["choices"].get("recipe") or any(w.startswith("precision") for w in typed)
+    if name is None or asked or config["precision"].get("dtype", "float32") != "float32":
+        return None
+    choices = {**config["choices"], "precision": name}
+    half = {**config, "precision": dict(section("precision", name)), "choices": choices}
+    prediction = predict(half)
+    words, best = ([], prediction) if prediction and prediction.fits else nearest(half) or ([], None)
+    return ([f"precision={name}", *words], best) if best else None
 
 
 def left_out(config: Mapping[str, Any], words: list[str]) -> str:
@@ -136,23 +164,25 @@ def lines(plan: Mapping[str, Any]) -> list[str]:
     """What is said before a run: what strategy=auto chose, and what is expected. Nothing where nothing is known."""
     said = [f"{'auto':<10}{plan['chosen']}"] if plan.get("chosen") else []
     memory, step_s = as_dict(plan.get("memory_gib")), as_dict(plan.get("step_s")).get("total")
-    parts = [memory_text(memory) if memory else ""]
+    parts = [memory_text(memory) if memory.get("limit") else ""]  # a CPU's processes are more than their tensors
     if step_s is not None:
         parts += [f"{step_time(step_s)} a step", f"{si(plan['tokens_per_s'])} {plan.get('unit', 'tokens')}/s"]
         parts += [f"MFU {percent(plan['mfu'])}"] if plan.get("mfu") is not None else []
-        parts += [f"{duration(plan['wall_s'])} in all"]
+        parts += [f"{duration(plan['wall_s'])} of steps"]
     text = " · ".join(part for part in parts if part)
-    certain = "calibrated by a measured step" if plan.get("calibrated") else "not calibrated"
+    rates = "rates measured; no run compared yet" if plan.get("measured") else "not calibrated"
+    certain = "calibrated by a measured step" if plan.get("calibrated") else rates
     return [*said, f"{'predicted':<10}{text} (hardware={plan['hardware']}, {certain})"] if text else said
 
 
 def memory_text(memory: Mapping[str, Any]) -> str:
-    of = f" of {gib(memory['limit'])} a GPU" if memory.get("limit") else " a rank"
-    return gib(memory.get("total")) + of
+    return f"{gib(memory.get('total'))} of {gib(memory.get('limit'))} a GPU"
 
 
 def predicted(run_dir: Path) -> dict[str, float] | None:
     """The figures of plan.json that a summary has, too, by name; None: there was no prediction."""
     plan = read_json(run_dir / PLAN)
+    if as_dict(plan.get("memory_gib")).get("limit") is None:  # on a CPU the whole process is measured, not its tensors
+        plan.pop("memory_gib", None)
     values = {key: as_dict(plan.get(key)).get("total", plan.get(key)) for key in FIGURES}
-    return {key: figure for key, value in values.items() if (figure := number(value)) is not None} or None
+    return {key: figure for key, value in values.items() if (figure := finite(value)) is not None} or None

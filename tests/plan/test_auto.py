@@ -15,8 +15,8 @@ from dtrain.arguments import STAND_IN
 from dtrain.cli import main
 from dtrain.explain import options_of
 from dtrain.launchers.local import Local
-from dtrain.plan import auto, fit
-from dtrain.plan.settings import strategy_section
+from dtrain.plan import auto
+from dtrain.plan.sections import missing_package, strategy_section
 from dtrain.rundir import read_json
 from tests.test_bad_inputs import COMPOSE_ONCE
 
@@ -51,7 +51,10 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err
 
 
-def test_the_run_has_the_layout_and_not_the_word(started: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_run_has_the_layout_and_not_the_word(
+    started: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dtrain.config.count_gpus", lambda: 2)
     assert main(["launch", "strategy=auto", "model=gpt2-124m", "hardware=h100", "precision=bf16"]) == 0
     config, plan = read(started[0]), read_json(started[0] / "plan.json")
     strategy = config["choices"]["strategy"]
@@ -80,11 +83,12 @@ def test_the_words_that_it_names_give_the_same_run(started: list[Path]) -> None:
 
 @pytest.mark.parametrize("more", [[], ["train.micro_batch_size=2"], ["strategy.tp=2"], ["recipe=llama-1b-single-gpu"]])
 def test_it_is_the_first_line_of_the_plan(
-    more: list[str], started: list[Path], capsys: pytest.CaptureFixture[str]
+    more: list[str], started: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("dtrain.config.count_gpus", lambda: 8)
     words = ["model=llama-1b", "hardware=h100", "data=synthetic", "precision=bf16", "cluster.processes=8", *more]
     assert main(["plan", *words, "strategy=auto", "--json"]) == 0
-    first = next(row for row in json.loads(capsys.readouterr().out) if fit.installed(row["strategy"]))
+    first = next(row for row in json.loads(capsys.readouterr().out) if not missing_package(row["strategy"]))
     assert main(["launch", "strategy=auto", *words]) == 0
     plan = read_json(started[0] / "plan.json")
     assert {key: plan[key] for key in first if key in plan} == {key: first[key] for key in first if key in plan}

@@ -2,9 +2,10 @@
 
 import pytest
 
-from dtrain.plan.predict import Prediction
-from dtrain.plan.recommend import DOES, name, simpler_than, why
+from dtrain.plan.predict import Prediction, predict
+from dtrain.plan.recommend import DOES, faster_micro_batch, name, simpler_than, why
 from dtrain.plan.search import STRATEGIES, rank
+from tests.plan.questions import question
 from tests.plan.test_predict import made
 
 CONFIG = {"train": {"global_batch_size": 8}, "cluster": {"nodes": 1, "processes": 4}}
@@ -18,6 +19,33 @@ def told(*predictions: Prediction) -> str:
 def test_what_fits_on_one_gpu_is_held_by_every_gpu() -> None:
     text = told(made(20.0, 0.5, **DDP), made(8.0, 0.6))
     assert text == "ddp: with the whole model on every GPU it needs 21.0 GiB of 39.0 GiB a GPU."
+
+
+def test_little_room_is_said() -> None:
+    assert told(made(37.5, 0.5, **DDP)).endswith(
+        "it needs 38.5 GiB of 39.0 GiB a GPU, which is tight: 0.50 GiB is left."
+    )
+
+
+def test_one_gpu_is_one() -> None:
+    text = told(made(8.0, 0.6, dp=1))
+    assert "cut over 1 GPU it needs" in text
+
+
+@pytest.mark.parametrize(("micro", "said"), [(1, True), (16, False)])
+def test_another_micro_batch_that_is_faster_is_named(micro: int, said: bool) -> None:
+    asked = question("model=gpt2-124m", "hardware=h100", "train.global_batch_size=128", "strategy=ddp")
+    asked.config["train"]["micro_batch_size"] = micro
+    best = predict(asked.config)
+    assert best is not None
+    notes = faster_micro_batch(best)
+    assert bool(notes) == said
+    if notes:
+        size = int(notes[0].split("=")[1].split()[0])
+        asked.config["train"]["micro_batch_size"] = size
+        other = predict(asked.config)
+        assert other is not None and other.fits and best.step_s and other.step_s
+        assert notes == [f"train.micro_batch_size={size} would be {best.step_s / other.step_s - 1:.0%} faster"]
 
 
 def test_optimizer_state_that_does_not_fit_is_cut() -> None:

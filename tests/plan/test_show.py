@@ -24,7 +24,24 @@ def test_a_row_has_a_text_for_every_heading() -> None:
 def test_what_lacks_memory_says_how_much_and_of_which() -> None:
     assert show.lacking(made(50.0)) == "lacks 12.0 GiB"
     assert show.lacking(made(1.0, offload="cpu", hardware={"host_memory_gib": 1e-6})).endswith("of host memory")
+    assert show.lacking(made(1.0, offload="cpu", hardware={"host_memory_gib": None})) == "host memory not known"
+    assert show.lacking(made(1.0, offload="cpu", hardware={"host_memory_gib": 512})) == "yes"
     assert show.lacking(made(hardware={"gpu_memory_gib": None, "usable_memory_gib": None})) == "-"
+
+
+@pytest.mark.parametrize(
+    ("memory", "text"), [(36.4, "yes"), (36.5, "tight"), (38.0, "tight"), (38.1, "lacks 0.10 GiB")]
+)
+def test_what_leaves_less_than_4_percent_of_the_card_is_tight(memory: float, text: str) -> None:
+    """39 GiB a GPU, 1 of them for what is beside."""
+    assert show.row(made(memory))["fits"] == text
+
+
+def test_a_cpu_has_no_cuda() -> None:
+    cpu = dict.fromkeys(("gpu", "gpu_memory_gib", "usable_memory_gib"))
+    words = "\n".join([*show.explained(made(hardware=cpu)), *show.details(made(hardware=cpu))])
+    assert "CUDA" not in words and "fullest rank" in words
+    assert "CUDA" in "\n".join(show.explained(made()))
 
 
 def test_without_a_time_and_a_price_there_are_dashes() -> None:

@@ -1,5 +1,7 @@
 """What a person meets who types a plan, then its launch line: the same ranks, notes that say what was assumed."""
 
+import json
+import re
 from typing import Any
 
 import pytest
@@ -63,3 +65,70 @@ def test_bf16_is_refused_on_gpus_that_have_none(capsys: pytest.CaptureFixture[st
     assert main(["plan", "model=gpt2-124m", "hardware=v100", "precision=bf16"]) == 2
     told = capsys.readouterr().err
     assert "precision=bf16" in told and "fix: precision=fp16" in told
+
+
+# ---- questions -----------------------------------------------------------------------------------------------
+
+
+def test_how_many_gpus_comes_with_its_launch_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dtrain.config.count_gpus", lambda: 0)
+    words = ["model=gpt2-1.5b", "hardware=h100", "train.global_batch_size=512", "--tokens", "30B", "--json"]
+    for limit in ("60d", "7d", "12h"):
+        found = json.loads(said(capsys, *words, "--gpus-for", limit))
+        config = launched(found["command"])
+        assert layout_of(config).world_size == found["answer"] == found["rows"][-1]["gpus"]
+    assert config["choices"]["cluster"] == "slurm" and config["cluster"]["nodes"] > 1
+    assert said(capsys, "model=gpt2-124m", "hardware=h100", "--gpus-for", "30d").startswith("1 GPU does it in ")
+
+
+def test_a_batch_that_does_not_divide_is_not_a_lack_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=gpt2-124m", "hardware=h100", "strategy=fsdp", "train.global_batch_size=33", "--tokens", "100B"]
+    out = said(capsys, *words, "--gpus-for", "1h")
+    assert "nothing fits" not in out and "no layout shares a batch of 33" in out
+    assert "more cannot share train.global_batch_size=33" in out
+
+
+def test_pictures_are_counted_as_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--largest-model", "--largest-micro-batch"):
+        out = said(capsys, "model=resnet50", "hardware=h100", flag)
+        assert "samples/s" in out and "tok/s" not in out
+    out = said(capsys, "model=bert-base", "hardware=l4", "--largest-model")
+    assert "tok/s" in out and "tokens a sample" in out, "bert-tiny has shorter ones"
+    assert "tokens a sample" not in said(capsys, "model=resnet50", "hardware=h100", "--largest-model")
+
+
+# ---- mistakes and remarks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("hardware=h100", "--bogus"), "use one of --json"),
+        (("hardware=h100", "--gpu-for", "3d"), "did you mean --gpus-for?"),
+        (("hardware=h100", "-m", "train.steps=1,2"), "a plan takes no sweep"),
+        (("hardware=h100", "--json", "--explain"), "--json is data"),
+        (("hardware=unknown",), "hardware=unknown: nothing is known about the GPUs"),
+        (
+            ("hardware=selene", "cluster.nodes=64", "strategy=3d", "strategy.tp=8", "strategy.pp=2", "strategy.dp=31"),
+            "fix: strategy.dp=-1, or cluster.nodes=62",
+        ),
+    ],
+)
+def test_mistakes(words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "model=llama-7b", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_one_layout_is_told_of_a_better_micro_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=gpt2-124m", "hardware=h100", "strategy=3d", "strategy.tp=2", "strategy.pp=2"]
+    words.append("train.global_batch_size=256")
+    assert re.search(r"^note    train.micro_batch_size=\d+ would be \d+% faster$", said(capsys, *words), re.MULTILINE)
+    assert "% faster" not in said(capsys, *words, "train.micro_batch_size=1"), "what is typed is meant"
+
+
+def test_16_bits_that_bring_nothing_are_not_praised(capsys: pytest.CaptureFixture[str]) -> None:
+    small = said(capsys, "model=gpt2-tiny", "hardware=h100", "strategy=ddp", "precision=fp32")
+    assert "times as fast" not in small
+    assert "precision=fp16 would be" in said(capsys, "model=gpt2-124m", "hardware=v100", "precision=fp32")
