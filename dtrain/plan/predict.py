@@ -83,9 +83,12 @@ class Prediction:
 
     @property
     def fits(self) -> bool | None:
-        if self.host_room is not None and self.host_room < 0:
+        """None: a memory that it depends on is not known, the GPU's or, with offload, the node's."""
+        host, room = self.host_room, self.room
+        if (host is not None and host < 0) or (room is not None and room < 0):
             return False
-        return None if self.room is None else self.room >= 0
+        offloads = "cpu" in (self.layout.offload, self.layout.offload_params)
+        return None if room is None or (offloads and host is None) else True
 
     @property
     def step_s(self) -> float | None:

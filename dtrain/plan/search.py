@@ -102,14 +102,16 @@ def limits_by(found: list[Prediction]) -> Limits:
 def rank(found: list[Prediction]) -> list[Prediction]:
     """Fitting ones by step time, of equally fast ones the simplest first; then the others, by what they lack.
 
-    A strategy that was never clocked comes before a data-parallel one only with a lead.
+    A strategy that was never clocked comes before a data-parallel one only with a lead. Those of which it is not known
+    whether they fit come after those that do.
     """
-    timed = sorted((p for p in found if p.fits is not False), key=cautious)
     ranked: list[Prediction] = []
-    while timed:
-        count = bisect.bisect_right(timed, cautious(timed[0]) * TIE, key=cautious)
-        ranked += sorted(timed[:count], key=lambda p: complexity(p.layout))
-        timed = timed[count:]
+    for fits in (True, None):
+        timed = sorted((p for p in found if p.fits is fits), key=cautious)
+        while timed:
+            count = bisect.bisect_right(timed, cautious(timed[0]) * TIE, key=cautious)
+            ranked += sorted(timed[:count], key=lambda p: complexity(p.layout))
+            timed = timed[count:]
     return ranked + sorted((p for p in found if p.fits is False), key=lambda p: -(p.room or 0.0))
 
 

@@ -92,6 +92,8 @@ def test_what_is_offloaded_must_fit_into_the_host() -> None:
     assert made(1.0, offload="cpu", hardware={"host_memory_gib": small}).fits is False
     assert made(1.0, offload="cpu", hardware={"host_memory_gib": large}).fits is True
     assert made(1.0, hardware={"host_memory_gib": small}).fits is True
+    assert made(1.0, offload="cpu").fits is None  # nobody knows the node's memory
+    assert made(1e3, offload="cpu").fits is False
 
 
 def test_the_row_has_the_names_that_scripts_rely_on() -> None:

@@ -268,6 +268,12 @@ def test_a_model_that_fits_easily_is_not_put_into_a_pipeline(asked: tuple[str, .
     assert best.layout.world_size == 8 and best.layout.strategy == "ddp"
 
 
+def test_offload_to_a_host_of_unknown_memory_is_no_plain_yes() -> None:
+    unknown, known = made(step_s=0.1, offload="cpu"), made(step_s=0.5)
+    too_large = made(memory=100.0, step_s=0.1)
+    assert rank([too_large, unknown, known]) == [known, unknown, too_large]
+
+
 def test_simpler_is_less_of_everything() -> None:
     plain = made().layout
     for more in (
