@@ -316,7 +316,7 @@ def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str
         ("step time", step_time(tokens / speed if tokens and speed else None), step_time(forecast("step_s"))),
         ("MFU", percent(get("mfu")), percent(forecast("mfu"))),
         ("peak memory", gib(get("peak_mem_gib")), gib(forecast("peak_mem_gib", "memory_gib"))),
-        ("wall time", duration(get("wall_s")), duration(forecast("wall_s"))),
+        ("wall time", duration(get("wall_s")), "-"),  # a plan is of the steps alone
         ("checkpoint", short_path(checkpoint) if checkpoint else "-", "-"),
     ]
     return [(label, value, "" if guess == "-" else guess) for label, value, guess in rows if value != "-"]
