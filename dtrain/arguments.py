@@ -9,7 +9,6 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from dtrain import runs, sweeps
 from dtrain.config import CODE, CONF, RECIPES, SECRET, bad
 from dtrain.explain import GROUPS, known_settings, options_of
 
@@ -67,13 +66,18 @@ def prepare_arguments(argv: list[str]) -> list[str]:
                 "a run goes on with its own configuration, one run at a time",
                 "leave out recipe= and -m",
             )
-        run_dir = runs.find_run(given["resume"])
+        from dtrain.runs import find_run
+
+        run_dir = find_run(given["resume"])
         store_as_run(run_dir, overridden=[g for g in GROUPS if g in given])
         argv = [a for a in argv if not a.startswith(("resume=", "run_dir="))]
         argv += ["recipe=as-run", f"resume={quote(run_dir)}", f"run_dir={quote(run_dir)}"]
-    if {"-m", "--multirun"} & set(argv) and "hydra.sweep.dir" not in given and (folder := sweeps.earlier(argv)):
-        argv = [*argv, f"hydra.sweep.dir={quote(folder)}"]
-        print(f"going on with {folder}, which was begun with the same words (a new one: hydra.sweep.dir=FOLDER)")
+    if {"-m", "--multirun"} & set(argv) and "hydra.sweep.dir" not in given:
+        from dtrain import sweeps
+
+        if folder := sweeps.earlier(argv):
+            argv = [*argv, f"hydra.sweep.dir={quote(folder)}"]
+            print(f"going on with {folder}, which was begun with the same words (a new one: hydra.sweep.dir=FOLDER)")
     if {"-m", "--multirun"} & set(argv):  # what all points share says nothing in the name of one's folder
         typed = {k.lstrip("+"): v for k, _, v in (a.partition("=") for a in argv if "=" in a and not a.startswith("-"))}
         fixed = [k for k, v in typed.items() if re.fullmatch(r"[^,(]*", v) and not k.startswith("hydra.")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import math
 import os
@@ -56,6 +57,9 @@ def main(argv: list[str] | None = None) -> int:
     if command in ("version", "--version"):
         print(f"dtrain {__version__}")
         return 0
+    thresholds = gc.get_threshold()
+    if command == "plan":
+        gc.set_threshold(200_000)  # Hydra makes many objects that stay: looking through them is a tenth of a plan
     try:
         if command not in COMMANDS:
             import difflib
@@ -81,6 +85,8 @@ def main(argv: list[str] | None = None) -> int:
             text = f"{error.filename}: {error.strerror}\n  fix: check that the path is right, and yours to use"
         console.print_error(text)
         return 2
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def sample(argv: list[str]) -> int:

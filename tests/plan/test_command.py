@@ -1,5 +1,6 @@
 """`dtrain plan`: the lines that people and scripts type, what they print, and what is refused with a way out."""
 
+import gc
 import json
 import re
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from dtrain.cli import main
 from dtrain.config import count_gpus
 from dtrain.explain import options_of
-from dtrain.plan import command
+from dtrain.plan import command, settings
 from dtrain.plan.predict import num_parameters, task_of
 from dtrain.plan.questions import at_size, cluster_sizes, most_samples, scaled_model
 from dtrain.plan.search import search
@@ -20,6 +21,7 @@ from dtrain.plan.sections import model_section
 from dtrain.plan.shape import shape_of
 from tests.plan.questions import question
 from tests.plan.test_predict import made
+from tests.test_config import compose
 
 PAPER = (  # GPT-3's layers on 128 GPUs, as published rows are asked for
     "model=gpt2-1.5b", "hardware=h100", "cluster=slurm", "cluster.nodes=16", "strategy=3d", "strategy.tp=8",
@@ -199,13 +201,33 @@ def test_the_command_is_the_launchers_own_words() -> None:
     assert "bucket_mb" not in command.launch_command(bucket, made())
 
 
-def test_no_torch_and_no_rich_are_imported() -> None:
+def test_what_a_plan_imports() -> None:
+    """Half a second, most of it Hydra's: no torch, nothing for a screen, and none of what only a launch needs."""
+    heavy = {
+        "torch", "numpy", "rich", "submitit", "deepspeed", "ctypes.util", "dtrain.runs", "dtrain.sweeps",
+        "dtrain.tables", "dtrain.init_from", "dtrain.comm.profile", "dtrain.launch", "dtrain.plan.fit",
+    }  # fmt: skip
     code = (
-        "import sys; from dtrain.cli import main; code = main(['plan', 'model=llama-7b', 'cluster=aws-ib']); "
-        "sys.exit(code or bool({'torch', 'rich', 'submitit', 'deepspeed'} & set(sys.modules)))"
+        "import sys; from dtrain.cli import main; "
+        "code = main(['plan', 'model=llama-7b', 'cluster=aws-ib', 'cluster.nodes=4']); "
+        f"sys.exit(code or ' '.join(sorted({heavy!r} & set(sys.modules))) or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("words", [["model=llama-7b", "cluster=aws-ib"], ["model=resnet50", "optim.lr=1e-3"]])
+def test_it_composes_what_the_launcher_does(words: list[str]) -> None:
+    """It reads yaml with libyaml; the launcher as OmegaConf does."""
+    here, there = settings.composed(words), compose(*words)
+    skipped = ("run_dir", "cluster")  # the time; and how many processes are here
+    assert {k: v for k, v in here.items() if k not in skipped} == {k: v for k, v in there.items() if k not in skipped}
+
+
+def test_collecting_is_as_before_after_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    before = gc.get_threshold()
+    assert main(["plan", "--help"]) == 0 and main(["plan", "--no-such"]) == 2
+    assert gc.get_threshold() == before
 
 
 def test_the_command_says_what_a_plain_cluster_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
