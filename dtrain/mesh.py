@@ -62,7 +62,7 @@ def resolve(world_size: int, node_size: int | None = None, pp: int = 1, dp: int 
 
 
 def other_sizes(world_size: int, node_size: int, fixed: int, model: int) -> str:
-    """What to type instead: degrees for these ranks, or ranks for these degrees. model: pp × tp, where they are given."""
+    """What to type instead: degrees for these ranks, or ranks for these degrees. model: pp × tp, as far as given."""
     fill = "strategy.dp=-1" if world_size % model == 0 and fixed > model else ""
     degrees = fill or f"strategy.dp=-1 with pp and tp whose product divides {world_size}"
     if world_size == node_size:

@@ -9,11 +9,13 @@ import pytest
 from dtrain.arguments import prepare_arguments
 from dtrain.cli import main
 from dtrain.config import ranks_per_node
+from dtrain.plan import auto
 from dtrain.plan.command import launch_command
 from dtrain.plan.layout import layout_of
 from dtrain.plan.predict import task_of
 from dtrain.plan.search import search
 from tests.plan.questions import question
+from tests.plan.test_predict import made
 from tests.test_config import compose
 
 
@@ -132,3 +134,10 @@ def test_16_bits_that_bring_nothing_are_not_praised(capsys: pytest.CaptureFixtur
     small = said(capsys, "model=gpt2-tiny", "hardware=h100", "strategy=ddp", "precision=fp32")
     assert "times as fast" not in small
     assert "precision=fp16 would be" in said(capsys, "model=gpt2-124m", "hardware=v100", "precision=fp32")
+
+
+def test_auto_says_which_memory_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    lean = made(1.0, strategy="fsdp", offload="cpu", hardware={"host_memory_gib": 1e-6})
+    monkeypatch.setattr(auto, "search", lambda *_, **__: [lean])
+    with pytest.raises(ValueError, match="the leanest, fsdp, lacks .* of host memory"):
+        auto.choose(compose("model=gpt2-124m", "hardware=h100"), set())
