@@ -139,5 +139,5 @@ def test_16_bits_that_bring_nothing_are_not_praised(capsys: pytest.CaptureFixtur
 def test_auto_says_which_memory_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     lean = made(1.0, strategy="fsdp", offload="cpu", hardware={"host_memory_gib": 1e-6})
     monkeypatch.setattr(auto, "search", lambda *_, **__: [lean])
-    with pytest.raises(ValueError, match="the leanest, fsdp, lacks .* of host memory"):
+    with pytest.raises(ValueError, match=r"the leanest, fsdp, lacks .* of host memory"):
         auto.choose(compose("model=gpt2-124m", "hardware=h100"), set())
