@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from omegaconf import OmegaConf
 
 from dtrain.cli import main
-from dtrain.config import count_gpus
+from dtrain.config import CONF, count_gpus
 from dtrain.explain import options_of
 from dtrain.plan import command, settings
 from dtrain.plan.predict import num_parameters, task_of
@@ -222,6 +224,12 @@ def test_it_composes_what_the_launcher_does(words: list[str]) -> None:
     here, there = settings.composed(words), compose(*words)
     skipped = ("run_dir", "cluster")  # the time; and how many processes are here
     assert {k: v for k, v in here.items() if k not in skipped} == {k: v for k, v in there.items() if k not in skipped}
+
+
+def test_the_defaults_read_alike_with_both_readers() -> None:
+    """The types of settings are those of conf/config.yaml: yaml alone takes 1e-3 for text, OmegaConf for a number."""
+    quick = yaml.safe_load((CONF / "config.yaml").read_bytes())
+    assert repr(quick) == repr(OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml")))
 
 
 def test_collecting_is_as_before_after_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
