@@ -7,6 +7,8 @@ clipping and update. data: 0, as a loader that keeps up costs nothing; data_s in
 
 from __future__ import annotations
 
+import functools
+
 from dtrain.hardware import Hardware
 from dtrain.plan.collectives import Group, collective_s, send_s
 from dtrain.plan.convolutions import network
@@ -122,8 +124,7 @@ def rank_works(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) -
     ways = layout.tp if layout.loss_parallel or stack.sharded_head else 1
     first, last = head(shape, hardware, stack, batch, ways, size)
     works = []
-    for rank in range(layout.pp):
-        held = stages_of(shape, layout, rank)
+    for held in ranks_of(shape, layout):
         layers = sum(stage.layers for stage in held)
         work = (forward + backward + (forward + Pass(kernels=stack.again)) * again(layout)) * layers
         work += Pass(kernels=stack.hooks * layers)
@@ -148,20 +149,28 @@ def weights_pass(parameters: float, layout: Layout, hardware: Hardware, stack: S
     return Pass(moved=moved_s(hardware, parameters * num_bytes))
 
 
-def stages_of(shape: Transformer, layout: Layout, rank: int) -> tuple[Stage, ...]:
-    """The stages that a pipeline rank holds."""
-    if layout.pp == 1:
-        return stages(shape, 1, layout.tp, layout.loss_parallel)
-    ids, count = stages_of_rank(rank, layout.pp, layout.schedule, layout.stages_per_rank)
-    cut = stages(shape, count, layout.tp, layout.loss_parallel)
-    return tuple(cut[i] for i in ids)
+def ranks_of(shape: Transformer, layout: Layout) -> tuple[tuple[Stage, ...], ...]:
+    """The stages that each pipeline rank holds."""
+    schedule = (layout.schedule, layout.stages_per_rank) if layout.pp > 1 else ("", 1)
+    return dealt_out(shape, layout.pp, *schedule, layout.tp, layout.loss_parallel)
+
+
+@functools.lru_cache(maxsize=4096)  # a search asks for few of them, often
+def dealt_out(
+    shape: Transformer, pp: int, schedule: str, per_rank: int, tp: int, loss_parallel: bool
+) -> tuple[tuple[Stage, ...], ...]:
+    if pp == 1:
+        return (stages(shape, 1, tp, loss_parallel),)
+    held = [stages_of_rank(rank, pp, schedule, per_rank) for rank in range(pp)]
+    cut = stages(shape, held[0][1], tp, loss_parallel)
+    return tuple(tuple(cut[i] for i in ids) for ids, _ in held)
 
 
 def rank_parameters(shape: Shape, layout: Layout) -> float:
     """Trained parameters of the fullest rank, before data ranks share them."""
     if isinstance(shape, Convolutions):
         return held_parameters(shape)
-    held = max(sum(stage.parameters for stage in stages_of(shape, layout, rank)) for rank in range(layout.pp))
+    held = max(sum(stage.parameters for stage in held) for held in ranks_of(shape, layout))
     return held * trained_parameters(shape) / held_parameters(shape)
 
 
@@ -176,7 +185,7 @@ def passes_of(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) ->
     forward, backward = block(shape, hardware, stack, batch, layout.tp, layout.sequence_parallel, size)
     p = parts(shape, layout.tp, layout.loss_parallel)
     backward_s = backward.gpu_s + again(layout) * forward.gpu_s
-    ranks = [stages_of(shape, layout, rank) for rank in range(layout.pp)]
+    ranks = ranks_of(shape, layout)
     ends = max(sum(stage.ends for stage in held) for held in ranks)
     layers = max(sum(stage.layers for stage in held) for held in ranks)
     trained = trained_parameters(shape) / held_parameters(shape)  # with adapters, the rest is gathered and not reduced
