@@ -47,6 +47,8 @@ def prepare_arguments(argv: list[str]) -> list[str]:
                 f"{key} can be {', '.join(options_of(key))}",
             )
     argv = offer_own(argv)
+    # what an earlier launch of this process offered is not an option of this one: strategy=glob(*) would take it
+    ConfigStore.instance().repo.get("strategy", {}).pop(f"{AUTO}.yaml", None)
     if re.search(rf"\b{AUTO}\b", given.get("strategy", "")):
         store_option("strategy", AUTO, STAND_IN)
     if "run_dir" in given and {"-m", "--multirun"} & set(argv):
