@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import own
+import our_steps
 from choose import Choice, ways
 from figure import draw
 from score import Errors, Scored
@@ -23,7 +23,7 @@ TITLES = {
     "deepspeed_azure": "DeepSpeed on Azure: ZeRO-3 on A100",
     "single_node": "GPT-2 on one node: llm.c and nanoGPT",
     "resnet_bert": "BERT and ResNet-50 on one GPU",
-    own.SOURCE: "dtrain itself: GPT-2, Llama, BERT, ViT and ResNet on one H200",
+    our_steps.SOURCE: "dtrain itself: GPT-2, Llama, BERT, ViT and ResNet on one H200",
 }
 
 
@@ -53,7 +53,7 @@ def tables(scored: list[Scored], names: list[str], verdicts: list[tuple[str, Err
     lines += ["", "| source | rows | mean | median | worst | bias |", "|---|---|---|---|---|---|"]
     for name in names:
         errors = Errors.of(one.error for one in scored if one.row.source == name)
-        link = "../results/planner-h200.json" if name == own.SOURCE else f"data/{name}.csv"
+        link = "../results/planner-h200.json" if name == our_steps.SOURCE else f"data/{name}.csv"
         lines.append(f"| [{TITLES.get(name, name)}]({link}) | {figures(errors)} |")
     lines += ["", "Predicted against measured. Each point is a row; the band is 10% either side.", ""]
     lines += [f"![{TITLES.get(name, name)}](figures/{name}.svg)" for name in names]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import choose
-import own
+import our_steps
 from page import write_page
 from rows import DATA, Row, caution, read, sources
 from score import PARTS, Errors, Scored, score_all, with_one_point
@@ -35,7 +35,7 @@ LIMITS = (
     Limit("llm-foundry", ("llm_foundry",), 0.10),
     Limit("llm-foundry, one row measured per GPU", ("llm_foundry",), 0.06, one_point=True),
     Limit("vTrain, one node", ("vtrain_single_node",), 0.20),
-    Limit("our own steps on one H200", (own.SOURCE,), 0.08),
+    Limit("our own steps on one H200", (our_steps.SOURCE,), 0.08),
 )
 HEAD = f"{'':38}{'rows':>5}{'mean':>8}{'median':>8}{'worst':>8}{'bias':>8}"
 
@@ -75,9 +75,9 @@ def main() -> None:
 
     everything: list[Scored] = []
     print(HEAD)
-    named = [*sources(given.data), *([own.SOURCE] if given.data == DATA else [])]
+    named = [*sources(given.data), *([our_steps.SOURCE] if given.data == DATA else [])]
     for source in given.sources or named:
-        rows: list[Row] = own.read_own() if source == own.SOURCE else read(source, given.data)
+        rows: list[Row] = our_steps.read_own() if source == our_steps.SOURCE else read(source, given.data)
         scored, missing = score_all(rows)
         for reason in sorted(set(missing)):
             print(f"{source:38}{missing.count(reason)} rows left out: {reason}")
@@ -85,7 +85,7 @@ def main() -> None:
             continue
         everything += scored
         print(line(source, Errors.of(one.error for one in scored)))
-        if source != own.SOURCE and caution(source, given.data):
+        if source != our_steps.SOURCE and caution(source, given.data):
             print(f"  caution: {caution(source, given.data)}")
         if given.rows:
             print_rows(scored)

@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "planner"))
 
 import choose
-import own
+import our_steps
 import report
 import rows
 import score
@@ -19,7 +19,7 @@ import score
 @pytest.fixture(scope="module")
 def scored() -> list[score.Scored]:
     published = [row for source in rows.SOURCES for row in rows.read(source)]
-    known, missing = score.score_all([*published, *own.read_own()])
+    known, missing = score.score_all([*published, *our_steps.read_own()])
     assert not missing
     return known
 
@@ -40,7 +40,7 @@ def test_no_source_is_left_to_itself(scored: list[score.Scored]) -> None:
 
 
 def test_the_first_choice_is_the_best_where_steps_were_clocked(scored: list[score.Scored]) -> None:
-    clocked = [one for one in scored if one.row.source != own.SOURCE and not rows.caution(one.row.source)]
+    clocked = [one for one in scored if one.row.source != our_steps.SOURCE and not rows.caution(one.row.source)]
     slower = [choice.slowdown for choice in choose.choices(clocked)]
     assert len(slower) >= 8
     assert max(slower) <= choose.WORST_LIMIT and sum(slower) / len(slower) <= choose.MEAN_LIMIT

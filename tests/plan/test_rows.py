@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "pla
 
 import choose
 import figure
-import own
+import our_steps
 import rows
 import score
 
@@ -36,7 +36,7 @@ def test_every_row_uses_all_its_gpus_and_names_hardware_that_there_is(source: st
 def test_the_sources_are_those_that_the_page_has_titles_for() -> None:
     from page import TITLES
 
-    assert {*rows.SOURCES, own.SOURCE} == set(TITLES)
+    assert {*rows.SOURCES, our_steps.SOURCE} == set(TITLES)
 
 
 def test_llm_foundry_models_have_the_published_number_of_parameters() -> None:
