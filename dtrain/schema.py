@@ -15,9 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from dtrain.config import CONF, allowed, bad
+from dtrain.config import CONF, allowed, bad, read_yaml
 
 CHOICES = {
     "activation_checkpointing": ("none", "full", "selective"),
@@ -33,8 +31,7 @@ NULLABLE = {
 
 
 def check_keys_and_types(config: dict[str, Any]) -> None:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf takes 20 ms for it, and every command waits
-    base: dict[str, Any] = yaml.load((CONF / "config.yaml").read_bytes(), loader)
+    base: dict[str, Any] = read_yaml(CONF / "config.yaml")  # OmegaConf takes 20 ms for it, and every command waits
     groups = [next(iter(entry)) for entry in base.pop("defaults") if isinstance(entry, dict)]
     base.pop("hydra")
     known = [g for g in groups if "/" not in g and " " not in g and g != "recipe"]

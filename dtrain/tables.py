@@ -92,11 +92,10 @@ def flat_config(run_dir: Path) -> dict[str, Any] | None:
     """config.yaml as {"train.steps": 100, …}, a list being one value; None when it cannot be read."""
     import yaml  # 28 ms, and OmegaConf behind the other: only a comparison needs them
 
-    from dtrain.config import flatten
+    from dtrain.config import flatten, read_yaml
 
     try:
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        tree = yaml.load((run_dir / "config.yaml").read_bytes(), loader)
+        tree = read_yaml(run_dir / "config.yaml")
     except (OSError, ValueError, yaml.YAMLError):
         return None
     flat = flatten(as_dict(tree))

@@ -12,7 +12,6 @@ from dtrain.hardware import Hardware
 from dtrain.plan.activations import GIB as GIB
 from dtrain.plan.activations import product_bytes
 from dtrain.plan.counts import flops_per_sample
-from dtrain.plan.counts import num_parameters as num_parameters
 from dtrain.plan.layout import Layout, layout_of
 from dtrain.plan.ledger import MEMORY_PARTS, TIME_PARTS, Item, by_part, total
 from dtrain.plan.shape import Shape, Transformer, shape_of

@@ -11,13 +11,14 @@ from dtrain.config import world_size
 from dtrain.explain import options_of
 from dtrain.plan.activations import GIB
 from dtrain.plan.command import launch_command
+from dtrain.plan.counts import num_parameters
 from dtrain.plan.layout import Layout
 from dtrain.plan.predict import Prediction, Task, predict_layout, task_of, with_time
 from dtrain.plan.recommend import extras, gpus, name
 from dtrain.plan.search import CHECKPOINTING, candidates, rank, search
 from dtrain.plan.sections import model_section
 from dtrain.plan.settings import SLURM_GPUS, Question
-from dtrain.plan.shape import Transformer, num_parameters
+from dtrain.plan.shape import Transformer
 from dtrain.plan.show import print_table, step_time
 from dtrain.words import duration, gib, percent, si, without_nan
 

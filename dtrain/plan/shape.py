@@ -251,20 +251,3 @@ def convnet(model: Mapping[str, Any], data: Mapping[str, Any], lora: dict[str, A
     side, last = size >> CONVNET_LAYERS, widths[-1]
     linear = ((last * side**2, last), (last, model.get("num_classes", 10)))
     return Convolutions(layers, linear, size, channels, "each", model.get("dropout", 0.0))
-
-
-# ---- the counts that others ask a shape for ------------------------------------------------------------------
-
-
-def flops_per_sample(shape: Shape) -> float:
-    """Forward and backward of one sample, as the models count them."""
-    from dtrain.plan import counts  # here: it is made of what this file says
-
-    return counts.flops_per_sample(shape)
-
-
-def num_parameters(shape: Shape) -> int:
-    """As published: without rows that only pad a vocabulary."""
-    from dtrain.plan import counts
-
-    return counts.num_parameters(shape)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtrain.config import world_size
+from dtrain.plan.counts import num_parameters
 from dtrain.plan.ledger import Item, by_part
 from dtrain.plan.predict import GIB, Prediction
-from dtrain.plan.shape import num_parameters
 from dtrain.words import duration, gib, number, percent, si
 from dtrain.words import step_time as short_time
 

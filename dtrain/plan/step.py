@@ -106,7 +106,7 @@ def longer(gpu_s: float, host_s: float) -> float:
     """Seconds of a pass in which now the GPU waits for the host, now the host for the GPU.
 
     Somewhat more than the longer of the two, most where they are equal: 19%. The exponent fits our own runs on an H200
-    best (81 of them); single ones would have it between 2.3 and 8.
+    best (the first 81 that were measured); single ones would have it between 2.3 and 8.
     """
     return float((gpu_s**4 + host_s**4) ** 0.25)
 

@@ -16,7 +16,8 @@ from dtrain.cli import main
 from dtrain.config import CONF, count_gpus
 from dtrain.explain import options_of
 from dtrain.plan import command, settings
-from dtrain.plan.predict import num_parameters, task_of
+from dtrain.plan.counts import num_parameters
+from dtrain.plan.predict import task_of
 from dtrain.plan.questions import at_size, cluster_sizes, most_samples, scaled_model
 from dtrain.plan.search import search
 from dtrain.plan.sections import model_section
