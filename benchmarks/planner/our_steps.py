@@ -1,6 +1,7 @@
 """Our own measured steps as rows, beside the published ones: benchmarks/results/planner-h200.json.
 
-Only steps of one real rank: those of a fake process group say nothing, and so take no time to say it.
+Only steps of one real rank: those of a fake process group say nothing, and so take no time to say it. And only of the
+host whose launch cost was measured (calibrate-h200.json): it differs by a third between hosts, and decides small ones.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ def read_own(path: Path = RESULTS) -> list[Row]:
     """Every measured step, as one row of its own group: other layouts of the same batch are compared with it."""
     rows = []
     for record in json.loads(path.read_text())["rows"]:
-        if not record.get("step_s") or record["world_size"] > 1 or record.get("superseded"):
+        if not record.get("step_s") or record["world_size"] > 1:
+            continue
+        if record.get("superseded") or record.get("step_aside"):
             continue
         layout = layout_for(record)
         batch = f"batch {layout.global_batch_size}"

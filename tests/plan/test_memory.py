@@ -313,7 +313,7 @@ def test_convolutions_too_take_less_when_they_are_computed_again(mode: str) -> N
 
 def test_rows_that_are_set_aside_say_why_and_are_not_judged() -> None:
     rows = json.loads((PLANNER.parent / "results" / "planner-h200.json").read_text())["rows"]
-    assert sum("aside" in row for row in rows) == 32
+    assert all(row["aside"] for row in rows if "aside" in row)
     assert not any("aside" in param.values[0] for param in measured())
 
 
