@@ -24,6 +24,7 @@ USAGE = """usage: dtrain COMMAND ...
   status RUN                   one run: its job, progress, attempts, and the next command
   logs RUN [-f] [--rank N]     what a rank says
   cancel RUN|SWEEP [--save]    take it out of the queue, or end it
+  profile RUN                  where its steps go, when it ran with profile=torch or memory
   env cluster=NAME             the environment of a cluster's profile, as exports with reasons
   preflight [preflight=full]   check the nodes, before a run or alone (cluster=…)
   evaluate RUN                 loss, perplexity or accuracy over the whole held-out split
@@ -43,7 +44,7 @@ COMMANDS = {
     "search": "dtrain.search:main", "runs": "dtrain.runs:main", "status": "dtrain.status:main",
     "logs": "dtrain.logs:main", "cancel": "dtrain.cancel:main", "env": "dtrain.comm.profile:main",
     "preflight": "dtrain.comm.preflight:main", "evaluate": "dtrain.evaluate:main",
-    "sample": "dtrain.cli:sample", "export": "dtrain.cli:export",
+    "profile": "dtrain.profile.show:main", "sample": "dtrain.cli:sample", "export": "dtrain.cli:export",
     "recipes": "dtrain.cli:recipes", "data": "dtrain.cli:data",
 }  # fmt: skip
 

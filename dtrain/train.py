@@ -35,6 +35,7 @@ def train(run_dir: Path, cfg: Settings, device: torch.device) -> str:
     """Train until the last step, or until asked to stop. Gives the status: done or preempted."""
     began = time.perf_counter()
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    recorder = build(cfg.profile, cfg.trust).begin(run_dir, rank, device, cfg.nsys)
     stop = worker.StopRequest(run_dir)
     batch_size, seed, trust = cfg.train.global_batch_size, cfg.train.seed, cfg.trust
 
@@ -108,6 +109,8 @@ def train(run_dir: Path, cfg: Settings, device: torch.device) -> str:
             summary |= newest_figures(run_dir)
         write_json(run_dir / "summary.json", summary)
         record.logger.start(cfg.name, str(run_dir), cfg)
+
+    recorder.attach(strategy, train_data, step, last_step - step)  # around the steps to record, if any
 
     # ---- the loop --------------------------------------------------------------------------------------------
     stopping = False

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from dtrain import mesh
 from dtrain.config import CONTROL, SECRET, bad, flatten, world_size
+from dtrain.profile import rules as profiling
 from dtrain.schema import check_keys_and_types
 from dtrain.strategies import rules
 
@@ -33,7 +34,7 @@ AT_LEAST = {
     "cluster.cpus_per_task": 1, "cluster.master_port": 1, "cluster.node_rank": 0,
     "precision.init_scale": 1, "precision.growth_interval": 1, "strategy.bucket_mb": 1, "strategy.replica_size": 1,
     "strategy.forward_prefetch": 0, "strategy.backward_prefetch": 0, "strategy.stages_per_rank": 2,
-    "strategy.every": 1, "strategy.gather_mb": 1, "strategy.whole_below": 0,
+    "profile.start": 3, "profile.steps": 1, "strategy.every": 1, "strategy.gather_mb": 1, "strategy.whole_below": 0,
 }  # fmt: skip
 MORE_THAN = {
     "model.rope_theta": 0, "model.norm_eps": 0, "lora.alpha": 0, "optim.lr": 0, "optim.eps": 0,
@@ -64,6 +65,7 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     init_from.check(config)
     check_adapters(config)
     check_data(config)
+    profiling.check(config)
     if config["logger"]["_target_"] == "dtrain.loggers.Wandb" and importlib.util.find_spec("wandb") is None:
         raise bad("logger", "wandb", "wandb is not installed", "pip install 'dtrain[wandb]', or logger=none")
     return sizes

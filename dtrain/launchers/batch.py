@@ -24,6 +24,7 @@ from typing import Any
 from dtrain import config as configuration
 from dtrain.comm import profile
 from dtrain.contract import ATTEMPTS_FILE, BAD_CONFIG, CANCELLED_FILE, DONE, FAILED, PREEMPTED, PREFLIGHT, STOP_SIGNALS
+from dtrain.launchers import nsys
 from dtrain.launchers.local import python_path
 from dtrain.launchers.supervisor import Supervisor, failure
 from dtrain.rundir import last_launch, latest_checkpoint, locked, parse_line, read_json, read_summary, write_json
@@ -52,7 +53,7 @@ class Srun(Supervisor):
         python = shlex.split(self.cluster["python"] or shlex.quote(sys.executable))
         return [
             *srun(self.cluster, self.nodes, self.cluster["processes"]), "--kill-on-bad-exit=1", *self.cluster["srun"],
-            *python, "-m", "dtrain.rank", str(run_dir),
+            *nsys.around(self.config, run_dir, "rank-%q{SLURM_PROCID}", [*python, "-m", "dtrain.rank", str(run_dir)]),
         ]  # fmt: skip
 
     def environment(self) -> dict[str, str]:
@@ -61,6 +62,8 @@ class Srun(Supervisor):
 
     def on_stop(self) -> None:
         """A network file system may hide a new file for a minute; a signal to the tasks does not wait."""
+        if self.config.get("nsys"):
+            return  # it would get the signal, too, which ends a program that does not expect it
         # of a job that is being requeued it asks again after 5 s, for a minute: the ranks have had their TERM then
         scontrol("scancel", "--signal=USR1", job_id(), timeout=4)
 
@@ -211,6 +214,12 @@ class Job:
                     return PREFLIGHT, failure(None, "preflight", f"{why}. Without them: {error}", "logs/batch.log")
         for line in profile.differences(config, os.environ):
             say(line)
+        try:
+            if not config["cluster"]["container_image"]:  # in a container it is another PATH
+                nsys.check(config)
+            nsys.prepare(config, self.run_dir)
+        except ValueError as error:  # only now: the node that submitted it may lack what cluster.setup loads here
+            return BAD_CONFIG, failure(None, "nsys", str(error), "logs/batch.log") | {"exit_code": BAD_CONFIG}
         ranks = Srun(config, nodes, address_of(nodes[0]), str(free_port()))
         if self.stopped:  # too early to save: nothing is lost
             return PREEMPTED, "stopped before the ranks had started"

@@ -15,6 +15,7 @@ from dtrain import config as configuration
 from dtrain.comm import profile
 from dtrain.config import bad
 from dtrain.contract import PREFLIGHT
+from dtrain.launchers import nsys
 from dtrain.launchers.supervisor import Supervisor
 
 
@@ -29,6 +30,9 @@ class Local:
 
     def _torchrun(self, config: dict[str, Any]) -> Torchrun:
         return Torchrun(config, ["--standalone"], self.max_restarts, self.grace_s)
+
+    def check(self, config: dict[str, Any]) -> None:
+        nsys.check(config)
 
     def dry_run(self, run_dir: Path, config: dict[str, Any]) -> None:
         self._torchrun(config).dry_run(run_dir)
@@ -53,7 +57,8 @@ class Torchrun(Supervisor):
 
     def command(self, run_dir: Path) -> list[str]:
         torchrun = [sys.executable, "-m", "torch.distributed.run", *self.rendezvous]
-        return [*torchrun, f"--nproc-per-node={self.num_ranks}", "-m", "dtrain.rank", str(run_dir)]
+        ranks = [*torchrun, f"--nproc-per-node={self.num_ranks}", "-m", "dtrain.rank", str(run_dir)]
+        return nsys.around(self.config, run_dir, f"node-{self.node_rank}", ranks)
 
     def environment(self) -> dict[str, str]:
         return profile.environment(self.config, os.environ) | {"PYTHONPATH": python_path()}
@@ -71,6 +76,7 @@ class Torchrun(Supervisor):
             report = check.run(self.config, run_dir, [socket.gethostname()], local_starter, print)
             if not report.ok:
                 return PREFLIGHT
+        nsys.prepare(self.config, run_dir)
         return self.supervise(run_dir)
 
     def killed_ranks(self, said: str) -> list[tuple[int, str]]:

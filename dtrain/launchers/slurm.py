@@ -22,7 +22,7 @@ from typing import Any, Literal
 from dtrain import config as configuration
 from dtrain.comm import profile
 from dtrain.config import bad
-from dtrain.launchers import batch, requests
+from dtrain.launchers import batch, nsys, requests
 from dtrain.launchers.local import Torchrun
 from dtrain.launchers.supervisor import failure
 from dtrain.rundir import read_json, write_json
@@ -120,6 +120,7 @@ class Slurm:
     def check(self, config: dict[str, Any]) -> None:
         """Ask SLURM itself, before anything is written, whether it would take this job."""
         if self.launcher == "torchrun":
+            nsys.check(config)
             return
         if shutil.which("sbatch") is None:
             raise bad(

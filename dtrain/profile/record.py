@@ -1,0 +1,214 @@
+"""In a rank: records the chosen steps, by putting itself around the phases of a step for as long as that takes.
+
+The loop knows nothing of it. When there is nothing to record nothing is put anywhere, so a step costs nothing more.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from dtrain.profile import attribute, memory
+from dtrain.rundir import write_json
+
+log = logging.getLogger("dtrain")
+FOLDER = "profiles"  # of a run
+MAX_ENTRIES = 200_000  # allocations and frees that torch keeps: a step of a large model has about 10,000
+
+
+class Profile:
+    """conf/profile: what is recorded of which steps on which ranks."""
+
+    def __init__(
+        self,
+        kind: Literal["none", "torch", "memory"] = "none",
+        ranks: list[int] | None = None,
+        start: int = 10,
+        steps: int = 3,
+    ) -> None:
+        self.kind, self.ranks, self.start, self.steps = kind, [0] if ranks is None else ranks, start, steps
+
+    def begin(self, run_dir: Path, rank: int, device: Any, nsys: bool = False) -> Recorder:
+        """Before anything is built: what stands around the steps later. A history of memory begins here."""
+        if self.kind == "memory":
+            return Memory(self, run_dir, rank, device)
+        if rank in self.ranks and self.kind == "torch":
+            return Trace(self, run_dir, rank, device)
+        if rank in self.ranks and nsys and device.type == "cuda":
+            return Nsys(self, run_dir, rank, device)
+        return Recorder(self, run_dir, rank, device)
+
+
+class Recorder:
+    """Records nothing: of a rank that was not chosen, and the base of those that do record."""
+
+    def __init__(self, profile: Profile, run_dir: Path, rank: int, device: Any) -> None:
+        self.profile, self.folder, self.rank, self.device = profile, run_dir / FOLDER, rank, device
+        self.wrapped: list[tuple[Any, str]] = []
+        self.step = 0  # of this launch, from 1
+
+    def attach(self, strategy: Any, loader: Any, first_step: int, num_left: int) -> None:
+        """Before the loop: put the recording around its phases. num_left: steps that are to come."""
+
+    def watch(self, strategy: Any, loader: Any, first_step: int, num_left: int) -> None:
+        """Stand around the methods of this strategy and this loader that are the phases of a step."""
+        self.first_step = first_step + self.profile.start
+        if num_left < self.profile.start + self.profile.steps - 1:
+            log.warning(
+                "profile.start=%d: only %d steps are left, so there will be no profile. Fix: a smaller profile.start",
+                self.profile.start, num_left,
+            )  # fmt: skip
+            return
+        self.folder.mkdir(exist_ok=True)
+        self.put_around(loader, "batch", "data", before=self.on_start)
+        self.put_around(strategy, "forward_backward", "forward_backward")
+        self.put_around(strategy, "update", "update", after=self.on_end)
+
+    def put_around(
+        self, owner: Any, name: str, label: str, before: Callable[[], None] | None = None, after: Any = None
+    ) -> None:
+        method = getattr(owner, name)
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            if before:
+                before()
+            with self.range(attribute.MARK + label):
+                result = method(*args, **kwargs)
+            if after:
+                after()
+            return result
+
+        setattr(owner, name, recorded)  # of this one object; the class keeps its own
+        self.wrapped.append((owner, name))
+
+    def range(self, label: str) -> Any:
+        import torch
+
+        return torch.profiler.record_function(label)
+
+    def on_start(self) -> None:
+        self.step += 1
+        self.before_step()
+
+    def on_end(self) -> None:
+        if self.step == self.profile.start + self.profile.steps - 1:
+            for owner, name in self.wrapped:
+                delattr(owner, name)
+            self.finish()
+
+    def before_step(self) -> None:
+        """Just before a step's data is asked for."""
+
+    def finish(self) -> None:
+        """The last chosen step was made."""
+
+    def note(self, kind: str, values: dict[str, Any]) -> None:
+        """One table in the run folder, where `dtrain profile` finds it."""
+        steps = [self.first_step, self.first_step + self.profile.steps - 1]
+        write_json(
+            self.folder / f"{kind}-rank-{self.rank}.json", {"kind": kind, "rank": self.rank, "steps": steps} | values
+        )
+        log.info("profile: a table of rank %d is in %s", self.rank, self.folder)
+
+
+class Trace(Recorder):
+    """torch.profiler: a Chrome trace, and the table of where the steps go."""
+
+    def attach(self, strategy: Any, loader: Any, first_step: int, num_left: int) -> None:
+        from torch.profiler import ProfilerActivity, profile, schedule
+
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
+        # one step in which the profiler warms up, and one whose end is where the first one of the table begins
+        when = schedule(wait=0, warmup=1, active=self.profile.steps + 1, repeat=1)
+        self.profiler = profile(activities=kinds, schedule=when, on_trace_ready=self.write)
+        self.watch(strategy, loader, first_step, num_left)
+
+    def before_step(self) -> None:
+        if self.step == self.profile.start - 2:
+            self.profiler.start()
+        elif self.step > self.profile.start - 2:
+            self.profiler.step()
+
+    def finish(self) -> None:
+        self.profiler.step()  # the last one of its schedule, after which it calls `write`
+        self.profiler.stop()
+        del self.profiler  # it holds every event
+
+    def write(self, profiler: Any) -> None:
+        path = self.folder / f"trace-rank-{self.rank}.json.gz"
+        profiler.export_chrome_trace(str(path))
+        with gzip.open(path, "rt", errors="replace") as file:
+            table = attribute.table(json.load(file)["traceEvents"])
+        self.note("torch", table | {"trace": path.name})
+
+
+class Memory(Recorder):
+    """torch's history of GPU memory from the first weight on; written after the chosen steps and when memory ends."""
+
+    def __init__(self, profile: Profile, run_dir: Path, rank: int, device: Any) -> None:
+        super().__init__(profile, run_dir, rank, device)
+        self.first_step = profile.start  # until the loop says where it begins
+        if device.type != "cuda":
+            raise memory.no_gpu()
+        import torch
+
+        self.folder.mkdir(exist_ok=True)
+        torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES, stacks="python")
+        torch._C._cuda_attach_out_of_memory_observer(self.on_out_of_memory)  # type: ignore[attr-defined]
+
+    def attach(self, strategy: Any, loader: Any, first_step: int, num_left: int) -> None:
+        if self.rank in self.profile.ranks:
+            self.watch(strategy, loader, first_step, num_left)
+
+    def finish(self) -> None:
+        import torch
+
+        self.write("snapshot")
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+    def on_out_of_memory(self, device: int, asked: int, total: int, free: int) -> None:
+        """Called by the allocator on every rank, wherever it happens; whatever goes wrong here, the error goes on."""
+        try:
+            self.write("out-of-memory", asked)
+        except Exception as error:
+            log.error("profile: no snapshot of the memory that ran out (%s)", error)
+
+    def write(self, name: str, asked: int | None = None) -> None:
+        import torch
+
+        snapshot = torch.cuda.memory._snapshot()
+        path = self.folder / f"{name}-rank-{self.rank}.pickle"
+        with open(path, "wb") as file:  # torch's own format, for pytorch.org/memory_viz; nothing of ours reads it
+            pickle.dump(snapshot, file)
+        table = memory.table(snapshot, self.device.index or 0) | {"snapshot": path.name, "asked_bytes": asked}
+        self.note("memory" if asked is None else "out-of-memory", table | ({} if asked is None else {"steps": None}))
+
+
+class Nsys(Recorder):
+    """nsys=true: tells Nsight Systems, which started this process, where the chosen steps begin and end."""
+
+    def attach(self, strategy: Any, loader: Any, first_step: int, num_left: int) -> None:
+        self.watch(strategy, loader, first_step, num_left)
+
+    def range(self, label: str) -> Any:
+        import torch
+
+        return torch.cuda.nvtx.range(label)
+
+    def before_step(self) -> None:
+        import torch
+
+        if self.step == self.profile.start:
+            torch.cuda.synchronize()
+            torch.cuda.profiler.start()
+
+    def finish(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()  # else kernels of the last step come after the end
+        torch.cuda.profiler.stop()

@@ -1,0 +1,155 @@
+"""`dtrain profile RUN`: the tables that a run with a profile has left, printed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtrain.console import LAUNCH, say, stdout_console
+from dtrain.profile.attribute import COMPUTE, PARTS
+from dtrain.rundir import read_json
+from dtrain.runs import find_run, strict_json
+from dtrain.words import as_dict, clean, gib, number, shell_path, short_path
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# What a part means, for who reads the table the first time.
+MEANING = {
+    "compute": "of the forward and backward pass",
+    "optimizer": "the update, with the norm",
+    "exposed_communication": "sending or waiting, idle else",
+    "copies": "to the GPU, or another layout",
+    "data_wait": "the next batch was not ready",
+    "between_steps": "logging, evaluation, saving",
+    "host_gaps": "idle: Python was too slow",
+}
+
+
+def main(argv: list[str]) -> int:
+    """Print where a run's recorded steps go: a table for each rank and kind of profile."""
+    parser = argparse.ArgumentParser("dtrain profile", description="Where the recorded steps of a run go.")
+    parser.add_argument("run", help="a run folder, a part of its name, or latest")
+    parser.add_argument("--json", action="store_true", help="print data instead of tables")
+    parser.add_argument("--kernels", type=int, default=10, metavar="N", help="how many of the longest kernels to show")
+    options = parser.parse_args(argv)
+    run_dir = find_run(options.run)
+    folder = run_dir / "profiles"
+    tables = read_tables(folder)
+    reports = sorted(folder.glob("*.nsys-rep"))
+    if not tables and not reports:
+        raise ValueError(
+            f"{short_path(run_dir)}: the run has no profile, or has not reached the steps that it records\n"
+            f"  fix: {LAUNCH} … profile=torch (or profile=memory, nsys=true), then dtrain profile latest"
+        )
+    if options.json:
+        print(json.dumps(strict_json({"tables": tables, "nsys_reports": [str(r) for r in reports]}), indent=2))
+        return 0
+    console = stdout_console()
+    for table in tables:
+        if table["kind"] == "torch":
+            print_time(table, folder, options.kernels, console)
+        else:
+            print_memory(table, folder, options.kernels, console)
+    for report in reports:
+        say(console, (f"nsys stats {shell_path(report)}", "bold"), "  (or open it in Nsight Systems)")
+    return 0
+
+
+def read_tables(folder: Path) -> list[dict[str, Any]]:
+    """Every table in the folder: time, then memory, each by rank. A file that is not one of ours is passed over."""
+    found = [read_json(path) for path in folder.glob("*.json")]
+    wanted = {"torch": ("parts", "phases", "kernels"), "memory": ("allocations",), "out-of-memory": ("allocations",)}
+    whole = [t for t in found if t.get("kind") in wanted and all(k in t for k in ("rank", *wanted[t["kind"]]))]
+    return sorted(whole, key=lambda t: (list(wanted).index(t["kind"]), number(t["rank"]) or 0))
+
+
+def print_time(table: dict[str, Any], folder: Path, num_kernels: int, console: Console) -> None:
+    steps = "–".join(str(s) for s in dict.fromkeys(table.get("steps") or []))
+    title = (
+        f"rank {table['rank']} · {table.get('device')} · steps {steps} · {milliseconds(table.get('step_ms'))} a step"
+    )
+    rows = grid(title, "part", "ms", "%", "")
+    parts = as_dict(table["parts"])
+    add(rows, "compute", table.get("compute"), MEANING["compute"])
+    for part in PARTS:
+        indent = "  " if part in COMPUTE else ""
+        add(rows, indent + words(part), parts.get(part), MEANING.get(part, ""), dim=bool(indent))
+    rows.add_section()
+    add(rows, "step", {"ms": table.get("step_ms"), "percent": 100.0}, "")
+    console.print(rows)
+    phases = as_dict(table["phases"])
+    say(console, "by phase: ", ", ".join(f"{words(p)} {milliseconds(as_dict(t).get('ms'))}" for p, t in phases.items()))
+    total, exposed = (
+        as_dict(table.get("communication")).get("ms"),
+        as_dict(parts.get("exposed_communication")).get("ms"),
+    )
+    if number(total):
+        say(
+            console,
+            f"communication: {milliseconds(total)} in all, {milliseconds(exposed)} of it not behind computation",
+        )
+    kernels = grid("", "ms", "%", "calls", "longest kernels" if table.get("device") == "cuda" else "longest operations")
+    for kernel in table["kernels"][:num_kernels]:
+        name = clean(str(kernel.get("name")))
+        calls = number(kernel.get("calls")) or 0
+        kernels.add_row(figure(kernel.get("ms"), 2), figure(kernel.get("percent"), 1), f"{calls:.4g}", name[:100])
+    console.print(kernels)
+    trace = folder / str(table.get("trace"))
+    say(console, f"trace: {short_path(trace)}  (open it in ui.perfetto.dev or chrome://tracing)\n")
+
+
+def print_memory(table: dict[str, Any], folder: Path, num_lines: int, console: Console) -> None:
+    when = "peak"
+    if table["kind"] == "out-of-memory":
+        when = f"out of memory, asked for {size(table.get('asked_bytes'))} more at"
+    title = (
+        f"rank {table['rank']} · {when} {size(table.get('peak_bytes'))}, reserved {size(table.get('reserved_bytes'))}"
+    )
+    rows = grid(title, "GiB", "%", "tensors", "asked for at")
+    for row in table["allocations"][:num_lines]:
+        text = clean(str(row.get("where")))
+        rows.add_row(size(row.get("bytes")), figure(row.get("percent"), 1), str(row.get("count")), text)
+    console.print(rows)
+    snapshot = folder / str(table.get("snapshot"))
+    say(console, f"snapshot: {short_path(snapshot)}  (open it in pytorch.org/memory_viz)\n")
+
+
+def grid(title: str, *columns: str) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        text = column in ("", "part", "asked for at") or column.startswith("longest")
+        width = 23 if column == "part" else None if text else 6  # figures are never cut, names are
+        table.add_column(
+            column, justify="left" if text else "right", no_wrap=True, overflow="ellipsis", min_width=width
+        )
+    return table
+
+
+def add(table: Any, label: str, value: object, meaning: str, dim: bool = False) -> None:
+    share = as_dict(value)
+    style = "dim" if dim else None
+    table.add_row(label, figure(share.get("ms"), 2), figure(share.get("percent"), 1), meaning, style=style)
+
+
+def words(part: str) -> str:
+    return part.replace("_", " ")
+
+
+def figure(value: object, digits: int) -> str:
+    n = number(value)
+    return "-" if n is None else f"{n:.{digits}f}"
+
+
+def milliseconds(value: object) -> str:
+    return f"{figure(value, 2)} ms"
+
+
+def size(value: object) -> str:
+    n = number(value)
+    return gib(None if n is None else n / 2**30)
