@@ -5,7 +5,8 @@ shape and the chunks it was saved in, for every file its size and sha256, and th
 pickled. A save goes into a fresh folder: shards, then the manifest, all flushed, then one rename, then `latest`.
 So a folder with the right name is a whole checkpoint, at whatever moment the machine died.
 
-Every function here that takes part in a run is collective: all ranks call it, and all agree on what came out.
+Every function here that takes part in a run is collective: all ranks call it, and all agree on what came out, over
+`group` (agreement.py). dtrain/saving.py calls them while the training goes on.
 """
 
 from __future__ import annotations
@@ -15,26 +16,31 @@ import json
 import logging
 import os
 import shutil
-import signal
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 
 from dtrain import shards
+from dtrain.agreement import CheckpointError as CheckpointError
+from dtrain.agreement import Group, agreed, failpoint, rank, world_size
+from dtrain.agreement import broadcast as broadcast
+from dtrain.agreement import gather as gather
 from dtrain.rundir import checkpoints
 from dtrain.shards import Chunk, Held, chunks_of
 
 log = logging.getLogger("dtrain")
 FORMAT = "dtrain-1"
+# sha256 is what limits one file: 1.2 GiB/s of a core, where a disk takes 2. So a rank's share is several files, each
+# hashed and written by a thread; below this size that is not worth the files.
+MAX_FILES, FILE_BYTES = 8, 256 * 2**20
 
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be saved or used; the message says which, why, and what to do."""
+Names = tuple[str, str]  # of a tensor, and of the box of it in a rank's file
+Files = dict[str, dict[Names, Chunk]]  # what a rank writes, by file
 
 
 class Damaged(CheckpointError):
@@ -46,36 +52,51 @@ class Damaged(CheckpointError):
 
 def save(folder: Path, step: int, tensors: Mapping[str, Held], meta: dict[str, Any], keep: int) -> Path:
     """Save under `folder`, in agreement: when this returns, on any rank, the checkpoint is on disk and `latest`."""
-    final = folder / f"step-{step:08d}"
-    attempt = folder / broadcast(f".attempt-{step}-{uuid.uuid4().hex[:8]}")
-    failpoint("save.begin")
-    if broadcast(final.exists()):
-        if not verify(final):  # an earlier life of this run saved this very step, and it is as good
-            return final
-        put_aside(final)
+    final, _ = commit(folder, step, share_out(tensors), meta)
+    prune(folder, final, keep)
+    return final
+
+
+def share_out(tensors: Mapping[str, Held]) -> Files:
+    """What this rank writes of all that the ranks hold, and into which files."""
     # one name in a rank's file may stand for several boxes of a tensor: the first has the name itself
     chunks = {
         (name, name if i == 0 else f"{name}#{i}"): chunk
         for name, held in tensors.items() for i, chunk in enumerate(chunks_of(held))
     }  # fmt: skip
     assert len({key for _, key in chunks}) == len(chunks), "a name with # in it is another's second box"
-    with agreed(f"saving {final}", clean_up=attempt):
+    mine = {names: chunks[names] for names in assign_writers(chunks)}
+    num_files = max(1, min(MAX_FILES, sum(c.nbytes for c in mine.values()) // FILE_BYTES))
+    stem = f"rank-{rank():05d}"
+    files: Files = {f"{stem}-{i}.safetensors" if i else f"{stem}.safetensors": {} for i in range(num_files)}
+    load, file_of = dict.fromkeys(files, 0), {}
+    for names in sorted(mine, key=lambda names: -mine[names].nbytes):  # the largest first: evener
+        file_of[names] = min(load, key=load.__getitem__)
+        load[file_of[names]] += mine[names].nbytes
+    for names, chunk in mine.items():
+        files[file_of[names]][names] = chunk
+    return files
+
+
+def commit(folder: Path, step: int, files: Files, meta: dict[str, Any], group: Group = None) -> tuple[Path, int]:
+    """Write every rank's files, and make them a checkpoint that is `latest`; give it and its bytes over all ranks."""
+    final = folder / f"step-{step:08d}"
+    attempt = folder / broadcast(f".attempt-{step}-{uuid.uuid4().hex[:8]}", group)
+    failpoint("save.begin")
+    if broadcast(final.exists(), group):
+        if not verify(final, group):  # an earlier life of this run saved this very step, and it is as good
+            return final, 0
+        put_aside(final, group)
+    with agreed(f"saving {final}", attempt, group):
         if rank() == 0:
             for stale in folder.glob(".attempt-*"):  # of a run that was killed while it saved
                 shutil.rmtree(stale, ignore_errors=True)
             attempt.mkdir(parents=True)
-    with agreed(f"saving {final}", clean_up=attempt):
-        file = f"rank-{rank():05d}.safetensors"
-        mine = {names: chunks[names] for names in assign_writers(chunks)}
-        size, digest = shards.write(attempt / file, {key: c.values for (_, key), c in mine.items()}, {"format": "pt"})
+    with agreed(f"saving {final}", attempt, group):
+        written = write_files(attempt, files)
         failpoint("save.shard")
-    written = [
-        {"name": name, "whole": c.whole_shape, "dtype": str(c.values.dtype).removeprefix("torch."),
-         "chunk": {"file": file, "offset": c.offset, "shape": c.shape} | ({"key": key} if key != name else {})}
-        for (name, key), c in mine.items()
-    ]  # fmt: skip
-    reports = gather({"file": file, "size": size, "sha256": digest, "written": written})
-    with agreed(f"saving {final}", clean_up=attempt):
+    reports = [report for by_rank in gather(written, group) for report in by_rank]
+    with agreed(f"saving {final}", attempt, group):
         if rank() == 0:
             write_manifest(attempt, manifest(step, reports, meta))
             failpoint("save.manifest")
@@ -84,11 +105,29 @@ def save(folder: Path, step: int, tensors: Mapping[str, Held], meta: dict[str, A
             failpoint("save.rename")
             point_latest(folder, final.name)
             failpoint("save.latest")
-    prune(folder, final, keep)
-    return final
+    return final, sum(report["size"] for report in reports)
 
 
-def assign_writers(chunks: dict[tuple[str, str], Chunk]) -> list[tuple[str, str]]:
+def write_files(folder: Path, files: Files) -> list[dict[str, Any]]:
+    """Write a rank's files, all at once; what the manifest says of each."""
+    if any(c.values.is_cuda for chunks in files.values() for c in chunks.values()):
+        torch.cuda.synchronize()  # other threads copy from it, each in a stream of its own
+
+    def write(file: str) -> dict[str, Any]:
+        chunks = files[file]
+        size, digest = shards.write(folder / file, {key: c.values for (_, key), c in chunks.items()}, {"format": "pt"})
+        entries = [
+            {"name": name, "whole": c.whole_shape, "dtype": str(c.values.dtype).removeprefix("torch."),
+             "chunk": {"file": file, "offset": c.offset, "shape": c.shape} | ({"key": key} if key != name else {})}
+            for (name, key), c in chunks.items()
+        ]  # fmt: skip
+        return {"file": file, "size": size, "sha256": digest, "written": entries}
+
+    with ThreadPoolExecutor(len(files)) as pool:
+        return list(pool.map(write, files))
+
+
+def assign_writers(chunks: dict[Names, Chunk]) -> list[Names]:
     """The chunks that this rank writes. One that several ranks hold is written by one of them, loads balanced."""
     holders: dict[tuple[Any, ...], list[int]] = {}
     sizes: dict[tuple[Any, ...], int] = {}
@@ -141,12 +180,12 @@ def point_latest(folder: Path, name: str) -> None:
     shards.fsync_folder(folder)
 
 
-def prune(folder: Path, newest: Path, keep: int) -> None:
+def prune(folder: Path, newest: Path, keep: int, group: Group = None) -> None:
     """Delete all but the newest `keep`, but only once the newest was read back from the disk and found whole."""
-    old = broadcast([p.name for p in checkpoints(folder)][keep:])
+    old = broadcast([p.name for p in checkpoints(folder)][keep:], group)
     if not old:
         return
-    problem = verify(newest)
+    problem = verify(newest, group)
     if problem:
         raise CheckpointError(f"{newest} does not read back as it was written ({problem}); older checkpoints are kept")
     if rank() == 0:
@@ -178,32 +217,37 @@ def newest_good(folder: Path, say: Any = print, quarantine: bool = True) -> tupl
     return None
 
 
-def put_aside(path: Path) -> None:
-    with agreed(f"renaming {path}"):
+def put_aside(path: Path, group: Group = None) -> None:
+    with agreed(f"renaming {path}", group=group):
         if rank() == 0:
             os.rename(path, path.with_name(f"{path.name}.corrupt-{uuid.uuid4().hex[:4]}"))
 
 
-def verify(path: Path) -> str:
+def verify(path: Path, group: Group = None) -> str:
     """What is damaged in a checkpoint, or "". The ranks share the files; all get the same answer.
 
     Only bytes that differ from what was saved are damage. A disk that does not answer is an error, and no reason to
     put anything aside.
     """
     problem = ""
-    with agreed(f"reading {path}"):
+    with agreed(f"reading {path}", group=group):
         try:
-            for name, spec in sorted(read_manifest(path)["files"].items())[rank() :: world_size()]:
-                file = path / name
-                if file.stat().st_size != spec["size"]:
-                    problem = f"{name} has {file.stat().st_size} bytes instead of {spec['size']}"
-                elif shards.sha256(file) != spec["sha256"]:
-                    problem = f"{name} does not match its checksum"
+            mine = sorted(read_manifest(path)["files"].items())[rank() :: world_size()]
+            with ThreadPoolExecutor(MAX_FILES) as pool:
+                problem = next((p for p in pool.map(lambda item: damage(path / item[0], item[1]), mine) if p), "")
         except Damaged as error:
             problem = str(error)
         except FileNotFoundError as error:
             problem = f"{Path(error.filename).name} is missing"
-    return next((p for p in gather(problem) if p), "")
+    return next((p for p in gather(problem, group) if p), "")
+
+
+def damage(file: Path, spec: dict[str, Any]) -> str:
+    """What is wrong with one file, or ""."""
+    size = file.stat().st_size
+    if size != spec["size"]:
+        return f"{file.name} has {size} bytes instead of {spec['size']}"
+    return "" if shards.sha256(file) == spec["sha256"] else f"{file.name} does not match its checksum"
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -258,55 +302,3 @@ def weights_sha256(path: Path) -> str:
         digest.update(f"{name}{list(tensor.shape)}".encode())
         digest.update(tensor.float().contiguous().reshape(-1).numpy().data)
     return digest.hexdigest()
-
-
-# ---- agreement -----------------------------------------------------------------------------------------------
-
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def gather(value: Any) -> list[Any]:
-    """Every rank's value, on every rank."""
-    values: list[Any] = [value] * world_size()
-    if world_size() > 1:
-        dist.all_gather_object(values, value)
-    return values
-
-
-def broadcast(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
-    box = [value]
-    if world_size() > 1:
-        dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-@contextmanager
-def agreed(what: str, clean_up: Path | None = None) -> Iterator[None]:
-    """Run the block on every rank; if it failed on one, fail on all with that error, leaving nothing half done."""
-    problem, cause = "", None
-    try:
-        yield
-    except (OSError, CheckpointError) as error:
-        problem, cause = f"rank {rank()}: {error}", error
-    problems = [p for p in gather(problem) if p]
-    if problems:
-        if rank() == 0 and clean_up is not None:
-            shutil.rmtree(clean_up, ignore_errors=True)
-        gather(None)  # only then do the others go on: on a full disk, that room is needed to note the failure
-        raise CheckpointError(f"{what} failed on {problems[0]}") from cause
-
-
-def failpoint(name: str) -> None:
-    """For crash tests: die here, as from a power loss, at the n-th passage when DTRAIN_FAILPOINT is "name:n"."""
-    wanted, _, count = os.environ.get("DTRAIN_FAILPOINT", "").partition(":")
-    if wanted == name:
-        os.environ["DTRAIN_FAILPOINT"] = f"{name}:{int(count or 1) - 1}"
-        if int(count or 1) <= 1:
-            os.kill(os.getpid(), signal.SIGKILL)

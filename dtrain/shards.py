@@ -26,6 +26,9 @@ DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+# Small enough that a block is written from the cache that its hash brought it into, large enough that a thread which
+# writes asks for Python's lock, which the training needs, only some hundred times a second.
+BLOCK = 8 * 2**20
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -108,9 +111,11 @@ def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> t
     digest = hashlib.sha256()
     try:
         with open(path, "wb") as file:
-            for block in _blocks(text, tensors):
-                digest.update(block)
-                file.write(block)
+            for values in _parts(text, tensors):
+                for begin in range(0, len(values), BLOCK):
+                    block = values[begin : begin + BLOCK]
+                    digest.update(block)
+                    file.write(block)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -118,7 +123,7 @@ def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> t
     return 8 + len(text) + end, digest.hexdigest()
 
 
-def _blocks(header: bytes, tensors: dict[str, Tensor]) -> Iterator[Any]:
+def _parts(header: bytes, tensors: dict[str, Tensor]) -> Iterator[Any]:
     yield len(header).to_bytes(8, "little")
     yield header
     for tensor in tensors.values():  # one at a time: a GPU shard never lies whole in host memory

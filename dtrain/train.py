@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dtrain import checkpoint, config, metrics, worker
+from dtrain import checkpoint, config, metrics, saving, worker
 from dtrain.config import Settings, build
 from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED
 from dtrain.data.loader import Loader
@@ -31,7 +31,7 @@ class NonFiniteError(RuntimeError):
     """Loss or gradient became NaN or Inf, and train.nonfinite is `stop`."""
 
 
-def train(run_dir: Path, cfg: Settings, device: torch.device) -> str:
+def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Saver) -> str:
     """Train until the last step, or until asked to stop. Gives the status: done or preempted."""
     began = time.perf_counter()
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -168,8 +168,13 @@ def train(run_dir: Path, cfg: Settings, device: torch.device) -> str:
                 "choices": dict(cfg.choices), "config_sha256": config.fingerprint(run_dir),
                 "extra": strategy.extra_state(),
             }  # fmt: skip
-            saved = checkpoint.save(checkpoints, step, strategy.state_dict(), meta, cfg.checkpoint.keep)
+            saver.save(step, strategy.state_dict(), meta, last=step == last_step or stopping)
+        stop.requested |= saver.failed  # the next vote tells all ranks, and the save after it raises the error
+        if record:
+            for of_a_save in saver.finished():
+                record.write(step=step, **of_a_save)
 
+    saved = saver.wait() or saved
     strategy.close()
 
     # ---- the summary -----------------------------------------------------------------------------------------
@@ -180,7 +185,7 @@ def train(run_dir: Path, cfg: Settings, device: torch.device) -> str:
             step_s = statistics.median(step_times[1:] or step_times)  # the first one warms up and compiles
             summary |= {"tokens_per_s": rate.tokens_per_s(step_s), "mfu": rate.mfu(step_s)}
         summary |= {
-            "skipped_steps": num_skipped,
+            "skipped_steps": num_skipped, **saver.totals,
             "weights_sha256": checkpoint.weights_sha256(saved) if saved else None,
             "wall_s": time.perf_counter() - began,
         }  # fmt: skip
@@ -194,7 +199,8 @@ def main(run_dir: Path) -> int:
     try:
         cfg = config.load(run_dir)
         device = worker.join_process_group(cfg.deterministic)
-        status = train(run_dir, cfg, device)
+        with saving.Saver(run_dir / "checkpoints", cfg.checkpoint.keep, cfg.checkpoint.background) as saver:
+            status = train(run_dir, cfg, device, saver)
         dist.barrier()  # rank 0 may still write the summary; leaving early would look like a failure to its peers
         dist.destroy_process_group()
         return PREEMPTED if status == "preempted" else DONE

@@ -80,7 +80,7 @@ def test_keep_prunes_the_oldest(tmp_path: Path) -> None:
 
 def test_prune_waits_for_a_newer_one_that_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, 1, 2)
-    monkeypatch.setattr(checkpoint, "verify", lambda path: "rank-00000.safetensors does not match its checksum")
+    monkeypatch.setattr(checkpoint, "verify", lambda *_: "rank-00000.safetensors does not match its checksum")
     with pytest.raises(CheckpointError, match="older checkpoints are kept"):
         saved(tmp_path, 3, keep=1)
     assert {"step-00000001", "step-00000002"} <= {p.name for p in tmp_path.glob("step-*")}

@@ -1,0 +1,257 @@
+"""Saves while the training goes on: it waits only until what a rank writes lies in host memory.
+
+A save in the background has two parts. The first is the loop's: copy this rank's share of the state into buffers of
+the host. The copies are queued on the GPU behind the last update and before the next step, so that what is saved is one
+step's state, and the host does not wait for them. The second is a thread's: hash, write, agree with the other ranks'
+threads over a process group of their own, and only then `latest` moves (checkpoint.py, the same code as without it).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtrain import checkpoint
+from dtrain.agreement import Group, failpoint, gather, world_size
+from dtrain.checkpoint import Files
+from dtrain.shards import Held
+
+log = logging.getLogger("dtrain")
+ALIGNMENT = 64  # of a tensor in its buffer: a float32 may not begin at an odd byte
+FAILED_S = 300  # a run that fails gives a save that is under way so long to end
+
+
+class Saver:
+    """Saves checkpoints of one run, one at a time. All ranks have one and call the same methods in the same order.
+
+    As a context, it lets a save that is under way come to its end when the run fails.
+    """
+
+    def __init__(self, folder: Path, keep: int, background: bool = True) -> None:
+        self.folder, self.keep, self.background = folder, keep, background
+        self.group: Group = dist.new_group(backend="gloo") if background and world_size() > 1 else None
+        self.buffers = Buffers()
+        self.thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+        self.newest: Path | None = None
+        self.reports: list[dict[str, Any]] = []
+        self.totals = {"saves": 0, "save_stall_s": 0.0, "save_s": 0.0, "save_gib": 0.0}
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self.thread and error is not None:
+            self.thread.join(FAILED_S)
+        if not (self.thread and self.thread.is_alive()):
+            self.buffers.free()
+
+    @property
+    def failed(self) -> bool:
+        """A save in the background failed, on this rank and on all others: the next save or wait raises its error."""
+        return self.error is not None
+
+    def save(self, step: int, tensors: Mapping[str, Held], meta: dict[str, Any], last: bool = False) -> None:
+        """Save the state as it is now. When this returns it may change; after the last save it is also on disk.
+
+        The last one is written directly: there is nothing to go on with meanwhile, and a run that saves only at its
+        end needs no buffers.
+        """
+        called = time.perf_counter()
+        self.wait()
+        begin = time.perf_counter()
+        files = checkpoint.share_out(tensors)
+        if last or not self.background or not self.has_room(files):
+            report = self._write(begin, step, files, meta)
+            self.reports.append(report | {"save_stall_s": time.perf_counter() - called})
+            return
+        copies = self.buffers.stage(files)
+        failpoint("save.stage")
+        stall = time.perf_counter() - called
+        arguments = (stall, begin, step, copies, copy.deepcopy(meta))
+        self.thread = threading.Thread(target=self._write_copies, args=arguments, name="saver", daemon=True)
+        self.thread.start()
+
+    def wait(self) -> Path | None:
+        """Wait until the save under way is on disk, or raise what it failed with; give the newest checkpoint."""
+        if self.thread:
+            self.thread.join()
+            self.thread = None
+        if self.error is not None:
+            raise self.error
+        return self.newest
+
+    def finished(self) -> list[dict[str, Any]]:
+        """The figures of the saves that have ended since this was last asked."""
+        if self.thread and self.thread.is_alive():
+            return []
+        ended, self.reports = self.reports, []
+        for report in ended:
+            self.totals["saves"] += 1
+            for key in ("save_stall_s", "save_s", "save_gib"):
+                self.totals[key] += report[key]
+        return ended
+
+    def has_room(self, files: Files) -> bool:
+        """Before the first copies: do all ranks' hosts have the memory? If not, the loop waits for every save."""
+        if self.buffers.tensors:
+            return True
+        needed = sum(c.nbytes for chunks in files.values() for c in chunks.values())
+        needed *= int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+        free = free_memory()
+        problem = ""
+        if free is not None and needed > 0.9 * free:
+            problem = f"{needed / 2**30:.1f} GiB are needed for the copies, {free / 2**30:.1f} GiB are free"
+        problems = [p for p in gather(problem) if p]
+        if problems:
+            log.warning("checkpoint.background: the host's memory is too small (%s); the loop waits", problems[0])
+            self.background = False
+        return not problems
+
+    def _write_copies(self, stall: float, begin: float, step: int, copies: Copies, meta: dict[str, Any]) -> None:
+        """The thread of a save."""
+        try:
+            # what the loop felt: its own time, and the GPU's, which computes nothing while it copies
+            stall += copies.wait()
+            failpoint("save.copied")
+            report = self._write(begin, step, copies.files, meta, self.group)
+            self.reports.append(report | {"save_stall_s": stall})
+        except BaseException as error:  # whatever it is, the loop raises it
+            self.error = error
+
+    def _write(
+        self, begin: float, step: int, files: Files, meta: dict[str, Any], group: Group = None
+    ) -> dict[str, Any]:
+        path, num_bytes = checkpoint.commit(self.folder, step, files, meta, group)
+        seconds, gib = time.perf_counter() - begin, num_bytes / 2**30
+        checkpoint.prune(self.folder, path, self.keep, group)
+        self.newest = path
+        return {"save_step": step, "save_s": seconds, "save_gib": gib, "save_gib_per_s": gib / seconds}
+
+
+@dataclasses.dataclass
+class Copies:
+    """What a rank writes, as copies in host memory that are still under way."""
+
+    files: Files
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None
+
+    def wait(self) -> float:
+        """Until they are there; the seconds that the GPU copied."""
+        if self.events is None:
+            return 0.0
+        begin, end = self.events
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+
+
+class Buffers:
+    """Host memory for the copies of a rank's share, one buffer a file, kept from save to save.
+
+    They are made at the first save: what a rank writes is known only then. Pinned, as a GPU copies into such memory
+    at its full rate and while the host goes on; that takes seconds for many GiB, once.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.pinned: set[str] = set()
+
+    def stage(self, files: Files) -> Copies:
+        """Queue the copies behind what the current stream has to do; what comes after them there may change all."""
+        cuda = any(c.values.is_cuda for chunks in files.values() for c in chunks.values())
+        self.reserve(files, cuda)
+        events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) if cuda else None
+        if events:
+            events[0].record()
+        copies: Files = {}
+        for file, chunks in files.items():
+            copies[file], end = {}, 0
+            for names, chunk in chunks.items():
+                begin, end = end, end + chunk.nbytes
+                values = self.tensors[file][begin:end].view(chunk.values.dtype).view(chunk.shape)
+                values.copy_(chunk.values.detach(), non_blocking=True)
+                copies[file][names] = dataclasses.replace(chunk, values=values)
+                end = _aligned(end)
+        if events:
+            events[1].record()
+        return Copies(copies, events)
+
+    def reserve(self, files: Files, pin: bool) -> None:
+        """See that each file has a buffer, all at once: faulting pages in and pinning them is work of the kernel."""
+        sizes = {file: sum(_aligned(c.nbytes) for c in chunks.values()) for file, chunks in files.items()}
+        missing = [f for f, size in sizes.items() if f not in self.tensors or len(self.tensors[f]) < size]
+        if not missing:
+            return
+        for file in missing:
+            self._unpin(file)
+            self.tensors[file] = empty(sizes[file])
+        if not pin:
+            return
+        with ThreadPoolExecutor(len(missing)) as pool:
+            codes = list(pool.map(lambda file: register(self.tensors[file]), missing))
+        self.pinned.update(file for file, code in zip(missing, codes, strict=True) if code == 0)
+        if any(codes):
+            log.warning("CUDA does not pin the memory for checkpoints (error %d): saves stall longer", max(codes))
+
+    def free(self) -> None:
+        for file in list(self.tensors):
+            self._unpin(file)
+        self.tensors.clear()
+
+    def _unpin(self, file: str) -> None:
+        if file in self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.tensors[file].data_ptr())
+            self.pinned.remove(file)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def empty(size: int) -> Tensor:
+    """Bytes straight from the kernel, in huge pages where it has them: those are faulted in and pinned far faster.
+
+    torch's own pinned memory comes in powers of two, up to twice of what is needed.
+    """
+    memory = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel without them
+            pass
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def register(buffer: Tensor) -> int:
+    """Pin a buffer; 0, or CUDA's number of what went wrong."""
+    return int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 1))
+
+
+def free_memory() -> int | None:
+    """Bytes that this host, or this container, can still give; None where the kernel does not say."""
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())  # "max": none
+        cached = next(line for line in (group / "memory.stat").read_text().splitlines() if line.startswith("file "))
+        used = int((group / "memory.current").read_text()) - int(cached.split()[1])
+    except (OSError, ValueError, StopIteration):
+        return free
+    return min(free, limit - used)
