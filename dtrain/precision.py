@@ -13,6 +13,8 @@ MIN_SCALE = 2.0**-14  # below this an overflow is no matter of scale: the loss i
 class Precision:
     """fp32, bf16 or fp16 products over float32 parameters.
 
+    `stream` is the type of the residual stream, what flows from block to block.
+
     The loss scale is plain arithmetic on one number. Whether a step overflowed is read from the global gradient
     norm, the same on all ranks under every strategy; so no strategy needs a scaler of its own.
     """
@@ -20,10 +22,12 @@ class Precision:
     def __init__(
         self,
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        stream: Literal["float32", "bfloat16", "float16"] = "float32",
         init_scale: float = 65536.0,
         growth_interval: int = 2000,
     ) -> None:
         self.dtype: torch.dtype = getattr(torch, dtype)
+        self.stream: torch.dtype = getattr(torch, stream)  # of what flows from block to block
         self.scaled = dtype == "float16"
         self.scale = init_scale if self.scaled else 1.0
         self.growth_interval = growth_interval

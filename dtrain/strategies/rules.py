@@ -34,6 +34,15 @@ def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> N
         raise bad("strategy.mode", "fsdp", rule, "strategy=fsdp, or strategy.mode=sharded_ddp")
     if "replica_size" in strategy:
         check_replicas(strategy, config["cluster"]["processes"], sizes)
+    check_precision(config)
+
+
+def check_precision(config: dict[str, Any]) -> None:
+    precision = config["precision"]
+    dtype, stream = precision.get("dtype", "float32"), precision.get("stream", "float32")
+    if stream not in ("float32", dtype):
+        rule = f"what flows between blocks is float32, or of the products' type, precision.dtype={dtype}"
+        raise bad("precision.stream", stream, rule, "precision.stream=float32")
 
 
 def check_plans(config: dict[str, Any], sizes: MeshSizes) -> None:
