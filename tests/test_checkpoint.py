@@ -26,6 +26,8 @@ from dtrain.checkpoint import CheckpointError
 from tests.world import ROOT, SMALL, make_run, metrics, spawn, start, summary, train
 
 PHASES = ["save.begin", "save.shard", "save.manifest", "save.rename", "save.latest", "save.prune"]
+BESIDE = ["save.stage", "save.copied"]  # only where the training goes on meanwhile
+BACKGROUND = {"true": [*PHASES, *BESIDE], "false": PHASES}
 
 
 def state(scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -264,10 +266,10 @@ def test_a_run_falls_back_on_all_ranks_and_says_so(tmp_path: Path) -> None:
 # ---- kills ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_sigkill_at_each_phase_loses_no_acknowledged_checkpoint(phase: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("background, phase", [(b, phase) for b in BACKGROUND for phase in BACKGROUND[b]])
+def test_sigkill_at_each_phase_loses_no_acknowledged_checkpoint(background: str, phase: str, tmp_path: Path) -> None:
     options = ("cluster.processes=2", "train.steps=30", "checkpoint.every=2", "checkpoint.keep=1")
-    run = make_run(tmp_path / "run", *options)
+    run = make_run(tmp_path / "run", *options, f"checkpoint.background={background}")
     world = start(run, 2, env={"DTRAIN_FAILPOINT": f"{phase}:3"})  # the third save dies; two were acknowledged
     assert -9 in world.join()
     assert summary(run)["status"] == "running"
@@ -329,9 +331,10 @@ def small_disk(tmp_path: Path):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_full_disk_keeps_the_old_checkpoint_and_says_what_is_needed(small_disk: Path) -> None:
+@pytest.mark.parametrize("background", BACKGROUND)
+def test_a_full_disk_keeps_the_old_checkpoint_and_says_what_is_needed(background: str, small_disk: Path) -> None:
     options = ("cluster.processes=2", "train.steps=8", "checkpoint.every=2")  # one checkpoint is about 0.4 MB
-    run = make_run(small_disk / "run", *options)
+    run = make_run(small_disk / "run", *options, f"checkpoint.background={background}")
     assert train(run, 2) == [3, 3]
     notes = [json.loads((run / "logs" / f"failure-{r}.json").read_text()) for r in (0, 1)]
     assert all("the disk is full" in n["message"] and "bytes needed" in n["message"] for n in notes), (
