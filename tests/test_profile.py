@@ -24,7 +24,7 @@ from tests.slurm_runs import NODES_1, failure, said, submit, until
 from tests.world import ROOT, SMALL, losses, make_run, spawn, summary, train
 
 cluster, here = slurm.cluster, slurm_runs.here
-RECORD = ["profile=torch", "profile.start=4", "profile.steps=2", "train.steps=6"]
+RECORD = ["profile=torch", "profile.start=5", "profile.steps=2", "train.steps=7"]
 
 
 def tables(run: Path) -> list[dict[str, Any]]:
@@ -111,6 +111,8 @@ def test_overlapping_kernels_are_counted_once() -> None:
         ("sm90_xmma_fprop_implicit_gemm_bf16bf16_nhwc", "matrix_products"),
         ("triton_red_fused__log_softmax_nll_loss_forward_3", "softmax_and_loss"),
         ("triton_per_fused_native_layer_norm_12", "norms_and_elementwise"),
+        ("triton_poi_fused__scaled_dot_product_flash_attention_addmm_4", "norms_and_elementwise"),
+        ("triton_tem_fused_mm_7", "matrix_products"),
         ("void at::native::vectorized_elementwise_kernel<4, GeluCUDAKernelImpl>", "norms_and_elementwise"),
         ("aten::addmm", "matrix_products"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
@@ -132,10 +134,11 @@ def test_the_parts_add_up_to_the_step_on_two_ranks(strategy: str, tmp_path: Path
     assert train(run, 2) == [0, 0]
     assert [table["rank"] for table in tables(run)] == [0, 1]
     for table in tables(run):
-        assert table["steps"] == [4, 5] and table["num_steps"] == 2 and table["device"] == "cpu"
+        assert table["steps"] == [5, 6] and table["num_steps"] == 2 and table["device"] == "cpu"
         assert total(table["parts"]) == pytest.approx(table["step_ms"])
         assert total(table["phases"]) == pytest.approx(table["step_ms"])
         assert total(table["parts"], "percent") == pytest.approx(100)
+        assert table["step_ms_without_profiler"] > 0  # of step 2
         parts, phases = table["parts"], table["phases"]
         for part in ("matrix_products", "attention", "norms_and_elementwise", "optimizer", "host_gaps"):
             assert parts[part]["ms"] > 0, part
@@ -149,7 +152,7 @@ def test_the_parts_add_up_to_the_step_on_two_ranks(strategy: str, tmp_path: Path
 
 
 def test_recording_changes_no_bit_and_ends_by_itself(tmp_path: Path) -> None:
-    plain = make_run(tmp_path / "plain", "train.steps=6", "cluster.processes=1")
+    plain = make_run(tmp_path / "plain", "train.steps=7", "cluster.processes=1")
     recorded = make_run(tmp_path / "recorded", *RECORD, "train.eval_every=4", "cluster.processes=1")
     assert train(plain) == train(recorded) == [0]
     assert losses(plain) == losses(recorded)

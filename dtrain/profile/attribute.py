@@ -27,9 +27,12 @@ PARTS = (
 )  # fmt: skip
 TOP = 20  # kernels in the table
 
-# The first that is found in a kernel's or an operation's name decides. Attention before matrix products: the names of
-# its kernels often have both. Compiled (Triton) kernels carry the operations they were fused from in their names.
+# The first that is found in a kernel's or an operation's name decides. Compiled (Triton) kernels come first: they carry
+# the names of what they were fused with, so one that only prepares an attention's input is called after it, too. Then
+# attention before matrix products: the names of its kernels often have both.
 KINDS = (
+    ("softmax_and_loss", r"triton_(poi|red|per)_.*(softmax|nll_loss|cross_entropy|logsumexp)"),
+    ("norms_and_elementwise", r"triton_(poi|red|per)_"),
     ("communication", r"nccl|^c10d::|^gloo:|^mpi:|all_reduce|reduce_scatter|all_gather|_c10d_functional"),
     ("attention", r"flash|fmha|attention|sdpa|attn"),
     ("matrix_products", r"gemm|nvjet|cutlass|cublas|xmma|splitk|gemv|wgrad|dgrad|fprop|convol|winograd|triton_tem|"
@@ -37,7 +40,7 @@ KINDS = (
     ("softmax_and_loss", r"softmax|nll_loss|cross_entropy|logsumexp|mse_loss"),
     ("copies", r"^(Memcpy|Memset)|aten::(copy_|_to_copy|to|clone|contiguous|cat|stack|_foreach_copy_|fill_|zero_)$|"
                r"split_with_sizes_copy|chunk_cat|copy_in|copy_out|CatArrayBatchedCopy|direct_copy"),
-    ("norms_and_elementwise", r"norm|elementwise|vectorized|triton_(poi|red|per)|gelu|silu|dropout|bernoulli|reduce|"
+    ("norms_and_elementwise", r"norm|elementwise|vectorized|gelu|silu|dropout|bernoulli|reduce|"
                               r"multi_tensor|embedding|CompiledFxGraph|aten::(_foreach|add|sub|mul|div|sum|mean|pow|sqr|"
                               r"where|exp|tanh|rsqrt|neg|relu|sigmoid|cos|sin|addc|lerp|_fused)"),
 )  # fmt: skip

@@ -6,9 +6,12 @@ The loop knows nothing of it. When there is nothing to record nothing is put any
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import logging
 import pickle
+import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -126,9 +129,11 @@ class Trace(Recorder):
         # one step in which the profiler warms up, and one whose end is where the first one of the table begins
         when = schedule(wait=0, warmup=1, active=self.profile.steps + 1, repeat=1)
         self.profiler = profile(activities=kinds, schedule=when, on_trace_ready=self.write)
+        self.times: list[float] = []
         self.watch(strategy, loader, first_step, num_left)
 
     def before_step(self) -> None:
+        self.times.append(time.perf_counter())
         if self.step == self.profile.start - 2:
             self.profiler.start()
         elif self.step > self.profile.start - 2:
@@ -144,7 +149,10 @@ class Trace(Recorder):
         profiler.export_chrome_trace(str(path))
         with gzip.open(path, "rt", errors="replace") as file:
             table = attribute.table(json.load(file)["traceEvents"])
-        self.note("torch", table | {"trace": path.name})
+        # What the profiler itself costs: the steps before it began, but for the first, which compiles.
+        plain = [after - before for before, after in itertools.pairwise(self.times[1 : self.profile.start - 2])]
+        usual = {"step_ms_without_profiler": 1000 * statistics.median(plain) if plain else None}
+        self.note("torch", table | usual | {"trace": path.name})
 
 
 class Memory(Recorder):

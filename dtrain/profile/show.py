@@ -71,6 +71,8 @@ def print_time(table: dict[str, Any], folder: Path, num_kernels: int, console: C
     title = (
         f"rank {table['rank']} · {table.get('device')} · steps {steps} · {milliseconds(table.get('step_ms'))} a step"
     )
+    if number(table.get("step_ms_without_profiler")):
+        title += f" ({milliseconds(table['step_ms_without_profiler'])} before the profiler began)"
     rows = grid(title, "part", "ms", "%", "")
     parts = as_dict(table["parts"])
     add(rows, "compute", table.get("compute"), MEANING["compute"])
