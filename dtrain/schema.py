@@ -18,7 +18,9 @@ from typing import Any
 from dtrain.config import CONF, allowed, bad, read_yaml
 
 CHOICES = {
-    "activation_checkpointing": ("none", "full", "selective"),
+    "compile": ("auto", "blocks", "whole", "none", True, False),
+    "fused_loss": ("auto", True, False),
+    "activation_checkpointing": ("none", "ops", "selective", "full"),
     "train.nonfinite": ("stop", "skip"),
 }
 NULLABLE = {

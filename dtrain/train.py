@@ -23,6 +23,7 @@ from dtrain.data.loader import Loader
 from dtrain.models import build as models
 from dtrain.plan.trust import predicted
 from dtrain.rundir import newest_figures, write_json
+from dtrain.strategies.base import StepResult
 from dtrain.validate import batch_sizes, eval_batch_size
 from dtrain.worker import log
 
@@ -116,10 +117,36 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
     stopping = False
     num_skipped = 0
     step_times: list[float] = []
+    start = 0.0  # of the step that is settled next
+    late = None  # the step whose figures have not been read: on a GPU they are, while the next one computes
+
+    def settle(result: StepResult, step: int, samples: int, lr: float, data_s: float) -> None:
+        """Look at a step that has ended: was it finite, how long did it take, is it logged?"""
+        nonlocal num_skipped, start
+        if not result.updated:
+            num_skipped += 1
+            what = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite, weights left alone"
+            log.warning(what)
+            if cfg.train.nonfinite == "stop" and not result.overflow:
+                fix = "a smaller optim.lr, a longer schedule.warmup_steps, precision=bf16, or train.nonfinite=skip"
+                raise NonFiniteError(f"{what}. Fix: {fix}")
+        now = time.perf_counter()
+        step_times.append(now - start)
+        start = now
+        summary.update(steps=step, train_loss=result.loss if math.isfinite(result.loss) else None)
+        if record and (step % cfg.train.log_every == 0 or step == last_step):
+            record.write(
+                step=step, loss=result.loss, lr=lr, grad_norm=result.grad_norm, tokens=samples * rate.tokens_per_sample,
+                tokens_per_s=rate.tokens_per_s(step_times[-1]), step_s=step_times[-1], data_s=data_s,
+                mfu=rate.mfu(step_times[-1]), mem_gib=metrics.memory_gib(device),
+            )  # fmt: skip
+
     while step < last_step and not stopping:
-        start = time.perf_counter()
+        before = time.perf_counter()
+        if late is None:  # else it began when the figures of the one before it came
+            start = before
         inputs, targets = (t.to(device, non_blocking=True) for t in train_data.batch(samples))
-        data_s = time.perf_counter() - start
+        data_s = time.perf_counter() - before
 
         vote = stop.start_vote()
         lr = strategy.set_lr(schedule(step))
@@ -130,28 +157,19 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
         step, samples = step + 1, samples + batch_size
         stopping = stop.read_vote(vote)
 
-        if not result.updated:
-            num_skipped += 1
-            what = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite, weights left alone"
-            log.warning(what)
-            if cfg.train.nonfinite == "stop" and not result.overflow:
-                fix = "a smaller optim.lr, a longer schedule.warmup_steps, precision=bf16, or train.nonfinite=skip"
-                raise NonFiniteError(f"{what}. Fix: {fix}")
-
-        step_times.append(time.perf_counter() - start)
-        summary |= {"steps": step, "train_loss": result.loss if math.isfinite(result.loss) else None}
-
-        # once in a while: log
-        if record and (step % cfg.train.log_every == 0 or step == last_step):
-            record.write(
-                step=step, loss=result.loss, lr=lr, grad_norm=result.grad_norm, tokens=samples * rate.tokens_per_sample,
-                tokens_per_s=rate.tokens_per_s(step_times[-1]), step_s=step_times[-1], data_s=data_s,
-                mfu=rate.mfu(step_times[-1]), mem_gib=metrics.memory_gib(device),
-            )  # fmt: skip
+        # settle the step before this one, which has ended by now, or this one where something needs it
+        is_last = step == last_step or stopping
+        eval_due = not stopping and (is_last or _every(cfg.train.eval_every, step))
+        save_due = is_last or _every(cfg.checkpoint.every, step)
+        if late:
+            settle(late[0].read(), *late[1:])
+        late = (result, step, samples, lr, data_s)
+        if not result.late or eval_due or save_due:
+            settle(result.read(), *late[1:])
+            late = None
 
         # once in a while: evaluate
-        due = step == last_step or (cfg.train.eval_every and step % cfg.train.eval_every == 0)
-        if val_data and due and not stopping:
+        if val_data and eval_due:
             batches = []
             for i in range(num_val_batches):
                 inputs, targets = (t.to(device, non_blocking=True) for t in val_data.batch(i * val_batch_size))
@@ -162,7 +180,7 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
                 record.write(step=step, **figures)
 
         # once in a while: save
-        if step == last_step or stopping or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
+        if save_due:
             meta = {
                 "samples": samples, "data": data_identity, "mesh": sizes.as_dict(), "world_size": world_size,
                 "choices": dict(cfg.choices), "config_sha256": config.fingerprint(run_dir),
@@ -192,6 +210,10 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
         write_json(run_dir / "summary.json", summary)
         record.logger.finish(summary)
     return str(summary["status"])
+
+
+def _every(interval: int, step: int) -> bool:
+    return bool(interval) and step % interval == 0
 
 
 def main(run_dir: Path) -> int:

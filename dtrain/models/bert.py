@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dtrain.config import bad
-from dtrain.models.parts import FIGURES, IGNORED, MLP, LayerNorm, classify
+from dtrain.kernels.cross_entropy import linear_cross_entropy
+from dtrain.models.parts import FIGURES, IGNORED, MLP, Head, LayerNorm, classify
 from dtrain.shards import is_dtensor
 
 if TYPE_CHECKING:
@@ -54,10 +55,12 @@ class Block(nn.Module):
         return self.norm2(x + self.dropout(self.mlp(x)))
 
 
-class MaskedHead(nn.Module):
+class MaskedHead(Head):
     """Logits over the vocabulary, or loss and figures. A module, so that a plan can name it."""
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor, targets: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        if targets is not None and self.training and self.is_fused(x):
+            return linear_cross_entropy(x, weight, targets, bias)
         logits: Any = F.linear(x, weight, bias)
         if targets is None:
             return logits
@@ -68,6 +71,7 @@ class MaskedHead(nn.Module):
 
 class Bert(nn.Module):
     figures = FIGURES
+    stream = torch.float32  # the type of the residual stream: what flows from block to block (precision.stream)
 
     def __init__(
         self,
@@ -134,9 +138,8 @@ class Bert(nn.Module):
         assert self.segments is not None and self.embed_norm is not None
         position = torch.arange(tokens.shape[1], device=tokens.device)
         segment = source[..., 1] if source.dim() == 3 else torch.zeros_like(position)
-        # the residual stream is float32 in every precision
         x = self.embed(tokens).float() + self.positions(position).float() + self.segments(segment).float()
-        return self.dropout(self.embed_norm(x))
+        return self.dropout(self.embed_norm(x).to(self.stream))
 
     def masked_tokens(self, x: Tensor, targets: Tensor | None) -> Tensor:
         assert self.transform is not None and self.transform_norm is not None

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dtrain import checkpoint, config
-from dtrain.models import lora, plain
+from dtrain.models import lora, parts, plain
 from dtrain.rundir import latest_checkpoint
 from dtrain.weights import Drawn, Loaded, log, source_of
 
@@ -21,6 +21,9 @@ def make(cfg: Any, trust: Iterable[str] = ()) -> nn.Module:
     build = functools.partial(config.build, cfg.model, trust)
     model = plain.construct(build, cfg.train.seed)
     plain.complete(model, config.build(cfg.get("loss"), trust), build, cfg.train.seed)  # old runs have no such section
+    for module in model.modules():
+        if isinstance(module, parts.Head):
+            module.fused = {"auto": None}.get(cfg.get("fused_loss", "auto"), cfg.get("fused_loss"))
     with torch.device("meta"):
         if cfg.get("lora", {}).get("rank"):
             lora.apply(model, **cfg.lora)

@@ -55,6 +55,7 @@ class Block(nn.Module):
 
 class GPT2(nn.Module):
     perplexity = True  # exp(loss) means something
+    stream = torch.float32  # the type of the residual stream: what flows from block to block (precision.stream)
 
     def __init__(
         self,
@@ -94,10 +95,8 @@ class GPT2(nn.Module):
         positions, mask = places(inputs if source is None else source, cache)
         x = inputs
         if self.is_first:
-            assert self.embed is not None and self.positions is not None
             tokens = inputs[..., 0] if is_packed(inputs) else inputs
-            # the residual stream is float32 in every precision, too
-            x = self.dropout(self.embed(tokens).float() + self.positions(positions).float())
+            x = self.embedded(tokens, positions)
         for name, layer in self.layers.items():
             x = layer(x, mask=mask, extend=functools.partial(cache.extend, name) if cache else None)
         if cache:
@@ -108,6 +107,11 @@ class GPT2(nn.Module):
         # tied: no second matrix, and no tie for a wrapper to break
         out: Tensor = self.head(self.norm(x), self.embed.weight, targets)
         return out if targets is not None else out[..., : self.vocab_size]
+
+    def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        assert self.embed is not None and self.positions is not None
+        x: Tensor = self.dropout(self.embed(tokens).float() + self.positions(positions).float())
+        return x.to(self.stream)
 
     # ---- the plans -------------------------------------------------------------------------------------------
 

@@ -77,6 +77,7 @@ class Block(nn.Module):
 
 class Llama(nn.Module):
     perplexity = True  # exp(loss) means something
+    stream = torch.float32  # the type of the residual stream: what flows from block to block (precision.stream)
 
     def __init__(
         self,
@@ -137,9 +138,7 @@ class Llama(nn.Module):
         rotary = self.rotary(positions)
         x = inputs
         if self.is_first:
-            assert self.embed is not None
-            # the residual stream is float32 in every precision, too
-            x = self.dropout(self.embed(inputs[..., 0] if is_packed(inputs) else inputs).float())
+            x = self.embedded(inputs[..., 0] if is_packed(inputs) else inputs)
         for name, layer in self.layers.items():
             x = layer(x, rotary=rotary, mask=mask, extend=functools.partial(cache.extend, name) if cache else None)
         if cache:
@@ -150,6 +149,11 @@ class Llama(nn.Module):
         assert weights is not None and self.norm is not None
         out: Tensor = self.head(self.norm(x), weights.weight, targets)
         return out if targets is not None else out[..., : self.vocab_size]
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        assert self.embed is not None
+        x: Tensor = self.dropout(self.embed(tokens).float())
+        return x.to(self.stream)
 
     def rotary(self, positions: Tensor) -> Tensor:
         """Cosines and sines [2, (batch, 1,) length, head_dim / 2] of each pair's angle, in float32.

@@ -1,4 +1,4 @@
-"""Parts that models share. Norms and the residual stream are float32 in every precision; head and loss are one call."""
+"""Parts that models share. Norms compute in float32 in every precision; head and loss are one call."""
 
 from __future__ import annotations
 
@@ -9,24 +9,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dtrain.kernels.cross_entropy import IGNORED as IGNORED
+from dtrain.kernels.cross_entropy import linear_cross_entropy
+
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-IGNORED = -100  # a target that does not count: padding, or a token that is not asked for
-
 
 class LayerNorm(nn.LayerNorm):
-    """In float32 in every precision, also where fsdp has gathered 16-bit weights; in fp32 the casts do nothing."""
+    """In float32 in every precision, also where fsdp has gathered 16-bit weights; in fp32 the casts do nothing.
+
+    What comes out has the type of the residual stream that went in: the product that follows would round it anyway.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
+        out = F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
+        return out.to(x.dtype)
 
 
 class RMSNorm(nn.RMSNorm):
     """In float32 in every precision, as LayerNorm."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
 
 
 class MLP(nn.Module):
@@ -45,7 +50,16 @@ class MLP(nn.Module):
 class Head(nn.Module):
     """Logits, or the mean loss, from the last hidden states and a matrix. A module, so that a plan can name it."""
 
+    fused: bool | None = (
+        None  # loss without whole logits (kernels/cross_entropy.py); None: on a GPU, where it is faster
+    )
+
+    def is_fused(self, x: Tensor) -> bool:
+        return x.is_cuda if self.fused is None else self.fused
+
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is not None and self.is_fused(x):
+            return linear_cross_entropy(x, weight, targets)
         logits = F.linear(x, weight)
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 

@@ -32,7 +32,6 @@ class Patches(nn.Module):
         size = self.patch_size
         cut = images.reshape(batch, channels, height // size, size, width // size, size).permute(0, 2, 4, 1, 3, 5)
         patches = self.proj(cut.reshape(batch, -1, channels * size**2))
-        # the residual stream is float32 in every precision
         tokens = torch.cat([self.class_token.float().expand(batch, 1, -1), patches.float()], dim=1)
         return tokens + self.positions.float()
 
@@ -68,6 +67,7 @@ class Block(nn.Module):
 
 class ViT(nn.Module):
     figures = FIGURES
+    stream = torch.float32  # the type of the residual stream: what flows from block to block (precision.stream)
     task_head = ("head",)  # trained beside adapters, too
 
     def __init__(
@@ -103,7 +103,7 @@ class ViT(nn.Module):
         x = inputs
         if self.is_first:
             assert self.patches is not None
-            x = self.dropout(self.patches(inputs))
+            x = self.dropout(self.patches(inputs).to(self.stream))
         for layer in self.layers.values():
             x = layer(x)
         if not self.is_last:

@@ -24,13 +24,18 @@ from dtrain.precision import Precision
 from dtrain.shards import Held
 from dtrain.strategies import frozen
 from dtrain.strategies.shared import (
+    Compile,
     checkpoint_layers,
-    clip_grad_norm,
+    clip_factor,
+    compile_mode,
+    compile_model,
     init_optimizer_state,
     init_weights,
     local,
     materialize,
     merged,
+    scale_gradients,
+    total_norm,
 )
 from dtrain.weights import Drawn
 
@@ -41,6 +46,30 @@ class StepResult:
     grad_norm: float  # over the whole model, before clipping
     updated: bool  # False: loss or gradient was not finite, and weights and optimizer were left alone
     overflow: bool = False  # not updated only because the fp16 loss scale was too large; it is smaller now
+    late = False
+
+    def read(self) -> StepResult:
+        return self
+
+
+class LateResult:
+    """A step's figures on their way from a GPU, which is not made to wait for whoever reads them."""
+
+    late = True
+
+    def __init__(self, figures: Tensor) -> None:
+        self.figures = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
+        self.figures.copy_(figures, non_blocking=True)
+        self.arrived = torch.cuda.Event()
+        self.arrived.record()
+
+    def read(self) -> StepResult:
+        self.arrived.synchronize()  # with this step, and not with the one that was begun after it
+        loss, norm, finite = self.figures.tolist()
+        return StepResult(loss, norm, updated=bool(finite))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.read(), name)
 
 
 class Strategy:
@@ -49,6 +78,7 @@ class Strategy:
     # How far the losses of `dtrain verify` may be from one process. None: what its precision allows, as the maths is
     # the same. A strategy with other maths states its own figure, and why.
     tolerance: float | None = None
+    runs_ahead = True  # on a GPU the host need not know how a step ended before it begins the next
 
     def __init__(self, pp: int = 1, dp: int = -1, tp: int = 1) -> None:
         self.axes = {"pp": pp, "dp": dp, "tp": tp}
@@ -68,14 +98,15 @@ class Strategy:
         max_grad_norm: float | None = None,
         activation_checkpointing: str = "none",
         activation_checkpointing_every: int = 2,
-        compile: bool = False,
+        compile: Compile = "none",
         masked: bool = False,
     ) -> None:
         """Spread a model that was built on the meta device, give it its first weights, make its optimizer.
 
         `masked`: some targets are IGNORED, and not as many in every sample.
         """
-        self.precision, self.device, self.compile = precision, device, compile
+        self.precision, self.device = precision, device
+        self.compile = compile_mode(compile, device, model)
         self.first, self.masked = frozen.First(first, model), masked
         self.micro_batch_size, self.max_grad_norm = micro_batch_size, max_grad_norm
         self.node_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
@@ -83,6 +114,8 @@ class Strategy:
         self.mesh = mesh.device_mesh(self.sizes, device.type)
         self.data_rank = self.random_rank = self.mesh.get_local_rank("dp")  # of which samples, of which random draws
         self.data_group = self.mesh.get_group("dp")
+        if hasattr(model, "stream"):
+            model.stream = precision.stream  # type: ignore[assignment]
         lora.hold(model, precision.dtype)
         checkpoint_layers(model, activation_checkpointing, activation_checkpointing_every)
         self.module = self.parallelize(model)  # the bare module: its parameter names are the canonical ones
@@ -104,8 +137,7 @@ class Strategy:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap the model once its weights are there. What comes back is what is called."""
-        if self.compile:
-            model.compile()
+        compile_model(model, self.compile)
         return model
 
     def no_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
@@ -133,7 +165,7 @@ class Strategy:
             group["lr"] = group["peak_lr"] * share
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def train_step(self, inputs: Tensor, targets: Tensor) -> StepResult:
+    def train_step(self, inputs: Tensor, targets: Tensor) -> StepResult | LateResult:
         if not self.model.training:  # walking all modules takes 0.1 ms
             self.model.train()
         self.count_targets(targets)
@@ -169,10 +201,16 @@ class Strategy:
             total += loss.detach()
         return total
 
-    def update(self, loss: Tensor) -> StepResult:
+    def update(self, loss: Tensor) -> StepResult | LateResult:
         """Unscale, clip, and step, unless something is not finite. All ranks see the same numbers and do the same."""
         loss = self.mean_over_data_ranks(loss)
         parameters = [p for p in self.module.parameters() if p.grad is not None]
+        if self.decides_on_device():
+            norm = self.norm(parameters)
+            ended_well = torch.isfinite(loss) & torch.isfinite(norm)
+            self.optimizer.step_if(ended_well, clip_factor(norm, self.max_grad_norm))  # type: ignore[attr-defined]
+            self.optimizer.zero_grad(set_to_none=True)
+            return LateResult(torch.stack([loss.float(), norm.float(), ended_well.float()]))
         if self.precision.scaled:
             torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], 1.0 / self.precision.scale)
         norm = self.clip(parameters)
@@ -186,9 +224,20 @@ class Strategy:
         overflow = math.isfinite(loss_value) and self.precision.update(finite)
         return StepResult(loss_value, norm_value, updated=finite, overflow=overflow)
 
+    def decides_on_device(self) -> bool:
+        """Whether the GPU itself can leave an update out. The loss scale of fp16 is the host's, who must know."""
+        on_device = self.device.type == "cuda" and getattr(self, "offload", "none") == "none"
+        return self.runs_ahead and on_device and not self.precision.scaled and hasattr(self.optimizer, "step_if")
+
+    def norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """One norm over the gradients of the whole model."""
+        return total_norm(parameters)
+
     def clip(self, parameters: list[nn.Parameter]) -> Tensor:
         """Clip by one norm over the whole model, and give that norm."""
-        return clip_grad_norm(parameters, self.max_grad_norm)
+        norm = self.norm(parameters)
+        scale_gradients(parameters, clip_factor(norm, self.max_grad_norm))
+        return norm
 
     @torch.no_grad()
     def eval_step(self, inputs: Tensor, targets: Tensor) -> Tensor:

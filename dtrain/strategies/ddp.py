@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.strategies.base import Strategy
+from dtrain.strategies.shared import compile_model
 
 
 class DDP(Strategy):
@@ -18,6 +19,8 @@ class DDP(Strategy):
         self.settled = False
 
     def wrap(self, model: nn.Module) -> nn.Module:
+        if self.compile == "blocks":
+            compile_model(model, "blocks")
         if self.sizes.dp > 1:
             model = DistributedDataParallel(
                 model,
@@ -25,7 +28,9 @@ class DDP(Strategy):
                 bucket_cap_mb=self.bucket_mb,
                 gradient_as_bucket_view=True,  # gradients live in the buckets: one copy of them less
             )
-        return super().wrap(model)  # compiled outside DDP, so that torch cuts the graph at the buckets and overlaps
+        if self.compile == "whole":  # outside DDP, so that torch cuts the graph at the buckets and overlaps
+            compile_model(model, "whole")
+        return model
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         if not self.settled and isinstance(self.model, DistributedDataParallel):

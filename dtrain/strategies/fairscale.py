@@ -20,9 +20,12 @@ from torch import Tensor, nn
 
 from dtrain.shards import Held
 from dtrain.strategies.ddp import DDP
+from dtrain.strategies.shared import compile_model
 
 
 class FairScale(DDP):
+    runs_ahead = False  # its optimizer sends weights after a step, which the host decides on
+
     def __init__(self, dp: int = -1, mode: Literal["oss", "sharded_ddp", "fsdp"] = "sharded_ddp") -> None:
         super().__init__(dp=dp)
         assert mode != "fsdp", "the launcher refuses it"
@@ -45,8 +48,7 @@ class FairScale(DDP):
         self.oss = self.shard(self.make_whole_optimizer(model.named_parameters()))
         if self.mode == "oss" or self.sizes.dp == 1:
             return super().wrap(model)
-        if self.compile:  # inside: the wrapper's forward pass sets up hooks, which do not belong in a graph
-            model.compile()
+        compile_model(model, self.compile)  # inside: the wrapper's forward pass sets up hooks
         return ShardedDataParallel(
             model,
             self.oss,

@@ -30,8 +30,8 @@ class FSDP(Strategy):
         self.forward_prefetch, self.backward_prefetch = forward_prefetch, backward_prefetch
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        if self.compile:
-            compile_layers(model)
+        if self.compile != "none":
+            compile_layers(model, ends=True)
         replica_size = (self.replica_size or self.node_size) if self.sharding == "hybrid" else self.sizes.dp
         units = shard_layers(
             model,

@@ -16,7 +16,7 @@ from dtrain.shards import Held
 from dtrain.strategies.base import Strategy
 from dtrain.strategies.fsdp import data_mesh, free_layers, shard_layers
 from dtrain.strategies.rules import stages_of_rank
-from dtrain.strategies.shared import autocast_inside, clip_grad_norm, compile_layers
+from dtrain.strategies.shared import autocast_inside, compile_layers, total_norm
 from dtrain.strategies.stages import Stages, TiedWeights, split_points, stage_of
 from dtrain.strategies.tensor import cut_layers, finish_sums
 
@@ -76,7 +76,7 @@ class Pipeline(Strategy):
     def parallelize_stage(self, stage: nn.Module) -> nn.Module:
         """Tensor and data parallel inside a stage, as without a pipeline."""
         cut_layers(stage, self.mesh["tp"], self.sequence_parallel, self.loss_parallel)
-        if self.compile:
+        if self.compile != "none" and self.schedule != "zbv":  # which splits the backward pass: no graph can
             compile_layers(stage)
         stage.forward = autocast_inside(stage.forward, self.autocast)  # the schedule's backward pass is outside
         if self.sizes.dp > 1:  # layers stay gathered: every micro-batch would gather them again
@@ -150,10 +150,10 @@ class Pipeline(Strategy):
         free_layers(self.module)
         return loss
 
-    def clip(self, parameters: list[nn.Parameter]) -> Tensor:
+    def norm(self, parameters: list[nn.Parameter]) -> Tensor:
         again = self.tied.counted_elsewhere()
         counted = [p for p in parameters if id(p) not in again]
-        return clip_grad_norm(parameters, self.max_grad_norm, counted, num_stages=self.sizes.pp)
+        return total_norm(parameters, counted, num_stages=self.sizes.pp)
 
     def load_state_dict(self, state: dict[str, Held], extra: dict[str, Any]) -> None:
         super().load_state_dict(state, extra)

@@ -107,9 +107,9 @@ def check_pipeline(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: 
     if schedule == "interleaved_1f1b" and num_micro_batches % rounds:
         rule = f"needs a multiple of strategy.pp={pp} micro-batches, and there are {num_micro_batches}"
         raise bad("strategy.schedule", schedule, rule, "another train.micro_batch_size, or strategy.schedule=1f1b")
-    if schedule == "zbv" and config["compile"]:
+    if schedule == "zbv" and config["compile"] not in ("auto", "none", False):
         rule = "splits the backward pass in two, which torch.compile cannot"
-        raise bad("strategy.schedule", schedule, rule, "compile=false, or strategy.schedule=interleaved_1f1b")
+        raise bad("strategy.schedule", schedule, rule, "compile=none, or strategy.schedule=interleaved_1f1b")
 
 
 def check_replicas(strategy: dict[str, Any], node_size: int, sizes: MeshSizes) -> None:

@@ -36,7 +36,7 @@ class TensorParallel(Strategy):
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         cut_layers(model, self.mesh["tp"], self.sequence_parallel, self.loss_parallel)
-        if self.compile:
+        if self.compile != "none":
             compile_layers(model)
         if self.sizes.dp > 1:
             replica_size = self.sizes.dp if self.data == "fsdp" else 1

@@ -82,7 +82,7 @@ class Zero(Strategy):
         if self.settings["offload_params"] == "nvme":  # each buffer must hold the largest weight's part
             largest = max(-(-p.numel() // self.sizes.dp) for p in model.parameters())
             self.config["zero_optimization"]["offload_param"].setdefault("buffer_size", largest)
-        if self.compile:  # block by block: the engine's hooks around the model cannot be part of a graph
+        if self.compile != "none":  # block by block: the engine's hooks around the model cannot be part of a graph
             compile_layers(model)
         # The engine switches off an autocast that it finds around itself; so ours is inside.
         model.forward = autocast_inside(model.forward, super().autocast)

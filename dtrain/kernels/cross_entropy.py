@@ -1,0 +1,120 @@
+"""Head and loss as one operation: the mean cross-entropy of `x @ weight.T`, whose logits are never whole in memory.
+
+The rows are taken in chunks. Of each chunk the logits are made, turned in place into their own gradient, multiplied
+into the gradients of x and weight, and forgotten: the forward pass does the backward pass's work while the logits are
+at hand, so nothing of the size rows × vocabulary is kept, nor computed twice. The backward pass only multiplies by
+what comes in.
+
+On a GPU one kernel reads and writes each row once (loss_gradient.py). With the vocabulary cut over tensor-parallel
+ranks, and on a CPU, plain operations do the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from dtrain.kernels import CHUNK_ELEMENTS
+from dtrain.shards import chunks_of, is_dtensor
+
+IGNORED = -100  # a target that does not count: padding, or a token that is not asked for
+
+
+def linear_cross_entropy(x: Any, weight: Any, targets: Tensor, bias: Any = None) -> Tensor:
+    """The mean loss over the targets that count, of hidden states [..., dim] and a matrix [vocabulary, dim].
+
+    A weight that is a DTensor is cut by its rows over tensor-parallel ranks, which hold x whole.
+    """
+    group, first = None, 0
+    if is_dtensor(weight):
+        from torch.distributed.tensor import Partial
+
+        group, first = weight.device_mesh.get_group(), chunks_of(weight.detach())[0].offset[0]
+        x = x.to_local(grad_placements=[Partial()])  # each rank has a part of the sum that is x's gradient
+        weight, bias = (t.to_local() if is_dtensor(t) else t for t in (weight, bias))
+    return _linear_cross_entropy(x.flatten(0, -2), weight, bias, targets.flatten(), group, first)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, group: Any, first: int
+    ) -> Tensor:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        of_x, of_weight, of_bias = (ctx.needs_input_grad[i] for i in range(3))
+        losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        grad_x = torch.empty_like(x) if of_x else None
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=x.device) if of_weight else None
+        grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=x.device) if of_bias else None
+        rows = chunk_rows(len(x), weight.shape[0])
+        with torch.autocast(device, enabled=False) if device != "meta" else contextlib.nullcontext():
+            for i in range(0, len(x), rows):
+                part = slice(i, i + rows)
+                logits = F.linear(x[part], weight, bias)
+                to_gradient(logits, targets[part], losses[part], any((of_x, of_weight, of_bias)), group, first)
+                if grad_x is not None:
+                    torch.mm(logits, weight, out=grad_x[part])
+                if grad_weight is not None:
+                    grad_weight = add_product(grad_weight, logits.T, x[part])
+                if grad_bias is not None:
+                    grad_bias += logits.sum(dim=0, dtype=torch.float32)
+        share = 1.0 / (targets != IGNORED).sum().float()
+        ctx.save_for_backward(grad_x, grad_weight, grad_bias, share)
+        return losses.sum() * share
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        *sums, share = ctx.saved_tensors
+        # not in place: a pipeline schedule may ask twice, once for x's gradient and once for the weights'
+        scaled = [None if s is None else (s * (gradient * share)).to(t) for s, t in zip(sums, ctx.dtypes, strict=True)]
+        return *scaled, None, None, None
+
+
+# Graphs end here: what is inside is a few large kernels, and its loop would be unrolled for every batch size.
+_linear_cross_entropy = torch.compiler.disable(LinearCrossEntropy.apply)
+
+
+def chunk_rows(rows: int, vocabulary: int) -> int:
+    """Equal chunks of at most CHUNK_ELEMENTS logits, in whole tiles of 128 rows."""
+    chunks = max(1, -(-rows * vocabulary // CHUNK_ELEMENTS))
+    return max(128, -(-rows // chunks + 127) // 128 * 128) if rows else 1
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total + a @ b in float32, without rounding the product to 16 bits first where that can be had."""
+    if total.is_cuda and a.dtype != torch.float32:
+        return torch.addmm(total, a, b, out_dtype=torch.float32)
+    return total.add_(a @ b)
+
+
+def to_gradient(logits: Tensor, targets: Tensor, losses: Tensor, wanted: bool, group: Any, first: int) -> None:
+    """Fill in each row's loss, and put that loss's gradient in the place of its logits. An ignored row gets zeros."""
+    if logits.is_cuda and group is None:
+        from dtrain.kernels.loss_gradient import launch
+
+        return launch(logits, targets, losses, wanted)
+    counts = targets != IGNORED
+    wide = logits.float()
+    top = wide.amax(dim=1)
+    if group is not None:
+        dist.all_reduce(top, dist.ReduceOp.MAX, group)
+    powers = (wide - top[:, None]).exp_()
+    mine = counts & (targets >= first) & (targets < first + logits.shape[1])  # whose target this rank has
+    column = torch.where(mine, targets - first, 0)[:, None]
+    sums = torch.stack([powers.sum(dim=1), torch.where(mine, wide.gather(1, column)[:, 0], 0.0)])
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    total, right = sums
+    losses.copy_(torch.where(counts, top + total.log() - right, 0.0))
+    if wanted:
+        powers /= total[:, None]
+        powers.scatter_add_(1, column, -mine[:, None].float())
+        logits.copy_(powers * counts[:, None])
