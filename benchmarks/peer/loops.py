@@ -130,7 +130,8 @@ def deepspeed(cfg: Any, feed: Feed, device: torch.device) -> None:
     from dtrain.strategies.zero_state import import_deepspeed
 
     tool = import_deepspeed(device)  # its import as it must be where there is no compiler or no GPU; no more of ours
-    model = yardstick(cfg.model).to(device)
+    # It sends no weights with channels last, and leaves the statistics of batch norms in float32, which torch refuses.
+    model = yardstick(cfg.model).to(device, torch.bfloat16, memory_format=torch.contiguous_format)
     config = {
         "train_micro_batch_size_per_gpu": len(feed.batches[0][0]), "gradient_clipping": CLIP,
         "bf16": {"enabled": True}, "zero_optimization": {"stage": 2},

@@ -1,0 +1,1 @@
+"""Scripts that measure. A package, as fairscale installs one of the same name, which a mere folder would lose to."""
