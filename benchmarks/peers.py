@@ -139,7 +139,7 @@ class Measured:
 
     def wave(self, names: list[str]) -> dict[str, Row]:
         """Start peers at once, let them warm up, run the rounds in turn, end them; plain torch stays."""
-        from peer.process import Peer
+        from benchmarks.peer.process import Peer
 
         starting = [*([] if self.reference else ["plain"]), *names]
         threads = max(1, (os.cpu_count() or 1) // max(1, len(starting)))
@@ -270,11 +270,11 @@ def main() -> None:
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        from peer.process import work
+        from benchmarks.peer.process import work
 
         return work(options.worker)
     if options.chart:
-        from peer.chart import draw
+        from benchmarks.peer.chart import draw
 
         options.chart.write_text(draw(json.loads((options.json or RESULTS).read_text())))
         return None

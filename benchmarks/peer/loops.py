@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from peer.feed import Feed
-from peer.yardsticks import kind_of, yardstick
+from benchmarks.peer.feed import Feed
+from benchmarks.peer.yardsticks import kind_of, yardstick
 
 CLIP, LR, BETAS, DECAY = 1.0, 1e-4, (0.9, 0.95), 0.1
 

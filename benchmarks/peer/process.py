@@ -86,9 +86,9 @@ def work(spec: dict[str, Any]) -> None:
     import torch
     from measure import batch_of
 
+    from benchmarks.peer.feed import Feed
+    from benchmarks.peer.loops import LOOPS
     from dtrain import worker
-    from peer.feed import Feed
-    from peer.loops import LOOPS
 
     cfg = Settings(settings)
     if spec["loop"] in DISTRIBUTED:
