@@ -191,6 +191,17 @@ def test_what_was_put_around_is_taken_away(tmp_path: Path) -> None:
     assert tables(tmp_path)[0]["steps"] == [3, 3]
 
 
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = Step()
+    Profile("torch", start=3, steps=1).begin(tmp_path, 0, torch.device("cpu")).attach(step, step, 0, 3)
+    (tmp_path / "profiles").rmdir()
+    for _ in range(3):
+        assert [step.batch(), step.forward_backward(), step.update()] == ["batch", "loss", "result"]
+    assert "could not be written" in caplog.text
+
+
 def test_a_resume_with_too_few_steps_left_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     step = Step()
     Profile("torch", start=10, steps=3).begin(tmp_path, 0, torch.device("cpu")).attach(step, step, 90, 11)

@@ -102,7 +102,10 @@ class Recorder:
         if self.step == self.profile.start + self.profile.steps - 1:
             for owner, name in self.wrapped:
                 delattr(owner, name)
-            self.finish()
+            try:
+                self.finish()
+            except Exception:  # a full disk, say: a run of days does not end for want of a table
+                log.exception("profile: it could not be written; the training goes on")
 
     def before_step(self) -> None:
         """Just before a step's data is asked for."""
