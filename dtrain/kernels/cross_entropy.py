@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
 from dtrain.kernels import CHUNK_ELEMENTS
 from dtrain.shards import chunks_of, is_dtensor
@@ -58,7 +57,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(device, enabled=False) if device != "meta" else contextlib.nullcontext():
             for i in range(0, len(x), rows):
                 part = slice(i, i + rows)
-                logits = F.linear(x[part], weight, bias)
+                logits = x[part] @ weight.T if bias is None else torch.addmm(bias, x[part], weight.T)
                 to_gradient(logits, targets[part], losses[part], any((of_x, of_weight, of_bias)), group, first)
                 if grad_x is not None:
                     torch.mm(logits, weight, out=grad_x[part])

@@ -54,6 +54,8 @@ class Zero(Strategy):
         **options: Any,
     ) -> None:
         self.deepspeed = import_deepspeed(options["device"])
+        if self.stage == 3 and options.get("compile") == "auto":
+            options["compile"] = "none"  # its hooks inside a graph compute wrong gradients (zero_config.check)
         super().setup(model, functools.partial(optimizer_of_shapes, make_optimizer), **options)
         with contextlib.redirect_stdout(io.StringIO()):  # what it prints is not logged: warnings still show
             self.engine, self.zero, _, _ = self.deepspeed.initialize(

@@ -119,11 +119,11 @@ def check(config: Mapping[str, Any], sizes: MeshSizes) -> dict[str, Any]:
     if strategy["offload_params"] == "nvme" and config.get("lora", {}).get("rank"):
         rule = "frozen weights get their values where they lie, and that cannot be a disk"
         raise bad("strategy.offload_params", "nvme", rule, "strategy.offload_params=cpu, or strategy=fsdp")
-    if config["compile"] and strategy["stage"] == 3:
+    if config["compile"] not in ("auto", "none", False) and strategy["stage"] == 3:
         # Hooks gather each layer's weights inside the graph. On an H200 (torch 2.11, DeepSpeed 0.19.8) the loss was 0.5
         # off after 12 steps, with no error; on a CPU it was right.
         rule = "strategy=zero3 computes wrong gradients under torch.compile on a GPU"
-        raise bad("compile", "true", rule, "compile=false, or strategy=fsdp")
+        raise bad("compile", str(config["compile"]).lower(), rule, "compile=none, or strategy=fsdp")
     per_rank = config["train"]["global_batch_size"] // sizes.dp
     micro = min(config["train"]["micro_batch_size"] or per_rank, per_rank)
     precision = config["precision"]

@@ -12,7 +12,7 @@ import torch
 from dtrain import checkpoint
 from dtrain.config import build, load
 from dtrain.precision import Precision
-from dtrain.strategies.shared import clip_grad_norm
+from dtrain.strategies.shared import clip_factor, scale_gradients, total_norm
 from dtrain.weights import Drawn
 from tests.world import STRATEGIES, layouts, losses, make_run, metrics, sizes_of, spawn, summary, train
 
@@ -155,10 +155,11 @@ def test_clipping_scales_all_gradients_by_one_norm() -> None:
     weights = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))]
     for weight, gradient in zip(weights, ([3.0, 0.0], [0.0, 4.0]), strict=True):
         weight.grad = torch.tensor(gradient)
-    assert clip_grad_norm(weights, None).item() == 5.0
-    assert clip_grad_norm(weights, 100.0).item() == 5.0
+    norm = total_norm(weights)
+    assert norm.item() == 5.0 and clip_factor(norm, None) is None
+    scale_gradients(weights, clip_factor(norm, 100.0))
     assert weights[1].grad is not None and weights[1].grad.tolist() == [0.0, 4.0], "nothing to clip"
-    assert clip_grad_norm(weights, 1.0).item() == 5.0, "the norm before clipping"
+    scale_gradients(weights, clip_factor(norm, 1.0))
     gradients = torch.cat([w.grad for w in weights if w.grad is not None])
     torch.testing.assert_close(gradients, torch.tensor([0.6, 0.0, 0.0, 0.8]))
 
