@@ -123,8 +123,14 @@ def write_files(folder: Path, files: Files) -> list[dict[str, Any]]:
         ]  # fmt: skip
         return {"file": file, "size": size, "sha256": digest, "written": entries}
 
-    with ThreadPoolExecutor(len(files)) as pool:
+    with ThreadPoolExecutor(num_threads()) as pool:
         return list(pool.map(write, files))
+
+
+def num_threads() -> int:
+    """How many files a rank hashes at once: a core for each, of those that are this rank's."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MAX_FILES, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 def assign_writers(chunks: dict[Names, Chunk]) -> list[Names]:
@@ -233,7 +239,7 @@ def verify(path: Path, group: Group = None) -> str:
     with agreed(f"reading {path}", group=group):
         try:
             mine = sorted(read_manifest(path)["files"].items())[rank() :: world_size()]
-            with ThreadPoolExecutor(MAX_FILES) as pool:
+            with ThreadPoolExecutor(num_threads()) as pool:
                 problem = next((p for p in pool.map(lambda item: damage(path / item[0], item[1]), mine) if p), "")
         except Damaged as error:
             problem = str(error)

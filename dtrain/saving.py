@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import mmap
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -124,6 +125,8 @@ class Saver:
     def _write_copies(self, stall: float, begin: float, step: int, copies: Copies, meta: dict[str, Any]) -> None:
         """The thread of a save."""
         try:
+            if sys.platform == "linux":  # where threads have a priority each: it has the cores that training leaves
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
             # what the loop felt: its own time, and the GPU's, which computes nothing while it copies
             stall += copies.wait()
             failpoint("save.copied")
