@@ -17,7 +17,7 @@ from dtrain.profile.record import Profile
 from dtrain.profile.show import read_tables
 from tests.world import SMALL, losses, make_run, spawn, summary, train
 
-RECORD = ["profile=torch", "profile.start=5", "profile.steps=2", "train.steps=7"]
+RECORD = ["profile=torch", "profile.start=5", "profile.num_steps=2", "train.steps=7"]
 
 
 def tables(run: Path) -> list[dict[str, Any]]:
@@ -176,7 +176,7 @@ def test_nothing_is_put_around_a_step_that_is_not_recorded(profile: Profile, ran
 
 def test_what_was_put_around_is_taken_away(tmp_path: Path) -> None:
     step = Step()
-    Profile("torch", start=3, steps=1).begin(tmp_path, 0, torch.device("cpu")).attach(step, step, 0, 3)
+    Profile("torch", start=3, num_steps=1).begin(tmp_path, 0, torch.device("cpu")).attach(step, step, 0, 3)
     for _ in range(3):
         assert vars(step)
         assert [step.batch(), step.forward_backward(), step.update()] == ["batch", "loss", "result"]
@@ -188,7 +188,7 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     step = Step()
-    Profile("torch", start=3, steps=1).begin(tmp_path, 0, torch.device("cpu")).attach(step, step, 0, 3)
+    Profile("torch", start=3, num_steps=1).begin(tmp_path, 0, torch.device("cpu")).attach(step, step, 0, 3)
     (tmp_path / "profiles").rmdir()
     for _ in range(3):
         assert [step.batch(), step.forward_backward(), step.update()] == ["batch", "loss", "result"]
@@ -197,7 +197,7 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(
 
 def test_a_resume_with_too_few_steps_left_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     step = Step()
-    Profile("torch", start=10, steps=3).begin(tmp_path, 0, torch.device("cpu")).attach(step, step, 90, 11)
+    Profile("torch", start=10, num_steps=3).begin(tmp_path, 0, torch.device("cpu")).attach(step, step, 90, 11)
     assert "only 11 steps are left" in caplog.text
     assert vars(step) == {}
 
@@ -242,7 +242,7 @@ def test_a_run_without_a_profile_names_the_words_to_type(tmp_path: Path, capsys:
         (["profile=torch", "profile.start=1"], "profile.start=1: must be at least 3"),
         (["profile=torch", "nsys=true"], "nsys=true: profile=torch records the same steps"),
         (["profile=tarch"], "profile=tarch: there is no such option"),
-        (["profile.stepz=1"], "profile.stepz: there is no such setting"),
+        (["profile.num_stepz=1"], "profile.num_stepz: there is no such setting"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(

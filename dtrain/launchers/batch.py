@@ -215,8 +215,6 @@ class Job:
         for line in profile.differences(config, os.environ):
             say(line)
         try:
-            if not config["cluster"]["container_image"]:  # in a container it is another PATH
-                nsys.check(config)
             nsys.prepare(config, self.run_dir)
         except ValueError as error:  # only now: the node that submitted it may lack what cluster.setup loads here
             return BAD_CONFIG, failure(None, "nsys", str(error), "logs/batch.log") | {"exit_code": BAD_CONFIG}

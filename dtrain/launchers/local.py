@@ -17,6 +17,7 @@ from dtrain.config import bad
 from dtrain.contract import PREFLIGHT
 from dtrain.launchers import nsys
 from dtrain.launchers.supervisor import Supervisor
+from dtrain.profile import rules as profiling
 
 
 class Local:
@@ -33,6 +34,7 @@ class Local:
 
     def check(self, config: dict[str, Any]) -> None:
         nsys.check(config)
+        profiling.check_machine(config)
 
     def dry_run(self, run_dir: Path, config: dict[str, Any]) -> None:
         self._torchrun(config).dry_run(run_dir)

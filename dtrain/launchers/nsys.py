@@ -11,14 +11,16 @@ from dtrain.config import bad, gpus_per_node
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Where the ranks are started from here: is it there?"""
-    if config.get("nsys") and shutil.which("nsys") is None:
+    """On the machine that starts the ranks: is it there? What a container has is not seen from outside."""
+    contained = config["cluster"].get("container_image")
+    if config.get("nsys") and not contained and shutil.which("nsys") is None:
         fix = "install Nsight Systems, or `module load` it; without it: profile=torch"
         raise bad("nsys", "true", "there is no nsys on PATH", fix)
 
 
 def prepare(config: Mapping[str, Any], run_dir: Path) -> None:
-    """Before the ranks are started: nsys makes no folder."""
+    """Before the ranks are started: is it there, also for a point of a sweep? It makes no folder itself."""
+    check(config)
     if config.get("nsys"):
         (run_dir / "profiles").mkdir(exist_ok=True)
 

@@ -25,6 +25,7 @@ from dtrain.config import bad
 from dtrain.launchers import batch, nsys, requests
 from dtrain.launchers.local import Torchrun
 from dtrain.launchers.supervisor import failure
+from dtrain.profile import rules as profiling
 from dtrain.rundir import read_json, write_json
 from dtrain.words import shell_path
 
@@ -119,6 +120,7 @@ class Slurm:
 
     def check(self, config: dict[str, Any]) -> None:
         """Ask SLURM itself, before anything is written, whether it would take this job."""
+        profiling.check_machine(config)
         if self.launcher == "torchrun":
             nsys.check(config)
             return

@@ -32,9 +32,9 @@ class Profile:
         kind: Literal["none", "torch", "memory"] = "none",
         ranks: list[int] | None = None,
         start: int = 10,
-        steps: int = 3,
+        num_steps: int = 3,
     ) -> None:
-        self.kind, self.ranks, self.start, self.steps = kind, [0] if ranks is None else ranks, start, steps
+        self.kind, self.ranks, self.start, self.num_steps = kind, [0] if ranks is None else ranks, start, num_steps
 
     def begin(self, run_dir: Path, rank: int, device: Any, nsys: bool = False) -> Recorder:
         """Before anything is built: what stands around the steps later. A history of memory begins here."""
@@ -61,7 +61,7 @@ class Recorder:
     def watch(self, strategy: Any, loader: Any, first_step: int, num_left: int) -> None:
         """Stand around the methods of this strategy and this loader that are the phases of a step."""
         self.first_step = first_step + self.profile.start
-        if num_left < self.profile.start + self.profile.steps - 1:
+        if num_left < self.profile.start + self.profile.num_steps - 1:
             log.warning(
                 "profile.start=%d: only %d steps are left, so there will be no profile. Fix: a smaller profile.start",
                 self.profile.start, num_left,
@@ -99,7 +99,7 @@ class Recorder:
         self.before_step()
 
     def on_end(self) -> None:
-        if self.step == self.profile.start + self.profile.steps - 1:
+        if self.step == self.profile.start + self.profile.num_steps - 1:
             for owner, name in self.wrapped:
                 delattr(owner, name)
             try:
@@ -115,7 +115,7 @@ class Recorder:
 
     def note(self, kind: str, values: dict[str, Any]) -> None:
         """One table in the run folder, where `dtrain profile` finds it."""
-        steps = [self.first_step, self.first_step + self.profile.steps - 1]
+        steps = [self.first_step, self.first_step + self.profile.num_steps - 1]
         write_json(
             self.folder / f"{kind}-rank-{self.rank}.json", {"kind": kind, "rank": self.rank, "steps": steps} | values
         )
@@ -130,7 +130,7 @@ class Trace(Recorder):
 
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
         # one step in which the profiler warms up, and one whose end is where the first one of the table begins
-        when = schedule(wait=0, warmup=1, active=self.profile.steps + 1, repeat=1)
+        when = schedule(wait=0, warmup=1, active=self.profile.num_steps + 1, repeat=1)
         self.profiler = profile(activities=kinds, schedule=when, on_trace_ready=self.write)
         self.times: list[float] = []
         self.watch(strategy, loader, first_step, num_left)

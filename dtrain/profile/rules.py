@@ -9,6 +9,7 @@ from dtrain.profile import memory
 
 
 def check(config: dict[str, Any]) -> None:
+    """Steps and ranks that are there, and one recorder at a time."""
     profile, nsys = config["profile"], config["nsys"]
     kind = profile.get("kind")
     if kind == "none" and not nsys:
@@ -24,10 +25,14 @@ def check(config: dict[str, Any]) -> None:
         raise bad("profile.ranks", ranks, rule, f"'profile.ranks=[{','.join(map(str, range(min(size, 2))))}]'")
     train = config["train"]
     steps = min(train["steps"], train["stop_after"] or train["steps"])
-    needed = profile["start"] + profile["steps"] - 1
+    needed = profile["start"] + profile["num_steps"] - 1
     if needed > steps:
         rule = f"the run ends after {steps} steps, and step {needed} is the last to be recorded"
         longer = f"train.steps={needed}" if steps == train["steps"] else f"train.stop_after={needed}"
-        raise bad("profile.start", profile["start"], rule, f"profile.start=3 profile.steps=1, or {longer}")
-    if kind == "memory" and not gpus_per_node(config["cluster"]):
+        raise bad("profile.start", profile["start"], rule, f"profile.start=3 profile.num_steps=1, or {longer}")
+
+
+def check_machine(config: dict[str, Any]) -> None:
+    """Where the ranks will run: is there a GPU for what needs one? Not asked when it is only shown (dry_run=true)."""
+    if config["profile"].get("kind") == "memory" and not gpus_per_node(config["cluster"]):
         raise memory.no_gpu()

@@ -40,7 +40,7 @@ def nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_nsys_goes_around_torchrun(nsys: Path, tmp_path: Path) -> None:
-    words = [*SMALL, "nsys=true", "cluster.processes=2", "profile.start=3", "profile.steps=1", "train.steps=4"]
+    words = [*SMALL, "nsys=true", "cluster.processes=2", "profile.start=3", "profile.num_steps=1", "train.steps=4"]
     command = [sys.executable, str(ROOT / "launch.py"), *words, f"run_dir={tmp_path}/run"]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -66,7 +66,7 @@ def test_nsys_goes_around_each_rank_of_a_slurm_job(
     cluster: Cluster, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node that submits need not have it: cluster.setup, which runs in the job, brings it here."""
-    words = [*NODES_1, "cluster.processes=2", "nsys=true", "profile.start=3", "profile.steps=1", "train.steps=4"]
+    words = [*NODES_1, "cluster.processes=2", "nsys=true", "profile.start=3", "profile.num_steps=1", "train.steps=4"]
     without = submit(*words, run="without")
     until(lambda: (without / "failure.json").exists(), "a job without nsys ends")
     assert failure(without)["type"] == "nsys" and failure(without)["exit_code"] == 2
