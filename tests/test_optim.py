@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dtrain.optim import adamw, scaled_lr, sgd
+from dtrain.optim import AdamW, adamw, scaled_lr, sgd
 
 rates = st.floats(1e-8, 10)
 batches = st.integers(1, 1 << 20)
@@ -81,3 +81,68 @@ def test_without_a_gradient_only_decay_moves_a_matrix() -> None:
     for name, p in model.named_parameters():
         factor = 1 - 0.1 * 0.5 if p.dim() == 2 else 1.0
         torch.testing.assert_close(p.detach(), before[name] * factor, msg=name)
+
+
+def test_on_a_cpu_the_step_is_torchs_own_to_the_bit() -> None:
+    models = [make_model(), make_model()]
+    models[1].load_state_dict(models[0].state_dict())
+    ours = adamw(models[0].named_parameters(), lr=1e-2, betas=[0.8, 0.9])
+    theirs = torch.optim.AdamW(
+        adamw(models[1].named_parameters(), lr=1e-2, betas=[0.8, 0.9]).param_groups, betas=(0.8, 0.9)
+    )
+    for step in range(5):
+        for model in models:
+            generator = torch.Generator().manual_seed(step)
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator)
+        ours.step_if(torch.tensor(True), torch.tensor(0.5))
+        for p in models[1].parameters():
+            assert p.grad is not None
+            p.grad *= 0.5
+        theirs.step()
+    for p, q in zip(*(m.parameters() for m in models), strict=True):
+        assert torch.equal(p, q)
+        if q in theirs.state:
+            assert ours.state[p].keys() == theirs.state[q].keys()
+            assert all(torch.equal(ours.state[p][key], theirs.state[q][key]) for key in theirs.state[q])
+
+
+def test_a_step_that_is_not_finite_is_left_out() -> None:
+    model = make_model()
+    optimizer = adamw(model.named_parameters(), lr=1e-2, betas=[0.9, 0.95])
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float("nan"))
+    optimizer.step_if(torch.tensor(False), torch.tensor(float("nan")))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(state["step"] == 0 for state in optimizer.state.values())
+
+
+def test_bfloat16_parameters_follow_updates_that_are_smaller_than_their_last_bit() -> None:
+    """200 updates of 1/5 of what separates 1 from its lower neighbour: lost if each is rounded to the nearest."""
+    p = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+    optimizer = AdamW([p], lr=2**-8 / 5, betas=(0.9, 0.999), weight_decay=0.0)
+    for _ in range(200):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert {optimizer.state[p][key].dtype for key in ("exp_avg", "exp_avg_sq")} == {torch.bfloat16}
+    assert p.detach().float().mean().item() == pytest.approx(1 - 200 * 2**-8 / 5, abs=2e-3)
+    assert optimizer.state[p]["exp_avg_sq"].float().mean().item() == pytest.approx(1 - 0.999**200, rel=0.02)
+    plain = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    nearest = torch.optim.AdamW([plain], lr=2**-8 / 5, weight_decay=0.0)
+    for _ in range(200):
+        plain.grad = torch.ones_like(plain)
+        nearest.step()
+    assert torch.equal(plain.detach(), torch.ones_like(plain))  # so this test can fail
+
+
+def test_the_rounding_of_copies_is_one_and_of_seeds_is_not() -> None:
+    results = []
+    for seed in (1, 1, 2):
+        p = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+        optimizer = AdamW([p], lr=1e-3)
+        optimizer.seed = seed
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        results.append(p.detach())
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])

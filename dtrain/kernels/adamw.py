@@ -1,0 +1,204 @@
+"""AdamW for all parameters in one launch, which clips, leaves out a step that is not finite, and can round by chance.
+
+Bound by memory: with everything in float32, 16 bytes are read and 12 written for each parameter. torch's own fused
+kernel moves as much, and wants the norm's factor multiplied into the gradients before: 8 bytes more. Its `found_inf`
+would keep the step from the host, too, but it writes the gradients back.
+
+The kernel finds its tensors by their addresses, in tables with one row for each kind. That of parameters and state is
+sent once; that of gradients, which lie elsewhere each time, before every step. A program takes BLOCK elements of one
+tensor.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+from torch import Tensor
+
+from dtrain.kernels.rounding import quad
+
+BLOCK, WARPS = 2048, 8  # elements and warps of a program
+KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+# rows of the table: addresses of parameter, first and second moment and step; elements, group, number, first quad
+P_ROW, M_ROW, V_ROW, STEP_ROW, SIZE_ROW, GROUP_ROW, NUMBER_ROW, QUAD_ROW = map(tl.constexpr, range(8))
+SETTINGS = tl.constexpr(5)  # of a group: lr, weight_decay, beta1, beta2, eps
+SCALARS = tl.constexpr(16)  # of each tensor: ten are used
+
+
+@triton.jit
+def prepare(table, fresh, finite, factor, scalars, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """For each tensor: count the step if it is finite, and work out in float64 what all its elements share."""
+    tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = tensor < count
+    go = tl.load(finite)
+    address = tl.load(table + STEP_ROW * count + tensor, mask=here, other=0).to(tl.pointer_type(tl.float32))
+    step = tl.load(address, mask=here, other=0.0) + go
+    tl.store(address, step, mask=here)
+    own = fresh + 2 * count + 1 + SETTINGS * tl.load(table + GROUP_ROW * count + tensor, mask=here, other=0)
+    lr = tl.load(own, mask=here, other=0).to(tl.float64, bitcast=True)
+    decay = tl.load(own + 1, mask=here, other=0).to(tl.float64, bitcast=True)
+    beta1 = tl.load(own + 2, mask=here, other=0).to(tl.float64, bitcast=True)
+    beta2 = tl.load(own + 3, mask=here, other=0).to(tl.float64, bitcast=True)
+    eps = tl.load(own + 4, mask=here, other=0).to(tl.float64, bitcast=True)
+    # a step that is left out may be the first: 1 - beta^0 would be 0
+    power = tl.maximum(step, 1.0).to(tl.float64)
+    out = scalars + tensor * SCALARS
+    tl.store(out, (1.0 - lr * decay).to(tl.float32), mask=here)
+    tl.store(out + 1, (lr / (1.0 - tl.exp(power * tl.log(beta1)))).to(tl.float32), mask=here)
+    tl.store(out + 2, (1.0 / tl.sqrt(1.0 - tl.exp(power * tl.log(beta2)))).to(tl.float32), mask=here)
+    tl.store(out + 3, eps.to(tl.float32), mask=here)
+    tl.store(out + 4, beta1.to(tl.float32), mask=here)
+    tl.store(out + 5, (1.0 - beta1).to(tl.float32), mask=here)
+    tl.store(out + 6, beta2.to(tl.float32), mask=here)
+    tl.store(out + 7, (1.0 - beta2).to(tl.float32), mask=here)
+    tl.store(out + 8, tl.load(factor), mask=here)
+    tl.store(out + 9, go, mask=here)
+
+
+@triton.jit
+def noisy(x, noise):  # type: ignore[no-untyped-def]
+    """float32 to bfloat16, up or down by chance: 16 random bits are added below the last one that is kept."""
+    cut = (x.to(tl.uint32, bitcast=True) + noise) >> 16
+    return tl.where(x == x, cut.to(tl.uint16).to(tl.bfloat16, bitcast=True), x.to(tl.bfloat16))
+
+
+@triton.jit
+def places(table, tensor, offsets, KIND: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a tensor's elements lie."""
+    at = tl.load(table + tensor).to(tl.pointer_type(KIND)) + offsets
+    if WHOLE:
+        at = tl.multiple_of(at, 16)  # bytes, so that 16 of them are read at once
+    return at
+
+
+@triton.jit
+def take(  # type: ignore[no-untyped-def]
+    table, fresh, scalars, count, tensor, begin, P: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
+    NOISE: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of one tensor. WHOLE: all of it is there, and it begins at a multiple of 16 bytes."""
+    scalars += tensor * SCALARS
+    offsets = begin + tl.arange(0, BLOCK)
+    if WHOLE:
+        mask = None  # one that is worked out here would make of each load many, of an element each
+    else:
+        mask = offsets < tl.load(table + SIZE_ROW * count + tensor)
+    p_at = places(table + P_ROW * count, tensor, offsets, P, WHOLE)
+    g_at = places(fresh, tensor, offsets, G, WHOLE)
+    m_at = places(table + M_ROW * count, tensor, offsets, M, WHOLE)
+    v_at = places(table + V_ROW * count, tensor, offsets, M, WHOLE)
+    p = tl.load(p_at, mask=mask).to(tl.float32)
+    g = tl.load(g_at, mask=mask).to(tl.float32)
+    m = tl.load(m_at, mask=mask).to(tl.float32)
+    v = tl.load(v_at, mask=mask).to(tl.float32)
+    g *= tl.load(scalars + 8)
+    m = tl.load(scalars + 4) * m + tl.load(scalars + 5) * g
+    v = tl.load(scalars + 6) * v + tl.load(scalars + 7) * (g * g)
+    root = tl.sqrt_rn(v) * tl.load(scalars + 2) + tl.load(scalars + 3)
+    p = p * tl.load(scalars) - tl.load(scalars + 1) * tl.div_rn(m, root)
+    if NOISE:
+        step = tl.load(tl.load(table + STEP_ROW * count + tensor).to(tl.pointer_type(tl.float32))).to(tl.uint32)
+        quads = tl.load(table + QUAD_ROW * count + tensor) + begin // 4 + tl.arange(0, BLOCK // 4)
+        none = (quads * 0).to(tl.uint32)
+        number = tl.load(table + NUMBER_ROW * count + tensor).to(tl.uint32)
+        a, b, c, d = tl.philox(tl.load(fresh + 2 * count), quads.to(tl.uint32), none + number, none + step, none)
+        noise = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))  # in the order of the elements: a b c d a b …
+        # Moments, too: a beta near 1 changes them by less than their last bit. The first bits of each 16 decide most,
+        # and no two have those in common.
+        tl.store(p_at, noisy(p, noise & 0xFFFF), mask=mask)
+        tl.store(m_at, noisy(m, noise >> 8 & 0xFFFF), mask=mask)
+        tl.store(v_at, noisy(v, noise >> 16), mask=mask)
+    else:
+        tl.store(p_at, p.to(P), mask=mask)
+        tl.store(m_at, m.to(M), mask=mask)
+        tl.store(v_at, v.to(M), mask=mask)
+
+
+@triton.jit
+def adamw(  # type: ignore[no-untyped-def]
+    table, fresh, scalars, owners, begins, count, P: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
+    NOISE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program takes one block of the tensor that owns it, or nothing if the step is left out."""
+    block = tl.program_id(0)
+    tensor = tl.load(owners + block).to(tl.int64)
+    begin = (block - tl.load(begins + tensor)).to(tl.int64) * BLOCK
+    if tl.load(scalars + tensor * SCALARS + 9) != 0.0:
+        if begin + BLOCK <= tl.load(fresh + count + tensor):
+            take(table, fresh, scalars, count, tensor, begin, P, G, M, NOISE, True, BLOCK)
+        else:  # by quarters: it is rare, and all at once it would take the registers that the other needs
+            for quarter in range(4):
+                at = begin + quarter * (BLOCK // 4)
+                take(table, fresh, scalars, count, tensor, at, P, G, M, NOISE, False, BLOCK // 4)
+
+
+class Batch:
+    """Parameters of one set of types with their state, on one GPU: what one launch steps."""
+
+    def __init__(
+        self,
+        tensors: Sequence[Sequence[Tensor]],
+        groups: Sequence[int],
+        numbers: Sequence[int],
+        firsts: Sequence[int],
+        block: int = BLOCK,
+    ) -> None:
+        """`tensors`: parameters, first moments, second moments, steps; dense, and this rank's own parts.
+
+        For the rounding, a parameter has a number, and begins at some element of the whole that it is a part of.
+        """
+        self.kinds = tuple(tensors[0][0].dtype if t is tensors[0] else tensors[1][0].dtype for t in tensors[:2])
+        self.device, self.block = tensors[0][0].device, block
+        self.sizes = [p.numel() for p in tensors[0]]
+        self.addresses = [[t.data_ptr() for t in row] for row in tensors]
+        self.aligned = [not (p | m | v) & 15 for p, m, v in zip(*self.addresses[:3], strict=True)]
+        rows = [*self.addresses, self.sizes, groups, numbers, [quad(first) for first in firsts]]
+        self.table = torch.tensor(rows, dtype=torch.int64).to(self.device)
+        blocks = torch.tensor([-(-size // block) for size in self.sizes])
+        self.owners = torch.arange(len(blocks), dtype=torch.int32).repeat_interleave(blocks).to(self.device)
+        self.begins = (blocks.cumsum(0) - blocks).to(self.device, torch.int32)
+        self.scalars = torch.empty(len(blocks), SCALARS.value, dtype=torch.float32, device=self.device)
+
+    def holds(self, tensors: Sequence[Sequence[Tensor]]) -> bool:
+        """Whether these lie where those of the table do."""
+        return all([t.data_ptr() for t in row] == known for row, known in zip(tensors, self.addresses, strict=True))
+
+    def step(
+        self,
+        gradients: Sequence[Tensor],
+        settings: Sequence[tuple[float, ...]],
+        finite: Tensor,
+        factor: Tensor,
+        seed: int | None,
+        warps: int = WARPS,
+    ) -> None:
+        """Step unless `finite` is 0, with gradients times `factor`, both float32; seed: of the rounding, None for none.
+
+        `settings` of each group: lr, weight_decay, beta1, beta2, eps. Nothing here waits for the GPU.
+        """
+        addresses = [g.data_ptr() for g in gradients]
+        whole = [
+            size if fits and not address & 15 else 0
+            for size, fits, address in zip(self.sizes, self.aligned, addresses, strict=True)
+        ]
+        bits = [struct.unpack("5q", struct.pack("5d", *values)) for values in settings]
+        numbers = [*addresses, *whole, seed or 0, *(b for group in bits for b in group)]
+        # A fresh pinned buffer each time: torch gives its memory to nobody else before the copy has been made.
+        fresh = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        fresh = fresh.to(self.device, non_blocking=True)
+        count = len(self.sizes)
+        first: Any = prepare[(-(-count // 128),)]
+        first(self.table, fresh, finite, factor, self.scalars, count, BLOCK=128, num_warps=4)
+        if len(self.owners):
+            kinds = {"P": KINDS[self.kinds[0]], "G": KINDS[gradients[0].dtype], "M": KINDS[self.kinds[1]]}
+            then: Any = adamw[(len(self.owners),)]
+            then(
+                self.table, fresh, self.scalars, self.owners, self.begins, count, **kinds,
+                NOISE=seed is not None and self.kinds == (torch.bfloat16, torch.bfloat16), BLOCK=self.block,
+                num_warps=warps,
+            )  # fmt: skip

@@ -1,0 +1,155 @@
+"""Rounding by chance, and the kernel that steps all parameters at once; the kernel itself on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtrain.kernels import rounding
+from dtrain.optim import AdamW
+
+CPU = torch.device("cpu")
+SHAPES = [(64, 100), (3,), (17, 33), (2048,), (3 * 4096,), (5, 5, 5), (0, 4), (1,)]
+
+
+def words(*names: int) -> list[Tensor]:
+    return [torch.tensor([n]) for n in names]
+
+
+@pytest.mark.parametrize("counter, key, answer", [
+    ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, 0xFFFFFFFFFFFFFFFF, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), 0x299F31D0A4093822,
+     (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+])  # fmt: skip
+def test_philox_gives_its_authors_known_answers(counter: Any, key: int, answer: Any) -> None:
+    assert tuple(int(w) for w in rounding.philox(key, tuple(words(*counter)))) == answer  # type: ignore[arg-type]
+
+
+def test_a_part_gets_the_random_words_of_its_place() -> None:
+    """A shard that begins at element 400 rounds as the whole tensor does there."""
+    whole = rounding.words(1000, seed=7, step=3, tensor=2, first=0, device=CPU)
+    assert torch.equal(rounding.words(300, 7, 3, 2, 400, CPU), whole[400:700])
+    for other in ({"seed": 8}, {"step": 4}, {"tensor": 1}):
+        changed = rounding.words(1000, **{"seed": 7, "step": 3, "tensor": 2} | other, first=0, device=CPU)
+        assert (changed == whole).sum() < 2
+    assert int(whole.min()) >= 0 and int(whole.max()) < 2**32 and len(whole.unique()) > 990
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_rounding_by_chance_is_right_in_the_mean(sign: float) -> None:
+    """0.3 of the way from 1 to its upper neighbour is that neighbour in 30 of 100 cases."""
+    x = torch.full((200_000,), sign * (1 + 0.3 * 2**-7))
+    noise = rounding.words(len(x), 1, 1, 0, 0, CPU) & 0xFFFF
+    rounded = rounding.by_chance(x, noise).float()
+    assert set(rounded.abs().unique().tolist()) == {1.0, 1 + 2**-7}
+    assert (rounded.abs() > 1).float().mean().item() == pytest.approx(0.3, abs=0.01)
+
+
+def test_what_bfloat16_can_hold_is_left_alone_and_nan_stays_nan() -> None:
+    values = torch.tensor([0.0, 1.0, -2.5, 3e38, float("inf"), float("-inf")]).bfloat16()
+    most = torch.full((len(values),), 0xFFFF)
+    assert torch.equal(rounding.by_chance(values.float(), most), values)
+    nan = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
+    assert rounding.by_chance(nan, most[:2]).isnan().all()
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------
+
+
+def pair(kinds: list[torch.dtype], device: str, **options: Any) -> tuple[AdamW, list[nn.Parameter]]:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [
+        nn.Parameter(torch.randn(shape, generator=generator).to(device, kinds[i % len(kinds)]))
+        for i, shape in enumerate(SHAPES)
+    ]
+    groups = [{"params": parameters[::2], "weight_decay": 0.1}, {"params": parameters[1::2], "weight_decay": 0.0}]
+    return AdamW(groups, lr=1e-2, betas=(0.9, 0.999), fused=device == "cuda", **options), parameters
+
+
+def give(parameters: list[nn.Parameter], step: int, apart: bool) -> None:
+    """The gradients of a step; apart: as views of one buffer, at places that no wide load can begin at."""
+    generator = torch.Generator().manual_seed(step)
+    buffer = torch.empty(1 + sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
+    at = 1
+    for p in parameters:
+        gradient = (0.1 * torch.randn(p.shape, generator=generator)).to(p)
+        if apart and p.dtype == buffer.dtype:
+            gradient = buffer[at : at + p.numel()].view(p.shape).copy_(gradient)
+            at += p.numel()
+        p.grad = gradient
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_kernel_is_torchs_adamw_in_float64(apart: bool) -> None:
+    ours, parameters = pair([torch.float32], "cuda")
+    theirs, wide = pair([torch.float64], "cuda")
+    exact = torch.optim.AdamW(theirs.param_groups, lr=1e-2, betas=(0.9, 0.999))
+    for step in range(20):
+        rate = 1e-2 * (1 + step % 3)
+        for group in [*ours.param_groups, *exact.param_groups]:
+            group["lr"] = rate
+        give(parameters, step, apart)
+        for p, w in zip(parameters, wide, strict=True):
+            assert p.grad is not None
+            w.grad = p.grad.double() * 0.25
+        finite = torch.tensor(step != 7, device="cuda")
+        ours.step_if(finite, torch.tensor(0.25, device="cuda"))
+        if step != 7:
+            exact.step()
+    for p, w in zip(parameters, wide, strict=True):
+        torch.testing.assert_close(p.double(), w, rtol=1e-5, atol=1e-6)
+        mine, other = ours.state[p], exact.state[w]
+        assert mine["step"].item() == other["step"].item() == 19 and mine["step"].is_cuda
+        torch.testing.assert_close(mine["exp_avg"].double(), other["exp_avg"], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(mine["exp_avg_sq"].double(), other["exp_avg_sq"], rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.gpu
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    optimizer, parameters = pair([torch.float32, torch.bfloat16], "cuda")
+    give(parameters, 0, False)
+    optimizer.step()
+    before = [t.clone() for p in parameters for t in (p.detach(), *optimizer.state[p].values())]
+    give(parameters, 1, False)
+    optimizer.step_if(torch.tensor(False, device="cuda"), torch.tensor(float("nan"), device="cuda"))
+    after = [t for p in parameters for t in (p.detach(), *optimizer.state[p].values())]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.gpu
+def test_the_kernel_rounds_as_plain_operations_do() -> None:
+    """The random words are the same to the bit; a sum of float32 may differ in its last, and then so may a result."""
+    ours, parameters = pair([torch.bfloat16], "cuda")
+    theirs, others = pair([torch.bfloat16], "cpu")
+    ours.seed = theirs.seed = 2**40 + 12345
+    give(parameters, 0, False)
+    for p, q in zip(parameters, others, strict=True):
+        assert p.grad is not None
+        q.grad = p.grad.cpu()
+    ours.step()
+    theirs.step()
+    same = torch.cat([(p.detach().cpu() == q.detach()).flatten() for p, q in zip(parameters, others, strict=True)])
+    assert same.float().mean().item() > 0.999
+
+
+@pytest.mark.gpu
+def test_the_launch_shape_does_not_change_what_is_rounded() -> None:
+    from dtrain.kernels.adamw import Batch
+
+    results = []
+    for block, warps in ((2048, 8), (1024, 4)):
+        optimizer, parameters = pair([torch.bfloat16], "cuda")
+        give(parameters, 0, False)
+        steps = optimizer._steps()
+        tensors = [[getattr(s, name) for s in steps] for name in ("values", "first", "second", "count")]
+        batch = Batch(tensors, [s.group for s in steps], [s.number for s in steps], [0] * len(steps), block)
+        one = torch.ones((), device="cuda")
+        settings = [(1e-2, 0.1, 0.9, 0.999, 1e-8)] * 2
+        batch.step([s.gradient for s in steps], settings, one, one, 3, warps)
+        results.append(parameters)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
