@@ -110,6 +110,10 @@ def check_pipeline(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: 
     if schedule == "zbv" and config["compile"] not in ("auto", "none", False):
         rule = "splits the backward pass in two, which torch.compile cannot"
         raise bad("strategy.schedule", schedule, rule, "compile=none, or strategy.schedule=interleaved_1f1b")
+    if schedule == "zbv" and config["activation_checkpointing"] == "ops":
+        rule = "splits the backward pass in two, and what was kept of operations is there for one"
+        fix = "activation_checkpointing=full, or strategy.schedule=interleaved_1f1b"
+        raise bad("strategy.schedule", schedule, rule, fix)
 
 
 def check_replicas(strategy: dict[str, Any], node_size: int, sizes: MeshSizes) -> None:

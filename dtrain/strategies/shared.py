@@ -182,21 +182,23 @@ def checkpoint_layers(model: nn.Module, mode: str, every: int) -> None:
         return
     for i, unit in enumerate(model.fsdp_units()):  # type: ignore[operator]
         if mode != "selective" or i % every == 0:
-            unit.forward = computed_again(unit.forward, mode == "ops")
+            unit.forward = ComputedAgain(unit.forward, mode == "ops")
 
 
-def computed_again(forward: Callable[..., Any], cheap_only: bool) -> Callable[..., Any]:
+class ComputedAgain:
     """A forward pass that is computed again in the backward pass; cheap_only: less what `keep_dear` keeps.
 
-    A function of ours: of a functools.partial around torch's own, torch.compile would compile nothing.
+    An object of ours: a closure would still mean the first layer after a pipeline has copied the model, and in a
+    functools.partial of torch's own function torch.compile finds nothing to compile.
     """
-    contexts = functools.partial(create_selective_checkpoint_contexts, keep_dear)
-    options: dict[str, Any] = {"context_fn": contexts} if cheap_only else {}
 
-    def again(*inputs: Any, **named: Any) -> Any:
-        return recompute(forward, *inputs, use_reentrant=False, **options, **named)
+    def __init__(self, forward: Callable[..., Any], cheap_only: bool) -> None:
+        contexts = functools.partial(create_selective_checkpoint_contexts, keep_dear)
+        self.forward = forward
+        self.options: dict[str, Any] = {"context_fn": contexts} if cheap_only else {}
 
-    return again
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return recompute(self.forward, *inputs, use_reentrant=False, **self.options, **named)
 
 
 def keep_dear(context: Any, operation: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:
