@@ -1,19 +1,28 @@
-"""Precision: which type the matrix products use, and the loss scale that float16 needs."""
+"""Precision: which type products, residual stream and parameters have, and the loss scale that float16 needs."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import importlib.util
+import logging
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
+from dtrain.config import bad
+
+log = logging.getLogger("dtrain")
+FLOAT8_MULTIPLE = 16  # of both sides of a matrix, or there is no float8 product of it
 MIN_SCALE = 2.0**-14  # below this an overflow is no matter of scale: the loss itself is broken
 
 
 class Precision:
-    """fp32, bf16 or fp16 products over float32 parameters.
+    """One option of conf/precision; docs/performance.md has the table.
 
-    `stream` is the type of the residual stream, what flows from block to block.
+    `stream` is the type of the residual stream, what flows from block to block; `parameters` that of the weights, of
+    their gradients and of the optimizer's moments; `float8` says how the linear layers of the blocks are scaled.
 
     The loss scale is plain arithmetic on one number. Whether a step overflowed is read from the global gradient
     norm, the same on all ranks under every strategy; so no strategy needs a scaler of its own.
@@ -23,11 +32,15 @@ class Precision:
         self,
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         stream: Literal["float32", "bfloat16", "float16"] = "float32",
+        parameters: Literal["float32", "bfloat16"] = "float32",
+        float8: Literal["none", "tensorwise", "rowwise"] = "none",
         init_scale: float = 65536.0,
         growth_interval: int = 2000,
     ) -> None:
         self.dtype: torch.dtype = getattr(torch, dtype)
-        self.stream: torch.dtype = getattr(torch, stream)  # of what flows from block to block
+        self.stream: torch.dtype = getattr(torch, stream)
+        self.parameters: torch.dtype = getattr(torch, parameters)
+        self.float8 = float8
         self.scaled = dtype == "float16"
         self.scale = init_scale if self.scaled else 1.0
         self.growth_interval = growth_interval
@@ -37,6 +50,17 @@ class Precision:
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(device_type, self.dtype)
+
+    def apply(self, model: nn.Module, device: torch.device, compiled: bool = True) -> None:
+        """Give a model that has no memory yet the types that it is to be held and computed in."""
+        if self.parameters != torch.float32:
+            for p in model.parameters():
+                p.data = p.data.to(self.parameters)
+        if self.float8 != "none":
+            check_float8(device)
+            if not compiled:
+                log.warning("precision=fp8 is slower than bf16 where its scaling is not compiled: compile=auto")
+            to_float8(model, self.float8)
 
     def update(self, finite: bool) -> bool:
         """Adapt the scale after a step. True if a non-finite step was only an overflow that a smaller scale cures."""
@@ -57,3 +81,42 @@ class Precision:
     def load_state_dict(self, state: dict[str, float]) -> None:
         if self.scaled and state.get("scale", 1.0) != 1.0:  # a run that was not fp16 before keeps its fresh scale
             self.scale, self.good_steps = state["scale"], int(state["good_steps"])
+
+
+def check_float8(device: torch.device) -> None:
+    """What only a rank can know: which GPU there is."""
+    if importlib.util.find_spec("torchao") is None:
+        raise bad("precision", "fp8", "torchao is not installed", "pip install 'dtrain[fp8]', or precision=bf16")
+    if device.type != "cuda":
+        raise bad("precision", "fp8", "needs a GPU, and there is none here", "precision=bf16")
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise bad("precision", "fp8", f"{name} has no float8 products (Ada, Hopper and later do)", "precision=bf16")
+
+
+def to_float8(model: nn.Module, scaling: str, emulate: bool = False) -> None:
+    """Let torchao replace the linear layers of the model's blocks. Weights keep their names, and stay as they are.
+
+    `emulate` rounds to float8 and multiplies in float32, which any device can.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(scaling)
+    if emulate:
+        config = dataclasses.replace(config, emulate=True)
+    units: list[nn.Module] = model.fsdp_units() if hasattr(model, "fsdp_units") else [model]  # type: ignore[operator]
+    before = {id(m) for unit in units for m in unit.modules() if suits_float8(m)}
+    if not before:
+        rule = f"{type(model).__name__} has no linear layer in its blocks whose sides are multiples of 16"
+        raise bad("precision", "fp8", rule, "precision=bf16")
+    for unit in units:
+        convert_to_float8_training(unit, module_filter_fn=lambda module, name: id(module) in before, config=config)
+
+
+def suits_float8(module: nn.Module) -> bool:
+    """A plain linear layer (an adapter's has a forward pass of its own) of a size that there are products for."""
+    return (
+        type(module) is nn.Linear
+        and module.in_features % FLOAT8_MULTIPLE == 0
+        and module.out_features % FLOAT8_MULTIPLE == 0
+    )

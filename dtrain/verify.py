@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
             request = read_request(options)
             references, cases = plan(request, folder)
             # what nobody named and cannot run here (a package is missing, or a GPU) is told, and is no failure
-            left_out = [] if request.named else [case for case in cases if case.refused]
+            left_out = [case for case in cases if case.refused and not request.names(case)]
             cases = [case for case in cases if case not in left_out]
             targets = {case.config["strategy"]["_target_"] for case in cases if case.config}
             world.start_server(target.rpartition(".")[0] for target in targets if target.startswith("dtrain."))
@@ -98,6 +98,10 @@ class Request:
     sizes: list[int]  # empty: the two smallest of each strategy
     precisions: list[str]  # empty: fp32 at these sizes, the others at the smallest of them
     overrides: list[str]
+
+    def names(self, case: Case) -> bool:
+        """Whether a case follows from what the user named, and is not only one of all there are."""
+        return self.named and (bool(self.precisions) or case.precision == FULL)
 
 
 def key_of(override: str) -> str:
@@ -156,8 +160,11 @@ def plan(request: Request, folder: Path) -> tuple[dict[str, Case], list[Case]]:
     for precision in request.precisions or sorted(options_of("precision"), key=lambda name: name != FULL):
         defaults = [*SMALL, f"precision={precision}", *([] if precision == FULL else [FEWER_STEPS])]
         one = make_case("ddp", 1, precision, compose(settings(plain, defaults)), folder / f"one-{precision}")
-        if one.refused:
+        if one.refused and (request.precisions or precision == FULL):
             raise ValueError(one.refused)
+        if one.refused:  # fp8 where there is no GPU for it
+            cases.append(one)
+            continue
         references[precision] = one
         for strategy in request.strategies:
             cfg = compose([f"strategy={strategy}", *settings(request.overrides, [*defaults, ACCUMULATE])])

@@ -78,6 +78,7 @@ class Strategy:
     # How far the losses of `dtrain verify` may be from one process. None: what its precision allows, as the maths is
     # the same. A strategy with other maths states its own figure, and why.
     tolerance: float | None = None
+    compiles = "whole"  # or by blocks, where messages lie between them
     runs_ahead = True  # on a GPU the host need not know how a step ended before it begins the next
 
     def __init__(self, pp: int = 1, dp: int = -1, tp: int = 1) -> None:
@@ -106,7 +107,7 @@ class Strategy:
         `masked`: some targets are IGNORED, and not as many in every sample.
         """
         self.precision, self.device = precision, device
-        self.compile = compile_mode(compile, device, model)
+        self.compile = compile_mode(compile, self.compiles, device, model)
         self.first, self.masked = frozen.First(first, model), masked
         self.micro_batch_size, self.max_grad_norm = micro_batch_size, max_grad_norm
         self.node_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
@@ -117,12 +118,15 @@ class Strategy:
         if hasattr(model, "stream"):
             model.stream = precision.stream  # type: ignore[assignment]
         lora.hold(model, precision.dtype)
+        precision.apply(model, device, compiled=self.compile != "none")
         checkpoint_layers(model, activation_checkpointing, activation_checkpointing_every)
         self.module = self.parallelize(model)  # the bare module: its parameter names are the canonical ones
         self.materialize(self.module)
         self.base = self.first.fingerprint()  # of what adapters leave as it was
         self.model = self.wrap(self.module)
         self.optimizer = make_optimizer(self.module.named_parameters())
+        if hasattr(self.optimizer, "seed"):  # of what it rounds by chance: another for each run
+            self.optimizer.seed = getattr(first, "seed", 0)
 
     # ---- what most strategies override -----------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from dtrain.models import lora
 from dtrain.shards import Chunk, Held, chunks_of
 from dtrain.weights import Drawn
 
+NARROW = (torch.bfloat16, torch.float16)
 SAMPLES = 16  # elements of each weight that make the fingerprint: one differs as soon as a weight was trained on
 
 
@@ -32,19 +33,17 @@ class First:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, name: str, held: Held, device: torch.device) -> None:
-        """Give a weight or buffer its first value. One of the base is made in float32, and rounded to what it is."""
-        if name not in self.base:
-            self.source.fill(model, name, held, device)
-            return
+        """Give a weight or buffer its first value. One of 16 bits is made in float32, and rounded to what it is."""
         chunks = chunks_of(held)
         wide = [
-            c if c.values.dtype == torch.float32
-            else dataclasses.replace(c, values=torch.empty_like(c.values, dtype=torch.float32))
+            dataclasses.replace(c, values=torch.empty_like(c.values, dtype=torch.float32))
+            if c.values.dtype in NARROW else c
             for c in chunks
         ]  # fmt: skip
-        self.source.fill(model, name, wide, device)
+        self.source.fill(model, name, wide if wide != chunks else held, device)
         for chunk, made in zip(chunks, wide, strict=True):
-            self.look(name, made)
+            if name in self.base:
+                self.look(name, made)
             if made is not chunk:
                 chunk.values.copy_(made.values)
 

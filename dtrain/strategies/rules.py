@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,9 @@ from dtrain.mesh import MeshSizes
 from dtrain.schema import has_method
 from dtrain.strategies import zero_config
 
+WITH_EVERY_PRECISION = ("dtrain.strategies.ddp.DDP", "dtrain.strategies.fsdp.FSDP")
+WITHOUT_FLOAT8 = r"\b(P100|V100|T4|A100|A40|A30|A10|A10G)\b"  # GPUs older than Ada and Hopper
+FLOAT8_MULTIPLE = 16
 EXTRAS = {"dtrain.strategies.zero": "deepspeed", "dtrain.strategies.fairscale": "fairscale"}
 
 
@@ -34,15 +38,58 @@ def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> N
         raise bad("strategy.mode", "fsdp", rule, "strategy=fsdp, or strategy.mode=sharded_ddp")
     if "replica_size" in strategy:
         check_replicas(strategy, config["cluster"]["processes"], sizes)
-    check_precision(config)
+    per_rank = config["train"]["global_batch_size"] // sizes.dp
+    check_precision(config, per_rank // num_micro_batches)
 
 
-def check_precision(config: dict[str, Any]) -> None:
-    precision = config["precision"]
+def check_precision(config: dict[str, Any], num_samples: int) -> None:
+    """`num_samples`: of a forward pass."""
+    precision, name = config["precision"], config["choices"]["precision"]
     dtype, stream = precision.get("dtype", "float32"), precision.get("stream", "float32")
     if stream not in ("float32", dtype):
         rule = f"what flows between blocks is float32, or of the products' type, precision.dtype={dtype}"
         raise bad("precision.stream", stream, rule, "precision.stream=float32")
+    pure, float8 = precision.get("parameters", "float32") != "float32", precision.get("float8", "none") != "none"
+    if not pure and not float8:
+        return
+    setting = "precision.parameters" if pure else "precision.float8"
+    if dtype != "bfloat16":
+        raise bad(setting, precision[setting.partition(".")[2]], "is for products in bfloat16", f"precision={name}")
+    target = config["strategy"]["_target_"]
+    if target.startswith("dtrain.") and target not in WITH_EVERY_PRECISION:
+        why = " (DeepSpeed keeps float32 masters of its own)" if target == "dtrain.strategies.zero.Zero" else ""
+        rule = f"works under ddp and fsdp, and not under {config['choices']['strategy']}{why}"
+        raise bad("precision", name, rule, "strategy=fsdp, or precision=bf16")
+    if pure:
+        check_pure(config, name)
+    if float8:
+        check_float8(config, name, num_samples)
+
+
+def check_pure(config: dict[str, Any], name: str) -> None:
+    optimizer = config["optim"]["_target_"]
+    if optimizer.startswith("dtrain.") and optimizer != "dtrain.optim.adamw":
+        rule = "only adamw rounds updates by chance; of others most would be too small to change a bfloat16"
+        raise bad("precision", name, rule, "optim=adamw, or precision=bf16")
+    if config["strategy"].get("offload", "none") != "none":
+        rule = "rounding by chance on the host would take seconds a step"
+        raise bad("strategy.offload", config["strategy"]["offload"], rule, "strategy.offload=none, or precision=bf16")
+
+
+def check_float8(config: dict[str, Any], name: str, num_samples: int) -> None:
+    gpu, model = config["hardware"].get("gpu") or "", config["model"]
+    if importlib.util.find_spec("torchao") is None:
+        raise bad("precision", name, "torchao is not installed", "pip install 'dtrain[fp8]', or precision=bf16")
+    if gpus_per_node(config["cluster"]) == 0:
+        raise bad("precision", name, "needs GPUs, and there are none", "precision=bf16")
+    if re.search(WITHOUT_FLOAT8, gpu):
+        raise bad("precision", name, f"{gpu} has no float8 products (Ada, Hopper and later do)", "precision=bf16")
+    if config["lora"]["rank"]:
+        raise bad("lora.rank", config["lora"]["rank"], "adapters do not go with float8 layers", "precision=bf16")
+    tokens = num_samples * (config["data"].get("seq_len") or model.get("seq_len") or FLOAT8_MULTIPLE)
+    if tokens % FLOAT8_MULTIPLE:
+        rule = f"a forward pass of {num_samples} samples has {tokens} tokens, and float8 products take multiples of 16"
+        raise bad("precision", name, rule, "train.micro_batch_size=16, or precision=bf16")
 
 
 def check_plans(config: dict[str, Any], sizes: MeshSizes) -> None:

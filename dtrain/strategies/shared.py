@@ -102,13 +102,20 @@ def total_norm(
         if p.grad is not None:
             groups[_num_shards(p.grad)].append(local(p.grad))
     if num_stages == 1 and set(groups) <= {1}:  # every rank holds everything
-        return nn.utils.get_total_norm(groups[1])
+        return norm_of(groups[1])
     num_ranks = dist.get_world_size() // num_stages
-    squares = [nn.utils.get_total_norm(g).square() * (n / num_ranks) for n, g in groups.items()]
+    squares = [norm_of(g).square() * (n / num_ranks) for n, g in groups.items()]
     device = squares[0].device if squares else local(parameters[0]).device
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
     dist.all_reduce(total)
     return total.sqrt()
+
+
+def norm_of(tensors: list[Tensor]) -> Tensor:
+    """One norm over plain tensors, in float32: torch's of bfloat16 tensors has three digits."""
+    if all(t.dtype == torch.float32 for t in tensors):
+        return nn.utils.get_total_norm(tensors)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)))
 
 
 def clip_factor(norm: Tensor, max_norm: float | None) -> Tensor | None:
@@ -135,19 +142,20 @@ def _num_shards(gradient: Tensor) -> int:
 Compile = Literal["auto", "blocks", "whole", "none"] | bool
 
 
-def compile_mode(wanted: Compile, device: torch.device, model: nn.Module) -> str:
-    """blocks, whole or none. `auto` compiles on a GPU, and only what says which its blocks are."""
+def compile_mode(wanted: Compile, usual: str, device: torch.device, model: nn.Module) -> str:
+    """blocks, whole or none. `auto` compiles on a GPU, in the strategy's usual way, what says which its blocks are."""
     if wanted == "auto":
         wanted = device.type == "cuda" and hasattr(model, "fsdp_units")
     if wanted is True:
-        wanted = "blocks" if hasattr(model, "fsdp_units") and not getattr(model, "compile_whole", False) else "whole"
+        return usual
     return wanted or "none"
 
 
 def compile_model(model: nn.Module, mode: str) -> None:
     """Compile a model whose forward pass sends no messages: as one graph, or each block by itself.
 
-    Block by block one graph serves all blocks: gpt2-1.5b compiles in a tenth of the time.
+    One graph is 1 to 2% faster on an H200: a block's last sum and the next one's norm are one kernel. Block by block
+    one graph serves all blocks: gpt2-1.5b compiles in 8 s instead of 71.
     """
     if mode == "whole":
         model.compile()
