@@ -62,7 +62,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 if grad_x is not None:
                     torch.mm(logits, weight, out=grad_x[part])
                 if grad_weight is not None:
-                    grad_weight = add_product(grad_weight, logits.T, x[part])
+                    add_product(grad_weight, logits.T, x[part])
                 if grad_bias is not None:
                     grad_bias += logits.sum(dim=0, dtype=torch.float32)
         share = 1.0 / (targets != IGNORED).sum().float()
@@ -87,11 +87,12 @@ def chunk_rows(rows: int, vocabulary: int) -> int:
     return max(128, -(-rows // chunks + 127) // 128 * 128) if rows else 1
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b in float32, without rounding the product to 16 bits first where that can be had."""
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b in float32, without rounding the product to 16 bits first where that can be had."""
     if total.is_cuda and a.dtype != torch.float32:
-        return torch.addmm(total, a, b, out_dtype=torch.float32)
-    return total.add_(a @ b)
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(a @ b)
 
 
 def to_gradient(logits: Tensor, targets: Tensor, losses: Tensor, wanted: bool, group: Any, first: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,17 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
 
 
+def tanh_gelu(x: Tensor) -> Tensor:
+    """GELU's tanh approximation by the sigmoid, which it equals: (1 + tanh(u)) / 2 = sigmoid(2u).
+
+    For compiled graphs, whose tanh takes so many instructions that arithmetic, and not memory, is the limit: 3.3 ms of
+    a step of gpt2-124m at batch 64 on an H200, where reading and writing takes 2.3.
+    """
+    wide = x.float()
+    scale = math.sqrt(8 / math.pi)
+    return (wide * torch.sigmoid(wide * (scale + 0.044715 * scale * wide * wide))).to(x.dtype)
+
+
 class MLP(nn.Module):
     """Two linear layers, the inner one four times as wide, with a GELU between: exact, or by its tanh approximation."""
 
@@ -44,7 +56,12 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+        x = self.up(x)
+        if self.approximate == "tanh" and torch.compiler.is_compiling():
+            x = tanh_gelu(x)
+        else:
+            x = F.gelu(x, approximate=self.approximate)
+        return self.down(x)
 
 
 class Head(nn.Module):

@@ -49,7 +49,6 @@ class Block(nn.Module):
 
 class ResNet(nn.Module):
     figures = FIGURES
-    compile_whole = True  # its blocks have 8 shapes: one graph compiles as soon, and fuses more
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -16,6 +17,8 @@ from dtrain.strategies.shared import compile_layers, init_weights, materialize
 
 
 class FSDP(Strategy):
+    compiles = "blocks"
+
     def __init__(
         self,
         dp: int = -1,
@@ -28,6 +31,12 @@ class FSDP(Strategy):
         super().__init__(dp=dp)
         self.sharding, self.replica_size, self.offload = sharding, replica_size, offload
         self.forward_prefetch, self.backward_prefetch = forward_prefetch, backward_prefetch
+
+    def setup(self, model: nn.Module, make_optimizer: Any, **options: Any) -> None:
+        if dist.get_world_size() == 1 and self.offload == "none":
+            self.__class__ = Strategy  # type: ignore[assignment]  # one rank holds all of it: there is nothing to cut
+            return self.setup(model, make_optimizer, **options)
+        super().setup(model, make_optimizer, **options)
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         if self.compile != "none":

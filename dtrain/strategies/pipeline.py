@@ -29,6 +29,8 @@ SCHEDULES: dict[str, Any] = {
 
 
 class Pipeline(Strategy):
+    compiles = "blocks"
+
     def __init__(
         self,
         pp: int = -1,

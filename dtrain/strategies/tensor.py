@@ -23,6 +23,8 @@ from dtrain.strategies.shared import compile_layers
 
 
 class TensorParallel(Strategy):
+    compiles = "blocks"
+
     def __init__(
         self,
         tp: int = -1,
