@@ -36,23 +36,24 @@ COMMON: Words = {
 TINY: Words = {"model": "gpt2-tiny", "model.seq_len": 64, "train.global_batch_size": 8}
 # The path that all others are held against: every setting that is fast by default is named here with its plain value.
 PLAIN: Words = {
-    "strategy": "ddp", "precision": "bf16", "compile": "false", "deterministic": "true",
-    "activation_checkpointing": "none",
+    "strategy": "ddp", "precision": "bf16", "precision.stream": "float32", "compile": "none", "fused_loss": "false",
+    "deterministic": "true", "activation_checkpointing": "none",
 }  # fmt: skip
+FAST: Words = {"precision.stream": "bfloat16", "compile": "auto", "fused_loss": "auto", "deterministic": "false"}
 # What a path has instead. `{}` is the plain path itself.
 PATHS: dict[str, Words] = {
     "plain": {},
     "rounding alone (two micro-batches)": {"train.micro_batch_size": 8},
-    "not deterministic": {"deterministic": "false"},
-    "compile": {"compile": "true", "deterministic": "false"},
-    "compile, deterministic": {"compile": "true"},
-    "checkpointing, full": {"activation_checkpointing": "full"},
-    "checkpointing, full, compile": {"activation_checkpointing": "full", "compile": "true", "deterministic": "false"},
-    "fsdp": {"strategy": "fsdp"},
-    "fsdp, compile": {"strategy": "fsdp", "compile": "true", "deterministic": "false"},
-    "zero2": {"strategy": "zero2"},
-    "zero2, compile": {"strategy": "zero2", "compile": "true", "deterministic": "false"},
-    "fp32": {"precision": "fp32"},
+    "defaults, ddp": FAST,
+    "defaults, fsdp": FAST | {"strategy": "fsdp"},
+    "defaults, zero2": FAST | {"strategy": "zero2"},
+    "compiled by blocks": FAST | {"compile": "blocks"},
+    "head and loss in one": {"fused_loss": "true"},
+    "bf16 residual stream": {"precision.stream": "bfloat16"},
+    "checkpointing, ops": FAST | {"activation_checkpointing": "ops"},
+    "checkpointing, full": FAST | {"activation_checkpointing": "full"},
+    "precision=bf16-pure": FAST | {"precision": "bf16-pure"},
+    "precision=fp32": {"precision": "fp32"},
 }
 TINY_BATCHES = {"train.micro_batch_size": 4}  # instead of the 8 above, of a global batch of 8
 TOLERANCE = 0.02  # of the mean loss over the last steps

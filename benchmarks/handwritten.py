@@ -54,33 +54,31 @@ def lr_at(step: int, steps: int) -> float:
     return PEAK_LR * (MIN_RATIO + (1 - MIN_RATIO) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def main(argv: list[str] | None = None, before_step: Callable[[], None] | None = None) -> None:
-    """Train. `before_step` is where overhead.py holds the loop between two blocks of steps."""
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="gpt2-tiny under DDP, written by hand")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=32, help="samples of a step over all ranks")
-    options = parser.parse_args(argv)
+    return parser.parse_args(argv)
 
-    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = torch.device("cuda", local_rank % num_gpus) if num_gpus else torch.device("cpu")
-    if num_gpus:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if num_gpus >= local_size else "gloo")  # NCCL refuses two ranks on one GPU
-    rank, world_size = dist.get_rank(), dist.get_world_size()
 
+def batches(size: int, rank: int, world_size: int, device: torch.device) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Gives this rank's part of a step's batch of `size` samples."""
     corpus = read_corpus()
     num_samples = (len(corpus) - 1) // SEQ_LEN
     order = np.random.default_rng(SEED).permutation(num_samples)
-    rank_batch = options.batch // world_size
+    rank_batch = size // world_size
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
-        start = step * options.batch + rank * rank_batch
+        start = step * size + rank * rank_batch
         chosen = order[np.arange(start, start + rank_batch) % num_samples]
         where = chosen[:, None] * SEQ_LEN + np.arange(SEQ_LEN + 1)
         windows = torch.from_numpy(corpus[where].astype(np.int64))
         return windows[:, :-1].contiguous().to(device), windows[:, 1:].contiguous().to(device)
 
+    return batch
+
+
+def make_model(device: torch.device) -> nn.Module:
     torch.manual_seed(SEED)
     model = GPT2(num_layers=4, dim=128, num_heads=4, vocab_size=256, vocab_multiple=64, seq_len=SEQ_LEN)
     model.to(device)
@@ -90,12 +88,31 @@ def main(argv: list[str] | None = None, before_step: Callable[[], None] | None =
             nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * 4) if into_residual else 0.02)
         elif name.endswith("bias"):
             nn.init.zeros_(parameter)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return model
+
+
+def make_optimizer(model: nn.Module, device: torch.device) -> torch.optim.AdamW:
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.95), fused=device.type == "cuda")
+    return torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.95), fused=device.type == "cuda")
+
+
+def main(argv: list[str] | None = None, before_step: Callable[[], None] | None = None) -> None:
+    """Train. `before_step` is where overhead.py holds the loop between two blocks of steps."""
+    options = parse(argv)
+    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device("cuda", local_rank % num_gpus) if num_gpus else torch.device("cpu")
+    if num_gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if num_gpus >= local_size else "gloo")  # NCCL refuses two ranks on one GPU
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batch = batches(options.batch, rank, world_size, device)
+    model = make_model(device)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = make_optimizer(model, device)
 
     for step in range(options.steps):
         if before_step:

@@ -1,4 +1,4 @@
-"""What does dtrain cost over a hand-written DDP script? A step, the launcher, the time to the first step.
+"""What does dtrain cost over a hand-written DDP script? A step, the loop, the launcher, the time to the first step.
 
     python benchmarks/overhead.py [--rounds 60] [--steps 3] [--quick] [--json FILE]
 
@@ -13,8 +13,12 @@
    times larger. The third comparison, "estimated", has far less noise than the first and must agree with it: the
    milliseconds a step found at batch 2, laid on the peer's step of batch 32, and the whole CPU time of our
    supervisor, which grows with time and not with steps, as if no core were free for it.
-2. `python launch.py dry_run=true` against `python -c "import torch"`: wall time of the process.
-3. Process start to the line of the first step (metrics.jsonl, and the script's print), looked for every 5 ms.
+   accelerate and Lightning, where they are installed, train the same in worlds of their own (with_tools.py).
+2. The loop alone: `python launch.py` with a step that computes nothing (empty_step.py), for one and two processes. The
+   figure is the time between two steps, by the wall and by the CPU time of the main thread, and where it goes. Clocks
+   around the parts are in it.
+3. `python launch.py dry_run=true` against `python -c "import torch"`: wall time of the process.
+4. Process start to the line of the first step (metrics.jsonl, and the script's print), looked for every 5 ms.
 
 Nothing here passes or fails: it prints both columns beside the target.
 """
@@ -24,6 +28,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
@@ -46,10 +51,13 @@ from dtrain import __version__, schedule
 ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = 2
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
-WORLDS = ("ours", "peer", "control")
+TOOLS = ("accelerate", "lightning")
+INSTALLED = tuple(tool for tool in TOOLS if importlib.util.find_spec(tool))
+WORLDS = ("ours", "peer", "control", *INSTALLED)
 WARMUP_ROUNDS = 2
 ROUNDS_A_LAUNCH = 30  # then all worlds start anew: where a process happens to lie in memory matters too
-STEP, DRY_RUN, FIRST_STEP = 1.02, 0.5, 1.5  # the targets: ratio, ratio, seconds more
+STEP, LOOP, DRY_RUN, FIRST_STEP = 1.01, 100e-6, 0.5, 1.5  # the targets: ratio, seconds, ratio, seconds more
+LOOP_STEPS = 2000
 
 Row = dict[str, Any]
 Blocks = dict[str, list[float]]  # of each world, the median step of each block, in seconds
@@ -110,7 +118,7 @@ class World:
             if self.is_ours:
                 command = [sys.executable, "launch.py", *our_settings(folder, address, batch, block, steps)]
             else:
-                gated = ["-m", "benchmarks.overhead", "--gated-peer", address, str(block)]
+                gated = ["-m", "benchmarks.overhead", "--gated-peer", name, address, str(block)]
                 command = [*TORCHRUN, *gated, "--batch", str(batch), "--steps", str(steps)]
             self.screen, terminal = os.openpty()
             self.process = subprocess.Popen(
@@ -138,9 +146,14 @@ class World:
     def finish(self) -> None:
         """Let the last step, and what follows it, happen."""
         self._go()
-        # All is measured by now, and gloo aborts at times while a plain script exits: that is no reason to stop.
-        if self.process.wait(timeout=300) and self.is_ours:
-            self._fail()
+        if self.is_ours:
+            if self.process.wait(timeout=300):
+                self._fail()
+            return
+        # All is measured by now, and gloo aborts or hangs at times while a plain script exits: no reason to stop.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=30)
+        self.kill()
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -198,7 +211,7 @@ def environment() -> dict[str, str]:
     return os.environ | same | {"TERM": "xterm-256color", "COLUMNS": "120"}
 
 
-# ---- the three comparisons ---------------------------------------------------------------------------------
+# ---- the comparisons ---------------------------------------------------------------------------------
 
 
 def time_steps(rounds: int, block: int, batch: int) -> tuple[Blocks, Blocks, float]:
@@ -217,7 +230,7 @@ def time_steps(rounds: int, block: int, batch: int) -> tuple[Blocks, Blocks, flo
                 stack.callback(worlds[-1].kill)
             for i in range(-WARMUP_ROUNDS, num_rounds):
                 say(f"batch {batch}: launch {launch + 1}/{launches}, round {max(0, i + 1)}/{num_rounds}")
-                order = [worlds[(i // 2 + k) % 3] for k in range(3)]  # all six orders in turn
+                order = [worlds[(i // 2 + k) % len(worlds)] for k in range(len(worlds))]  # each is first in turn
                 for world in order if i % 2 else reversed(order):
                     timed = world.run_block()[1:]
                     if i >= 0:
@@ -241,12 +254,47 @@ def compare_steps(rounds: int, block: int) -> list[Row]:
             ratio_row(f"step, batch {batch}, control", how, wall["control"], wall["peer"])
             | {"cpu": ratio_row("", "", cpu["control"], cpu["peer"])},
         ]
+        for tool in TOOLS:
+            name = f"step, batch {batch}, against {tool}"
+            if tool in INSTALLED:
+                rows.append(
+                    ratio_row(name, how, wall["ours"], wall[tool])
+                    | {"cpu": ratio_row("", "", cpu["ours"], cpu[tool]), "version": importlib.metadata.version(tool)}
+                )
+            else:
+                rows.append({"name": name, "how": how, "skipped": f"{tool} is not installed here"})
         found[batch] = wall["ours"], peer, supervisor
     whole = statistics.median(found[32][1])
     costs = [ours * (1 - found[2][2]) - peer for ours, peer in zip(*found[2][:2], strict=True)]
     how = f"{statistics.median(costs) * 1000:+.2f} ms a step, supervisor {found[32][2]:.1%} of a core"
     estimates = [(whole + cost) * (1 + found[32][2]) for cost in costs]
     rows.append(ratio_row("step, batch 32, estimated", how, estimates, [whole] * len(costs), STEP))
+    return rows
+
+
+def measure_loop(steps: int) -> list[Row]:
+    """What the loop takes between two steps, and which part of it takes how much."""
+    rows = []
+    for processes in (1, PROCESSES):
+        say(f"the loop: {processes} processes")
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.json"
+            settings = [
+                *("strategy=ddp", "strategy._target_=benchmarks.empty_step.EmptyStep", f"+strategy.report={report}"),
+                *("trust=[benchmarks]", f"cluster.processes={processes}", f"train.steps={steps}"),
+                *("train.eval_batches=0", "checkpoint.every=0", f"run_dir={folder}/run"),
+            ]
+            command = [sys.executable, "launch.py", *settings]
+            ran = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+            if not report.exists():
+                raise RuntimeError(f"the empty steps failed:\n{(ran.stdout + ran.stderr)[-3000:]}")
+            parts = json.loads(report.read_text())
+        wall, cpu = parts.pop("whole")
+        parts["the rest"] = [whole - sum(p[i] for p in parts.values()) for i, whole in enumerate((wall, cpu))]
+        rows.append({
+            "name": f"the loop, {processes} process{'es' * (processes > 1)}", "how": f"{steps} empty steps",
+            "unit": "s", "added": wall, "added_cpu": cpu, "parts": parts, "target": LOOP, "met": wall <= LOOP,
+        })  # fmt: skip
     return rows
 
 
@@ -349,6 +397,16 @@ def print_table(rows: list[Row], load: list[float]) -> None:
     for heading in ("ours", "peer", "ours to peer", "CPU of rank 0", "target", "met"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
+        if "skipped" in row:
+            table.add_row(row["name"], row["skipped"])
+            continue
+        if "added" in row:
+            parts = sorted(row["parts"].items(), key=lambda part: -part[1][0])
+            how = ", ".join(f"{name} {wall * 1e6:.0f}" for name, (wall, _) in parts)
+            figures = f"{row['added'] * 1e6:.0f} µs", "", "", f"{row['added_cpu'] * 1e6:.0f} µs"
+            met = "yes" if row["met"] else "NO"
+            table.add_row(row["name"], f"{row['how']}: {how}", *figures, f"≤ {row['target'] * 1e6:.0f} µs", met)
+            continue
         ours, peer = (f"{t:.2f} s" if row["ours"] >= 1 else f"{t * 1e3:.1f} ms" for t in (row["ours"], row["peer"]))
         value, target = ratio_text(row), f"≤ {row['target']}" if row["target"] else ""
         if "difference" in row:
@@ -377,12 +435,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60, help="of the step comparison; twice as many at batch 2")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a block; four times as many at batch 2")
     parser.add_argument("--quick", action="store_true", help="a few rounds, to see that it runs")
+    parser.add_argument("--loop", action="store_true", help="only the loop alone: half a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     options = parser.parse_args()
     rounds, short, long = (4, 3, 2) if options.quick else (options.rounds, 11, 7)
 
     load, measured = [os.getloadavg()[0]], commit()
-    rows = [*compare_steps(rounds, options.steps), compare_dry_run(short), compare_first_step(long)]
+    rows = measure_loop(LOOP_STEPS)
+    if not options.loop:
+        rows = [*compare_steps(rounds, options.steps), *rows, compare_dry_run(short), compare_first_step(long)]
     load.append(os.getloadavg()[0])
     say("")
     print_table(rows, load)
@@ -401,8 +462,12 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--gated-peer"]:  # a rank of a peer's world: handwritten.py, held by a gate
-        from benchmarks import handwritten
+        from benchmarks import handwritten, with_tools
 
-        handwritten.main(sys.argv[4:], before_step=Gate(sys.argv[2], int(sys.argv[3])))
+        world, gate = sys.argv[2], Gate(sys.argv[3], int(sys.argv[4]))
+        if world in TOOLS:
+            with_tools.main(world, sys.argv[5:], before_step=gate)
+        else:
+            handwritten.main(sys.argv[5:], before_step=gate)
     else:
         main()
