@@ -26,6 +26,24 @@ from dtrain.strategies.shared import autocast_inside, compile_layers, materializ
 from dtrain.strategies.zero_state import Masters, import_deepspeed, optimizer_of_shapes, partition
 
 
+def look_once(zero: Any) -> None:
+    """Let DeepSpeed look at gradients once a step, all of them at a time, to know their norm and whether it is finite.
+
+    It asks every gradient whether it is finite, and then for its norm, which says so, too: for gpt2-1.5b 5,000 calls,
+    half of the host's time in a step. A norm that is not finite is an overflow to it already.
+    """
+
+    def norm(gradients: list[Tensor], parameters: Any, norm_type: float = 2) -> Tensor:
+        counted = [g.detach() for g in gradients if not getattr(g, "_zero_padding", False)]
+        norms = torch._foreach_norm(counted, dtype=torch.float32)
+        square = torch.stack(norms).square().sum() if counted else torch.zeros((), device=zero.device)
+        dist.all_reduce(square, group=zero.dp_process_group)
+        return torch.where(torch.isfinite(square), square.sqrt(), -1.0)  # -1 is its sign for one that is not finite
+
+    zero.has_overflow = lambda partition_gradients=True: False
+    zero.get_grad_norm_direct = norm
+
+
 class Zero(Strategy):
     compiles = "blocks"
 
@@ -70,6 +88,8 @@ class Zero(Strategy):
             self.engine, self.zero, _, _ = self.deepspeed.initialize(
                 model=self.module, optimizer=self.optimizer, config=self.config, dist_init_required=False
             )
+        if self.stage < 3 and self.settings["offload"] == "none":
+            look_once(self.zero)
         self.model = self.engine
         self.masters = Masters(self.zero, self.optimizer, self.module, self.stage, self.data_rank)
         for name, held in self.masters.walk(write=True):
