@@ -1,4 +1,4 @@
-"""What each option of conf/precision holds in which type, where it is refused, and how checkpoints pass between them."""
+"""What each option of conf/precision holds in which type, where it is refused, how checkpoints pass between them."""
 
 from __future__ import annotations
 
