@@ -34,7 +34,7 @@ class AdamW(torch.optim.AdamW):
         by_chance = any(p.dtype == torch.bfloat16 for group in self.param_groups for p in group["params"])
         if closure is None and (by_chance or has_kernel()):
             steps = self._steps()
-            if has_kernel() and all(step.fits for step in steps):
+            if self._fits(steps):
                 return self._launch(steps, None, None)
             if by_chance:
                 return self._step_by_chance(steps)
@@ -44,7 +44,7 @@ class AdamW(torch.optim.AdamW):
     def step_if(self, finite: Tensor, factor: Tensor | None = None) -> None:
         """Step with all gradients times `factor`, unless `finite` is false. On a GPU the host asks for neither."""
         steps = self._steps()
-        if has_kernel() and all(step.fits for step in steps):
+        if self._fits(steps):
             self._launch(steps, finite, factor)
         elif bool(finite):
             if factor is not None:
@@ -62,6 +62,11 @@ class AdamW(torch.optim.AdamW):
             for p, g, m, v, step in zip(parameters, gradients, first, second, steps, strict=True):
                 found.append(Step(p, local(p), local(g), local(m), local(v), step, i, numbers[p]))
         return found
+
+    def _fits(self, steps: list[Step]) -> bool:
+        """Whether the kernel can do it."""
+        other = any(group["amsgrad"] or group["maximize"] for group in self.param_groups)
+        return has_kernel() and not other and all(step.fits for step in steps)
 
     def _launch(self, steps: list[Step], finite: Tensor | None, factor: Tensor | None) -> None:
         from dtrain.kernels.adamw import Batch

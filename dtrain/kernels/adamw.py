@@ -152,7 +152,7 @@ class Batch:
 
         For the rounding, a parameter has a number, and begins at some element of the whole that it is a part of.
         """
-        self.kinds = tuple(tensors[0][0].dtype if t is tensors[0] else tensors[1][0].dtype for t in tensors[:2])
+        self.kinds = (tensors[0][0].dtype, tensors[1][0].dtype)
         self.device, self.block = tensors[0][0].device, block
         self.sizes = [p.numel() for p in tensors[0]]
         self.addresses = [[t.data_ptr() for t in row] for row in tensors]
