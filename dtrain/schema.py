@@ -200,6 +200,7 @@ def check_type(key: str, value: Any, annotation: str, default: Any) -> None:
     words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "None": "null"}
     kind = re.sub(r"\w+", lambda m: words.get(m[0], m[0]), annotation).replace(" | ", " or ")
     kind = re.sub(r"Literal\[(.*)\]", lambda m: "one of " + m[1].replace("'", ""), kind)
+    kind = kind.replace("True, False", "true, false")
     kind = re.sub(r"list\[(.*)\]", r"a list, each item \1", kind)
     raise bad(key, value, f"must be {kind}", example(key, value, annotation, default))
 

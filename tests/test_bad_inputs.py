@@ -106,7 +106,7 @@ CASES = [
     # wrong types
     case("launch optim.lr=abc", "optim.lr=abc", "a number", "fix: optim.lr=0.001"),
     case("launch train.steps=1.5", "train.steps=1.5", "a whole number"),
-    case("launch compile=maybe", "compile=maybe", "true or false"),
+    case("launch compile=maybe", "compile=maybe", "one of auto, blocks, whole, none, true, false"),
     case("launch trust=x", "trust=x", "fix: 'trust=[x]'"),
     case("launch trust=null", "trust=null", "must be a list"),
     case("launch model={a:1}", "model", "is a section"),

@@ -211,7 +211,7 @@ def test_fits(value: Any, annotation: str) -> None:
         ("train.steps", 1.5, "train.steps=300"),
         ("train.steps", True, "train.steps=300"),
         ("train.micro_batch_size", "x", "train.micro_batch_size=null"),
-        ("compile", "maybe", "compile=false"),
+        ("compile", "maybe", "compile=auto"),
         ("trust", "mine", "'trust=[mine]'"),
         ("name", 5, "'name=\"5\"'"),
         ("model.dim", "x", "model.dim=1"),

@@ -17,6 +17,9 @@ from dtrain.strategies import zero_config
 WITH_EVERY_PRECISION = ("dtrain.strategies.ddp.DDP", "dtrain.strategies.fsdp.FSDP")
 WITHOUT_FLOAT8 = r"\b(P100|V100|T4|A100|A40|A30|A10|A10G)\b"  # GPUs older than Ada and Hopper
 FLOAT8_MULTIPLE = 16
+BETWEEN_LAYERS = tuple(  # send messages there
+    f"dtrain.strategies.{name}" for name in ("fsdp.FSDP", "zero.Zero", "tensor.TensorParallel", "pipeline.Pipeline")
+)
 EXTRAS = {"dtrain.strategies.zero": "deepspeed", "dtrain.strategies.fairscale": "fairscale"}
 
 
@@ -38,6 +41,9 @@ def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> N
         raise bad("strategy.mode", "fsdp", rule, "strategy=fsdp, or strategy.mode=sharded_ddp")
     if "replica_size" in strategy:
         check_replicas(strategy, config["cluster"]["processes"], sizes)
+    if config["compile"] == "whole" and strategy["_target_"] in BETWEEN_LAYERS and sizes.world_size > 1:
+        rule = f"strategy={config['choices']['strategy']} sends messages between the layers, which no graph can hold"
+        raise bad("compile", "whole", rule, "compile=blocks, or strategy=ddp")
     per_rank = config["train"]["global_batch_size"] // sizes.dp
     check_precision(config, per_rank // num_micro_batches)
 

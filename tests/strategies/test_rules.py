@@ -24,6 +24,7 @@ REFUSED = [
     (["strategy=pipeline", "cluster.processes=5", "train.global_batch_size=20"], "only model.num_layers=4"),
     (["strategy=pipeline", "cluster.processes=4", "strategy.schedule=zbv"], "8 stages, and there are only"),
     (["strategy=pipeline", "strategy.schedule=zbv", "compile=true"], "torch.compile cannot"),
+    (["strategy=fsdp", "compile=whole"], "messages between the layers"),
     (["strategy=pipeline", "cluster.processes=4", "train.global_batch_size=2"], "at least as many micro-batches"),
     (["strategy=pipeline", "train.micro_batch_size=8"], "at least as many micro-batches"),
     (["strategy=pipeline", "strategy.schedule=interleaved_1f1b", "train.global_batch_size=5"], "a multiple of"),
