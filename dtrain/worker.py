@@ -35,7 +35,7 @@ def redirect_output(run_dir: Path, rank: int) -> None:
     log.info("rank %d, process %d on %s", rank, os.getpid(), socket.gethostname())  # a supervisor looks for this sign
 
 
-def join_process_group(deterministic: bool = True) -> torch.device:
+def join_process_group(deterministic: bool = False) -> torch.device:
     """Join the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; give this rank's device.
 
     CPU tensors travel over gloo, CUDA tensors over NCCL, in one group. NCCL refuses two ranks on one GPU; there gloo
@@ -53,6 +53,8 @@ def join_process_group(deterministic: bool = True) -> torch.device:
         torch.use_deterministic_algorithms(True, warn_only=True)
         # we read no memory that nothing wrote, so it need not be filled first
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    else:
+        torch.backends.cudnn.benchmark = True  # the first step tries each convolution's algorithms; shapes never change
     if local_size > num_gpus:
         log.warning("%d ranks share %d GPUs: NCCL refuses that, so gloo is used, which is slow", local_size, num_gpus)
         dist.init_process_group("gloo")
