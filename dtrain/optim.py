@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from dtrain.kernels import rounding
 from dtrain.shards import chunks_of, is_dtensor
 
 KINDS = (torch.float32, torch.bfloat16)  # of tensors that the kernel knows
-MAX_BATCHES = 64  # that are remembered; DeepSpeed may step its weights in many, one after another
+MAX_PLANS = 16  # that are remembered; DeepSpeed may step its weights in several parts
 
 
 class AdamW(torch.optim.AdamW):
@@ -27,77 +27,74 @@ class AdamW(torch.optim.AdamW):
     """
 
     seed = 0
-    _batches: dict[Any, Any] | None = None  # by where the parameters lie: what one launch of the kernel steps
+    _plans: dict[tuple[int, ...], Plan] | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         by_chance = any(p.dtype == torch.bfloat16 for group in self.param_groups for p in group["params"])
         if closure is None and (by_chance or has_kernel()):
-            steps = self._steps()
-            if self._fits(steps):
-                return self._launch(steps, None, None)
+            plan = self._plan()
+            if plan.fits:
+                return self._launch(plan, None, None)
             if by_chance:
-                return self._step_by_chance(steps)
+                return self._step_by_chance(plan)
         return super().step(closure)
 
     @torch.no_grad()
     def step_if(self, finite: Tensor, factor: Tensor | None = None) -> None:
         """Step with all gradients times `factor`, unless `finite` is false. On a GPU the host asks for neither."""
-        steps = self._steps()
-        if self._fits(steps):
-            self._launch(steps, finite, factor)
+        plan = self._plan()
+        if plan.fits:
+            self._launch(plan, finite, factor)
         elif bool(finite):
             if factor is not None:
-                torch._foreach_mul_([step.gradient for step in steps], factor)
+                torch._foreach_mul_(plan.gradients, factor)
             self.step()
 
-    def _steps(self) -> list[Step]:
-        """What is to be stepped: every parameter with a gradient, its state made if there is none."""
-        numbers = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        found = []
+    def _plan(self) -> Plan:
+        """What is to be stepped, with this step's gradients. Looking all of it up anew takes 10 µs a parameter."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters]
+        has = [g is not None for g in gradients]
+        if self._plans is None or len(self._plans) > MAX_PLANS:
+            self._plans = {}
+        key = tuple(map(id, parameters))
+        plan = self._plans.get(key)
+        if plan is None or plan.has != has or not plan.is_current(self.state):
+            plan = self._plans[key] = self._new_plan(parameters, has)
+        plan.gradients = [local(g) for g in gradients if g is not None]
+        return plan
+
+    def _new_plan(self, parameters: list[nn.Parameter], has: list[bool]) -> Plan:
+        """For every parameter with a gradient its state, made if there is none, in torch's own way."""
+        number = {id(p): i for i, p in enumerate(parameters)}
+        steps = []
         for i, group in enumerate(self.param_groups):
             lists: list[list[Tensor]] = [[] for _ in range(6)]
             self._init_group(group, *lists)
-            parameters, gradients, first, second, _, steps = lists
-            for p, g, m, v, step in zip(parameters, gradients, first, second, steps, strict=True):
-                found.append(Step(p, local(p), local(g), local(m), local(v), step, i, numbers[p]))
-        return found
-
-    def _fits(self, steps: list[Step]) -> bool:
-        """Whether the kernel can do it."""
+            steps += [Step(p, self.state[p], i, number[id(p)]) for p in lists[0]]
         other = any(group["amsgrad"] or group["maximize"] for group in self.param_groups)
-        return has_kernel() and not other and all(step.fits for step in steps)
+        fits = has_kernel() and not other and all(step.fits for step in steps)
+        return Plan(parameters, has, self.state, len(self.state), steps, fits)
 
-    def _launch(self, steps: list[Step], finite: Tensor | None, factor: Tensor | None) -> None:
-        from dtrain.kernels.adamw import Batch
-
-        if not steps:
+    def _launch(self, plan: Plan, finite: Tensor | None, factor: Tensor | None) -> None:
+        if not plan.steps:
             return
-        if self._batches is None or len(self._batches) > MAX_BATCHES:
-            self._batches = {}
-        one = torch.ones((), device=steps[0].values.device)
+        one = torch.ones((), device=plan.steps[0].values.device)
         finite, factor = (one if t is None else t.to(one) for t in (finite, factor))
         settings = [(g["lr"], g["weight_decay"], *g["betas"], g["eps"]) for g in self.param_groups]
-        kinds = defaultdict(list)  # usually one
-        for step in steps:
-            kinds[step.values.dtype, step.gradient.dtype, step.first.dtype].append(step)
-        for kind, alike in kinds.items():
-            tensors = [[getattr(s, name) for s in alike] for name in ("values", "first", "second", "count")]
-            key = (kind, *(p.data_ptr() for p in tensors[0]))
-            batch = self._batches.get(key)
-            if batch is None or not batch.holds(tensors):
-                groups, numbers = [s.group for s in alike], [s.number for s in alike]
-                batch = self._batches[key] = Batch(tensors, groups, numbers, [s.offset for s in alike])
-            batch.step([s.matching() for s in alike], settings, finite, factor, self.seed)
+        for batch, chosen in plan.batches():
+            gradients = [plan.steps[i].matching(plan.gradients[i]) for i in chosen]
+            batch.step(gradients, settings, finite, factor, self.seed)
 
-    def _step_by_chance(self, steps: list[Step]) -> None:
+    def _step_by_chance(self, plan: Plan) -> None:
         """The kernel's step with plain operations."""
-        for s in steps:
+        for s, gradient in zip(plan.steps, plan.gradients, strict=True):
             group = self.param_groups[s.group]
             lr, eps, (beta1, beta2) = group["lr"], group["eps"], group["betas"]
             s.count += 1
             count = int(s.count)
-            g, m, v = s.gradient.float(), s.first.float(), s.second.float()
+            g, m, v = gradient.float(), s.first.float(), s.second.float()
             m = beta1 * m + (1 - beta1) * g
             v = beta2 * v + (1 - beta2) * (g * g)
             root = v.sqrt() * (1 - beta2**count) ** -0.5 + eps
@@ -110,25 +107,22 @@ class AdamW(torch.optim.AdamW):
             s.second.copy_(v)
 
 
-@dataclass(slots=True)
 class Step:
-    """One parameter to be stepped: this rank's part of it, of its gradient and of its moments."""
+    """One parameter to be stepped: this rank's part of it and of its moments."""
 
-    parameter: Tensor
-    values: Tensor
-    gradient: Tensor
-    first: Tensor
-    second: Tensor
-    count: Tensor  # of its steps so far
-    group: int
-    number: int  # among all parameters
+    def __init__(self, parameter: Tensor, slots: dict[str, Tensor], group: int, number: int) -> None:
+        """`number`: among all parameters."""
+        self.parameter, self.slots, self.group, self.number = parameter, slots, group, number
+        self.moments, self.count = (slots["exp_avg"], slots["exp_avg_sq"]), slots["step"]
+        self.values, self.first, self.second = local(parameter), *map(local, self.moments)
 
     @property
     def fits(self) -> bool:
         """Whether the kernel can step it: on a GPU, of a type that it knows, and without gaps in memory."""
         p = self.values
         dense = p.is_contiguous() or (p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last))
-        return p.is_cuda and dense and p.dtype in KINDS and self.first.dtype in KINDS and self.count.is_cuda
+        alike = p.stride() == self.first.stride() == self.second.stride()
+        return p.is_cuda and dense and alike and p.dtype in KINDS and self.first.dtype in KINDS and self.count.is_cuda
 
     @property
     def offset(self) -> int:
@@ -138,11 +132,52 @@ class Step:
         strides = torch.empty(self.parameter.shape, device="meta").stride()
         return sum(o * n for o, n in zip(chunks_of(self.parameter.detach())[0].offset, strides, strict=True))
 
-    def matching(self) -> Tensor:
+    def matching(self, gradient: Tensor) -> Tensor:
         """The gradient, its elements in the order of the parameter's."""
-        if self.gradient.stride() == self.values.stride():
-            return self.gradient
-        return torch.empty_like(self.values, dtype=self.gradient.dtype).copy_(self.gradient)
+        if gradient.stride() == self.values.stride():
+            return gradient
+        return torch.empty_like(self.values, dtype=gradient.dtype).copy_(gradient)
+
+
+@dataclass
+class Plan:
+    """What a step is about, for as long as parameters and state are the same objects, at the same places."""
+
+    parameters: list[nn.Parameter]  # all of the optimizer's; held, so that their ids stay theirs
+    has: list[bool]  # a gradient
+    state: Any
+    num_states: int
+    steps: list[Step]
+    fits: bool
+    gradients: list[Tensor] = field(default_factory=list)
+    launches: list[tuple[Any, tuple[Any, ...], list[int]]] = field(default_factory=list)
+
+    def is_current(self, state: Any) -> bool:
+        return self.state is state and self.num_states == len(state) and all(
+            s.slots.get("exp_avg") is s.moments[0] and s.slots.get("exp_avg_sq") is s.moments[1]
+            and s.slots.get("step") is s.count
+            and local(s.parameter) is s.values
+            for s in self.steps
+        )  # fmt: skip
+
+    def batches(self) -> Iterator[tuple[Any, list[int]]]:
+        """What the kernel steps at once, parameters and gradients of one set of types: usually all."""
+        from dtrain.kernels.adamw import Batch
+
+        kinds = defaultdict(list)
+        for i, (step, gradient) in enumerate(zip(self.steps, self.gradients, strict=True)):
+            kinds[step.values.dtype, gradient.dtype, step.first.dtype].append(i)
+        known = {kind: (batch, chosen) for batch, kind, chosen in self.launches}
+        self.launches = []
+        for kind, chosen in kinds.items():
+            steps = [self.steps[i] for i in chosen]
+            tensors = [[getattr(s, name) for s in steps] for name in ("values", "first", "second", "count")]
+            batch, before = known.get(kind, (None, []))
+            if before != chosen or not batch.holds(tensors):
+                groups, numbers = [s.group for s in steps], [s.number for s in steps]
+                batch = Batch(tensors, groups, numbers, [s.offset for s in steps])
+            self.launches.append((batch, kind, chosen))
+            yield batch, chosen
 
 
 def local(tensor: Tensor) -> Tensor:

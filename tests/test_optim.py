@@ -146,3 +146,23 @@ def test_the_rounding_of_copies_is_one_and_of_seeds_is_not() -> None:
         optimizer.step()
         results.append(p.detach())
     assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+
+
+def test_state_that_was_replaced_is_the_one_that_is_stepped() -> None:
+    """Looking parameters and state up anew at each step would be slow; so it must be noticed when they change."""
+    p, q = (nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer = AdamW([p, q], lr=1e-2)
+    for gradients in ((1.0, None), (1.0, 2.0), (1.0, 2.0)):
+        for parameter, value in zip((p, q), gradients, strict=True):
+            parameter.grad = None if value is None else torch.full_like(parameter, value)
+        optimizer.step()
+    assert [int(optimizer.state[x]["step"]) for x in (p, q)] == [3, 2]
+    optimizer.load_state_dict(optimizer.state_dict())  # other tensors with the same values
+    optimizer.step()
+    assert [int(optimizer.state[x]["step"]) for x in (p, q)] == [4, 3]
+    optimizer.state.clear()
+    optimizer.step()
+    assert [int(optimizer.state[x]["step"]) for x in (p, q)] == [1, 1]
+    p.data = torch.zeros_like(p)
+    optimizer.step()
+    assert p.detach().float().abs().max() < 0.1 and p.detach().float().abs().min() > 0

@@ -1,5 +1,7 @@
 """AdamW for all parameters in one launch, which clips, leaves out a step that is not finite, and can round by chance.
 
+A small launch before it counts the steps and works out what the elements of a tensor share.
+
 Bound by memory: with everything in float32, 16 bytes are read and 12 written for each parameter. torch's own fused
 kernel moves as much, and wants the norm's factor multiplied into the gradients before: 8 bytes more. Its `found_inf`
 would keep the step from the host, too, but it writes the gradients back.

@@ -145,11 +145,12 @@ def test_the_launch_shape_does_not_change_what_is_rounded() -> None:
     for block, warps in ((2048, 8), (1024, 4)):
         optimizer, parameters = pair([torch.bfloat16], "cuda")
         give(parameters, 0, False)
-        steps = optimizer._steps()
+        plan = optimizer._plan()
+        steps = plan.steps
         tensors = [[getattr(s, name) for s in steps] for name in ("values", "first", "second", "count")]
         batch = Batch(tensors, [s.group for s in steps], [s.number for s in steps], [0] * len(steps), block)
         one = torch.ones((), device="cuda")
         settings = [(1e-2, 0.1, 0.9, 0.999, 1e-8)] * 2
-        batch.step([s.gradient for s in steps], settings, one, one, 3, warps)
+        batch.step(plan.gradients, settings, one, one, 3, warps)
         results.append(parameters)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
