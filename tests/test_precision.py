@@ -224,3 +224,18 @@ def replicas(folder: str) -> None:
 
 def test_replicas_round_alike(tmp_path: Path) -> None:
     spawn(2, replicas, str(tmp_path))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["bf16-pure", "fp8"])
+def test_on_a_gpu_it_follows_bf16(name: str, strategy: str, tmp_path: Path) -> None:
+    words = ("cluster.processes=1", f"strategy={strategy}", "train.log_every=1", "compile=blocks")
+    try:
+        runs = [make_run(tmp_path / option, *words, f"precision={option}") for option in ("bf16", name)]
+    except ValueError as refusal:
+        pytest.skip(str(refusal).splitlines()[0])
+    assert [train(run, 1) for run in runs] == [[0], [0]]
+    plain, other = map(losses, runs)
+    assert plain.keys() == other.keys() and plain[1] - plain[20] > 0.3
+    assert max(abs(plain[s] - other[s]) for s in plain) < 0.05
