@@ -98,15 +98,45 @@ def again() -> list[Case]:
     return spread(("fsdp", "ddp", "zero1", "zero2")) + adapters() + several + missing
 
 
+def today(model: str, strategy: str, batch: int, *words: str, **settings: Any) -> Case:
+    """A layout of the defaults. Compiled by block: one graph for all layers takes seconds, one of them all a minute."""
+    return case(model, strategy, batch, *words, **{"compile": "blocks", "deterministic": False} | settings)
+
+
+def fast() -> list[Case]:
+    """The code of today: head and loss in one, a bf16 stream, one kernel for the update. About two minutes."""
+    cases = [today("gpt2-124m", "ddp", batch, compile="auto") for batch in (32, 64)]
+    for model, batches in (("gpt2-1.5b", (8, 16)), ("llama-1b", (4, 8))):
+        cases += [today(model, "ddp", batch) for batch in batches]
+        cases += [today(model, "ddp", batches[1], checkpointing=mode) for mode in ("ops", "full")]
+        cases += [today(model, "fsdp", batches[1], compile="none")]  # on one rank as ddp
+    cases += [today("llama-1b", "ddp", 8, precision="bf16-pure")]
+    cases += [today("gpt2-1.5b", "fsdp", 8, ranks=8), today("llama-1b", "fsdp", 4, ranks=8, checkpointing="ops")]
+    cases += [today("gpt2-1.5b", "zero2", 8, ranks=8)]
+    return [*cases, today("gpt2-124m", "ddp", 32, ranks=8, compile="whole", checkpointing="ops")]
+
+
+def trade() -> list[Case]:
+    """What each kind of checkpointing gives and costs: the table of docs/performance.md."""
+    return [
+        today(model, "ddp", batch, compile=compile, checkpointing=mode)
+        for model, batch in (("gpt2-1.5b", 16), ("llama-1b", 8))
+        for compile in ("none", "blocks")
+        for mode in ("none", "ops", "selective", "full")
+    ]
+
+
 def dry() -> list[Case]:
     """Tiny models, for a CPU: does the harness itself work?"""
     cases = [case("gpt2-tiny", name, 2, checkpointing="full") for name in ("ddp", "fsdp", "zero1", "zero3")]
     cases += [case(name, "ddp", 2) for name in ("llama-tiny", "bert-tiny", "bert-tiny-classify", "vit-tiny", "convnet")]
     cases += [case("gpt2-tiny", name, 2, ranks=4) for name in ("ddp", "fsdp", "tensor", "zero1", "zero2", "zero3")]
+    cases += [today("gpt2-tiny", name, 2, checkpointing="ops", compile="auto") for name in ("ddp", "fsdp", "zero2")]
     return [c | {"precision": "fp32"} for c in cases]
 
 
 GROUPS: dict[str, Callable[[], list[Case]]] = {
     **{name: partial(grid, name) for name in ("ddp", "fsdp", "zero1", "zero2", "zero3")},
     "others": others, "spread": spread, "wide": wide, "limits": limits, "compile": compiled, "again": again, "dry": dry,
+    "fast": fast, "trade": trade,
 }  # fmt: skip

@@ -42,6 +42,13 @@ def shape_for(model: str, words: list[str]) -> Shape:
 
 
 def layout_for(row: dict[str, Any]) -> Layout:
+    """As the row says; those that say nothing are of the head, stream and optimizer that there were first.
+
+    Then, compiled meant one graph where no messages go between layers; and by block, layers that were computed again
+    stayed as they were.
+    """
+    if "layout" in row:
+        return Layout(**row["layout"])
     words = dict(word.split("=", 1) for word in row.get("words", []))
     return Layout(
         strategy=row["strategy"],
@@ -57,9 +64,17 @@ def layout_for(row: dict[str, Any]) -> Layout:
         offload=words.get("strategy.offload", "none"),
         offload_params=words.get("strategy.offload_params", "none"),
         precision=row.get("precision", "bf16"),
-        compile=row.get("compile", False),
+        compile=first_compile(row),
         bucket_mb=100 if row["strategy"].startswith("zero") else 25,
     )
+
+
+def first_compile(row: dict[str, Any]) -> str:
+    if not row.get("compile"):
+        return "none"
+    if row["strategy"] in ("ddp", "local_sgd", "fairscale"):
+        return "whole"
+    return "none" if row.get("activation_checkpointing") == "full" else "blocks"
 
 
 def measured(path: Path) -> list[dict[str, Any]]:
@@ -119,12 +134,16 @@ def set_aside(row: dict[str, Any]) -> str:
 
 def name_of(row: dict[str, Any]) -> str:
     words = [w for w in row.get("words", []) if not w.startswith("model.seq_len")]
-    extra = [row.get("activation_checkpointing", "none")] + ["compile"] * bool(row.get("compile"))
+    extra = [row.get("activation_checkpointing", "none")] + ["compile"] * compiled(row) + ["fast"] * ("layout" in row)
     extra += [p for p in [row.get("precision", "bf16")] if p != "bf16"] + words
     passes = f"×{row['micro_batches']}" if row.get("micro_batches", 1) > 1 else ""
     return (
         f"{row['model']} {row['strategy']} on {row['world_size']}, {row['micro_batch_size']}{passes}, {' '.join(extra)}"
     )
+
+
+def compiled(row: dict[str, Any]) -> bool:
+    return row["layout"]["compile"] != "none" if "layout" in row else bool(row.get("compile"))
 
 
 def show(path: Path) -> None:
@@ -137,7 +156,8 @@ def show(path: Path) -> None:
     print()
     groups: dict[str, list[float]] = {}
     for row, error, _ in rows:
-        for name in (row["strategy"], "compiled" if row.get("compile") else "eager", "all"):
+        kinds = ("compiled" if compiled(row) else "eager", "fast" if "layout" in row else "first", "all")
+        for name in (row["strategy"], *kinds):
             groups.setdefault(name, []).append(error)
     print(f"{'':12} {'rows':>5} {'mean':>7} {'median':>7} {'worst':>7} {'bias':>7}")
     for name, values in groups.items():

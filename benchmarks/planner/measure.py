@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -207,7 +208,7 @@ def measure(spec: dict[str, Any], device: Any) -> dict[str, Any]:
         "dp": sizes.dp, "micro_batch_size": spec["batch"], "micro_batches": spec["passes"],
         "seq_len": cfg.model.get("seq_len"), "activation_checkpointing": spec["checkpointing"],
         "compile": spec["compile"], "precision": spec["precision"], "deterministic": spec["deterministic"],
-        "words": [*length, *spec["words"]], "data": layout.data, **row,
+        "words": [*length, *spec["words"]], "data": layout.data, "layout": dataclasses.asdict(layout), **row,
         "step_s": statistics.median(timed) if timed else None, "steps_s": timed,
         "tokens_per_s": samples_per_s * tokens if samples_per_s else None, "first_step_s": seconds[0], **watch.rows,
         "fake": dist.get_backend() == "fake", "allocator": os.environ.get("PYTORCH_ALLOC_CONF", ""),
@@ -293,7 +294,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("planner.json"))
     parser.add_argument(
-        "--groups", nargs="*", default=[name for name in GROUPS if name not in ("again", "dry")], choices=list(GROUPS)
+        "--groups",
+        nargs="*",
+        default=[name for name in GROUPS if name not in ("again", "dry", "fast", "trade")],
+        choices=list(GROUPS),
     )
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--compare", nargs="?", type=Path, const=RESULTS)

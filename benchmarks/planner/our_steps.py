@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from compare import layout_for, name_of, shape_for
+from compare import compiled, layout_for, name_of, shape_for
 from rows import ROOT, Row
 
 RESULTS = ROOT / "benchmarks" / "results" / "planner-h200.json"
@@ -25,7 +25,7 @@ def read_own(path: Path = RESULTS) -> list[Row]:
         if record.get("superseded") or record.get("step_aside"):
             continue
         layout = layout_for(record)
-        batch = f"batch {layout.global_batch_size}"
+        batch, how = f"batch {layout.global_batch_size}", f"compile={compiled(record)}{' fast' * ('layout' in record)}"
         rows.append(
             Row(
                 source=SOURCE,
@@ -37,7 +37,7 @@ def read_own(path: Path = RESULTS) -> list[Row]:
                 gpus=1,
                 stack="dtrain",
                 step_s=record["step_s"],
-                group=f"{SOURCE} {record['model']} {record['precision']} compile={record['compile']} x1 {batch}",
+                group=f"{SOURCE} {record['model']} {record['precision']} {how} x1 {batch}",
             )
         )
     return rows

@@ -1,12 +1,15 @@
 """What the backward pass needs of the forward pass, in bytes: what autograd really saves in our models, op by op.
 
-Norms and the residual stream are float32 in every precision; products are in 2 bytes under bf16 and fp16. An eager
-block saves for each token (d: dim, h: hidden_dim, e: bytes of a product's numbers):
+Norms compute in float32; products are in 2 bytes under bf16 and fp16, the residual stream under bf16 (float32 under the
+others, and in what was measured before). An eager block saves for each token (d: dim, h: hidden_dim, e: bytes of a
+product's numbers):
 
-- of a norm its input (4 d) and its statistics; of a linear layer its input in e bytes: each layer casts for itself, so
-  q, k and v have three copies (autocast remembers casts of weights, not of activations);
+- of a norm its input in float32 (4 d) and its statistics; of a linear layer its input in e bytes. Where the stream is
+  float32 each layer casts for itself, so q, k and v have three copies (autocast remembers casts of weights only);
 - of attention queries, keys, values, its result, and the logarithm of each row's sum (4 bytes a head);
 - of the activation its input and its result; a gated one has the other factor and the product, too.
+
+activation_checkpointing=ops keeps the block's input and what products and attention gave, and nothing else.
 
 torch.compile's partitioner keeps less: one cast for all layers that read it, the gate's activation is computed again;
 and block by block it keeps what attention gave in e bytes instead of the float32 sum with it. These lists are those of
@@ -16,7 +19,7 @@ its graphs (torch 2.13, counted in tests/plan/test_activations.py), and the H200
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dtrain.plan.counts import block_linears, is_target
 from dtrain.plan.layout import Layout
@@ -30,6 +33,11 @@ GIB = 2**30
 def product_bytes(precision: str) -> int:
     """Of a number that goes through a matrix product."""
     return 4 if precision == "fp32" else 2
+
+
+def stream_bytes(layout: Layout) -> int:
+    """Of a number of the residual stream."""
+    return WIDE if layout.stream == "float32" else 2
 
 
 def allocated(size: float) -> float:
@@ -50,22 +58,27 @@ class Way:
     tp: int = 1
     sequence_parallel: bool = False
     wide_inputs: bool = False  # zero3's own linear layer keeps its input as it came, in float32
+    stream: int = WIDE  # bytes of a number of the residual stream
+    ops: bool = False  # only results of products and attention are kept
 
 
 def way_of(layout: Layout) -> Way:
-    whole = layout.strategy in ("ddp", "local_sgd", "fairscale")
-    graph = "eager" if not layout.compile else "whole" if whole else "block"
-    e = product_bytes(layout.precision)
-    return Way(e, graph, layout.tp, layout.sequence_parallel, layout.data == "zero3" and e != WIDE)
+    graph = {"none": "eager", "blocks": "block", "whole": "whole"}[layout.compile]
+    e, stream = product_bytes(layout.precision), stream_bytes(layout)
+    wide = layout.data == "zero3" and e != WIDE == stream
+    ops = layout.activation_checkpointing == "ops"
+    return Way(e, graph, layout.tp, layout.sequence_parallel, wide, stream, ops)
 
 
 @functools.lru_cache(maxsize=4096)
 def block_tensors(shape: Transformer, way: Way) -> tuple[tuple[str, float], ...]:
     """What one block saves for one token on one tensor rank: names and bytes."""
+    if way.ops:
+        return kept_tensors(shape, way)
     e, d, tp, eager = way.product, shape.dim, way.tp, way.graph == "eager"
     between = tp if way.sequence_parallel else 1  # who shares what lies between the products
-    second = e if way.graph == "block" else WIDE
-    tensors = [("residual stream", WIDE * d / between), ("residual stream after attention", second * d / between)]
+    first, second = (WIDE, WIDE) if eager else (way.stream, e if way.graph == "block" else way.stream)
+    tensors = [("residual stream", first * d / between), ("residual stream after attention", second * d / between)]
     tensors.append(("statistics of norms", 2 * (8 if shape.biased else 4) / between))
     tensors += input_tensors(shape, way)
     widths = [("queries, keys, values", d + 2 * shape.kv_dim)]
@@ -92,6 +105,30 @@ def block_tensors(shape: Transformer, way: Way) -> tuple[tuple[str, float], ...]
     return tuple(tensors)
 
 
+def kept_tensors(shape: Transformer, way: Way) -> tuple[tuple[str, float], ...]:
+    """The same under activation_checkpointing=ops. Tensor ranks keep a sum beside their part of it.
+
+    A graph keeps the last product only where a norm follows in the same block; eager contexts cannot know.
+    """
+    e, d, tp = way.product, shape.dim, way.tp
+    between = tp if way.sequence_parallel else 1
+    sums = e * d + (e * d / between if tp > 1 else 0.0)
+    tensors = [("residual stream", way.stream * d / between)]
+    tensors += [("queries, keys, values", e * (d + 2 * shape.kv_dim) / tp), ("attention's result", e * d / tp)]
+    tensors += [("log-sums of attention", WIDE * shape.num_heads / tp), ("attention's projection", sums)]
+    tensors += [("MLP, before its activation", e * shape.hidden_dim / tp)]
+    if shape.gated:
+        tensors.append(("MLP, the other factor", e * shape.hidden_dim / tp))
+    if way.graph == "eager" or shape.kind == "bert":
+        tensors.append(("MLP's result", sums))
+    if not shape.packed:
+        tensors += score_tensors(shape, way)
+    for linear in block_linears(shape):
+        if shape.lora_rank and is_target(shape, linear):
+            tensors.append(("adapters, both products", float(e * (shape.lora_rank + linear.outs))))
+    return tuple(tensors)
+
+
 def input_tensors(shape: Transformer, way: Way) -> list[tuple[str, float]]:
     """The inputs of a block's first products, of attention and of the MLP; never cut by tensor ranks."""
     e, d, made = way.product, shape.dim, []
@@ -99,7 +136,7 @@ def input_tensors(shape: Transformer, way: Way) -> list[tuple[str, float]]:
         kept = [n for n in names if saves_input(shape, f"{prefix}.{n}") and (n != "gate" or shape.gated)]
         if way.wide_inputs:
             made += [(f"input of {prefix}", float(WIDE * d))] if kept else []
-        elif e == WIDE or way.graph != "eager":
+        elif e == way.stream or way.graph != "eager":
             made += [(f"input of {prefix}", float(e * d))] if kept else []
         else:
             made += [(f"input of {prefix}.{n}", float(e * d)) for n in kept]
@@ -136,7 +173,14 @@ def block_again_bytes(shape: Transformer, way: Way, tokens: int) -> float:
     """The largest that one block's backward pass makes beside what was saved: gradients inside its MLP, and two of the
     residual stream. What it has used goes as they come, so of the wide ones one more is there (gated: two)."""
     hidden = way.product * shape.hidden_dim / way.tp * (2 if shape.gated else 1)
-    return tokens * (hidden + 2 * WIDE * shape.dim)
+    wide = WIDE if way.graph == "eager" else way.stream
+    return tokens * (hidden + 2 * wide * shape.dim)
+
+
+def recomputed_bytes(shape: Transformer, way: Way, tokens: int) -> float:
+    """What one block makes again for its backward pass, with rounding: all that it would save, less what it kept."""
+    whole = sum(block_bytes(shape, replace(way, ops=False), tokens))
+    return max(0.0, whole - sum(block_bytes(shape, way, tokens))) if way.ops else whole
 
 
 def kept_layers(num_layers: int, layout: Layout) -> tuple[int, int]:
@@ -162,7 +206,8 @@ def end_bytes(shape: Transformer, way: Way, tokens: int, is_first: bool, is_last
         between = way.tp if way.sequence_parallel else 1
         # ViT's norm reads the class token only, as a part of all tokens, which it so keeps
         before = tokens if shape.kind == "vit" else asked
-        saved += before * WIDE * d / between + asked * (WIDE if way.wide_inputs else e) * d
+        norm = WIDE if way.graph == "eager" else way.stream
+        saved += before * norm * d / between + asked * (WIDE if way.wide_inputs else e) * d
         if shape.kind == "bert":  # transform, GELU and norm on the asked tokens, or pooler and tanh
             saved += asked * (3 * e * d + WIDE * d)
     return saved
@@ -186,7 +231,8 @@ def convolution_bytes(shape: Convolutions, layout: Layout) -> float:
     for layer in shape.layers:
         unit, out = layer.unit, float(e * layer.outputs)
         inputs.setdefault(unit, before)
-        kept = out if layer.shortcut else 2 * out  # beside a shortcut's norm there is no activation
+        # beside a shortcut's norm there is no activation; `ops` keeps what convolutions gave
+        kept = out if layer.shortcut or layout.activation_checkpointing == "ops" else 2 * out
         pooled = shape.pooled == "each" or (shape.pooled == "stem" and unit == -1)
         if pooled:
             kept += (e + 8) * layer.outputs / 4

@@ -234,7 +234,8 @@ def precision_note(best: Prediction) -> list[str]:
     half = half_precision(best.task.hardware.gpu)
     if best.layout.precision != "fp32" or half is None or not best.step_s:
         return []
-    other = predict_layout(replace(best.layout, precision=half), best.task)
+    stream = "bfloat16" if half == "bf16" else "float32"
+    other = predict_layout(replace(best.layout, precision=half, stream=stream), best.task)
     gain = best.step_s / other.step_s if other.step_s else 0.0
     return [f"precision={half} would be {gain:.1f} times as fast"] if gain >= 1.05 else []
 

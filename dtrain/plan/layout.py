@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtrain import mesh
-from dtrain.config import ranks_per_node
+from dtrain.config import gpus_per_node, ranks_per_node
 from dtrain.strategies.rules import stages_of_rank
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -15,7 +15,11 @@ PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to train. The degrees multiply to the world size; a data rank makes micro_batches passes a step."""
+    """One way to train. The degrees multiply to the world size; a data rank makes micro_batches passes a step.
+
+    What is not said of stream, compile and the fused ones is as in the software of published tables, and as ours was
+    when the first rows of benchmarks/planner were measured; `layout_of` says what a configuration means today.
+    """
 
     strategy: str  # ddp fsdp zero1 zero2 zero3 fairscale local_sgd tensor pipeline 3d
     tp: int = 1
@@ -29,13 +33,16 @@ class Layout:
     stages_per_rank: int = 1
     sequence_parallel: bool = False
     loss_parallel: bool = False
-    activation_checkpointing: str = "none"  # none | full | selective
+    activation_checkpointing: str = "none"  # none | ops | selective | full
     activation_checkpointing_every: int = 2
     offload: str = "none"  # optimizer state (fsdp: weights and gradients, too): none | cpu | nvme
     offload_params: str = "none"
-    precision: str = "bf16"  # bf16 | fp16 | fp32
-    compile: bool = False
+    precision: str = "bf16"  # bf16 | bf16-pure | fp8 | fp16 | fp32
+    stream: str = "float32"  # the type of the residual stream
+    compile: str = "none"  # none | blocks | whole
+    fused_loss: bool = False  # head and loss are one operation, whose logits are never whole in memory
     optimizer: str = "adamw"  # adamw | sgd
+    fused_update: bool = False  # one kernel clips and updates
     bucket_mb: int = 25
 
     @property
@@ -57,7 +64,7 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
     axes = {axis: strategy.get(axis, default) for axis, default in (("pp", 1), ("dp", -1), ("tp", 1))}
     sizes = mesh.resolve(cluster["nodes"] * node_size, node_size, **axes)
     _, micro, micro_batches = batch_sizes(dict(config), sizes)
-    schedule = strategy.get("schedule", "1f1b")
+    schedule, is_alone = strategy.get("schedule", "1f1b"), holds_all(strategy, sizes.pp * sizes.dp * sizes.tp)
     replica_size = (strategy.get("replica_size") or node_size) if strategy.get("sharding") == "hybrid" else None
     return Layout(
         strategy=name,
@@ -66,7 +73,7 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
         dp=sizes.dp,
         micro_batch_size=micro,
         micro_batches=micro_batches,
-        data=data_of(strategy),
+        data="ddp" if is_alone else data_of(strategy),
         replica_size=None if replica_size == sizes.dp else replica_size,
         schedule=schedule,
         stages_per_rank=len(stages_of_rank(0, sizes.pp, schedule, strategy.get("stages_per_rank", 2))[0]),
@@ -76,10 +83,56 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
         activation_checkpointing_every=config["activation_checkpointing_every"],
         offload=strategy.get("offload", "none"),
         offload_params=strategy.get("offload_params", "none"),
-        precision=PRECISIONS[config["precision"].get("dtype", "float32")],
-        compile=config["compile"],
-        optimizer=str(config["optim"]["_target_"]).rpartition(".")[2],
+        precision=precision_of(config["precision"]),
+        stream=config["precision"].get("stream", "float32"),
+        compile=compile_of(config, is_alone),
+        fused_loss=on_gpu(config) if (fused := config.get("fused_loss", "auto")) == "auto" else fused,
+        optimizer=(optimizer := str(config["optim"]["_target_"]).rpartition(".")[2]),
+        fused_update=optimizer == "adamw" and on_gpu(config) and (is_alone or updates_itself(strategy)),
         bucket_mb=strategy.get("bucket_mb", 25),
+    )
+
+
+def on_gpu(config: Mapping[str, Any]) -> bool:
+    """Will the ranks have GPUs? By what is said of the hardware; where nothing is, by what this machine has."""
+    hardware = config.get("hardware") or {}
+    if any(hardware.get(key) for key in ("gpu", "gpu_memory_gib", "usable_memory_gib")):
+        return True
+    return config["choices"].get("hardware", "unknown") == "unknown" and gpus_per_node(config["cluster"]) > 0
+
+
+def precision_of(section: Mapping[str, Any]) -> str:
+    """By what a section of conf/precision says: its name may be a user's own."""
+    if section.get("parameters", "float32") != "float32":
+        return "bf16-pure"
+    return "fp8" if section.get("float8", "none") != "none" else PRECISIONS[section.get("dtype", "float32")]
+
+
+def compile_of(config: Mapping[str, Any], is_alone: bool) -> str:
+    """none, blocks or whole, as strategies/shared.compile_mode and the strategies have it."""
+    wanted, strategy = config["compile"], config["strategy"]
+    # what sends messages between layers, or has hooks around them, is compiled by block
+    by_block = bool({"stage", "sharding", "tp", "schedule"} & set(strategy)) and not is_alone
+    if wanted == "auto":
+        split = strategy.get("schedule") == "zbv"
+        wanted = on_gpu(config) and not split and (is_alone or strategy.get("stage") != 3)
+    if wanted in (True, "whole"):
+        return "blocks" if by_block else "whole"
+    return str(wanted or "none")
+
+
+def updates_itself(strategy: Mapping[str, Any]) -> bool:
+    """DeepSpeed and fairscale clip for themselves; what is offloaded is updated on the host."""
+    return not {"stage", "mode"} & set(strategy) and strategy.get("offload", "none") == "none"
+
+
+def holds_all(strategy: Mapping[str, Any], ranks: int) -> bool:
+    """Is it fsdp or ZeRO on one rank? There is nothing to cut, so it runs as ddp; not with DeepSpeed's own settings."""
+    offloads = {strategy.get("offload", "none"), strategy.get("offload_params", "none")} != {"none"}
+    return (
+        ranks == 1
+        and bool({"stage", "sharding"} & set(strategy))
+        and not (offloads or strategy.get("deepspeed_config"))
     )
 
 

@@ -27,6 +27,7 @@ from dtrain.plan.activations import (
     end_bytes,
     kept_layers,
     product_bytes,
+    stream_bytes,
     way_of,
 )
 from dtrain.plan.counts import Stage
@@ -124,7 +125,7 @@ def saved_items(shape: Transformer, layout: Layout, cut: tuple[Stage, ...], wait
     way = way_of(layout)
     one, rounding = block_bytes(shape, way, tokens)
     kept, again = (sum(pair) / len(cut) for pair in zip(*(kept_layers(s.layers, layout) for s in cut), strict=True))
-    only_input = allocated(tokens * WIDE * shape.dim / (layout.tp if layout.sequence_parallel else 1))
+    only_input = allocated(tokens * stream_bytes(layout) * shape.dim / (layout.tp if layout.sequence_parallel else 1))
     ends = end_bytes(shape, way, tokens, any(s.is_first for s in cut), any(s.is_last for s in cut)) / len(cut)
     items = [
         Item("activations", "saved by blocks", waiting * kept * one, "{} passes × {:g} blocks × {:,} tokens × {:,.0f}",

@@ -9,16 +9,28 @@ from dtrain.plan.activations import (
     MIB,
     WIDE,
     block_again_bytes,
-    block_bytes,
     kept_layers,
     product_bytes,
+    recomputed_bytes,
+    stream_bytes,
     way_of,
 )
 from dtrain.plan.counts import Stage
+from dtrain.plan.head import chunk_rows, fuses_loss
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item
 from dtrain.plan.shape import Transformer
-from dtrain.plan.states import MAX_LIVE, SUB_GROUP, Held, cut_in_every_pass, gradient_bytes, resident_gradients, sharing
+from dtrain.plan.states import (
+    MAX_LIVE,
+    SUB_GROUP,
+    Held,
+    cut_in_every_pass,
+    gradient_bytes,
+    is_pure,
+    resident_gradients,
+    sharing,
+    state_bytes,
+)
 
 
 def logit_items(
@@ -27,12 +39,52 @@ def logit_items(
     """`each` bytes for every logit of one pass; gpipe keeps the log-softmax of the passes before, too."""
     if not any(stage.is_last for stage in cut):
         return []
-    asked = round(tokens * shape.asked)
-    cut_over = layout.tp if layout.loss_parallel and shape.task != "classify" else 1  # a few classes are never cut
-    rows = shape.vocab_size // cut_over
+    asked, rows = asked_rows(shape, layout, tokens)
     older = (waiting - 1) * WIDE if layout.schedule == "gpipe" and layout.pp > 1 else 0
     return [Item("logits", why, asked * rows * (each + older), "{:,} tokens × {:,} rows × {:g} bytes",
                  (asked, rows, each + older))]  # fmt: skip
+
+
+def asked_rows(shape: Transformer, layout: Layout, tokens: int) -> tuple[int, int]:
+    """(tokens whose logits are asked for, rows of the head on this rank)."""
+    cut_over = layout.tp if layout.loss_parallel and shape.task != "classify" else 1  # a few classes are never cut
+    return round(tokens * shape.asked), shape.vocab_size // cut_over
+
+
+# ---- head and loss as one operation --------------------------------------------------------------------------
+
+
+def chunk_items(shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage, ...], tokens: int) -> list[Item]:
+    """The last chunk is at hand: its logits, the gradients of the head's input and of its weights.
+
+    The sum of the weights' gradient so far and the one with this chunk's are both there. Over a vocabulary that is cut,
+    plain operations have three float32 copies of the chunk beside it.
+    """
+    if not any(stage.is_last for stage in cut):
+        return []
+    e, (asked, rows) = product_bytes(layout.precision), asked_rows(shape, layout, tokens)
+    chunk, each = chunk_rows(asked, rows), e + (3 * WIDE if layout.loss_parallel else 0)
+    head = 0 if shape.lora_rank else held.head
+    return [
+        Item("logits", "of one chunk", chunk * rows * each, "{:,} tokens × {:,} rows × {} bytes", (chunk, rows, each)),
+        Item("activations", "gradient of the head's input", asked * e * shape.dim, "{:,} × {}", (asked, e)),
+        Item("gradients", "of the head, and its sum so far", 2.0 * WIDE * head, "2 × {:,} × 4 bytes", (head,)),
+    ]
+
+
+def waiting_head_items(
+    shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage, ...], waiting: int
+) -> list[Item]:
+    """The backward pass begins: the head's gradient is there, in float32, of every pass that waits for it."""
+    if shape.lora_rank or not any(stage.is_last for stage in cut):
+        return []
+    share, e = sharing(layout), product_bytes(layout.precision)
+    passes = max(1, round(waiting / len(cut)))
+    each = passes * WIDE + (e if share.gathers or share.zero or is_pure(layout) else 0)  # and one of the weight's type
+    return [Item("gradients", "of the head", float(each * held.head), "{:,} × {}", (held.head, each))]
+
+
+# ---- the moments ---------------------------------------------------------------------------------------------
 
 
 def scores_items(
@@ -43,6 +95,9 @@ def scores_items(
     Compiled as one graph, the float32 ones are never written. Loss parallel has one copy more, here and in the
     backward pass (measured), each of a rank's own rows.
     """
+    if fuses_loss(shape, layout):
+        items = chunk_items(shape, layout, held, cut, tokens)
+        return items + copies_items(layout, held, cut, waiting, forward=True) + resident_items(layout, held)
     e = product_bytes(layout.precision)
     copies = 3 if layout.loss_parallel else 2
     each = e if way_of(layout).graph == "whole" else (e if e != WIDE else 0) + copies * WIDE
@@ -57,6 +112,9 @@ def loss_items(
 
     Compiled as one graph there are only 16-bit logits, whose gradient takes their place, beside the head's gradient.
     """
+    if fuses_loss(shape, layout):
+        items = waiting_head_items(shape, layout, held, cut, waiting)
+        return items + copies_items(layout, held, cut, waiting, forward=False) + resident_items(layout, held)
     e = product_bytes(layout.precision)
     whole = way_of(layout).graph == "whole"
     each = e if whole else (4 if layout.loss_parallel else 3) * WIDE
@@ -83,13 +141,15 @@ def copies_items(layout: Layout, held: Held, cut: tuple[Stage, ...], waiting: in
         whole = layout.data == "grad_op" or layout.pp > 1
         count = held.parameters if whole else held.ends + held.block
         return [Item("buffers", "gathered weights", e * count, "{:,} × {} bytes", (count, e))]
-    if e == WIDE:
+    if e == WIDE or is_pure(layout):
         return []
     cast = held.parameters - held.frozen16 - (held.ends - held.head)
     if not forward or layout.pp > 1:
         layers = sum(stage.layers for stage in cut)
         kept = sum(kept_layers(stage.layers, layout)[0] for stage in cut) / max(layers, 1)
-        cast = round(kept * (cast - held.head)) + held.head
+        if layout.activation_checkpointing == "ops":
+            kept = 0.0  # a cast is no product
+        cast = round(kept * (cast - held.head)) + (0 if layout.fused_loss else held.head)
     passes = max(1, round(waiting / len(cut)))
     return [Item("buffers", "weights cast to 16 bits", passes * e * cast, "{} × {:,} × {} bytes", (passes, cast, e))]
 
@@ -110,8 +170,11 @@ def block_items(shape: Transformer, layout: Layout, held: Held, tokens: int, wai
     temporary = block_again_bytes(shape, way, tokens)
     items = [Item("activations", "gradients in a block", temporary, "{:,} tokens", (tokens,))]
     if layout.activation_checkpointing != "none":
-        again = sum(block_bytes(shape, way, tokens))
+        again = recomputed_bytes(shape, way, tokens)
         items.append(Item("activations", "a block computed again", again, "{:,} tokens", (tokens,)))
+    if fuses_loss(shape, layout) and not shape.lora_rank and not share.zero and not resident_gradients(held, layout)[0]:
+        each = e if share.gathers else state_bytes(layout)  # fsdp reduces it with the ends, when they are all there
+        items.append(Item("gradients", "of the head", float(each * held.head), "{:,} × {}", (held.head, each)))
     items += copies_items(layout, held, (), waiting, forward=False) if share.gathers or share.zero else []
     if share.gathers:
         # the next block is gathered, this one's gradient is there in 16 bits and copied to 32 to be reduced
@@ -130,7 +193,7 @@ def first_items(shape: Transformer, layout: Layout, held: Held, tokens: int) -> 
     way = way_of(layout)
     items = [Item("activations", "gradients in a block", block_again_bytes(shape, way, tokens), "{:,}", (tokens,))]
     if layout.activation_checkpointing != "none":
-        again = sum(block_bytes(shape, way, tokens))
+        again = recomputed_bytes(shape, way, tokens)
         items.append(Item("activations", "a block computed again", again, "{:,} tokens", (tokens,)))
     if sharing(layout).gathers:
         items += first_gathered_items(layout, held)
@@ -157,7 +220,8 @@ def ends_items(shape: Transformer, layout: Layout, held: Held, tokens: int) -> l
     there (measured: llama-8b on 8 ranks). A pipeline's whole gradients are only now cut, unit by unit.
     """
     share, e, several = sharing(layout), product_bytes(layout.precision), layout.micro_batches > 1
-    items = [Item("activations", "gradient of the first block", tokens * 2.0 * WIDE * shape.dim, "{:,}", (tokens,))]
+    wide = float(stream_bytes(layout) + WIDE)  # as it comes, and in float32 for the embedding
+    items = [Item("activations", "gradient of the first block", tokens * wide * shape.dim, "{:,}", (tokens,))]
     trained = 0 if shape.lora_rank else held.ends
     if share.gathers and layout.pp > 1:
         unit, kept = max(trained, held.block), held.parameters - held.ends
@@ -169,7 +233,7 @@ def ends_items(shape: Transformer, layout: Layout, held: Held, tokens: int) -> l
         on_its_way = float((e + WIDE) * trained + e * held.uncut)
         items.append(Item("buffers", "gradient of the ends on its way", on_its_way, "{:,}", (trained,)))
         return items + all_gradients_items(layout, held, left=trained)
-    table = (e if share.zero else WIDE) * (0 if shape.lora_rank else held.embed)
+    table = (e if share.zero else state_bytes(layout)) * (0 if shape.lora_rank else held.embed)
     items.append(Item("gradients", "of the embedding, once more", float(table), "{:,}", (held.embed,)))
     if held.uncut:  # an earlier pass's, too, which it is added to
         rows = held.uncut * (2 if several else 1)
@@ -182,12 +246,12 @@ def all_gradients_items(layout: Layout, held: Held, left: int = 0) -> list[Item]
     share, e, several = sharing(layout), product_bytes(layout.precision), layout.micro_batches > 1
     gradients = gradient_bytes(held, layout) if layout.offload == "none" or share.zero in (1, 2) else 0.0
     if share.gathers and layout.pp > 1:
-        gradients = float(WIDE * (held.trained + held.uncut))  # whole until the last pass is over
+        gradients = float(state_bytes(layout) * (held.trained + held.uncut))  # whole until the last pass is over
     elif share.gathers:
         if left and not several:
             gradients *= 1 - left / held.trained
         elif not cut_in_every_pass(layout):
-            gradients += WIDE * left  # whole ones of earlier passes
+            gradients += state_bytes(layout) * left  # whole ones of earlier passes
     items = [Item("gradients", "all", gradients, "{:,} over {}", (held.trained, share.gradients))]
     if share.zero == 1:
         items.append(Item("gradients", "all, in 16 bits", float(e * held.trained), "{:,} × {}", (held.trained, e)))

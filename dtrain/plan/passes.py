@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtrain.plan.activations import WIDE
+from dtrain.plan.activations import stream_bytes
 from dtrain.plan.counts import Stage, stages
 from dtrain.plan.layout import Layout
 from dtrain.plan.shape import Transformer
@@ -34,7 +34,13 @@ def in_flight(layout: Layout, rank: int) -> int:
 def mailbox_bytes(shape: Transformer, layout: Layout, cut: tuple[Stage, ...], tokens: int) -> float:
     """Room that torch's pipeline takes at once for what every micro-batch will send: inputs, and gradients of results.
 
-    Float32, as the residual stream.
+    Of the residual stream's type.
     """
-    one = layout.micro_batches * tokens * WIDE * shape.dim / (layout.tp if layout.sequence_parallel else 1)
+    one = (
+        layout.micro_batches
+        * tokens
+        * stream_bytes(layout)
+        * shape.dim
+        / (layout.tp if layout.sequence_parallel else 1)
+    )
     return one * sum((not stage.is_first) + (not stage.is_last) for stage in cut)

@@ -157,6 +157,7 @@ class Prediction:
             "offload_params": layout.offload_params,
             "precision": layout.precision,
             "compile": layout.compile,
+            "fused_loss": layout.fused_loss,
             "unit": self.task.unit,
         }
 

@@ -23,7 +23,7 @@ from dtrain.plan.ledger import total
 from dtrain.plan.predict import Prediction, Task, predict_layout, task_of, time_of, with_time
 from dtrain.plan.sections import check_layout, strategy_section
 
-CHECKPOINTING = ("none", "selective", "full")
+CHECKPOINTING = ("none", "ops", "selective", "full")  # the one that costs least first
 NEAR = 1.25  # a pipeline that cannot come this near to the best layout without one is not looked at
 TIE = 1.01  # step times this close are equal: the prediction is not better than that
 # No step of these was ever clocked by us, and of those that were the planner is 8% off on average (benchmarks/planner):
@@ -151,7 +151,7 @@ def fitting(
     Larger micro-batches need more, with two exceptions, so these are always looked at: a single pass keeps no gradients
     for the next one, and a pipeline's fewer passes have fewer casts of their weights waiting.
     """
-    modes = CHECKPOINTING if "activation_checkpointing" not in typed else (config["activation_checkpointing"],)
+    modes = (config["activation_checkpointing"],) if "activation_checkpointing" in typed else modes_of(frame)
     per_rank = task.global_batch_size // frame.sizes.dp
     asked = config["train"]["micro_batch_size"] if "train.micro_batch_size" in typed else None
     sizes = [min(asked, per_rank)] if asked else divisors(per_rank)
@@ -181,6 +181,11 @@ def fitting(
                 continue
             found[layout.micro_batch_size] = prediction
     return list(found.values()) or ([least] if least else [])
+
+
+def modes_of(frame: Frame) -> tuple[str, ...]:
+    """zbv splits the backward pass in two, and what `ops` keeps is there for one."""
+    return tuple(mode for mode in CHECKPOINTING if mode != "ops" or frame.section.get("schedule") != "zbv")
 
 
 def idle(pp: int, stages: int, micro_batches: int) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from dtrain.plan.activations import stream_bytes
 from dtrain.plan.layout import Layout
 
 
@@ -18,7 +19,7 @@ class Stack:
     name: str
     attention: str = "cudnn"  # cudnn | flash2 | flash1 (kernels.ATTENTION) | scores: they are written to memory
     kernels: str = "eager"  # eager: one kernel an operation · fused: by hand (Megatron) · compiled: by torch.compile
-    head: str = ""  # its kernels, where they are not the blocks'
+    head: str = ""  # its kernels, where they are not the blocks'; chunked: one operation with the loss, by chunks
     stream: int = 4  # bytes of an element of the residual stream, and of what a norm reads and writes
     # bytes that each parameter costs beside the products: casts of weights and gradients, sums, copies
     casts: float = 12.0  # in every pass
@@ -36,6 +37,7 @@ class Stack:
     reduce_every_pass: bool = False  # gradients are reduced in every pass, not only in a step's last
     joint_inputs: bool = True  # tensor ranks sum the input gradients of q, k and v, or gate and up, as one, in 16 bits
     sharded_head: bool = False  # tensor ranks cut embedding and logits, too, without being told
+    fp8: bool = False  # the products of blocks
 
 
 # Launches of ours were measured on the H200 where the batch is so small that the host is the limit: GPT-2 124M with 8
@@ -43,8 +45,12 @@ class Stack:
 # layout differ by 10 to 15% there. Ours sums the input gradient of each linear layer for itself, in float32
 # (tests/plan/test_step.py counts the messages).
 EAGER = Stack("eager", again=50.0, joint_inputs=False)
-COMPILED = replace(EAGER, name="compiled", kernels="compiled")
+COMPILED = replace(EAGER, name="compiled", kernels="compiled", again=0.0)
 HOOKS = {"fsdp": 82.0, "grad_op": 82.0, "zero1": 20.0, "zero2": 117.0, "zero3": 390.0}
+# Assumed until it is measured: contexts that look at each operation of a block, twice, cost as much as its launches
+# do, five times; one kernel for all parameters leaves half of an update's host time, which is Python around tensors.
+BY_OP = 250.0
+ONE_LAUNCH = 0.5
 UPDATE = {"fsdp": 112.0, "grad_op": 112.0, "zero1": 57.0, "zero2": 127.0, "zero3": 250.0}
 
 MEGATRON = Stack(
@@ -101,18 +107,24 @@ def sharded(layout: Layout) -> bool:
 
 def stack_of(layout: Layout) -> Stack:
     """Our own software, as the layout runs it."""
-    by_block = sharded(layout) or layout.tp > 1 or layout.pp > 1 or layout.data.startswith("zero")
-    base = COMPILED if layout.compile else EAGER
-    if layout.compile and by_block:  # a block that is computed again stays as it is
-        base = EAGER if layout.activation_checkpointing == "full" else replace(COMPILED, head="eager")
+    base = EAGER if layout.compile == "none" else COMPILED  # which has recomputation in its graphs
+    if layout.compile == "none" and layout.activation_checkpointing == "ops":
+        base = replace(EAGER, again=BY_OP)
+    head = "chunked" if layout.fused_loss else "eager" if layout.compile == "blocks" else ""
     data = "fsdp" if sharded(layout) else layout.data
     hooks = HOOKS.get(data, 0.0) + DISPATCH * ((layout.tp > 1) + (layout.pp > 1))
-    stack = replace(base, hooks=hooks, update=UPDATE.get(data, 47.0))
+    update = UPDATE.get(data, 47.0) * (ONE_LAUNCH if layout.fused_update else 1.0)
+    stack = replace(base, head=head, stream=stream_bytes(layout), hooks=hooks, update=update)
+    if layout.precision == "fp8":
+        stack = replace(stack, fp8=True)
+    if layout.precision == "bf16-pure":
+        stack = replace(stack, casts=0.0, sums=6.0, gradient=2)
     if layout.data.startswith("zero"):
         # 16-bit weights beside float32 masters. Copies as DeepSpeed makes them: gradients into buckets, in float32
         # (6), and from there into the owner's part (8); under zero3 also out of what is gathered, twice (8)
         copies = {"zero1": 4.0, "zero2": 14.0, "zero3": 22.0}[layout.data]
-        return replace(stack, casts=copies, sums=6.0, again=160.0 if layout.data == "zero3" else stack.again)
+        dear = layout.data == "zero3" and layout.compile == "none"
+        return replace(stack, casts=copies, sums=6.0, again=160.0 if dear else stack.again)
     if sharded(layout) and layout.dp > 1:
         if layout.pp > 1:  # gathered in 16 bits once a step; gradients are summed whole, in float32
             return replace(stack, casts=0.0, sums=10.0)

@@ -1,7 +1,8 @@
 """Weights, gradients and optimizer state on one rank, in bytes, under each way in which data ranks share them.
 
 ddp and fairscale keep float32 weights and let autocast make 16-bit copies; fsdp keeps float32 pieces and gathers layers
-in 16 bits; DeepSpeed's ZeRO keeps 16-bit weights and float32 masters, which belong to the optimizer.
+in 16 bits; DeepSpeed's ZeRO keeps 16-bit weights and float32 masters, which belong to the optimizer. Under
+precision=bf16-pure weights, gradients and moments are in 16 bits, without copies.
 """
 
 from __future__ import annotations
@@ -102,21 +103,30 @@ def sharing(layout: Layout) -> Sharing:
     return Sharing(1, 1, dp if data == "oss" else 1, False, 0)
 
 
+def is_pure(layout: Layout) -> bool:
+    return layout.precision == "bf16-pure"
+
+
+def state_bytes(layout: Layout) -> int:
+    """Of a number of weights, gradients and moments."""
+    return 2 if is_pure(layout) else WIDE
+
+
 def weight_bytes(held: Held, layout: Layout) -> float:
     """Float32; 16 bits where they are frozen beside adapters, and under ZeRO."""
     share, e = sharing(layout), product_bytes(layout.precision)
     if share.zero:
         return e * held.parameters / share.weights
-    return (WIDE * (held.parameters - held.frozen16) + e * held.frozen16) / share.weights
+    return (state_bytes(layout) * (held.parameters - held.frozen16) + e * held.frozen16) / share.weights
 
 
 def optimizer_bytes(held: Held, layout: Layout) -> float:
-    """AdamW's two moments, SGD's one, and ZeRO's masters, all float32.
+    """AdamW's two moments, SGD's one, and ZeRO's masters, all float32 but under bf16-pure.
 
     fairscale deals out whole weights: a rank has at least the largest one's state.
     """
     share = sharing(layout)
-    each = (2 if layout.optimizer == "adamw" else 1) * WIDE
+    each = (2 if layout.optimizer == "adamw" else 1) * state_bytes(layout)
     if share.zero:
         each += WIDE  # masters, which DeepSpeed also has of float32 weights
     mine = held.trained / share.optimizer
@@ -127,7 +137,7 @@ def optimizer_bytes(held: Held, layout: Layout) -> float:
 
 def gradient_bytes(held: Held, layout: Layout) -> float:
     """What is left of the gradients when the backward pass has ended."""
-    return WIDE * held.trained / sharing(layout).gradients
+    return state_bytes(layout) * held.trained / sharing(layout).gradients
 
 
 def cut_in_every_pass(layout: Layout) -> bool:
@@ -145,7 +155,8 @@ def resident_gradients(held: Held, layout: Layout) -> tuple[float, str]:
     that only adds to the ones before finds all of them: cut, or whole where they are cut after the last pass.
     """
     share, several = sharing(layout), layout.micro_batches > 1
-    whole = WIDE * (held.trained + held.uncut)
+    each = state_bytes(layout)
+    whole = each * (held.trained + held.uncut)
     if share.zero == 1:
         e = product_bytes(layout.precision)
         return whole + (e * held.trained if several and e != WIDE else 0), "of the step before, or of earlier passes"
@@ -153,7 +164,7 @@ def resident_gradients(held: Held, layout: Layout) -> tuple[float, str]:
         return whole / share.gradients, "one buffer for good"
     if several or layout.pp > 1:
         cut = share.zero == 2 or cut_in_every_pass(layout)
-        return (WIDE * held.trained / share.gradients if cut else whole), "of earlier passes"
+        return (each * held.trained / share.gradients if cut else whole), "of earlier passes"
     if layout.dp > 1 and layout.strategy in ("ddp", "fairscale") and layout.data in ("ddp", "oss"):
         return whole, "they live in the buckets"
     return 0.0, ""

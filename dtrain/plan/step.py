@@ -8,6 +8,7 @@ clipping and update. data: 0, as a loader that keeps up costs nothing; data_s in
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from dtrain.hardware import Hardware
 from dtrain.plan.collectives import Group, collective_s, send_s
@@ -56,9 +57,16 @@ def size_of(layout: Layout) -> int:
 
 
 def again(layout: Layout) -> float:
-    """Share of the blocks whose forward pass is computed a second time, for the backward pass."""
-    shares = {"none": 0.0, "full": 1.0, "selective": 1 / layout.activation_checkpointing_every}  # of many blocks
-    return shares[layout.activation_checkpointing]
+    """Share of the blocks whose forward pass is computed a second time, for the backward pass; all or a part of it."""
+    every = 1 / layout.activation_checkpointing_every  # of many blocks
+    return {"none": 0.0, "ops": 1.0, "selective": every, "full": 1.0}[layout.activation_checkpointing]
+
+
+def computed_again(layout: Layout, stack: Stack, forward: Pass) -> Pass:
+    """What a block computes again, on average over blocks: its forward pass, under `ops` without its products."""
+    if layout.activation_checkpointing == "ops":
+        forward = Pass(moved=forward.moved, kernels=forward.kernels)
+    return (forward + Pass(kernels=stack.again)) * again(layout)
 
 
 # ---- what a rank computes ------------------------------------------------------------------------------------
@@ -117,7 +125,10 @@ def rank_works(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) -
     if isinstance(shape, Convolutions):
         forward, backward = network(shape, hardware, stack, batch, size)
         one = (
-            forward + backward + forward * again(layout) + weights_pass(held_parameters(shape), layout, hardware, stack)
+            forward
+            + backward
+            + computed_again(layout, replace(stack, again=0.0), forward)
+            + weights_pass(held_parameters(shape), layout, hardware, stack)
         )
         return [(units(shape), one + Pass(kernels=stack.hooks * units(shape)))]
     forward, backward = block(shape, hardware, stack, batch, layout.tp, layout.sequence_parallel, size)
@@ -126,7 +137,7 @@ def rank_works(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) -
     works = []
     for held in ranks_of(shape, layout):
         layers = sum(stage.layers for stage in held)
-        work = (forward + backward + (forward + Pass(kernels=stack.again)) * again(layout)) * layers
+        work = (forward + backward + computed_again(layout, stack, forward)) * layers
         work += Pass(kernels=stack.hooks * layers)
         if any(stage.is_last for stage in held):
             work += first + last
@@ -142,7 +153,7 @@ def units(shape: Convolutions) -> int:
 
 def weights_pass(parameters: float, layout: Layout, hardware: Hardware, stack: Stack) -> Pass:
     """What a pass moves for each parameter beside the products: casts, and sums of gradients over several passes."""
-    if layout.precision == "fp32":
+    if size_of(layout) == 4:
         num_bytes = 12.0 if layout.micro_batches > 1 else 0.0
     else:
         num_bytes = stack.casts + (stack.sums if layout.micro_batches > 1 else 0.0)
@@ -184,7 +195,7 @@ def passes_of(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) ->
         return Passes(each, count, 0.0)
     forward, backward = block(shape, hardware, stack, batch, layout.tp, layout.sequence_parallel, size)
     p = parts(shape, layout.tp, layout.loss_parallel)
-    backward_s = backward.gpu_s + again(layout) * forward.gpu_s
+    backward_s = backward.gpu_s + computed_again(layout, stack, forward).gpu_s
     ranks = ranks_of(shape, layout)
     ends = max(sum(stage.ends for stage in held) for held in ranks)
     layers = max(sum(stage.layers for stage in held) for held in ranks)
@@ -199,16 +210,17 @@ def tensor_messages(shape: Transformer, layout: Layout, stack: Stack) -> list[tu
     """(kind, times, bytes) of what tensor ranks say in one block and pass; nothing hides it.
 
     Forward, each half of a block ends in a sum; backward, each begins with one, of its input's gradient. Ours sums that
-    for every linear layer apart, and in float32; the others' for a half at once. Sequence parallel turns a sum into a
-    scatter and a gather, ours only forward: backward it gathers what it will sum.
+    for every linear layer apart, and in the residual stream's type; the others' for a half at once. Sequence parallel
+    turns a sum into a scatter and a gather, ours only forward: backward it gathers what it will sum.
     """
     elements = float(layout.micro_batch_size * shape.seq_len * shape.dim)
-    size, passes = size_of(layout), 1 + again(layout)
-    wide = elements * (size if stack.joint_inputs else 4)
+    size, gathers = size_of(layout), 1 + again(layout)
+    passes = 1 if layout.activation_checkpointing == "ops" else gathers  # which keeps what was summed
+    wide = elements * (size if stack.joint_inputs else stack.stream)
     sums = 2 if stack.joint_inputs else (1 if shape.fused_qkv else 3) + (2 if shape.gated else 1)
     if not layout.sequence_parallel:
         return [("all_reduce", 2 * passes, elements * size), ("all_reduce", sums, wide)]
-    forward = [("reduce_scatter", 2 * passes, elements * size), ("all_gather", 2 * passes, wide)]
+    forward = [("reduce_scatter", 2 * passes, elements * size), ("all_gather", 2 * gathers, wide)]
     if stack.joint_inputs:
         return [*forward, ("reduce_scatter", 2, wide), ("all_gather", 2, wide)]
     return [*forward, ("all_gather", 2, elements * size), ("all_reduce", sums, wide)]

@@ -8,8 +8,9 @@ from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item
 
 # Bytes that an update moves for each trained parameter in float32: gradient norm 4, clipping 8, AdamW reads weight,
-# gradient and two moments and writes all but the gradient, 28; SGD with momentum 20.
+# gradient and two moments and writes all but the gradient, 28; SGD with momentum 20. One kernel clips as it updates.
 BYTES = {"adamw": 40.0, "sgd": 32.0}
+CLIPPING = 8.0
 # What torch's AdamW reaches of DeepSpeed's rate on the host: 3.5 s for GPT-2 1.5B under fsdp, offload=cpu, 16 cores.
 TORCH_ON_HOST = 0.085
 RATE = 0.83  # share of a copy's rate: 18 ms for the 1.56 billion parameters of GPT-2 1.5B on an H200
@@ -19,7 +20,9 @@ def optimizer_items(layout: Layout, hardware: Hardware, held: float) -> list[Ite
     """Of what this rank owns: all that it trains, or its share where data ranks have dealt out the state."""
     ranks = layout.replica_size or layout.dp
     owned = held if layout.data == "ddp" else held / ranks
-    moved = BYTES.get(layout.optimizer, BYTES["adamw"])
+    moved = BYTES.get(layout.optimizer, BYTES["adamw"]) - (CLIPPING if layout.fused_update else 0.0)
+    if layout.precision == "bf16-pure":
+        moved /= 2
     if layout.offload == "none":
         seconds = moved_s(hardware, owned * moved / RATE)
         formula = "{:.3g} parameters × {:.0f} bytes, at {:.0%} of {} GB/s"

@@ -8,15 +8,17 @@ counts were checked on an H200 by profiling GPT-2 124M, GPT-2 1.5B and Llama 1B,
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dtrain.hardware import Hardware
 from dtrain.plan.counts import block_linears
+from dtrain.plan.head import chunk_rows
 from dtrain.plan.kernels import attention_s, matmul_flops, moved_s, product_s
 from dtrain.plan.shape import Transformer
 from dtrain.plan.stacks import Stack
 
 HALF = 2  # bytes of a 16-bit element
+FP8 = 1.7  # times the rate of a 16-bit product: assumed, of the 2 that multiplying units have
 
 # GB/s that one multiprocessor moves in the kernels between products, where memory would give more: eager kernels are
 # many and small, some walk memory in strides (transposing copies, sums over the batch). From the profiles on the H200:
@@ -111,7 +113,8 @@ def block(
     """(forward, backward) of one block over `batch` samples on one of `tp` tensor ranks; elements of `size` bytes."""
     tokens = batch * shape.seq_len
     linears = [(x.ins, x.outs // tp) if x.column else (x.ins // tp, x.outs) for x in block_linears(shape)]
-    each = [linear_s(hardware, tokens, *sizes, size, frozen=bool(shape.lora_rank)) for sizes in linears]
+    frozen = bool(shape.lora_rank)
+    each = [linear_s(hardware, tokens, *sizes, size, frozen=frozen, fp8=stack.fp8) for sizes in linears]
     products = [sum(seconds) for seconds in zip(*each, strict=True)]
     heads, length = shape.num_heads // tp, shape.seq_len
     if stack.attention == "scores":
@@ -138,7 +141,7 @@ def block(
 
 
 def linear_s(
-    hardware: Hardware, tokens: int, ins: int, outs: int, size: int, frozen: bool = False
+    hardware: Hardware, tokens: int, ins: int, outs: int, size: int, frozen: bool = False, fp8: bool = False
 ) -> tuple[float, float]:
     """Seconds of a linear layer's (forward, backward): one product, and one each for inputs' and weights' gradients.
 
@@ -147,6 +150,12 @@ def linear_s(
     """
     forward = product_s(hardware, tokens, ins, outs, size=size)
     backward = product_s(hardware, tokens, outs, ins, size=size)
+    if (
+        fp8
+    ):  # inputs, weights and gradients are looked at for their largest, and cast: 5 bytes each, twice for both ways
+        casts = [moved_s(hardware, 5.0 * count) for count in (tokens * ins + ins * outs, tokens * (ins + 2 * outs))]
+        both = backward + (0.0 if frozen else product_s(hardware, ins, tokens, outs, size=size))
+        return forward / FP8 + casts[0], both / FP8 + casts[1]
     if frozen:
         thin = moved_s(hardware, float(size) * tokens * (ins + 2 * outs))
         return forward + thin, backward + 2 * thin
@@ -179,6 +188,10 @@ def head(shape: Transformer, hardware: Hardware, stack: Stack, batch: int, ways:
     one (12), and 16 bits come back (6). Compiled, 16-bit logits are read twice, and their gradient written. Megatron's
     loss over a cut vocabulary has four more passes over float32.
     """
+    if stack.head == "chunked" and shape.task != "classify":
+        return chunked_head(shape, hardware, stack, batch, ways, size)
+    if stack.head == "chunked":
+        stack = replace(stack, head="")
     tokens = max(1, round(batch * shape.seq_len * shape.asked))
     rows = max(1, shape.vocab_size // ways)
     frozen = bool(shape.lora_rank) and shape.task != "classify"
@@ -189,4 +202,28 @@ def head(shape: Transformer, hardware: Hardware, stack: Stack, batch: int, ways:
     return (
         Pass(forward, 0.0, kernels_s(hardware, stack.head or stack.kernels, logits * there + 4 * ends), 12),
         Pass(backward, 0.0, kernels_s(hardware, stack.head or stack.kernels, logits * back + 8 * ends), 16),
+    )
+
+
+def chunked_head(
+    shape: Transformer, hardware: Hardware, stack: Stack, batch: int, ways: int, size: int
+) -> tuple[Pass, Pass]:
+    """The same where head and loss are one operation: all of it forward, chunk by chunk; backward only scales.
+
+    A kernel reads each logit once and writes its gradient (a second look comes from the cache). Over a vocabulary that
+    is cut, plain operations move 26 bytes for each byte pair. The weights' gradient is summed in float32: each chunk
+    reads and writes it, beside once being cleared and once scaled.
+    """
+    asked, rows = max(1, round(batch * shape.seq_len * shape.asked)), max(1, shape.vocab_size // ways)
+    chunk, frozen = chunk_rows(asked, rows), bool(shape.lora_rank)
+    chunks = asked / chunk
+    there, back = linear_s(hardware, chunk, shape.dim, rows, size, frozen)
+    logits, table = float(asked) * rows, 0.0 if frozen else float(rows) * shape.dim
+    plain = ways > 1 or size == 4
+    moved = kernels_s(hardware, "eager" if plain else "compiled", logits * (52 if plain else 2 * size))
+    moved += moved_s(hardware, table * (8 * chunks + 12) + 2.0 * size * asked * shape.dim)
+    ends = float(batch * shape.seq_len * shape.dim) * stack.stream
+    return (
+        Pass(chunks * (there + back), 0.0, moved + kernels_s(hardware, stack.kernels, 4 * ends), 12 + 6 * chunks),
+        Pass(0.0, 0.0, kernels_s(hardware, stack.kernels, 8 * ends), 8),
     )

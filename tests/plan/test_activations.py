@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dtrain.models import bert, gpt2, llama, parts, vit
 from dtrain.plan.activations import MIB, Way, allocated, block_tensors
 from dtrain.plan.shape import Transformer
+from dtrain.strategies.shared import ComputedAgain
 
 DIM, HEADS, LENGTH = 64, 4, 48
 
@@ -51,7 +52,7 @@ def call(kind: str, block: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
-def saved_bytes(kind: str, block: nn.Module, batch: int, dtype: torch.dtype) -> int:
+def saved_bytes(kind: str, block: nn.Module, batch: int, dtype: torch.dtype, stream: torch.dtype) -> int:
     """Bytes of all that autograd keeps of one forward pass, each piece of memory once."""
     kept: dict[int, int] = {}
 
@@ -62,7 +63,7 @@ def saved_bytes(kind: str, block: nn.Module, batch: int, dtype: torch.dtype) -> 
         return tensor
 
     alive: list[Tensor] = []
-    x = torch.randn(batch, LENGTH, DIM, requires_grad=True) + 0.0  # no leaf, whose cast autocast would remember
+    x = torch.randn(batch, LENGTH, DIM, requires_grad=True).to(stream) + 0.0  # no leaf: autocast remembers its casts
     with (
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16),
@@ -71,14 +72,16 @@ def saved_bytes(kind: str, block: nn.Module, batch: int, dtype: torch.dtype) -> 
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16 float32", "bf16 bfloat16"])
 @pytest.mark.parametrize("kind", ["gpt2", "vit", "bert", "llama"])
-def test_an_eager_block_saves_what_the_list_says(kind: str, dtype: torch.dtype, monkeypatch: Any) -> None:
+def test_an_eager_block_saves_what_the_list_says(kind: str, dtype: str, monkeypatch: Any) -> None:
     if kind == "llama":
-        monkeypatch.setattr(parts.RMSNorm, "forward", lambda norm, x: FusedNorm.apply(x, norm.weight))
+        fused = lambda norm, x: FusedNorm.apply(x.float(), norm.weight).to(x.dtype)  # noqa: E731
+        monkeypatch.setattr(parts.RMSNorm, "forward", fused)
     block, shape = block_of(kind)
-    more, less = (saved_bytes(kind, block, batch, dtype) for batch in (6, 2))  # the weights' casts cancel out
-    way = Way(2 if dtype == torch.bfloat16 else 4, "eager")
+    product, stream = (torch.bfloat16 if word in dtype else torch.float32 for word in ("bf16", "bfloat16"))
+    more, less = (saved_bytes(kind, block, batch, product, stream) for batch in (6, 2))  # the weights' casts cancel out
+    way = Way(product.itemsize, "eager", stream=stream.itemsize)
     tensors = dict(block_tensors(shape, way))
     expected = sum(size for _, size in block_tensors(shape, way))
     if kind == "llama":  # a CPU's attention writes its result token by token, and with shared heads keeps no scores
@@ -96,9 +99,16 @@ def test_dropout_keeps_a_byte_for_each_number() -> None:
     assert more - less == 2 * DIM
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_a_compiled_block_saves_what_the_partitioner_says(kind: str) -> None:
+@pytest.mark.parametrize("ops", [False, True], ids=["none", "ops"])
+@pytest.mark.parametrize(
+    ("kind", "stream"),
+    [(kind, stream) for kind in ("gpt2", "llama") for stream in (torch.float32, torch.bfloat16)]
+    + [("bert", torch.bfloat16)],
+)
+def test_a_compiled_block_saves_what_the_partitioner_says(kind: str, stream: torch.dtype, ops: bool) -> None:
     block, shape = block_of(kind)
+    if ops:
+        block.forward = ComputedAgain(block.forward, cheap_only=True)  # type: ignore[method-assign]
     batch = 3  # no size of a weight or of the table of angles
     found: list[float] = []
 
@@ -121,12 +131,12 @@ def test_a_compiled_block_saves_what_the_partitioner_says(kind: str) -> None:
     torch._dynamo.reset()
     with torch.autocast("cpu", torch.bfloat16):
         torch.compile(lambda x: call(kind, block, x), backend=backend)(
-            torch.randn(batch, LENGTH, DIM, requires_grad=True)
+            torch.randn(batch, LENGTH, DIM, dtype=stream, requires_grad=True)
         )
-    expected = sum(size for _, size in block_tensors(shape, Way(2, "block")))
+    expected = sum(size for _, size in block_tensors(shape, Way(2, "block", stream=stream.itemsize, ops=ops)))
     # the graph has attention's result twice, as it came and as the next product reads it: without rotary positions
     # these are two names of one memory
-    twice = 0 if shape.rotary else 2 * DIM
+    twice = 0 if shape.rotary or ops else 2 * DIM
     assert found == [pytest.approx(expected + twice, abs=8)]
 
 

@@ -124,7 +124,7 @@ def test_16_bits_are_taken_on_gpus_unless_something_else_is_said(capsys: pytest.
 
 def test_a_recipe_is_planned_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = planned(capsys, "recipe=gpt2-1.5b-fsdp-4gpu", "hardware=a100-80gb")
-    assert (row["strategy"], row["dp"], row["micro_batch_size"], row["compile"]) == ("fsdp", 4, 8, True)
+    assert (row["strategy"], row["dp"], row["micro_batch_size"], row["compile"]) == ("fsdp", 4, 8, "blocks")
     assert row["command"].endswith("recipe=gpt2-1.5b-fsdp-4gpu hardware=a100-80gb strategy=fsdp")
     (tiny,) = planned(capsys, "recipe=tiny/llama-7b-zero3-8gpu", "hardware=a100-80gb")
     assert tiny["strategy"] == "zero3"

@@ -37,11 +37,40 @@ def test_every_strategy_has_a_layout_over_all_gpus(name: str) -> None:
         (["strategy=3d", "strategy.schedule=interleaved_1f1b", "strategy.stages_per_rank=4"], {"stages_per_rank": 4}),
         (["strategy=pipeline", "strategy.pp=2", "strategy.schedule=zbv"], {"stages_per_rank": 2, "dp": 16}),
         (["strategy=ddp", "strategy.dp=32", "activation_checkpointing=full"], {"activation_checkpointing": "full"}),
+        (["strategy=ddp"], {"compile": "whole", "stream": "bfloat16", "fused_loss": True, "fused_update": True}),
+        (["strategy=ddp", "compile=blocks", "fused_loss=false"], {"compile": "blocks", "fused_loss": False}),
+        (["strategy=fsdp"], {"compile": "blocks", "data": "fsdp"}),
+        (["strategy=fsdp", "compile=whole"], {"compile": "blocks"}),
+        (["strategy=zero3"], {"compile": "none", "fused_update": False}),
+        (["strategy=pipeline", "strategy.schedule=zbv"], {"compile": "none"}),
+        (["strategy=ddp", "compile=false"], {"compile": "none"}),
+        (["strategy=fsdp", "strategy.offload=cpu"], {"fused_update": False}),
     ],
 )  # fmt: skip
 def test_what_is_typed_is_in_the_layout(words: list[str], expected: dict[str, Any]) -> None:
     layout = layout_of(applied(words, question(*NODES).config))
     assert {key: getattr(layout, key) for key in expected} == expected
+
+
+def test_what_follows_from_a_gpu_does_not_from_a_cpu() -> None:
+    there, here = (layout_of(question("model=gpt2-tiny", f"hardware={name}").config) for name in ("h200", "cpu"))
+    assert (there.compile, there.fused_loss, there.fused_update) == ("whole", True, True)
+    assert (here.compile, here.fused_loss, here.fused_update) == ("none", False, False)
+
+
+@pytest.mark.parametrize("name", ["bf16", "bf16-pure", "fp8", "fp16", "fp32"])
+def test_a_precision_is_known_by_what_it_says(name: str) -> None:
+    layout = layout_of(question(*NODES, f"precision={name}").config)
+    assert (layout.precision, layout.stream) == (name, "bfloat16" if name[0] == "b" or name == "fp8" else "float32")
+
+
+@pytest.mark.parametrize("name", ["fsdp", "zero1", "zero2", "zero3"])
+def test_one_rank_has_nothing_to_cut(name: str) -> None:
+    words = ("model=gpt2-124m", "hardware=h200", "cluster.processes=1")
+    alone = layout_of(applied([f"strategy={name}"], question(*words).config))
+    assert (alone.strategy, alone.data, alone.compile, alone.fused_update) == (name, "ddp", "whole", True)
+    away = layout_of(applied([f"strategy={name}", "strategy.offload=cpu"], question(*words).config))
+    assert away.data == name and away.compile != "whole" and not away.fused_update
 
 
 def test_a_batch_that_ranks_cannot_share_is_told_as_the_launcher_does() -> None:

@@ -155,8 +155,9 @@ def transformers(draw: st.DrawFn) -> Transformer:
 
 sizes = st.sampled_from([1, 2, 4, 8])
 plain = st.sampled_from(["ddp", "fsdp", "zero1", "zero2", "zero3"])
-modes = st.sampled_from(["none", "selective", "full"])
-precisions = st.sampled_from(["bf16", "fp16", "fp32"])
+modes = st.sampled_from(["none", "ops", "selective", "full"])
+precisions = st.sampled_from(["bf16", "bf16-pure", "fp8", "fp16", "fp32"])
+graphs = st.sampled_from(["none", "blocks"])
 
 
 def peak(shape: Shape, layout: Layout, **changed: Any) -> float:
@@ -170,7 +171,9 @@ def layouts(draw: st.DrawFn) -> Layout:
     name = draw(plain)
     return Layout(
         strategy=name, data=name, dp=draw(sizes), micro_batch_size=draw(sizes), micro_batches=draw(st.integers(1, 4)),
-        activation_checkpointing=draw(modes), precision=draw(precisions),
+        activation_checkpointing=draw(modes), precision=(precision := draw(precisions)), fused_loss=draw(st.booleans()),
+        stream=draw(st.sampled_from(["float32", "bfloat16"])) if precision.startswith("bf16") else "float32",
+        compile=draw(st.sampled_from(["none", "blocks", "whole"])) if name == "ddp" else draw(graphs),
         bucket_mb=100 if name.startswith("zero") else 25,
     )  # fmt: skip
 
@@ -212,9 +215,11 @@ def test_zero3_holds_less_than_zero2_than_zero1_than_ddp(shape: Transformer, dp:
 @settings(max_examples=60, deadline=None)
 @given(transformers(), layouts())
 def test_checkpointing_saves_memory(shape: Transformer, layout: Layout) -> None:
-    full, some, none = (peak(shape, layout, activation_checkpointing=mode) for mode in ("full", "selective", "none"))
+    names = ("full", "selective", "ops", "none")
+    full, some, ops, none = (peak(shape, layout, activation_checkpointing=mode) for mode in names)
     again = peak(shape, layout, activation_checkpointing="full") * 0.02
     assert full <= some + again and some <= none + again
+    assert ops <= none + again
 
 
 @settings(max_examples=60, deadline=None)
@@ -304,7 +309,7 @@ def test_adapters_need_little_beside_the_frozen_model() -> None:
     assert parts["total"] < by_part(memory(shape, Layout("ddp", micro_batch_size=1)))["total"] / 3
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("mode", ["none", "ops", "selective", "full"])
 def test_convolutions_too_take_less_when_they_are_computed_again(mode: str) -> None:
     shape = resnet({"blocks": [3, 4, 6, 3], "bottleneck": True}, {}, {})
     whole, less = (peak(shape, Layout("ddp", micro_batch_size=64, activation_checkpointing=m)) for m in ("none", mode))

@@ -19,7 +19,6 @@ from dtrain.plan.frames import STRATEGIES, Frame, divisors, frames
 from dtrain.plan.layout import Layout, layout_of
 from dtrain.plan.predict import Prediction, Task, predict_layout, task_of
 from dtrain.plan.search import (
-    CHECKPOINTING,
     LEAD,
     UNCLOCKED,
     Limits,
@@ -29,6 +28,7 @@ from dtrain.plan.search import (
     complexity,
     fitting,
     idle,
+    modes_of,
     rank,
     search,
     words,
@@ -201,7 +201,7 @@ def test_no_layout_of_a_frame_is_missed_nor_computes_again_what_would_fit(
     every = [
         predict_layout(replace(layout, activation_checkpointing=mode), task, timed=False)
         for layout in layouts_of(frame, config, task)
-        for mode in CHECKPOINTING
+        for mode in modes_of(frame)
     ]
     if not every:
         return

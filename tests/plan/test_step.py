@@ -45,22 +45,22 @@ def test_one_gpu_says_nothing_to_others() -> None:
     st.sampled_from(["ddp", "fsdp", "zero1", "zero2", "zero3", "grad_op"]),
     st.sampled_from([1, 2, 4, 8]),
     st.sampled_from([1, 2, 4]),
-    st.sampled_from(["none", "selective", "full"]),
-    st.booleans(),
+    st.sampled_from(["none", "ops", "selective", "full"]),
+    st.sampled_from(["none", "blocks", "whole"]),
 )
 @settings(deadline=None)
-def test_more_work_takes_longer(data: str, dp: int, batch: int, checkpointing: str, compile: bool) -> None:
+def test_more_work_takes_longer(data: str, dp: int, batch: int, checkpointing: str, compile: str) -> None:
     layout = Layout("x", 1, 1, dp, batch, 2, data, activation_checkpointing=checkpointing, compile=compile)
     one = seconds(layout)["total"]
     assert seconds(replace(layout, micro_batches=3))["total"] > one
     assert seconds(replace(layout, micro_batch_size=2 * batch))["total"] > one
     assert seconds(layout, replace(GPT, num_layers=25))["total"] > one
-    if checkpointing != "full" and not (compile and data != "ddp"):  # what is compiled or not changes with it there
+    if checkpointing != "full" and not (checkpointing == "ops" and compile == "none"):  # the host's work may be more
         assert seconds(replace(layout, activation_checkpointing="full"))["total"] > one
 
 
 def test_a_large_pass_on_one_gpu_goes_at_a_believable_rate() -> None:
-    layout = Layout("ddp", micro_batch_size=16, compile=True)
+    layout = Layout("ddp", micro_batch_size=16, compile="whole")
     flops = 16 * 2048 * (6 * 24 * 12 * 2048**2 + 6 * 50304 * 2048)
     assert 0.3 < flops / seconds(layout)["total"] / 989e12 < 0.7
 
@@ -89,7 +89,7 @@ def test_slower_networks_never_help() -> None:
 
 
 def test_calibration_scales_what_is_computed() -> None:
-    layout = Layout("ddp", micro_batch_size=16, compile=True)
+    layout = Layout("ddp", micro_batch_size=16, compile="whole")
     slower = load("h100-ndr", calibration=1.5)
     assert seconds(layout, on=slower)["compute"] == pytest.approx(1.5 * seconds(layout)["compute"], rel=0.02)
 
@@ -122,8 +122,8 @@ def test_items_add_up() -> None:
 
 
 def test_our_stacks_follow_the_configuration() -> None:
-    assert stack_of(Layout("ddp", compile=True)).kernels == "compiled"
-    assert stack_of(Layout("fsdp", data="fsdp", compile=True)).head == "eager"
+    assert stack_of(Layout("ddp", compile="whole")).kernels == "compiled"
+    assert stack_of(Layout("fsdp", data="fsdp", compile="blocks")).head == "eager"
     assert stack_of(Layout("zero3", data="zero3")).hooks > stack_of(Layout("fsdp", data="fsdp")).hooks
     assert len(STACKS) == len({stack.name for stack in STACKS.values()})
 
