@@ -55,10 +55,9 @@ def asked_rows(shape: Transformer, layout: Layout, tokens: int) -> tuple[int, in
 
 
 def chunk_items(shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage, ...], tokens: int) -> list[Item]:
-    """The last chunk is at hand: its logits, the gradients of the head's input and of its weights.
+    """A chunk is at hand: its logits, and the gradients so far of the head's input and, in float32, of its weights.
 
-    The sum of the weights' gradient so far and the one with this chunk's are both there. Over a vocabulary that is cut,
-    plain operations have three float32 copies of the chunk beside it.
+    Over a vocabulary that is cut, plain operations have three float32 copies of the chunk beside it.
     """
     if not any(stage.is_last for stage in cut):
         return []
@@ -68,7 +67,7 @@ def chunk_items(shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage
     return [
         Item("logits", "of one chunk", chunk * rows * each, "{:,} tokens × {:,} rows × {} bytes", (chunk, rows, each)),
         Item("activations", "gradient of the head's input", asked * e * shape.dim, "{:,} × {}", (asked, e)),
-        Item("gradients", "of the head, and its sum so far", 2.0 * WIDE * head, "2 × {:,} × 4 bytes", (head,)),
+        Item("gradients", "of the head", float(WIDE * head), "{:,} × 4 bytes", (head,)),
     ]
 
 
