@@ -126,6 +126,27 @@ def trade() -> list[Case]:
     ]
 
 
+def largest() -> list[Case]:
+    """The largest batch that `dtrain plan` says fits on an H200, to be confirmed; with the launcher's allocator:
+
+    PYTORCH_ALLOC_CONF=expandable_segments:True python benchmarks/planner/measure.py --groups largest
+    """
+    from dtrain.compose import compose
+    from dtrain.plan.layout import layout_of
+    from dtrain.plan.predict import task_of
+    from dtrain.plan.questions import most_samples
+
+    cases = []
+    for model, mode in (("gpt2-1.5b", "none"), ("gpt2-1.5b", "ops"), ("llama-1b", "none"), ("llama-1b", "ops")):
+        length = [f"model.seq_len={LENGTHS[model]}"] if model in LENGTHS else []
+        words = [f"model={model}", f"activation_checkpointing={mode}", "compile=blocks", "precision=bf16", *length]
+        config = compose([*words, "strategy=ddp", "hardware=h200", "cluster.processes=1"])
+        task = task_of(config)
+        assert task is not None
+        cases.append(today(model, "ddp", most_samples(layout_of(config), task), checkpointing=mode))
+    return cases
+
+
 def dry() -> list[Case]:
     """Tiny models, for a CPU: does the harness itself work?"""
     cases = [case("gpt2-tiny", name, 2, checkpointing="full") for name in ("ddp", "fsdp", "zero1", "zero3")]
@@ -138,5 +159,5 @@ def dry() -> list[Case]:
 GROUPS: dict[str, Callable[[], list[Case]]] = {
     **{name: partial(grid, name) for name in ("ddp", "fsdp", "zero1", "zero2", "zero3")},
     "others": others, "spread": spread, "wide": wide, "limits": limits, "compile": compiled, "again": again, "dry": dry,
-    "fast": fast, "trade": trade,
+    "fast": fast, "trade": trade, "largest": largest,
 }  # fmt: skip
