@@ -50,7 +50,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         of_x, of_weight, of_bias = (ctx.needs_input_grad[i] for i in range(3))
         losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        grad_x = torch.empty_like(x) if of_x else None
+        # unscaled sums in float32, where that can be had: rounded once, when they are scaled
+        wide = torch.float32 if device == "cuda" else dtype
+        grad_x = torch.empty(x.shape, dtype=wide, device=x.device) if of_x else None
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=x.device) if of_weight else None
         grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=x.device) if of_bias else None
         rows = chunk_rows(len(x), weight.shape[0])
@@ -60,7 +62,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 logits = x[part] @ weight.T if bias is None else torch.addmm(bias, x[part], weight.T)
                 to_gradient(logits, targets[part], losses[part], any((of_x, of_weight, of_bias)), group, first)
                 if grad_x is not None:
-                    torch.mm(logits, weight, out=grad_x[part])
+                    product(grad_x[part], logits, weight)
                 if grad_weight is not None:
                     add_product(grad_weight, logits.T, x[part])
                 if grad_bias is not None:
@@ -72,8 +74,10 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         *sums, share = ctx.saved_tensors
-        # not in place: a pipeline schedule may ask twice, once for x's gradient and once for the weights'
-        scaled = [None if s is None else (s * (gradient * share)).to(t) for s, t in zip(sums, ctx.dtypes, strict=True)]
+        factor = gradient * share
+        # In float32: beside 16-bit values torch would round the factor itself to 16 bits, for all of them. And not in
+        # place: a pipeline schedule may ask twice, once for x's gradient and once for the weights'.
+        scaled = [None if s is None else (s.float() * factor).to(t) for s, t in zip(sums, ctx.dtypes, strict=True)]
         return *scaled, None, None, None
 
 
@@ -85,6 +89,13 @@ def chunk_rows(rows: int, vocabulary: int) -> int:
     """Equal chunks of at most CHUNK_ELEMENTS logits, in whole tiles of 128 rows."""
     chunks = max(1, -(-rows * vocabulary // CHUNK_ELEMENTS))
     return max(128, -(-rows // chunks + 127) // 128 * 128) if rows else 1
+
+
+def product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    if out.dtype != a.dtype:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out=out)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -37,7 +37,7 @@ KINDS = (
     ("attention", r"flash|fmha|attention|sdpa|attn"),
     ("matrix_products", r"gemm|nvjet|cutlass|cublas|xmma|splitk|gemv|wgrad|dgrad|fprop|convol|winograd|triton_tem|"
                         r"aten::(addmm|mm|bmm|baddbmm|linear|matmul|addmv|mv|dot|einsum|mkldnn|_scaled_mm)|dnnl"),
-    ("softmax_and_loss", r"softmax|nll_loss|cross_entropy|logsumexp|mse_loss"),
+    ("softmax_and_loss", r"softmax|nll_loss|cross_entropy|logsumexp|mse_loss|loss_and_gradient"),
     ("copies", r"^(Memcpy|Memset)|aten::(copy_|_to_copy|to|clone|contiguous|cat|stack|_foreach_copy_|fill_|zero_)$|"
                r"split_with_sizes_copy|chunk_cat|copy_in|copy_out|CatArrayBatchedCopy|direct_copy"),
     ("norms_and_elementwise", r"norm|elementwise|vectorized|gelu|silu|dropout|bernoulli|reduce|"
