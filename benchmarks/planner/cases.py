@@ -113,7 +113,7 @@ def fast() -> list[Case]:
     cases += [today("llama-1b", "ddp", 8, precision="bf16-pure")]
     cases += [today("gpt2-1.5b", "fsdp", 8, ranks=8), today("llama-1b", "fsdp", 4, ranks=8, checkpointing="ops")]
     cases += [today("gpt2-1.5b", "zero2", 8, ranks=8)]
-    return [*cases, today("gpt2-124m", "ddp", 32, ranks=8, compile="whole", checkpointing="ops")]
+    return [*cases, today("gpt2-124m", "ddp", 32, ranks=8, compile="auto", checkpointing="ops")]
 
 
 def trade() -> list[Case]:

@@ -64,7 +64,8 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
     axes = {axis: strategy.get(axis, default) for axis, default in (("pp", 1), ("dp", -1), ("tp", 1))}
     sizes = mesh.resolve(cluster["nodes"] * node_size, node_size, **axes)
     _, micro, micro_batches = batch_sizes(dict(config), sizes)
-    schedule, is_alone = strategy.get("schedule", "1f1b"), holds_all(strategy, sizes.pp * sizes.dp * sizes.tp)
+    schedule, ranks = strategy.get("schedule", "1f1b"), sizes.pp * sizes.dp * sizes.tp
+    is_alone = holds_all(strategy, ranks)
     replica_size = (strategy.get("replica_size") or node_size) if strategy.get("sharding") == "hybrid" else None
     return Layout(
         strategy=name,
@@ -85,7 +86,7 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
         offload_params=strategy.get("offload_params", "none"),
         precision=precision_of(config["precision"]),
         stream=config["precision"].get("stream", "float32"),
-        compile=compile_of(config, is_alone),
+        compile=compile_of(config, ranks),
         fused_loss=on_gpu(config) if (fused := config.get("fused_loss", "auto")) == "auto" else fused,
         optimizer=(optimizer := str(config["optim"]["_target_"]).rpartition(".")[2]),
         fused_update=optimizer == "adamw" and on_gpu(config) and (is_alone or updates_itself(strategy)),
@@ -108,14 +109,17 @@ def precision_of(section: Mapping[str, Any]) -> str:
     return "fp8" if section.get("float8", "none") != "none" else PRECISIONS[section.get("dtype", "float32")]
 
 
-def compile_of(config: Mapping[str, Any], is_alone: bool) -> str:
+def compile_of(config: Mapping[str, Any], ranks: int) -> str:
     """none, blocks or whole, as strategies/shared.compile_mode and the strategies have it."""
     wanted, strategy = config["compile"], config["strategy"]
+    is_alone = holds_all(strategy, ranks)
     # what sends messages between layers, or has hooks around them, is compiled by block
     by_block = bool({"stage", "sharding", "tp", "schedule"} & set(strategy)) and not is_alone
     if wanted == "auto":
         split = strategy.get("schedule") == "zbv"
         wanted = on_gpu(config) and not split and (is_alone or strategy.get("stage") != 3)
+    if wanted is True and config["activation_checkpointing"] != "none" and ranks > 1:
+        wanted = "blocks"
     if wanted in (True, "whole"):
         return "blocks" if by_block else "whole"
     return str(wanted or "none")

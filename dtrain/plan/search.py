@@ -18,7 +18,7 @@ from dtrain.config import ranks_per_node
 from dtrain.mesh import MeshSizes
 from dtrain.plan.frames import STRATEGIES, Frame, frames
 from dtrain.plan.frames import divisors as divisors
-from dtrain.plan.layout import Layout, layout_of
+from dtrain.plan.layout import Layout, compile_of, layout_of
 from dtrain.plan.ledger import total
 from dtrain.plan.predict import Prediction, Task, predict_layout, task_of, time_of, with_time
 from dtrain.plan.sections import check_layout, strategy_section
@@ -162,7 +162,7 @@ def fitting(
     sizes = [size for size in sizes if per_rank % size == 0 and accepted(frame, config, per_rank // size)]
     layouts = [replace(base, micro_batch_size=s, micro_batches=per_rank // s) for s in sizes]
     if limits.step_s < math.inf:  # the time of a pipeline is found in half the time that its memory takes
-        plain = [replace(layout, activation_checkpointing=modes[0]) for layout in layouts]
+        plain = [in_mode(layout, modes[0], frame, config) for layout in layouts]
         layouts = [layout for layout in plain if total(time_of(layout, task) or ()) <= limits.step_s]
     found: dict[int, Prediction] = {}
     least: Prediction | None = None
@@ -173,7 +173,7 @@ def fitting(
                 continue
             if full and layout.pp == 1 and layout.micro_batches > 1:
                 continue
-            prediction = predict_layout(replace(layout, activation_checkpointing=mode), task, timed=False)
+            prediction = predict_layout(in_mode(layout, mode, frame, config), task, timed=False)
             if prediction.fits is False:
                 if least is None or prediction.memory_bytes < least.memory_bytes:
                     least = prediction
@@ -181,6 +181,12 @@ def fitting(
                 continue
             found[layout.micro_batch_size] = prediction
     return list(found.values()) or ([least] if least else [])
+
+
+def in_mode(layout: Layout, mode: str, frame: Frame, config: Mapping[str, Any]) -> Layout:
+    """The layout with a kind of checkpointing, and compiled as goes with it."""
+    asked = {**config, "strategy": frame.section, "activation_checkpointing": mode}
+    return replace(layout, activation_checkpointing=mode, compile=compile_of(asked, layout.world_size))
 
 
 def modes_of(frame: Frame) -> tuple[str, ...]:

@@ -107,7 +107,9 @@ class Strategy:
         `masked`: some targets are IGNORED, and not as many in every sample.
         """
         self.precision, self.device = precision, device
-        self.compile = compile_mode(compile, self.compiles, device, model)
+        # torch 2.11 cuts no graph at DDP's buckets that has recomputation in it (pytorch issue 104674)
+        split = activation_checkpointing != "none" and dist.get_world_size() > 1
+        self.compile = compile_mode(compile, "blocks" if split else self.compiles, device, model)
         self.first, self.masked = frozen.First(first, model), masked
         self.micro_batch_size, self.max_grad_norm = micro_batch_size, max_grad_norm
         self.node_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))

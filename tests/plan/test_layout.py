@@ -40,6 +40,7 @@ def test_every_strategy_has_a_layout_over_all_gpus(name: str) -> None:
         (["strategy=ddp"], {"compile": "whole", "stream": "bfloat16", "fused_loss": True, "fused_update": True}),
         (["strategy=ddp", "compile=blocks", "fused_loss=false"], {"compile": "blocks", "fused_loss": False}),
         (["strategy=fsdp"], {"compile": "blocks", "data": "fsdp"}),
+        (["strategy=ddp", "activation_checkpointing=ops"], {"compile": "blocks"}),
         (["strategy=fsdp", "compile=whole"], {"compile": "blocks"}),
         (["strategy=zero3"], {"compile": "none", "fused_update": False}),
         (["strategy=pipeline", "strategy.schedule=zbv"], {"compile": "none"}),

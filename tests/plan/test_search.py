@@ -28,6 +28,7 @@ from dtrain.plan.search import (
     complexity,
     fitting,
     idle,
+    in_mode,
     modes_of,
     rank,
     search,
@@ -199,7 +200,7 @@ def test_no_layout_of_a_frame_is_missed_nor_computes_again_what_would_fit(
     config, task, several = frames_of(asked, strategy)
     frame = data.draw(st.sampled_from(several))
     every = [
-        predict_layout(replace(layout, activation_checkpointing=mode), task, timed=False)
+        predict_layout(in_mode(layout, mode, frame, config), task, timed=False)
         for layout in layouts_of(frame, config, task)
         for mode in modes_of(frame)
     ]
