@@ -107,7 +107,7 @@ class Strategy:
         `masked`: some targets are IGNORED, and not as many in every sample.
         """
         self.precision, self.device = precision, device
-        # torch 2.11 cuts no graph at DDP's buckets that has recomputation in it (pytorch issue 104674)
+        # older torch cuts no graph at DDP's buckets that has recomputation in it (pytorch issue 104674; 2.13 does)
         split = activation_checkpointing != "none" and dist.get_world_size() > 1
         self.compile = compile_mode(compile, "blocks" if split else self.compiles, device, model)
         self.first, self.masked = frozen.First(first, model), masked
