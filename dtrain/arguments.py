@@ -9,7 +9,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from dtrain.config import CODE, CONF, RECIPES, SECRET, bad
+from dtrain.config import CODE, CONF, RECIPES, SECRET, bad, completed
 from dtrain.explain import GROUPS, known_settings, options_of
 
 AUTO = "auto"  # strategy=auto: the planner chooses (dtrain/plan/auto.py)
@@ -163,7 +163,7 @@ def store_as_run(run_dir: Path, overridden: list[str]) -> None:
 
     So a resume does not depend on what conf/ or a recipe says today.
     """
-    config = read_config(run_dir)
+    config = completed(read_config(run_dir))
     choices = config.pop("choices", None) or {}
     for key in ("hydra", "defaults"):  # never written; from elsewhere they would name code that Hydra calls
         config.pop(key, None)

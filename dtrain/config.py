@@ -150,7 +150,17 @@ class Settings(dict[str, Any]):
 def load(run_dir: Path) -> Settings:
     """What the ranks read: config.yaml, as the launcher wrote it."""
     values: Any = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
-    return Settings(values)
+    return Settings(completed(values))
+
+
+def completed(config: dict[str, Any]) -> dict[str, Any]:
+    """A run's configuration with what an older version did not write, as that version meant it."""
+    precision, checkpoint = config.get("precision"), config.get("checkpoint")
+    if isinstance(precision, dict) and precision.get("_target_") == "dtrain.precision.Precision":
+        precision.setdefault("stream", "float32")
+    if isinstance(checkpoint, dict):
+        checkpoint.setdefault("background", True)
+    return {"nsys": False, "profile": {"_target_": "dtrain.profile.record.Profile"}} | config
 
 
 def fingerprint(run_dir: Path) -> str:

@@ -41,10 +41,12 @@ def evaluate(
     from dtrain.data.loader import Loader
     from dtrain.models.parts import IGNORED
     from dtrain.sample import load_model
+    from dtrain.strategies.shared import set_stream
 
     model, cfg = load_model(run_dir, trust or [])
     device = next(model.parameters()).device
     precision = config.build(cfg.precision)
+    set_stream(model, precision.stream)
     dataset = config.build(cfg.data, trust or []).dataset(split)
     size = min(batch_size or cfg.train.micro_batch_size or cfg.train.global_batch_size, len(dataset))
     whole, rest = Loader(dataset, size, cfg.train.seed, shuffle=False), len(dataset) % size

@@ -38,6 +38,7 @@ class AdamW(torch.optim.AdamW):
                 return self._launch(plan, None, None)
             if by_chance:
                 return self._step_by_chance(plan)
+            plan.gradients = []
         return super().step(closure)
 
     @torch.no_grad()
@@ -46,9 +47,11 @@ class AdamW(torch.optim.AdamW):
         plan = self._plan()
         if plan.fits:
             self._launch(plan, finite, factor)
-        elif bool(finite):
+            return
+        gradients, plan.gradients = plan.gradients, []
+        if bool(finite):
             if factor is not None:
-                torch._foreach_mul_(plan.gradients, factor)
+                torch._foreach_mul_(gradients, factor)
             self.step()
 
     def _plan(self) -> Plan:
@@ -86,6 +89,7 @@ class AdamW(torch.optim.AdamW):
         for batch, chosen in plan.batches():
             gradients = [plan.steps[i].matching(plan.gradients[i]) for i in chosen]
             batch.step(gradients, settings, finite, factor, self.seed)
+        plan.gradients = []  # held until the next step, they would be there twice
 
     def _step_by_chance(self, plan: Plan) -> None:
         """The kernel's step with plain operations."""
@@ -105,6 +109,7 @@ class AdamW(torch.optim.AdamW):
             s.values.copy_(p)
             s.first.copy_(m)
             s.second.copy_(v)
+        plan.gradients = []
 
 
 class Step:

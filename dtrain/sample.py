@@ -28,7 +28,9 @@ def load_model(run_dir: Path, trust: list[str]) -> tuple[nn.Module, Any]:
     for section in ("model", "data"):
         check_section(section, cfg[section], trust)
     model = models.make(Settings({**cfg, "lora": {}}), trust)  # adapters are merged into the final weights
-    model.load_state_dict(dict(final_weights(run_dir, trust)), assign=True)
+    # in float32, also those of a run whose weights are bfloat16
+    weights = {n: w.float() if w.is_floating_point() else w for n, w in final_weights(run_dir, trust)}
+    model.load_state_dict(weights, assign=True)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), cfg
 
 

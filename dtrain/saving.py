@@ -65,13 +65,22 @@ class Saver:
         """A save in the background failed, on this rank and on all others: the next save or wait raises its error."""
         return self.error is not None
 
-    def save(self, step: int, tensors: Mapping[str, Held], meta: dict[str, Any], last: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Held],
+        meta: dict[str, Any],
+        asked: float | None = None,
+        last: bool = False,
+    ) -> None:
         """Save the state as it is now. When this returns it may change; after the last save it is also on disk.
+
+        `asked`: when the loop began to wait, by time.perf_counter(); gathering the state is a part of it.
 
         The last one is written directly: there is nothing to go on with meanwhile, and a run that saves only at its
         end needs no buffers.
         """
-        called = time.perf_counter()
+        called = time.perf_counter() if asked is None else asked
         self.wait()
         begin = time.perf_counter()
         files = checkpoint.share_out(tensors)

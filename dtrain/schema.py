@@ -234,7 +234,7 @@ def fits(value: Any, node: ast.expr) -> bool:
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
         if node.value.id == "Literal":
             options = node.slice if isinstance(node.slice, ast.Tuple) else ast.Tuple([node.slice])
-            return value in ast.literal_eval(options)
+            return any(value == o and type(value) is type(o) for o in ast.literal_eval(options))  # 1 is not true
         if node.value.id in ("list", "tuple", "Sequence"):
             inner = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
             return isinstance(value, (list, tuple)) and all(fits(v, inner) for v in value)

@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -118,11 +119,11 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
     num_skipped = 0
     step_times: list[float] = []
     start = 0.0  # of the step that is settled next
-    late = None  # the step whose figures have not been read: on a GPU they are, while the next one computes
+    running: list[Any] = []  # steps whose figures have not been read: on a GPU they are, while the next one computes
 
-    def settle(result: StepResult, step: int, samples: int, lr: float, data_s: float) -> None:
-        """Look at a step that has ended: was it finite, how long did it take, is it logged?"""
-        nonlocal num_skipped, start
+    def settle(result: StepResult, step_s: float, step: int, samples: int, lr: float, data_s: float) -> None:
+        """Look at a step that has ended: was it finite, is it logged?"""
+        nonlocal num_skipped
         if not result.updated:
             num_skipped += 1
             what = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite, weights left alone"
@@ -130,20 +131,18 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
             if cfg.train.nonfinite == "stop" and not result.overflow:
                 fix = "a smaller optim.lr, a longer schedule.warmup_steps, precision=bf16, or train.nonfinite=skip"
                 raise NonFiniteError(f"{what}. Fix: {fix}")
-        now = time.perf_counter()
-        step_times.append(now - start)
-        start = now
+        step_times.append(step_s)
         summary.update(steps=step, train_loss=result.loss if math.isfinite(result.loss) else None)
         if record and (step % cfg.train.log_every == 0 or step == last_step):
             record.write(
                 step=step, loss=result.loss, lr=lr, grad_norm=result.grad_norm, tokens=samples * rate.tokens_per_sample,
-                tokens_per_s=rate.tokens_per_s(step_times[-1]), step_s=step_times[-1], data_s=data_s,
-                mfu=rate.mfu(step_times[-1]), mem_gib=metrics.memory_gib(device),
+                tokens_per_s=rate.tokens_per_s(step_s), step_s=step_s, data_s=data_s, mfu=rate.mfu(step_s),
+                mem_gib=metrics.memory_gib(device),
             )  # fmt: skip
 
     while step < last_step and not stopping:
         before = time.perf_counter()
-        if late is None:  # else it began when the figures of the one before it came
+        if not running:  # else it began when the figures of the one before it came
             start = before
         inputs, targets = (t.to(device, non_blocking=True) for t in train_data.batch(samples))
         data_s = time.perf_counter() - before
@@ -161,12 +160,15 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
         is_last = step == last_step or stopping
         eval_due = not stopping and (is_last or _every(cfg.train.eval_every, step))
         save_due = is_last or _every(cfg.checkpoint.every, step)
-        if late:
-            settle(late[0].read(), *late[1:])
-        late = (result, step, samples, lr, data_s)
-        if not result.late or eval_due or save_due:
-            settle(result.read(), *late[1:])
-            late = None
+        running.append((result, step, samples, lr, data_s))
+        num_ended = len(running) if not result.late or eval_due or save_due else len(running) - 1
+        ended: list[Any] = [(result.read(), *rest) for result, *rest in running[:num_ended]]
+        running = running[num_ended:]
+        if ended:
+            now = time.perf_counter()
+            for figures, *rest in ended:  # two that ended in one wait share its time
+                settle(figures, (now - start) / len(ended), *rest)
+            start = now
 
         # once in a while: evaluate
         if val_data and eval_due:
@@ -181,12 +183,13 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
 
         # once in a while: save
         if save_due:
+            asked = time.perf_counter()
             meta = {
                 "samples": samples, "data": data_identity, "mesh": sizes.as_dict(), "world_size": world_size,
                 "choices": dict(cfg.choices), "config_sha256": config.fingerprint(run_dir),
                 "extra": strategy.extra_state(),
             }  # fmt: skip
-            saver.save(step, strategy.state_dict(), meta, last=step == last_step or stopping)
+            saver.save(step, strategy.state_dict(), meta, asked, last=step == last_step or stopping)
         stop.requested |= saver.failed  # the next vote tells all ranks, and the save after it raises the error
         if record:
             for of_a_save in saver.finished():

@@ -67,7 +67,7 @@ def join_process_group(deterministic: bool = False) -> torch.device:
 
 def seed_everything(seed: int, step: int, data_rank: int) -> None:
     """Every random draw of a step depends on (seed, step, data rank) and on nothing that came before."""
-    digest = hashlib.blake2b(struct.pack("<3q", seed, step, data_rank), digest_size=16).digest()
+    digest = hashlib.blake2b(f"{seed} {step} {data_rank}".encode(), digest_size=16).digest()
     for_torch, for_others = struct.unpack("<2Q", digest)
     torch.default_generator.manual_seed(for_torch)  # torch.manual_seed asks every backend there is: 0.1 ms
     if torch.cuda.is_initialized():

@@ -36,19 +36,21 @@ def linear_cross_entropy(x: Any, weight: Any, targets: Tensor, bias: Any = None)
         group, first = weight.device_mesh.get_group(), chunks_of(weight.detach())[0].offset[0]
         x = x.to_local(grad_placements=[Partial()])  # each rank has a part of the sum that is x's gradient
         weight, bias = (t.to_local() if is_dtensor(t) else t for t in (weight, bias))
-    return _linear_cross_entropy(x.flatten(0, -2), weight, bias, targets.flatten(), group, first)
+    # autograd's own question, which gradients are needed, does not ask whether any are
+    wanted = torch.is_grad_enabled()
+    return _linear_cross_entropy(x.flatten(0, -2), weight, bias, targets.flatten(), group, first, wanted)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, group: Any, first: int
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, group: Any, first: int, wanted: bool
     ) -> Tensor:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        of_x, of_weight, of_bias = (ctx.needs_input_grad[i] for i in range(3))
+        of_x, of_weight, of_bias = (wanted and ctx.needs_input_grad[i] for i in range(3))
         losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
         # unscaled sums in float32, where that can be had: rounded once, when they are scaled
         wide = torch.float32 if device == "cuda" else dtype
@@ -78,7 +80,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         # In float32: beside 16-bit values torch would round the factor itself to 16 bits, for all of them. And not in
         # place: a pipeline schedule may ask twice, once for x's gradient and once for the weights'.
         scaled = [None if s is None else (s.float() * factor).to(t) for s, t in zip(sums, ctx.dtypes, strict=True)]
-        return *scaled, None, None, None
+        return *scaled, None, None, None, None
 
 
 # Graphs end here: what is inside is a few large kernels, and its loop would be unrolled for every batch size.
@@ -88,7 +90,7 @@ _linear_cross_entropy = torch.compiler.disable(LinearCrossEntropy.apply)
 def chunk_rows(rows: int, vocabulary: int) -> int:
     """Equal chunks of at most CHUNK_ELEMENTS logits, in whole tiles of 128 rows."""
     chunks = max(1, -(-rows * vocabulary // CHUNK_ELEMENTS))
-    return max(128, -(-rows // chunks + 127) // 128 * 128) if rows else 1
+    return max(1, -(-rows // chunks // 128)) * 128
 
 
 def product(out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -107,7 +109,10 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def to_gradient(logits: Tensor, targets: Tensor, losses: Tensor, wanted: bool, group: Any, first: int) -> None:
-    """Fill in each row's loss, and put that loss's gradient in the place of its logits. An ignored row gets zeros."""
+    """Fill in each row's loss, and put that loss's gradient in the place of its logits. An ignored row gets zeros.
+
+    The loss of a target that is no column is NaN: it would be learnt as something else.
+    """
     if logits.is_cuda and group is None:
         from dtrain.kernels.loss_gradient import launch
 
@@ -120,11 +125,11 @@ def to_gradient(logits: Tensor, targets: Tensor, losses: Tensor, wanted: bool, g
     powers = (wide - top[:, None]).exp_()
     mine = counts & (targets >= first) & (targets < first + logits.shape[1])  # whose target this rank has
     column = torch.where(mine, targets - first, 0)[:, None]
-    sums = torch.stack([powers.sum(dim=1), torch.where(mine, wide.gather(1, column)[:, 0], 0.0)])
+    sums = torch.stack([powers.sum(dim=1), torch.where(mine, wide.gather(1, column)[:, 0], 0.0), mine.float()])
     if group is not None:
         dist.all_reduce(sums, group=group)
-    total, right = sums
-    losses.copy_(torch.where(counts, top + total.log() - right, 0.0))
+    total, right, found = sums
+    losses.copy_(torch.where(counts, top + total.log() - torch.where(found > 0, right, torch.nan), 0.0))
     if wanted:
         powers /= total[:, None]
         powers.scatter_add_(1, column, -mine[:, None].float())

@@ -34,7 +34,9 @@ def loss_and_gradient(  # type: ignore[no-untyped-def]
         total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
         top = higher
     normal = top + tl.log(total)
-    right = tl.load(logits + tl.where(counts, target, 0)).to(tl.float32)
+    is_column = (target >= 0) & (target < columns)
+    right = tl.load(logits + tl.where(is_column, target, 0)).to(tl.float32)
+    right = tl.where(is_column, right, float("nan"))
     tl.store(losses + row, tl.where(counts, normal - right, 0.0))
     if WANTED:
         tl.debug_barrier()  # `right` has been read by all before its place is written

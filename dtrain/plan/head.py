@@ -15,4 +15,4 @@ def fuses_loss(shape: Transformer, layout: Layout) -> bool:
 def chunk_rows(tokens: int, rows: int) -> int:
     """Tokens of one chunk, for a head of so many rows."""
     chunks = max(1, -(-tokens * rows // CHUNK_ELEMENTS))
-    return min(tokens, max(128, -(-tokens // chunks + 127) // 128 * 128))
+    return min(tokens, max(1, -(-tokens // chunks // 128)) * 128)

@@ -35,6 +35,7 @@ from dtrain.strategies.shared import (
     materialize,
     merged,
     scale_gradients,
+    set_stream,
     total_norm,
 )
 from dtrain.weights import Drawn
@@ -79,7 +80,6 @@ class Strategy:
     # the same. A strategy with other maths states its own figure, and why.
     tolerance: float | None = None
     compiles = "whole"  # or by blocks, where messages lie between them
-    runs_ahead = True  # on a GPU the host need not know how a step ended before it begins the next
 
     def __init__(self, pp: int = 1, dp: int = -1, tp: int = 1) -> None:
         self.axes = {"pp": pp, "dp": dp, "tp": tp}
@@ -119,8 +119,7 @@ class Strategy:
         self.mesh = mesh.device_mesh(self.sizes, device.type)
         self.data_rank = self.random_rank = self.mesh.get_local_rank("dp")  # of which samples, of which random draws
         self.data_group = self.mesh.get_group("dp")
-        if hasattr(model, "stream"):
-            model.stream = precision.stream  # type: ignore[assignment]
+        set_stream(model, precision.stream)
         lora.hold(model, precision.dtype)
         precision.apply(model, device, compiled=self.compile != "none")
         checkpoint_layers(model, activation_checkpointing, activation_checkpointing_every)
@@ -235,7 +234,9 @@ class Strategy:
     def decides_on_device(self) -> bool:
         """Whether the GPU itself can leave an update out. The loss scale of fp16 is the host's, who must know."""
         on_device = self.device.type == "cuda" and getattr(self, "offload", "none") == "none"
-        return self.runs_ahead and on_device and not self.precision.scaled and hasattr(self.optimizer, "step_if")
+        # a strategy that clips in its own way is asked to
+        clips = type(self).clip is Strategy.clip and hasattr(self.optimizer, "step_if")
+        return on_device and clips and not self.precision.scaled
 
     def norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """One norm over the gradients of the whole model."""

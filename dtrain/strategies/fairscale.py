@@ -24,8 +24,6 @@ from dtrain.strategies.shared import compile_model
 
 
 class FairScale(DDP):
-    runs_ahead = False  # its optimizer sends weights after a step, which the host decides on
-
     def __init__(self, dp: int = -1, mode: Literal["oss", "sharded_ddp", "fsdp"] = "sharded_ddp") -> None:
         super().__init__(dp=dp)
         assert mode != "fsdp", "the launcher refuses it"

@@ -33,7 +33,7 @@ class FSDP(Strategy):
         self.forward_prefetch, self.backward_prefetch = forward_prefetch, backward_prefetch
 
     def setup(self, model: nn.Module, make_optimizer: Any, **options: Any) -> None:
-        if dist.get_world_size() == 1 and self.offload == "none":
+        if type(self) is FSDP and dist.get_world_size() == 1 and self.offload == "none":
             self.__class__ = Strategy  # type: ignore[assignment]  # one rank holds all of it: there is nothing to cut
             return self.setup(model, make_optimizer, **options)
         super().setup(model, make_optimizer, **options)
@@ -111,7 +111,7 @@ def shard_layers(
         policy = MixedPrecisionPolicy()
     else:
         # Weights are gathered in 16 bits, half the traffic; gradients are reduced in 32. What flows between layers
-        # is left to autocast, as under ddp: products in 16 bits, norms and the residual stream in 32.
+        # is left to autocast, as under ddp: products and the residual stream in 16 bits, norms in 32.
         policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload or OffloadPolicy()}
     units: list[Any] = model.fsdp_units()  # type: ignore[operator]

@@ -53,6 +53,12 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     model.to_empty(device=device)
 
 
+def set_stream(model: nn.Module, dtype: torch.dtype) -> None:
+    """Say of which type the residual stream is, to a model that has one."""
+    if isinstance(getattr(model, "stream", None), torch.dtype):
+        model.stream = dtype  # type: ignore[assignment]
+
+
 class Source(Protocol):
     """Where first weights come from."""
 
@@ -168,6 +174,11 @@ def compile_layers(model: nn.Module, ends: bool = False) -> None:
 
     `ends`: also what is before and after them, where no hook sends a message in the middle of it.
     """
+    if not hasattr(model, "fsdp_units"):
+        raise ValueError(
+            f"compile=blocks: {type(model).__name__} does not say what its blocks are\n"
+            "  fix: add fsdp_units() to the model (a list of its layers), compile=whole, or compile=none"
+        )
     torch._dynamo.config.recompile_limit = 64  # a ResNet has 8 kinds of blocks, in training and in evaluation
     for unit in model.fsdp_units():  # type: ignore[operator]
         unit.compile()

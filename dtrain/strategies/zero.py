@@ -35,8 +35,9 @@ def look_once(zero: Any) -> None:
 
     def norm(gradients: list[Tensor], parameters: Any, norm_type: float = 2) -> Tensor:
         counted = [g.detach() for g in gradients if not getattr(g, "_zero_padding", False)]
-        norms = torch._foreach_norm(counted, dtype=torch.float32)
-        square = torch.stack(norms).square().sum() if counted else torch.zeros((), device=zero.device)
+        square = torch.zeros((), device=zero.device)
+        if counted:
+            square = torch.stack(torch._foreach_norm(counted, dtype=torch.float32)).square().sum()
         dist.all_reduce(square, group=zero.dp_process_group)
         return torch.where(torch.isfinite(square), square.sqrt(), -1.0)  # -1 is its sign for one that is not finite
 
@@ -75,7 +76,7 @@ class Zero(Strategy):
         **options: Any,
     ) -> None:
         offloads = {self.settings["offload"], self.settings["offload_params"]} != {"none"}
-        if dist.get_world_size() == 1 and not offloads and not self.user_config:
+        if type(self) is Zero and dist.get_world_size() == 1 and not offloads and not self.user_config:
             # One rank holds all of it: there is nothing to cut, and DeepSpeed's hooks on every gradient take as long as
             # the rest of a step of gpt2-1.5b. With a configuration of the user's own, DeepSpeed is what was asked for.
             self.__class__ = Strategy  # type: ignore[assignment]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -154,3 +156,16 @@ def test_the_launch_shape_does_not_change_what_is_rounded() -> None:
         batch.step(plan.gradients, settings, one, one, 3, warps)
         results.append(parameters)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_gradients_are_let_go_of_after_a_step() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for finite in (True, False):
+            weight = nn.Parameter(torch.ones(8, dtype=dtype))
+            optimizer = AdamW([weight], lr=0.1)
+            weight.grad = torch.ones_like(weight)
+            held = weakref.ref(weight.grad)
+            optimizer.step_if(torch.tensor(finite), torch.tensor(1.0))
+            optimizer.zero_grad(set_to_none=True)
+            gc.collect()
+            assert held() is None

@@ -49,15 +49,30 @@ def test_equals_the_plain_form_with_its_gradients(rows: int, vocabulary: int, bi
 def test_chunks_are_whole_tiles_that_fit(rows: int, vocabulary: int) -> None:
     size = chunk_rows(rows, vocabulary)
     assert size % 128 == 0
+    most = max(1, CHUNK_ELEMENTS // vocabulary)  # rows that fit
+    assert -(-rows // size) <= max(1, -(-rows // max(128, most // 128 * 128))), "no chunk more than it takes"
     assert size * vocabulary <= CHUNK_ELEMENTS + 127 * vocabulary, "no more than a tile over"
 
 
-def test_frozen_weights_get_no_gradient_and_evaluation_none_at_all() -> None:
+def test_frozen_weights_get_no_gradient_and_evaluation_none_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, _, targets = case(200, 50)
     linear_cross_entropy(x, weight.detach(), targets).backward()
     assert x.grad is not None
+
+    def never(*_: Any) -> None:
+        raise AssertionError("a product for a gradient that nobody wants")
+
+    for product in ("product", "add_product"):
+        monkeypatch.setattr(cross_entropy, product, never)
     with torch.no_grad():
         torch.testing.assert_close(linear_cross_entropy(x, weight, targets), plain(x, weight, targets, None))
+
+
+@pytest.mark.parametrize("target", [-1, 50, 999])
+def test_a_target_that_is_no_token_is_not_learnt_as_another(target: int) -> None:
+    x, weight, _, targets = case(200, 50)
+    targets[0, 3] = target
+    assert linear_cross_entropy(x, weight, targets).isnan()
 
 
 def test_under_autocast_it_is_the_product_of_16_bits_and_a_loss_of_32() -> None:
@@ -72,7 +87,7 @@ def test_under_autocast_it_is_the_product_of_16_bits_and_a_loss_of_32() -> None:
     for mine, true in zip(torch.autograd.grad(loss, [x, weight]), exact, strict=True):
         assert mine.dtype == torch.float32
         assert (mine - true).norm() / true.norm() < 6e-3, "roundings to 16 bits, of the logits, too"
-        assert abs(mine.norm() / true.norm() - 1) < 2e-4, "and no common factor, such as 1/n in 16 bits"
+        assert abs(mine.norm() / true.norm() - 1) < 5e-4, "and no common factor, such as 1/n in 16 bits"
 
 
 def test_may_be_asked_for_its_gradients_twice() -> None:
