@@ -339,7 +339,8 @@ def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[s
     look = f'dtrain sample {run} "def "' if writes else f"dtrain evaluate {run}"
     own = trusted(run_dir)
     trust = f" --trust {' '.join(own)}" if own else ""
-    return [look + trust, f"dtrain export {run}{trust}", longer]
+    profiled = [f"dtrain profile {run}"] if (run_dir / "profiles").is_dir() else []
+    return [*profiled, look + trust, f"dtrain export {run}{trust}", longer]
 
 
 def trusted(run_dir: Path) -> list[str]:

@@ -73,6 +73,7 @@ def check_layout(config: dict[str, Any], sizes: MeshSizes, micro_batches: int, p
     if config["model"]["_target_"].startswith("dtrain."):
         validate.check_model(config["model"], sizes)
     strategy = config["strategy"]
+    rules.check_precision_of(config)
     if "stage" in strategy:
         zero_config.check(without_disk(config), sizes)
     if plans:

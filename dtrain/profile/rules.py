@@ -17,8 +17,8 @@ def check(config: dict[str, Any]) -> None:
     if nsys and kind != "none":
         rule = f"profile={kind} records the same steps, and of two recorders each slows the other or is refused"
         raise bad("nsys", "true", rule, "profile=none nsys=true, or leave nsys out")
-    ranks = profile["ranks"]
     size = world_size(config)
+    ranks = profile["ranks"] = list(range(size)) if profile["ranks"] is None else profile["ranks"]
     wrong = [rank for rank in ranks if not 0 <= rank < size]
     if not ranks or wrong:
         rule = f"there is no rank {wrong[0]} among {size}" if wrong else "no rank would be recorded"
@@ -28,8 +28,10 @@ def check(config: dict[str, Any]) -> None:
     needed = profile["start"] + profile["num_steps"] - 1
     if needed > steps:
         rule = f"the run ends after {steps} steps, and step {needed} is the last to be recorded"
+        last = steps - profile["num_steps"] + 1
+        earlier = f"profile.start={last}" if last >= 3 else "profile.start=3 profile.num_steps=1"
         longer = f"train.steps={needed}" if steps == train["steps"] else f"train.stop_after={needed}"
-        raise bad("profile.start", profile["start"], rule, f"profile.start=3 profile.num_steps=1, or {longer}")
+        raise bad("profile.start", profile["start"], rule, f"{earlier}, or {longer}")
 
 
 def check_machine(config: dict[str, Any]) -> None:

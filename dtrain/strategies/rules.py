@@ -61,15 +61,21 @@ def check_precision(config: dict[str, Any], num_samples: int) -> None:
     setting = "precision.parameters" if pure else "precision.float8"
     if dtype != "bfloat16":
         raise bad(setting, precision[setting.partition(".")[2]], "is for products in bfloat16", f"precision={name}")
-    target = config["strategy"]["_target_"]
-    if target.startswith("dtrain.") and target not in WITH_EVERY_PRECISION:
-        why = " (DeepSpeed keeps float32 masters of its own)" if target == "dtrain.strategies.zero.Zero" else ""
-        rule = f"works under ddp and fsdp, and not under {config['choices']['strategy']}{why}"
-        raise bad("precision", name, rule, "strategy=fsdp, or precision=bf16")
+    check_precision_of(config)
     if pure:
         check_pure(config, name)
     if float8:
         check_float8(config, name, num_samples)
+
+
+def check_precision_of(config: dict[str, Any]) -> None:
+    """Can the strategy train in this precision? Asked for every layout of a plan, too."""
+    precision, target = config["precision"], config["strategy"]["_target_"]
+    usual = precision.get("parameters", "float32") == "float32" and precision.get("float8", "none") == "none"
+    if not usual and target.startswith("dtrain.") and target not in WITH_EVERY_PRECISION:
+        why = " (DeepSpeed keeps float32 masters of its own)" if target == "dtrain.strategies.zero.Zero" else ""
+        rule = f"works under ddp and fsdp, and not under {config['choices']['strategy']}{why}"
+        raise bad("precision", config["choices"]["precision"], rule, "strategy=fsdp, or precision=bf16")
 
 
 def check_pure(config: dict[str, Any], name: str) -> None:
