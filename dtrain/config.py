@@ -150,7 +150,7 @@ class Settings(dict[str, Any]):
 def load(run_dir: Path) -> Settings:
     """What the ranks read: config.yaml, as the launcher wrote it."""
     values: Any = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
-    return Settings(completed(values))
+    return Settings(values)
 
 
 def completed(config: dict[str, Any]) -> dict[str, Any]:

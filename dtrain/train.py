@@ -222,7 +222,7 @@ def _every(interval: int, step: int) -> bool:
 def main(run_dir: Path) -> int:
     """One rank, from the process group to the exit code."""
     try:
-        cfg = config.load(run_dir)
+        cfg = Settings(config.completed(config.load(run_dir)))
         device = worker.join_process_group(cfg.deterministic)
         with saving.Saver(run_dir / "checkpoints", cfg.checkpoint.keep, cfg.checkpoint.background) as saver:
             status = train(run_dir, cfg, device, saver)

@@ -73,3 +73,17 @@ def test_or_is_skipped(tmp_path: Path) -> None:
     assert train_late(run, broken_step=5) == [0]
     assert summary(run)["skipped_steps"] == 1
     assert [m["step"] for m in metrics(run) if "grad_norm" in m] == list(range(1, 10))
+
+
+def test_a_run_of_an_older_version_goes_on_as_it_was_meant(usual: Path, tmp_path: Path) -> None:
+    """A job that SLURM starts again reads config.yaml as an older launcher wrote it."""
+    from omegaconf import OmegaConf
+
+    run = make_run(tmp_path, *OPTIONS)
+    old = OmegaConf.load(run / "config.yaml")
+    for section, key in ((old, "profile"), (old, "nsys"), (old, "fused_loss"), (old.checkpoint, "background")):
+        del section[key]
+    del old.precision["stream"]
+    OmegaConf.save(old, run / "config.yaml")
+    assert train(run, 1) == [0]
+    assert losses(run) == losses(usual)
