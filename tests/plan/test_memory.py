@@ -226,6 +226,7 @@ def test_checkpointing_saves_memory(shape: Transformer, layout: Layout) -> None:
 @settings(max_examples=60, deadline=None)
 @given(transformers(), layouts(), st.integers(1, 8))
 def test_a_larger_batch_never_needs_less(shape: Transformer, layout: Layout, more: int) -> None:
+    layout = dataclasses.replace(layout, fused_loss=False)  # of two equal chunks of logits each is smaller than of one
     larger = layout.micro_batch_size + more
     slack = 1.001  # a tensor that the allocator happens not to round up
     assert peak(shape, layout) <= peak(shape, layout, micro_batch_size=larger) * slack
