@@ -190,7 +190,8 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
                 "extra": strategy.extra_state(),
             }  # fmt: skip
             saver.save(step, strategy.state_dict(), meta, asked, last=step == last_step or stopping)
-        stop.requested |= saver.failed  # the next vote tells all ranks, and the save after it raises the error
+        if saver.failed:  # the next vote tells all ranks, and the save after it raises the error
+            stop.requested = True  # not |=, which would undo a signal that comes between its reading and its writing
         if record:
             for of_a_save in saver.finished():
                 record.write(step=step, **of_a_save)
