@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.kernels import CHUNK_ELEMENTS
+from dtrain.kernels import chunk_rows
 from dtrain.shards import chunks_of, is_dtensor
 
 IGNORED = -100  # a target that does not count: padding, or a token that is not asked for
@@ -85,12 +85,6 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 # Graphs end here: what is inside is a few large kernels, and its loop would be unrolled for every batch size.
 _linear_cross_entropy = torch.compiler.disable(LinearCrossEntropy.apply)
-
-
-def chunk_rows(rows: int, vocabulary: int) -> int:
-    """Equal chunks of at most CHUNK_ELEMENTS logits, in whole tiles of 128 rows."""
-    chunks = max(1, -(-rows * vocabulary // CHUNK_ELEMENTS))
-    return max(1, -(-rows // chunks // 128)) * 128
 
 
 def product(out: Tensor, a: Tensor, b: Tensor) -> None:

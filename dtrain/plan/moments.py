@@ -5,6 +5,7 @@ Each gives items in bytes for one rank of a transformer. memory.py names the mom
 
 from __future__ import annotations
 
+from dtrain.kernels import chunk_rows
 from dtrain.plan.activations import (
     MIB,
     WIDE,
@@ -16,7 +17,7 @@ from dtrain.plan.activations import (
     way_of,
 )
 from dtrain.plan.counts import Stage
-from dtrain.plan.head import chunk_rows, fuses_loss
+from dtrain.plan.head import fuses_loss
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item
 from dtrain.plan.shape import Transformer
@@ -62,7 +63,7 @@ def chunk_items(shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage
     if not any(stage.is_last for stage in cut):
         return []
     e, (asked, rows) = product_bytes(layout.precision), asked_rows(shape, layout, tokens)
-    chunk, each = chunk_rows(asked, rows), e + (3 * WIDE if layout.loss_parallel else 0)
+    chunk, each = min(asked, chunk_rows(asked, rows)), e + (3 * WIDE if layout.loss_parallel else 0)
     head = 0 if shape.lora_rank else held.head
     return [
         Item("logits", "of one chunk", chunk * rows * each, "{:,} tokens × {:,} rows × {} bytes", (chunk, rows, each)),

@@ -11,8 +11,8 @@ import functools
 from dataclasses import dataclass, replace
 
 from dtrain.hardware import Hardware
+from dtrain.kernels import chunk_rows
 from dtrain.plan.counts import block_linears
-from dtrain.plan.head import chunk_rows
 from dtrain.plan.kernels import attention_s, matmul_flops, moved_s, product_s
 from dtrain.plan.shape import Transformer
 from dtrain.plan.stacks import Stack
@@ -215,7 +215,7 @@ def chunked_head(
     summed in float32: each chunk reads and writes it, beside once being cleared and once scaled.
     """
     asked, rows = max(1, round(batch * shape.seq_len * shape.asked)), max(1, shape.vocab_size // ways)
-    chunk, frozen = chunk_rows(asked, rows), bool(shape.lora_rank)
+    chunk, frozen = min(asked, chunk_rows(asked, rows)), bool(shape.lora_rank)
     chunks = asked / chunk
     there, back = linear_s(hardware, chunk, shape.dim, rows, size, frozen)
     logits, table = float(asked) * rows, 0.0 if frozen else float(rows) * shape.dim

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from dtrain.kernels import CHUNK_ELEMENTS, cross_entropy
-from dtrain.kernels.cross_entropy import IGNORED, chunk_rows, linear_cross_entropy
+from dtrain import kernels
+from dtrain.kernels import CHUNK_ELEMENTS, chunk_rows, cross_entropy
+from dtrain.kernels.cross_entropy import IGNORED, linear_cross_entropy
 from tests.world import losses, make_run, spawn, train
 
 
@@ -36,7 +37,7 @@ def test_equals_the_plain_form_with_its_gradients(rows: int, vocabulary: int, bi
     used = bias if biased else None
     leaves = [x, weight, *([bias] if biased else [])]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cross_entropy, "CHUNK_ELEMENTS", chunk)
+        patch.setattr(kernels, "CHUNK_ELEMENTS", chunk)
         loss = linear_cross_entropy(x, weight, targets, used)
     wanted = plain(x, weight, targets, used)
     torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)

@@ -6,13 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dtrain.kernels import cross_entropy
 from dtrain.models import bert, gpt2, llama, parts, vit
-from dtrain.plan import head
 from dtrain.plan.activations import MIB, Way, allocated, block_tensors
 from dtrain.plan.shape import Transformer
 from dtrain.strategies.shared import ComputedAgain
@@ -142,11 +138,6 @@ def test_a_compiled_block_saves_what_the_partitioner_says(kind: str, stream: tor
     # these are two names of one memory
     twice = 0 if shape.rotary or ops else 2 * DIM
     assert found == [pytest.approx(expected + twice, abs=8)]
-
-
-@given(st.integers(1, 10**6), st.integers(2, 300_000))
-def test_chunks_of_the_head_are_cut_as_the_kernel_cuts_them(tokens: int, rows: int) -> None:
-    assert head.chunk_rows(tokens, rows) == min(tokens, cross_entropy.chunk_rows(tokens, rows))
 
 
 def test_the_allocator_rounds_large_tensors_as_torch_does() -> None:
