@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,42 @@ def test_the_command_prints_the_tables(tmp_path: Path, capsys: pytest.CaptureFix
     data = json.loads(capsys.readouterr().out)
     assert [t["kind"] for t in data["tables"]] == ["torch", "memory"]
     assert data["tables"][0]["parts"]["attention"]["ms"] == pytest.approx(0.025)
+
+
+ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<{}>, std::array<char*, 3ul> >"
+LONG = "void cutlass::device_kernel<" + "cute::tuple<int, int>, " * 8 + "Sm90, {}>"
+
+
+@pytest.mark.parametrize(
+    "form, inside, shown_as",
+    [(ADD, ["float", "c10::BFloat16"], "CUDAFunctor_add<{}>"), (LONG, ["[red]", "[blue]"], "Sm90,{}>")],
+)
+def test_kernels_that_differ_look_different(
+    form: str, inside: list[str], shown_as: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "launch.json").write_text("{}")
+    (tmp_path / "profiles").mkdir()
+    table = {"kind": "torch", "rank": 0, **attribute.table(GPU_TRACE)}
+    alone = "void flash_fwd_kernel<" + "Flash_fwd_kernel_traits<64>, " * 40 + ">"
+    table["kernels"] = [
+        {"name": name, "ms": 0.1, "percent": 1.0, "calls": 1} for name in (*map(form.format, inside), alone)
+    ]
+    (tmp_path / "profiles" / "torch-rank-0.json").write_text(json.dumps(table))
+    assert main(["profile", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out.partition("longest kernels")[2].partition("trace:")[0]
+    for text in inside:  # whatever lines the width of the terminal made of it
+        assert shown_as.format(text) in re.sub(r"\s", "", shown), text
+    assert shown.count("Flash_fwd_kernel_traits") < 6 and "…" in shown  # nothing else is called so: cut
+
+
+@pytest.mark.parametrize("number", ["-1", "0", "21"])
+def test_a_number_of_kernels_that_cannot_be_shown_is_refused(
+    number: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "launch.json").write_text("{}")
+    assert main(["profile", str(tmp_path), "--kernels", number]) == 2
+    said = capsys.readouterr().err
+    assert f"--kernels={number}: must be 1 to 20" in said and "fix: --kernels " in said
 
 
 def test_a_run_without_a_profile_names_the_words_to_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

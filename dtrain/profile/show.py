@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtrain.config import bad
 from dtrain.console import LAUNCH, say, stdout_console
-from dtrain.profile.attribute import COMPUTE, PARTS
+from dtrain.profile.attribute import COMPUTE, PARTS, TOP
 from dtrain.rundir import read_json
 from dtrain.runs import find_run, strict_json
 from dtrain.words import as_dict, clean, gib, number, shell_path, short_path
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+LETTERS = 110  # of a kernel's name: two lines of a terminal of 80 columns, beside the figures
 
 # What a part means, for who reads the table the first time.
 MEANING = {
@@ -33,8 +37,14 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("dtrain profile", description="Where the recorded steps of a run go.")
     parser.add_argument("run", help="a run folder, a part of its name, or latest")
     parser.add_argument("--json", action="store_true", help="print data instead of tables")
-    parser.add_argument("--kernels", type=int, default=10, metavar="N", help="how many of the longest kernels to show")
+    parser.add_argument(
+        "--kernels", type=int, default=10, metavar="N",
+        help=f"how many of the longest kernels, or of the lines that hold most memory: 1 to {TOP} (default 10)",
+    )  # fmt: skip
     options = parser.parse_args(argv)
+    if not 1 <= options.kernels <= TOP:
+        rule = f"must be 1 to {TOP}, which is how many a profile keeps (its trace has all)"
+        raise bad("--kernels", options.kernels, rule, f"--kernels {10 if options.kernels < 1 else TOP}")
     run_dir = find_run(options.run)
     folder = run_dir / "profiles"
     tables = read_tables(folder)
@@ -94,10 +104,12 @@ def print_time(table: dict[str, Any], folder: Path, num_kernels: int, console: C
             f"communication: {milliseconds(total)} in all, {milliseconds(exposed)} of it not behind computation",
         )
     kernels = grid("", "ms", "%", "calls", "longest kernels" if table.get("device") == "cuda" else "longest operations")
-    for kernel in table["kernels"][:num_kernels]:
-        name = clean(str(kernel.get("name")))
+    from rich.text import Text  # of which rich reads no markup: what is in brackets is a part of the name
+
+    longest = table["kernels"][:num_kernels]
+    for kernel, name in zip(longest, short_names([clean(str(k.get("name"))) for k in longest]), strict=True):
         calls = number(kernel.get("calls")) or 0
-        kernels.add_row(figure(kernel.get("ms"), 2), figure(kernel.get("percent"), 1), f"{calls:.4g}", name[:100])
+        kernels.add_row(figure(kernel.get("ms"), 2), figure(kernel.get("percent"), 1), f"{calls:.4g}", Text(name))
     console.print(kernels)
     trace = folder / str(table.get("trace"))
     say(console, f"trace: {short_path(trace)}  (open it in ui.perfetto.dev or chrome://tracing)\n")
@@ -110,26 +122,37 @@ def print_memory(table: dict[str, Any], folder: Path, num_lines: int, console: C
     title = (
         f"rank {table['rank']} · {when} {size(table.get('peak_bytes'))}, reserved {size(table.get('reserved_bytes'))}"
     )
+    from rich.text import Text
+
     rows = grid(title, "GiB", "%", "tensors", "asked for at")
     for row in table["allocations"][:num_lines]:
         text = clean(str(row.get("where")))
-        rows.add_row(size(row.get("bytes")), figure(row.get("percent"), 1), str(row.get("count")), text)
+        rows.add_row(size(row.get("bytes")), figure(row.get("percent"), 1), str(row.get("count")), Text(text))
     console.print(rows)
     snapshot = folder / str(table.get("snapshot"))
     say(console, f"snapshot: {short_path(snapshot)}  (open it in pytorch.org/memory_viz)\n")
 
 
+def short_names(names: list[str]) -> list[str]:
+    """Names of a C++ template can have 1,000 letters: cut where the beginning is enough to tell them apart."""
+    num_alike = Counter(name[: LETTERS - 1] for name in names)
+    return [n if len(n) <= LETTERS or num_alike[n[: LETTERS - 1]] > 1 else n[: LETTERS - 1] + "…" for n in names]
+
+
 def grid(title: str, *columns: str) -> Any:
+    """A table whose figures are never cut; a long name goes on in the next line."""
     from rich import box
     from rich.table import Table
 
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        text = column in ("", "part", "asked for at") or column.startswith("longest")
-        width = 23 if column == "part" else None if text else 6  # figures are never cut, names are
+        name = column == "asked for at" or column.startswith("longest")
+        text = name or column in ("", "part")
+        width = 23 if column == "part" else None if text else 6
         table.add_column(
-            column, justify="left" if text else "right", no_wrap=True, overflow="ellipsis", min_width=width
-        )
+            column, justify="left" if text else "right", no_wrap=not name, overflow="fold" if name else "ellipsis",
+            min_width=width,
+        )  # fmt: skip
     return table
 
 
