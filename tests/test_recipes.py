@@ -44,6 +44,12 @@ def test_a_recipe_says_what_to_expect(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FULL)
+def test_a_recipe_is_compiled_as_is_the_default(name: str) -> None:
+    """What is fastest under a strategy is decided in one place."""
+    assert parity.compose(prepare_arguments([f"recipe={name}"])).compile == parity.compose([]).compile
+
+
+@pytest.mark.parametrize("name", FULL)
 def test_a_recipe_shows_its_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", f"recipe={name}", "dry_run=true"]) == 0, capsys.readouterr().err
     shown = capsys.readouterr().out
