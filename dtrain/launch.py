@@ -35,6 +35,7 @@ from dtrain.config import CONF, bad, build, ranks_per_node, redact, save
 from dtrain.contract import BAD_CONFIG, CANCELLED_FILE, DONE, FAILED, PREEMPTED, PREFLIGHT
 from dtrain.explain import GROUPS, explain, known_settings
 from dtrain.plan import trust
+from dtrain.profile import rules as profiling
 from dtrain.resume import check_code, check_queue, check_resume, check_unfinished
 from dtrain.rundir import latest_checkpoint, locked, read_json, write_json
 from dtrain.schema import unknown
@@ -129,7 +130,9 @@ class Gate(Callback):
                 trust.check(config, plan)
             clusters = [build(config["cluster"], config["trust"]) for config in resolved]
             for cluster, config in distinct(clusters, resolved):
-                if hasattr(cluster, "check") and not config["dry_run"]:  # a scheduler knows what it would refuse
+                if config["dry_run"] and config["cluster"].get("launcher") == "submitit":
+                    profiling.check_machine(config)  # SLURM is not asked: its script can be shown anywhere
+                elif hasattr(cluster, "check"):  # a scheduler, or this machine, knows what it would refuse
                     cluster.check(config)
         if resolved[0]["dry_run"]:
             with heard():  # `| head` closes the pipe, and that must not start anything
@@ -255,7 +258,8 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
 
 def distinct(clusters: Sequence[Any], configs: Sequence[dict[str, Any]]) -> list[tuple[Any, dict[str, Any]]]:
     """One of each kind: many points of a sweep ask for the same."""
-    found = {json.dumps(config["cluster"], sort_keys=True): i for i, config in enumerate(configs)}
+    asked = [[config["cluster"], config["nsys"], config["profile"].get("kind")] for config in configs]
+    found = {json.dumps(what, sort_keys=True): i for i, what in enumerate(asked)}
     return [(clusters[i], configs[i]) for i in found.values()]
 
 

@@ -335,9 +335,21 @@ def test_memory_that_nobody_asked_for_in_the_history_is_called_unknown() -> None
     assert memory.UNKNOWN in {row["where"] for row in memory.table(snapshot, 0)["allocations"]}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_memory_without_a_gpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", *SMALL, "profile=memory", f"run_dir={tmp_path}/run"]) == 2
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["profile=memory"],
+        ["profile=memory", "dry_run=true"],
+        ["profile=memory", "dry_run=true", "cluster=slurm", "cluster.gpus_per_node=0"],
+        ["-m", "profile=memory,none", "dry_run=true"],  # also when the last point of a sweep can be recorded
+    ],
+)
+def test_memory_without_a_gpu_is_refused(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    folder = "hydra.sweep.dir" if "-m" in words else "run_dir"
+    assert main(["launch", *SMALL, *words, f"{folder}={tmp_path}/run"]) == 2
     said = capsys.readouterr().err
     assert "profile=memory" in said and "there is no GPU" in said and "profile=torch" in said
 

@@ -35,6 +35,6 @@ def check(config: dict[str, Any]) -> None:
 
 
 def check_machine(config: dict[str, Any]) -> None:
-    """Where the ranks will run: is there a GPU for what needs one? Not asked when it is only shown (dry_run=true)."""
+    """Where the ranks will run: is there a GPU for what needs one?"""
     if config["profile"].get("kind") == "memory" and not gpus_per_node(config["cluster"]):
         raise memory.no_gpu()

@@ -51,15 +51,33 @@ def test_nsys_goes_around_torchrun(nsys: Path, tmp_path: Path) -> None:
     assert summary(tmp_path / "run")["status"] == "done"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["nsys=true"],
+        ["nsys=true", "dry_run=true"],
+        ["-m", "nsys=true,false", "dry_run=true"],  # also when the last point of a sweep needs none
+        ["nsys=true", "dry_run=true", "cluster=slurm", "cluster.launcher=torchrun", "cluster.node_rank=0",
+         "cluster.master_addr=localhost"],
+    ],
+)  # fmt: skip
 def test_nsys_that_is_not_there_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["launch", *SMALL, "nsys=true", f"run_dir={tmp_path}/run"]) == 2
+    folder = "hydra.sweep.dir" if "-m" in words else "run_dir"
+    assert main(["launch", *SMALL, *words, f"{folder}={tmp_path}/run"]) == 2
     assert "nsys=true: there is no nsys on PATH" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    assert main(["launch", *SMALL, "nsys=true", "dry_run=true", f"run_dir={tmp_path}/run"]) == 0  # to be run elsewhere
-    assert "nsys profile --output=" in capsys.readouterr().out
+
+
+def test_a_job_is_shown_where_there_is_no_nsys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither is a job refused that is submitted: only its nodes need it, and are asked there."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["launch", *SMALL, "nsys=true", "cluster=slurm", "dry_run=true", f"run_dir={tmp_path}/run"]) == 0
+    assert "nsys profile " in capsys.readouterr().out
 
 
 def test_nsys_goes_around_each_rank_of_a_slurm_job(
