@@ -115,6 +115,7 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
     recorder.attach(strategy, train_data, step, last_step - step)  # around the steps to record, if any
 
     # ---- the loop --------------------------------------------------------------------------------------------
+    log_every, eval_every, save_every = cfg.train.log_every, cfg.train.eval_every, cfg.checkpoint.every
     stopping = False
     num_skipped = 0
     step_times: list[float] = []
@@ -133,7 +134,7 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
                 raise NonFiniteError(f"{what}. Fix: {fix}")
         step_times.append(step_s)
         summary.update(steps=step, train_loss=result.loss if math.isfinite(result.loss) else None)
-        if record and (step % cfg.train.log_every == 0 or step == last_step):
+        if record and (step % log_every == 0 or step == last_step):
             record.write(
                 step=step, loss=result.loss, lr=lr, grad_norm=result.grad_norm, tokens=samples * rate.tokens_per_sample,
                 tokens_per_s=rate.tokens_per_s(step_s), step_s=step_s, data_s=data_s, mfu=rate.mfu(step_s),
@@ -158,8 +159,8 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
 
         # settle the step before this one, which has ended by now, or this one where something needs it
         is_last = step == last_step or stopping
-        eval_due = not stopping and (is_last or _every(cfg.train.eval_every, step))
-        save_due = is_last or _every(cfg.checkpoint.every, step)
+        eval_due = not stopping and (is_last or _every(eval_every, step))
+        save_due = is_last or _every(save_every, step)
         running.append((result, step, samples, lr, data_s))
         num_ended = len(running) if not result.late or eval_due or save_due else len(running) - 1
         ended: list[Any] = [(result.read(), *rest) for result, *rest in running[:num_ended]]

@@ -1,0 +1,84 @@
+"""What surrounds the loop: votes on stopping, and the seeds of a step."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from dtrain import worker
+from tests.world import spawn
+
+DRAWN = [0.3462744355201721, 0.5922229433084759, 0.6729415317794978]  # by torch, numpy and random
+
+
+class Clock:
+    """Stands for the time module, and goes on only when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def steps_with_a_vote(folder: Path, step_s: list[float], stop_at: int = -1) -> tuple[list[int], int]:
+    """The steps at which this rank voted, and the one after which it was told to stop (-1: none)."""
+    module: Any = worker
+    clock = module.time = Clock()
+    stop = worker.StopRequest(folder)
+    voted = []
+    for step, seconds in enumerate(step_s):
+        stop.requested = stop.requested or step == stop_at
+        vote = stop.start_vote()
+        if vote is not None:
+            voted.append(step)
+        clock.now += seconds
+        if stop.read_vote(vote):
+            return voted, step
+    return voted, -1
+
+
+def two_ranks(folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    # rank 1 is asked to stop and has the longer steps: 4 of them are a tenth of a second
+    times = [0.001] * 40 if rank == 0 else [0.024] * 40
+    voted, stopped = steps_with_a_vote(folder, times, stop_at=-1 if rank == 0 else 7)
+    assert voted == [0, 1, 5, 9], voted
+    assert stopped == 9
+
+
+def one_rank(folder: Path) -> None:
+    assert steps_with_a_vote(folder, [0.2] * 4)[0] == [0, 1, 2, 3], "long steps: a vote at each"
+    short, _ = steps_with_a_vote(folder, [0.0001] * 50)
+    assert short == [0, 1, 21, 41], "never more than 20 steps between two votes"
+    slow, _ = steps_with_a_vote(folder, [0.01] * 8 + [0.5] * 12)
+    assert slow == [0, 1, 11, 12, 13, 14, 15, 16, 17, 18, 19], "steps that become slow are voted on again"
+    assert steps_with_a_vote(folder, [0.2] * 4, stop_at=2) == ([0, 1, 2], 2)
+    (folder / "stop").touch()
+    assert steps_with_a_vote(folder, [0.2] * 4) == ([0], 0)
+
+
+def test_all_ranks_vote_at_the_same_steps_and_stop_after_the_same(tmp_path: Path) -> None:
+    spawn(2, two_ranks, tmp_path)
+
+
+def test_votes_come_about_ten_times_a_second(tmp_path: Path) -> None:
+    spawn(1, one_rank, tmp_path)
+
+
+def test_the_draws_of_a_step_are_what_they_always_were() -> None:
+    """A run that an older version began must go on with the same draws."""
+    before = SimpleNamespace(torch=torch.get_rng_state(), numpy=np.random.get_state(), random=random.getstate())
+    try:
+        worker.seed_everything(3, 17, 1)
+        assert [torch.rand(1).item(), np.random.rand(), random.random()] == DRAWN
+    finally:
+        torch.set_rng_state(before.torch)
+        np.random.set_state(before.numpy)
+        random.setstate(before.random)
