@@ -36,7 +36,7 @@ from dtrain.contract import BAD_CONFIG, CANCELLED_FILE, DONE, FAILED, PREEMPTED,
 from dtrain.explain import GROUPS, explain, known_settings
 from dtrain.plan import trust
 from dtrain.profile import rules as profiling
-from dtrain.resume import check_code, check_queue, check_resume, check_unfinished
+from dtrain.resume import check_code, check_profile, check_queue, check_resume, check_unfinished
 from dtrain.rundir import latest_checkpoint, locked, read_json, write_json
 from dtrain.schema import unknown
 from dtrain.strategies import zero_config
@@ -172,13 +172,15 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     if "hydra" in cfg and OmegaConf.to_container(cfg.hydra.run) != {"dir": "${run_dir}"}:
         raise bad("hydra.run.dir", cfg.hydra.run.dir, "run_dir says where a run goes", f"run_dir={cfg.hydra.run.dir}")
     config["run_dir"] = str(run_dir)
-    typed = [o.partition("=")[0] for o in HydraConfig.get().overrides.task]
+    typed = [o.partition("=")[0].lstrip("+") for o in HydraConfig.get().overrides.task]
     if config["cluster"].get("launcher") == "torchrun" and config["cluster"]["nodes"] > 1 and "run_dir" not in typed:
         rule = "its default holds the time, and every node must name the same folder"
         raise bad("run_dir", os.path.relpath(run_dir), rule, "run_dir=… on a file system that all nodes share")
     if config["cluster"].get("node_rank"):
         return config  # a further node of a run whose folder node 0 looks after
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    if not in_sweep:  # of whose points some may record nothing
+        profiling.check_typed(config, typed)
     if in_sweep and (run_dir / "launch.json").exists():  # the same command again: what is unfinished goes on
         config["resume"] = config["run_dir"]
         if not sweeps.unfinished(run_dir):
@@ -187,11 +189,13 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         check_queue(config, run_dir)
         old = read_config(run_dir)
         config["choices"]["recipe"] = old.get("choices", {}).get("recipe")
-        check_resume(old, config, config["resume_allow"], run_dir, [t.lstrip("+") for t in typed])
+        check_resume(old, config, config["resume_allow"], run_dir, typed)
         check_code(old, config)
         with locked(run_dir):
             pass  # refused here when the run is still running
         check_unfinished(config, run_dir)
+        if not in_sweep:  # a point that is near its end goes on, with the words of all
+            check_profile(config, run_dir, typed)
     elif (run_dir / "launch.json").exists():
         raise bad(
             "run_dir",

@@ -12,6 +12,7 @@ from typing import Any
 
 from dtrain import records
 from dtrain.config import CODE, bad, flatten
+from dtrain.profile import rules as profiling
 from dtrain.rundir import latest_checkpoint, read_summary
 from dtrain.schema import unknown
 from dtrain.words import shell_path
@@ -84,9 +85,23 @@ def check_unfinished(config: dict[str, Any], run_dir: Path) -> None:
     """A resume that has nothing to do is a mistake: somebody wanted more steps."""
     if read_summary(run_dir).get("status") == "running":  # killed between its last save and its summary
         return
-    newest = latest_checkpoint(run_dir)
-    done = int(newest.name.removeprefix("step-")) if newest else 0
+    done = num_steps_saved(run_dir)
     for key in ("steps", "stop_after"):
         if (config["train"][key] or math.inf) <= done:
             fix = f"train.{key}={2 * done}" + (" 'resume_allow=[train.steps]'" if key == "steps" else "")
             raise bad(f"train.{key}", config["train"][key], f"the run has made {done} steps already", fix)
+
+
+def check_profile(config: dict[str, Any], run_dir: Path, typed: Iterable[str]) -> None:
+    """A profile that is asked for with the resume must have the steps.
+
+    One that the run has had from its beginning is no reason not to end it: then the ranks say that there is none.
+    """
+    if any(name == "nsys" or name.partition(".")[0] == "profile" for name in typed):
+        profiling.check_steps(config, num_steps_saved(run_dir))
+
+
+def num_steps_saved(run_dir: Path) -> int:
+    """Where a resume begins, unless the newest checkpoint proves to be damaged."""
+    newest = latest_checkpoint(run_dir)
+    return int(newest.name.removeprefix("step-")) if newest else 0

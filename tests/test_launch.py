@@ -311,6 +311,46 @@ def test_a_resume_can_be_a_dry_run(old: Path, started: list[Path], capsys: pytes
     assert started == [] and (old / "config.yaml").read_bytes() == before
 
 
+def saved(run_dir: Path, step: int) -> None:
+    """As if the run had saved there."""
+    folder = run_dir / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    "words, complaint",
+    [
+        (["profile=torch", "profile.start=4"], "the run ends after 9 steps, and step 10 is the last to be recorded"),
+        (["profile=torch", "profile.start=4"], "fix: profile.start=3, or train.steps=10 'resume_allow=[train.steps]'"),
+        (["profile=torch", "profile.start=5", "train.stop_after=8"],
+         "fix: profile.start=3 profile.num_steps=1, or train.stop_after=11"),
+        (["nsys=true", "profile.start=6", "profile.num_steps=1"], "step 10 is the last to be recorded"),
+        (["profile.start=3"], "profile.start=3: profile=none records nothing"),
+    ],
+)  # fmt: skip
+def test_a_profile_that_a_resume_cannot_reach_is_refused(
+    old: Path, started: list[Path], words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(old, 4)
+    assert complaint in refused(capsys, f"resume={old}", *words)
+    assert started == []
+
+
+def test_a_resume_that_reaches_its_profile_is_not_refused(old: Path, started: list[Path]) -> None:
+    saved(old, 4)
+    run(f"resume={old}", "profile=torch", "profile.start=3", "profile.num_steps=3")
+    assert started == [old]
+    saved(old, 8)
+    run(f"resume={old}")  # nothing of a profile is typed: it is no reason not to end the run
+    assert started == [old, old]
+
+
+def test_points_of_a_sweep_that_record_nothing_share_its_words(started: list[Path]) -> None:
+    run("-m", "profile=none,torch", "profile.start=3", "profile.num_steps=1", "train.steps=9", "hydra.sweep.dir=sweep")
+    assert len(started) == 2
+
+
 @pytest.mark.parametrize("damage", ["", "- a list\n", "train: [1\n", "just words\n", None])
 def test_a_run_with_a_damaged_config_is_refused(
     old: Path, started: list[Path], damage: str | None, capsys: pytest.CaptureFixture[str]

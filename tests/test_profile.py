@@ -276,6 +276,12 @@ def test_a_run_without_a_profile_names_the_words_to_type(tmp_path: Path, capsys:
         (["profile=torch", "profile.ranks=[]"], "profile.ranks=[]: no rank would be recorded"),
         (["profile=torch", "train.steps=11"], "profile.start=10: the run ends after 11 steps"),
         (["profile=torch", "train.stop_after=5"], "profile.start=10: the run ends after 5 steps"),
+        (["profile=torch", "train.steps=2"], "last to be recorded\n  fix: train.steps=12"),
+        (["profile=memory", "profile.num_steps=500"], "profile.start=10: the run ends after"),
+        (["nsys=true", "profile.start=1000"], "profile.start=1000: the run ends after"),
+        (["profile.start=5"], "profile.start=5: profile=none records nothing\n  fix: profile=torch beside it"),
+        (["profile=none", "++profile.num_steps=2"], "profile.num_steps=2: profile=none records nothing"),
+        (["profile.ranks=null"], "profile.ranks=null: profile=none records nothing"),
         (["profile=torch", "profile.start=1"], "profile.start=1: must be at least 3"),
         (["profile=torch", "nsys=true"], "nsys=true: profile=torch records the same steps"),
         (["profile=tarch"], "profile=tarch: there is no such option"),
@@ -288,6 +294,15 @@ def test_what_cannot_be_recorded_is_refused(
     assert main(["launch", *SMALL, "cluster.processes=2", *words, f"run_dir={tmp_path}/run"]) == 2
     assert complaint in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_profile_of_ones_own_needs_no_settings_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_profile.py").write_text("from dtrain.profile.record import Profile\nclass Mine(Profile): pass\n")
+    assert main(["launch", *SMALL, "profile=own_profile.Mine", "dry_run=true"]) == 0, capsys.readouterr().err
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from dtrain.config import bad, gpus_per_node, world_size
 from dtrain.profile import memory
 
 
+def records(config: dict[str, Any]) -> bool:
+    """Are steps recorded as conf/profile says? A user's own profile has settings of its own."""
+    profile = config["profile"]
+    ours = all(key in profile for key in ("kind", "ranks", "start", "num_steps"))
+    return ours and (profile["kind"] != "none" or config["nsys"])
+
+
 def check(config: dict[str, Any]) -> None:
     """Steps and ranks that are there, and one recorder at a time."""
-    profile, nsys = config["profile"], config["nsys"]
-    kind = profile.get("kind")
-    if kind == "none" and not nsys:
+    if not records(config):
         return
-    if nsys and kind != "none":
+    profile, kind = config["profile"], config["profile"]["kind"]
+    if config["nsys"] and kind != "none":
         rule = f"profile={kind} records the same steps, and of two recorders each slows the other or is refused"
         raise bad("nsys", "true", rule, "profile=none nsys=true, or leave nsys out")
     size = world_size(config)
@@ -23,15 +30,38 @@ def check(config: dict[str, Any]) -> None:
     if not ranks or wrong:
         rule = f"there is no rank {wrong[0]} among {size}" if wrong else "no rank would be recorded"
         raise bad("profile.ranks", ranks, rule, f"'profile.ranks=[{','.join(map(str, range(min(size, 2))))}]'")
-    train = config["train"]
-    steps = min(train["steps"], train["stop_after"] or train["steps"])
-    needed = profile["start"] + profile["num_steps"] - 1
-    if needed > steps:
-        rule = f"the run ends after {steps} steps, and step {needed} is the last to be recorded"
-        last = steps - profile["num_steps"] + 1
-        earlier = f"profile.start={last}" if last >= 3 else "profile.start=3 profile.num_steps=1"
-        longer = f"train.steps={needed}" if steps == train["steps"] else f"train.stop_after={needed}"
-        raise bad("profile.start", profile["start"], rule, f"{earlier}, or {longer}")
+    check_steps(config)
+
+
+def check_steps(config: dict[str, Any], num_done: int = 0) -> None:
+    """Will the run come to the last recorded step? `num_done`: of a run that is resumed, before this launch."""
+    if not records(config):
+        return
+    profile, train = config["profile"], config["train"]
+    last = min(train["steps"], train["stop_after"] or train["steps"])
+    left, needed = last - num_done, profile["start"] + profile["num_steps"] - 1
+    if needed <= left:
+        return
+    rule = f"the run ends after {last} steps, and step {num_done + needed} is the last to be recorded"
+    if num_done:
+        rule += f" (they are counted from where it is resumed, after step {num_done})"
+    start = left - profile["num_steps"] + 1
+    earlier = f"profile.start={start}, or " if start >= 3 else "profile.start=3 profile.num_steps=1, or "
+    longer = f"train.stop_after={num_done + needed}"
+    if last == train["steps"]:
+        longer = f"train.steps={num_done + needed}" + (" 'resume_allow=[train.steps]'" if num_done else "")
+    raise bad("profile.start", profile["start"], rule, (earlier if left >= 3 else "") + longer)
+
+
+def check_typed(config: dict[str, Any], typed: Iterable[str]) -> None:
+    """Who types a setting of a profile wants one. In a recipe it may wait for a profile that is chosen later."""
+    if config["profile"].get("kind") != "none" or config["nsys"]:
+        return
+    for key in ("start", "num_steps", "ranks"):
+        if f"profile.{key}" in typed:
+            value = config["profile"][key]
+            fix = f"profile=torch beside it (or profile=memory, nsys=true), or leave out profile.{key}"
+            raise bad(f"profile.{key}", value, "profile=none records nothing", fix)
 
 
 def check_machine(config: dict[str, Any]) -> None:
