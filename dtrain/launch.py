@@ -36,7 +36,7 @@ from dtrain.contract import BAD_CONFIG, CANCELLED_FILE, DONE, FAILED, PREEMPTED,
 from dtrain.explain import GROUPS, explain, known_settings
 from dtrain.plan import trust
 from dtrain.profile import rules as profiling
-from dtrain.resume import check_code, check_profile, check_queue, check_resume, check_unfinished
+from dtrain.resume import check_code, check_profile, check_queue, check_resume, check_unfinished, say_beginning
 from dtrain.rundir import latest_checkpoint, locked, read_json, write_json
 from dtrain.schema import unknown
 from dtrain.strategies import zero_config
@@ -137,6 +137,8 @@ class Gate(Callback):
         if resolved[0]["dry_run"]:
             with heard():  # `| head` closes the pipe, and that must not start anything
                 for cluster, config, plan in zip(clusters, resolved, plans, strict=True):
+                    if config["resume"]:
+                        say_beginning(Path(config["run_dir"]), sys.stderr)
                     trust.show(plan, sys.stderr)  # stdout has what may be run
                     cluster.dry_run(Path(config["run_dir"]), config)
                     if "deepspeed_config" in config["strategy"]:
@@ -294,6 +296,8 @@ def run(cfg: DictConfig, argv: list[str]) -> int:
         later = in_sweep and hasattr(cluster, "submit")  # all points together, see Gate.on_multirun_end
         record_launch(run_dir, config, argv, prepared=later)
         write_json(run_dir / trust.PLAN, plan)
+        if config["resume"]:
+            say_beginning(run_dir, sys.stdout)
         trust.show(plan, sys.stdout)
         (run_dir / CANCELLED_FILE).unlink(missing_ok=True)
         try:

@@ -8,14 +8,14 @@ import os
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from dtrain import records
 from dtrain.config import CODE, bad, flatten
 from dtrain.profile import rules as profiling
-from dtrain.rundir import latest_checkpoint, read_summary
+from dtrain.rundir import checkpoints, latest_checkpoint, read_summary
 from dtrain.schema import unknown
-from dtrain.words import shell_path
+from dtrain.words import shell_path, short_path
 
 # What a resumed run may change freely: how it is run. Dropout draws depend on the data ranks and micro-batches.
 FREE_ON_RESUME = (
@@ -105,3 +105,10 @@ def num_steps_saved(run_dir: Path) -> int:
     """Where a resume begins, unless the newest checkpoint proves to be damaged."""
     newest = latest_checkpoint(run_dir)
     return int(newest.name.removeprefix("step-")) if newest else 0
+
+
+def say_beginning(run_dir: Path, file: TextIO) -> None:
+    """A resume that has nothing to go on from says so; else the header of the run says from which step it goes on."""
+    folder = run_dir / "checkpoints"
+    if not checkpoints(folder) and not (folder / "latest").exists():
+        print(f"{short_path(run_dir)} has no checkpoint yet, so it begins at step 1 again", file=file, flush=True)

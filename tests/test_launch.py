@@ -318,6 +318,20 @@ def saved(run_dir: Path, step: int) -> None:
     (folder / "manifest.json").write_text("{}")
 
 
+def test_a_resume_without_a_checkpoint_says_where_it_begins(
+    old: Path, started: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = f"{old.name} has no checkpoint yet, so it begins at step 1 again\n"
+    run(f"resume={old}", "dry_run=true")
+    assert said in capsys.readouterr().err
+    run(f"resume={old}")
+    assert said in capsys.readouterr().out
+    saved(old, 4)
+    run(f"resume={old}")  # the header has the step
+    assert "no checkpoint" not in capsys.readouterr().out
+    assert started == [old, old]
+
+
 @pytest.mark.parametrize(
     "words, complaint",
     [
