@@ -15,6 +15,7 @@ import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,8 +100,8 @@ def make_optimizer(model: nn.Module, device: torch.device) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.95), fused=device.type == "cuda")
 
 
-def main(argv: list[str] | None = None, before_step: Callable[[], None] | None = None) -> None:
-    """Train. `before_step` is where overhead.py holds the loop between two blocks of steps."""
+def main(argv: list[str] | None = None, before_step: Callable[[], None] | None = None, around_step: Any = None) -> None:
+    """Train. `before_step` is where overhead.py holds the loop, `around_step` gives it another step."""
     options = parse(argv)
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -114,6 +115,18 @@ def main(argv: list[str] | None = None, before_step: Callable[[], None] | None =
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = make_optimizer(model, device)
 
+    def train_step(inputs: Tensor, targets: Tensor) -> tuple[float, Tensor]:
+        loss = ddp(inputs, targets)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        mean = loss.detach()
+        dist.all_reduce(mean)
+        return mean.item() / world_size, norm
+
+    if around_step:
+        train_step = around_step(train_step)
     for step in range(options.steps):
         if before_step:
             before_step()
@@ -122,14 +135,7 @@ def main(argv: list[str] | None = None, before_step: Callable[[], None] | None =
         lr = lr_at(step, options.steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        loss = ddp(inputs, targets)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        mean = loss.detach()
-        dist.all_reduce(mean)
-        value = mean.item() / world_size
+        value, norm = train_step(inputs, targets)
         if rank == 0:
             speed = options.batch * SEQ_LEN / (time.perf_counter() - began)
             print(f"step {step + 1} loss {value:.4f} lr {lr:.2e} norm {norm:.2f} {speed:.0f} tok/s", flush=True)
