@@ -317,9 +317,21 @@ def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str
         ("MFU", percent(get("mfu")), percent(forecast("mfu"))),
         ("peak memory", gib(get("peak_mem_gib")), gib(forecast("peak_mem_gib", "memory_gib"))),
         ("wall time", duration(get("wall_s")), "-"),  # a plan is of the steps alone
+        ("saves", saves_text(summary), "-"),
         ("checkpoint", short_path(checkpoint) if checkpoint else "-", "-"),
     ]
     return [(label, value, "" if guess == "-" else guess) for label, value, guess in rows if value != "-"]
+
+
+def saves_text(summary: dict[str, Any]) -> str:
+    """How often was saved, what the training waited for a save, and how fast they were written."""
+    saves, seconds, size = (number(summary.get(key)) for key in ("saves", "save_s", "save_gib"))
+    if not saves:
+        return "-"
+    stall = step_time(summary.get("save_stall_median_s"))
+    parts = [f"median stall {stall}"] if stall != "-" else []
+    parts += [f"{size / seconds:.3g} GiB/s"] if size and seconds else []
+    return f"{saves:.0f}" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import mmap
 import os
+import statistics
 import sys
 import threading
 import time
@@ -49,6 +50,7 @@ class Saver:
         self.error: BaseException | None = None
         self.newest: Path | None = None
         self.reports: list[dict[str, Any]] = []
+        self.stalls: list[float] = []
         self.totals = {"saves": 0, "save_stall_s": 0.0, "save_s": 0.0, "save_gib": 0.0}
 
     def __enter__(self) -> Saver:
@@ -113,6 +115,8 @@ class Saver:
             self.totals["saves"] += 1
             for key in ("save_stall_s", "save_s", "save_gib"):
                 self.totals[key] += report[key]
+            self.stalls.append(report["save_stall_s"])
+            self.totals["save_stall_median_s"] = statistics.median(self.stalls)
         return ended
 
     def has_room(self, files: Files) -> bool:

@@ -558,6 +558,11 @@ def test_summary_of_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         wall_s=83.4,
         predicted=predicted,
         skipped_steps=0,
+        saves=10,
+        save_s=20.0,
+        save_gib=45.0,
+        save_stall_s=0.9,
+        save_stall_median_s=0.0352,
     )
     assert shown == [
         "status           done",
@@ -570,6 +575,7 @@ def test_summary_of_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "MFU              41.2%         predicted 40.0%",
         "peak memory      12.3 GiB      predicted 11.9 GiB",
         "wall time        1m 23s",
+        "saves            10 (median stall 35.2 ms, 2.25 GiB/s)",
         "checkpoint       outputs/my run/checkpoints/step-00001000",
         "next             dtrain sample 'outputs/my run' \"def \"",
         "                 dtrain export 'outputs/my run'",

@@ -266,6 +266,7 @@ def test_a_run_saves_the_same_bits_while_it_goes_on(options: list[str], tmp_path
         assert contents[0] == contents[1]
     saves = [m for m in metrics(beside) if "save_step" in m]
     assert [m["save_step"] for m in saves] == [2, 4, 6] and all(m["step"] > m["save_step"] for m in saves[:1])
+    assert summary(beside)["save_stall_median_s"] == sorted(m["save_stall_s"] for m in saves)[1]
     assert summary(beside)["saves"] == 3 and summary(beside)["save_gib"] == pytest.approx(3 * saves[0]["save_gib"])
 
 
