@@ -101,7 +101,7 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
         "trained_parameters": getattr(model, "num_trained", model.num_parameters), "mesh": sizes.as_dict(),
         "world_size": world_size, "global_batch_size": batch_size, "micro_batch_size": micro_batch_size,
         "accumulation": accumulation, "tokens_per_step": rate.tokens_per_step, "unit": rate.unit,
-        "device": metrics.device_name(device),
+        "device": metrics.device_name(device), "compile": strategy.compile,
         "start_step": step, "total_steps": cfg.train.steps, "steps": step, "train_loss": None, "val_loss": None,
         "val_accuracy": None, "predicted": predicted(run_dir),
     }  # fmt: skip
@@ -111,6 +111,8 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
             summary |= newest_figures(run_dir)
         write_json(run_dir / "summary.json", summary)
         record.logger.start(cfg.name, str(run_dir), cfg)
+        if strategy.compile != "none":  # gpt2-1.5b: 8 s by blocks, 71 s whole
+            log.info("compiling the model: the first step takes longer")
 
     recorder.attach(strategy, train_data, step, last_step - step)  # around the steps to record, if any
 
@@ -145,7 +147,8 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
         before = time.perf_counter()
         if not running:  # else it began when the figures of the one before it came
             start = before
-        inputs, targets = (t.to(device, non_blocking=True) for t in train_data.batch(samples))
+        inputs, targets = train_data.batch(samples)
+        inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
         data_s = time.perf_counter() - before
 
         vote = stop.start_vote()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ import torch
 from dtrain.cli import main
 from dtrain.config import build
 from dtrain.sample import load_model
-from tests.world import losses, make_run, metrics, summary, train
+from dtrain.world import World, train_rank
+from tests.world import losses, make_run, metrics, start_server, summary, train
 
 KEYS = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "data_s", "mfu", "mem_gib"}
 
@@ -123,3 +125,22 @@ def test_a_run_folder_is_not_trusted_for_what_it_names(tmp_path: Path, capsys: p
     assert main(["sample", str(run), "x", "--tokens", "2", "--trust", "tests"]) == 2
     assert "tokens that the model does not know" in capsys.readouterr().err, "x is 120, the vocabulary 61"
     assert main(["sample", str(run), "\n", "--tokens", "2", "--trust", "tests"]) == 0
+
+
+def uncompiled_rank(run_dir: Path) -> int:
+    """Train without the compiler that was asked for, and leave what this rank said in a file."""
+    from dtrain.strategies import ddp
+
+    patched: Any = ddp
+    patched.compile_model = lambda model, mode: None
+    return train_rank(run_dir)
+
+
+@pytest.mark.parametrize(("compile", "times"), [("blocks", 1), ("none", 0)])
+def test_rank_0_says_that_a_first_step_compiles(compile: str, times: int, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "cluster.processes=2", f"compile={compile}", "train.stop_after=2")
+    start_server()
+    assert World(2, uncompiled_rank, run).join() == [0, 0]
+    said = [(run / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
+    assert [text.count("compiling the model: the first step takes longer") for text in said] == [times, 0]
+    assert summary(run)["compile"] == compile
