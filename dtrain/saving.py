@@ -8,6 +8,7 @@ threads over a process group of their own, and only then `latest` moves (checkpo
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import logging
@@ -46,6 +47,7 @@ class Saver:
         self.folder, self.keep, self.background = folder, keep, background
         self.group: Group = dist.new_group(backend="gloo") if background and world_size() > 1 else None
         self.buffers = Buffers()
+        self.is_prepared = False  # all ranks have been asked for the memory
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
         self.newest: Path | None = None
@@ -66,6 +68,19 @@ class Saver:
     def failed(self) -> bool:
         """A save in the background failed, on this rank and on all others: the next save or wait raises its error."""
         return self.error is not None
+
+    def prepare(self, tensors: Mapping[str, Held]) -> None:
+        """Make room for the first save while the first steps run: many GiB take seconds to fault in and to pin."""
+        files = checkpoint.share_out(tensors)
+        if self.background and self.has_room(files):
+            sizes, pin = sizes_of(files), any_on_a_gpu(files)  # not the tensors, which the thread would hold on to
+
+            def reserve() -> None:
+                with contextlib.suppress(OSError):  # no memory: the save tries again, and fails with it
+                    self.buffers.reserve(sizes, pin)
+
+            self.thread = threading.Thread(target=reserve, name="saver", daemon=True)
+            self.thread.start()
 
     def save(
         self,
@@ -121,8 +136,9 @@ class Saver:
 
     def has_room(self, files: Files) -> bool:
         """Before the first copies: do all ranks' hosts have the memory? If not, the loop waits for every save."""
-        if self.buffers.tensors:
+        if self.is_prepared:
             return True
+        self.is_prepared = True
         needed = sum(c.nbytes for chunks in files.values() for c in chunks.values())
         needed *= int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
         free = free_memory()
@@ -177,8 +193,8 @@ class Copies:
 class Buffers:
     """Host memory for the copies of a rank's share, one buffer a file, kept from save to save.
 
-    They are made at the first save: what a rank writes is known only then. Pinned, as a GPU copies into such memory
-    at its full rate and while the host goes on; that takes seconds for many GiB, once.
+    Pinned, as a GPU copies into such memory at its full rate and while the host goes on; that takes seconds for many
+    GiB, once.
     """
 
     def __init__(self) -> None:
@@ -187,8 +203,8 @@ class Buffers:
 
     def stage(self, files: Files) -> Copies:
         """Queue the copies behind what the current stream has to do; what comes after them there may change all."""
-        cuda = any(c.values.is_cuda for chunks in files.values() for c in chunks.values())
-        self.reserve(files, cuda)
+        cuda = any_on_a_gpu(files)
+        self.reserve(sizes_of(files), cuda)
         events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) if cuda else None
         if events:
             events[0].record()
@@ -205,9 +221,8 @@ class Buffers:
             events[1].record()
         return Copies(copies, events)
 
-    def reserve(self, files: Files, pin: bool) -> None:
+    def reserve(self, sizes: dict[str, int], pin: bool) -> None:
         """See that each file has a buffer, all at once: faulting pages in and pinning them is work of the kernel."""
-        sizes = {file: sum(_aligned(c.nbytes) for c in chunks.values()) for file, chunks in files.items()}
         missing = [f for f, size in sizes.items() if f not in self.tensors or len(self.tensors[f]) < size]
         if not missing:
             return
@@ -217,7 +232,8 @@ class Buffers:
         if not pin:
             return
         with ThreadPoolExecutor(len(missing)) as pool:
-            codes = list(pool.map(lambda file: register(self.tensors[file]), missing))
+            # pages first, by writing to them: CUDA would fault them in while it keeps other threads from launching
+            codes = list(pool.map(lambda file: register(self.tensors[file].zero_()), missing))
         self.pinned.update(file for file, code in zip(missing, codes, strict=True) if code == 0)
         if any(codes):
             log.warning("CUDA does not pin the memory for checkpoints (error %d): saves stall longer", max(codes))
@@ -231,6 +247,15 @@ class Buffers:
         if file in self.pinned:
             torch.cuda.cudart().cudaHostUnregister(self.tensors[file].data_ptr())
             self.pinned.remove(file)
+
+
+def sizes_of(files: Files) -> dict[str, int]:
+    """Bytes of each file's buffer."""
+    return {file: sum(_aligned(c.nbytes) for c in chunks.values()) for file, chunks in files.items()}
+
+
+def any_on_a_gpu(files: Files) -> bool:
+    return any(c.values.is_cuda for chunks in files.values() for c in chunks.values())
 
 
 def _aligned(size: int) -> int:

@@ -118,6 +118,8 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
 
     # ---- the loop --------------------------------------------------------------------------------------------
     log_every, eval_every, save_every = cfg.train.log_every, cfg.train.eval_every, cfg.checkpoint.every
+    if save_every and step - step % save_every + save_every < last_step:
+        saver.prepare(strategy.state_dict())  # memory for its copies, while the first step compiles
     stopping = False
     num_skipped = 0
     step_times: list[float] = []

@@ -140,6 +140,34 @@ def test_buffers_are_used_again_and_grow(tmp_path: Path) -> None:
     assert torch.equal(weight, torch.full((4000, 7), 3.0))
 
 
+def test_buffers_can_be_made_before_the_first_save(tmp_path: Path) -> None:
+    with Saver(tmp_path, keep=3) as saver:
+        saver.prepare(state(0.0))
+        assert saver.wait() is None and saver.finished() == []
+        places = {file: buffer.data_ptr() for file, buffer in saver.buffers.tensors.items()}
+        assert places
+        saver.save(1, state(1.0), META)
+        assert places == {file: buffer.data_ptr() for file, buffer in saver.buffers.tensors.items()}
+        saver.wait()
+    assert equal(held(tmp_path), state(1.0))
+
+
+def test_a_save_makes_its_buffers_if_they_could_not_be_made_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(size: int) -> torch.Tensor:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with Saver(tmp_path, keep=3) as saver:
+        with monkeypatch.context() as patch:
+            patch.setattr(saving, "empty", no_memory)
+            saver.prepare(state(0.0))
+            saver.wait()
+        saver.save(1, state(1.0), META)
+        saver.wait()
+    assert equal(held(tmp_path), state(1.0))
+
+
 def test_too_little_memory_is_said_and_the_loop_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -289,6 +317,7 @@ def test_copies_of_a_gpu_are_of_one_step_and_pinned(tmp_path: Path, monkeypatch:
     gate = Gate(monkeypatch)
     with Saver(tmp_path, keep=3) as saver:
         live = state(2.0, "cuda") | {"model.large": torch.full((2**27,), 2.0, device="cuda")}
+        saver.prepare(live)
         for _ in range(50):  # the update that the copies must wait for is still under way when they are queued
             live["model.large"].add_(1.0)
         saver.save(2, live, META)
