@@ -4,7 +4,8 @@
 
 One process, on the GPU if there is one; weights and AdamW moments are random, and the same tensors for all. The ways to
 save take turns, round after round until the time is used up; a row is the median of its rounds after the first, which
-makes buffers and stands in a column of its own.
+makes buffers and stands in a column of its own. Ours are made before, while a run's first steps run: what that costs
+those is printed first.
 
 stall: until the next step could start: the call, and until the device has nothing left to do.
 durable: until the files are flushed to the disk (torch.save does not do that: an fsync is added, after its stall).
@@ -235,6 +236,19 @@ def felt(save: Save, folder: Path, step: Callable[[], None], device: torch.devic
     }  # fmt: skip
 
 
+def felt_before(saver: Saver, state: State, step: Callable[[], None]) -> dict[str, Any]:
+    """What making the buffers costs steps that run meanwhile, as a run's first ones do."""
+    alone = statistics.median([timed(step) for _ in range(25)][5:])
+    start = time.perf_counter()
+    saver.prepare(state)
+    call = time.perf_counter() - start
+    during = []
+    while saver.thread and saver.thread.is_alive():
+        during.append(timed(step))
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "call_s": call, "added_s": call + sum(during) - alone * len(during), "step_s": alone}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -263,6 +277,9 @@ def main() -> None:
         figures: dict[str, list[tuple[float, float, int]]] = {}
         content: dict[str, Any] = {"benchmark": "checkpoint", **environment(), "cores": os.cpu_count()}
         content |= {"model": options.model, "folder": str(options.folder)}
+        if "dtrain, background" in options.rows:
+            made = content["buffers"] = felt_before(first, state, step)
+            print(f"buffers made in {made['seconds']:.2f} s; steps meanwhile took {made['added_s']:.2f} s more in all")
         began, rounds = time.perf_counter(), 0
         while time.perf_counter() - began < options.seconds:
             for name in options.rows:
