@@ -6,12 +6,14 @@ they do in training. What lies between two steps is the loop: ours takes the bat
 rate, looks at the figures and writes them; the hand-written one takes the batch, sets the learning rate, prints.
 
 Counted is all of that, by the wall and by the CPU time of the main thread, which other load on the machine touches
-less. The wall has one thing more: the main thread waits for Python's lock while the thread that reads ahead has it.
+less. The wall has more in it: the main thread waits for Python's lock while the thread that reads ahead has it, and
+that waits for a core where the steps of two processes leave none of two.
 
-What was left out, as it measured itself: a step that sleeps, also for 0 s, lets the core go idle, and in a virtual
-machine others have its caches then: the same line of Python took 3 to 8 times as long after it. And clocks around the
-parts took 20 µs, so every second block of 50 steps goes without. Some work is not done at each step, so what counts
-is the mean of a block; the figure is the median of the blocks.
+Not counted is what would measure the measurement. A step that sleeps, also for 0 s, lets the core go idle, and in a
+virtual machine others have its caches then: the same lines of Python took 1.1 to 3 times as long after it, from one
+minute to the next. Clocks around a part take about 2 µs, so every second block of 50 steps goes without, and the
+whole comes from those. Some work is not done at each step (votes), so what counts is the mean of a block; the figure
+is the median of the blocks. Metrics are written at every step, as they are by default.
 """
 
 from __future__ import annotations
