@@ -72,11 +72,12 @@ def header_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str]]
     device = get("device") and f"{get('world_size') or '?'} × {get('device')}"
     tokens = get("tokens_per_step") and f"{si(get('tokens_per_step'))} {get('unit') or 'tokens'} per step"
     start = number(get("start_step")) or 0
+    compiling = get("compile") not in (None, "none") and "the first compiles the model, and takes longer"
     rows = [
         ("model", join(get("model"), parameters, get("precision"))),
         ("strategy", join(get("strategy"), axes, device)),
         ("batch", join(batch_text(summary), tokens)),
-        ("steps", join(get("total_steps"), start > 0 and f"resuming from step {start:.0f}")),
+        ("steps", join(get("total_steps"), start > 0 and f"resuming from step {start:.0f}", compiling)),
         ("run", short_path(run_dir)),
     ]
     return [(label, text) for label, text in rows if text]

@@ -372,9 +372,10 @@ def test_resume_hides_the_history(tmp_path: Path) -> None:
     with Monitor(tmp_path, out) as monitor:
         monitor.poll()
         assert text(out) == ""
-        write(tmp_path, "summary.json", {**RUNNING, "start_step": 100})
+        write(tmp_path, "summary.json", {**RUNNING, "start_step": 100, "compile": "whole"})
         monitor.poll()
-        assert "steps     1000 · resuming from step 100" in lines(out)
+        compiling = "the first compiles the model, and takes longer"
+        assert f"steps     1000 · resuming from step 100 · {compiling}" in lines(out)
         assert len(lines(out)) == 5
         (tmp_path / "metrics.jsonl").write_text("".join(metric(step) for step in range(1, 101)))
         monitor.poll()
