@@ -44,7 +44,8 @@ class Stack:
 # samples in one and in four passes, 1.5B with 4, Llama 1B with 2 (benchmarks/results/planner-h200.json). Runs of one
 # layout differ by 10 to 15% there. Ours sums the input gradient of each linear layer for itself, in float32
 # (tests/plan/test_step.py counts the messages).
-EAGER = Stack("eager", again=50.0, joint_inputs=False)
+AGAIN = 50.0  # torch's checkpointing, eager: hooks around every tensor that is kept, generators' states, a frame
+EAGER = Stack("eager", again=AGAIN, joint_inputs=False)
 COMPILED = replace(EAGER, name="compiled", kernels="compiled", again=0.0)
 HOOKS = {"fsdp": 82.0, "grad_op": 82.0, "zero1": 20.0, "zero2": 117.0, "zero3": 390.0}
 # Assumed until it is measured: beside what recomputation costs, contexts that look at each operation of a block in both
@@ -54,6 +55,9 @@ BY_OP = 110.0
 ONE_LAUNCH = 0.1
 UPDATE = {"fsdp": 112.0, "grad_op": 112.0, "zero1": 57.0, "zero2": 127.0, "zero3": 250.0}
 
+# Of what torch's checkpointing costs the host, Megatron's own: no hooks, but generators' states to read, set and put
+# back, and a backward pass inside another. Measured on a CPU (benchmarks/planner/again.py: 0.225 to 0.232, four runs).
+MEGATRON_AGAIN = 0.23
 MEGATRON = Stack(
     "megatron-2021",
     "scores",
@@ -64,6 +68,7 @@ MEGATRON = Stack(
     dropout=True,
     gradient=2,
     overlap=False,
+    again=MEGATRON_AGAIN * AGAIN,
     sharded_head=True,
 )
 
