@@ -8,16 +8,17 @@ clipping and update. data: 0, as a loader that keeps up costs nothing; data_s in
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from dtrain.hardware import Hardware
-from dtrain.plan.collectives import Group, collective_s, send_s
+from dtrain.plan.collectives import Group, collective_s
 from dtrain.plan.convolutions import network
-from dtrain.plan.counts import Stage, has_tied_copy, held_parameters, parts, stages, trained_parameters
+from dtrain.plan.counts import Stage, held_parameters, parts, stages, trained_parameters
 from dtrain.plan.exchange import Passes, Unit, data_items
 from dtrain.plan.kernels import moved_s
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item, total
+from dtrain.plan.pipeline import pipeline_items
 from dtrain.plan.shape import Convolutions, Shape, Transformer
 from dtrain.plan.stacks import Stack, stack_of
 from dtrain.plan.update import optimizer_items
@@ -32,9 +33,11 @@ def step_time(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack | N
     stack = stack or stack_of(layout)
     trained = rank_parameters(shape, layout)
     update = optimizer_items(layout, hardware, trained)
-    items = compute_items(shape, layout, hardware, stack, total(update))
+    ranks = rank_loads(shape, layout, hardware, stack, total(update))
+    slowest = max(ranks, key=lambda rank: rank.busy_s)
+    items = compute_items(layout, hardware, slowest, total(update))
     if layout.pp > 1:
-        items += pipeline_items(shape, layout, hardware, stack, total(items))
+        items += pipeline_items(shape, layout, hardware, stack, sum(rank.busy_s for rank in ranks) - slowest.busy_s)
     if layout.dp > 1:
         items += data_items(layout, hardware, stack, passes_of(shape, layout, hardware, stack), trained)
     return items + update
@@ -72,41 +75,57 @@ def computed_again(layout: Layout, stack: Stack, forward: Pass) -> Pass:
 # ---- what a rank computes ------------------------------------------------------------------------------------
 
 
-def compute_items(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack, update_s: float) -> list[Item]:
-    """The passes of one step on the slowest rank, with the messages between tensor ranks in them.
+@dataclass(frozen=True)
+class Load:
+    """What a pipeline rank does in a step, beside the update: its blocks, the work of a pass, seconds of all passes."""
+
+    layers: int
+    work: Pass
+    tensor_s: float  # of the messages between tensor ranks, in one block and pass
+    launches: float  # of the host, the update's with them
+    gpu_s: float
+    busy_s: float  # the GPU's, and what it waits for the host
+
+
+def rank_loads(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack, update_s: float) -> list[Load]:
+    """Of each pipeline rank, with the messages between tensor ranks in them.
 
     `update_s` is the GPU's part of the update: the host prepares that, too; over a whole step one waits for the other.
     """
     tensor, messages = tensor_s(shape, layout, hardware, stack) if isinstance(shape, Transformer) else (0.0, 0.0)
-    launch = (hardware.launch_us or 0.0) * 1e-6
     calls = CALLS * messages  # of the host, for a block
+    n, slower, loads = layout.micro_batches, hardware.calibration or 1.0, []
+    for layers, work in rank_works(shape, layout, hardware, stack):
+        gpu = n * (work.gpu_s * slower + tensor * layers)
+        launches = n * (work.kernels + calls * layers) + stack.update * layers
+        busy = longer(gpu + update_s, launches * launch_s(hardware)) - update_s
+        loads.append(Load(layers, work, tensor, launches, gpu, busy))
+    return loads
+
+
+def launch_s(hardware: Hardware) -> float:
+    """Host time of a launch."""
+    return (hardware.launch_us or 0.0) * 1e-6
+
+
+def compute_items(layout: Layout, hardware: Hardware, rank: Load, update_s: float) -> list[Item]:
+    """The passes of one step on this rank, the slowest."""
     n, slower = layout.micro_batches, hardware.calibration or 1.0
-
-    def gpu_s(layers: int, work: Pass) -> float:
-        return n * (work.gpu_s * slower + tensor * layers) + update_s
-
-    def launches(layers: int, work: Pass) -> float:
-        return n * (work.kernels + calls * layers) + stack.update * layers
-
-    def seconds(layers: int, work: Pass) -> float:
-        return longer(gpu_s(layers, work), launches(layers, work) * launch)
-
-    layers, work = max(rank_works(shape, layout, hardware, stack), key=lambda rank: seconds(*rank))
     each = "{} passes × {} blocks and the ends: {:.3f} ms a pass"
-    waiting = seconds(layers, work) - gpu_s(layers, work)
     items = [
-        Item("compute", name, n * value * slower, each, (n, layers, value * slower * 1e3))
+        Item("compute", name, n * value * slower, each, (n, rank.layers, value * slower * 1e3))
         for name, value in (
-            ("matrix products", work.products), ("attention", work.attention),
-            ("norms, activations, casts, loss", work.moved),
+            ("matrix products", rank.work.products), ("attention", rank.work.attention),
+            ("norms, activations, casts, loss", rank.work.moved),
         )
     ]  # fmt: skip
     hidden = "{:.0f} launches × {:.1f} µs, less what the GPU's {:.1f} ms hide"
-    numbers = (launches(layers, work), launch * 1e6, gpu_s(layers, work) * 1e3)
-    items.append(Item("compute", "waiting for the host", waiting, hidden, numbers))
+    numbers = (rank.launches, launch_s(hardware) * 1e6, (rank.gpu_s + update_s) * 1e3)
+    items.append(Item("compute", "waiting for the host", rank.busy_s - rank.gpu_s, hidden, numbers))
     if layout.tp > 1:
         formula = "{} passes × {} blocks × {:.3f} ms"
-        items.append(Item("communication", "tensor ranks", n * layers * tensor, formula, (n, layers, tensor * 1e3)))
+        value = n * rank.layers * rank.tensor_s
+        items.append(Item("communication", "tensor ranks", value, formula, (n, rank.layers, rank.tensor_s * 1e3)))
     return items
 
 
@@ -203,7 +222,7 @@ def passes_of(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) ->
     return Passes(Unit(p.block, forward.gpu_s, backward_s), layers, ends, trained)
 
 
-# ---- what goes between tensor ranks and stages ---------------------------------------------------------------
+# ---- what goes between tensor ranks --------------------------------------------------------------------------
 
 
 def tensor_messages(shape: Transformer, layout: Layout, stack: Stack) -> list[tuple[str, float, float]]:
@@ -234,55 +253,3 @@ def tensor_s(shape: Transformer, layout: Layout, hardware: Hardware, stack: Stac
     messages = tensor_messages(shape, layout, stack)
     seconds = sum(times * collective_s(hardware, kind, group, size) for kind, times, size in messages)
     return seconds, sum(times for _, times, _ in messages)
-
-
-def bubble_share(layout: Layout) -> float:
-    """The share of the time that a rank waits for others which its schedule cannot fill.
-
-    zbv fills it with weights' gradients, a third of a pass each, when there are two micro-batches a rank or more (arXiv
-    2401.10241); with one, there is nothing to fill it with. That it leaves a third is assumed, and not measured.
-    """
-    if layout.schedule != "zbv":
-        return 1.0
-    return 1 / 3 + 2 / 3 * max(0.0, 1 - (layout.micro_batches - 1) / (2 * layout.pp - 1))
-
-
-def pipeline_items(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack, busy: float) -> list[Item]:
-    """The bubble, and what goes from stage to stage.
-
-    A rank is busy for all its passes and idle for those of the stages before and after it: (pp - 1) passes, of which
-    interleaved stages are only a part each (arXiv 2104.04473, section 2.2).
-    """
-    assert isinstance(shape, Transformer)
-    one, cuts = busy / layout.micro_batches, layout.stages_per_rank
-    # with fewer micro-batches than ranks, the first one's way through all stages is what takes long
-    idle = (layout.pp - 1) / cuts + (1 - 1 / cuts) * max(0, layout.pp - layout.micro_batches)
-    bubble = bubble_share(layout) * idle * one
-    crosses = layout.world_size > (hardware.gpus_per_node or layout.world_size)
-    num_bytes = layout.micro_batch_size * shape.seq_len * shape.dim * stack.stream
-    if layout.sequence_parallel:  # each tensor rank has a part of the sequence
-        send = send_s(hardware, num_bytes / layout.tp, crosses)
-    elif stack.sharded_head and layout.tp > 1:  # each tensor rank sends its part, and they gather on the other side
-        send = send_s(hardware, num_bytes / layout.tp, crosses)
-        send += collective_s(hardware, "all_gather", Group(layout.tp, layout.tp), num_bytes)
-    else:
-        send = send_s(hardware, num_bytes, crosses)
-    sends = 2 * layout.stages_per_rank * layout.micro_batches
-    formula = "{:.2f} × {:.2f} passes × {:.3f} ms, of {} ranks"
-    return [
-        Item(
-            "bubble", "pipeline fills and empties", bubble, formula,
-            (bubble_share(layout), idle, one * 1e3, layout.pp),
-        ),
-        Item("communication", "between stages", sends * send, "{} messages × {:.3f} ms", (sends, send * 1e3)),
-        *tied_items(shape, layout, hardware, crosses),
-    ]  # fmt: skip
-
-
-def tied_items(shape: Transformer, layout: Layout, hardware: Hardware, crosses: bool) -> list[Item]:
-    """Once a step, the first and the last stage add up their gradients of the embedding that is also the head."""
-    if not has_tied_copy(shape):
-        return []
-    table = parts(shape, layout.tp, layout.loss_parallel).embed
-    formula = "{:,} × 4 bytes, there and back"
-    return [Item("communication", "tied embedding", 2 * send_s(hardware, table * 4.0, crosses), formula, (table,))]

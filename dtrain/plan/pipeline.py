@@ -1,0 +1,64 @@
+"""What a pipeline adds to a step: ranks that wait for others, and what goes from stage to stage."""
+
+from __future__ import annotations
+
+from dtrain.hardware import Hardware
+from dtrain.plan.collectives import Group, collective_s, send_s
+from dtrain.plan.counts import has_tied_copy, parts
+from dtrain.plan.layout import Layout
+from dtrain.plan.ledger import Item
+from dtrain.plan.shape import Shape, Transformer
+from dtrain.plan.stacks import Stack
+
+
+def bubble_share(layout: Layout) -> float:
+    """The share of the time that a rank waits for others which its schedule cannot fill.
+
+    zbv fills it with weights' gradients, a third of a pass each, when there are two micro-batches a rank or more (arXiv
+    2401.10241); with one, there is nothing to fill it with. That it leaves a third is assumed, and not measured.
+    """
+    if layout.schedule != "zbv":
+        return 1.0
+    return 1 / 3 + 2 / 3 * max(0.0, 1 - (layout.micro_batches - 1) / (2 * layout.pp - 1))
+
+
+def pipeline_items(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack, others_s: float) -> list[Item]:
+    """The bubble, and what goes from stage to stage; `others_s`: what all ranks but the slowest are busy in a step.
+
+    The slowest rank is busy for all its passes and idle while the first one goes through the others, there and back:
+    (pp - 1) passes, of which interleaved stages are only a part each (arXiv 2104.04473, section 2.2, of equal ranks).
+    Theirs are shorter than its own where it has the head.
+    """
+    assert isinstance(shape, Transformer)
+    one, cuts = others_s / (layout.pp - 1) / layout.micro_batches, layout.stages_per_rank
+    # with fewer micro-batches than ranks, the first one's way through all stages is what takes long
+    idle = (layout.pp - 1) / cuts + (1 - 1 / cuts) * max(0, layout.pp - layout.micro_batches)
+    bubble = bubble_share(layout) * idle * one
+    crosses = layout.world_size > (hardware.gpus_per_node or layout.world_size)
+    num_bytes = layout.micro_batch_size * shape.seq_len * shape.dim * stack.stream
+    if layout.sequence_parallel:  # each tensor rank has a part of the sequence
+        send = send_s(hardware, num_bytes / layout.tp, crosses)
+    elif stack.sharded_head and layout.tp > 1:  # each tensor rank sends its part, and they gather on the other side
+        send = send_s(hardware, num_bytes / layout.tp, crosses)
+        send += collective_s(hardware, "all_gather", Group(layout.tp, layout.tp), num_bytes)
+    else:
+        send = send_s(hardware, num_bytes, crosses)
+    sends = 2 * layout.stages_per_rank * layout.micro_batches
+    formula = "{:.2f} × {:.2f} passes × {:.3f} ms, of {} ranks"
+    return [
+        Item(
+            "bubble", "pipeline fills and empties", bubble, formula,
+            (bubble_share(layout), idle, one * 1e3, layout.pp),
+        ),
+        Item("communication", "between stages", sends * send, "{} messages × {:.3f} ms", (sends, send * 1e3)),
+        *tied_items(shape, layout, hardware, crosses),
+    ]  # fmt: skip
+
+
+def tied_items(shape: Transformer, layout: Layout, hardware: Hardware, crosses: bool) -> list[Item]:
+    """Once a step, the first and the last stage add up their gradients of the embedding that is also the head."""
+    if not has_tied_copy(shape):
+        return []
+    table = parts(shape, layout.tp, layout.loss_parallel).embed
+    formula = "{:,} × 4 bytes, there and back"
+    return [Item("communication", "tied embedding", 2 * send_s(hardware, table * 4.0, crosses), formula, (table,))]
