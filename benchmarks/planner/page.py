@@ -15,7 +15,7 @@ TITLES = {
     "megatron_sc21_table1": "Megatron-LM SC21, table 1: 1.7 to 1,008 billion parameters on A100",
     "megatron_sc21_table2": "Megatron-LM SC21, table 2: ZeRO-3 and 3D on A100",
     "llm_foundry": "llm-foundry: MPT under FSDP on A100 and H100",
-    "vtrain_single_node": "vTrain: small GPTs on one node of A100 (computed in part: see below)",
+    "vtrain_single_node": "vTrain: small GPTs on one node of A100 (computed: see below)",
     "megatron_2020": "Megatron-LM of 2020: tensor parallel on V100 and A100",
     "mt_nlg": "Megatron-Turing NLG 530B on A100",
     "torchtitan": "torchtitan: Llama under FSDP2 on A100 and H100",
