@@ -263,6 +263,7 @@ def run_world(ranks: int, specs: list[dict[str, Any]], out: Path, cpu: bool) -> 
     import torch.distributed as dist
 
     from dtrain import worker
+    from dtrain.plan.measure import launch_costs
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + ranks)}
@@ -276,6 +277,7 @@ def run_world(ranks: int, specs: list[dict[str, Any]], out: Path, cpu: bool) -> 
         device = torch.device("cpu") if cpu else torch.device("cuda", 0)
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     linear = torch.nn.functional.linear
+    host = {"launch_us": launch_costs(device, 1.0)["launch_us"]} if ranks == 1 and device.type == "cuda" else {}
     for spec in specs:
         began, held = time.perf_counter(), torch.cuda.memory_allocated() if device.type == "cuda" else 0
         try:
@@ -283,7 +285,7 @@ def run_world(ranks: int, specs: list[dict[str, Any]], out: Path, cpu: bool) -> 
         except Exception as error:  # a case that is too large says so, and the others go on
             row = {**spec, "error": f"{type(error).__name__}: {error}"[:400]}
             torch.use_deterministic_algorithms(True, warn_only=True)
-        row |= {"wall_s": time.perf_counter() - began, "held_before_gib": held / GIB}
+        row |= {"wall_s": time.perf_counter() - began, "held_before_gib": held / GIB, **host}
         with out.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print({k: v for k, v in row.items() if k not in ("steps_s", "words")}, flush=True)

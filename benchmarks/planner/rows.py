@@ -40,6 +40,7 @@ class Row:
     stack: str  # a name of dtrain/plan/stacks.py: the software that was measured
     step_s: float
     group: str  # same model, GPUs, their number and global batch: the rows among which a planner would choose
+    launch_us: float | None = None  # of the host that it was measured on, where that is known
 
 
 def sources(folder: Path = DATA) -> list[str]:

@@ -68,14 +68,16 @@ def score(row: Row) -> Scored:
     from dtrain.plan.stacks import STACKS
     from dtrain.plan.step import step_time
 
-    if row.stack == OURS:  # as the layout runs it, on the machine that calibrate measured in the same hour
-        return Scored(row, by_part(step_time(row.shape, row.layout, calibrated(row.hardware))))
+    if row.stack == OURS:  # as the layout runs it, on the machine that was measured in the same hour
+        return Scored(row, by_part(step_time(row.shape, row.layout, calibrated(row.hardware, row.launch_us))))
     return Scored(row, by_part(step_time(row.shape, row.layout, hardware(row.hardware), STACKS[row.stack])))
 
 
 @cache
-def calibrated(name: str) -> Hardware:
+def calibrated(name: str, launch_us: float | None = None) -> Hardware:
     """The hardware file with the host of our own runs: its time for a launch differs from machine to machine."""
+    if launch_us is not None:
+        return load(name, launch_us=launch_us)
     figures = json.loads((CONF.parent / "benchmarks" / "results" / f"calibrate-{name}.json").read_text())["figures"]
     return load(name, launch_us=figures["launch_us"])
 
