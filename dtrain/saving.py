@@ -73,11 +73,13 @@ class Saver:
         """Make room for the first save while the first steps run: many GiB take seconds to fault in and to pin."""
         files = checkpoint.share_out(tensors)
         if self.background and self.has_room(files):
-            sizes, pin = sizes_of(files), any_on_a_gpu(files)  # not the tensors, which the thread would hold on to
+            sizes, gpu = sizes_of(files), gpu_of(files)  # not the tensors, which the thread would hold on to
 
             def reserve() -> None:
-                with contextlib.suppress(OSError):  # no memory: the save tries again, and fails with it
-                    self.buffers.reserve(sizes, pin)
+                try:
+                    self.buffers.reserve(sizes, gpu)
+                except Exception as error:  # the save tries again, and fails with it
+                    log.warning("no memory was made ready for the first checkpoint: %s", error)
 
             self.thread = threading.Thread(target=reserve, name="saver", daemon=True)
             self.thread.start()
@@ -154,8 +156,7 @@ class Saver:
     def _write_copies(self, stall: float, begin: float, step: int, copies: Copies, meta: dict[str, Any]) -> None:
         """The thread of a save."""
         try:
-            if sys.platform == "linux":  # where threads have a priority each: it has the cores that training leaves
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+            run_behind()
             # what the loop felt: its own time, and the GPU's, which computes nothing while it copies
             stall += copies.wait()
             failpoint("save.copied")
@@ -203,8 +204,9 @@ class Buffers:
 
     def stage(self, files: Files) -> Copies:
         """Queue the copies behind what the current stream has to do; what comes after them there may change all."""
-        cuda = any_on_a_gpu(files)
-        self.reserve(sizes_of(files), cuda)
+        gpu = gpu_of(files)
+        self.reserve(sizes_of(files), gpu)
+        cuda = gpu is not None
         events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) if cuda else None
         if events:
             events[0].record()
@@ -221,20 +223,29 @@ class Buffers:
             events[1].record()
         return Copies(copies, events)
 
-    def reserve(self, sizes: dict[str, int], pin: bool) -> None:
+    def reserve(self, sizes: dict[str, int], gpu: torch.device | None) -> None:
         """See that each file has a buffer, all at once: faulting pages in and pinning them is work of the kernel."""
         missing = [f for f, size in sizes.items() if f not in self.tensors or len(self.tensors[f]) < size]
         if not missing:
             return
         for file in missing:
             self._unpin(file)
-            self.tensors[file] = empty(sizes[file])
-        if not pin:
-            return
-        with ThreadPoolExecutor(len(missing)) as pool:
-            # pages first, by writing to them: CUDA would fault them in while it keeps other threads from launching
-            codes = list(pool.map(lambda file: register(self.tensors[file].zero_()), missing))
-        self.pinned.update(file for file, code in zip(missing, codes, strict=True) if code == 0)
+            self.tensors.pop(file, None)
+        made = {file: empty(sizes[file]) for file in missing}
+        codes = []
+        if gpu is not None:
+
+            def pin(buffer: Tensor) -> int:
+                # in a new thread the GPU would be the first one, and get a context of this process
+                torch.cuda.set_device(gpu)
+                run_behind()
+                # pages first, by writing to them: CUDA would fault them in while it keeps others from launching
+                return register(buffer.zero_())
+
+            with ThreadPoolExecutor(len(missing)) as pool:
+                codes = list(pool.map(pin, made.values()))
+            self.pinned.update(file for file, code in zip(missing, codes, strict=True) if code == 0)
+        self.tensors |= made  # all of them, or none: what is there is never pinned later
         if any(codes):
             log.warning("CUDA does not pin the memory for checkpoints (error %d): saves stall longer", max(codes))
 
@@ -254,8 +265,16 @@ def sizes_of(files: Files) -> dict[str, int]:
     return {file: sum(_aligned(c.nbytes) for c in chunks.values()) for file, chunks in files.items()}
 
 
-def any_on_a_gpu(files: Files) -> bool:
-    return any(c.values.is_cuda for chunks in files.values() for c in chunks.values())
+def gpu_of(files: Files) -> torch.device | None:
+    """Where what is saved lies, if on a GPU."""
+    devices = (c.values.device for chunks in files.values() for c in chunks.values())
+    return next((device for device in devices if device.type == "cuda"), None)
+
+
+def run_behind() -> None:
+    """Leave this thread the cores that training does not use, where threads have a priority each."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
 
 
 def _aligned(size: int) -> int:
@@ -268,11 +287,11 @@ def empty(size: int) -> Tensor:
     torch's own pinned memory comes in powers of two, up to twice of what is needed.
     """
     memory = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without them
-            pass
+    # not for what is forked, the loader's processes: the kernel would copy pinned pages for each of them
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            with contextlib.suppress(OSError):  # a kernel without it
+                memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

@@ -155,14 +155,21 @@ def test_buffers_can_be_made_before_the_first_save(tmp_path: Path) -> None:
 def test_a_save_makes_its_buffers_if_they_could_not_be_made_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_memory(size: int) -> torch.Tensor:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+    empty, calls = saving.empty, []
 
+    def not_twice(size: int) -> torch.Tensor:
+        calls.append(size)
+        if len(calls) > 1:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return empty(size)
+
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 64)  # several files
     with Saver(tmp_path, keep=3) as saver:
         with monkeypatch.context() as patch:
-            patch.setattr(saving, "empty", no_memory)
+            patch.setattr(saving, "empty", not_twice)
             saver.prepare(state(0.0))
             saver.wait()
+        assert len(calls) == 2 and not saver.buffers.tensors, "a buffer that is there would never be pinned"
         saver.save(1, state(1.0), META)
         saver.wait()
     assert equal(held(tmp_path), state(1.0))
