@@ -111,14 +111,14 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
             summary |= newest_figures(run_dir)
         write_json(run_dir / "summary.json", summary)
         record.logger.start(cfg.name, str(run_dir), cfg)
-        if strategy.compile != "none":  # gpt2-1.5b: 8 s by blocks, 71 s whole
+        if strategy.compile != "none" and step < last_step:  # gpt2-1.5b: 8 s by blocks, 71 s whole
             log.info("compiling the model: the first step takes longer")
 
     recorder.attach(strategy, train_data, step, last_step - step)  # around the steps to record, if any
 
     # ---- the loop --------------------------------------------------------------------------------------------
     log_every, eval_every, save_every = cfg.train.log_every, cfg.train.eval_every, cfg.checkpoint.every
-    if save_every and step - step % save_every + save_every < last_step:
+    if device.type == "cuda" and save_every and step - step % save_every + save_every < last_step:
         saver.prepare(strategy.state_dict())  # memory for its copies, while the first step compiles
     stopping = False
     num_skipped = 0

@@ -303,6 +303,8 @@ def test_a_profile_of_ones_own_needs_no_settings_of_ours(
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own_profile.py").write_text("from dtrain.profile.record import Profile\nclass Mine(Profile): pass\n")
     assert main(["launch", *SMALL, "profile=own_profile.Mine", "dry_run=true"]) == 0, capsys.readouterr().err
+    assert main(["launch", *SMALL, "profile=own_profile.Mine", "nsys=true", "dry_run=true"]) == 2
+    assert "nsys=true: profile=your own records the same steps" in capsys.readouterr().err
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------

@@ -75,5 +75,5 @@ STRIP = 256  # rows whose sum is one row of what the kernel gives
 
 @gelu_backward.register_fake
 def _(gradient: Tensor, x: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
-    strips = -(-len(x) // STRIP) if x.is_cuda else 1
+    strips = -(-x.shape[0] // STRIP) if x.is_cuda else 1
     return torch.empty_like(x), x.new_empty(strips, x.shape[1], dtype=torch.float32)

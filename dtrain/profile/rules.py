@@ -18,12 +18,12 @@ def records(config: dict[str, Any]) -> bool:
 
 def check(config: dict[str, Any]) -> None:
     """Steps and ranks that are there, and one recorder at a time."""
-    if not records(config):
-        return
-    profile, kind = config["profile"], config["profile"]["kind"]
+    profile, kind = config["profile"], config["profile"].get("kind", "your own")
     if config["nsys"] and kind != "none":
         rule = f"profile={kind} records the same steps, and of two recorders each slows the other or is refused"
         raise bad("nsys", "true", rule, "profile=none nsys=true, or leave nsys out")
+    if not records(config):
+        return
     size = world_size(config)
     ranks = profile["ranks"] = list(range(size)) if profile["ranks"] is None else profile["ranks"]
     wrong = [rank for rank in ranks if not 0 <= rank < size]

@@ -110,6 +110,8 @@ class Strategy:
         # older torch cuts no graph at DDP's buckets that has recomputation in it (pytorch issue 104674; 2.13 does)
         split = activation_checkpointing != "none" and dist.get_world_size() > 1
         self.compile = compile_mode(compile, "blocks" if split else self.compiles, device, model)
+        if self.compile == "whole" and self.compiles == "blocks":  # whose messages, or hooks, lie between layers
+            self.compile = "blocks"
         if device.type == "cuda":  # what autocast leaves in float32 may be TF32; under fp32 products are what they say
             torch.set_float32_matmul_precision("highest" if precision.dtype == torch.float32 else "high")
         self.first, self.masked = frozen.First(first, model), masked

@@ -57,6 +57,8 @@ class Pipeline(Strategy):
                 "  fix: add pipeline_split() to the model, or strategy=fsdp, zero3 or ddp"
             )
         self.num_figures = len(getattr(model, "figures", ()))
+        if self.schedule == "zbv":  # which splits the backward pass: no graph can
+            self.compile = "none"
         # what a mask is made of is in the inputs, which only the first stage is given as such
         self.wants_source = "source" in inspect.signature(model.forward).parameters
         self.pp_rank, self.pp_group = self.mesh.get_local_rank("pp"), self.mesh.get_group("pp")
@@ -78,7 +80,7 @@ class Pipeline(Strategy):
     def parallelize_stage(self, stage: nn.Module) -> nn.Module:
         """Tensor and data parallel inside a stage, as without a pipeline."""
         cut_layers(stage, self.mesh["tp"], self.sequence_parallel, self.loss_parallel)
-        if self.compile != "none" and self.schedule != "zbv":  # which splits the backward pass: no graph can
+        if self.compile != "none":
             compile_layers(stage)
         stage.forward = autocast_inside(stage.forward, self.autocast)  # the schedule's backward pass is outside
         if self.sizes.dp > 1:  # layers stay gathered: every micro-batch would gather them again

@@ -164,34 +164,9 @@ def compile_model(model: nn.Module, mode: str) -> None:
     one graph serves all blocks: gpt2-1.5b compiles in 8 s instead of 71.
     """
     if mode == "whole":
-        keep_rows_in_registers()
         model.compile()
     elif mode == "blocks":
         compile_layers(model, ends=True)
-
-
-ROW = 4096
-
-
-def keep_rows_in_registers() -> None:
-    """Let compiled norms read a row of up to 4096 elements once. The compiler does that by itself up to 1024.
-
-    Measured on an H200, gpt2-1.5b at batch 16, where a row has 1600: 66 instead of 98 µs a norm, 3 ms of a step's 327.
-    """
-    from torch._inductor.choices import InductorChoices
-    from torch._inductor.runtime.hints import ReductionHint
-    from torch._inductor.virtualized import V
-
-    class Choices(InductorChoices):
-        @staticmethod
-        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-            along_rows = features.get_reduction_hint() == ReductionHint.INNER and not cooperative_reduction
-            is_row = getattr(features.reduction_numel, "is_Integer", False) and features.reduction_numel <= ROW
-            return (along_rows and is_row) or InductorChoices.should_use_persistent_reduction(
-                features, cooperative_reduction
-            )
-
-    V.set_choices_handler(Choices())
 
 
 def compile_layers(model: nn.Module, ends: bool = False) -> None:
@@ -205,7 +180,6 @@ def compile_layers(model: nn.Module, ends: bool = False) -> None:
             "  fix: add fsdp_units() to the model (a list of its layers), compile=whole, or compile=none"
         )
     torch._dynamo.config.recompile_limit = 64  # a ResNet has 8 kinds of blocks, in training and in evaluation
-    keep_rows_in_registers()
     for unit in model.fsdp_units():  # type: ignore[operator]
         unit.compile()
     whole: Any = model

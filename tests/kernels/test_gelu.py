@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.kernels import gelu
 from dtrain.models import parts
-from dtrain.strategies.shared import checkpoint_layers, keep_rows_in_registers
+from dtrain.strategies.shared import checkpoint_layers
 
 APPROXIMATE = ["tanh", "none"]
 
@@ -56,12 +60,54 @@ def test_in_a_compiled_layer_with_and_without_recomputation(
     layer = copy.deepcopy(mlp)
     layer.fsdp_units = lambda: [layer]  # type: ignore[assignment]
     checkpoint_layers(layer, again, 1)
-    keep_rows_in_registers()
     layer.compile()
     with torch.profiler.profile() as profile:
         ours = gradients(layer, layer, x)
     assert largest_difference(ours, plain) < 1e-6
     assert "dtrain::gelu_backward" in {event.key for event in profile.key_averages()}
+
+
+def test_a_frozen_bias_and_no_gradients_at_all() -> None:
+    """As with adapters beside other layers, and in an evaluation."""
+    torch.manual_seed(0)
+    linear, x = nn.Linear(8, 12).requires_grad_(False), torch.randn(3, 8, requires_grad=True)
+    run = torch.compile(lambda x: gelu.linear_gelu(x, linear.weight, linear.bias, "tanh"), backend="aot_eager")
+    (ours,) = torch.autograd.grad(run(x).sum(), x)
+    (plain,) = torch.autograd.grad(F.gelu(linear(x), approximate="tanh").sum(), x)
+    assert largest_difference([ours], [plain]) < 1e-6
+    with torch.no_grad():
+        assert not run(x).requires_grad
+
+
+def test_a_graph_that_ddp_cuts_at_its_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(parts.MLP(256, "tanh") for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + layer(x)
+            return x
+
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(2, 4, 256)
+    plain = gradients(model, model, x)
+    monkeypatch.setattr(parts, "can_fuse", lambda linear, x: True)
+    torch._dynamo.reset()
+    optimizers: list[Any] = []
+    compile_fn = DDPOptimizer.compile_fn
+    monkeypatch.setattr(
+        DDPOptimizer, "compile_fn", lambda self, *args: optimizers.append(self) or compile_fn(self, *args)
+    )
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
+        wrapped.compile(backend="aot_eager")
+        assert largest_difference(gradients(model, wrapped, x), plain) < 1e-6
+    finally:
+        dist.destroy_process_group()
+    assert len(optimizers[0].buckets) > 2, "the graph was not cut"
 
 
 def test_only_a_plain_layer_on_a_gpu_is_fused() -> None:
@@ -95,4 +141,7 @@ def test_a_compiled_layer_on_a_gpu(approximate: str) -> None:
     plain = gradients(mlp, mlp, x)
     layer = copy.deepcopy(mlp)
     layer.compile()
-    assert largest_difference(gradients(layer, layer, x), plain) < 1e-5
+    with torch.profiler.profile() as profile:
+        ours = gradients(layer, layer, x)
+    assert largest_difference(ours, plain) < 1e-5
+    assert "gelu_gradient" in {event.key for event in profile.key_averages()}
