@@ -28,6 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -292,9 +293,11 @@ def main() -> None:
         options.rounds, options.block_s = 2, 0.01
     head = environment()
     head["versions"] |= versions()  # type: ignore[operator]
+    began = datetime.now(UTC).isoformat(timespec="seconds")
     rows: list[Row] = json.loads(options.json.read_text())["rows"] if options.add and options.json.exists() else []
 
     def keep(row: Row) -> None:
+        row["run"], row["commit"] = began, head["commit"]  # rows of one run can be compared, others hardly
         rows[:] = [r for r in rows if (r["case"], r["peer"]) != (row["case"], row["peer"])] + [row]
         complete(rows)
         print(line_of(row), flush=True)
