@@ -193,12 +193,11 @@ def transformer_tp_plan(
     layers: nn.ModuleDict = model.layers  # type: ignore[assignment]
     for i in layers:
         block = f"layers.{i}"
-        if sequence_parallel:
-            for norm, module in (("norm1", "attention"), ("norm2", "mlp")):
+        for norm, module in (("norm1", "attention"), ("norm2", "mlp")):
+            if sequence_parallel:
                 plan[f"{block}.{norm}"] = SequenceParallel()
-                plan[f"{block}.{module}"] = PrepareModuleInput(
-                    input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
-                )
+            # q, k and v, or gate and up, are given one distributed tensor: the sums of its gradient are one message
+            plan[f"{block}.{module}"] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
         plan |= {f"{block}.{name}": ColwiseParallel() for name in columns}
         plan |= {f"{block}.{name}": RowwiseParallel(output_layouts=between) for name in rows}
     for name in vocabulary if loss_parallel else ():

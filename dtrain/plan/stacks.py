@@ -35,17 +35,16 @@ class Stack:
     collectives_per_layer: int = 1  # gathers of one layer's weights in one pass: 1, or one for each weight
     network: float = 1.0  # share of a collective's rate across nodes that it reaches
     reduce_every_pass: bool = False  # gradients are reduced in every pass, not only in a step's last
-    joint_inputs: bool = True  # tensor ranks sum the input gradients of q, k and v, or gate and up, as one, in 16 bits
+    sums_in_stream: bool = False  # tensor ranks sum a half's input gradient in the residual stream's type, else in 16 bits
     sharded_head: bool = False  # tensor ranks cut embedding and logits, too, without being told
     fp8: bool = False  # the products of blocks
 
 
 # Launches of ours were measured on the H200 where the batch is so small that the host is the limit: GPT-2 124M with 8
 # samples in one and in four passes, 1.5B with 4, Llama 1B with 2 (benchmarks/results/planner-h200.json). Runs of one
-# layout differ by 10 to 15% there. Ours sums the input gradient of each linear layer for itself, in float32
-# (tests/plan/test_step.py counts the messages).
+# layout differ by 10 to 15% there. tests/plan/test_step.py counts the messages of tensor ranks.
 AGAIN = 50.0  # torch's checkpointing, eager: hooks around every tensor that is kept, generators' states, a frame
-EAGER = Stack("eager", again=AGAIN, joint_inputs=False)
+EAGER = Stack("eager", again=AGAIN, sums_in_stream=True)
 COMPILED = replace(EAGER, name="compiled", kernels="compiled", again=0.0)
 HOOKS = {"fsdp": 82.0, "grad_op": 82.0, "zero1": 20.0, "zero2": 117.0, "zero3": 390.0}
 # Assumed until it is measured: beside what recomputation costs, contexts that look at each operation of a block in both

@@ -228,21 +228,17 @@ def passes_of(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) ->
 def tensor_messages(shape: Transformer, layout: Layout, stack: Stack) -> list[tuple[str, float, float]]:
     """(kind, times, bytes) of what tensor ranks say in one block and pass; nothing hides it.
 
-    Forward, each half of a block ends in a sum; backward, each begins with one, of its input's gradient. Ours sums that
-    for every linear layer apart, and in the residual stream's type; the others' for a half at once. Sequence parallel
-    turns a sum into a scatter and a gather, ours only forward: backward it gathers what it will sum.
+    Forward, each half of a block ends in a sum; backward, each begins with one, of its input's gradient, which ours
+    makes in the residual stream's type. Sequence parallel turns a sum into a scatter and a gather.
     """
     elements = float(layout.micro_batch_size * shape.seq_len * shape.dim)
     size, gathers = size_of(layout), 1 + again(layout)
     passes = 1 if layout.activation_checkpointing == "ops" else gathers  # which keeps what was summed
-    wide = elements * (size if stack.joint_inputs else stack.stream)
-    sums = 2 if stack.joint_inputs else (1 if shape.fused_qkv else 3) + (2 if shape.gated else 1)
+    narrow, wide = elements * size, elements * (stack.stream if stack.sums_in_stream else size)
     if not layout.sequence_parallel:
-        return [("all_reduce", 2 * passes, elements * size), ("all_reduce", sums, wide)]
-    forward = [("reduce_scatter", 2 * passes, elements * size), ("all_gather", 2 * gathers, wide)]
-    if stack.joint_inputs:
-        return [*forward, ("reduce_scatter", 2, wide), ("all_gather", 2, wide)]
-    return [*forward, ("all_gather", 2, elements * size), ("all_reduce", sums, wide)]
+        return [("all_reduce", 2 * passes, narrow), ("all_reduce", 2, wide)]
+    forward = [("reduce_scatter", 2 * passes, narrow), ("all_gather", 2 * gathers, wide)]
+    return [*forward, ("reduce_scatter", 2, wide), ("all_gather", 2, narrow)]
 
 
 def tensor_s(shape: Transformer, layout: Layout, hardware: Hardware, stack: Stack) -> tuple[float, float]:
