@@ -35,7 +35,7 @@ class Stack:
     collectives_per_layer: int = 1  # gathers of one layer's weights in one pass: 1, or one for each weight
     network: float = 1.0  # share of a collective's rate across nodes that it reaches
     reduce_every_pass: bool = False  # gradients are reduced in every pass, not only in a step's last
-    sums_in_stream: bool = False  # tensor ranks sum a half's input gradient in the residual stream's type, else in 16 bits
+    sums_in_stream: bool = False  # tensor ranks sum a half's input gradient in the stream's type, else in 16 bits
     sharded_head: bool = False  # tensor ranks cut embedding and logits, too, without being told
     fp8: bool = False  # the products of blocks
 
