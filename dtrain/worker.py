@@ -25,7 +25,7 @@ from dtrain.rundir import write_json
 
 log = logging.getLogger("dtrain")
 VOTE_S = 0.1  # between two votes on stopping, about; who asks for it waits for at least some seconds
-MOST_STEPS = 20  # between two votes: steps may become slow all at once
+MOST_STEPS = 10  # between two votes: steps may become slow all at once
 Vote = tuple[Tensor, dist.Work | None]
 
 
@@ -113,7 +113,7 @@ class StopRequest:
     def read_vote(self, vote: Vote | None) -> bool:
         """After the step: shall the run stop here?"""
         if vote is None:
-            return False
+            return self.requested and dist.get_world_size() == 1  # who is alone need not wait for a vote
         figures, work = vote
         if work is not None:
             work.wait()

@@ -56,10 +56,11 @@ def two_ranks(folder: Path) -> None:
 def one_rank(folder: Path) -> None:
     assert steps_with_a_vote(folder, [0.2] * 4)[0] == [0, 1, 2, 3], "long steps: a vote at each"
     short, _ = steps_with_a_vote(folder, [0.0001] * 50)
-    assert short == [0, 1, 21, 41], "never more than 20 steps between two votes"
+    assert short == [0, 1, 11, 21, 31, 41], "never more than 10 steps between two votes"
     slow, _ = steps_with_a_vote(folder, [0.01] * 8 + [0.5] * 12)
     assert slow == [0, 1, 11, 12, 13, 14, 15, 16, 17, 18, 19], "steps that become slow are voted on again"
     assert steps_with_a_vote(folder, [0.2] * 4, stop_at=2) == ([0, 1, 2], 2)
+    assert steps_with_a_vote(folder, [0.001] * 40, stop_at=4) == ([0, 1], 4), "who is alone waits for no vote"
     (folder / "stop").touch()
     assert steps_with_a_vote(folder, [0.2] * 4) == ([0], 0)
 
