@@ -152,7 +152,9 @@ def test_ctrl_c_saves_and_ends_the_script_with_75(folder: Path) -> None:
         "    dtrain.fit(('gpt2-tiny', sizes), 'synthetic', processes=1, run_dir='long', train={'steps': 10**6})\n"
         "    print('AFTER')\n"
     )
-    process = python("long.py", start_new_session=True)
+    # a shell's background job ignores Ctrl-C, and so would all that it starts: these tests may be one
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    process = python("long.py", start_new_session=True, preexec_fn=heard)
     deadline = time.monotonic() + 90
     while not losses(folder / "long") and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.1)
