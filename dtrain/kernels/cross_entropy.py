@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.kernels import chunk_rows
+from dtrain.kernels import chunk_rows, cublaslt
 from dtrain.shards import chunks_of, is_dtensor
 
 IGNORED = -100  # a target that does not count: padding, or a token that is not asked for
@@ -61,7 +61,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(device, enabled=False) if device != "meta" else contextlib.nullcontext():
             for i in range(0, len(x), rows):
                 part = slice(i, i + rows)
-                logits = x[part] @ weight.T if bias is None else torch.addmm(bias, x[part], weight.T)
+                logits = logits_of(x[part], weight, bias)
                 to_gradient(logits, targets[part], losses[part], any((of_x, of_weight, of_bias)), group, first)
                 if grad_x is not None:
                     product(grad_x[part], logits, weight)
@@ -87,7 +87,17 @@ class LinearCrossEntropy(torch.autograd.Function):
 _linear_cross_entropy = torch.compiler.disable(LinearCrossEntropy.apply)
 
 
+def logits_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if x.is_cuda:
+        logits = x.new_empty(len(x), len(weight))
+        if cublaslt.multiply(logits, x, weight.T, bias):
+            return logits
+    return x @ weight.T if bias is None else torch.addmm(bias, x, weight.T)
+
+
 def product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    if out.is_cuda and cublaslt.multiply(out, a, b):
+        return
     if out.dtype != a.dtype:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
     else:
@@ -96,6 +106,8 @@ def product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b in float32, without rounding the product to 16 bits first where that can be had."""
+    if total.is_cuda and cublaslt.multiply(total, a, b, adds=True):
+        return
     if total.is_cuda and a.dtype != torch.float32:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:

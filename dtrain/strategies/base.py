@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtrain import mesh
+from dtrain.kernels import cublaslt
 from dtrain.models import lora
 from dtrain.models.parts import IGNORED
 from dtrain.precision import Precision
@@ -123,6 +124,7 @@ class Strategy:
         self.data_group = self.mesh.get_group("dp")
         set_stream(model, precision.stream)
         lora.hold(model, precision.dtype)
+        cublaslt.copies_stay_alike = self.sizes.tp > 1
         precision.apply(model, device, compiled=self.compile != "none")
         checkpoint_layers(model, activation_checkpointing, activation_checkpointing_every)
         self.module = self.parallelize(model)  # the bare module: its parameter names are the canonical ones

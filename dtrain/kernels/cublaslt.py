@@ -1,0 +1,228 @@
+"""Matrix products by cuBLASLt, with the fastest of the kernels that it proposes.
+
+torch takes the first one proposed. For a transformer's layers on an H200 another of the first eight is 5 to 8% faster
+(docs/performance.md), so each kind of product (shapes, layout, types) is timed once, when it is first met. The library
+is the one that torch has loaded, called through ctypes: torch has no function that takes a choice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Values of cublasLt.h (CUDA 12 and 13)
+COMPUTE_FLOAT32, SCALE_FLOAT32 = 68, 0
+TYPES = {torch.float16: 2, torch.bfloat16: 14, torch.float32: 0}  # the last for results: torch has TF32 for products
+TRANSPOSE_A, TRANSPOSE_B, EPILOGUE, BIAS = 3, 4, 7, 8  # of a product's description
+ADD_BIAS = 4  # an epilogue
+WORKSPACE, REDUCTIONS, ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # of what a proposal must keep to
+IN_FLOAT32 = 3  # partial sums of a split product are added in float32, not in the type of the result
+
+PROPOSALS = 8
+WORKSPACE_BYTES = 2**25
+ROUNDS, CALLS = 5, 4  # a proposal's time is the median of so many rounds of so many calls
+
+
+class Proposal(ctypes.Structure):
+    _fields_ = [
+        ("algorithm", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("status", ctypes.c_int),
+        ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4),
+    ]  # fmt: skip
+
+
+class CublasLt:
+    """The library's functions; a status other than 0 is an error."""
+
+    def __init__(self, name: str) -> None:
+        self.functions = ctypes.PyDLL(name)  # keeps the interpreter's lock: a call only queues work
+        self.handles: dict[int, ctypes.c_void_p] = {}
+        self.workspaces: dict[tuple[int, int], Tensor] = {}
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        function = getattr(self.functions, "cublasLt" + name)
+
+        def checked(*arguments: Any) -> None:
+            if status := function(*arguments):
+                raise RuntimeError(f"cublasLt{name} gave status {status}")
+
+        setattr(self, name, checked)
+        return checked
+
+    def handle(self, device: int) -> ctypes.c_void_p:
+        if device not in self.handles:
+            handle = ctypes.c_void_p()
+            with torch.cuda.device(device):
+                self.Create(ctypes.byref(handle))
+            self.handles[device] = handle
+        return self.handles[device]
+
+    def workspace(self, device: int, stream: int) -> Tensor:
+        """One a stream: two products on one stream never run at once."""
+        if (device, stream) not in self.workspaces:
+            where = torch.device("cuda", device)
+            self.workspaces[device, stream] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=where)
+        return self.workspaces[device, stream]
+
+
+@cache
+def library() -> CublasLt | None:
+    """cuBLASLt as torch has loaded it; None where torch is built without it."""
+    if not torch.version.cuda:
+        return None
+    try:
+        return CublasLt(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
+    except OSError:
+        return None
+
+
+copies_stay_alike = False  # set where ranks compute the same values again, as tensor-parallel ones do
+
+
+def is_used() -> bool:
+    """Not where each run, or each rank, must have the same bits: which kernel is the fastest is found by a clock."""
+    if copies_stay_alike or torch.are_deterministic_algorithms_enabled():
+        return False
+    return torch.cuda.is_available() and library() is not None
+
+
+# ---- one kind of product -------------------------------------------------------------------------------------
+
+
+class Product:
+    """out = a @ b (+ bias), or out += a @ b: for tensors like those that it is made from.
+
+    cuBLASLt counts columns first: what it computes is out.T = b.T @ a.T, so its A is our b.
+    """
+
+    def __init__(self, lt: CublasLt, out: Tensor, a: Tensor, b: Tensor, has_bias: bool, adds: bool) -> None:
+        self.lt, self.device = lt, out.device.index
+        self.beta = ctypes.c_float(1.0 if adds else 0.0)
+        self.one = ctypes.c_float(1.0)
+        self.description = ctypes.c_void_p()
+        lt.MatmulDescCreate(ctypes.byref(self.description), COMPUTE_FLOAT32, SCALE_FLOAT32)
+        self.set(TRANSPOSE_A, ctypes.c_int(int(is_transposed(b))))
+        self.set(TRANSPOSE_B, ctypes.c_int(int(is_transposed(a))))
+        if has_bias:
+            self.set(EPILOGUE, ctypes.c_int(ADD_BIAS))
+        self.layouts = [self.layout(t) for t in (b, a, out)]
+        self.lock = threading.Lock()  # autograd calls from a thread of its own
+        self.proposals = self.ask(min(map(alignment, (a, b, out))))
+        self.algorithm: Any = None
+
+    def set(self, attribute: int, value: Any) -> None:
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        self.lt.MatmulDescSetAttribute(self.description, attribute, ctypes.byref(value), size)
+
+    def layout(self, matrix: Tensor) -> ctypes.c_void_p:
+        """As it lies in memory, column by column: rows of ours are columns there."""
+        rows, columns, stride = *matrix.shape, matrix.stride(0)
+        if is_transposed(matrix):
+            rows, columns, stride = columns, rows, matrix.stride(1)
+        layout = ctypes.c_void_p()
+        self.lt.MatrixLayoutCreate(
+            ctypes.byref(layout), TYPES[matrix.dtype], ctypes.c_uint64(columns), ctypes.c_uint64(rows),
+            ctypes.c_int64(stride),
+        )  # fmt: skip
+        return layout
+
+    def ask(self, aligned: int) -> list[Proposal]:
+        wish = ctypes.c_void_p()
+        self.lt.MatmulPreferenceCreate(ctypes.byref(wish))
+        values: dict[int, Any] = {WORKSPACE: ctypes.c_size_t(WORKSPACE_BYTES), REDUCTIONS: ctypes.c_uint32(IN_FLOAT32)}
+        for attribute, value in (values | {name: ctypes.c_uint32(aligned) for name in ALIGNMENTS}).items():
+            self.lt.MatmulPreferenceSetAttribute(
+                wish, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))
+            )
+        found, count = (Proposal * PROPOSALS)(), ctypes.c_int()
+        b, a, out = self.layouts
+        self.lt.MatmulAlgoGetHeuristic(
+            self.lt.handle(self.device), self.description, b, a, out, out, wish, PROPOSALS, found, ctypes.byref(count)
+        )
+        self.lt.MatmulPreferenceDestroy(wish)
+        return [p for p in found[: count.value] if p.status == 0]
+
+    def run(self, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, algorithm: Any = None) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        workspace = self.lt.workspace(self.device, stream)
+        with self.lock:
+            if bias is not None:
+                self.set(BIAS, ctypes.c_void_p(bias.data_ptr()))
+            at = ctypes.c_void_p(out.data_ptr())
+            self.lt.Matmul(
+                self.lt.handle(self.device), self.description, ctypes.byref(self.one), ctypes.c_void_p(b.data_ptr()),
+                self.layouts[0], ctypes.c_void_p(a.data_ptr()), self.layouts[1], ctypes.byref(self.beta), at,
+                self.layouts[2], at, self.layouts[2], ctypes.byref(algorithm or self.algorithm),
+                ctypes.c_void_p(workspace.data_ptr()), ctypes.c_size_t(WORKSPACE_BYTES), ctypes.c_void_p(stream),
+            )  # fmt: skip
+
+    def choose(self, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+        """Time the proposals in turn, so that what the GPU's clock does meets all of them."""
+        out = torch.empty_like(out)  # which may be a sum that goes on
+        times: list[list[float]] = [[] for _ in self.proposals]
+        for _ in range(ROUNDS):
+            for proposal, seen in zip(self.proposals, times, strict=True):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                self.run(out, a, b, bias, proposal.algorithm)
+                begin.record()
+                for _ in range(CALLS):
+                    self.run(out, a, b, bias, proposal.algorithm)
+                end.record()
+                end.synchronize()
+                seen.append(begin.elapsed_time(end))
+        best = min(range(len(times)), key=lambda i: statistics.median(times[i]))
+        self.algorithm = self.proposals[best].algorithm
+
+
+def is_transposed(matrix: Tensor) -> bool:
+    return matrix.stride(1) != 1
+
+
+def alignment(tensor: Tensor) -> int:
+    """The largest power of two, up to 256, that divides its address."""
+    return min(256, tensor.data_ptr() & -tensor.data_ptr())
+
+
+# ---- all of them ---------------------------------------------------------------------------------------------
+
+_products: dict[Any, Product | None] = {}
+
+
+def multiply(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, adds: bool = False) -> bool:
+    """out = a @ b (+ bias), or out += a @ b, by the fastest kernel; False: left to torch."""
+    if not is_used():
+        return False
+    aligned = min(alignment(out), alignment(a), alignment(b))
+    key = (
+        a.shape, a.stride(), b.shape, b.stride(), out.stride(), out.dtype, a.dtype, bias is not None, adds, aligned,
+        out.device.index,
+    )  # fmt: skip
+    if key not in _products:
+        _products[key] = prepared(out, a, b, bias, adds)
+    product = _products[key]
+    if product is None:
+        return False
+    product.run(out, a, b, bias)
+    return True
+
+
+def prepared(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, adds: bool) -> Product | None:
+    lt = library()
+    plain = all(t.dim() == 2 and 1 in t.stride() and t.data_ptr() % 16 == 0 for t in (a, b, out))
+    types = a.dtype == b.dtype != torch.float32 and a.dtype in TYPES and out.dtype in (a.dtype, torch.float32)
+    if lt is None or not plain or not types or is_transposed(out) or (bias is not None and bias.dtype != out.dtype):
+        return None
+    try:
+        product = Product(lt, out, a, b, bias is not None, adds)
+        if not product.proposals:
+            return None
+        product.choose(out, a, b, bias)
+    except RuntimeError:  # a kind that the library refuses; torch has a way for all
+        return None
+    return product

@@ -1,0 +1,99 @@
+"""The matrix products of compiled graphs, each by the kernel that is fastest for its shapes (cublaslt.py).
+
+A pass over torch.compile's graphs, forward and backward, after its own: large products of 16-bit matrices on a GPU
+become one operation of ours. A product that is cast to float32 right after it (the gradient of a weight) is written in
+float32 at once: one kernel less, and not rounded in between. Nothing else changes, so models are written as ever.
+
+Not under `deterministic=true`, nor on tensor-parallel ranks: which kernel is fastest is found by a clock.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from dtrain.kernels import cublaslt
+
+aten: Any = torch.ops.aten
+LARGE = 2e10  # operations: 30 µs of an H200. Below, a call from Python takes longer than the product
+
+library = torch.library.Library("dtrain", "FRAGMENT")
+library.define(
+    "product(Tensor a, Tensor b, Tensor? bias, ScalarType dtype) -> Tensor", tags=(torch.Tag.flexible_layout,)
+)
+
+
+@torch.library.impl(library, "product", "CUDA")
+def _(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    out = a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+    return out if cublaslt.multiply(out, a, b, bias) else plain(a, b, bias, dtype)
+
+
+@torch.library.impl(library, "product", "CPU")
+def plain(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if bias is not None:
+        return torch.addmm(bias, a, b).to(dtype)
+    if dtype != a.dtype and a.is_cuda:
+        return torch.mm(a, b, out_dtype=dtype)
+    return torch.mm(a, b).to(dtype)
+
+
+@torch.library.register_fake("dtrain::product", lib=library)
+def _(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+
+
+class FastestProducts(CustomGraphPass):
+    """What torch.compile calls with each of its graphs, just before it is turned into kernels."""
+
+    def __init__(self, large: float = LARGE, device: str = "cuda") -> None:
+        self.large, self.device = large, device
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__,)), self.large, self.device
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for node in list(graph.nodes):
+            bias: Any = None
+            if node.target is aten.mm.default:
+                a, b = node.args
+            elif node.target is aten.addmm.default and not node.kwargs:
+                bias, a, b = node.args
+                if bias.meta["val"].dim() != 1 or bias.meta["val"].dtype != node.meta["val"].dtype:
+                    continue
+            else:
+                continue
+            if self.is_large(a, b):
+                self.replace(graph, node, a, b, bias)
+
+    def is_large(self, a: Any, b: Any) -> bool:
+        x, y = a.meta["val"], b.meta["val"]
+        sizes = (*x.shape, y.shape[1])
+        if x.device.type != self.device or x.dtype not in (torch.bfloat16, torch.float16):
+            return False
+        return all(isinstance(n, int) for n in sizes) and 2.0 * sizes[0] * sizes[1] * sizes[2] >= self.large
+
+    def replace(self, graph: fx.Graph, node: fx.Node, a: Any, b: Any, bias: Any) -> None:
+        """Put our operation in the place of `node`, and of its cast to float32 where nothing else reads it."""
+        dtype, last = node.meta["val"].dtype, node
+        users = list(node.users)
+        if bias is None and len(users) == 1 and is_widened(users[0]):
+            dtype, last = torch.float32, users[0]
+        with graph.inserting_before(node):
+            ours = graph.call_function(torch.ops.dtrain.product.default, (a, b, bias, dtype))
+        ours.meta["val"] = node.meta["val"].to(dtype)
+        last.replace_all_uses_with(ours)
+        for gone in {last: None, node: None}:
+            graph.erase_node(gone)
+
+
+def is_widened(node: fx.Node) -> bool:
+    """A cast to float32 that leaves the graph: inside, what follows reads 16 bits faster than 32."""
+    return is_cast(node, torch.float32) and all(user.op == "output" for user in node.users)
+
+
+def is_cast(node: fx.Node, dtype: torch.dtype) -> bool:
+    return node.target is torch.ops.prims.convert_element_type.default and node.args[1] is dtype

@@ -1,0 +1,162 @@
+"""Products of compiled graphs by the fastest kernel: the same values, and which products are taken."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from dtrain.kernels import cublaslt
+from dtrain.kernels.products import LARGE, FastestProducts
+from dtrain.strategies.shared import compile_options
+
+
+class Seen(FastestProducts):
+    """Remembers each graph's operations; not for torch's cache, which would not call it again."""
+
+    graphs: ClassVar[list[list[fx.Node]]] = []  # torch calls a copy
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.graphs.clear()
+
+    def uuid(self) -> Any:
+        return None
+
+    def __call__(self, graph: fx.Graph) -> None:
+        super().__call__(graph)
+        graph.lint()
+        self.graphs.append([node for node in graph.nodes if node.op == "call_function"])
+
+    def ours(self) -> list[list[fx.Node]]:
+        return [[n for n in graph if n.target is torch.ops.dtrain.product.default] for graph in self.graphs]
+
+    def left(self) -> int:
+        products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return sum(node.target in products for graph in self.graphs for node in graph)
+
+
+def trained(model: nn.Module, x: Tensor, seen: Seen | None, device: str = "cpu") -> list[Tensor]:
+    """Output and gradients of a compiled copy, under autocast as precision=bf16 has it."""
+    model, x = copy.deepcopy(model), x.detach().clone().requires_grad_()
+    torch._dynamo.reset()
+    run = torch.compile(model, **({"options": {"post_grad_custom_post_pass": seen}} if seen else {}))
+    with torch.autocast(device, torch.bfloat16):
+        out = run(x)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    (out.float() * weights).sum().backward()
+    return [out, *(t.grad for t in (x, *model.parameters()) if t.grad is not None)]
+
+
+def layers(width: int) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width, bias=False))
+    return model, torch.randn(4, 24, width)
+
+
+def test_all_products_of_both_graphs_are_taken_and_values_stay() -> None:
+    model, x = layers(32)
+    seen = Seen(large=0, device="cpu")
+    ours, usual = trained(model, x, seen), trained(model, x, None)
+    forward, backward = seen.ours()
+    assert (len(forward), len(backward), seen.left()) == (2, 4, 0)
+    for mine, theirs in zip(ours, usual, strict=True):
+        assert mine.dtype == theirs.dtype
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2 * float(theirs.detach().abs().max()))
+
+
+def test_the_gradient_of_a_weight_is_written_in_float32() -> None:
+    """And that of an activation is not, which what follows would have to read."""
+    model, x = layers(32)
+    seen = Seen(large=0, device="cpu")
+    trained(model, x, seen)
+    backward = seen.ours()[1]
+    wide = [node for node in backward if node.args[3] is torch.float32]
+    assert sorted(tuple(node.meta["val"].shape) for node in wide) == [(32, 64), (64, 32)]
+    assert all(node.meta["val"].dtype == torch.float32 for node in wide)
+    assert {node.args[3] for node in backward if node not in wide} == {torch.bfloat16}
+
+
+def test_small_products_and_wide_types_are_left_to_torch() -> None:
+    model, x = layers(32)
+    small = Seen(device="cpu")
+    assert LARGE > 2 * 96 * 32 * 64
+    trained(model, x, small)
+    assert small.ours() == [[], []] and small.left() == 6
+    wide = Seen(large=0, device="cpu")
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, options={"post_grad_custom_post_pass": wide})(x)
+    assert wide.ours() == [[]] and wide.left() == 2
+
+
+def test_not_without_such_a_gpu_nor_where_bits_must_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        assert compile_options() == {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cublaslt, "library", lambda: object())
+    assert isinstance(compile_options()["options"]["post_grad_custom_post_pass"], FastestProducts)
+    monkeypatch.setattr(cublaslt, "copies_stay_alike", True)
+    assert compile_options() == {}
+    monkeypatch.setattr(cublaslt, "copies_stay_alike", False)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert compile_options() == {}
+
+
+def test_a_graph_made_by_other_settings_is_another_one_for_the_cache() -> None:
+    assert FastestProducts().uuid() == FastestProducts().uuid() != FastestProducts(large=1).uuid()
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------
+
+
+def matrix(rows: int, columns: int, transposed: bool) -> Tensor:
+    shape = (columns, rows) if transposed else (rows, columns)
+    found = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    return found.t() if transposed else found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows, inner, columns", [(1024, 768, 3072), (1000, 512, 50304), (130, 72, 264)])
+@pytest.mark.parametrize("a_transposed", [False, True])
+@pytest.mark.parametrize("b_transposed", [False, True])
+def test_products_against_float64(rows: int, inner: int, columns: int, a_transposed: bool, b_transposed: bool) -> None:
+    torch.manual_seed(0)
+    a, b = matrix(rows, inner, a_transposed), matrix(inner, columns, b_transposed)
+    bias = torch.randn(columns, device="cuda", dtype=torch.bfloat16)
+    exact = a.double() @ b.double()
+    narrow, wide = a.new_empty(rows, columns), a.new_empty(rows, columns, dtype=torch.float32)
+    assert cublaslt.multiply(narrow, a, b)
+    torch.testing.assert_close(narrow.double(), exact, rtol=1 / 256, atol=1e-2)
+    assert cublaslt.multiply(narrow, a, b, bias)
+    torch.testing.assert_close(narrow.double(), exact + bias, rtol=1 / 256, atol=1e-2)
+    assert cublaslt.multiply(wide, a, b)
+    torch.testing.assert_close(wide.double(), exact, rtol=1e-4, atol=1e-3)
+    before = wide.clone()
+    assert cublaslt.multiply(wide, a, b, adds=True), "and choosing a kernel leaves the sum alone"
+    torch.testing.assert_close(wide.double(), before.double() + exact, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_what_is_no_product_for_the_library_is_left_to_torch() -> None:
+    a = torch.randn(64, 64, device="cuda")
+    assert not cublaslt.multiply(torch.empty_like(a), a, a), "float32: torch has TF32"
+    narrow = a.bfloat16()
+    shifted = torch.zeros(64 * 64 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(64, 64)
+    assert not cublaslt.multiply(torch.empty_like(narrow), narrow, shifted), "an address that no kernel takes"
+    out = torch.ops.dtrain.product.default(narrow, shifted, None, torch.float32)
+    assert out.dtype == torch.float32 and not out.any()
+
+
+@pytest.mark.gpu
+def test_layers_on_a_gpu() -> None:
+    model, x = layers(1024)
+    model, x = model.cuda(), x.repeat(16, 1, 1).cuda()
+    seen = Seen(large=0)
+    ours, usual = trained(model, x, seen, "cuda"), trained(model, x, None, "cuda")
+    assert [len(graph) for graph in seen.ours()] == [2, 4]
+    for mine, theirs in zip(ours, usual, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2 * float(theirs.detach().abs().max()))
