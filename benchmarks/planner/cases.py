@@ -120,8 +120,8 @@ def trade() -> list[Case]:
     """What each kind of checkpointing gives and costs: the table of docs/performance.md."""
     return [
         today(model, "ddp", batch, compile=compile, checkpointing=mode)
+        for compile in ("blocks", "none")
         for model, batch in (("gpt2-1.5b", 16), ("llama-1b", 8))
-        for compile in ("none", "blocks")
         for mode in ("none", "ops", "selective", "full")
     ]
 

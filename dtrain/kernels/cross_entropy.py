@@ -69,6 +69,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                     add_product(grad_weight, logits.T, x[part])
                 if grad_bias is not None:
                     grad_bias += logits.sum(dim=0, dtype=torch.float32)
+                del logits  # before the next chunk's are made: 0.8 GiB of gpt2's peak
         share = 1.0 / (targets != IGNORED).sum().float()
         ctx.save_for_backward(grad_x, grad_weight, grad_bias, share)
         return losses.sum() * share

@@ -28,8 +28,11 @@ def gelu(x: Tensor, approximate: str) -> Tensor:
     """
     if approximate != "tanh" or not torch.compiler.is_compiling():
         return F.gelu(x, approximate=approximate)
-    wide = x.float()
-    return (wide * torch.sigmoid(wide * (SCALE + CUBIC * wide * wide))).to(x.dtype)
+    # No cast that does nothing: compiled inside an autograd function, it loses the gradient in torch 2.11
+    narrow = x.dtype != torch.float32
+    wide = x.float() if narrow else x
+    out = wide * torch.sigmoid(wide * (SCALE + CUBIC * wide * wide))
+    return out.to(x.dtype) if narrow else out
 
 
 def can_fuse(linear: nn.Linear, x: Tensor) -> bool:

@@ -38,6 +38,8 @@ class RMSNorm(nn.RMSNorm):
 class MLP(nn.Module):
     """Two linear layers, the inner one four times as wide, with a GELU between: exact, or by its tanh approximation."""
 
+    fuses = True  # GELU with the bias before it (kernels/gelu.py); set to False where the layer is computed again
+
     def __init__(self, dim: int, approximate: str = "none") -> None:
         super().__init__()
         self.approximate = approximate
@@ -45,7 +47,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() and can_fuse(self.up, x):
+        if self.fuses and torch.compiler.is_compiling() and can_fuse(self.up, x):
             x = linear_gelu(x, self.up.weight, self.up.bias, self.approximate)
         else:
             x = gelu(self.up(x), self.approximate)
