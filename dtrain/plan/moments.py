@@ -129,7 +129,8 @@ def copies_items(layout: Layout, held: Held, cut: tuple[Stage, ...], waiting: in
 
     fsdp gathers the ends for the whole pass, and a block beside (measured: one at the loss); kept whole under grad_op
     and in pipelines. zero3 keeps what it will use again, up to MAX_LIVE. Autocast remembers every cast until the
-    forward pass ends, the graph those of layers that are not computed again; each pass of a pipeline has its own.
+    forward pass ends, but none inside a compiled graph; the graph those of layers that are not computed again; each
+    pass of a pipeline has its own.
     """
     e, share = product_bytes(layout.precision), sharing(layout)
     if share.zero == 3:
@@ -144,12 +145,13 @@ def copies_items(layout: Layout, held: Held, cut: tuple[Stage, ...], waiting: in
     if e == WIDE or is_pure(layout):
         return []
     cast = held.parameters - held.frozen16 - (held.ends - held.head)
-    if not forward or layout.pp > 1:
+    remembered = forward and way_of(layout).graph == "eager"
+    if not remembered or layout.pp > 1:
         layers = sum(stage.layers for stage in cut)
         kept = sum(kept_layers(stage.layers, layout)[0] for stage in cut) / max(layers, 1)
         if layout.activation_checkpointing == "ops":
             kept = 0.0  # a cast is no product
-        cast = round(kept * (cast - held.head)) + (0 if layout.fused_loss else held.head)
+        cast = round(kept * (cast - held.head)) + (0 if layout.fused_loss and not forward else held.head)
     passes = max(1, round(waiting / len(cut)))
     return [Item("buffers", "weights cast to 16 bits", passes * e * cast, "{} × {:,} × {} bytes", (passes, cast, e))]
 
