@@ -89,11 +89,10 @@ _linear_cross_entropy = torch.compiler.disable(LinearCrossEntropy.apply)
 
 
 def logits_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if x.is_cuda:
-        logits = x.new_empty(len(x), len(weight))
-        if cublaslt.multiply(logits, x, weight.T, bias):
-            return logits
-    return x @ weight.T if bias is None else torch.addmm(bias, x, weight.T)
+    logits = x.new_empty(len(x), len(weight))
+    if not (x.is_cuda and cublaslt.multiply(logits, x, weight.T, bias)):
+        torch.mm(x, weight.T, out=logits) if bias is None else torch.addmm(bias, x, weight.T, out=logits)
+    return logits
 
 
 def product(out: Tensor, a: Tensor, b: Tensor) -> None:

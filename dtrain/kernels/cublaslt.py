@@ -1,15 +1,19 @@
 """Matrix products by cuBLASLt, with the fastest of the kernels that it proposes.
 
-torch takes the first one proposed. For a transformer's layers on an H200 another of the first eight is 5 to 8% faster
-(docs/performance.md), so each kind of product (shapes, layout, types) is timed once, when it is first met. The library
-is the one that torch has loaded, called through ctypes: torch has no function that takes a choice.
+torch takes the first one proposed. For a transformer's layers on an H200 the best of eight is 5 to 8% faster, one by
+one (docs/performance.md has whole steps), so each kind of product (shapes, layout, types) is timed once, when it has
+been met a few times. The library is the one that torch has loaded, called through ctypes: torch has no function that
+takes a choice.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 import statistics
 import threading
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -23,8 +27,11 @@ TYPES = {torch.float16: 2, torch.bfloat16: 14, torch.float32: 0}  # the last for
 TRANSPOSE_A, TRANSPOSE_B, EPILOGUE, BIAS = 3, 4, 7, 8  # of a product's description
 ADD_BIAS = 4  # an epilogue
 WORKSPACE, REDUCTIONS, ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # of what a proposal must keep to
-IN_FLOAT32 = 3  # partial sums of a split product are added in float32, not in the type of the result
+IN_PLACE, IN_FLOAT32 = 1, 2  # where the parts of a split product are added: as the result's type, or as float32
 
+LARGE = 2e10  # operations: 30 µs of an H200. Below, a call from Python takes longer than the product
+MEETINGS = 3  # before a kind is timed: where the number of rows varies, each would be timed and never seen again
+MOST_KINDS = 512
 PROPOSALS = 8
 WORKSPACE_BYTES = 2**25
 ROUNDS, CALLS = 5, 4  # a proposal's time is the median of so many rounds of so many calls
@@ -37,11 +44,16 @@ class Proposal(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Refused(Exception):
+    """The library has no way for a product; torch has one for all."""
+
+
 class CublasLt:
     """The library's functions; a status other than 0 is an error."""
 
     def __init__(self, name: str) -> None:
-        self.functions = ctypes.PyDLL(name)  # keeps the interpreter's lock: a call only queues work
+        # with the interpreter's lock, as a call only queues work; and no other copy than torch's
+        self.functions = ctypes.PyDLL(name, mode=os.RTLD_NOLOAD)
         self.handles: dict[int, ctypes.c_void_p] = {}
         self.workspaces: dict[tuple[int, int], Tensor] = {}
 
@@ -50,7 +62,7 @@ class CublasLt:
 
         def checked(*arguments: Any) -> None:
             if status := function(*arguments):
-                raise RuntimeError(f"cublasLt{name} gave status {status}")
+                raise Refused(f"cublasLt{name} gave status {status}")
 
         setattr(self, name, checked)
         return checked
@@ -82,14 +94,12 @@ def library() -> CublasLt | None:
         return None
 
 
-copies_stay_alike = False  # set where ranks compute the same values again, as tensor-parallel ones do
+copies_stay_alike = False  # set by each Strategy.setup: ranks compute the same values again, as tensor-parallel ones do
 
 
 def is_used() -> bool:
     """Not where each run, or each rank, must have the same bits: which kernel is the fastest is found by a clock."""
-    if copies_stay_alike or torch.are_deterministic_algorithms_enabled():
-        return False
-    return torch.cuda.is_available() and library() is not None
+    return not copies_stay_alike and not torch.are_deterministic_algorithms_enabled() and library() is not None
 
 
 # ---- one kind of product -------------------------------------------------------------------------------------
@@ -101,19 +111,19 @@ class Product:
     cuBLASLt counts columns first: what it computes is out.T = b.T @ a.T, so its A is our b.
     """
 
-    def __init__(self, lt: CublasLt, out: Tensor, a: Tensor, b: Tensor, has_bias: bool, adds: bool) -> None:
-        self.lt, self.device = lt, out.device.index
-        self.beta = ctypes.c_float(1.0 if adds else 0.0)
-        self.one = ctypes.c_float(1.0)
+    def __init__(self, lt: CublasLt, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, adds: bool) -> None:
+        self.lt, self.device, self.adds = lt, out.device.index, adds
+        self.one, self.beta = ctypes.c_float(1.0), ctypes.c_float(1.0 if adds else 0.0)
         self.description = ctypes.c_void_p()
         lt.MatmulDescCreate(ctypes.byref(self.description), COMPUTE_FLOAT32, SCALE_FLOAT32)
         self.set(TRANSPOSE_A, ctypes.c_int(int(is_transposed(b))))
         self.set(TRANSPOSE_B, ctypes.c_int(int(is_transposed(a))))
-        if has_bias:
+        if bias is not None:
             self.set(EPILOGUE, ctypes.c_int(ADD_BIAS))
+            self.set(BIAS, ctypes.c_void_p(bias.data_ptr()))  # whose alignment the proposals go by
         self.layouts = [self.layout(t) for t in (b, a, out)]
         self.lock = threading.Lock()  # autograd calls from a thread of its own
-        self.proposals = self.ask(min(map(alignment, (a, b, out))))
+        self.proposals = self.ask(min(map(alignment, (a, b, out))), out.dtype == torch.float32)
         self.algorithm: Any = None
 
     def set(self, attribute: int, value: Any) -> None:
@@ -132,10 +142,11 @@ class Product:
         )  # fmt: skip
         return layout
 
-    def ask(self, aligned: int) -> list[Proposal]:
+    def ask(self, aligned: int, is_wide: bool) -> list[Proposal]:
         wish = ctypes.c_void_p()
         self.lt.MatmulPreferenceCreate(ctypes.byref(wish))
-        values: dict[int, Any] = {WORKSPACE: ctypes.c_size_t(WORKSPACE_BYTES), REDUCTIONS: ctypes.c_uint32(IN_FLOAT32)}
+        reductions = ctypes.c_uint32(IN_FLOAT32 | IN_PLACE if is_wide else IN_FLOAT32)
+        values: dict[int, Any] = {WORKSPACE: ctypes.c_size_t(WORKSPACE_BYTES), REDUCTIONS: reductions}
         for attribute, value in (values | {name: ctypes.c_uint32(aligned) for name in ALIGNMENTS}).items():
             self.lt.MatmulPreferenceSetAttribute(
                 wish, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))
@@ -163,21 +174,31 @@ class Product:
             )  # fmt: skip
 
     def choose(self, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-        """Time the proposals in turn, so that what the GPU's clock does meets all of them."""
-        out = torch.empty_like(out)  # which may be a sum that goes on
-        times: list[list[float]] = [[] for _ in self.proposals]
-        for _ in range(ROUNDS):
-            for proposal, seen in zip(self.proposals, times, strict=True):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                self.run(out, a, b, bias, proposal.algorithm)
-                begin.record()
-                for _ in range(CALLS):
-                    self.run(out, a, b, bias, proposal.algorithm)
-                end.record()
-                end.synchronize()
-                seen.append(begin.elapsed_time(end))
-        best = min(range(len(times)), key=lambda i: statistics.median(times[i]))
+        """Time the proposals in turn, so that what the GPU's clock does, and messages beside it, meet all of them."""
+        if self.adds:  # a sum that goes on is not the place to try things out
+            out = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
+        times: dict[int, list[float]] = {i: [] for i in range(len(self.proposals))}
+        with torch.cuda.device(self.device):
+            for _ in range(ROUNDS):
+                for i in list(times):
+                    try:
+                        times[i].append(self.timed(out, a, b, bias, self.proposals[i].algorithm))
+                    except Refused:
+                        del times[i]
+        if not times:
+            raise Refused("none of its proposals runs")
+        best = min(times, key=lambda i: statistics.median(times[i]))
         self.algorithm = self.proposals[best].algorithm
+
+    def timed(self, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, algorithm: Any) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.run(out, a, b, bias, algorithm)
+        begin.record()
+        for _ in range(CALLS):
+            self.run(out, a, b, bias, algorithm)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
 
 
 def is_transposed(matrix: Tensor) -> bool:
@@ -192,19 +213,21 @@ def alignment(tensor: Tensor) -> int:
 # ---- all of them ---------------------------------------------------------------------------------------------
 
 _products: dict[Any, Product | None] = {}
+_met: Counter[Any] = Counter()
 
 
 def multiply(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, adds: bool = False) -> bool:
     """out = a @ b (+ bias), or out += a @ b, by the fastest kernel; False: left to torch."""
-    if not is_used():
+    if not is_used() or 2.0 * out.numel() * a.shape[1] < LARGE:
         return False
-    aligned = min(alignment(out), alignment(a), alignment(b))
-    key = (
-        a.shape, a.stride(), b.shape, b.stride(), out.stride(), out.dtype, a.dtype, bias is not None, adds, aligned,
-        out.device.index,
-    )  # fmt: skip
+    given = [out, a, b] if bias is None else [out, a, b, bias]
+    aligned = min(map(alignment, given))
+    key = (*((t.shape, t.stride(), t.dtype) for t in given), adds, aligned, out.device.index)
     if key not in _products:
-        _products[key] = prepared(out, a, b, bias, adds)
+        _met[key] += 1
+        if _met[key] < MEETINGS or len(_met) > MOST_KINDS or torch.cuda.is_current_stream_capturing():
+            return False
+        _products[key] = prepared(out, a, b, bias, adds) if aligned >= 16 else None
     product = _products[key]
     if product is None:
         return False
@@ -214,15 +237,17 @@ def multiply(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, adds
 
 def prepared(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, adds: bool) -> Product | None:
     lt = library()
-    plain = all(t.dim() == 2 and 1 in t.stride() and t.data_ptr() % 16 == 0 for t in (a, b, out))
+    plain = all(t.dim() == 2 and 1 in t.stride() for t in (a, b, out)) and not is_transposed(out)
     types = a.dtype == b.dtype != torch.float32 and a.dtype in TYPES and out.dtype in (a.dtype, torch.float32)
-    if lt is None or not plain or not types or is_transposed(out) or (bias is not None and bias.dtype != out.dtype):
+    if bias is not None:  # the library reads as many values as there are columns, one after the other
+        plain &= bias.shape == (out.shape[1],) and bias.stride(0) == 1 and bias.dtype == out.dtype
+    if lt is None or not plain or not types:
         return None
     try:
-        product = Product(lt, out, a, b, bias is not None, adds)
-        if not product.proposals:
-            return None
+        product = Product(lt, out, a, b, bias, adds)
         product.choose(out, a, b, bias)
-    except RuntimeError:  # a kind that the library refuses; torch has a way for all
+    except Refused as reason:
+        shapes = " × ".join(str(tuple(t.shape)) for t in (a, b))
+        logging.getLogger(__name__).warning("the product %s is left to torch: %s", shapes, reason)
         return None
     return product

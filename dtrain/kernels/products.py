@@ -9,6 +9,7 @@ Not under `deterministic=true`, nor on tensor-parallel ranks: which kernel is fa
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from dtrain.kernels import cublaslt
 
 aten: Any = torch.ops.aten
-LARGE = 2e10  # operations: 30 µs of an H200. Below, a call from Python takes longer than the product
 
 library = torch.library.Library("dtrain", "FRAGMENT")
 library.define(
@@ -29,16 +29,16 @@ library.define(
 @torch.library.impl(library, "product", "CUDA")
 def _(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     out = a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
-    return out if cublaslt.multiply(out, a, b, bias) else plain(a, b, bias, dtype)
+    if cublaslt.multiply(out, a, b, bias):
+        return out
+    if bias is not None:
+        return torch.addmm(bias, a, b, out=out)
+    return torch.mm(a, b, out=out) if dtype == a.dtype else torch.mm(a, b, out_dtype=dtype, out=out)
 
 
 @torch.library.impl(library, "product", "CPU")
-def plain(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if bias is not None:
-        return torch.addmm(bias, a, b).to(dtype)
-    if dtype != a.dtype and a.is_cuda:
-        return torch.mm(a, b, out_dtype=dtype)
-    return torch.mm(a, b).to(dtype)
+def _(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return (torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)).to(dtype)
 
 
 @torch.library.register_fake("dtrain::product", lib=library)
@@ -49,7 +49,7 @@ def _(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
 class FastestProducts(CustomGraphPass):
     """What torch.compile calls with each of its graphs, just before it is turned into kernels."""
 
-    def __init__(self, large: float = LARGE, device: str = "cuda") -> None:
+    def __init__(self, large: float = cublaslt.LARGE, device: str = "cuda") -> None:
         self.large, self.device = large, device
 
     def uuid(self) -> Any:
@@ -62,7 +62,8 @@ class FastestProducts(CustomGraphPass):
                 a, b = node.args
             elif node.target is aten.addmm.default and not node.kwargs:
                 bias, a, b = node.args
-                if bias.meta["val"].dim() != 1 or bias.meta["val"].dtype != node.meta["val"].dtype:
+                out, given = node.meta["val"], bias.meta["val"]
+                if given.shape != out.shape[1:] or given.dtype != out.dtype:  # one that is added to more than a row
                     continue
             else:
                 continue
@@ -71,10 +72,10 @@ class FastestProducts(CustomGraphPass):
 
     def is_large(self, a: Any, b: Any) -> bool:
         x, y = a.meta["val"], b.meta["val"]
-        sizes = (*x.shape, y.shape[1])
         if x.device.type != self.device or x.dtype not in (torch.bfloat16, torch.float16):
             return False
-        return all(isinstance(n, int) for n in sizes) and 2.0 * sizes[0] * sizes[1] * sizes[2] >= self.large
+        sizes = [n if isinstance(n, int) else n.node.hint or 0 for n in (*x.shape, y.shape[1])]
+        return 2.0 * sizes[0] * sizes[1] * sizes[2] >= self.large
 
     def replace(self, graph: fx.Graph, node: fx.Node, a: Any, b: Any, bias: Any) -> None:
         """Put our operation in the place of `node`, and of its cast to float32 where nothing else reads it."""
@@ -84,7 +85,7 @@ class FastestProducts(CustomGraphPass):
             dtype, last = torch.float32, users[0]
         with graph.inserting_before(node):
             ours = graph.call_function(torch.ops.dtrain.product.default, (a, b, bias, dtype))
-        ours.meta["val"] = node.meta["val"].to(dtype)
+        ours.meta = {**node.meta, "val": node.meta["val"].to(dtype)}
         last.replace_all_uses_with(ours)
         for gone in {last: None, node: None}:
             graph.erase_node(gone)
@@ -97,3 +98,9 @@ def is_widened(node: fx.Node) -> bool:
 
 def is_cast(node: fx.Node, dtype: torch.dtype) -> bool:
     return node.target is torch.ops.prims.convert_element_type.default and node.args[1] is dtype
+
+
+@functools.cache
+def fastest_products() -> FastestProducts:
+    """One for all: graphs made with two passes are not shared between layers."""
+    return FastestProducts()

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from dtrain import checkpoint
 from dtrain.kernels import cublaslt
+from dtrain.models.parts import MLP
 from dtrain.shards import Held, is_dtensor
 
 aten, messages = torch.ops.aten, torch.ops._c10d_functional
@@ -172,11 +173,11 @@ def compile_model(model: nn.Module, mode: str) -> None:
 
 def compile_options() -> dict[str, Any]:
     """On a GPU: a pass over the graphs that gives each matrix product its fastest kernel."""
-    if not cublaslt.is_used():
+    if not torch.cuda.is_available() or not cublaslt.is_used():
         return {}
-    from dtrain.kernels.products import FastestProducts  # which imports the compiler: seconds
+    from dtrain.kernels.products import fastest_products  # which imports the compiler: seconds
 
-    return {"options": {"post_grad_custom_post_pass": FastestProducts()}}
+    return {"options": {"post_grad_custom_post_pass": fastest_products()}}
 
 
 def compile_layers(model: nn.Module, ends: bool = False) -> None:
@@ -215,7 +216,7 @@ def checkpoint_layers(model: nn.Module, mode: str, every: int) -> None:
             unit.forward = ComputedAgain(unit.forward, mode == "ops")
             # torch 2.11 keeps an autograd function's input all the same: of GPT-2's layer 10 d bytes a token, not 2 d
             for part in unit.modules() if mode != "ops" else ():
-                if hasattr(part, "fuses"):
+                if isinstance(part, MLP):
                     part.fuses = False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any, ClassVar
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from dtrain.kernels import cublaslt
-from dtrain.kernels.products import LARGE, FastestProducts
+from dtrain.kernels.products import FastestProducts, fastest_products
 from dtrain.strategies.shared import compile_options
 
 
@@ -83,7 +84,7 @@ def test_the_gradient_of_a_weight_is_written_in_float32() -> None:
 def test_small_products_and_wide_types_are_left_to_torch() -> None:
     model, x = layers(32)
     small = Seen(device="cpu")
-    assert LARGE > 2 * 96 * 32 * 64
+    assert cublaslt.LARGE > 2 * 96 * 32 * 64
     trained(model, x, small)
     assert small.ours() == [[], []] and small.left() == 6
     wide = Seen(large=0, device="cpu")
@@ -106,6 +107,84 @@ def test_not_without_such_a_gpu_nor_where_bits_must_repeat(monkeypatch: pytest.M
     assert compile_options() == {}
 
 
+@pytest.mark.parametrize("bias", [torch.ones(1), torch.ones(8, 1), torch.ones(8, 64)])
+def test_a_bias_that_is_no_row_is_left_to_torch(bias: Tensor) -> None:
+    """The library would read a value for each column from it, one after the other."""
+    seen = Seen(large=0, device="cpu")
+    x, weight = torch.ones(8, 32).bfloat16(), torch.ones(32, 64).bfloat16()
+    torch._dynamo.reset()
+    run = torch.compile(torch.addmm, options={"post_grad_custom_post_pass": seen})
+    assert (run(bias.bfloat16(), x, weight) == 33).all()
+    assert seen.graphs and not seen.ours()[0]
+
+
+def test_layers_share_a_graph() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.linear(x))
+
+    assert fastest_products() is fastest_products()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for _ in range(3):
+        layer = Layer()
+        layer.compile(options={"post_grad_custom_post_pass": fastest_products()})
+        layer(torch.ones(2, 8))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What would be given to the library: nothing is, without a GPU."""
+    kinds: list[Any] = []
+
+    class Known:
+        def run(self, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+            torch.mm(a, b, out=out)
+
+    monkeypatch.setattr(cublaslt, "library", lambda: object())
+    monkeypatch.setattr(cublaslt, "prepared", lambda *given: kinds.append(given) or Known())
+    monkeypatch.setattr(cublaslt, "alignment", lambda tensor: 256)  # as a GPU's memory has it
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cublaslt, "LARGE", 0)
+    monkeypatch.setattr(cublaslt, "_products", {})
+    monkeypatch.setattr(cublaslt, "_met", Counter())
+    return kinds
+
+
+def multiplied(rows: int) -> bool:
+    a, b = torch.ones(rows, 8), torch.ones(8, 8)
+    out = torch.zeros(rows, 8)
+    done = cublaslt.multiply(out, a, b)
+    assert out.eq(8 if done else 0).all()
+    return done
+
+
+def test_a_kind_is_timed_once_when_it_has_been_met_often_enough(made: list[Any]) -> None:
+    assert [multiplied(4) for _ in range(5)] == [False, False, True, True, True]
+    assert len(made) == 1
+    assert not any(multiplied(rows) for rows in range(5, 50)), "rows that vary are never timed"
+    assert len(made) == 1
+
+
+def test_where_bits_must_repeat_every_product_is_left_to_torch(
+    made: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [multiplied(4) for _ in range(3)][-1]
+    monkeypatch.setattr(cublaslt, "copies_stay_alike", True)
+    assert not multiplied(4)
+    monkeypatch.setattr(cublaslt, "copies_stay_alike", False)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not multiplied(4)
+    monkeypatch.undo()
+    monkeypatch.setattr(cublaslt, "library", lambda: object())
+    assert not multiplied(4), "small ones"
+
+
 def test_a_graph_made_by_other_settings_is_another_one_for_the_cache() -> None:
     assert FastestProducts().uuid() == FastestProducts().uuid() != FastestProducts(large=1).uuid()
 
@@ -113,22 +192,33 @@ def test_a_graph_made_by_other_settings_is_another_one_for_the_cache() -> None:
 # ---- on a GPU ------------------------------------------------------------------------------------------------
 
 
-def matrix(rows: int, columns: int, transposed: bool) -> Tensor:
-    shape = (columns, rows) if transposed else (rows, columns)
-    found = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    return found.t() if transposed else found
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublaslt, "LARGE", 0)
+    monkeypatch.setattr(cublaslt, "MEETINGS", 1)
+
+
+def matrix(rows: int, columns: int, transposed: bool, dtype: torch.dtype, padding: int) -> Tensor:
+    shape = (columns, rows + padding) if transposed else (rows, columns + padding)
+    found = torch.randn(shape, device="cuda", dtype=dtype)
+    return (found.t() if transposed else found)[:rows, :columns]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows, inner, columns", [(1024, 768, 3072), (1000, 512, 50304), (130, 72, 264)])
 @pytest.mark.parametrize("a_transposed", [False, True])
 @pytest.mark.parametrize("b_transposed", [False, True])
-def test_products_against_float64(rows: int, inner: int, columns: int, a_transposed: bool, b_transposed: bool) -> None:
+@pytest.mark.parametrize("dtype, padding", [(torch.bfloat16, 0), (torch.bfloat16, 8), (torch.float16, 0)])
+@pytest.mark.usefixtures("at_once")
+def test_products_against_float64(
+    rows: int, inner: int, columns: int, a_transposed: bool, b_transposed: bool, dtype: torch.dtype, padding: int
+) -> None:
     torch.manual_seed(0)
-    a, b = matrix(rows, inner, a_transposed), matrix(inner, columns, b_transposed)
-    bias = torch.randn(columns, device="cuda", dtype=torch.bfloat16)
+    a = matrix(rows, inner, a_transposed, dtype, padding)
+    b = matrix(inner, columns, b_transposed, dtype, padding)
+    bias = torch.randn(columns, device="cuda", dtype=dtype)
     exact = a.double() @ b.double()
-    narrow, wide = a.new_empty(rows, columns), a.new_empty(rows, columns, dtype=torch.float32)
+    narrow, wide = (matrix(rows, columns, False, kind, padding) for kind in (dtype, torch.float32))
     assert cublaslt.multiply(narrow, a, b)
     torch.testing.assert_close(narrow.double(), exact, rtol=1 / 256, atol=1e-2)
     assert cublaslt.multiply(narrow, a, b, bias)
@@ -141,17 +231,22 @@ def test_products_against_float64(rows: int, inner: int, columns: int, a_transpo
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("at_once")
 def test_what_is_no_product_for_the_library_is_left_to_torch() -> None:
     a = torch.randn(64, 64, device="cuda")
     assert not cublaslt.multiply(torch.empty_like(a), a, a), "float32: torch has TF32"
     narrow = a.bfloat16()
+    out = torch.empty_like(narrow)
     shifted = torch.zeros(64 * 64 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(64, 64)
-    assert not cublaslt.multiply(torch.empty_like(narrow), narrow, shifted), "an address that no kernel takes"
-    out = torch.ops.dtrain.product.default(narrow, shifted, None, torch.float32)
-    assert out.dtype == torch.float32 and not out.any()
+    assert not cublaslt.multiply(out, narrow, shifted), "an address that no kernel takes"
+    assert not cublaslt.multiply(out, narrow, narrow, narrow[0, :1]), "one value for all columns"
+    assert not cublaslt.multiply(out, narrow, narrow, narrow[:, 0]), "values that lie apart"
+    product = torch.ops.dtrain.product.default(narrow, shifted, None, torch.float32)
+    assert product.dtype == torch.float32 and not product.any()
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("at_once")
 def test_layers_on_a_gpu() -> None:
     model, x = layers(1024)
     model, x = model.cuda(), x.repeat(16, 1, 1).cuda()
