@@ -1,0 +1,161 @@
+"""Is one way to train faster than another? Both in one process, a block of steps in turn.
+
+    python benchmarks/turns.py [words of all] -- [words of one] -- [words of another] ... [--rounds 9] [--json FILE]
+    python benchmarks/turns.py model=gpt2-124m train.global_batch_size=32 -- -- without=products -- compile=blocks
+
+`without=products` leaves products to torch's own choice of kernel, `without=gelu` GELU's backward pass to the compiler.
+Ratios are to the first way, of the same round: what comes and goes on the machine hits both. The GPU's power and clock
+(nvidia-smi, every 50 ms) stand beside each way. Batches are random numbers on the device, as in measure.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "planner")]
+COMMON = ["strategy=ddp", "precision=bf16", "cluster.nodes=1", "cluster.processes=1"]
+BLOCK_S, UNTIMED = 0.8, 2  # of a block: seconds, and steps before them
+ASKED = "power.draw.instant,clocks.sm,clocks_event_reasons.sw_power_cap"
+
+
+def without(names: list[str]) -> contextlib.ExitStack:
+    """The parts of dtrain that a way does without, switched off for as long as this is open."""
+    from dtrain.kernels import cublaslt
+    from dtrain.models import parts
+
+    stack = contextlib.ExitStack()
+    if "products" in names:
+        stack.enter_context(patch.object(cublaslt, "library", lambda: None))
+    if "gelu" in names:
+        stack.enter_context(patch.object(parts.MLP, "fuses", False))
+    return stack
+
+
+class Way:
+    """A strategy that is set up, and its steps."""
+
+    def __init__(self, words: list[str], device: Any) -> None:
+        from measure import Quick, batch_of
+
+        from dtrain.compose import compose
+        from dtrain.config import Settings, build
+        from dtrain.models import build as models
+
+        self.missing = [word.partition("=")[2] for word in words if word.startswith("without=")]
+        cfg = Settings(compose([word for word in words if not word.startswith("without=")]))
+        size = cfg.train.global_batch_size
+        self.batches = [batch_of(cfg, size, device) for _ in range(4)]
+        self.strategy = build(cfg.strategy)
+        self.strategy.resolve_mesh(1, 1)
+        self.taken, self.last, self.steps_s, self.samples = 0, None, [], []  # type: ignore[var-annotated]
+        with without(self.missing):
+            self.strategy.setup(
+                models.make(cfg), build(cfg.optim, global_batch_size=size), precision=build(cfg.precision),
+                device=device, first=Quick(), micro_batch_size=cfg.train.micro_batch_size or size,
+                max_grad_norm=cfg.train.max_grad_norm, activation_checkpointing=cfg.activation_checkpointing,
+                activation_checkpointing_every=cfg.activation_checkpointing_every, compile=cfg.compile,
+                masked=cfg.model.get("task") == "mlm",
+            )  # fmt: skip
+        self.strategy.set_lr(1e-4 / cfg.optim.lr)
+
+    def run(self, steps: int) -> float:
+        """Seconds of one step; a step's figures are read while the next one computes, as in the loop."""
+        began = time.perf_counter()
+        with without(self.missing):
+            for _ in range(steps):
+                before, self.last = self.last, self.strategy.train_step(*self.batches[self.taken % 4])
+                self.taken += 1
+                if before is not None:
+                    before.read()
+            float(self.last.loss)  # type: ignore[attr-defined]
+        return (time.perf_counter() - began) / steps
+
+
+@contextlib.contextmanager
+def watched(samples: list[list[float]]) -> Any:
+    """Adds (watt, MHz, is the power limit reached) of each sample that nvidia-smi takes meanwhile."""
+    try:
+        command = ["nvidia-smi", f"--query-gpu={ASKED}", "--format=csv,noheader,nounits", "-lms", "50"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    except OSError:
+        yield
+        return
+    yield
+    process.terminate()
+    for line in (process.communicate()[0] or "").splitlines():
+        with contextlib.suppress(ValueError):
+            power, clock, limited = line.split(", ")
+            samples.append([float(power), float(clock), float(limited == "Active")])
+
+
+def row_of(way: Way, first: Way, words: list[str]) -> dict[str, Any]:
+    ratio = statistics.median(a / b for a, b in zip(first.steps_s, way.steps_s, strict=True))
+    row = {"words": words, "step_ms": 1e3 * statistics.median(way.steps_s), "ratio": ratio, "rounds_s": way.steps_s}
+    if way.samples:
+        watt, clock, limited = zip(*way.samples, strict=True)
+        row |= {"watt": statistics.median(watt), "mhz": statistics.median(clock), "limited": statistics.mean(limited)}
+    return row | {"loss": float(way.last.loss)}  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    given = sys.argv[1:]
+    cut = next((i for i, word in enumerate(given) if word in ("--rounds", "--json", "-h", "--help")), len(given))
+    options = parser.parse_args(given[cut:])
+    groups: list[list[str]] = [[]]
+    for word in given[:cut]:
+        groups.append([]) if word == "--" else groups[-1].append(word)
+    common, ways_words = [*COMMON, *groups[0]], groups[1:] or [[]]
+
+    from dtrain.comm.profile import environment
+    from dtrain.compose import compose
+
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29677"}
+    os.environ |= environment(compose(common), os.environ)  # as a launched run has it
+    import torch
+    from throughput import environment as machine
+
+    from dtrain import worker
+
+    device = worker.join_process_group()
+    torch._dynamo.config.recompile_limit = 64
+    ways = []
+    for words in ways_words:
+        torch.manual_seed(0)
+        ways.append(Way([*common, *words], device))
+        ways[-1].run(4)
+    steps = max(2, round(BLOCK_S / [way.run(2) for way in ways][0]))
+    for i in range(options.rounds):
+        for way in ways if i % 2 else reversed(ways):
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            way.run(UNTIMED)
+            with watched(way.samples):
+                way.steps_s.append(way.run(steps))
+    rows = [row_of(way, ways[0], words) for way, words in zip(ways, ways_words, strict=True)]
+    print(f"{'':<40}{'ms a step':>10}{'ratio':>8}{'watt':>7}{'MHz':>7}{'limited':>9}{'loss':>8}")
+    for row in rows:
+        power = f"{row['watt']:>7.0f}{row['mhz']:>7.0f}{row['limited']:>9.0%}" if "watt" in row else " " * 23
+        name = " ".join(row["words"]) or "as it is"
+        print(f"{name:<40}{row['step_ms']:>10.2f}{row['ratio']:>8.4f}{power}{row['loss']:>8.4f}", flush=True)
+    if options.json:
+        content = {"benchmark": "turns", **machine(), "words": common, "steps_a_round": steps, "rows": rows}
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
