@@ -138,7 +138,8 @@ def main() -> None:
         torch.manual_seed(0)
         ways.append(Way([*common, *words], device))
         ways[-1].run(4)
-    steps = max(2, round(BLOCK_S / [way.run(2) for way in ways][0]))
+    first_s, *_ = [way.run(2) for way in ways]
+    steps = max(2, round(BLOCK_S / first_s))
     for i in range(options.rounds):
         for way in ways if i % 2 else reversed(ways):
             if device.type == "cuda":

@@ -32,6 +32,7 @@ class Stack:
     hooks: float = 0.0
     again: float = 0.0
     update: float = 0.0
+    stops_early: bool = False  # what is computed again ends with the last value that the backward pass reads
     collectives_per_layer: int = 1  # gathers of one layer's weights in one pass: 1, or one for each weight
     network: float = 1.0  # share of a collective's rate across nodes that it reaches
     reduce_every_pass: bool = False  # gradients are reduced in every pass, not only in a step's last
@@ -44,7 +45,7 @@ class Stack:
 # samples in one and in four passes, 1.5B with 4, Llama 1B with 2 (benchmarks/results/planner-h200.json). Runs of one
 # layout differ by 10 to 15% there. tests/plan/test_step.py counts the messages of tensor ranks.
 AGAIN = 50.0  # torch's checkpointing, eager: hooks around every tensor that is kept, generators' states, a frame
-EAGER = Stack("eager", again=AGAIN, sums_in_stream=True)
+EAGER = Stack("eager", again=AGAIN, sums_in_stream=True, stops_early=True)
 COMPILED = replace(EAGER, name="compiled", kernels="compiled", again=0.0)
 HOOKS = {"fsdp": 82.0, "grad_op": 82.0, "zero1": 20.0, "zero2": 117.0, "zero3": 390.0}
 # Assumed until it is measured: beside what recomputation costs, contexts that look at each operation of a block in both

@@ -22,7 +22,7 @@ from dtrain.plan.pipeline import pipeline_items
 from dtrain.plan.shape import Convolutions, Shape, Transformer
 from dtrain.plan.stacks import Stack, stack_of
 from dtrain.plan.update import optimizer_items
-from dtrain.plan.work import HALF, Pass, block, head
+from dtrain.plan.work import HALF, Pass, block, head, last_product
 from dtrain.strategies.rules import stages_of_rank
 
 CALLS = 3  # host time of a collective, in launches: events before and behind it, and the call itself
@@ -151,12 +151,13 @@ def rank_works(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) -
         )
         return [(units(shape), one + Pass(kernels=stack.hooks * units(shape)))]
     forward, backward = block(shape, hardware, stack, batch, layout.tp, layout.sequence_parallel, size)
+    unread = last_product(shape, hardware, stack, batch, layout.tp, size)
     ways = layout.tp if layout.loss_parallel or stack.sharded_head else 1
     first, last = head(shape, hardware, stack, batch, ways, size)
     works = []
     for held in ranks_of(shape, layout):
         layers = sum(stage.layers for stage in held)
-        work = (forward + backward + computed_again(layout, stack, forward)) * layers
+        work = (forward + backward + computed_again(layout, stack, forward + unread * -1)) * layers
         work += Pass(kernels=stack.hooks * layers)
         if any(stage.is_last for stage in held):
             work += first + last

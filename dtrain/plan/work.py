@@ -140,6 +140,17 @@ def block(
     )  # fmt: skip
 
 
+def last_product(shape: Transformer, hardware: Hardware, stack: Stack, batch: int, tp: int, size: int) -> Pass:
+    """A block's last product, where it is not computed again: only a norm after it, as BERT has one, reads its result
+    in the backward pass, and eager dropout comes after it."""
+    if not stack.stops_early or shape.kind == "bert" or (shape.dropout and stack.kernels == "eager"):
+        return Pass()
+    last = block_linears(shape)[-1]
+    frozen = bool(shape.lora_rank)
+    forward, _ = linear_s(hardware, batch * shape.seq_len, last.ins // tp, last.outs, size, frozen, stack.fp8)
+    return Pass(forward, kernels=1)
+
+
 def linear_s(
     hardware: Hardware, tokens: int, ins: int, outs: int, size: int, frozen: bool = False, fp8: bool = False
 ) -> tuple[float, float]:

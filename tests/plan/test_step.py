@@ -219,3 +219,32 @@ def test_computing_again_costs_the_host_less_under_megatrons_function_than_under
 
     assert calls("megatron-2021") == pytest.approx(11.5, rel=0.05)
     assert calls("eager") == pytest.approx(50, rel=0.05)
+
+
+def test_a_block_computes_all_but_its_last_product_again() -> None:
+    """What the planner leaves out under `full` (work.last_product): nothing in the backward pass reads its result."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from dtrain import parity
+    from dtrain.models import build as models
+    from dtrain.strategies.shared import checkpoint_layers
+
+    products: Counter[tuple[int, ...]] = Counter()
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.addmm.default:  # with a bias: none of the backward pass's own
+                products[tuple(args[2].shape)] += 1
+            return func(*args, **(kwargs or {}))
+
+    cfg = parity.compose(["model=gpt2-tiny"])
+    model, layers, d = models.make(cfg), cfg.model.num_layers, cfg.model.dim
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.02)
+    checkpoint_layers(model, "full", 1)
+    tokens = torch.randint(cfg.model.vocab_size, (1, 16))
+    with Counting():
+        model(tokens, tokens).backward()
+    assert products == {(d, 3 * d): 2 * layers, (d, d): 2 * layers, (d, 4 * d): 2 * layers, (4 * d, d): layers}
