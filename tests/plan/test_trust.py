@@ -298,11 +298,18 @@ def base(strategy: str) -> dict[str, Any]:
 
 
 def test_what_is_changed_first() -> None:
-    """A smaller micro-batch, then checkpointing, then another strategy."""
+    """A smaller micro-batch, then checkpointing, its cheapest kind first, then another strategy."""
     order = [" ".join(typed) for typed, _ in fit.changes(base("ddp"))]
     assert order[0] == "train.micro_batch_size=4" and order[2] == "train.micro_batch_size=1"
-    assert order[3:5] == ["activation_checkpointing=full", "activation_checkpointing=full train.micro_batch_size=4"]
-    assert order[7] == "strategy=fsdp" and order[-1].startswith("strategy=fsdp activation_checkpointing=full train.")
+    assert order[3:5] == ["activation_checkpointing=ops", "activation_checkpointing=ops train.micro_batch_size=4"]
+    assert order[7] == "activation_checkpointing=full"
+    assert order[11] == "strategy=fsdp" and order[-1].startswith("strategy=fsdp activation_checkpointing=full train.")
+
+
+def test_kinds_of_checkpointing_that_keep_less() -> None:
+    assert fit.modes("none", compiled=True) == ["none", "ops", "full"]
+    assert fit.modes("none", compiled=False) == ["none", "full"], "ops costs an eager run's host more than full"
+    assert fit.modes("ops", compiled=True) == ["ops", "full"] and fit.modes("full", compiled=True) == ["full"]
 
 
 def test_settings_of_a_strategy_that_is_replaced_are_named() -> None:
