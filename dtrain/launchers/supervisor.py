@@ -22,10 +22,16 @@ from typing import Any
 
 from dtrain import console
 from dtrain.contract import DONE, FAILED, LOST_PEER, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent
-from dtrain.rundir import read_summary, write_json
+from dtrain.rundir import latest_checkpoint, read_summary, write_json
 from dtrain.words import short_path
 
 PEERS_S = 5.0  # how long the other ranks may take to end after one has failed
+
+
+def origin(run_dir: Path) -> str:
+    """Where a restart begins, in words."""
+    newest = latest_checkpoint(run_dir)
+    return f"from {newest.name}" if newest else "from the beginning, as nothing was saved yet"
 
 
 class Supervisor:
@@ -78,7 +84,7 @@ class Supervisor:
         try:
             with console.Monitor(run_dir) as monitor:
                 for attempt in range(self.max_restarts + 1):
-                    again = f", restart {attempt} of {self.max_restarts} from the newest checkpoint" if attempt else ""
+                    again = f", restart {attempt} of {self.max_restarts} {origin(run_dir)}" if attempt else ""
                     monitor.message(f"starting {self.num_ranks} ranks{again}; logs in {short_path(run_dir / 'logs')}")
                     code = self._run_once(run_dir, monitor)
                     if code != FAILED or self.stop_requested_at < math.inf:  # a bad configuration does not get better

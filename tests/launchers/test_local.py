@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dtrain.launchers.local import killed_ranks
-from dtrain.launchers.supervisor import first_failure
+from dtrain.launchers.supervisor import first_failure, origin
 from tests.world import ROOT, SMALL, losses, metrics, summary
 
 FAILING = """
@@ -162,6 +162,15 @@ def test_the_first_error_is_shown_with_its_rank(how: str, message: str, tmp_path
     assert_no_orphans(tmp_path / "run")
 
 
+def test_a_restart_before_the_first_save_says_so(tmp_path: Path) -> None:
+    assert origin(tmp_path) == "from the beginning, as nothing was saved yet"
+    saved = tmp_path / "checkpoints" / "step-00000006"
+    saved.mkdir(parents=True)
+    assert origin(tmp_path) == "from the beginning, as nothing was saved yet", "without its manifest it is none"
+    (saved / "manifest.json").touch()
+    assert origin(tmp_path) == "from step-00000006"
+
+
 def test_restart_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FAILING.format(how="raise RuntimeError('once')"))
     process = launch(
@@ -175,7 +184,7 @@ def test_restart_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
     )
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 0, output
-    assert "restart 1 of 1" in output
+    assert "restart 1 of 1 from step-00000006" in output
     assert summary(tmp_path / "run")["start_step"] == 6
     assert sorted(losses(tmp_path / "run")) == list(range(1, 21)), "every step once, none twice"
 
