@@ -224,8 +224,10 @@ def multiply(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, adds
     aligned = min(map(alignment, given))
     key = (*((t.shape, t.stride(), t.dtype) for t in given), adds, aligned, out.device.index)
     if key not in _products:
+        if len(_met) >= MOST_KINDS and key not in _met:
+            return False
         _met[key] += 1
-        if _met[key] < MEETINGS or len(_met) > MOST_KINDS or torch.cuda.is_current_stream_capturing():
+        if _met[key] < MEETINGS or torch.cuda.is_current_stream_capturing():
             return False
         _products[key] = prepared(out, a, b, bias, adds) if aligned >= 16 else None
     product = _products[key]

@@ -164,11 +164,16 @@ def multiplied(rows: int) -> bool:
     return done
 
 
-def test_a_kind_is_timed_once_when_it_has_been_met_often_enough(made: list[Any]) -> None:
+def test_a_kind_is_timed_once_when_it_has_been_met_often_enough(
+    made: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert [multiplied(4) for _ in range(5)] == [False, False, True, True, True]
     assert len(made) == 1
     assert not any(multiplied(rows) for rows in range(5, 50)), "rows that vary are never timed"
     assert len(made) == 1
+    monkeypatch.setattr(cublaslt, "MOST_KINDS", len(cublaslt._met))
+    assert not any(multiplied(60) for _ in range(5)) and len(cublaslt._met) == cublaslt.MOST_KINDS
+    assert multiplied(4), "those that are known go on"
 
 
 def test_where_bits_must_repeat_every_product_is_left_to_torch(
