@@ -28,6 +28,12 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
+class TorchStage(pipelining.PipelineStage):
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Before the first step: torch 2.11 also greets the stages of this very rank, for which gloo has no way."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+
 class Pipeline(Strategy):
     compiles = "blocks"
 
@@ -121,7 +127,7 @@ class Pipeline(Strategy):
 
     def make_schedule(self, num_micro_batches: int, train: bool) -> Any:
         stages = [
-            pipelining.PipelineStage(stage, i, self.num_stages, self.device, group=self.pp_group)
+            TorchStage(stage, i, self.num_stages, self.device, group=self.pp_group)
             for i, stage in zip(self.stage_ids, self.module.children(), strict=True)
         ]
         one_stage = self.schedule in ("gpipe", "1f1b")
