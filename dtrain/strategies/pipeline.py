@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.tensor.parallel import loss_parallel
 
+from dtrain.models.parts import Head
 from dtrain.shards import Held
 from dtrain.strategies.base import Strategy
 from dtrain.strategies.fsdp import data_mesh, free_layers, shard_layers
@@ -65,6 +66,9 @@ class Pipeline(Strategy):
         self.num_figures = len(getattr(model, "figures", ()))
         if self.schedule == "zbv":  # which splits the backward pass: no graph can
             self.compile = "none"
+            if torch.__version__ < "2.13":  # nor an autograd function, which head and loss in one are
+                for head in (part for part in model.modules() if isinstance(part, Head)):
+                    head.fused = False
         # what a mask is made of is in the inputs, which only the first stage is given as such
         self.wants_source = "source" in inspect.signature(model.forward).parameters
         self.pp_rank, self.pp_group = self.mesh.get_local_rank("pp"), self.mesh.get_group("pp")
