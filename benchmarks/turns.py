@@ -46,28 +46,19 @@ class Way:
     """A strategy that is set up, and its steps."""
 
     def __init__(self, words: list[str], device: Any) -> None:
-        from measure import Quick, batch_of
+        from measure import batch_of
 
+        from benchmarks.peer.loops import set_up
         from dtrain.compose import compose
-        from dtrain.config import Settings, build
-        from dtrain.models import build as models
+        from dtrain.config import Settings
 
         self.missing = [word.partition("=")[2] for word in words if word.startswith("without=")]
         cfg = Settings(compose([word for word in words if not word.startswith("without=")]))
         size = cfg.train.global_batch_size
         self.batches = [batch_of(cfg, size, device) for _ in range(4)]
-        self.strategy = build(cfg.strategy)
-        self.strategy.resolve_mesh(1, 1)
         self.taken, self.last, self.steps_s, self.samples = 0, None, [], []  # type: ignore[var-annotated]
         with without(self.missing):
-            self.strategy.setup(
-                models.make(cfg), build(cfg.optim, global_batch_size=size), precision=build(cfg.precision),
-                device=device, first=Quick(), micro_batch_size=cfg.train.micro_batch_size or size,
-                max_grad_norm=cfg.train.max_grad_norm, activation_checkpointing=cfg.activation_checkpointing,
-                activation_checkpointing_every=cfg.activation_checkpointing_every, compile=cfg.compile,
-                masked=cfg.model.get("task") == "mlm",
-            )  # fmt: skip
-        self.strategy.set_lr(1e-4 / cfg.optim.lr)
+            self.strategy = set_up(cfg, size, device)
 
     def run(self, steps: int) -> float:
         """Seconds of one step; a step's figures are read while the next one computes, as in the loop."""

@@ -26,27 +26,32 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
 
 
 def ours(cfg: Any, feed: Feed, device: torch.device) -> None:
-    """What dtrain/train.py sets up, and its step, with the defaults and the few words of peers.py."""
+    """The step of dtrain/train.py, with the defaults and the few words of peers.py."""
+    strategy = set_up(cfg, len(feed.batches[0][0]), device)
+    for inputs, targets in feed:
+        before, feed.loss = feed.loss, strategy.train_step(inputs, targets)
+        if before is not None:  # as in the loop: a step's figures are read while the next one computes
+            before.read()
+
+
+def set_up(cfg: Any, size: int, device: torch.device) -> Any:
+    """What dtrain/train.py sets up for one rank and a batch of `size`, with weights that are made at once."""
     from measure import Quick
 
     from dtrain.config import build
     from dtrain.models import build as models
 
-    size = len(feed.batches[0][0])
     strategy = build(cfg.strategy)
     strategy.resolve_mesh(1, 1)
     strategy.setup(
         models.make(cfg), build(cfg.optim, global_batch_size=size), precision=build(cfg.precision), device=device,
-        first=Quick(), micro_batch_size=size, max_grad_norm=cfg.train.max_grad_norm,
+        first=Quick(), micro_batch_size=cfg.train.micro_batch_size or size, max_grad_norm=cfg.train.max_grad_norm,
         activation_checkpointing=cfg.activation_checkpointing,
         activation_checkpointing_every=cfg.activation_checkpointing_every, compile=cfg.compile,
         masked=cfg.model.get("task") == "mlm",
     )  # fmt: skip
     strategy.set_lr(LR / cfg.optim.lr)
-    for inputs, targets in feed:
-        before, feed.loss = feed.loss, strategy.train_step(inputs, targets)
-        if before is not None:  # as in the loop: a step's figures are read while the next one computes
-            before.read()
+    return strategy
 
 
 # ---- plain torch ---------------------------------------------------------------------------------------------
