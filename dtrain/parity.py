@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import math
 import os
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -206,7 +207,9 @@ def run(case: Case, timeout: float, env: dict[str, str] | None = None) -> str:
     (case.run_dir / "logs").mkdir(parents=True, exist_ok=True)
     save(case.run_dir, case.config)
     with world.World(case.size, _rank, case.run_dir, env=env) as ranks:
-        import dtrain.checkpoint  # noqa: F401  (torch, for the comparison: 2 s in which the ranks work)
+        # torch, for the comparison: 2 s in which the ranks work. A Ctrl-C amid its import may be lost, or end in C++
+        with world.held_back(signal.SIGINT, signal.SIGTERM):
+            import dtrain.checkpoint  # noqa: F401
 
         return world.failure(case.run_dir, ranks.join(timeout))
 

@@ -6,13 +6,14 @@ Training proper goes through torchrun (launchers/local.py): a fork server is no 
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,19 @@ def start_server(strategy_modules: Iterable[str] = ()) -> None:
     os.environ["DTRAIN_PRELOAD"] = " ".join(dict.fromkeys(modules))
     _server.set_forkserver_preload(["dtrain.preload"])
     # blocked, and so in all that it forks: Ctrl-C is for the process that asked for the ranks, and that ends them
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with held_back(signal.SIGINT):
         forkserver.ensure_running()
+    del os.environ["DTRAIN_PRELOAD"]
+
+
+@contextlib.contextmanager
+def held_back(*numbers: signal.Signals) -> Iterator[None]:
+    """These signals wait until the end of the block, and processes that are started in it keep them blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        del os.environ["DTRAIN_PRELOAD"]
 
 
 class World:

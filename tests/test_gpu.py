@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 
 from dtrain.config import build, load
-from tests.world import STRATEGIES, losses, make_run, metrics, sizes_of, start, summary, train
+from tests.world import STRATEGIES, losses, make_run, sizes_of, start, summary, train, wait_for
 
 pytestmark = pytest.mark.gpu
 ON_ONE_RANK = [s for s in STRATEGIES if 1 in sizes_of(s, (1,))]  # 3d needs four GPUs
@@ -70,9 +69,7 @@ def test_sigkill_and_resume_is_bit_exact(strategy: str, shape: list[str], tmp_pa
     whole, broken = run("whole"), run("broken")
     assert train(whole, 1) == [0]
     world = start(broken, 1)
-    kill_at = random.randint(8, 45)
-    while not (done := metrics(broken)) or done[-1]["step"] < kill_at:
-        time.sleep(0.001)
+    wait_for(world, broken, random.randint(8, 45))
     world.kill()
     assert train(broken, 1) == [0]
     assert summary(broken)["start_step"] > 0

@@ -133,18 +133,24 @@ def test_keep(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_ends_quietly_and_takes_the_ranks_along(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("importing", [True, False])
+def test_ctrl_c_ends_quietly_and_takes_the_ranks_along(importing: bool, number: signal.Signals, tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "dtrain", "verify", "train.steps=99999", "--keep", "kept"],
+        [sys.executable, "-m", "dtrain", "verify", "strategies=ddp", "train.steps=99999", "--keep", "kept"],
         env=os.environ | {"TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         # a background job is born with SIGINT ignored; a foreground one is meant here
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    metrics = tmp_path / "kept" / "one-fp32" / "metrics.jsonl"
-    while not metrics.exists() or not metrics.read_text():
+    maps, metrics = Path(f"/proc/{process.pid}/maps"), tmp_path / "kept" / "one-fp32" / "metrics.jsonl"
+
+    def soon() -> bool:
+        """torch's C++ was loaded and goes on to set itself up, or the ranks train."""
+        return "libtorch_python" in maps.read_text() if importing else metrics.exists() and bool(metrics.read_text())
+
+    while not soon():
         assert process.poll() is None
-        time.sleep(0.05)
+        time.sleep(0.01)
     assert session(process.pid) > 1
     os.killpg(process.pid, number)  # as a terminal does: to all of them
     _, err = process.communicate(timeout=30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from dtrain import parity, world
 from dtrain.config import CONF, save
 from dtrain.explain import options_of
 from dtrain.launch import resolve
+from dtrain.rundir import latest_checkpoint
 from dtrain.world import World
 
 ROOT = Path(__file__).parent.parent
@@ -77,6 +79,13 @@ def _in_group(function: Callable[..., Any], *arguments: Any) -> int:
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+
+def wait_for(world: World, run_dir: Path, step: int) -> None:
+    """Until that step was seen, and a checkpoint: it is written beside the steps, on a busy machine long after."""
+    while not ((done := metrics(run_dir)) and done[-1]["step"] >= step and latest_checkpoint(run_dir)):
+        assert world.ranks[0].exitcode is None
+        time.sleep(0.001)
 
 
 def losses(run_dir: Path) -> dict[int, float]:

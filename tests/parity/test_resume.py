@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.world import layouts, losses, make_run, metrics, start, summary, train
+from tests.world import layouts, losses, make_run, start, summary, train, wait_for
 
 WIDE = ("ddp", "zero3", "3d")  # at 4 ranks; the other strategies there with --all
 
@@ -48,9 +47,7 @@ def test_sigkill_and_resume_is_bit_exact(strategy: str, size: int, tmp_path: Pat
     kill_at = rng.randint(6, 24)  # any step after the first checkpoint; printed, so that a failure can be repeated
     print(f"killed when step {kill_at} was seen")
     world = start(broken, size)
-    while not (done := metrics(broken)) or done[-1]["step"] < kill_at:
-        assert world.ranks[0].exitcode is None
-        time.sleep(0.001)
+    wait_for(world, broken, kill_at)
     world.kill()
     first_life = [asked_for(tmp_path / "broken-ids", r) for r in range(size)]
     assert train(broken, size) == [0] * size
