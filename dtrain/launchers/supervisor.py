@@ -20,8 +20,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from dtrain import console
+from dtrain.console import print_summary
 from dtrain.contract import DONE, FAILED, LOST_PEER, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent
+from dtrain.monitor import Monitor
 from dtrain.rundir import latest_checkpoint, read_summary, write_json
 from dtrain.words import short_path
 
@@ -82,7 +83,7 @@ class Supervisor:
         if stop():
             self.stop_requested_at = time.monotonic()
         try:
-            with console.Monitor(run_dir) as monitor:
+            with Monitor(run_dir) as monitor:
                 for attempt in range(self.max_restarts + 1):
                     again = f", restart {attempt} of {self.max_restarts} {origin(run_dir)}" if attempt else ""
                     monitor.message(f"starting {self.num_ranks} ranks{again}; logs in {short_path(run_dir / 'logs')}")
@@ -90,9 +91,7 @@ class Supervisor:
                     if code != FAILED or self.stop_requested_at < math.inf:  # a bad configuration does not get better
                         break
             failed = code not in (DONE, PREEMPTED)
-            console.print_summary(
-                run_dir, status="failed" if failed else None, failure=self.failure if failed else None
-            )
+            print_summary(run_dir, status="failed" if failed else None, failure=self.failure if failed else None)
             return code
         finally:
             for number, handler in before.items():
@@ -105,7 +104,7 @@ class Supervisor:
             self.end_at_once = True
         self.stop_requested_at = min(self.stop_requested_at, now)
 
-    def _run_once(self, run_dir: Path, monitor: console.Monitor) -> int:
+    def _run_once(self, run_dir: Path, monitor: Monitor) -> int:
         logs = run_dir / "logs"
         logs.mkdir(exist_ok=True)
         if self.node_rank == 0:
@@ -145,7 +144,7 @@ class Supervisor:
                 write_json(run_dir / "summary.json", summary | {"status": "failed"})
         return int(self.failure["exit_code"])
 
-    def _watch(self, process: subprocess.Popen[bytes], run_dir: Path, monitor: console.Monitor) -> str:
+    def _watch(self, process: subprocess.Popen[bytes], run_dir: Path, monitor: Monitor) -> str:
         """Show progress until the ranks have ended. If they had to be killed, on whose account."""
         deadline = math.inf
         because = ""

@@ -1,0 +1,250 @@
+"""What a person sees of a run while it goes: the header, then a live line on a terminal, or a line now and then.
+
+The launcher process imports this, so it stays quick: no torch, and rich (about 55 ms) only inside functions.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtrain.console import say, stdout_console
+from dtrain.rundir import Tail, launch_time, parse_line, read_json
+from dtrain.words import as_dict, duration, gib, loss_text, number, percent, perplexity, short_path, si
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+
+def header_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is about to run, as (label, text); what the summary does not say is left out."""
+    get = summary.get
+
+    def join(*texts: object) -> str:
+        return " · ".join(str(t) for t in texts if t)
+
+    # An axis of size 1 does nothing, but dp is what people look for first.
+    mesh = {axis: size for axis, size in as_dict(get("mesh")).items() if size != 1 or axis == "dp"}
+    axes = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
+    parameters = get("parameters") and f"{si(get('parameters'))} parameters"
+    if parameters and get("trained_parameters") not in (None, get("parameters")):
+        parameters += f" ({si(get('trained_parameters'))} trained)"
+    device = get("device") and f"{get('world_size') or '?'} × {get('device')}"
+    tokens = get("tokens_per_step") and f"{si(get('tokens_per_step'))} {get('unit') or 'tokens'} per step"
+    start = number(get("start_step")) or 0
+    compiling = get("compile") not in (None, "none") and "the first compiles the model, and takes longer"
+    rows = [
+        ("model", join(get("model"), parameters, get("precision"))),
+        ("strategy", join(get("strategy"), axes, device)),
+        ("batch", join(batch_text(summary), tokens)),
+        ("steps", join(get("total_steps"), start > 0 and f"resuming from step {start:.0f}", compiling)),
+        ("run", short_path(run_dir)),
+    ]
+    return [(label, text) for label, text in rows if text]
+
+
+def batch_text(summary: dict[str, Any]) -> str | None:
+    whole, micro, accumulation = (
+        number(summary.get(k)) for k in ("global_batch_size", "micro_batch_size", "accumulation")
+    )
+    if not whole:
+        return None
+    if not micro or not accumulation or whole % (micro * accumulation):
+        return f"{whole:.0f}"
+    ranks = whole / (micro * accumulation)  # by arithmetic: a mesh may split its data axis in two
+    parts = f"{micro:.0f} micro × {accumulation:.0f} accumulation × {ranks:.0f} data rank"
+    return f"{whole:.0f} = {parts}" + ("" if ranks == 1 else "s")
+
+
+def eval_text(row: dict[str, Any]) -> str:
+    parts = [f"step {row.get('step', '?')}", f"validation loss {loss_text(row.get('val_loss'))}"]
+    if perplexity(row.get("val_perplexity")) != "-":
+        parts.append(f"perplexity {perplexity(row['val_perplexity'])}")
+    if number(row.get("val_accuracy")) is not None:
+        parts.append(f"accuracy {percent(row['val_accuracy'])}")
+    return "  ".join(parts)
+
+
+class Monitor:
+    """Follows a run from the launcher: a live line on a terminal, sparse plain lines in a pipe or file.
+
+    with Monitor(run_dir) as monitor:
+        while process_alive():
+            monitor.poll()
+            time.sleep(0.1)
+    """
+
+    def __init__(self, run_dir: Path, console: Console | None = None):
+        self.run_dir = Path(run_dir)
+        self.console = console or stdout_console()
+        self.live_wanted = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.live: Any = None
+        self.clock = time.monotonic
+        self.began = self.clock()
+        self.finished = False
+        self.summary: dict[str, Any] = {}
+        self.header: list[tuple[str, str]] = []
+        self.row: dict[str, Any] = {}  # the newest metrics line
+        self.printed: dict[str, Any] = {}  # the newest one that was printed (plain output)
+        self.printed_at = 0.0
+        self.refreshed_at = -1.0
+        self.first: tuple[float, float] | None = None  # (step, clock) of the first line seen, for the ETA
+        self.tail = Tail(self.run_dir / "metrics.jsonl")
+        self.summary_path = self.run_dir / "summary.json"
+        self.summary_seen: tuple[int, int, int] | None = None
+        # A resumed run starts with the files of its last attempt, perhaps with "running" in them when that
+        # was killed. They are history until they change. One second: file times are coarser than clocks.
+        since = (launch_time(read_json(self.run_dir / "launch.json")) or 0.0) - 1
+        self.history = {}
+        for path in (self.summary_path, self.tail.path):
+            signature = self._signature(path)
+            if signature and signature[0] < since * 1e9:
+                self.history[path] = signature
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.finish()
+
+    def poll(self) -> None:
+        """Show what is new. Costs two stat calls and a 64-byte read when nothing is."""
+        if self.finished:
+            return
+        if self.live_wanted and self.live is None:
+            from rich.live import Live
+
+            self.live = Live(console=self.console, auto_refresh=False, get_renderable=self._render)
+            self.live.start()
+        self._update()
+        if self.live and self.clock() - self.refreshed_at >= 1:
+            self.refreshed_at = self.clock()
+            self.live.refresh()
+
+    def message(self, text: str) -> None:
+        """A line above the progress."""
+        say(self.console, (text, "yellow"))
+
+    def finish(self) -> None:
+        """Show the last of it and give the terminal back. Calling it again does nothing."""
+        if self.finished:
+            return
+        self._update(final=True)
+        self.finished = True
+        if self.live:
+            self.live.transient = not self.row  # a bar that never moved is not worth keeping
+            self.live.stop()
+        elif not self.live_wanted and self.row is not self.printed:
+            self._print_row(self.row)
+
+    def _update(self, final: bool = False) -> None:
+        self._read_summary()
+        if not self.header or self._signature(self.tail.path) == self.history.get(self.tail.path, ()):
+            return
+        lines, again = self.tail.read(final)
+        start = number(self.summary.get("start_step")) or 0
+        # Left out: bad lines, and those from before this resume.
+        rows = [row for row in map(parse_line, lines) if (number(row.get("step")) or 0) > start]
+        if again:  # a restart cut the file back; its lines were shown before, so only where it is now is news
+            self.row = {}
+            rows = [row for row in rows if "loss" in row][-1:]
+        for row in rows:
+            if "loss" in row:
+                self.row = row
+                if not self.first or row["step"] < self.first[0]:
+                    self.first = (row["step"], self.clock())
+                if not self.live_wanted and self._due(row["step"]):
+                    self._print_row(row)
+            if "val_loss" in row:
+                say(self.console, (eval_text(row), "green"))
+
+    def _read_summary(self) -> None:
+        signature = self._signature(self.summary_path)
+        if signature in (None, self.summary_seen, self.history.get(self.summary_path)):
+            return
+        summary = read_json(self.summary_path)
+        if not summary:
+            return  # half-written: the next poll reads it
+        self.summary, self.summary_seen = summary, signature
+        header = header_rows(self.run_dir, summary)
+        # Again after a restart that changed something (start step, ranks); a run that failed before it had a
+        # model has no header.
+        if header != self.header and (summary.get("model") or summary.get("status") == "running"):
+            self.header = header
+            for label, text in header:
+                say(self.console, (f"{label:<10}", "dim"), text)
+
+    @staticmethod
+    def _signature(path: Path) -> tuple[int, int, int] | None:
+        try:
+            stat = os.stat(path)
+        except OSError:
+            return None
+        return stat.st_mtime_ns, stat.st_ino, stat.st_size
+
+    def _total(self) -> float:
+        return number(self.summary.get("total_steps")) or 0
+
+    def _due(self, step: float) -> bool:
+        """Plain output: about 50 lines for a short run, one each 10 s for a slow one; always the first."""
+        if not self.printed or step < self.printed["step"]:
+            return True
+        every = self._total() * 0.02
+        return self.clock() - self.printed_at >= 10 or (every > 0 and step - self.printed["step"] >= every)
+
+    def _print_row(self, row: dict[str, Any]) -> None:
+        if row:
+            self.printed, self.printed_at = row, self.clock()
+            say(self.console, "  ".join(text for _, text in self._fields(row)))
+
+    def _fields(self, row: dict[str, Any]) -> list[tuple[str, str]]:
+        """(name, text) of a metrics line; what it does not have (MFU on a CPU) is left out."""
+        total = self._total()
+        step = f"{row['step']:>{len(f'{total:.0f}')}}/{total:.0f}" if total else row["step"]
+        unit = {"tokens": "tok"}.get(str(self.summary.get("unit") or "tokens"), "samples")
+        fields = [("step", f"step {step}"), ("loss", f"loss {loss_text(row.get('loss'))}")]
+        if (lr := number(row.get("lr"))) is not None:
+            fields.append(("lr", f"lr {lr:.2e}"))
+        for name, form in (("tokens_per_s", f"{{}} {unit}/s"), ("mfu", "MFU {}"), ("mem_gib", "{}")):
+            write = {"tokens_per_s": si, "mfu": percent, "mem_gib": gib}[name]
+            if number(row.get(name)) is not None:
+                fields.append((name, form.format(write(row[name]))))
+        if self.finished:
+            fields.append(("eta", f"in {duration(self.clock() - self.began)}"))
+        elif (eta := self._eta(row)) is not None:
+            fields.append(("eta", f"ETA {duration(eta)}"))
+        return fields
+
+    def _eta(self, row: dict[str, Any]) -> float | None:
+        step, total = number(row.get("step")), self._total()
+        if step is None or step >= total:
+            return None
+        seconds = number(row.get("step_s"))
+        # The clock counts evaluations and checkpoints too, but is only fair after a while.
+        if self.first and step > self.first[0] and self.clock() - self.first[1] > 10:
+            seconds = (self.clock() - self.first[1]) / (step - self.first[0])
+        return None if seconds is None else seconds * (total - step)
+
+    def _render(self) -> RenderableType:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        if not self.row:
+            what = "waiting for the first step" if self.header else "starting the workers"
+            return Text(f"{what} … {duration(self.clock() - self.began)}", style="dim", no_wrap=True)
+        fields = self._fields(self.row)
+        room = self.console.width - 1  # some terminals wrap when the last column is written
+        for least in ("mem_gib", "lr", "mfu", "tokens_per_s", "eta"):
+            if sum(len(text) + 2 for _, text in fields) + 10 <= room:
+                break
+            fields = [field for field in fields if field[0] != least]
+        text = Text("  ".join(text for _, text in fields), no_wrap=True, overflow="ellipsis")
+        bar = min(20, room - len(text) - 2)
+        if not self._total() or bar < 5:
+            return text
+        line = Table.grid(padding=(0, 2, 0, 0))
+        line.add_row(ProgressBar(total=self._total(), completed=self.row["step"], width=bar), text)
+        return line

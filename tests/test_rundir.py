@@ -1,0 +1,67 @@
+"""Files of a run that another process writes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtrain.rundir import Tail
+
+
+def test_tail_reads_each_whole_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    tail = Tail(path)
+    assert tail.read() == ([], False)  # not there yet
+    path.write_bytes(b"one\ntw")
+    assert tail.read() == ([b"one"], False)
+    assert tail.read() == ([], False)
+    with open(path, "ab") as file:
+        file.write(b"o\nthree")
+    assert tail.read() == ([b"two"], False)
+    assert tail.read(final=True) == ([b"three"], False)
+
+
+@pytest.mark.parametrize("replace", [True, False])
+@pytest.mark.parametrize("new", [b"one\n", b"one\ntoo\nthree\nfour\n", b"one\nTWO\n"])
+def test_tail_notices_another_file(tmp_path: Path, replace: bool, new: bytes) -> None:
+    """Shorter, longer and of the same length; with a new inode and in place."""
+    path = tmp_path / "f"
+    path.write_bytes(b"one\ntwo\n")
+    tail = Tail(path)
+    tail.read()
+    (tmp_path / "new" if replace else path).write_bytes(new)
+    if replace:
+        os.replace(tmp_path / "new", path)
+    assert tail.read() == (new.splitlines(), True)
+    assert tail.read() == ([], False)
+
+
+def test_tail_knows_a_replaced_file_with_the_same_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"one\n")
+    tail = Tail(path)
+    tail.read()
+    (tmp_path / "new").write_bytes(b"one\ntwo\n")
+    os.replace(tmp_path / "new", path)
+    assert tail.read() == ([b"two"], False)
+
+
+@given(st.binary(max_size=200), st.lists(st.integers(0, 60)))
+def test_tail_loses_nothing_however_the_writes_are_cut(tmp_path_factory: Any, data: bytes, cuts: list[int]) -> None:
+    path = tmp_path_factory.getbasetemp() / "tail"
+    path.write_bytes(b"")
+    tail, seen, at = Tail(path), [], 0
+    for size in [*cuts, len(data)]:
+        with open(path, "ab") as file:
+            file.write(data[at : at + size])
+        at += size
+        found, again = tail.read()
+        assert not again
+        seen += found
+    seen += tail.read(final=True)[0]
+    assert b"".join(seen) == b"".join(data.splitlines())
