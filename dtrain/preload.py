@@ -7,9 +7,15 @@ this file the server would do the imports itself, and die of any error but an Im
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 
+gc.disable()
+os.environ["TORCH_WARM_POOL"] = "0"  # torch's compiler would start threads, which do not survive a fork
 for name in os.environ.get("DTRAIN_PRELOAD", "").split():
     with contextlib.suppress(Exception):
-        importlib.import_module(name)
+        module = importlib.import_module(name)
+        getattr(module, "preload", lambda: None)()  # what it imports only when it is used
+gc.freeze()  # the ranks' collections pass over it: else they would look at, and so copy, every page of the server
+gc.enable()
