@@ -27,7 +27,7 @@ from dtrain.config import bad, flatten
 from dtrain.contract import BAD_CONFIG, DONE, FAILED
 from dtrain.explain import explain, options_of
 from dtrain.launch import MISTAKES
-from dtrain.parity import ACCUMULATE, FEWER_STEPS, FULL, SMALL, Case, compose, make_case
+from dtrain.parity import FEWER_STEPS, FULL, SMALL, Case, compose, make_case
 from dtrain.runs import strict_json
 from dtrain.schema import check_section
 from dtrain.validate import check_ranges
@@ -157,6 +157,7 @@ def plan(request: Request, folder: Path) -> tuple[dict[str, Case], list[Case]]:
     references: dict[str, Case] = {}
     cases: list[Case] = []
     plain = [o for o in request.overrides if not key_of(o).startswith("strategy.")]
+    given = {key_of(o) for o in request.overrides}
     for precision in request.precisions or sorted(options_of("precision"), key=lambda name: name != FULL):
         defaults = [*SMALL, f"precision={precision}", *([] if precision == FULL else [FEWER_STEPS])]
         one = make_case("ddp", 1, precision, compose(settings(plain, defaults)), folder / f"one-{precision}")
@@ -167,15 +168,16 @@ def plan(request: Request, folder: Path) -> tuple[dict[str, Case], list[Case]]:
             continue
         references[precision] = one
         for strategy in request.strategies:
-            cfg = compose([f"strategy={strategy}", *settings(request.overrides, [*defaults, ACCUMULATE])])
-            if "batch_norm" in cfg.model and "train.micro_batch_size" not in map(key_of, request.overrides):
-                OmegaConf.update(cfg, "train.micro_batch_size", None)  # its statistics are those of a micro-batch
+            cfg = compose([f"strategy={strategy}", *settings(request.overrides, defaults)])
+            # every layout accumulates, and the one process takes its batch whole; batch norm is of a micro-batch
+            accumulate = "batch_norm" not in cfg.model and not given & {"recipe", "train", "train.micro_batch_size"}
             section: Any = OmegaConf.to_container(cfg.strategy, resolve=True)
             check_section("strategy", section, cfg.trust)
             check_ranges(flatten({"strategy": section}))
             sizes = request.sizes or parity.world_sizes(section)[:2]
             for size in sizes if precision == FULL or request.precisions else sizes[:1]:
-                cases.append(make_case(strategy, size, precision, cfg, folder / f"{strategy}-{size}-{precision}"))
+                run_dir = folder / f"{strategy}-{size}-{precision}"
+                cases.append(make_case(strategy, size, precision, cfg, run_dir, accumulate))
     return references, cases
 
 

@@ -14,7 +14,7 @@ from dtrain import parity
 from dtrain.models.gpt2 import GPT2
 from dtrain.models.llama import Llama
 from dtrain.models.parts import places
-from dtrain.parity import ACCUMULATE, SMALL, Case, compose, make_case
+from dtrain.parity import SMALL, Case, compose, make_case
 from dtrain.strategies.shared import init_weights
 from dtrain.verify import judge
 from dtrain.weights import Drawn
@@ -108,6 +108,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     return {"gpt2": trained(folder / "gpt2", "ddp", 1), "llama": trained(folder / "llama", "ddp", 1, *LLAMA)}
 
 
+ONE_ROW = "train.micro_batch_size=1"
 SP_LP = ["strategy.sequence_parallel=true", "strategy.loss_parallel=true"]
 LAYOUTS = [(model, strategy, 2, []) for model in MODELS for strategy in ("ddp", "fsdp", "tensor", "pipeline")]
 LAYOUTS += [("llama", "tensor", 2, SP_LP), ("llama", "3d", 4, SP_LP)]
@@ -121,7 +122,7 @@ def test_packed_runs_follow_one_process(
 ) -> None:
     """Each micro-batch has one row, so its targets are as many as that row happens to have."""
     own = LLAMA if model == "llama" else []
-    row = judge(trained(tmp_path / "run", strategy, size, *own, ACCUMULATE, *options), references[model], "", 0.0)
+    row = judge(trained(tmp_path / "run", strategy, size, *own, ONE_ROW, *options), references[model], "", 0.0)
     assert row.passed, row.reason
     curve = losses(references[model].run_dir)
     assert len(curve) == 4 and curve[4] < curve[1]

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from dtrain import parity
-from dtrain.parity import ACCUMULATE, FEWER_STEPS, SMALL, Case, compose, make_case
+from dtrain.parity import FEWER_STEPS, SMALL, Case, compose, make_case
 from dtrain.verify import Row, judge
-from tests.world import STRATEGIES, layouts, losses, sizes_of, start_server
+from tests.world import STRATEGIES, layouts, losses, sizes_of, start_server, summary
 
 
-def trained(strategy: str, size: int, precision: str, run_dir: Path, *overrides: str) -> Case:
+def trained(strategy: str, size: int, precision: str, run_dir: Path, *overrides: str, accumulate: bool = False) -> Case:
     cfg = compose([*SMALL, f"strategy={strategy}", f"precision={precision}", *overrides])
-    case = make_case(strategy, size, precision, cfg, run_dir)
+    case = make_case(strategy, size, precision, cfg, run_dir, accumulate)
     assert not case.refused
     start_server()
     error = parity.run(case, timeout=150)
@@ -60,7 +60,8 @@ def test_the_reference_learns(reference: Case) -> None:
 # 8 ranks are for those that need two axes to be larger than 1; `dtrain verify` runs them, too
 @pytest.mark.parametrize(("strategy", "size"), layouts(1, 2, 4))
 def test_follows_one_process(strategy: str, size: int, reference: Case, tmp_path: Path) -> None:
-    case = trained(strategy, size, "fp32", tmp_path / "run", ACCUMULATE)
+    case = trained(strategy, size, "fp32", tmp_path / "run", accumulate=True)
+    assert summary(case.run_dir)["accumulation"] > 1
     row = row_of(case, reference)
     assert row.passed, row.reason
     stated = parity.stated_tolerance(case.run_dir)
@@ -85,7 +86,7 @@ def test_memory_settings_do_not_change_the_maths(options: list[str], reference: 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_half_precision(strategy: str, precision: str, references: dict[str, Case], tmp_path: Path) -> None:
     """Near one process in the same precision; near one in fp32, too, and yet not the same."""
-    case = trained(strategy, sizes_of(strategy)[0], precision, tmp_path / "run", ACCUMULATE, FEWER_STEPS)
+    case = trained(strategy, sizes_of(strategy)[0], precision, tmp_path / "run", FEWER_STEPS, accumulate=True)
     row = row_of(case, references[precision])
     assert row.passed, row.reason
     # bf16 keeps 8 bits: a relative error of 4e-3 a product; 0.02 on a loss of 4 is little more than one of them
