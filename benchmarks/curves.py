@@ -53,6 +53,7 @@ PATHS: dict[str, Words] = {
     "checkpointing, ops": FAST | {"activation_checkpointing": "ops"},
     "checkpointing, full": FAST | {"activation_checkpointing": "full"},
     "precision=bf16-pure": FAST | {"precision": "bf16-pure"},
+    "precision=fp8": FAST | {"precision": "fp8"},  # needs torchao and a GPU that has it
     "precision=fp32": {"precision": "fp32"},
 }
 TINY_BATCHES = {"train.micro_batch_size": 4}  # instead of the 8 above, of a global batch of 8

@@ -170,7 +170,7 @@ def plan(request: Request, folder: Path) -> tuple[dict[str, Case], list[Case]]:
         for strategy in request.strategies:
             cfg = compose([f"strategy={strategy}", *settings(request.overrides, defaults)])
             # every layout accumulates, and the one process takes its batch whole; batch norm is of a micro-batch
-            accumulate = "batch_norm" not in cfg.model and not given & {"recipe", "train", "train.micro_batch_size"}
+            accumulate = "batch_norm" not in cfg.model and not given & {"recipe", "train.micro_batch_size"}
             section: Any = OmegaConf.to_container(cfg.strategy, resolve=True)
             check_section("strategy", section, cfg.trust)
             check_ranges(flatten({"strategy": section}))
