@@ -12,7 +12,6 @@ import importlib
 import os
 
 gc.disable()
-os.environ["TORCH_WARM_POOL"] = "0"  # torch's compiler would start threads, which do not survive a fork
 for name in os.environ.get("DTRAIN_PRELOAD", "").split():
     with contextlib.suppress(Exception):
         module = importlib.import_module(name)

@@ -35,19 +35,26 @@ def start_server(strategy_modules: Iterable[str] = ()) -> None:
     os.environ["DTRAIN_PRELOAD"] = " ".join(dict.fromkeys(modules))
     _server.set_forkserver_preload(["dtrain.preload"])
     # blocked, and so in all that it forks: Ctrl-C is for the process that asked for the ranks, and that ends them
-    with held_back(signal.SIGINT):
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
         forkserver.ensure_running()
-    del os.environ["DTRAIN_PRELOAD"]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        del os.environ["DTRAIN_PRELOAD"]
 
 
 @contextlib.contextmanager
 def held_back(*numbers: signal.Signals) -> Iterator[None]:
-    """These signals wait until the end of the block, and processes that are started in it keep them blocked."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    """These signals come when the block is over. A mask is of one thread only: another one would take them."""
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in numbers}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for n in came:
+            signal.raise_signal(n)
 
 
 class World:
