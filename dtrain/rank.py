@@ -21,7 +21,7 @@ if __name__ == "__main__":
     for number in STOP_SIGNALS:  # until the loop listens: a stop that comes while torch is imported is kept for it
         signal.signal(number, lambda *_: (run_dir / STOP_FILE).touch())
 
-    gc.disable()  # imports leave nothing to collect; looking for it takes a fifth of their time
+    gc.disable()  # imports leave next to nothing to collect; looking for it takes a fifth of their time
     from dtrain import train, worker
 
     gc.freeze()  # nor do collections while training look at what was imported

@@ -81,10 +81,10 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
 
 
-def wait_for(world: World, run_dir: Path, step: int) -> None:
+def wait_for(ranks: World, run_dir: Path, step: int) -> None:
     """Until that step was seen, and a checkpoint: it is written beside the steps, on a busy machine long after."""
     while not ((done := metrics(run_dir)) and done[-1]["step"] >= step and latest_checkpoint(run_dir)):
-        assert world.ranks[0].exitcode is None
+        assert ranks.ranks[0].exitcode is None
         time.sleep(0.001)
 
 
