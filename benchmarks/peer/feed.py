@@ -52,7 +52,10 @@ class Feed(IterableDataset):  # type: ignore[type-arg]
                 torch.cuda.reset_peak_memory_stats()
             self.began = time.perf_counter()
         else:
-            self.report(time.perf_counter() - self.began)
+            seconds = time.perf_counter() - self.began
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # before the report: who is next may need what only a step needs
+            self.report(seconds)
             self.wait()
 
     def report(self, seconds: float) -> None:
@@ -64,9 +67,7 @@ class Feed(IterableDataset):  # type: ignore[type-arg]
         self.out.flush()
 
     def wait(self) -> None:
-        """Hand back what only a step needs, so that others fit; go on when told, with so many steps."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        """Go on when told, with so many steps."""
         words = sys.stdin.readline().split()
         if not words:  # the benchmark has ended, or wants this peer no more
             os._exit(0)
