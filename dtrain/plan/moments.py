@@ -80,7 +80,7 @@ def waiting_head_items(
         return []
     share, e = sharing(layout), product_bytes(layout.precision)
     passes = max(1, round(waiting / len(cut)))
-    each = passes * WIDE + (e if share.gathers or share.zero or is_pure(layout) else 0)  # and one of the weight's type
+    each = passes * WIDE + (e if share.gathers or share.zero else state_bytes(layout))  # and one of the weight's type
     return [Item("gradients", "of the head", float(each * held.head), "{:,} × {}", (held.head, each))]
 
 

@@ -117,7 +117,8 @@ def shard_layers(
     units: list[Any] = model.fsdp_units()  # type: ignore[operator]
     for unit in (u for u in units if u is not model):  # a model without layers is one unit, as below
         fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
-    fully_shard(model, reshard_after_forward=reshard_after_forward, **options)
+    # The rest is needed last in one pass and first in the next: not let go between them, nor gathered twice.
+    fully_shard(model, reshard_after_forward=False, **options)
     return units
 
 
