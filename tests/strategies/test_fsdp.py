@@ -16,8 +16,7 @@ from dtrain.weights import Drawn
 from tests.world import make_run, spawn
 
 
-def holds_its_share(run_dir: Path, kind: str, cut: bool) -> None:
-    """After a pass that is not the last: is a gradient this rank's part, or the whole?"""
+def set_up(run_dir: Path, kind: str) -> Any:
     cfg = load(run_dir)
     strategy: Any = TensorParallel(tp=1) if kind == "tensor" else FSDP(sharding=kind)  # type: ignore[arg-type]
     with torch.device("meta"):
@@ -26,6 +25,12 @@ def holds_its_share(run_dir: Path, kind: str, cut: bool) -> None:
         model, build(cfg.optim), precision=build(cfg.precision), device=torch.device("cpu"), first=Drawn(5),
         micro_batch_size=1,
     )  # fmt: skip
+    return strategy
+
+
+def holds_its_share(run_dir: Path, kind: str, cut: bool) -> None:
+    """After a pass that is not the last: is a gradient this rank's part, or the whole?"""
+    strategy = set_up(run_dir, kind)
     tokens = torch.randint(0, 61, (1, 17), generator=torch.Generator().manual_seed(0))
     with strategy.no_sync(last=False):
         strategy.model(tokens[:, :-1], tokens[:, 1:]).backward()
@@ -38,3 +43,25 @@ def holds_its_share(run_dir: Path, kind: str, cut: bool) -> None:
 @pytest.mark.parametrize(("kind", "cut"), [("full", True), ("grad_op", False), ("tensor", True)])
 def test_gradients_of_a_pass_are_cut_unless_whole_weights_stay(tmp_path: Path, kind: str, cut: bool) -> None:
     spawn(2, holds_its_share, make_run(tmp_path), kind, cut)
+
+
+def keeps_the_ends(run_dir: Path, kind: str) -> None:
+    strategy = set_up(run_dir, kind)
+    tokens = torch.randint(0, 61, (1, 17), generator=torch.Generator().manual_seed(0))
+
+    def whole() -> set[bool]:
+        """Of the layers' weights and of the others: is any gathered?"""
+        layers = {p for unit in strategy.module.fsdp_units() for p in unit.parameters()}
+        return {p in layers for p in strategy.module.parameters() if not is_dtensor(p)}
+
+    loss = strategy.model(tokens[:, :-1], tokens[:, 1:])
+    assert whole() == {False}, "the backward pass begins with the ends"
+    loss.backward()
+    assert whole() == set()
+    strategy.eval_step(tokens[:, :-1], tokens[:, 1:])
+    assert whole() == set(), "a save would take them for the weights"
+
+
+@pytest.mark.parametrize("kind", ["full", "tensor"])
+def test_what_is_in_no_layer_stays_gathered_between_the_passes(tmp_path: Path, kind: str) -> None:
+    spawn(2, keeps_the_ends, make_run(tmp_path), kind)
