@@ -106,7 +106,11 @@ def waves(case: str, peers: list[str]) -> list[list[str]]:
     return found or [[]]
 
 
-def missing(peer: str) -> str | None:
+def missing(peer: str, case: str) -> str | None:
+    """Why a peer is left out."""
+    peak = CASES[case][2]
+    if peak * (PEERS[peer][4] + IDLE) > ROOM:
+        return f"does not fit beside plain torch, which takes {peak:.0f} GiB"
     absent = [name for name in PEERS[peer][3] if importlib.util.find_spec(name) is None]
     if absent:
         return f"{absent[0]} is not installed here"
@@ -201,10 +205,10 @@ class Measured:
 
     def run(self, peers: list[str], keep: Any) -> None:
         others = [p for p in peers if p != "plain"]
-        for name in [p for p in others if missing(p)]:
-            keep(self.row(name, {"skipped": missing(name)}))
+        for name in [p for p in others if missing(p, self.case)]:
+            keep(self.row(name, {"skipped": missing(name, self.case)}))
         first_done = False
-        due = waves(self.case, [p for p in others if not missing(p)])
+        due = waves(self.case, [p for p in others if not missing(p, self.case)])
         for names in due:  # which grows by those that found no room beside others
             if self.deadline - time.perf_counter() < 30 and not self.options.cpu:
                 for name in names:

@@ -24,7 +24,9 @@ def test_the_yardstick_has_our_models_parameters(model: str, beside: int) -> Non
 
 @pytest.mark.parametrize("case", list(peers.CASES))
 def test_a_wave_fits_the_gpu_beside_plain_torch(case: str) -> None:
-    wanted = [name for name in peers.PEERS if name != "plain"]
+    large = {name for name in peers.PEERS if "does not fit" in (peers.missing(name, case) or "")}
+    assert ("hf-trainer" in large, "ddp" in large) == (case == "gpt2-1.5b-32", False)
+    wanted = [name for name in peers.PEERS if name not in ("plain", *large)]
     waves, peak = peers.waves(case, wanted), peers.CASES[case][2]
     assert [name for wave in waves for name in wave] == wanted
     for i, wave in enumerate(waves):
