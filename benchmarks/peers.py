@@ -143,23 +143,30 @@ class Measured:
         return batch * length * a_token, "tokens", batch * length, shape
 
     def wave(self, names: list[str]) -> dict[str, Row]:
-        """Start peers at once, let them warm up, run the rounds in turn, end them; plain torch stays."""
+        """Let peers warm up, run the rounds in turn, end them; plain torch stays.
+
+        Others warm up at once, and then each of ours alone: which kernel is the fastest is found by a clock.
+        """
         from benchmarks.peer.process import Peer
 
         starting = [*([] if self.reference else ["plain"]), *names]
-        threads = max(1, (os.cpu_count() or 1) // max(1, len(starting)))
-        began = time.perf_counter()
-        peers = {name: Peer(spec_of(self.case, name, self.options.cpu), threads) for name in starting}
+        ours = [[name] for name in starting if PEERS[name][1] == "ours"]
+        groups = [[name for name in starting if [name] not in ours], *ours]
+        peers: dict[str, Any] = {}
         found: dict[str, Row] = {}
         warm: dict[str, Row] = {}
         try:
-            for name, peer in peers.items():
-                wait = min(WARM_UP_S, self.deadline - time.perf_counter() + 20) - (time.perf_counter() - began)
-                try:
-                    warm[name] = peer.report(wait) | {"warm_up_s": time.perf_counter() - began}
-                except RuntimeError as error:
-                    found[name] = {"error": str(error)}
-                    peer.stop()
+            for group in groups:
+                threads = max(1, (os.cpu_count() or 1) // max(1, len(group)))
+                began = time.perf_counter()
+                peers |= {name: Peer(spec_of(self.case, name, self.options.cpu), threads) for name in group}
+                for name in group:
+                    wait = min(WARM_UP_S, self.deadline - time.perf_counter() + 20) - (time.perf_counter() - began)
+                    try:
+                        warm[name] = peers[name].report(wait) | {"warm_up_s": time.perf_counter() - began}
+                    except RuntimeError as error:
+                        found[name] = {"error": str(error)}
+                        peers[name].stop()
             if not self.reference:
                 if "plain" not in warm:
                     print(f"plain torch: {found['plain']['error']}", flush=True)
@@ -189,10 +196,9 @@ class Measured:
                     alive.pop(name)
                     if name == "plain":
                         raise
-        for name in alive:
-            steps = [block["seconds"] / block["steps"] for block in blocks[name]]
-            plain = [block["seconds"] / block["steps"] for block in blocks["plain"]]
-            step_s = statistics.median(steps)
+        seconds = {name: [block["seconds"] / block["steps"] for block in blocks[name]] for name in alive}
+        for name, steps in seconds.items():
+            plain, step_s = seconds["plain"], statistics.median(steps)
             found[name] = {
                 f"{self.unit}_per_s": self.per_step / step_s, "mfu": self.flops / step_s / 989e12,
                 "peak_mem_gib": max(block["peak_gib"] for block in blocks[name]), "step_s": step_s,
@@ -201,6 +207,10 @@ class Measured:
                 "rounds_s": steps, "steps_a_round": self.steps, "loss": blocks[name][-1]["loss"],
                 "warm_up_s": warm[name]["warm_up_s"] if name in warm else None,
             }  # fmt: skip
+            if "ddp" in seconds:  # ours, in the same rounds
+                found[name]["ratio_to_ddp"] = statistics.median(
+                    ours / theirs for ours, theirs in zip(seconds["ddp"], steps, strict=True)
+                )
         return found
 
     def run(self, peers: list[str], keep: Any) -> None:
@@ -310,7 +320,8 @@ def main() -> None:
             content = {"benchmark": "peers", **head, "rows": rows}
             options.json.write_text(json.dumps(content, indent=1) + "\n")
 
-    for chosen in (FIRST, [p for p in PEERS if p not in FIRST]):
+    # of one model all at once, as many as fit, so that they are compared in the same rounds
+    for chosen in [PEERS] if len(options.models) == 1 else [FIRST, [p for p in PEERS if p not in FIRST]]:
         for case in options.models:
             peers = [p for p in PEERS if p in chosen and p in options.peers]
             peers = [p for p in peers if p != "plain-torchvision" or case in VISION]
