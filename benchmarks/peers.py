@@ -51,7 +51,7 @@ PEERS: dict[str, tuple[str, str, list[str], list[str], float]] = {
     "plain-bf16": ("plain torch, bf16 parameters", "plain_bf16", [], [], 0.9),
     "torchtitan": ("torchtitan", "", [], ["torchtitan"], 0.0),
 }
-FIRST = ("plain", "plain-torchvision", "ddp", "fsdp", "zero2")  # of all models, before any other peer of any model
+FIRST = ("plain", "plain-torchvision", "ddp", "fsdp", "zero2")  # of several models, before the other peers of any
 VISION = ("resnet50", "vit-b16")
 # name: words, batch, GiB of plain torch's peak (roughly), and the tiny one for --cpu
 CASES: dict[str, tuple[list[str], int, float, list[str]]] = {
@@ -150,8 +150,8 @@ class Measured:
         from benchmarks.peer.process import Peer
 
         starting = [*([] if self.reference else ["plain"]), *names]
-        ours = [[name] for name in starting if PEERS[name][1] == "ours"]
-        groups = [[name for name in starting if [name] not in ours], *ours]
+        ours = [name for name in starting if PEERS[name][1] == "ours"]
+        groups = [[name for name in starting if name not in ours], *([name] for name in ours)]
         peers: dict[str, Any] = {}
         found: dict[str, Row] = {}
         warm: dict[str, Row] = {}

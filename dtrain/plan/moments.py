@@ -80,8 +80,9 @@ def chunk_items(shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage
 def waiting_head_items(
     shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage, ...], waiting: int
 ) -> list[Item]:
-    """The backward pass begins: the head's gradient, a sum in float32, of every pass that waits for it; and one that is
-    scaled, in float32, and then rounded to the weight's type where that is narrower.
+    """The backward pass begins: the head's gradient is there, in float32, of every pass that waits for it.
+
+    One of them is scaled, in float32, and then rounded where its weight is narrower.
     """
     if shape.lora_rank or not any(stage.is_last for stage in cut):
         return []
