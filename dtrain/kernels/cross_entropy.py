@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dtrain.kernels import chunk_rows, cublaslt
 from dtrain.shards import chunks_of, is_dtensor
@@ -55,7 +56,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         # unscaled sums in float32, where that can be had: rounded once, when they are scaled
         wide = torch.float32 if device == "cuda" else dtype
         grad_x = torch.empty(x.shape, dtype=wide, device=x.device) if of_x else None
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=x.device) if of_weight else None
+        make = torch.empty if len(x) else torch.zeros  # the first chunk is written, the others are added to it
+        grad_weight = make(weight.shape, dtype=torch.float32, device=x.device) if of_weight else None
         grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=x.device) if of_bias else None
         rows = chunk_rows(len(x), weight.shape[0])
         with torch.autocast(device, enabled=False) if device != "meta" else contextlib.nullcontext():
@@ -66,7 +68,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 if grad_x is not None:
                     product(grad_x[part], logits, weight)
                 if grad_weight is not None:
-                    add_product(grad_weight, logits.T, x[part])
+                    add_product(grad_weight, logits.T, x[part], is_first=i == 0)
                 if grad_bias is not None:
                     grad_bias += logits.sum(dim=0, dtype=torch.float32)
                 del logits  # before the next chunk's are made: 0.8 GiB of gpt2's peak
@@ -75,17 +77,22 @@ class LinearCrossEntropy(torch.autograd.Function):
         return losses.sum() * share
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         *sums, share = ctx.saved_tensors
         factor = gradient * share
         # In float32: beside 16-bit values torch would round the factor itself to 16 bits, for all of them. And not in
         # place: a pipeline schedule may ask twice, once for x's gradient and once for the weights'.
-        scaled = [None if s is None else (s.float() * factor).to(t) for s, t in zip(sums, ctx.dtypes, strict=True)]
-        return *scaled, None, None, None, None
+        return *(s if s is None else times(s, factor, t) for s, t in zip(sums, ctx.dtypes, strict=True)), *[None] * 4
 
 
 # Graphs end here: what is inside is a few large kernels, and its loop would be unrolled for every batch size.
 _linear_cross_entropy = torch.compiler.disable(LinearCrossEntropy.apply)
+
+
+def times(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product of two float32 values, rounded once to `dtype`; the wide product is never written."""
+    return torch.mul(total.float(), factor, out=torch.empty_like(total, dtype=dtype))
 
 
 def logits_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -104,12 +111,17 @@ def product(out: Tensor, a: Tensor, b: Tensor) -> None:
         torch.mm(a, b, out=out)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
     """total += a @ b in float32, without rounding the product to 16 bits first where that can be had."""
-    if total.is_cuda and cublaslt.multiply(total, a, b, adds=True):
+    if total.is_cuda and cublaslt.multiply(total, a, b, adds=not is_first):
         return
     if total.is_cuda and a.dtype != torch.float32:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        if is_first:
+            torch.mm(a, b, out_dtype=torch.float32, out=total)
+        else:
+            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    elif is_first:
+        total.copy_(a @ b)
     else:
         total.add_(a @ b)
 

@@ -110,9 +110,9 @@ class Product:
     cuBLASLt counts columns first: what it computes is out.T = b.T @ a.T, so its A is our b.
     """
 
-    def __init__(self, lt: CublasLt, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, adds: bool) -> None:
-        self.lt, self.device, self.adds = lt, out.device.index, adds
-        self.one, self.beta = ctypes.c_float(1.0), ctypes.c_float(1.0 if adds else 0.0)
+    def __init__(self, lt: CublasLt, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+        self.lt, self.device = lt, out.device.index
+        self.zero, self.one = ctypes.c_float(0.0), ctypes.c_float(1.0)
         self.description = ctypes.c_void_p()
         lt.MatmulDescCreate(ctypes.byref(self.description), COMPUTE_FLOAT32, SCALE_FLOAT32)
         self.set(TRANSPOSE_A, ctypes.c_int(int(is_transposed(b))))
@@ -158,7 +158,9 @@ class Product:
         self.lt.MatmulPreferenceDestroy(wish)
         return [p for p in found[: count.value] if p.status == 0]
 
-    def run(self, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, algorithm: Any = None) -> None:
+    def run(
+        self, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, adds: bool = False, algorithm: Any = None
+    ) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         workspace = self.lt.workspace(self.device, stream)
         with self.lock:
@@ -167,15 +169,14 @@ class Product:
             at = ctypes.c_void_p(out.data_ptr())
             self.lt.Matmul(
                 self.lt.handle(self.device), self.description, ctypes.byref(self.one), ctypes.c_void_p(b.data_ptr()),
-                self.layouts[0], ctypes.c_void_p(a.data_ptr()), self.layouts[1], ctypes.byref(self.beta), at,
-                self.layouts[2], at, self.layouts[2], ctypes.byref(algorithm or self.algorithm),
-                ctypes.c_void_p(workspace.data_ptr()), ctypes.c_size_t(WORKSPACE_BYTES), ctypes.c_void_p(stream),
+                self.layouts[0], ctypes.c_void_p(a.data_ptr()), self.layouts[1],
+                ctypes.byref(self.one if adds else self.zero), at, self.layouts[2], at, self.layouts[2],
+                ctypes.byref(algorithm or self.algorithm), ctypes.c_void_p(workspace.data_ptr()),
+                ctypes.c_size_t(WORKSPACE_BYTES), ctypes.c_void_p(stream),
             )  # fmt: skip
 
     def choose(self, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
         """Time the proposals in turn, so that what the GPU's clock does, and messages beside it, meet all of them."""
-        if self.adds:  # a sum that goes on is not the place to try things out
-            out = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
         times: dict[int, list[float]] = {i: [] for i in range(len(self.proposals))}
         with torch.cuda.device(self.device):
             for _ in range(ROUNDS):
@@ -191,10 +192,10 @@ class Product:
 
     def timed(self, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, algorithm: Any) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.run(out, a, b, bias, algorithm)
+        self.run(out, a, b, bias, algorithm=algorithm)
         begin.record()
         for _ in range(CALLS):
-            self.run(out, a, b, bias, algorithm)
+            self.run(out, a, b, bias, algorithm=algorithm)
         end.record()
         end.synchronize()
         return begin.elapsed_time(end)
@@ -216,27 +217,31 @@ _met: Counter[Any] = Counter()
 
 
 def multiply(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, adds: bool = False) -> bool:
-    """out = a @ b (+ bias), or out += a @ b, by the fastest kernel; False: left to torch."""
+    """out = a @ b (+ bias), or out += a @ b, by the fastest kernel; False: left to torch.
+
+    Proposals are tried out in the place of a result that is due, and so never where it is added to a sum: that would
+    take the sum's memory once more, at the moment when a step has the most of it.
+    """
     if not is_used() or 2.0 * out.numel() * a.shape[1] < LARGE:
         return False
     given = [out, a, b] if bias is None else [out, a, b, bias]
     aligned = min(map(alignment, given))
-    key = (*((t.shape, t.stride(), t.dtype) for t in given), adds, aligned, out.device.index)
+    key = (*((t.shape, t.stride(), t.dtype) for t in given), aligned, out.device.index)
     if key not in _products:
         if len(_met) >= MOST_KINDS and key not in _met:
             return False
         _met[key] += 1
-        if _met[key] < MEETINGS or torch.cuda.is_current_stream_capturing():
+        if _met[key] < MEETINGS or adds or torch.cuda.is_current_stream_capturing():
             return False
-        _products[key] = prepared(out, a, b, bias, adds) if aligned >= 16 else None
+        _products[key] = prepared(out, a, b, bias) if aligned >= 16 else None
     product = _products[key]
     if product is None:
         return False
-    product.run(out, a, b, bias)
+    product.run(out, a, b, bias, adds)
     return True
 
 
-def prepared(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, adds: bool) -> Product | None:
+def prepared(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Product | None:
     lt = library()
     plain = all(t.dim() == 2 and 1 in t.stride() for t in (a, b, out)) and not is_transposed(out)
     types = a.dtype == b.dtype != torch.float32 and a.dtype in TYPES and out.dtype in (a.dtype, torch.float32)
@@ -245,7 +250,7 @@ def prepared(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, adds: bool)
     if lt is None or not plain or not types:
         return None
     try:
-        product = Product(lt, out, a, b, bias, adds)
+        product = Product(lt, out, a, b, bias)
         product.choose(out, a, b, bias)
     except Refused as reason:
         shapes = " × ".join(str(tuple(t.shape)) for t in (a, b))

@@ -58,22 +58,17 @@ def asked_rows(shape: Transformer, layout: Layout, tokens: int) -> tuple[int, in
 def chunk_items(shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage, ...], tokens: int) -> list[Item]:
     """A chunk is at hand: its logits, and the gradients so far of the head's input and, in float32, of its weights.
 
-    Over a vocabulary that is cut, plain operations have three float32 copies of the chunk beside it. Once in a run the
-    kernels for the weights' gradient are tried out in a copy of it (cublaslt.py; measured: 0.98 GiB of llama-1b at
-    batch 4, in the second step). With three chunks or more a step that is in the first, before there is optimizer
-    state; it is counted all the same, so that a larger batch never needs less.
+    Over a vocabulary that is cut, plain operations have three float32 copies of the chunk beside it.
     """
     if not any(stage.is_last for stage in cut):
         return []
     e, (asked, rows) = product_bytes(layout.precision), asked_rows(shape, layout, tokens)
     chunk, each = min(asked, chunk_rows(asked, rows)), e + (3 * WIDE if layout.loss_parallel else 0)
     head = 0 if shape.lora_rank else held.head
-    copied = head if layout.tp == 1 and shape.asked == 1 else 0  # not where ranks compute the same, or rows vary
     return [
         Item("logits", "of one chunk", chunk * rows * each, "{:,} tokens × {:,} rows × {} bytes", (chunk, rows, each)),
         Item("activations", "gradient of the head's input", asked * e * shape.dim, "{:,} × {}", (asked, e)),
         Item("gradients", "of the head", float(WIDE * head), "{:,} × 4 bytes", (head,)),
-        Item("gradients", "of the head, to try kernels out", float(WIDE * copied), "{:,} × 4 bytes", (copied,)),
     ]
 
 
@@ -82,13 +77,13 @@ def waiting_head_items(
 ) -> list[Item]:
     """The backward pass begins: the head's gradient is there, in float32, of every pass that waits for it.
 
-    One of them is scaled, in float32, and then rounded where its weight is narrower.
+    One of them is scaled and written in its weight's type.
     """
     if shape.lora_rank or not any(stage.is_last for stage in cut):
         return []
     share, e = sharing(layout), product_bytes(layout.precision)
     passes = max(1, round(waiting / len(cut)))
-    each = (passes + 1) * WIDE + (e if share.gathers or share.zero or is_pure(layout) else 0)
+    each = passes * WIDE + (e if share.gathers or share.zero else state_bytes(layout))
     return [Item("gradients", "of the head", float(each * held.head), "{:,} × {}", (held.head, each))]
 
 

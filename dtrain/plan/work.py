@@ -223,7 +223,7 @@ def chunked_head(
 
     A kernel reads each logit twice and writes its gradient (measured: the second look misses the cache, so many rows
     are in flight). Over a vocabulary that is cut, plain operations move 52 bytes a logit. The weights' gradient is
-    summed in float32: each chunk reads and writes it, beside once being cleared and once scaled.
+    summed in float32: the first chunk writes it, each other one reads and writes it, and once it is scaled.
     """
     asked, rows = max(1, round(batch * shape.seq_len * shape.asked)), max(1, shape.vocab_size // ways)
     chunk, frozen = min(asked, chunk_rows(asked, rows)), bool(shape.lora_rank)
@@ -232,7 +232,7 @@ def chunked_head(
     logits, table = float(asked) * rows, 0.0 if frozen else float(rows) * shape.dim
     plain = ways > 1 or size == 4
     moved = kernels_s(hardware, "eager" if plain else "compiled", logits * (52 if plain else 3 * size))
-    moved += moved_s(hardware, table * (8 * chunks + 12) + 2.0 * size * asked * shape.dim)
+    moved += moved_s(hardware, table * (8 * chunks + 4) + 2.0 * size * asked * shape.dim)
     ends = float(batch * shape.seq_len * shape.dim) * stack.stream
     return (
         Pass(chunks * (there + back), 0.0, moved + kernels_s(hardware, stack.kernels, 4 * ends), 12 + 6 * chunks),

@@ -143,8 +143,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     kinds: list[Any] = []
 
     class Known:
-        def run(self, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-            torch.mm(a, b, out=out)
+        def run(self, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, adds: bool) -> None:
+            out.copy_(a @ b + out if adds else a @ b)
 
     monkeypatch.setattr(cublaslt, "library", lambda: object())
     monkeypatch.setattr(cublaslt, "prepared", lambda *given: kinds.append(given) or Known())
@@ -174,6 +174,14 @@ def test_a_kind_is_timed_once_when_it_has_been_met_often_enough(
     monkeypatch.setattr(cublaslt, "MOST_KINDS", len(cublaslt._met))
     assert not any(multiplied(60) for _ in range(5)) and len(cublaslt._met) == cublaslt.MOST_KINDS
     assert multiplied(4), "those that are known go on"
+
+
+def test_kernels_are_never_tried_out_in_the_place_of_a_sum(made: list[Any]) -> None:
+    a, b, total = torch.ones(4, 8), torch.ones(8, 8), torch.ones(4, 8)
+    assert not any(cublaslt.multiply(total, a, b, adds=True) for _ in range(5))
+    assert not made and total.eq(1).all()
+    assert cublaslt.multiply(total, a, b) and len(made) == 1, "the same kind, often met by now"
+    assert cublaslt.multiply(total, a, b, adds=True) and total.eq(16).all() and len(made) == 1
 
 
 def test_where_bits_must_repeat_every_product_is_left_to_torch(
@@ -231,7 +239,7 @@ def test_products_against_float64(
     assert cublaslt.multiply(wide, a, b)
     torch.testing.assert_close(wide.double(), exact, rtol=1e-4, atol=1e-3)
     before = wide.clone()
-    assert cublaslt.multiply(wide, a, b, adds=True), "and choosing a kernel leaves the sum alone"
+    assert cublaslt.multiply(wide, a, b, adds=True)
     torch.testing.assert_close(wide.double(), before.double() + exact, rtol=1e-4, atol=1e-3)
 
 
