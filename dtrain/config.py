@@ -15,8 +15,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 SECRET = re.compile(r"(^|[._-])(((api|access)_?key|secret|password|passwd|credential)s?|token)$", re.IGNORECASE)
 
 
@@ -40,7 +38,20 @@ def read_yaml(path: Path) -> Any:
     """Plain values of a yaml file, and nothing but those; in C where that is there, ten times as fast."""
     import yaml
 
-    return yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return yaml.load(path.read_bytes(), yaml_loader())
+
+
+@functools.cache
+def yaml_loader() -> Any:
+    """1e-5 is a number, as it is for OmegaConf and everybody; YAML 1.1 wants it written 1.0e-5."""
+    import yaml
+
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        pass
+
+    number = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
+    return Loader
 
 
 @functools.cache
@@ -51,8 +62,17 @@ def section(group: str, name: str) -> dict[str, Any]:
     """
     own: dict[str, Any] = read_yaml(CONF / group / f"{name}.yaml")
     bases = [base for base in own.get("defaults", []) if isinstance(base, str) and base != "_self_"]
-    below = {key: value for base in bases for key, value in section(group, base).items()}
-    return below | {key: value for key, value in own.items() if key != "defaults"}
+    whole: dict[str, Any] = {}
+    for part in (*(section(group, base) for base in bases), {k: v for k, v in own.items() if k != "defaults"}):
+        whole = over(whole, part)
+    return whole
+
+
+def over(below: Any, above: Any) -> Any:
+    """Sections are laid over each other, setting by setting; any other value takes the place of the one below."""
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return above
+    return below | {key: over(below.get(key), value) for key, value in above.items()}
 
 
 def bad(key: str, value: Any, rule: str, fix: str) -> ValueError:
@@ -80,7 +100,9 @@ def build(node: Any, trust: Iterable[str] = (), **extra: Any) -> Any:
     Only names inside `dtrain` and the modules of `trust` are called. `_partial_: true` gives the callable with
     its settings bound, for what needs more than the configuration knows.
     """
-    if isinstance(node, DictConfig):
+    if isinstance(node, Mapping) and not isinstance(node, dict):  # OmegaConf's
+        from omegaconf import OmegaConf
+
         node = OmegaConf.to_container(node, resolve=True)
     if isinstance(node, list):
         return [build(item, trust) for item in node]
@@ -121,6 +143,8 @@ def locate(target: str, trust: Iterable[str] = ()) -> Any:
 
 def save(run_dir: Path, config: dict[str, Any]) -> None:
     """Write config.yaml, complete and resolved; a value under a secret-like key is blacked out."""
+    from omegaconf import OmegaConf
+
     temporary = run_dir / ".config.yaml.tmp"
     OmegaConf.save(OmegaConf.create(redact(config)), temporary)
     os.replace(temporary, run_dir / "config.yaml")
@@ -149,6 +173,8 @@ class Settings(dict[str, Any]):
 
 def load(run_dir: Path) -> Settings:
     """What the ranks read: config.yaml, as the launcher wrote it."""
+    from omegaconf import OmegaConf
+
     values: Any = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
     return Settings(values)
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 
-from hydra.errors import MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf
-
-from dtrain.config import CONF, flatten
+from dtrain.config import CONF, flatten, read_yaml
 from dtrain.schema import unknown
 
 GROUPS = sorted(p.name for p in CONF.iterdir() if p.is_dir())
@@ -16,6 +13,8 @@ GROUPS = sorted(p.name for p in CONF.iterdir() if p.is_dir())
 
 def explain(error: BaseException) -> str:
     """One clear message for a person's mistake, from Hydra's and OmegaConf's several kinds of exception."""
+    from hydra.errors import MissingConfigException, OverrideParseException  # 100 ms, once there is a mistake
+
     text = str(error)
     if isinstance(error, MissingConfigException) and error.options is not None:  # before OSError, which it is, too
         path = str(error.missing_cfg_file)
@@ -41,7 +40,7 @@ def explain(error: BaseException) -> str:
         if not setting:
             choose = f", or {name}={' or '.join(options_of(name))}" if name in GROUPS else ""
             return f"{name}: is a section\n  fix: {name}.SETTING=value{choose}"
-        having = [o for o in options_of(group) if setting in OmegaConf.load(CONF / group / f"{o}.yaml")]
+        having = [o for o in options_of(group) if setting in read_yaml(CONF / group / f"{o}.yaml")]
         return f"{name}: the chosen {group} has no such setting\n  fix: leave it out, or {group}={' or '.join(having)}"
     full_key = getattr(error, "full_key", None)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -78,11 +77,7 @@ def options_of(group: str) -> list[str]:
 def known_settings() -> list[str]:
     """Every setting of the default configuration, and the groups, for did-you-mean."""
     names = set(GROUPS)
-    config = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"))
-    assert isinstance(config, dict)
-    names |= {k for k in flatten(config) if not k.startswith(("defaults", "hydra"))}
+    names |= {k for k in flatten(read_yaml(CONF / "config.yaml")) if not k.startswith(("defaults", "hydra"))}
     for path in CONF.glob("*/*.yaml"):
-        section = OmegaConf.to_container(OmegaConf.load(path))
-        assert isinstance(section, dict)
-        names |= {f"{path.parent.name}.{k!s}" for k in section if not str(k).startswith(("_", "defaults"))}
+        names |= {f"{path.parent.name}.{k!s}" for k in read_yaml(path) if not str(k).startswith(("_", "defaults"))}
     return sorted(names)

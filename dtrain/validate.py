@@ -6,10 +6,9 @@ import importlib
 import importlib.util
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from omegaconf import DictConfig
 
 from dtrain import mesh
 from dtrain.config import CONTROL, SECRET, bad, flatten, world_size
@@ -168,7 +167,7 @@ def check_model(model: dict[str, Any], sizes: mesh.MeshSizes) -> None:
         raise bad("strategy.pp", sizes.pp, f"there are only model.num_layers={layers} layers", fix)
 
 
-def batch_sizes(config: dict[str, Any] | DictConfig, sizes: mesh.MeshSizes) -> tuple[int, int, int]:
+def batch_sizes(config: Mapping[str, Any], sizes: mesh.MeshSizes) -> tuple[int, int, int]:
     """(samples a data rank and step, samples a forward pass, forward passes): global = micro × accumulation × dp."""
     total, asked = config["train"]["global_batch_size"], config["train"]["micro_batch_size"]
     if total % sizes.dp:

@@ -12,25 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import hydra
-import yaml
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from dtrain import validate
-from dtrain.arguments import built_in, offer_own, prepare_arguments, quote
-from dtrain.config import CONF, bad, flatten, gpus_per_node, ranks_per_node, section
+from dtrain.config import CONF, bad, flatten, gpus_per_node, ranks_per_node, read_yaml, section
 from dtrain.explain import GROUPS, explain, options_of
 from dtrain.hardware import half_precision
 from dtrain.mesh import MeshSizes
+from dtrain.plan import quick
 from dtrain.plan.predict import assumed_network, usual_network
 from dtrain.plan.sections import strategy_section, with_detected
 from dtrain.schema import check_keys_and_types
 
 SLURM_GPUS = 8  # conf/cluster/slurm.yaml's gpus_per_node
-MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)
 
 
 @dataclass
@@ -76,6 +68,8 @@ def compose(words: list[str], config_dir: str | None = None) -> Question:
     if config_dir is not None:
         if not Path(config_dir).expanduser().is_dir():
             raise bad("--config-dir", config_dir, "there is no such folder", "a folder with hardware/NAME.yaml in it")
+        from dtrain.arguments import quote
+
         asked.append(f"hydra.searchpath=[{quote('file://' + str(Path(config_dir).expanduser().absolute()))}]")
     notes: list[str] = []
     if "strategy" not in typed and (wanted := [k[9:] for k in typed if k.startswith("strategy.")]):
@@ -90,7 +84,7 @@ def compose(words: list[str], config_dir: str | None = None) -> Question:
         set_nodes(config, typed, notes)
         set_precision(config, typed, notes)
         check(config)
-    except MISTAKES as error:
+    except mistakes() as error:
         raise ValueError(explain(error)) from error
     if assumed_network(config):
         name = config["choices"]["hardware"]
@@ -117,8 +111,25 @@ def own_model(model: str | None) -> ValueError:
     return bad("model", model, rule, "one of dtrain's with sizes like yours, e.g. model=llama-7b model.num_layers=24")
 
 
+def mistakes() -> tuple[type[Exception], ...]:
+    """A person's, not ours. Asked for when there is one: the imports take 100 ms."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    return HydraException, OmegaConfBaseException, ValueError, OSError
+
+
 def composed(words: list[str]) -> dict[str, Any]:
-    """Hydra's composition as plain values, with keys and types checked."""
+    """The composition as plain values, with keys and types checked: by Hydra, unless it is easy."""
+    config = quick.composed(words)
+    return by_hydra(words) if config is None else config
+
+
+def by_hydra(words: list[str]) -> dict[str, Any]:
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
     with quick_yaml(), hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = hydra.compose("config", prepare(words), return_hydra_config=True)
     HydraConfig.instance().set_config(cfg)
@@ -132,6 +143,8 @@ def composed(words: list[str]) -> dict[str, Any]:
 @contextmanager
 def quick_yaml() -> Iterator[None]:
     """OmegaConf builds its reader on yaml.SafeLoader; libyaml's reads the same files in C: 30 ms less of a plan."""
+    import yaml
+
     slow = yaml.SafeLoader
     yaml.SafeLoader = getattr(yaml, "CSafeLoader", slow)
     try:
@@ -142,6 +155,8 @@ def quick_yaml() -> Iterator[None]:
 
 def prepare(words: list[str]) -> list[str]:
     """Words as Hydra takes them. Reading all recipes takes 90 ms, so only where one is named."""
+    from dtrain.arguments import offer_own, prepare_arguments
+
     if any(word.startswith(("recipe=", "resume=")) for word in words):
         return prepare_arguments(words)
     groups = "|".join(GROUPS)
@@ -157,10 +172,14 @@ def prepare(words: list[str]) -> list[str]:
 
 def recipe_keys(recipe: str | None) -> set[str]:
     """The settings and groups that a recipe says: as good as typed."""
-    path = built_in().get(recipe or "") or Path(recipe or "").expanduser()
-    if not recipe or not path.is_file():
+    if not recipe:
         return set()
-    content: Any = OmegaConf.to_container(OmegaConf.load(path))
+    from dtrain.arguments import built_in
+
+    path = built_in().get(recipe) or Path(recipe).expanduser()
+    if not path.is_file():
+        return set()
+    content = read_yaml(path)
     chosen = [str(next(iter(e))) for e in content.pop("defaults", None) or [] if isinstance(e, dict)]
     return set(flatten(content)) | {name.removeprefix("override ").strip("/") for name in chosen}
 
