@@ -53,14 +53,18 @@ def row_of(config: Mapping[str, Any]) -> dict[str, Any]:
         return {"reason": "ranks share a GPU, and what one has to itself is not known"}
     if elsewhere(config):
         return {"reason": f"hardware={config['choices'].get('hardware')} has GPUs, {NO_GPU}"}
-    for group in ("strategy", "optim"):
-        if not str(config[group]["_target_"]).startswith("dtrain."):
-            return {"reason": f"{group}={config['choices'].get(group)} is not one of dtrain's"}
+    if group := foreign(config):
+        return {"reason": f"{group}={config['choices'].get(group)} is not one of dtrain's"}
     prediction = predict(config)
     if prediction is None:
         return {"reason": why_not(config)}
     step_s = prediction.step_s
     return prediction.row() | {"wall_s": None if step_s is None else step_s * steps_to_do(config)}
+
+
+def foreign(config: Mapping[str, Any]) -> str | None:
+    """Which of strategy and optimizer is somebody's own, so that nothing is known of what it holds."""
+    return next((g for g in ("strategy", "optim") if not str(config[g]["_target_"]).startswith("dtrain.")), None)
 
 
 def elsewhere(config: Mapping[str, Any]) -> bool:
@@ -83,6 +87,9 @@ def steps_to_do(config: Mapping[str, Any]) -> int:
 
 def check(config: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
     """Refuse what cannot fit, with the numbers and the nearest layout that does; warn of what may not."""
+    from dtrain.plan.host import check_host  # not above: it needs this file
+
+    check_host(config)
     if str(plan.get("reason")).startswith(FAULT):
         log.warning("%s, so there is no prediction for this run", plan["reason"])
     elif str(plan.get("reason")).endswith(NO_GPU):
@@ -126,20 +133,24 @@ def way_out(config: Mapping[str, Any]) -> str:
 
 def in_half(config: Mapping[str, Any]) -> tuple[list[str], Prediction] | None:
     """The same in 16 bits, where nobody asked for the 32 that are the default; None: somebody did, or it is no help."""
-    from hydra.core.hydra_config import HydraConfig
-
     from dtrain.plan.fit import nearest
 
     name = half_precision(config["hardware"].get("gpu"))
-    typed = [str(w) for w in HydraConfig.get().overrides.task] if HydraConfig.initialized() else []
-    asked = config["resume"] or config["choices"].get("recipe") or any(w.startswith("precision") for w in typed)
-    if name is None or asked or config["precision"].get("dtype", "float32") != "float32":
+    if name is None or asked_for(config, "precision") or config["precision"].get("dtype", "float32") != "float32":
         return None
     choices = {**config["choices"], "precision": name}
     half = {**config, "precision": dict(section("precision", name)), "choices": choices}
     prediction = predict(half)
     words, best = ([], prediction) if prediction and prediction.fits else nearest(half) or ([], None)
     return ([f"precision={name}", *words], best) if best else None
+
+
+def asked_for(config: Mapping[str, Any], start: str) -> bool:
+    """Did somebody type words that begin so? What a recipe or a run that goes on says is as good as typed."""
+    from hydra.core.hydra_config import HydraConfig
+
+    typed = [str(w).lstrip("+~") for w in HydraConfig.get().overrides.task] if HydraConfig.initialized() else []
+    return bool(config["resume"] or config["choices"].get("recipe") or any(w.startswith(start) for w in typed))
 
 
 def left_out(config: Mapping[str, Any], words: list[str]) -> str:

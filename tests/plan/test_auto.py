@@ -71,7 +71,8 @@ def test_the_run_has_the_layout_and_not_the_word(
     assert "strategy=auto" not in hydra
 
 
-def test_the_words_that_it_names_give_the_same_run(started: list[Path]) -> None:
+def test_the_words_that_it_names_give_the_same_run(started: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtrain.config.count_gpus", lambda: 2)
     words = ["model=llama-1b", "hardware=h100", "data=synthetic", "precision=bf16"]
     assert main(["launch", "strategy=auto", *words, "run_dir=auto"]) == 0
     chosen = read(started[0])["choices"]["auto"].partition("As words: ")[2].split()

@@ -212,7 +212,7 @@ def test_refused_only_when_it_is_certain(
     found = "quiet"
     with caplog.at_level(logging.WARNING, "dtrain"):
         try:
-            trust.check({"force": force}, with_memory(total))
+            trust.check({"force": force, "dry_run": True}, with_memory(total))
         except ValueError as error:
             found = "refused"
             assert f"needs {total:.1f} GiB on each GPU (" in str(error) and "optimizer 20.0 GiB" in str(error)
@@ -225,13 +225,14 @@ def test_what_is_offloaded_may_not_fit_in_the_host(
 ) -> None:
     monkeypatch.setattr(trust, "way_out", lambda config: "strategy=fsdp")
     with caplog.at_level(logging.WARNING, "dtrain"):
-        trust.check({"force": False}, PLAN | {"fits": False})
+        trust.check({"force": False, "dry_run": True}, PLAN | {"fits": False})
     assert "may not fit in the memory of hardware=h100's hosts" in caplog.messages[0]
 
 
 def test_unknown_memory_is_no_reason_to_refuse() -> None:
-    trust.check({"force": False}, {"hardware": "unknown", "reason": "…"})
-    trust.check({"force": False}, PLAN | {"fits": None, "memory_gib": PLAN["memory_gib"] | {"limit": None}})
+    config = {"force": False, "dry_run": True}
+    trust.check(config, {"hardware": "unknown", "reason": "…"})
+    trust.check(config, PLAN | {"fits": None, "memory_gib": PLAN["memory_gib"] | {"limit": None}})
 
 
 def test_a_launch_that_cannot_fit_is_refused_and_its_fix_works(

@@ -1,0 +1,142 @@
+"""No launch on this machine's CPUs of a model that its memory cannot hold: the kernel would kill it (SIGKILL).
+
+Only weights, gradients and optimizer state are held against the memory, and nothing in them is an estimate:
+activations, copies and the processes themselves come on top.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dtrain.config import bad, gpus_per_node, ranks_per_node
+from dtrain.explain import options_of
+from dtrain.plan.counts import held_parameters
+from dtrain.plan.layout import Layout, layout_of
+from dtrain.plan.passes import rank_stages
+from dtrain.plan.predict import GIB, HOST_SHARE
+from dtrain.plan.sections import model_section, strategy_section
+from dtrain.plan.shape import Transformer, shape_of
+from dtrain.plan.states import Held, gradient_bytes, held_by, held_convolutions, optimizer_bytes, weight_bytes
+from dtrain.plan.trust import FAULT, NO_GPU, asked_for, foreign, left_out, strict
+from dtrain.validate import validate
+from dtrain.words import gib
+
+OTHER_GPUS = (Path("/dev/dxg"), Path("/dev/kfd"))  # WSL's and AMD's: count_gpus does not see them, and torch may
+
+log = logging.getLogger("dtrain")
+
+
+def check_host(config: Mapping[str, Any]) -> None:
+    """Refuse a run whose states alone exceed this machine's memory."""
+    try:
+        error = refusal(config)
+    except Exception as fault:
+        if strict():
+            raise
+        rest = "so whether this machine's memory can hold the model is not known"
+        log.warning("%s (%s: %s), %s", FAULT, type(fault).__name__, fault, rest)
+    else:
+        if error is not None:
+            raise error
+
+
+def refusal(config: Mapping[str, Any]) -> ValueError | None:
+    """What to say to it; None: it may fit, it is none of ours, or it does not run on this machine's CPUs."""
+    if config["force"] or config.get("dry_run") or not on_this_cpu(config["cluster"]):
+        return None
+    needs, has, ranks = states_of(config), machine_bytes(), ranks_per_node(config["cluster"])
+    if needs is None or needs <= has:
+        return None
+    parts = f"{ranks} ranks × {gib(needs / ranks / GIB)} = " if ranks > 1 else ""
+    rule = f"weights, gradients and optimizer state alone need {parts}{gib(needs / GIB)}"
+    rule += f", this machine has {gib(has / GIB)}, {NO_GPU}"
+    fix = f"{leaner(config, has)}; or force=true, if swap is enough"
+    return bad("model", config["choices"].get("model"), rule, fix)
+
+
+def on_this_cpu(cluster: Mapping[str, Any]) -> bool:
+    """Do the ranks run here, and without a GPU?"""
+    if cluster["_target_"] != "dtrain.launchers.local.Local" or gpus_per_node(cluster):
+        return False
+    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not any(path.exists() for path in OTHER_GPUS)
+
+
+def machine_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def states_of(config: Mapping[str, Any]) -> float | None:
+    """Bytes of weights, gradients and optimizer state over all ranks; None: something here is somebody's own."""
+    shape = shape_of(config)
+    if shape is None or foreign(config):
+        return None
+    layout, forgets = layout_of(config), config["optim"].get("momentum") == 0
+    if isinstance(shape, Transformer):
+        held = [held_by(shape, layout, rank_stages(shape, layout, rank)[0]) for rank in range(layout.pp)]
+    else:
+        held = [held_convolutions(shape)]
+    return layout.dp * layout.tp * sum(rank_bytes(one, layout, forgets) for one in held)
+
+
+def rank_bytes(held: Held, layout: Layout, forgets: bool) -> float:
+    """Of one rank, wherever they wait between steps, but for what lies on a disk. forgets: SGD without momentum."""
+    held = replace(held, largest=0)  # fairscale deals out whole weights: uneven shares, of the same sum
+    weights = 0.0 if layout.offload_params == "nvme" else weight_bytes(held, layout)
+    if layout.offload == "nvme":
+        return weights
+    return weights + gradient_bytes(held, layout) + (0.0 if forgets else optimizer_bytes(held, layout))
+
+
+def leaner(config: Mapping[str, Any], has: float) -> str:
+    """The smallest change with which the same arithmetic leaves room for all else, as words to type."""
+    try:
+        for words, variant in lean_changes(config):
+            if needs := accepted(variant, HOST_SHARE * has):
+                return f"{' '.join(words)}{left_out(config, words)} ({gib(needs / GIB)})"
+    except Exception:  # the refusal is right also without a way out
+        if strict():
+            raise
+    return "a machine with GPUs or more memory, or a smaller model"
+
+
+def accepted(config: Mapping[str, Any], limit: float) -> float | None:
+    """The states' bytes, where they are within the limit and the launcher would take it."""
+    try:
+        needs = states_of(config)
+        if needs is None or needs > limit:
+            return None
+        validate(dict(config))  # e.g. a batch that does not divide by so many ranks
+    except ValueError:
+        return None
+    return needs
+
+
+def lean_changes(config: Mapping[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Words and the configuration that they make: shards instead of copies, fewer copies, then smaller models."""
+    fewer, is_cut = range(ranks_per_node(config["cluster"]) - 1, 0, -1), config["choices"]["strategy"] == "fsdp"
+    cut = {"strategy": strategy_section("fsdp"), "choices": {**config["choices"], "strategy": "fsdp"}}
+    for name, model in [(None, config["model"]), *smaller_models(config)]:
+        typed = [f"model={name}"] if name else []
+        base = {**config, "model": model}
+        yield typed, base
+        if not is_cut:
+            yield [*typed, "strategy=fsdp"], base | cut
+        for count in fewer:
+            yield [*typed, f"cluster.processes={count}"], base | {"cluster": {**config["cluster"], "processes": count}}
+
+
+def smaller_models(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Those of conf/model that learn the same with fewer parameters, the largest first; none where sizes were typed."""
+    now, found = shape_of(config), []
+    for name in [] if asked_for(config, "model.") else options_of("model"):
+        model = model_section(name)
+        alike = all(model.get(key) == config["model"].get(key) for key in ("_target_", "task"))
+        shape = shape_of({**config, "model": model}) if alike else None
+        if now and shape and held_parameters(shape) < held_parameters(now):
+            found.append((held_parameters(shape), name, model))
+    return [(name, model) for _, name, model in sorted(found, reverse=True)]
