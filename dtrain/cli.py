@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     thresholds = gc.get_threshold()
     if command == "plan":
-        gc.set_threshold(200_000)  # Hydra makes many objects that stay: looking through them is a tenth of a plan
+        gc.set_threshold(200_000)  # so many objects stay that looking through them is a tenth of a plan
     try:
         if command not in COMMANDS:
             import difflib
