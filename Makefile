@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 .PHONY: train test test-all nvme lint clean
 
@@ -12,11 +14,11 @@ train: .venv/installed
 	@$(BIN)/dtrain sample latest "def "
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 # Also every pair of strategies as saver and resumer; --matrix FILE writes what came out to FILE.json and FILE.md
 test-all: lint
-	$(BIN)/python -m pytest --all $(ARGS)
+	$(PYTEST) --all $(ARGS)
 
 # DeepSpeed's operation for offload to NVMe: 2 to 5 minutes of compiling, for which libaio-dev and g++ must be there
 nvme: .venv/installed-dev

@@ -29,6 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow: make test-all"))
+    keep_together(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch
@@ -36,3 +37,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not torch.cuda.is_available():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+def keep_together(items: list[pytest.Item]) -> None:
+    """For the workers of `make test`: a file stays on one, with its worlds; all that start SLURM on the same one."""
+    starts_slurm = {
+        item.path
+        for item in items
+        if any(word in name for name in getattr(item, "fixturenames", ()) for word in ("slurm", "cluster", "network"))
+    }
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("slurm" if item.path in starts_slurm else str(item.path)))
