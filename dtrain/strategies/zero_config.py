@@ -11,8 +11,10 @@ import fcntl
 import json
 import math
 import os
+import shlex
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ TUNING = (
     "stage3_param_persistence_threshold", "max_in_cpu", "steps_per_print",
 )  # fmt: skip
 OURS_ALONE = ("optimizer", "scheduler", "fp16", "bf16")  # a file may repeat what they say, and that is all
+ABANDONED_S = 1800.0
 SCHEDULES = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}
 
 # Sections and switches that would change the maths, the parallelism or where the masters lie; false or {} is no wish.
@@ -169,6 +172,20 @@ def check_offload(strategy: Mapping[str, Any]) -> None:
     if not (shutil.which("c++") and shutil.which("ninja")):
         rule = "DeepSpeed compiles its async_io on first use (minutes), and there is no c++ with ninja"
         raise bad("strategy.nvme_path", path, rule, "apt-get install g++ ninja-build, or offload to cpu")
+    if lock := abandoned_lock():
+        rule = f"a build of DeepSpeed's async_io was interrupted and left {lock}, for which every rank would wait"
+        raise bad("strategy.nvme_path", path, rule, f"rm {shlex.quote(str(lock))}")
+
+
+def abandoned_lock() -> Path | None:
+    """Of torch's builds of extensions, which nobody takes away; a build that goes on is younger (2 to 5 minutes)."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions")
+    for lock in (*root.glob("async_io/lock"), *root.glob("*/async_io/lock")):
+        with contextlib.suppress(OSError):
+            if time.time() - lock.stat().st_mtime > ABANDONED_S:
+                return lock
+    return None
 
 
 def wanted(config: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:

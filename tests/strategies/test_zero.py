@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -143,8 +144,20 @@ def test_bad_files_and_settings_are_refused_with_a_fix(
     refused("nvme_path=null", **{"strategy.offload": "nvme"})
     refused("cannot be written to", **nvme | {"strategy.nvme_path": f"{tmp_path}/none"})
     refused("compile=true", compile=True)
-    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
-    refused("libaio", **nvme)
+    with monkeypatch.context() as patch:
+        patch.setattr("ctypes.util.find_library", lambda name: None)
+        refused("libaio", **nvme)
+    # a build that was interrupted
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: "libaio.so.1")
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    lock = tmp_path / "torch_extensions" / "py311_cpu" / "async_io" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    check(None, **nvme)  # it may be going on
+    os.utime(lock, (0, 0))
+    refused(f"interrupted and left {lock}", **nvme)
 
 
 def test_swap_folders_of_the_dead_are_removed_and_of_the_living_kept(tmp_path: Path) -> None:
