@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 
 import pytest
 
@@ -41,10 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def keep_together(items: list[pytest.Item]) -> None:
     """For the workers of `make test`: a file stays on one, with its worlds; all that start SLURM on the same one."""
-    starts_slurm = {
-        item.path
-        for item in items
-        if any(word in name for name in getattr(item, "fixturenames", ()) for word in ("slurm", "cluster", "network"))
-    }
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("slurm" if item.path in starts_slurm else str(item.path)))
+        module = item.getparent(pytest.Module)
+        uses_slurm = module is not None and getattr(module.obj, "slurm", None) is sys.modules.get("tests.slurm", item)
+        item.add_marker(pytest.mark.xdist_group("slurm" if uses_slurm else str(item.path)))

@@ -65,7 +65,7 @@ def test_accounting_that_is_not_there(fakes: Fakes, monkeypatch: pytest.MonkeyPa
     began = time.monotonic()
     for _ in range(2):
         assert query(["7"])["7"].state == "GONE"
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20  # not the 30 of a sacct that hangs
     assert calls.read_text().count("sacct") == (2 if "a|b" in sacct else 1)  # it is not asked again
 
 

@@ -56,8 +56,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         # unscaled sums in float32, where that can be had: rounded once, when they are scaled
         wide = torch.float32 if device == "cuda" else dtype
         grad_x = torch.empty(x.shape, dtype=wide, device=x.device) if of_x else None
-        make = torch.empty if len(x) else torch.zeros  # the first chunk is written, the others are added to it
-        grad_weight = make(weight.shape, dtype=torch.float32, device=x.device) if of_weight else None
+        # its first chunk is written, the others are added to it
+        grad_weight = torch.empty(weight.shape, dtype=torch.float32, device=x.device) if of_weight else None
         grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=x.device) if of_bias else None
         rows = chunk_rows(len(x), weight.shape[0])
         with torch.autocast(device, enabled=False) if device != "meta" else contextlib.nullcontext():

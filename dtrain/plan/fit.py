@@ -67,7 +67,7 @@ def changes(config: Mapping[str, Any]) -> Iterator[tuple[list[str], dict[str, An
 def modes(current: str, compiled: bool) -> list[str]:
     """The kind of checkpointing that is set, and those that keep less, the cheapest first.
 
-    Compiled, `ops` costs 3 to 4% of the speed where `full` costs 17 to 19; eager, 9 to 22 (docs/performance.md).
+    Compiled, `ops` costs 3 to 4% of the speed where `full` costs 17 to 19; eager, 11 to 13 (docs/performance.md).
     """
     less = {"none": ["ops", "full"] if compiled else ["full"], "ops": ["full"], "selective": ["full"], "full": []}
     return [current, *less[current]]

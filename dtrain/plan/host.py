@@ -61,7 +61,7 @@ def refusal(config: Mapping[str, Any]) -> ValueError | None:
 
 def on_this_cpu(cluster: Mapping[str, Any]) -> bool:
     """Do the ranks run here, and without a GPU?"""
-    if cluster["_target_"] != "dtrain.launchers.local.Local" or gpus_per_node(cluster):
+    if cluster["_target_"] != "dtrain.launchers.local.Local" or cluster["nodes"] != 1 or gpus_per_node(cluster):
         return False
     return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not any(path.exists() for path in OTHER_GPUS)
 
@@ -122,12 +122,20 @@ def lean_changes(config: Mapping[str, Any]) -> Iterator[tuple[list[str], dict[st
     cut = {"strategy": strategy_section("fsdp"), "choices": {**config["choices"], "strategy": "fsdp"}}
     for name, model in [(None, config["model"]), *smaller_models(config)]:
         typed = [f"model={name}"] if name else []
-        base = {**config, "model": model}
+        base = with_model(config, model)
         yield typed, base
         if not is_cut:
             yield [*typed, "strategy=fsdp"], base | cut
         for count in fewer:
             yield [*typed, f"cluster.processes={count}"], base | {"cluster": {**config["cluster"], "processes": count}}
+
+
+def with_model(config: Mapping[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+    """With the sizes of data that follow the model (seq_len: ${model.seq_len}), unless somebody gave them."""
+    data = dict(config["data"])
+    follow = [key for key in data if key in model and data[key] == config["model"].get(key)]
+    sizes = {key: model[key] for key in follow if not asked_for(config, f"data.{key}")}
+    return {**config, "model": model, "data": data | sizes}
 
 
 def smaller_models(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:

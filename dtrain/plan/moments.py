@@ -56,7 +56,7 @@ def asked_rows(shape: Transformer, layout: Layout, tokens: int) -> tuple[int, in
 
 
 def chunk_items(shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage, ...], tokens: int) -> list[Item]:
-    """A chunk is at hand: its logits, and the gradients so far of the head's input and, in float32, of its weights.
+    """A chunk is at hand: its logits, and the gradients so far of the head's input and of its weights, in float32.
 
     Over a vocabulary that is cut, plain operations have three float32 copies of the chunk beside it.
     """
@@ -67,7 +67,7 @@ def chunk_items(shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage
     head = 0 if shape.lora_rank else held.head
     return [
         Item("logits", "of one chunk", chunk * rows * each, "{:,} tokens × {:,} rows × {} bytes", (chunk, rows, each)),
-        Item("activations", "gradient of the head's input", asked * e * shape.dim, "{:,} × {}", (asked, e)),
+        Item("activations", "gradient of the head's input", asked * WIDE * shape.dim, "{:,} × {}", (asked, WIDE)),
         Item("gradients", "of the head", float(WIDE * head), "{:,} × 4 bytes", (head,)),
     ]
 

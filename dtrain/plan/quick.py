@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from dtrain.config import CONF, read_yaml, section
-from dtrain.explain import GROUPS
+from dtrain.explain import GROUPS, options_of
 from dtrain.schema import check_keys_and_types
 
 PLAIN = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?(e-?\d+)?|true|false|null|[A-Za-z][\w-]*", re.ASCII)
@@ -40,7 +40,11 @@ def compose(words: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
         raise Unusual("twice the same, or no setting; or a run's own configuration")
     base = read_yaml(CONF / "config.yaml")
     defaults = {g: option for entry in base["defaults"] if isinstance(entry, dict) for g, option in entry.items()}
-    choices = choose({g: defaults[g] for g in GROUPS}, {g: option for g, option in given.items() if g in GROUPS})
+    typed = {group: option for group, option in given.items() if group in GROUPS}
+    for group, option in typed.items():
+        if option not in options_of(group):
+            raise Unusual(f"{group}={option}")
+    choices = choose({group: defaults[group] for group in GROUPS}, typed)
     config = {key: value for key, value in base.items() if key not in ("defaults", "hydra")}
     config = copied(config | {group: section(group, option) for group, option in choices.items()})
     for key, text in given.items():
@@ -67,11 +71,8 @@ def choose(defaults: dict[str, str], typed: dict[str, str]) -> dict[str, str]:
 
 def overrides(group: str, option: str) -> list[tuple[str, str]]:
     """(other group, its option) that an option asks for, with the files that it builds on."""
-    path = CONF / group / f"{option}.yaml"
-    if not path.is_file():
-        raise Unusual(f"{group}={option}")
     found: list[tuple[str, str]] = []
-    for entry in read_yaml(path).get("defaults", []):
+    for entry in read_yaml(CONF / group / f"{option}.yaml").get("defaults", []):
         if isinstance(entry, str):
             found += overrides(group, entry) if entry != "_self_" else []
             continue
@@ -97,12 +98,12 @@ def value_of(text: str) -> Any:
 
 def put(config: dict[str, Any], key: str, value: Any) -> None:
     *parents, name = key.split(".")
-    section: Any = config
+    place: Any = config
     for parent in parents:
-        section = section.get(parent) if isinstance(section, dict) else None
-    if not isinstance(section, dict) or name not in section or isinstance(section[name], dict | list):
+        place = place.get(parent) if isinstance(place, dict) else None
+    if not isinstance(place, dict) or name not in place or isinstance(place[name], dict | list):
         raise Unusual(key)
-    section[name] = value
+    place[name] = value
 
 
 def copied(node: Any) -> Any:
@@ -124,9 +125,11 @@ def resolved(node: Any, config: dict[str, Any], choices: dict[str, str]) -> Any:
         kind, name = match.groups()
         if kind == "now":
             return datetime.now().strftime(name)
-        if kind == "hydra":
-            return choices[name.removeprefix("runtime.choices.")]
         value: Any = config
+        if kind == "hydra":
+            value, name = choices, name.removeprefix("runtime.choices.")
+        elif kind:
+            raise Unusual(node)
         for key in name.split("."):
             if not isinstance(value, dict) or key not in value:
                 raise Unusual(name)

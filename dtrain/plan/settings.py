@@ -171,16 +171,22 @@ def prepare(words: list[str]) -> list[str]:
 
 
 def recipe_keys(recipe: str | None) -> set[str]:
-    """The settings and groups that a recipe says: as good as typed."""
+    """The settings and groups that a recipe says: as good as typed. What is wrong with it, composing will tell."""
     if not recipe:
         return set()
+    import yaml
+
     from dtrain.arguments import built_in
 
     path = built_in().get(recipe) or Path(recipe).expanduser()
-    if not path.is_file():
+    try:
+        content = read_yaml(path)
+    except (OSError, yaml.YAMLError):
         return set()
-    content = read_yaml(path)
-    chosen = [str(next(iter(e))) for e in content.pop("defaults", None) or [] if isinstance(e, dict)]
+    if not isinstance(content, dict):
+        return set()
+    defaults = content.pop("defaults", None)
+    chosen = [str(key) for entry in defaults if isinstance(entry, dict) for key in entry] if defaults else []
     return set(flatten(content)) | {name.removeprefix("override ").strip("/") for name in chosen}
 
 

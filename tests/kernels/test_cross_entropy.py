@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dtrain import kernels
-from dtrain.kernels import CHUNK_ELEMENTS, chunk_rows, cross_entropy
+from dtrain.kernels import CHUNK_ELEMENTS, chunk_rows, cross_entropy, cublaslt
 from dtrain.kernels.cross_entropy import IGNORED, linear_cross_entropy
 from tests.world import losses, make_run, spawn, train
 
@@ -120,12 +120,6 @@ def test_a_gradient_of_16_bits_is_rounded_once() -> None:
     assert torch.equal(cross_entropy.times(total.bfloat16(), factor, torch.float32), total.bfloat16().float() * factor)
 
 
-def test_without_rows_the_gradient_is_not_what_lay_in_memory() -> None:
-    weight, targets = torch.randn(50, 16, requires_grad=True), torch.empty(0, dtype=torch.long)
-    loss: Any = cross_entropy.LinearCrossEntropy.apply(torch.empty(0, 16), weight, None, targets, None, 0, True)
-    assert not loss.grad_fn.saved_tensors[1].any()
-
-
 def test_may_be_asked_for_its_gradients_twice() -> None:
     x, weight, _, targets = case(100, 40)
     loss = linear_cross_entropy(x, weight, targets)
@@ -190,8 +184,17 @@ def test_training_is_the_same_with_it(name: str, reference: dict[int, float], tm
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("vocabulary, dtype", [(50304, torch.bfloat16), (1000, torch.float16), (128256, torch.float32)])
-def test_on_a_gpu_one_kernel_does_it(vocabulary: int, dtype: torch.dtype) -> None:
+def test_on_a_gpu_one_kernel_does_it(
+    vocabulary: int, dtype: torch.dtype, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three chunks: the last is shorter, and products are large and frequent enough that their kernels are chosen."""
+    if chunks > 1:
+        monkeypatch.setattr(kernels, "CHUNK_ELEMENTS", 1100 * vocabulary)
+        monkeypatch.setattr(cublaslt, "LARGE", 1.0)
+        monkeypatch.setattr(cublaslt, "MEETINGS", 1)
+    assert -(-3000 // chunk_rows(3000, vocabulary)) == chunks
     torch.manual_seed(0)
     x = torch.randn(3000, 256, device="cuda", dtype=dtype, requires_grad=True)
     weight = (0.05 * torch.randn(vocabulary, 256, device="cuda", dtype=dtype)).requires_grad_()

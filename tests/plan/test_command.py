@@ -120,6 +120,25 @@ def test_16_bits_are_taken_on_gpus_unless_something_else_is_said(capsys: pytest.
     assert fp32["precision"] == "fp32" and fp32["step_s"]["total"] > a100["step_s"]["total"]
 
 
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("", 0, ""),
+        ("# nothing yet\n", 0, ""),
+        ("5\n", 2, "recipe"),
+        ("a: [1\n", 2, "is not valid yaml"),
+        ("- a\n", 2, "must be a yaml mapping"),
+        ("defaults:\n  - {}\n  - _self_\ntrain: {steps: 5}\n", 2, "Missing group name"),
+    ],
+)
+def test_a_recipe_of_ones_own_may_be_odd(
+    text: str, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    assert main(["plan", f"recipe={tmp_path}/mine.yaml", "model=gpt2-124m", "hardware=h100"]) == code
+    assert said in capsys.readouterr().err
+
+
 def test_a_recipe_is_planned_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = planned(capsys, "recipe=gpt2-1.5b-fsdp-4gpu", "hardware=a100-80gb")
     assert (row["strategy"], row["dp"], row["micro_batch_size"], row["compile"]) == ("fsdp", 4, 8, "blocks")

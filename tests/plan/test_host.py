@@ -64,6 +64,25 @@ def test_a_smaller_llama_is_named(started: list[Path], capsys: pytest.CaptureFix
     assert main([*words, "model=llama-1b", "strategy=fsdp"]) == 0 and len(started) == 1
 
 
+def test_a_model_is_named_whose_data_take_its_sizes(
+    started: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "machine_bytes", lambda: 8 * 2**30)
+    words = ["launch", "model=llama-7b"]
+    assert main(words) == 2
+    fix = fix_of(capsys)
+    assert fix.startswith("model=llama-tiny (") and "data.seq_len" not in fix
+    assert main([*words, "model=llama-tiny"]) == 0 and len(started) == 1
+    assert main([*words, "data.seq_len=1024"]) == 2
+    assert "a smaller model" in fix_of(capsys), "the small one takes no samples of that length"
+
+
+@pytest.mark.usefixtures("box")
+def test_another_mistake_is_told_first(capsys: pytest.CaptureFixture[str], started: list[Path]) -> None:
+    assert main(["launch", "model=gpt2-1.5b", "cluster.nodes=2"]) == 2
+    assert "cluster=local is one machine" in capsys.readouterr().err and not started
+
+
 @pytest.mark.usefixtures("box")
 @pytest.mark.parametrize(("word", "runs"), [("force=true", 1), ("dry_run=true", 0)])
 def test_who_insists_or_only_looks_is_not_refused(word: str, runs: int, started: list[Path]) -> None:

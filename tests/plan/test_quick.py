@@ -18,11 +18,13 @@ from dtrain.config import CONF, read_yaml, yaml_loader
 from dtrain.explain import GROUPS, options_of
 from dtrain.plan import quick, settings
 
-OPTIONS = {group: options_of(group) for group in GROUPS}
-# every option of every group is in one of them
-ROWS = [
-    [f"{group}={options[i % len(options)]}" for group, options in OPTIONS.items()]
-    for i in range(max(map(len, OPTIONS.values())))
+# every option of every group by itself; data with a model that has its sizes
+FITTING = {"cifar10": "vit-tiny", "digits": "convnet", "images": "vit-tiny", "mnist": "convnet"}
+FITTING |= {"labelled": "bert-tiny-classify", "stdlib-lines": "bert-tiny-classify"}
+OPTIONS = [
+    [f"{group}={option}", *([f"model={FITTING[option]}"] if group == "data" and option in FITTING else [])]
+    for group in GROUPS
+    for option in options_of(group)
 ]
 
 
@@ -35,11 +37,17 @@ def outcome(compose: Any, words: list[str]) -> Any:
     return found and json.dumps({**found, "run_dir": re.sub(r"\d", "0", found["run_dir"])}, sort_keys=True, indent=1)
 
 
-@pytest.mark.parametrize("words", [*ROWS, *([f"model={name}"] for name in OPTIONS["model"])], ids=" ".join)
+@pytest.mark.parametrize("words", OPTIONS, ids=" ".join)
 def test_every_option_is_composed_as_hydra_does(words: list[str]) -> None:
-    """A row of them all may not fit together (pictures for a language model): then Hydra has the last word."""
-    ours, theirs = outcome(quick.composed, words), outcome(settings.by_hydra, words)
-    assert ours == theirs or (ours is None and len(words) > 1)
+    ours = outcome(quick.composed, words)
+    assert ours is not None and ours == outcome(settings.by_hydra, words)
+
+
+def test_many_at_once() -> None:
+    words = ["cluster=gcp-ethernet", "model=vit-b16", "data=images", "strategy=pipeline", "optim=sgd", "profile=torch"]
+    words += ["precision=bf16-pure", "logger=wandb", "schedule=linear", "hardware=h200"]
+    ours = outcome(quick.composed, words)
+    assert ours is not None and ours == outcome(settings.by_hydra, words)
 
 
 def test_an_option_that_asks_for_another_gives_way_to_what_is_typed() -> None:
@@ -73,7 +81,7 @@ def test_settings_are_put_where_hydra_puts_them(words: list[str]) -> None:
         ["cluster.sbatch.nice=1"], ["name='a b'"], ["name=a b"], ["name=${model.dim}"], ["train.seed=True"],
         ["train.seed=0x1"], ["train.seed=01"], ["train.seed=1_000"], ["optim.lr=inf"], ["optim.lr=NaN"], ["name="],
         ["train.seed=1", "train.seed=2"], ["fsdp"], ["hydra.verbose=true"], ["name=é"], ["train.seed=1,2"],
-        ["data=images"], ["lora.targets=[q,v]"],
+        ["data=images"], ["lora.targets=[q,v]"], ["hardware=../hardware/h100"], ["hardware=/etc/h100"], ["model=h100/"],
     ],
     ids=" ".join,
 )  # fmt: skip
