@@ -18,7 +18,7 @@
    and two processes, in turn. The figure is the time between two steps, by the wall and by the CPU time of the main
    thread, and where ours goes. The target is for the CPU time of our loop, all of it, and for the wall time that it
    adds to the hand-written one's: that has to read its batch meanwhile, ours has a thread for it.
-3. `python launch.py dry_run=true` against `python -c "import torch"`: wall time of the process.
+3. `python launch.py dry_run=true` and `dtrain plan` against `python -c "import torch"`: wall time of the process.
 4. Process start to the line of the first step (metrics.jsonl, and the script's print), looked for every 5 ms.
 
 Nothing here passes or fails: it prints both columns beside the target.
@@ -317,15 +317,21 @@ def measure_loop(steps: int) -> list[Row]:
     return rows
 
 
-def compare_dry_run(rounds: int) -> Row:
+def compare_command(what: str, ours: list[str], rounds: int) -> Row:
     times: Blocks = {"ours": [], "peer": []}
     for i in range(-1, rounds):  # the first warms the disk cache
-        say(f"dry run: round {max(0, i + 1)}/{rounds}")
-        for name, command in alternate(i, ours=["launch.py", "dry_run=true"], peer=["-c", "import torch"]):
+        say(f"{what}: round {max(0, i + 1)}/{rounds}")
+        for name, command in alternate(i, ours=ours, peer=["-c", "import torch"]):
             began = time.perf_counter()
             subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
             times[name].append(time.perf_counter() - began)
-    return ratio_row("dry run / import torch", f"{rounds} rounds", times["ours"][1:], times["peer"][1:], DRY_RUN)
+    return ratio_row(f"{what} / import torch", f"{rounds} rounds", times["ours"][1:], times["peer"][1:], DRY_RUN)
+
+
+def compare_commands(rounds: int) -> list[Row]:
+    plan = "from dtrain.cli import main; main(['plan', 'model=llama-7b', 'cluster=aws-ib', 'cluster.nodes=4'])"
+    commands = {"dry run": ["launch.py", "dry_run=true"], "plan": ["-c", plan]}
+    return [compare_command(what, command, rounds) for what, command in commands.items()]
 
 
 def compare_first_step(rounds: int) -> Row:
@@ -458,14 +464,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a block; four times as many at batch 2")
     parser.add_argument("--quick", action="store_true", help="a few rounds, to see that it runs")
     parser.add_argument("--loop", action="store_true", help="only the loop alone: two minutes")
+    parser.add_argument("--commands", action="store_true", help="only what dry_run and plan take: a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     options = parser.parse_args()
     rounds, short, long = (4, 3, 2) if options.quick else (options.rounds, 11, 7)
 
     load, measured = [os.getloadavg()[0]], commit()
-    rows = measure_loop(LOOP_STEPS)
-    if not options.loop:
-        rows = [*compare_steps(rounds, options.steps), *rows, compare_dry_run(short), compare_first_step(long)]
+    rows = compare_commands(short) if options.commands else measure_loop(LOOP_STEPS)
+    if not options.loop and not options.commands:
+        rows = [*compare_steps(rounds, options.steps), *rows, *compare_commands(short), compare_first_step(long)]
     load.append(os.getloadavg()[0])
     say("")
     print_table(rows, load)
