@@ -113,10 +113,13 @@ class Gate(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         if sweeps.known_before(config.hydra):
+            folder = Path(config.hydra.sweep.dir)
+            with heard():  # first of all where somebody has been: folders that another command is filling look odd
+                self.lock = sweeps.lock(folder) if (folder / sweeps.LOCK).exists() else None
             self._check(sweeps.jobs_of(config))
             with heard():
-                self.lock = sweeps.lock(Path(config.hydra.sweep.dir))  # until this process ends
-            sweeps.note(Path(config.hydra.sweep.dir), sys.argv[1:])
+                self.lock = self.lock or sweeps.lock(folder)  # until this process ends
+            sweeps.note(folder, sys.argv[1:])
         # else a search, which decides its jobs as it goes; each is checked when it comes
 
     def _check(self, configs: Iterable[DictConfig]) -> None:

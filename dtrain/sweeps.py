@@ -16,6 +16,7 @@ from dtrain.config import bad, build, load
 from dtrain.rundir import last_launch, read_json, write_json
 
 SWEEP = "sweep.json"  # in the sweep's folder: what was typed
+LOCK = ".lock"  # held by the command that is at work there
 AUTOMATIC = ("hydra.sweep.dir=", "hydra.job.config.override_dirname.exclude_keys=")  # words that we add
 TO_DO = ("failed", "died", "cancelled", "preempted")  # what the same command, typed again, goes on with
 
@@ -68,7 +69,7 @@ def lock(folder: Path) -> TextIO:
     if not folder.exists():
         folder.mkdir(parents=True)
         folder.chmod(0o700)  # ours; one that was there before keeps its mode
-    file = open(folder / ".lock", "a")  # noqa: SIM115 (held until the process ends)
+    file = open(folder / LOCK, "a")  # noqa: SIM115 (held until the process ends)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
