@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from dtrain.config import CODE, CONF, RECIPES, SECRET, bad, completed
 from dtrain.explain import GROUPS, known_settings, options_of
@@ -146,6 +146,8 @@ def store_recipe(path: Path, name: str | None = None) -> None:
     for key in ("resume", "trust", *(f"cluster.{name}" for name in CODE)):
         if OmegaConf.select(node, key):
             raise bad("recipe", path, f"{key} is for the command line", f"take it out of the file and type {key}=…")
+    if not isinstance(node.get("defaults") or OmegaConf.create([]), ListConfig):
+        raise bad("recipe", path, "its `defaults` must be a list of groups", "defaults: [override /model: gpt2-124m]")
     # Hydra makes its callbacks and launchers before anything here can look at them
     chosen = [str(OmegaConf.to_container(e) if isinstance(e, DictConfig) else e) for e in node.get("defaults") or []]
     if "hydra" in node or any("hydra" in entry for entry in chosen):

@@ -43,11 +43,11 @@ def read_yaml(path: Path) -> Any:
 
 @functools.cache
 def yaml_loader() -> Any:
-    """1e-5 is a number, as it is for OmegaConf and everybody; YAML 1.1 wants it written 1.0e-5."""
+    """PyYAML's safe one, for which 1e-5 is a number as it is for OmegaConf; YAML 1.1 wants it written 1.0e-5."""
     import yaml
 
     class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-        pass
+        """Of our own: a resolver that is added to theirs would be there for everybody."""
 
     number = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))

@@ -1,4 +1,4 @@
-"""conf/ composed without Hydra, which takes most of the time of a plan: 20 ms instead of 400.
+"""conf/ composed without Hydra, which takes most of the time of a plan: 50 ms instead of 400.
 
 For groups and plain values, which is what people type. All else is Hydra's, and so is every mistake: it has the words
 for it. A test composes both ways.
@@ -6,6 +6,7 @@ for it. A test composes both ways.
 
 from __future__ import annotations
 
+import copy
 import re
 from datetime import datetime
 from typing import Any
@@ -46,7 +47,7 @@ def compose(words: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
             raise Unusual(f"{group}={option}")
     choices = choose({group: defaults[group] for group in GROUPS}, typed)
     config = {key: value for key, value in base.items() if key not in ("defaults", "hydra")}
-    config = copied(config | {group: section(group, option) for group, option in choices.items()})
+    config = copy.deepcopy(config | {group: section(group, option) for group, option in choices.items()})
     for key, text in given.items():
         if key not in GROUPS:
             put(config, key, value_of(text))
@@ -104,12 +105,6 @@ def put(config: dict[str, Any], key: str, value: Any) -> None:
     if not isinstance(place, dict) or name not in place or isinstance(place[name], dict | list):
         raise Unusual(key)
     place[name] = value
-
-
-def copied(node: Any) -> Any:
-    if isinstance(node, dict):
-        return {key: copied(value) for key, value in node.items()}
-    return [copied(value) for value in node] if isinstance(node, list) else node
 
 
 def resolved(node: Any, config: dict[str, Any], choices: dict[str, str]) -> Any:

@@ -186,7 +186,8 @@ def recipe_keys(recipe: str | None) -> set[str]:
     if not isinstance(content, dict):
         return set()
     defaults = content.pop("defaults", None)
-    chosen = [str(key) for entry in defaults if isinstance(entry, dict) for key in entry] if defaults else []
+    entries = defaults if isinstance(defaults, list) else []
+    chosen = [str(key) for entry in entries if isinstance(entry, dict) for key in entry]
     return set(flatten(content)) | {name.removeprefix("override ").strip("/") for name in chosen}
 
 

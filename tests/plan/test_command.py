@@ -128,6 +128,7 @@ def test_16_bits_are_taken_on_gpus_unless_something_else_is_said(capsys: pytest.
         ("5\n", 2, "recipe"),
         ("a: [1\n", 2, "is not valid yaml"),
         ("- a\n", 2, "must be a yaml mapping"),
+        ("defaults: 5\n", 2, "defaults"),
         ("defaults:\n  - {}\n  - _self_\ntrain: {steps: 5}\n", 2, "Missing group name"),
     ],
 )
