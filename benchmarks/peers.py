@@ -59,7 +59,7 @@ CASES: dict[str, tuple[list[str], int, float, list[str]]] = {
     "gpt2-124m-64": (["model=gpt2-124m"], 64, 29, ["model=gpt2-tiny"]),
     "gpt2-1.5b": (["model=gpt2-1.5b"], 16, 65, ["model=gpt2-tiny"]),
     "gpt2-1.5b-32": (["model=gpt2-1.5b"], 32, 106, ["model=gpt2-tiny"]),
-    "llama-1b": (["model=llama-1b", "model.seq_len=2048"], 8, 60, ["model=llama-tiny"]),
+    "llama-1b": (["model=llama-1b", "model.seq_len=2048"], 8, 48, ["model=llama-tiny"]),
     "resnet50": (["model=resnet50"], 256, 24, ["model=resnet18", "model.image_size=64", "model.num_classes=10"]),
     "vit-b16": (["model=vit-b16"], 256, 26, ["model=vit-tiny", "model.channels=3", "model.image_size=16"]),
     "bert-base": (["model=bert-base"], 64, 18, ["model=bert-tiny"]),
