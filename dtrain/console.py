@@ -25,6 +25,7 @@ from dtrain.words import (
     short_path,
     si,
     step_time,
+    three_digits,
 )
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def saves_text(summary: dict[str, Any]) -> str:
         return "-"
     stall = step_time(summary.get("save_stall_median_s"))
     parts = [f"median stall {stall}"] if stall != "-" else []
-    parts += [f"{size / seconds:.3g} GiB/s"] if size and seconds else []
+    parts += [f"{three_digits(size / seconds)} GiB/s"] if size and seconds else []
     return f"{saves:.0f}" + (f" ({', '.join(parts)})" if parts else "")
 
 

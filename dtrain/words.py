@@ -55,6 +55,11 @@ def si(value: object) -> str:
     return text.rstrip("0").rstrip(".") + units[unit]
 
 
+def three_digits(value: float) -> str:
+    """0.123, 4.56, 789, and 4,190, which `.3g` would write as 4.19e+03."""
+    return f"{value:.3g}" if abs(value) < 999.5 or not math.isfinite(value) else f"{value:,.0f}"
+
+
 def duration(seconds: object) -> str:
     """4.2s, 42s, 1m 23s, 2h 05m, 3d 04h."""
     s = number(seconds)
@@ -75,7 +80,7 @@ def duration(seconds: object) -> str:
 def step_time(seconds: object) -> str:
     """A step's time: milliseconds below ten seconds, where `duration` is too coarse."""
     s = number(seconds)
-    return duration(s) if s is None or not 0 <= s < 10 else f"{1000 * s:.3g} ms" if s < 1 else f"{s:.2f}s"
+    return duration(s) if s is None or not 0 <= s < 10 else f"{three_digits(1000 * s)} ms" if s < 1 else f"{s:.2f}s"
 
 
 def loss_text(value: object) -> str:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain import console
-from dtrain.words import duration, resume_argument, si
+from dtrain.words import duration, resume_argument, si, step_time, three_digits
 
 
 @pytest.mark.parametrize(
@@ -106,3 +106,15 @@ def test_paths_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resume_argument(tmp_path / "outputs/12-00-00-a") == "resume=outputs/12-00-00-a"
     assert resume_argument(tmp_path / "12") == "resume=./12"  # else Hydra reads a number
     assert resume_argument(tmp_path / "m/0-lr=1,a=2") == "'resume=\"m/0-lr=1,a=2\"'"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(0.01234, "0.0123"), (4.567, "4.57"), (999.6, "1,000"), (4190.4, "4,190")]
+)
+def test_three_digits_are_never_a_power_of_ten(value, expected):
+    assert three_digits(value) == expected
+    assert three_digits(-value) == f"-{expected}"
+
+
+def test_a_step_just_below_a_second_is_a_number_of_milliseconds():
+    assert step_time(0.9996) == "1,000 ms"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.comm.interfaces import Interface, describe
-from dtrain.words import as_dict
+from dtrain.words import as_dict, three_digits
 
 Finding = dict[str, str]  # a Check without its node
 EFA_FOLDERS = (
@@ -190,7 +190,7 @@ def write_something(folder: Path) -> None:
 
 
 def gigabytes(number: float) -> str:
-    return f"{number / 1e9:.3g} GB" if number >= 1e8 else f"{number / 1e6:.3g} MB"
+    return f"{three_digits(number / 1e9)} GB" if number >= 1e8 else f"{three_digits(number / 1e6)} MB"
 
 
 def disk_free(path: Path) -> int:

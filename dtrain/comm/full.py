@@ -26,7 +26,7 @@ from dtrain.comm.starters import Starter, end, python_of, tail
 from dtrain.config import gpus_per_node, ranks_per_node
 from dtrain.contract import LOST_PEER
 from dtrain.hardware import Hardware
-from dtrain.words import as_dict, number
+from dtrain.words import as_dict, number, three_digits
 
 if TYPE_CHECKING:
     from dtrain.comm.preflight import Preflight
@@ -176,7 +176,7 @@ class Full:
                 mine = {i: value for (n, i), value in found.items() if n == node}
                 worst = min(mine, key=lambda i: mine[i])
                 problem = self.problem(mine[worst], expected, middle, len(found))
-                short = f"{mine[worst]:.3g} {unit}"
+                short = f"{three_digits(mine[worst])} {unit}"
                 if problem:
                     text = f"{what} {worst} reaches {short}; {problem}"
                     fix = "nvidia-smi -q -d PERFORMANCE,ECC there: clocks, heat, power; who else uses it?"
@@ -188,11 +188,10 @@ class Full:
         """Why a figure is bad, or ""."""
         if expected and value < self.settings.tolerance * expected:
             part = f"preflight.tolerance={self.settings.tolerance:g}"
-            return (
-                f"expected are {expected:.3g}, of which {part} must be reached ({self.hardware.source or 'data sheet'})"
-            )
+            source = self.hardware.source or "data sheet"
+            return f"expected are {three_digits(expected)}, of which {part} must be reached ({source})"
         if count > 2 and value < self.outlier * middle:
-            return f"the {what} over all is {middle:.3g}"
+            return f"the {what} over all is {three_digits(middle)}"
         return ""
 
     def judge_collectives(self) -> None:
@@ -205,9 +204,10 @@ class Full:
             middle = median(found.values()) if found else 0.0
             for node, value in found.items():
                 problem = self.problem(value, expected, middle, len(found))
-                text = f"{label} inside the node runs at {value:.3g} GB/s on the bus; {problem or 'as it should'}"
+                rate = f"{three_digits(value)} GB/s"
+                text = f"{label} inside the node runs at {rate} on the bus; {problem or 'as it should'}"
                 fix = "nvidia-smi topo -m and nvidia-smi nvlink -s there; is NVLink or the fabric manager down?"
-                self.add(node, label, "bad" if problem else "ok", text, fix if problem else "", f"{value:.3g} GB/s")
+                self.add(node, label, "bad" if problem else "ok", text, fix if problem else "", rate)
         for node in self.nodes if self.why_not else []:
             self.add(node, "expected figures", "skipped", self.why_not)
         if len(self.nodes) > 1:
@@ -219,7 +219,7 @@ class Full:
         if not figures:
             return  # explain_end has said why
         least = self.plan["least_across"]
-        said = ", ".join(f"{LABELS[name]} {value:.3g} GB/s" for name, value in figures.items())
+        said = ", ".join(f"{LABELS[name]} {three_digits(value)} GB/s" for name, value in figures.items())
         pairs = [tuple(p) for p in self.get(self.nodes[0], "pairs").get("pairs", [])]
         hunt = Hunt(self.nodes, least, self.outlier)
         for a, b, figure in pairs:
@@ -232,17 +232,16 @@ class Full:
             slow = list(self.nodes)
         wanted = f"; expected are {self.hardware.network_busbw_gb_s:g} GB/s" if least is not None else ""
         for node in self.nodes:
-            mine = [f"{a} – {b} {value:.3g} GB/s" for (a, b), value in hunt.figures.items() if node in (a, b)]
-            best = max(hunt.figures.values(), default=0.0)
+            mine = [f"{a} – {b} {three_digits(v)} GB/s" for (a, b), v in hunt.figures.items() if node in (a, b)]
+            best = three_digits(max(hunt.figures.values(), default=0.0))
             if node not in slow:
-                self.add(
-                    node, "across", "ok", f"across all nodes: {said}", short=f"{figures.get('all_reduce', 0):.3g} GB/s"
-                )
+                short = f"{three_digits(figures.get('all_reduce', 0))} GB/s"
+                self.add(node, "across", "ok", f"across all nodes: {said}", short=short)
                 continue
             if (verdict and verdict.all_slow) or not mine:
                 text = f"no pair of nodes is fast enough, so it is the fabric or its profile: {said}{wanted}"
             else:
-                text = f"the way to this node is slow: {', '.join(mine)}{wanted}; the best has {best:.3g} (all: {said})"
+                text = f"the way to this node is slow: {', '.join(mine)}{wanted}; the best has {best} (all: {said})"
             fix = (
                 "ethtool or ibstat there: the link's rate and errors; leave it out (cluster.exclude) until it is mended"
             )

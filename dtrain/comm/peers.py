@@ -19,7 +19,7 @@ from typing import Any
 from dtrain.comm.channel import admitted, greet, listen, receive, send, serve
 from dtrain.comm.checks import Finding, finding
 from dtrain.comm.interfaces import is_ipv6
-from dtrain.words import as_dict, number
+from dtrain.words import as_dict, number, three_digits
 
 STREAM_S = 0.5
 ROUNDS = 3  # each node sends to its next so many neighbours: enough to tell a slow node from a slow pair
@@ -191,7 +191,7 @@ def judge_streams(reports: dict[str, dict[str, Any]], interface: str | None) -> 
         if len(flows) > 2:
             least = max(least, min(OUTLIER_PART * upper, MOST_ASKED_MB_S))
         if rate < least or not rate:
-            slow[node, other] = f"{node} → {other} {rate:.3g} MB/s"
+            slow[node, other] = f"{node} → {other} {three_digits(rate)} MB/s"
     found = {}
     for node in reports:
         mine = [rate for pair, rate in flows.items() if node in pair and pair not in slow]
