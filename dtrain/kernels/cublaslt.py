@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtrain.kernels import LARGE_PRODUCT
+
 # Values of cublasLt.h (CUDA 12 and 13)
 COMPUTE_FLOAT32, SCALE_FLOAT32 = 68, 0
 TYPES = {torch.float16: 2, torch.bfloat16: 14, torch.float32: 0}  # the last for results: torch has TF32 for products
@@ -28,7 +30,7 @@ ADD_BIAS = 4  # an epilogue
 WORKSPACE, REDUCTIONS, ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # of what a proposal must keep to
 IN_PLACE, IN_FLOAT32 = 1, 2  # where the parts of a split product are added: as the result's type, or as float32
 
-LARGE = 2e10  # operations: 30 µs of an H200. Below, a call from Python takes longer than the product
+LARGE = LARGE_PRODUCT
 MEETINGS = 3  # before a kind is timed: where the number of rows varies, each would be timed and never seen again
 MOST_KINDS = 512
 PROPOSALS = 8

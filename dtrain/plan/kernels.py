@@ -11,6 +11,7 @@ import functools
 import math
 
 from dtrain.hardware import Hardware
+from dtrain.kernels import LARGE_PRODUCT
 
 # Tiles that cuBLAS chooses among, with the share of the best rate that each reaches: a smaller tile reads its inputs
 # more often. Hopper's sizes are those that appear in the kernels' names on the H200; with them the rates of 225
@@ -27,6 +28,10 @@ TILES = {
 # A tile fills its pipeline before, and writes its result after, the loop over the inner dimension: as long as this many
 # more columns of that loop. From the same measurement: products with an inner dimension of 768 reach 87% of the rest.
 RAMP = 128
+# Of torch's time for a product, what the fastest of eight kernels takes: those of one layer on the H200, 0.925 (32,768
+# tokens × 768) and 0.947 (16,384 × 1,600); `products_us` of benchmarks/results/speed-h200.json. Older cards: not
+# measured.
+FASTEST = {"hopper": 0.936}
 SPLITS = (1, 2, 3, 4, 6, 8)  # ways to cut the inner dimension where there are too few tiles for all multiprocessors
 
 # The share of the 16-bit peak at which attention kernels multiply, by the GPU's generation; exponentials come on top.
@@ -75,11 +80,18 @@ def filled(kind: str, rows: int, inner: int, cols: int, count: int, num_sms: int
     return best
 
 
-def product_s(hardware: Hardware, rows: int, inner: int, cols: int, count: int = 1, size: int = 2) -> float:
-    """Seconds of `count` products [rows × inner] · [inner × cols] of elements of `size` bytes, in one kernel."""
+def product_s(
+    hardware: Hardware, rows: int, inner: int, cols: int, count: int = 1, size: int = 2, fastest: bool = False
+) -> float:
+    """Seconds of `count` products [rows × inner] · [inner × cols] of elements of `size` bytes, in one kernel.
+
+    `fastest`: of those that there are, where it is large and of 16 bits; else the first that the library proposes.
+    """
     assert hardware.num_sms and hardware.kernel_us
     rate = matmul_flops(hardware, size) * filled(generation(hardware), rows, inner, cols, count, hardware.num_sms)
     flops = 2.0 * count * rows * inner * cols
+    if fastest and size == 2 and flops >= LARGE_PRODUCT:
+        rate /= FASTEST.get(generation(hardware), 1.0)
     moved = float(size) * count * (rows * inner + inner * cols + rows * cols)
     return max(flops / rate, moved_s(hardware, moved)) + hardware.kernel_us * 1e-6
 

@@ -40,6 +40,7 @@ class Layout:
     precision: str = "bf16"  # bf16 | bf16-pure | fp8 | fp16 | fp32
     stream: str = "float32"  # the type of the residual stream
     compile: str = "none"  # none | blocks | whole
+    fast_products: bool = False  # each large product has the fastest kernel, and gives weight gradients in float32
     fused_loss: bool = False  # head and loss are one operation, whose logits are never whole in memory
     optimizer: str = "adamw"  # adamw | sgd
     fused_update: bool = False  # one kernel clips and updates
@@ -86,7 +87,8 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
         offload_params=strategy.get("offload_params", "none"),
         precision=precision_of(config["precision"]),
         stream=config["precision"].get("stream", "float32"),
-        compile=compile_of(config, ranks),
+        compile=(compiled := compile_of(config, ranks)),
+        fast_products=compiled != "none" and on_gpu(config) and sizes.tp == 1 and not config["deterministic"],
         fused_loss=on_gpu(config) if (fused := config.get("fused_loss", "auto")) == "auto" else fused,
         optimizer=(optimizer := str(config["optim"]["_target_"]).rpartition(".")[2]),
         fused_update=optimizer == "adamw" and on_gpu(config) and (is_alone or updates_itself(strategy)),

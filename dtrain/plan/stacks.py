@@ -39,18 +39,18 @@ class Stack:
     sums_in_stream: bool = False  # tensor ranks sum a half's input gradient in the stream's type, else in 16 bits
     sharded_head: bool = False  # tensor ranks cut embedding and logits, too, without being told
     fp8: bool = False  # the products of blocks
+    fast_products: bool = False  # of 16 bits: large ones by the fastest of several kernels
 
 
 # Launches of ours were measured on the H200 where the batch is so small that the host is the limit: GPT-2 124M with 8
 # samples in one and in four passes, 1.5B with 4, Llama 1B with 2 (benchmarks/results/planner-h200.json). Runs of one
 # layout differ by 10 to 15% there. tests/plan/test_step.py counts the messages of tensor ranks.
-AGAIN = 50.0  # torch's checkpointing, eager: hooks around every tensor that is kept, generators' states, a frame
+# torch's checkpointing, eager: hooks around every tensor that is kept, generators' states, a frame. Looking at each
+# operation (`ops`) takes about as long in place of them: GPT-2 1.5B with 16 samples would be right with 40.
+AGAIN = 50.0
 EAGER = Stack("eager", again=AGAIN, sums_in_stream=True, stops_early=True)
 COMPILED = replace(EAGER, name="compiled", kernels="compiled", again=0.0)
 HOOKS = {"fsdp": 82.0, "grad_op": 82.0, "zero1": 20.0, "zero2": 117.0, "zero3": 390.0}
-# Assumed until it is measured: beside what recomputation costs, contexts that look at each operation of a block in both
-# passes take as long as a launch of every one of them.
-BY_OP = 110.0
 # Of an update's host time in one launch for all parameters: 1 ms for the 580 tensors of GPT-2 1.5B, and the norm.
 ONE_LAUNCH = 0.1
 UPDATE = {"fsdp": 112.0, "grad_op": 112.0, "zero1": 57.0, "zero2": 127.0, "zero3": 250.0}
@@ -114,13 +114,13 @@ def sharded(layout: Layout) -> bool:
 def stack_of(layout: Layout) -> Stack:
     """Our own software, as the layout runs it."""
     base = EAGER if layout.compile == "none" else COMPILED  # which has recomputation in its graphs
-    if layout.compile == "none" and layout.activation_checkpointing == "ops":
-        base = replace(EAGER, again=BY_OP)
     head = "chunked" if layout.fused_loss else "eager" if layout.compile == "blocks" else ""
     data = "fsdp" if sharded(layout) else layout.data
     hooks = HOOKS.get(data, 0.0) + DISPATCH * ((layout.tp > 1) + (layout.pp > 1))
     update = UPDATE.get(data, 47.0) * (ONE_LAUNCH if layout.fused_update else 1.0)
     stack = replace(base, head=head, stream=stream_bytes(layout), hooks=hooks, update=update)
+    if layout.fast_products:  # whose weight gradients need no cast
+        stack = replace(stack, fast_products=True, casts=6.0)
     if layout.precision == "fp8":
         stack = replace(stack, fp8=True)
     if layout.precision == "bf16-pure":

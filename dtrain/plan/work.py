@@ -114,7 +114,7 @@ def block(
     tokens = batch * shape.seq_len
     linears = [(x.ins, x.outs // tp) if x.column else (x.ins // tp, x.outs) for x in block_linears(shape)]
     frozen = bool(shape.lora_rank)
-    each = [linear_s(hardware, tokens, *sizes, size, frozen=frozen, fp8=stack.fp8) for sizes in linears]
+    each = [linear_s(hardware, stack, tokens, *sizes, size, frozen=frozen, fp8=stack.fp8) for sizes in linears]
     products = [sum(seconds) for seconds in zip(*each, strict=True)]
     heads, length = shape.num_heads // tp, shape.seq_len
     if stack.attention == "scores":
@@ -147,30 +147,40 @@ def last_product(shape: Transformer, hardware: Hardware, stack: Stack, batch: in
         return Pass()
     last = block_linears(shape)[-1]
     frozen = bool(shape.lora_rank)
-    forward, _ = linear_s(hardware, batch * shape.seq_len, last.ins // tp, last.outs, size, frozen, stack.fp8)
+    tokens = batch * shape.seq_len
+    forward, _ = linear_s(hardware, stack, tokens, last.ins // tp, last.outs, size, frozen, stack.fp8)
     return Pass(forward, kernels=1)
 
 
 def linear_s(
-    hardware: Hardware, tokens: int, ins: int, outs: int, size: int, frozen: bool = False, fp8: bool = False
+    hardware: Hardware,
+    stack: Stack,
+    tokens: int,
+    ins: int,
+    outs: int,
+    size: int,
+    frozen: bool = False,
+    fp8: bool = False,
 ) -> tuple[float, float]:
     """Seconds of a linear layer's (forward, backward): one product, and one each for inputs' and weights' gradients.
 
     A frozen layer's weights have none; the two thin products of an adapter beside it read and write as much as an
     activation does, forward once and backward twice.
     """
-    forward = product_s(hardware, tokens, ins, outs, size=size)
-    backward = product_s(hardware, tokens, outs, ins, size=size)
-    if (
-        fp8
-    ):  # inputs, weights and gradients are looked at for their largest, and cast: 5 bytes each, twice for both ways
+    fastest = stack.fast_products and not fp8
+    forward, inputs, weights = (
+        product_s(hardware, *sizes, size=size, fastest=fastest)
+        for sizes in ((tokens, ins, outs), (tokens, outs, ins), (ins, tokens, outs))
+    )
+    backward = inputs if frozen else inputs + weights
+    if fp8:
+        # inputs, weights and gradients are looked at for their largest, and cast: 5 bytes each, twice for both ways
         casts = [moved_s(hardware, 5.0 * count) for count in (tokens * ins + ins * outs, tokens * (ins + 2 * outs))]
-        both = backward + (0.0 if frozen else product_s(hardware, ins, tokens, outs, size=size))
-        return forward / FP8 + casts[0], both / FP8 + casts[1]
+        return forward / FP8 + casts[0], backward / FP8 + casts[1]
     if frozen:
         thin = moved_s(hardware, float(size) * tokens * (ins + 2 * outs))
         return forward + thin, backward + 2 * thin
-    return forward, (backward + product_s(hardware, ins, tokens, outs, size=size))
+    return forward, backward
 
 
 def scores_s(
@@ -206,7 +216,7 @@ def head(shape: Transformer, hardware: Hardware, stack: Stack, batch: int, ways:
     tokens = max(1, round(batch * shape.seq_len * shape.asked))
     rows = max(1, shape.vocab_size // ways)
     frozen = bool(shape.lora_rank) and shape.task != "classify"
-    forward, backward = linear_s(hardware, tokens, shape.dim, rows, size, frozen)
+    forward, backward = linear_s(hardware, stack, tokens, shape.dim, rows, size, frozen)
     logits = float(tokens) * rows
     there, back = {"compiled": (4, 7), "eager": (16, 18), "fused": (34, 18)}[stack.head or stack.kernels]
     ends = float(batch * shape.seq_len * shape.dim) * stack.stream  # embedding and last norm
@@ -228,7 +238,7 @@ def chunked_head(
     asked, rows = max(1, round(batch * shape.seq_len * shape.asked)), max(1, shape.vocab_size // ways)
     chunk, frozen = min(asked, chunk_rows(asked, rows)), bool(shape.lora_rank)
     chunks = asked / chunk
-    there, back = linear_s(hardware, chunk, shape.dim, rows, size, frozen)
+    there, back = linear_s(hardware, stack, chunk, shape.dim, rows, size, frozen)
     logits, table = float(asked) * rows, 0.0 if frozen else float(rows) * shape.dim
     plain = ways > 1 or size == 4
     moved = kernels_s(hardware, "eager" if plain else "compiled", logits * (52 if plain else 3 * size))

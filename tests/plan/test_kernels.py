@@ -35,6 +35,23 @@ def test_matrix_products_of_transformer_shapes_are_as_fast_as_on_the_h200() -> N
     assert abs(statistics.mean(errors)) < 0.03
 
 
+def test_the_fastest_kernels_are_as_much_faster_as_on_the_h200() -> None:
+    """Of one layer's twelve products, by benchmarks/results/speed-h200.json."""
+    h200, h100, a100 = load("h200"), load("h100"), load("a100-80gb")
+    for row in json.loads((PROBE.parent / "speed-h200.json").read_text())["products_us"]["rows"]:
+        tokens, dim = row["tokens"], row["dim"]
+        linears = [(dim, 3 * dim), (dim, dim), (dim, 4 * dim), (4 * dim, dim)]
+        sizes = [s for i, o in linears for s in ((tokens, i, o), (tokens, o, i), (i, tokens, o))]
+        first, best = (sum(product_s(h200, *s, fastest=f) for s in sizes) * 1e6 for f in (False, True))
+        assert first / row["torch"] == pytest.approx(1, abs=0.04)
+        assert best / row["best"] == pytest.approx(1, abs=0.05)
+    large, small = (32768, 768, 2304), (128, 768, 2304)  # 116 and 0.5 billion operations
+    assert product_s(h100, *large, fastest=True) < product_s(h100, *large)
+    assert product_s(h100, *small, fastest=True) == product_s(h100, *small)
+    assert product_s(h100, *large, size=4, fastest=True) == product_s(h100, *large, size=4)
+    assert product_s(a100, *large, fastest=True) == product_s(a100, *large)  # where it was not measured
+
+
 def test_attention_is_as_fast_as_on_the_h200() -> None:
     h200, errors = load("h200"), []
     for row in measured("attention"):

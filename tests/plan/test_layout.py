@@ -46,6 +46,10 @@ def test_every_strategy_has_a_layout_over_all_gpus(name: str) -> None:
         (["strategy=pipeline", "strategy.schedule=zbv"], {"compile": "none"}),
         (["strategy=ddp", "compile=false"], {"compile": "none"}),
         (["strategy=fsdp", "strategy.offload=cpu"], {"fused_update": False}),
+        (["strategy=fsdp"], {"fast_products": True}),
+        (["strategy=ddp", "compile=none"], {"fast_products": False}),
+        (["strategy=ddp", "deterministic=true"], {"fast_products": False}),
+        (["strategy=3d", "strategy.tp=2"], {"fast_products": False}),
     ],
 )  # fmt: skip
 def test_what_is_typed_is_in_the_layout(words: list[str], expected: dict[str, Any]) -> None:
