@@ -5,7 +5,9 @@ Both sides import this file, so it imports neither torch nor Hydra.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import re
 import signal
 import sys
@@ -34,3 +36,23 @@ def die_with_parent() -> None:
     pr_set_pdeathsig = 1
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def keep_sockets_short() -> None:
+    """Before processes are made that send each other files: let their sockets lie in /tmp where TMPDIR is long.
+
+    A socket's path has at most 107 bytes, of which Python's own names take 33. Clusters give each job a TMPDIR that is
+    longer than the rest, and then a loader's processes cannot send a batch, and whoever waits for it waits for ever.
+    """
+    import multiprocessing.util  # a command that starts no processes need not wait for it
+    import shutil
+    import tempfile
+
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # which what is forked inherits
+    if len(os.fsencode(tempfile.gettempdir())) <= 74 or config.get("tempdir"):
+        return
+    for short in ("/tmp", "/var/tmp", "/dev/shm"):
+        with contextlib.suppress(OSError):
+            config["tempdir"] = folder = tempfile.mkdtemp(prefix="pymp-", dir=short)
+            multiprocessing.util.Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-100)
+            return

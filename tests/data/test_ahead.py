@@ -266,3 +266,21 @@ def test_nothing_is_read_past_the_end_of_validation(workers: int) -> None:
             for position in (0, 2, 4):
                 loader.batch(position)
     assert dataset.counts.tolist() == [3] * 6 + [0]
+
+
+def test_a_long_tmpdir_is_no_place_for_sockets(tmp_path: Path) -> None:
+    """Of more than the 107 bytes that a socket's path may have. A batch that cannot be sent is waited for for ever."""
+    long = tmp_path / ("a-job-of-a-cluster-" * 6)
+    long.mkdir()
+    code = (
+        "from dtrain import world; from dtrain.data.loader import Loader; from tests.data.test_loader import Numbers\n"
+        "loader = Loader(Numbers(8), 4, 0, workers=2)\n"
+        "assert len(loader.batch(0)[0]) == 4; loader.close(); world.start_server(); print('done')\n"
+        "import multiprocessing.util; print(multiprocessing.util.get_temp_dir())"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(long)}, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert found.returncode == 0 and found.stdout.startswith("done\n/tmp/pymp-"), found.stderr
+    assert not Path(found.stdout.split()[1]).exists()
