@@ -4,7 +4,7 @@ BIN := .venv/bin
 ARGS ?=
 # of the tests: 0 = all in one process, as --pdb needs it; 2 take two thirds of the time on two cores
 WORKERS ?= 0
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS)
 
 .PHONY: train test test-all nvme lint clean
 

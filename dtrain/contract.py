@@ -38,21 +38,33 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def keep_sockets_short() -> None:
-    """Before processes are made that send each other files: let their sockets lie in /tmp where TMPDIR is long.
+def place_sockets() -> None:
+    """Before processes are forked that send each other files: one folder for the sockets of all, with a short name.
 
-    A socket's path has at most 107 bytes, of which Python's own names take 33. Clusters give each job a TMPDIR that is
-    longer than the rest, and then a loader's processes cannot send a batch, and whoever waits for it waits for ever.
+    A socket's path has at most 107 bytes, of which Python's own names take 33. Some clusters give a job a TMPDIR that
+    is longer than the rest, and then a loader's processes cannot send a batch, and whoever waits for it waits for ever.
     """
     import multiprocessing.util  # a command that starts no processes need not wait for it
-    import shutil
     import tempfile
 
-    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # which what is forked inherits
-    if len(os.fsencode(tempfile.gettempdir())) <= 74 or config.get("tempdir"):
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # what is forked inherits it
+    usual = tempfile.gettempdir()
+    if config.get("tempdir"):
         return
-    for short in ("/tmp", "/var/tmp", "/dev/shm"):
+    for folder in ("/tmp", "/var/tmp", "/dev/shm") if len(os.fsencode(usual)) > 74 else ():
         with contextlib.suppress(OSError):
-            config["tempdir"] = folder = tempfile.mkdtemp(prefix="pymp-", dir=short)
-            multiprocessing.util.Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-100)
+            config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=folder)
+            multiprocessing.util.Finalize(None, remove_sockets, exitpriority=-100)
             return
+    multiprocessing.util.get_temp_dir()
+
+
+def remove_sockets() -> None:
+    """For who ends without Python's own clearing up."""
+    if "multiprocessing.util" in sys.modules:
+        import multiprocessing
+        import shutil
+
+        folder = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)

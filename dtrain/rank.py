@@ -6,7 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
-from dtrain.contract import DONE, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent, name_slurm_rank
+from dtrain.contract import DONE, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent, name_slurm_rank, remove_sockets
 
 if __name__ == "__main__":
     run_dir = Path(sys.argv[1])
@@ -29,6 +29,7 @@ if __name__ == "__main__":
     worker.redirect_output(run_dir, int(os.environ["RANK"]))
     code = train.main(run_dir)
     sys.stdout.flush()
+    remove_sockets()
     # srun ends the whole step when a task ends with anything but 0; the supervisor reads summary.json
     code = DONE if on_slurm and code == PREEMPTED else code
     os._exit(code)  # a failed rank must not wait for its peers in the destructor of its process group

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config import count_gpus
-from dtrain.contract import die_with_parent, keep_sockets_short
+from dtrain.contract import die_with_parent, place_sockets
 from dtrain.launchers.supervisor import PEERS_S, first_failure
 
 _server = multiprocessing.get_context("forkserver")
@@ -36,7 +36,7 @@ def start_server(strategy_modules: Iterable[str] = ()) -> None:
     _server.set_forkserver_preload(["dtrain.preload"])
     # blocked, and so in all that it forks: Ctrl-C is for the process that asked for the ranks, and that ends them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    keep_sockets_short()
+    place_sockets()
     try:
         forkserver.ensure_running()
     finally:

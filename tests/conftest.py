@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-import sys
+import re
+from typing import Any
 
 import pytest
 
@@ -25,13 +27,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--matrix", metavar="FILE", help="write what they found there to FILE.json and FILE.md")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all"):
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow: make test-all"))
-    keep_together(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch
@@ -41,9 +41,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
 
 
-def keep_together(items: list[pytest.Item]) -> None:
-    """For the workers of `make test`: a file stays on one, with its worlds; all that start SLURM on the same one."""
-    for item in items:
-        module = item.getparent(pytest.Module)
-        uses_slurm = module is not None and getattr(module.obj, "slurm", None) is sys.modules.get("tests.slurm", item)
-        item.add_marker(pytest.mark.xdist_group("slurm" if uses_slurm else str(item.path)))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For `make test WORKERS=2`: a file stays on one worker, with its worlds; all that start SLURM are one file.
+
+    Not by xdist's own groups: xdist 3.8 writes them to where pytest 9.2 no longer looks.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    @functools.cache
+    def starts_slurm(file: str) -> bool:
+        text = (config.rootpath / file).read_text()
+        return re.search(r"^from tests(\.slurm import | import .*\bslurm\b)", text, re.MULTILINE) is not None
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "slurm" if starts_slurm(file) else file
+
+    return ByFile(config, log)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from dtrain.contract import STOP_SIGNALS, die_with_parent, keep_sockets_short
+from dtrain.contract import STOP_SIGNALS, die_with_parent, place_sockets
 from dtrain.data.windows import IGNORED
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class Processes:
         others = set(multiprocessing.active_children())
         try:
             if self._loader is None:
-                keep_sockets_short()
+                place_sockets()
                 self._loader = self._make_loader()
                 atexit.register(self.close)  # Python would wait for ever for a child that ignores SIGTERM
             self._batches = iter(self._loader)

@@ -8,6 +8,7 @@ import shlex
 import signal
 import socket
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class Torchrun(Supervisor):
     """The ranks of this machine, perhaps one node of several: then each has its own torchrun, started by hand."""
 
     log_name = "torchrun.log"
+    log_dir = ""  # of torchrun itself
 
     def __init__(
         self, config: dict[str, Any], rendezvous: list[str], max_restarts: int, grace_s: int, node_rank: int = 0
@@ -63,7 +65,8 @@ class Torchrun(Supervisor):
         return nsys.around(self.config, run_dir, f"node-{self.node_rank}", ranks)
 
     def environment(self) -> dict[str, str]:
-        return profile.environment(self.config, os.environ) | {"PYTHONPATH": python_path()}
+        own = {"PET_LOG_DIR": self.log_dir} if self.log_dir and "PET_LOG_DIR" not in os.environ else {}
+        return profile.environment(self.config, os.environ) | {"PYTHONPATH": python_path()} | own
 
     def dry_run(self, run_dir: Path) -> None:
         for name, value in self.environment().items():
@@ -79,7 +82,10 @@ class Torchrun(Supervisor):
             if not report.ok:
                 return PREFLIGHT
         nsys.prepare(self.config, run_dir)
-        return self.supervise(run_dir)
+        # torchrun makes a folder for logs of its own, and leaves it
+        with tempfile.TemporaryDirectory(prefix="torchelastic_", ignore_cleanup_errors=True) as folder:
+            self.log_dir = folder
+            return self.supervise(run_dir)
 
     def killed_ranks(self, said: str) -> list[tuple[int, str]]:
         return killed_ranks(said)

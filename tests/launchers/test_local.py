@@ -100,12 +100,16 @@ def test_killing_the_launcher_while_it_starts_leaves_no_orphans(after: float, tm
 
 
 def test_two_signals_of_a_scheduler_are_one_request(tmp_path: Path) -> None:
-    process = launch(tmp_path, "train.steps=100000", "cluster.processes=2")
+    (tmp_path / "tmp").mkdir()
+    words = ("train.steps=100000", "cluster.processes=2", "train.loader_workers=1")
+    process = launch(tmp_path, *words, env={"TMPDIR": str(tmp_path / "tmp")})
     wait_for_step(tmp_path / "run", 2, process)
     process.send_signal(signal.SIGUSR1)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
+    # nothing is left of torchrun's folder, nor of the loaders' sockets; torch's cache of compiled code is meant to stay
+    assert {p.name for p in (tmp_path / "tmp").iterdir() if not p.name.startswith("torchinductor")} == set()
 
 
 def test_a_run_that_is_running_is_not_resumed(tmp_path: Path) -> None:
