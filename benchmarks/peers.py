@@ -202,7 +202,7 @@ class Measured:
             found[name] = {
                 f"{self.unit}_per_s": self.per_step / step_s, "mfu": self.flops / step_s / 989e12,
                 "peak_mem_gib": max(block["peak_gib"] for block in blocks[name]), "step_s": step_s,
-                "reference_step_s": statistics.median(plain),
+                "reference_step_s": statistics.median(plain), "reference_rounds_s": plain,
                 "ratio_to_reference": statistics.median(p / s for p, s in zip(plain, steps, strict=True)),
                 "rounds_s": steps, "steps_a_round": self.steps, "loss": blocks[name][-1]["loss"],
                 "warm_up_s": warm[name]["warm_up_s"] if name in warm else None,

@@ -5,7 +5,6 @@ Both sides import this file, so it imports neither torch nor Hydra.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import re
@@ -38,33 +37,49 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
+# Of TMPDIR, in bytes: a socket's path has at most 107, of which a folder of ours takes 22 and a socket's name 18.
+LONGEST_TMP = 67
+SOCKETS = "DTRAIN_SOCKETS"  # a folder that the launcher makes for its ranks, and removes however they end
+
+
+def short_tmp() -> str:
+    """A folder for temporary files in which sockets can be: not every cluster's TMPDIR is short enough."""
+    import tempfile
+
+    usual = tempfile.gettempdir()
+    for folder in (usual, "/tmp", "/var/tmp", "/dev/shm"):
+        if len(os.fsencode(folder)) <= LONGEST_TMP and os.access(folder, os.W_OK):
+            return folder
+    raise ValueError(
+        f"TMPDIR={usual}: has more than {LONGEST_TMP} characters, too many for sockets, and /tmp cannot be written to\n"
+        "  fix: set a shorter TMPDIR"
+    )
+
+
 def place_sockets() -> None:
     """Before processes are forked that send each other files: one folder for the sockets of all, with a short name.
 
-    A socket's path has at most 107 bytes, of which Python's own names take 33. Some clusters give a job a TMPDIR that
-    is longer than the rest, and then a loader's processes cannot send a batch, and whoever waits for it waits for ever.
+    Else each makes its own in TMPDIR, and where that is long, a loader's processes cannot send a batch, and whoever
+    waits for it waits for ever.
     """
     import multiprocessing.util  # a command that starts no processes need not wait for it
+    import shutil
     import tempfile
 
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # what is forked inherits it
-    usual = tempfile.gettempdir()
     if config.get("tempdir"):
         return
-    for folder in ("/tmp", "/var/tmp", "/dev/shm") if len(os.fsencode(usual)) > 74 else ():
-        with contextlib.suppress(OSError):
-            config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=folder)
-            multiprocessing.util.Finalize(None, remove_sockets, exitpriority=-100)
-            return
-    multiprocessing.util.get_temp_dir()
+    config["tempdir"] = os.environ.get(SOCKETS)
+    if not config["tempdir"]:
+        config["tempdir"] = folder = tempfile.mkdtemp(prefix="pymp-", dir=short_tmp())
+        multiprocessing.util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=-100)
 
 
 def remove_sockets() -> None:
-    """For who ends without Python's own clearing up."""
-    if "multiprocessing.util" in sys.modules:
+    """For a rank that has made its own folder, and ends without Python's clearing up."""
+    if "multiprocessing.util" in sys.modules and SOCKETS not in os.environ:
         import multiprocessing
         import shutil
 
-        folder = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
-        if folder:
+        if folder := multiprocessing.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
             shutil.rmtree(folder, ignore_errors=True)

@@ -49,6 +49,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """
     from xdist.scheduler import LoadScopeScheduling
 
+    if config.getvalue("dist") != "load":  # what -n means; another one was typed
+        return None
+
     @functools.cache
     def starts_slurm(file: str) -> bool:
         text = (config.rootpath / file).read_text()

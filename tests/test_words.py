@@ -111,7 +111,7 @@ def test_paths_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("value", "expected"), [(0.01234, "0.0123"), (4.567, "4.57"), (999.6, "1,000"), (4190.4, "4,190")]
 )
-def test_three_digits_are_never_a_power_of_ten(value, expected):
+def test_large_figures_of_three_digits_are_written_out(value, expected):
     assert three_digits(value) == expected
     assert three_digits(-value) == f"-{expected}"
 

@@ -30,7 +30,7 @@ ADD_BIAS = 4  # an epilogue
 WORKSPACE, REDUCTIONS, ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # of what a proposal must keep to
 IN_PLACE, IN_FLOAT32 = 1, 2  # where the parts of a split product are added: as the result's type, or as float32
 
-LARGE = LARGE_PRODUCT
+LARGE = LARGE_PRODUCT  # tests take smaller ones
 MEETINGS = 3  # before a kind is timed: where the number of rows varies, each would be timed and never seen again
 MOST_KINDS = 512
 PROPOSALS = 8

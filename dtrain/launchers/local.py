@@ -15,7 +15,7 @@ from typing import Any
 from dtrain import config as configuration
 from dtrain.comm import profile
 from dtrain.config import bad
-from dtrain.contract import PREFLIGHT
+from dtrain.contract import PREFLIGHT, SOCKETS, short_tmp
 from dtrain.launchers import nsys
 from dtrain.launchers.supervisor import Supervisor
 from dtrain.profile import rules as profiling
@@ -49,7 +49,7 @@ class Torchrun(Supervisor):
     """The ranks of this machine, perhaps one node of several: then each has its own torchrun, started by hand."""
 
     log_name = "torchrun.log"
-    log_dir = ""  # of torchrun itself
+    folder = ""  # while it runs
 
     def __init__(
         self, config: dict[str, Any], rendezvous: list[str], max_restarts: int, grace_s: int, node_rank: int = 0
@@ -65,8 +65,10 @@ class Torchrun(Supervisor):
         return nsys.around(self.config, run_dir, f"node-{self.node_rank}", ranks)
 
     def environment(self) -> dict[str, str]:
-        own = {"PET_LOG_DIR": self.log_dir} if self.log_dir and "PET_LOG_DIR" not in os.environ else {}
-        return profile.environment(self.config, os.environ) | {"PYTHONPATH": python_path()} | own
+        wanted = profile.environment(self.config, os.environ) | {"PYTHONPATH": python_path()}
+        if self.folder:
+            wanted |= {SOCKETS: self.folder, "PET_LOG_DIR": os.environ.get("PET_LOG_DIR", self.folder)}
+        return wanted
 
     def dry_run(self, run_dir: Path) -> None:
         for name, value in self.environment().items():
@@ -82,9 +84,9 @@ class Torchrun(Supervisor):
             if not report.ok:
                 return PREFLIGHT
         nsys.prepare(self.config, run_dir)
-        # torchrun makes a folder for logs of its own, and leaves it
-        with tempfile.TemporaryDirectory(prefix="torchelastic_", ignore_cleanup_errors=True) as folder:
-            self.log_dir = folder
+        # for what the ranks' processes and torchrun itself would leave behind
+        with tempfile.TemporaryDirectory(prefix="dtrain-", dir=short_tmp(), ignore_cleanup_errors=True) as folder:
+            self.folder = folder
             return self.supervise(run_dir)
 
     def killed_ranks(self, said: str) -> list[tuple[int, str]]:

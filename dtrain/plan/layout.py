@@ -40,7 +40,9 @@ class Layout:
     precision: str = "bf16"  # bf16 | bf16-pure | fp8 | fp16 | fp32
     stream: str = "float32"  # the type of the residual stream
     compile: str = "none"  # none | blocks | whole
-    fast_products: bool = False  # each large product has the fastest kernel, and gives weight gradients in float32
+    # each large product of a compiled graph has the fastest kernel, and gives weight gradients in float32; a chunked
+    # head has that also where nothing is compiled, which is left out
+    fast_products: bool = False
     fused_loss: bool = False  # head and loss are one operation, whose logits are never whole in memory
     optimizer: str = "adamw"  # adamw | sgd
     fused_update: bool = False  # one kernel clips and updates

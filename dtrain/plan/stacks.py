@@ -45,6 +45,7 @@ class Stack:
 # Launches of ours were measured on the H200 where the batch is so small that the host is the limit: GPT-2 124M with 8
 # samples in one and in four passes, 1.5B with 4, Llama 1B with 2 (benchmarks/results/planner-h200.json). Runs of one
 # layout differ by 10 to 15% there. tests/plan/test_step.py counts the messages of tensor ranks.
+#
 # torch's checkpointing, eager: hooks around every tensor that is kept, generators' states, a frame. Looking at each
 # operation (`ops`) takes about as long in place of them: GPT-2 1.5B with 16 samples would be right with 40.
 AGAIN = 50.0
@@ -119,8 +120,8 @@ def stack_of(layout: Layout) -> Stack:
     hooks = HOOKS.get(data, 0.0) + DISPATCH * ((layout.tp > 1) + (layout.pp > 1))
     update = UPDATE.get(data, 47.0) * (ONE_LAUNCH if layout.fused_update else 1.0)
     stack = replace(base, head=head, stream=stream_bytes(layout), hooks=hooks, update=update)
-    if layout.fast_products:  # whose weight gradients need no cast
-        stack = replace(stack, fast_products=True, casts=6.0)
+    if layout.fast_products and layout.precision in ("bf16", "bf16-pure", "fp16"):
+        stack = replace(stack, fast_products=True, casts=6.0)  # their weight gradients need no cast; small ones' do
     if layout.precision == "fp8":
         stack = replace(stack, fp8=True)
     if layout.precision == "bf16-pure":

@@ -59,8 +59,8 @@ def test_what_is_typed_is_in_the_layout(words: list[str], expected: dict[str, An
 
 def test_what_follows_from_a_gpu_does_not_from_a_cpu() -> None:
     there, here = (layout_of(question("model=gpt2-tiny", f"hardware={name}").config) for name in ("h200", "cpu"))
-    assert (there.compile, there.fused_loss, there.fused_update) == ("whole", True, True)
-    assert (here.compile, here.fused_loss, here.fused_update) == ("none", False, False)
+    assert (there.compile, there.fused_loss, there.fused_update, there.fast_products) == ("whole", True, True, True)
+    assert (here.compile, here.fused_loss, here.fused_update, here.fast_products) == ("none", False, False, False)
 
 
 @pytest.mark.parametrize("name", ["bf16", "bf16-pure", "fp8", "fp16", "fp32"])

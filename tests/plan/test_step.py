@@ -125,6 +125,9 @@ def test_our_stacks_follow_the_configuration() -> None:
     assert stack_of(Layout("ddp", compile="whole")).kernels == "compiled"
     assert stack_of(Layout("fsdp", data="fsdp", compile="blocks")).head == "eager"
     assert stack_of(Layout("zero3", data="zero3")).hooks > stack_of(Layout("fsdp", data="fsdp")).hooks
+    fast, usual = (stack_of(Layout("ddp", compile="whole", fast_products=on)) for on in (True, False))
+    assert fast.fast_products and not usual.fast_products and fast.casts < usual.casts
+    assert not stack_of(Layout("ddp", compile="whole", fast_products=True, precision="fp8")).fast_products
     assert len(STACKS) == len({stack.name for stack in STACKS.values()})
 
 
