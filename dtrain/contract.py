@@ -5,12 +5,16 @@ Both sides import this file, so it imports neither torch nor Hydra.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import random
 import re
 import signal
+import socket
 import sys
 from collections.abc import MutableMapping
+from pathlib import Path
 
 DONE, BAD_CONFIG, FAILED, PREFLIGHT, PREEMPTED = 0, 2, 3, 4, 75
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -35,6 +39,23 @@ def die_with_parent() -> None:
     pr_set_pdeathsig = 1
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def free_port() -> int:
+    """A port that is free on this machine, the first node: a fixed number would meet another job's.
+
+    Not one that the kernel gives to outgoing connections: rank 0 takes it only when it has imported torch.
+    """
+    try:
+        first_of_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        first_of_kernel = 32768
+    tries = random.SystemRandom().sample(range(15_000, 30_000), 50)  # a user's seed would give two jobs the same
+    for port in [*(port for port in tries if port < first_of_kernel), 0]:
+        with contextlib.suppress(OSError), socket.socket() as server:
+            server.bind(("", port))
+            return int(server.getsockname()[1])
+    raise OSError("no port is free")
 
 
 # Of TMPDIR, in bytes: a socket's path has at most 107, of which a folder of ours takes 22 and a socket's name 18.

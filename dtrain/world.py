@@ -10,7 +10,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config import count_gpus
-from dtrain.contract import die_with_parent, place_sockets
+from dtrain.contract import die_with_parent, free_port, place_sockets
 from dtrain.launchers.supervisor import PEERS_S, first_failure
 
 _server = multiprocessing.get_context("forkserver")
@@ -67,12 +66,9 @@ class World:
     def __init__(
         self, size: int, function: Callable[..., Any], *arguments: Any, env: dict[str, str] | None = None
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         shared = {
             "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", **(env or {}),
+            "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **(env or {}),
         }  # fmt: skip
         start_server()
         self.ranks = [

@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,7 +21,17 @@ from typing import Any
 
 from dtrain import config as configuration
 from dtrain.comm import profile
-from dtrain.contract import ATTEMPTS_FILE, BAD_CONFIG, CANCELLED_FILE, DONE, FAILED, PREEMPTED, PREFLIGHT, STOP_SIGNALS
+from dtrain.contract import (
+    ATTEMPTS_FILE,
+    BAD_CONFIG,
+    CANCELLED_FILE,
+    DONE,
+    FAILED,
+    PREEMPTED,
+    PREFLIGHT,
+    STOP_SIGNALS,
+    free_port,
+)
 from dtrain.launchers import nsys
 from dtrain.launchers.local import python_path
 from dtrain.launchers.supervisor import Supervisor, failure
@@ -304,23 +312,6 @@ def address_of(node: str) -> str:
     """A node's address as SLURM knows it: its name need not resolve."""
     found = re.search(r"NodeAddr=(\S+)", scontrol("scontrol", "show", "node", node))
     return found[1] if found else node
-
-
-def free_port() -> int:
-    """A port that is free on the first node, which is this one: a fixed number would meet another job's.
-
-    Not one that the kernel gives to outgoing connections: rank 0 takes it only when it has imported torch.
-    """
-    try:
-        first_of_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError):
-        first_of_kernel = 32768
-    tries = random.SystemRandom().sample(range(15_000, 30_000), 50)  # a user's seed would give two jobs the same
-    for port in [*(port for port in tries if port < first_of_kernel), 0]:
-        with contextlib.suppress(OSError), socket.socket() as server:
-            server.bind(("", port))
-            return int(server.getsockname()[1])
-    raise OSError("no port is free")
 
 
 def starter(config: dict[str, Any]) -> Any:
