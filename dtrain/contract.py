@@ -1,4 +1,4 @@
-"""What the launcher and the ranks agree on: exit codes, and how a stop is asked for.
+"""What the launcher and the ranks agree on: exit codes, how a stop is asked for, the port and the folder of sockets.
 
 Both sides import this file, so it imports neither torch nor Hydra.
 """

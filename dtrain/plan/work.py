@@ -114,7 +114,7 @@ def block(
     tokens = batch * shape.seq_len
     linears = [(x.ins, x.outs // tp) if x.column else (x.ins // tp, x.outs) for x in block_linears(shape)]
     frozen = bool(shape.lora_rank)
-    each = [linear_s(hardware, stack, tokens, *sizes, size, frozen=frozen, fp8=stack.fp8) for sizes in linears]
+    each = [linear_s(hardware, stack, tokens, *sizes, size, frozen, stack.fp8) for sizes in linears]
     products = [sum(seconds) for seconds in zip(*each, strict=True)]
     heads, length = shape.num_heads // tp, shape.seq_len
     if stack.attention == "scores":
