@@ -56,6 +56,7 @@ VISION = ("resnet50", "vit-b16")
 # name: words, batch, GiB of plain torch's peak (roughly), and the tiny one for --cpu
 CASES: dict[str, tuple[list[str], int, float, list[str]]] = {
     "gpt2-124m": (["model=gpt2-124m"], 32, 16, ["model=gpt2-tiny"]),
+    "gpt2-124m-4": (["model=gpt2-124m"], 4, 6, ["model=gpt2-tiny"]),
     "gpt2-124m-64": (["model=gpt2-124m"], 64, 29, ["model=gpt2-tiny"]),
     "gpt2-1.5b": (["model=gpt2-1.5b"], 16, 65, ["model=gpt2-tiny"]),
     "gpt2-1.5b-32": (["model=gpt2-1.5b"], 32, 106, ["model=gpt2-tiny"]),

@@ -186,7 +186,7 @@ def completed(config: dict[str, Any]) -> dict[str, Any]:
         precision.setdefault("stream", "float32")
     if isinstance(checkpoint, dict):
         checkpoint.setdefault("background", True)
-    return {"nsys": False, "profile": {"_target_": "dtrain.profile.record.Profile"}} | config
+    return {"nsys": False, "cuda_graphs": "none", "profile": {"_target_": "dtrain.profile.record.Profile"}} | config
 
 
 def fingerprint(run_dir: Path) -> str:

@@ -85,11 +85,29 @@ class AdamW(torch.optim.AdamW):
             return
         one = torch.ones((), device=plan.steps[0].values.device)
         finite, factor = (one if t is None else t.to(one) for t in (finite, factor))
-        settings = [(g["lr"], g["weight_decay"], *g["betas"], g["eps"]) for g in self.param_groups]
         for batch, chosen in plan.batches():
             gradients = [plan.steps[i].matching(plan.gradients[i]) for i in chosen]
-            batch.step(gradients, settings, finite, factor, self.seed)
+            batch.step(gradients, self._settings(), finite, factor, self.seed)
         plan.gradients = []  # held until the next step, they would be there twice
+
+    def _settings(self) -> list[tuple[float, ...]]:
+        return [(g["lr"], g["weight_decay"], *g["betas"], g["eps"]) for g in self.param_groups]
+
+    def sender(self) -> Callable[[], None]:
+        """Of the step that was recorded just now (strategies/recorded.py): what sends it the settings of today."""
+        launches = [(b, b.places, b.fresh) for plan in (self._plans or {}).values() for b, *_ in plan.launches]
+
+        def send() -> None:
+            for batch, places, fresh in launches:
+                batch.send(places, self._settings(), self.seed)
+                assert batch.fresh is fresh, "what was recorded reads another table"
+
+        return send
+
+    def is_on_device(self) -> bool:
+        """Whether its last steps were launches that ask the host for nothing."""
+        plans = list((self._plans or {}).values())
+        return bool(plans) and all(plan.fits for plan in plans)
 
     def _step_by_chance(self, plan: Plan) -> None:
         """The kernel's step with plain operations."""

@@ -20,10 +20,9 @@ from dtrain.words import shell_path, short_path
 # What a resumed run may change freely: how it is run. Dropout draws depend on the data ranks and micro-batches.
 FREE_ON_RESUME = (
     "strategy", "cluster", "hardware", "preflight", "logger", "profile", "nsys", "choices", "checkpoint", "compile",
-    "fused_loss",
-    "deterministic", "activation_checkpointing", "activation_checkpointing_every", "train.micro_batch_size",
-    "train.log_every", "train.eval_every", "train.eval_batches", "train.loader_workers", "train.stop_after",
-    "train.nonfinite", "resume", "resume_allow", "run_dir", "name", "trust", "dry_run", "force",
+    "fused_loss", "cuda_graphs", "deterministic", "activation_checkpointing", "activation_checkpointing_every",
+    "train.micro_batch_size", "train.log_every", "train.eval_every", "train.eval_batches", "train.loader_workers",
+    "train.stop_after", "train.nonfinite", "resume", "resume_allow", "run_dir", "name", "trust", "dry_run", "force",
 )  # fmt: skip
 
 

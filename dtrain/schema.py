@@ -20,6 +20,7 @@ from dtrain.config import CONF, allowed, bad, read_yaml
 CHOICES = {
     "compile": ("auto", "blocks", "whole", "none", True, False),
     "fused_loss": ("auto", True, False),
+    "cuda_graphs": ("auto", "none"),
     "activation_checkpointing": ("none", "ops", "selective", "full"),
     "train.nonfinite": ("stop", "skip"),
 }

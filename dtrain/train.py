@@ -63,6 +63,7 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
         activation_checkpointing=cfg.activation_checkpointing,
         activation_checkpointing_every=cfg.activation_checkpointing_every,
         compile=cfg.compile,
+        cuda_graphs=cfg.cuda_graphs,
         masked=getattr(train_set, "masked", False),
     )
     reading = {"pin_memory": device.type == "cuda", "workers": cfg.train.loader_workers}

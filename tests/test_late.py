@@ -81,7 +81,13 @@ def test_a_run_of_an_older_version_goes_on_as_it_was_meant(usual: Path, tmp_path
 
     run = make_run(tmp_path, *OPTIONS)
     old = OmegaConf.load(run / "config.yaml")
-    for section, key in ((old, "profile"), (old, "nsys"), (old, "fused_loss"), (old.checkpoint, "background")):
+    for section, key in (
+        (old, "profile"),
+        (old, "nsys"),
+        (old, "cuda_graphs"),
+        (old, "fused_loss"),
+        (old.checkpoint, "background"),
+    ):
         del section[key]
     del old.precision["stream"]
     OmegaConf.save(old, run / "config.yaml")

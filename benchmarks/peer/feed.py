@@ -62,7 +62,8 @@ class Feed(IterableDataset):  # type: ignore[type-arg]
         from dtrain.metrics import memory_gib
 
         loss = getattr(self.loss, "loss", self.loss)  # of ours it is a result with a loss
-        found = {"seconds": seconds, "steps": self.timed, "peak_gib": memory_gib(self.device)}
+        held = torch.cuda.memory_reserved() / 2**30 if self.device.type == "cuda" else 0.0  # as a recorded step does
+        found = {"seconds": seconds, "steps": self.timed, "peak_gib": max(memory_gib(self.device) or 0.0, held)}
         self.out.write(json.dumps(found | {"loss": None if loss is None else float(loss)}) + "\n")
         self.out.flush()
 

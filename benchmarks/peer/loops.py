@@ -48,7 +48,7 @@ def set_up(cfg: Any, size: int, device: torch.device) -> Any:
         first=Quick(), micro_batch_size=cfg.train.micro_batch_size or size, max_grad_norm=cfg.train.max_grad_norm,
         activation_checkpointing=cfg.activation_checkpointing,
         activation_checkpointing_every=cfg.activation_checkpointing_every, compile=cfg.compile,
-        masked=cfg.model.get("task") == "mlm",
+        cuda_graphs=cfg.cuda_graphs, masked=cfg.model.get("task") == "mlm",
     )  # fmt: skip
     strategy.set_lr(LR / cfg.optim.lr)
     return strategy

@@ -165,6 +165,7 @@ class Batch:
         self.owners = torch.arange(len(blocks), dtype=torch.int32).repeat_interleave(blocks).to(self.device)
         self.begins = (blocks.cumsum(0) - blocks).to(self.device, torch.int32)
         self.scalars = torch.empty(len(blocks), SCALARS.value, dtype=torch.float32, device=self.device)
+        self.fresh = torch.empty(0, dtype=torch.int64, device=self.device)  # what `send` sends
 
     def holds(self, tensors: Sequence[Sequence[Tensor]]) -> bool:
         """Whether these lie where those of the table do."""
@@ -188,12 +189,10 @@ class Batch:
             size if fits and not address & 15 else 0
             for size, fits, address in zip(self.sizes, self.aligned, addresses, strict=True)
         ]
-        bits = [struct.unpack("5q", struct.pack("5d", *values)) for values in settings]
-        numbers = [*addresses, *whole, seed or 0, *(b for group in bits for b in group)]
-        # A fresh pinned buffer each time: torch gives its memory to nobody else before the copy has been made.
-        fresh = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        fresh = fresh.to(self.device, non_blocking=True)
-        count = len(self.sizes)
+        self.places = [*addresses, *whole]
+        if not torch.cuda.is_current_stream_capturing():  # else it is sent before each replay
+            self.send(self.places, settings, seed)
+        count, fresh = len(self.sizes), self.fresh
         first: Any = prepare[(-(-count // 128),)]
         first(self.table, fresh, finite, factor, self.scalars, count, BLOCK=128, num_warps=4)
         if len(self.owners):
@@ -204,3 +203,13 @@ class Batch:
                 NOISE=seed is not None and self.kinds == (torch.bfloat16, torch.bfloat16), BLOCK=self.block,
                 num_warps=warps,
             )  # fmt: skip
+
+    def send(self, places: Sequence[int], settings: Sequence[tuple[float, ...]], seed: int | None) -> None:
+        """Tell the GPU where the gradients lie, and each group's settings; the copy waits for the step before."""
+        bits = [struct.unpack("5q", struct.pack("5d", *values)) for values in settings]
+        numbers = [*places, seed or 0, *(b for group in bits for b in group)]
+        # A fresh pinned buffer each time: torch gives its memory to nobody else before the copy has been made.
+        pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        if len(self.fresh) != len(numbers):
+            self.fresh = torch.empty_like(pinned, device=self.device)
+        self.fresh.copy_(pinned, non_blocking=True)

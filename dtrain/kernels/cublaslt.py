@@ -95,6 +95,13 @@ def library() -> CublasLt | None:
         return None
 
 
+def reserve(device: torch.device, stream: torch.cuda.Stream) -> None:
+    """Memory for a stream's products, before they are recorded: what is asked for then belongs to the graph."""
+    lt = library() if is_used() else None
+    if lt is not None:
+        lt.workspace(device.index or 0, stream.cuda_stream)
+
+
 copies_stay_alike = False  # set by each Strategy.setup: ranks compute the same values again, as tensor-parallel ones do
 
 

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from dtrain.models.parts import IGNORED
 from dtrain.precision import Precision
 from dtrain.shards import Held
 from dtrain.strategies import frozen
+from dtrain.strategies.recorded import MOST_PASSES, RecordedStep
 from dtrain.strategies.shared import (
     Compile,
     checkpoint_layers,
@@ -81,6 +82,8 @@ class Strategy:
     # the same. A strategy with other maths states its own figure, and why.
     tolerance: float | None = None
     compiles = "whole"  # or by blocks, where messages lie between them
+    recorded: RecordedStep | None = None  # the step as one launch, where it can be
+    is_watched = False  # by a profiler, who wants to tell its parts from each other
 
     def __init__(self, pp: int = 1, dp: int = -1, tp: int = 1) -> None:
         self.axes = {"pp": pp, "dp": dp, "tp": tp}
@@ -101,6 +104,7 @@ class Strategy:
         activation_checkpointing: str = "none",
         activation_checkpointing_every: int = 2,
         compile: Compile = "none",
+        cuda_graphs: Literal["auto", "none"] = "none",
         masked: bool = False,
     ) -> None:
         """Spread a model that was built on the meta device, give it its first weights, make its optimizer.
@@ -134,6 +138,8 @@ class Strategy:
         self.optimizer = make_optimizer(self.module.named_parameters())
         if hasattr(self.optimizer, "seed"):  # of what it rounds by chance: another for each run
             self.optimizer.seed = getattr(first, "seed", 0)
+        if cuda_graphs == "auto" and self.can_be_recorded():
+            self.recorded = RecordedStep(self.step_on_device, self.optimizer, device)
 
     # ---- what most strategies override -----------------------------------------------------------------------
 
@@ -180,8 +186,15 @@ class Strategy:
         if not self.model.training:  # walking all modules takes 0.1 ms
             self.model.train()
         self.count_targets(targets)
-        loss = self.forward_backward(inputs, targets)
-        return self.update(loss)
+        num_passes = len(inputs) / self.micro_batch_size
+        if self.recorded is not None and not self.is_watched and num_passes <= MOST_PASSES:
+            figures = self.recorded(inputs, targets)
+            if figures is not None:
+                return LateResult(figures)
+        result = self.update(self.forward_backward(inputs, targets))
+        if self.recorded is not None and isinstance(result, LateResult):
+            self.recorded.watch(result.arrived)
+        return result
 
     def count_targets(self, targets: Tensor) -> None:
         """Before a step: how many targets a micro-batch has on average over all data ranks, where some are ignored."""
@@ -215,13 +228,9 @@ class Strategy:
     def update(self, loss: Tensor) -> StepResult | LateResult:
         """Unscale, clip, and step, unless something is not finite. All ranks see the same numbers and do the same."""
         loss = self.mean_over_data_ranks(loss)
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
         if self.decides_on_device():
-            norm = self.norm(parameters)
-            ended_well = torch.isfinite(loss) & torch.isfinite(norm)
-            self.optimizer.step_if(ended_well, clip_factor(norm, self.max_grad_norm))  # type: ignore[attr-defined]
-            self.optimizer.zero_grad(set_to_none=True)
-            return LateResult(torch.stack([loss.float(), norm.float(), ended_well.float()]))
+            return LateResult(self.update_on_device(loss))
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
         if self.precision.scaled:
             torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], 1.0 / self.precision.scale)
         norm = self.clip(parameters)
@@ -234,6 +243,31 @@ class Strategy:
         # a loss that is not finite is no matter of the scale, which only gradients see
         overflow = math.isfinite(loss_value) and self.precision.update(finite)
         return StepResult(loss_value, norm_value, updated=finite, overflow=overflow)
+
+    def can_be_recorded(self) -> bool:
+        """Whether nothing of a step is up to the host, or to another rank.
+
+        A user's own forward pass may draw from Python's random numbers, or count its calls.
+        """
+        usual = (type(self).update, type(self).forward_backward) == (Strategy.update, Strategy.forward_backward)
+        own = type(self.module).__module__.startswith("dtrain.models.") and "forward" not in vars(self.module)
+        on_device = self.decides_on_device() and self.compile != "none" and not self.masked
+        return usual and own and on_device and dist.get_world_size() == 1
+
+    def step_on_device(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        try:
+            return self.update_on_device(self.forward_backward(inputs, targets))
+        except Exception:  # what cannot be recorded has left gradients that were never computed
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
+
+    def update_on_device(self, loss: Tensor) -> Tensor:
+        """Loss, norm, and whether both are finite; if not, the GPU itself has left the update out."""
+        norm = self.norm([p for p in self.module.parameters() if p.grad is not None])
+        ended_well = torch.isfinite(loss) & torch.isfinite(norm)
+        self.optimizer.step_if(ended_well, clip_factor(norm, self.max_grad_norm))  # type: ignore[attr-defined]
+        self.optimizer.zero_grad(set_to_none=True)
+        return torch.stack([loss.float(), norm.float(), ended_well.float()])
 
     def decides_on_device(self) -> bool:
         """Whether the GPU itself can leave an update out. The loss scale of fp16 is the host's, who must know."""
@@ -322,6 +356,8 @@ class Strategy:
     def load_state_dict(self, state: dict[str, Held], extra: dict[str, Any]) -> None:
         """After a load has filled the values of `state_dict()`: take over the rest."""
         frozen.check(extra.get("base"), self.base)
+        if self.recorded is not None:  # state that is made anew lies elsewhere
+            self.recorded.forget()
         for name, p in self.module.named_parameters():
             slots = self.optimizer.state.get(p, {})
             for key, value in extra["optimizer"].get(name, {}).items():

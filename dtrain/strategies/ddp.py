@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dtrain.strategies.base import Strategy
+from dtrain.strategies.base import LateResult, StepResult, Strategy
 from dtrain.strategies.shared import compile_model
 
 
@@ -32,11 +32,11 @@ class DDP(Strategy):
             compile_model(model, "whole")
         return model
 
-    def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def train_step(self, inputs: Tensor, targets: Tensor) -> StepResult | LateResult:
         if not self.settled and isinstance(self.model, DistributedDataParallel):
             # a whole micro-batch: another shape would be compiled for itself, and a batch norm refuses one sample
             self.settle_buckets(inputs[: self.micro_batch_size], targets[: self.micro_batch_size])
-        return super().forward_backward(inputs, targets)
+        return super().train_step(inputs, targets)
 
     def settle_buckets(self, inputs: Tensor, targets: Tensor) -> None:
         """One backward pass whose gradients are thrown away, at the start of every process.
