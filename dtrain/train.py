@@ -238,6 +238,9 @@ def main(run_dir: Path) -> int:
         dist.destroy_process_group()
         return PREEMPTED if status == "preempted" else DONE
     except BaseException as error:
+        if "does not have a deterministic implementation" in str(error):  # torch names the operation first
+            rule = f"{str(error).split()[0]} has no kernel that gives the same bits every time"
+            error = config.bad("deterministic", True, rule, "deterministic=false, or another operation in the model")
         # our own messages about settings have a fix; a ValueError from deeper down is a failure like any other
         exit_code = BAD_CONFIG if isinstance(error, ValueError) and "\n  fix: " in str(error) else FAILED
         worker.report_failure(run_dir, int(os.environ["RANK"]), error, exit_code)

@@ -54,9 +54,9 @@ def join_process_group(deterministic: bool = False) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % num_gpus)
     torch.cuda.set_device(device)
-    if deterministic:  # without it a resume at 1024 tokens differed in the last bits; what has no such kernel warns
+    if deterministic:  # without it a resume at 1024 tokens differed in the last bits
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)  # not warn_only: attention in bf16 would warn, and differ
         # we read no memory that nothing wrote, so it need not be filled first
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     else:

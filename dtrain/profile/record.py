@@ -68,7 +68,8 @@ class Recorder:
             )  # fmt: skip
             return
         self.folder.mkdir(exist_ok=True)
-        self.watched, strategy.is_watched = strategy, True  # a step that is one launch has no phases
+        strategy.is_watched = True  # a step that is one launch has no phases
+        self.wrapped.append((strategy, "is_watched"))
         self.put_around(loader, "batch", "data", before=self.on_start)
         self.put_around(strategy, "forward_backward", "forward_backward")
         self.put_around(strategy, "update", "update", after=self.on_end)
@@ -103,7 +104,6 @@ class Recorder:
         if self.step == self.profile.start + self.profile.num_steps - 1:
             for owner, name in self.wrapped:
                 delattr(owner, name)
-            self.watched.is_watched = False
             try:
                 self.finish()
             except Exception:  # a full disk, say: a run of days does not end for want of a table
