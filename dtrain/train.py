@@ -214,7 +214,7 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
             step_s = statistics.median(step_times[1:] or step_times)  # the first one warms up and compiles
             summary |= {"tokens_per_s": rate.tokens_per_s(step_s), "mfu": rate.mfu(step_s)}
         summary |= {
-            "skipped_steps": num_skipped, **saver.totals,
+            "skipped_steps": num_skipped, "one_launch": strategy.is_one_launch, **saver.totals,
             "weights_sha256": checkpoint.weights_sha256(saved) if saved else None,
             "wall_s": time.perf_counter() - began,
         }  # fmt: skip
@@ -238,9 +238,7 @@ def main(run_dir: Path) -> int:
         dist.destroy_process_group()
         return PREEMPTED if status == "preempted" else DONE
     except BaseException as error:
-        if "does not have a deterministic implementation" in str(error):  # torch names the operation first
-            rule = f"{str(error).split()[0]} has no kernel that gives the same bits every time"
-            error = config.bad("deterministic", True, rule, "deterministic=false, or another operation in the model")
+        error = worker.explained(error)
         # our own messages about settings have a fix; a ValueError from deeper down is a failure like any other
         exit_code = BAD_CONFIG if isinstance(error, ValueError) and "\n  fix: " in str(error) else FAILED
         worker.report_failure(run_dir, int(os.environ["RANK"]), error, exit_code)

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import random
+import re
 import signal
 import socket
 import struct
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtrain import config
 from dtrain.contract import STOP_FILE, STOP_SIGNALS
 from dtrain.rundir import write_json
 
@@ -55,7 +57,8 @@ def join_process_group(deterministic: bool = False) -> torch.device:
     device = torch.device("cuda", local_rank % num_gpus)
     torch.cuda.set_device(device)
     if deterministic:  # without it a resume at 1024 tokens differed in the last bits
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):  # torch refuses all others
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)  # not warn_only: attention in bf16 would warn, and differ
         # we read no memory that nothing wrote, so it need not be filled first
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -120,6 +123,17 @@ class StopRequest:
         asked, step_s = figures.tolist()
         self.interval = max(1, min(MOST_STEPS, int(VOTE_S / step_s)))
         return bool(asked)
+
+
+def explained(error: BaseException) -> BaseException:
+    """What a setting of ours made torch refuse, as a message about that setting."""
+    found = re.search(r"([\w.:]+)(?: CUDA| with [^\n]*?)? does not have a deterministic implementation", str(error))
+    if found is None:
+        return error
+    rule = f"{found[1]} has no kernel that gives the same bits every time"
+    refused = config.bad("deterministic", True, rule, "deterministic=false, or another operation in the model")
+    refused.__cause__ = error
+    return refused
 
 
 def report_failure(run_dir: Path, rank: int, error: BaseException, exit_code: int) -> None:

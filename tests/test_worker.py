@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from dtrain import worker
@@ -83,3 +84,20 @@ def test_the_draws_of_a_step_are_what_they_always_were() -> None:
         torch.set_rng_state(before.torch)
         np.random.set_state(before.numpy)
         random.setstate(before.random)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "cumsum_cuda_kernel does not have a deterministic implementation, but you set it",
+        "Dynamo failed to run it: got RuntimeError('cumsum_cuda_kernel does not have a deterministic implementation')",
+        "RuntimeError: cumsum_cuda_kernel CUDA does not have a deterministic implementation",
+    ],
+)
+def test_an_operation_without_a_deterministic_kernel_is_a_matter_of_the_setting(message: str) -> None:
+    error = RuntimeError(message)
+    told = worker.explained(error)
+    assert isinstance(told, ValueError) and told.__cause__ is error  # the line of the model is in the traceback
+    assert str(told).startswith("deterministic=True: cumsum_cuda_kernel has no kernel") and "\n  fix: " in str(told)
+    other = RuntimeError("out of memory")
+    assert worker.explained(other) is other

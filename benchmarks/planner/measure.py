@@ -162,7 +162,7 @@ def measure(spec: dict[str, Any], device: Any) -> dict[str, Any]:
     per_rank = spec["batch"] * spec["passes"]
     settings["train"]["global_batch_size"] = per_rank * sizes.dp
     layout, cfg = layout_of(settings), Settings(settings)
-    torch.use_deterministic_algorithms(spec["deterministic"], warn_only=True)
+    torch.use_deterministic_algorithms(spec["deterministic"])
 
     model = models.make(cfg)
     strategy.setup(
@@ -284,7 +284,7 @@ def run_world(ranks: int, specs: list[dict[str, Any]], out: Path, cpu: bool) -> 
             row = measure(spec, device)
         except Exception as error:  # a case that is too large says so, and the others go on
             row = {**spec, "error": f"{type(error).__name__}: {error}"[:400]}
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.use_deterministic_algorithms(True)
         row |= {"wall_s": time.perf_counter() - began, "held_before_gib": held / GIB, **host}
         with out.open("a") as file:
             file.write(json.dumps(row) + "\n")

@@ -8,7 +8,7 @@ from typing import Any
 
 from dtrain import mesh
 from dtrain.config import gpus_per_node, ranks_per_node
-from dtrain.strategies.rules import stages_of_rank
+from dtrain.strategies.rules import MOST_PASSES, stages_of_rank
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -43,6 +43,7 @@ class Layout:
     # each large product of a compiled graph has the fastest kernel, and gives weight gradients in float32; a chunked
     # head has that also where nothing is compiled, which is left out
     fast_products: bool = False
+    one_launch: bool = False  # where the GPU would wait for the host, a step is one launch (strategies/recorded.py)
     fused_loss: bool = False  # head and loss are one operation, whose logits are never whole in memory
     optimizer: str = "adamw"  # adamw | sgd
     fused_update: bool = False  # one kernel clips and updates
@@ -69,6 +70,7 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
     _, micro, micro_batches = batch_sizes(dict(config), sizes)
     schedule, ranks = strategy.get("schedule", "1f1b"), sizes.pp * sizes.dp * sizes.tp
     is_alone = holds_all(strategy, ranks)
+    is_whole = is_alone or (ranks == 1 and str(strategy["_target_"]).endswith(".DDP"))
     replica_size = (strategy.get("replica_size") or node_size) if strategy.get("sharding") == "hybrid" else None
     return Layout(
         strategy=name,
@@ -91,6 +93,7 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
         stream=config["precision"].get("stream", "float32"),
         compile=(compiled := compile_of(config, ranks)),
         fast_products=compiled != "none" and on_gpu(config) and sizes.tp == 1 and not config["deterministic"],
+        one_launch=is_whole and compiled != "none" and on_gpu(config) and is_recorded(config, micro_batches),
         fused_loss=on_gpu(config) if (fused := config.get("fused_loss", "auto")) == "auto" else fused,
         optimizer=(optimizer := str(config["optim"]["_target_"]).rpartition(".")[2]),
         fused_update=optimizer == "adamw" and on_gpu(config) and (is_alone or updates_itself(strategy)),
@@ -127,6 +130,13 @@ def compile_of(config: Mapping[str, Any], ranks: int) -> str:
     if wanted in (True, "whole"):
         return "blocks" if by_block else "whole"
     return str(wanted or "none")
+
+
+def is_recorded(config: Mapping[str, Any], micro_batches: int) -> bool:
+    """As Strategy.can_be_recorded has it."""
+    usual = config["precision"].get("dtype") != "float16" and str(config["optim"]["_target_"]).endswith(".adamw")
+    usual = usual and config["model"].get("task") != "mlm" and micro_batches <= MOST_PASSES
+    return usual and config.get("cuda_graphs", "none") == "auto"
 
 
 def updates_itself(strategy: Mapping[str, Any]) -> bool:

@@ -68,8 +68,8 @@ class Recorder:
             )  # fmt: skip
             return
         self.folder.mkdir(exist_ok=True)
-        strategy.is_watched = True  # a step that is one launch has no phases
-        self.wrapped.append((strategy, "is_watched"))
+        strategy.is_profiled = True  # a step that is one launch has no phases
+        self.wrapped.append((strategy, "is_profiled"))
         self.put_around(loader, "batch", "data", before=self.on_start)
         self.put_around(strategy, "forward_backward", "forward_backward")
         self.put_around(strategy, "update", "update", after=self.on_end)

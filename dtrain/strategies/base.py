@@ -21,10 +21,12 @@ from dtrain import mesh
 from dtrain.kernels import cublaslt
 from dtrain.models import lora
 from dtrain.models.parts import IGNORED
+from dtrain.optim import AdamW
 from dtrain.precision import Precision
 from dtrain.shards import Held
 from dtrain.strategies import frozen
-from dtrain.strategies.recorded import MOST_PASSES, RecordedStep
+from dtrain.strategies.recorded import RecordedStep
+from dtrain.strategies.rules import MOST_PASSES
 from dtrain.strategies.shared import (
     Compile,
     checkpoint_layers,
@@ -83,7 +85,7 @@ class Strategy:
     tolerance: float | None = None
     compiles = "whole"  # or by blocks, where messages lie between them
     recorded: RecordedStep | None = None  # the step as one launch, where it can be
-    is_watched = False  # by a profiler, who wants to tell its parts from each other
+    is_profiled = False  # by someone who wants to tell its parts from each other
 
     def __init__(self, pp: int = 1, dp: int = -1, tp: int = 1) -> None:
         self.axes = {"pp": pp, "dp": dp, "tp": tp}
@@ -187,7 +189,7 @@ class Strategy:
             self.model.train()
         self.count_targets(targets)
         num_passes = len(inputs) / self.micro_batch_size
-        if self.recorded is not None and not self.is_watched and num_passes <= MOST_PASSES:
+        if self.recorded is not None and not self.is_profiled and num_passes <= MOST_PASSES:
             figures = self.recorded(inputs, targets)
             if figures is not None:
                 return LateResult(figures)
@@ -247,12 +249,17 @@ class Strategy:
     def can_be_recorded(self) -> bool:
         """Whether nothing of a step is up to the host, or to another rank.
 
-        A user's own forward pass may draw from Python's random numbers, or count its calls.
+        What is not ours may draw from Python's random numbers, or count its calls: only the eighth would be heard.
         """
         usual = (type(self).update, type(self).forward_backward) == (Strategy.update, Strategy.forward_backward)
-        own = type(self.module).__module__.startswith("dtrain.models.") and "forward" not in vars(self.module)
+        ours = type(self).__module__.startswith("dtrain.strategies.") and type(self.optimizer) is AdamW
+        model = type(self.module).__module__.startswith("dtrain.models.") and "forward" not in vars(self.module)
         on_device = self.decides_on_device() and self.compile != "none" and not self.masked
-        return usual and own and on_device and dist.get_world_size() == 1
+        return usual and ours and model and self.model is self.module and on_device and dist.get_world_size() == 1
+
+    @property
+    def is_one_launch(self) -> bool:
+        return self.recorded is not None and self.recorded.graph is not None
 
     def step_on_device(self, inputs: Tensor, targets: Tensor) -> Tensor:
         try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,9 +25,8 @@ from torch import Tensor
 from dtrain.kernels import cublaslt
 
 log = logging.getLogger("dtrain")
-STEPS_BEFORE = 8  # by which everything is compiled, each product has its kernel, and the allocator its blocks
-STEPS_WATCHED = 3  # the last of them: in all of these Python must have been the slower one
-MOST_PASSES = 8  # of a step: more would make a graph of many thousand kernels, for a gain that is small then
+NUMBER = 8  # of the step that is recorded: all is compiled, each product has its kernel, the allocator its blocks
+STEPS_WATCHED = 3  # just before it: in all of these Python must have been the slower one
 _broken: list[torch.cuda.CUDAGraph] = []  # torch 2.11 goes on asking a recording that broke: it must not be freed
 
 
@@ -42,15 +42,16 @@ class RecordedStep:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.batch: tuple[Tensor, ...] = ()
         self.figures = torch.empty(0)
-        self.steps_before = STEPS_BEFORE
-        self.steps_late = 0
+        self.number = self.steps_late = 0
+        self.began = self.launched = 0.0
         self.ended: torch.cuda.Event | None = None
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """The figures of the step; None: it is to be made the usual way."""
         if self.graph is None:
-            self.steps_before -= 1
-            if self.steps_before or self.steps_late < STEPS_WATCHED or not self.record(inputs, targets):
+            self.began = time.perf_counter()
+            self.number += 1
+            if self.number != NUMBER or self.steps_late < STEPS_WATCHED or not self.record(inputs, targets):
                 return None
         assert self.graph is not None
         pairs = list(zip((inputs, targets), self.batch, strict=True))
@@ -63,15 +64,21 @@ class RecordedStep:
         return self.figures
 
     def watch(self, ended: torch.cuda.Event) -> None:
-        """A step was launched kernel by kernel. If the one before it has ended by now, the GPU waits for Python."""
-        self.steps_late = self.steps_late + 1 if self.ended is not None and self.ended.query() else 0
+        """A step was launched kernel by kernel. If the one before it has ended by now, the GPU waits for Python.
+
+        Or for data, an evaluation, a save: then launching is not most of what lies between two steps' ends.
+        """
+        before, self.launched = self.launched, time.perf_counter()
+        is_late = self.ended is not None and self.ended.query()
+        is_late = is_late and self.launched - self.began > 0.5 * (self.launched - before)
+        self.steps_late = self.steps_late + 1 if is_late else 0
         self.ended = ended
 
     def record(self, inputs: Tensor, targets: Tensor) -> bool:
         """Whether the step could be recorded. Nothing runs while it is, so the weights are as before."""
         free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
         held, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
-        if 2 * peak - held > free:  # what is between steps, as an evaluation, may need as much as a step
+        if 2 * peak - held > 0.9 * free:  # what is between steps, as an evaluation, may need as much as a step
             log.info("cuda_graphs: the GPU has not twice the memory of a step, so kernels are launched one by one")
             return False
         if not self.optimizer.is_on_device():
@@ -98,6 +105,7 @@ class RecordedStep:
                 torch._C._cuda_releasePool(index, pool)
             generator.graphsafe_set_state(drawn)
             _broken.append(graph)
+            self.batch = ()
             log.warning("cuda_graphs: a step could not be recorded, and is launched as before (%s)", cause(error))
             return False
         torch.cuda.current_stream(self.device).wait_stream(stream)

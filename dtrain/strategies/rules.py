@@ -20,6 +20,7 @@ FLOAT8_MULTIPLE = 16
 BETWEEN_LAYERS = tuple(  # send messages there
     f"dtrain.strategies.{name}" for name in ("fsdp.FSDP", "zero.Zero", "tensor.TensorParallel", "pipeline.Pipeline")
 )
+MOST_PASSES = 8  # of a step that is one launch: a graph of more has many thousand kernels, and less to gain
 EXTRAS = {"dtrain.strategies.zero": "deepspeed", "dtrain.strategies.fairscale": "fairscale"}
 
 

@@ -50,6 +50,7 @@ def test_every_strategy_has_a_layout_over_all_gpus(name: str) -> None:
         (["strategy=ddp", "compile=none"], {"fast_products": False}),
         (["strategy=ddp", "deterministic=true"], {"fast_products": False}),
         (["strategy=3d", "strategy.tp=2"], {"fast_products": False}),
+        (["strategy=ddp"], {"one_launch": False}),  # of many ranks
     ],
 )  # fmt: skip
 def test_what_is_typed_is_in_the_layout(words: list[str], expected: dict[str, Any]) -> None:
@@ -61,6 +62,21 @@ def test_what_follows_from_a_gpu_does_not_from_a_cpu() -> None:
     there, here = (layout_of(question("model=gpt2-tiny", f"hardware={name}").config) for name in ("h200", "cpu"))
     assert (there.compile, there.fused_loss, there.fused_update, there.fast_products) == ("whole", True, True, True)
     assert (here.compile, here.fused_loss, here.fused_update, here.fast_products) == ("none", False, False, False)
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("strategy=ddp", True), ("strategy=fsdp", True), ("strategy=zero2", True), ("precision=bf16-pure", True),
+        ("strategy=ddp cuda_graphs=none", False), ("strategy=ddp compile=none", False), ("precision=fp16", False),
+        ("strategy=fsdp strategy.offload=cpu", False), ("strategy=tensor", False), ("optim=sgd", False),
+        ("strategy=local_sgd", False), ("train.global_batch_size=64 train.micro_batch_size=4", False),
+        ("model=bert-tiny data=mlm", False), ("strategy=ddp hardware=cpu", False),
+    ],
+)  # fmt: skip
+def test_which_steps_are_one_launch(words: str, expected: bool) -> None:
+    asked = question("model=gpt2-tiny", "hardware=h200", "cluster.processes=1", "cluster.nodes=1", *words.split())
+    assert layout_of(asked.config).one_launch is expected
 
 
 @pytest.mark.parametrize("name", ["bf16", "bf16-pure", "fp8", "fp16", "fp32"])

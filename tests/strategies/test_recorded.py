@@ -3,17 +3,93 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
+from dtrain.optim import AdamW
 from dtrain.strategies.base import Strategy
-from dtrain.strategies.recorded import STEPS_BEFORE
+from dtrain.strategies.ddp import DDP
+from dtrain.strategies.recorded import NUMBER, STEPS_WATCHED, RecordedStep
 from dtrain.strategies.shared import local
 
-pytestmark = pytest.mark.gpu
+# ---- which steps are recorded: no GPU is needed to decide that --------------------------------------------------
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("dtrain.strategies.recorded.time.perf_counter", lambda: self.now)
+
+
+def recorded_at(clock: Clock, has_ended: Any, launch_s: float = 1.0, between_s: float = 0.0) -> list[int]:
+    """Numbers of the steps that would be recorded. has_ended: of a step, whether the one before it has by then."""
+    step, found = RecordedStep(lambda *_: torch.empty(0), None, torch.device("cpu")), []
+    step.record = lambda *_: bool(found.append(number))  # type: ignore[func-returns-value, method-assign]
+    for number in range(1, 3 * NUMBER):
+        clock.now += between_s
+        assert step(torch.empty(0), torch.empty(0)) is None
+        clock.now += launch_s
+        step.watch(SimpleNamespace(query=lambda n=number: has_ended(n + 1)))  # type: ignore[arg-type]
+    return found
+
+
+def test_a_step_is_recorded_where_python_is_the_slower_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    assert recorded_at(clock, lambda _: True) == [NUMBER]
+    assert recorded_at(clock, lambda _: False) == []
+    assert recorded_at(clock, lambda n: n >= NUMBER - STEPS_WATCHED) == [NUMBER]
+    for busy in range(NUMBER - STEPS_WATCHED, NUMBER):
+        assert recorded_at(clock, lambda n, busy=busy: n != busy) == []
+    assert recorded_at(clock, lambda _: True, between_s=0.9) == [NUMBER]
+    assert recorded_at(clock, lambda _: True, between_s=1.1) == []  # data, an evaluation or a save is waited for
+
+
+def decided(strategy: Strategy, **changes: Any) -> bool:
+    from dtrain.models.gpt2 import GPT2
+
+    with torch.device("meta"):
+        module: Any = GPT2(1, 16, 1, 16, 8)
+    strategy.device, strategy.precision = torch.device("cuda"), SimpleNamespace(scaled=False)  # type: ignore[assignment]
+    strategy.compile, strategy.masked = "whole", False
+    strategy.model = strategy.module = module
+    strategy.optimizer = AdamW(module.parameters())
+    for name, value in changes.items():
+        setattr(strategy, name, value)
+    return strategy.can_be_recorded()
+
+
+def test_what_is_not_ours_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may count, or draw from Python's random numbers."""
+
+    class Counting(Strategy):
+        def norm(self, parameters: list[Any]) -> Tensor:
+            return super().norm(parameters)
+
+    class Averaging(AdamW):
+        pass
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    assert decided(DDP()) and decided(Strategy())
+    assert not decided(Counting())
+    assert not decided(DDP(), optimizer=Averaging([torch.zeros(1)]))
+    assert not decided(DDP(), module=torch.nn.Linear(1, 1))
+    assert not decided(DDP(), model=torch.nn.Linear(1, 1))
+    assert not decided(DDP(), compile="none") and not decided(DDP(), masked=True)
+    assert not decided(DDP(), precision=SimpleNamespace(scaled=True))
+    assert not decided(DDP(), device=torch.device("cpu"))
+    with_loss = DDP()
+    assert decided(with_loss)
+    with_loss.module.forward = lambda *_: None  # type: ignore[method-assign]
+    assert not with_loss.can_be_recorded()
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert not decided(DDP())
+
+
+# ---- on a GPU -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -34,23 +110,27 @@ def strategy_of(graphs: Literal["auto", "none"], *words: str) -> Strategy:
 
     torch.cuda.reset_peak_memory_stats()  # of other tests: what a step takes is asked for
     sizes = ["model.num_layers=2", "model.dim=128", "model.num_heads=2", "model.seq_len=64"]
-    cfg = Settings(compose(["model=gpt2-tiny", "precision=bf16", "cluster.processes=1", *sizes, *words]))
+    model = ["model=gpt2-tiny", *sizes] if "model=resnet18" not in words else []
+    cfg = Settings(compose(["precision=bf16", "cluster.processes=1", *model, *words]))
     strategy: Strategy = build(cfg.strategy)
     strategy.resolve_mesh(1, 1)
     strategy.setup(
         models.make(cfg), build(cfg.optim, global_batch_size=8), precision=build(cfg.precision),
-        device=torch.device("cuda", 0), first=models.first_weights(cfg), cuda_graphs=graphs, compile="auto",
+        device=torch.device("cuda", 0), first=models.first_weights(cfg), cuda_graphs=graphs, compile=cfg.compile,
         micro_batch_size=cfg.train.micro_batch_size or 8, max_grad_norm=cfg.train.max_grad_norm,
+        activation_checkpointing=cfg.activation_checkpointing,
     )  # fmt: skip
     return strategy
 
 
-def batch_of(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
+def batch_of(step: int, size: int = 8, pictures: bool = False) -> tuple[Tensor, Tensor]:
     drawn = torch.randint(256, (size, 65), generator=torch.Generator().manual_seed(step))
+    if pictures:
+        return drawn[:, None, None, :32].expand(size, 3, 32, 32).float().cuda() / 256, drawn[:, 64].cuda() % 10
     return drawn[:, :-1].cuda(), drawn[:, 1:].cuda()
 
 
-def losses_of(strategy: Strategy, steps: int = 17) -> list[Any]:
+def losses_of(strategy: Strategy, steps: int = 17, pictures: bool = False) -> list[Any]:
     """Rates that change, an evaluation, a batch of another size and a step that is not finite among them."""
     from dtrain.worker import seed_everything
 
@@ -60,13 +140,13 @@ def losses_of(strategy: Strategy, steps: int = 17) -> list[Any]:
         strategy.set_lr((step + 1) / steps)
         seed_everything(0, step, 0)
         if step == 12:
-            found.append(strategy.eval_step(*batch_of(100)).item())
+            found.append(strategy.eval_step(*batch_of(100, 8, pictures)).tolist())
         if step == 14:  # a weight that is not finite for one step
             weight = next(strategy.module.parameters())
             kept = weight.detach().clone()
             with torch.no_grad():
                 weight.fill_(float("nan"))
-        result: Any = strategy.train_step(*batch_of(step, 4 if step == 13 else 8)).read()
+        result: Any = strategy.train_step(*batch_of(step, 4 if step == 13 else 8, pictures)).read()
         if step == 14:
             assert not result.updated
             with torch.no_grad():
@@ -74,23 +154,33 @@ def losses_of(strategy: Strategy, steps: int = 17) -> list[Any]:
             continue
         assert result.updated
         found.append((result.loss.hex(), result.grad_norm.hex()))
-    return [*found, *(local(p).detach().double().sum().item() for p in strategy.module.parameters())]
+    return [*found, *(local(t).tolist() for t in strategy.module.state_dict().values())]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
-    "words", ["strategy=fsdp", "model.dropout=0.1", "train.micro_batch_size=4 train.max_grad_norm=null"]
+    "words",
+    [
+        "strategy=fsdp model.dropout=0.1",
+        "train.micro_batch_size=4 train.max_grad_norm=null compile=blocks",
+        "lora.rank=4 activation_checkpointing=ops",
+        "precision=bf16-pure activation_checkpointing=full",
+        "model=resnet18 model.image_size=32 model.num_classes=10 model.width=16",
+    ],
 )
 def test_the_same_bits_as_kernel_by_kernel(world: Any, words: str) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
             recorded, usual = strategy_of("auto", *words.split()), strategy_of("none", *words.split())
-            assert losses_of(recorded) == losses_of(usual)
-        assert recorded.recorded is not None and recorded.recorded.graph is not None and usual.recorded is None
+            pictures = "resnet" in words
+            assert losses_of(recorded, pictures=pictures) == losses_of(usual, pictures=pictures)
+        assert recorded.is_one_launch and usual.recorded is None
     finally:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.gpu
 def test_what_cannot_be_recorded_is_launched_as_before(world: Any, caplog: pytest.LogCaptureFixture) -> None:
     strategy = strategy_of("auto", "model.dropout=0.1")
     whole = strategy.forward_backward
@@ -101,7 +191,7 @@ def test_what_cannot_be_recorded_is_launched_as_before(world: Any, caplog: pytes
         return loss
 
     strategy.forward_backward = looks  # type: ignore[method-assign]
-    losses = [strategy.train_step(*batch_of(0)).read().loss for _ in range(STEPS_BEFORE + 3)]
+    losses = [strategy.train_step(*batch_of(0)).read().loss for _ in range(NUMBER + 3)]
     assert losses[-1] < losses[0] - 0.05
     assert "could not be recorded" in caplog.text and caplog.text.count("cuda_graphs") == 1
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
@@ -109,20 +199,22 @@ def test_what_cannot_be_recorded_is_launched_as_before(world: Any, caplog: pytes
     torch.rand(1, device="cuda")
 
 
+@pytest.mark.gpu
 def test_a_gpu_that_does_not_wait_for_python_is_left_alone(world: Any) -> None:
     strategy = strategy_of("auto")
-    batches = [batch_of(step) for step in range(STEPS_BEFORE + 2)]
+    batches = [batch_of(step) for step in range(NUMBER + 2)]
     for batch in batches[:-5]:
         strategy.train_step(*batch).read()
     torch.cuda._sleep(4_000_000_000)  # two seconds of work
     for batch in batches[-5:]:
         strategy.train_step(*batch)
-    assert strategy.recorded is not None and strategy.recorded.graph is None
+    assert strategy.recorded is not None and not strategy.is_one_launch
 
 
+@pytest.mark.gpu
 def test_a_profiled_step_is_launched_kernel_by_kernel(world: Any) -> None:
     strategy = strategy_of("auto")
-    strategy.is_watched = True
-    for step in range(STEPS_BEFORE + 2):
+    strategy.is_profiled = True
+    for step in range(NUMBER + 2):
         strategy.train_step(*batch_of(step)).read()
-    assert strategy.recorded is not None and strategy.recorded.graph is None
+    assert strategy.recorded is not None and not strategy.is_one_launch
