@@ -55,7 +55,7 @@ def job_id(run: Path) -> str:
     return str(json.loads((run / "launch.json").read_text())["launches"][-1]["job_id"])
 
 
-def until(true: Callable[[], object], what: str, timeout: float = 120) -> None:
+def until(true: Callable[[], object], what: str, timeout: float = 300) -> None:
     deadline = time.monotonic() + timeout
     while not true():
         assert time.monotonic() < deadline, f"{what}: not within {timeout:.0f} s"
