@@ -43,7 +43,7 @@ class Layout:
     # each large product of a compiled graph has the fastest kernel, and gives weight gradients in float32; a chunked
     # head has that also where nothing is compiled, which is left out
     fast_products: bool = False
-    one_launch: bool = False  # where the GPU would wait for the host, a step is one launch (strategies/recorded.py)
+    one_launch: bool = False  # where the GPU would wait for the host, a step of few passes is (strategies/recorded.py)
     fused_loss: bool = False  # head and loss are one operation, whose logits are never whole in memory
     optimizer: str = "adamw"  # adamw | sgd
     fused_update: bool = False  # one kernel clips and updates
@@ -52,6 +52,10 @@ class Layout:
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.dp
+
+    @property
+    def waits_for_host(self) -> bool:
+        return not self.one_launch or self.micro_batches > MOST_PASSES
 
     @property
     def global_batch_size(self) -> int:
@@ -93,7 +97,7 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
         stream=config["precision"].get("stream", "float32"),
         compile=(compiled := compile_of(config, ranks)),
         fast_products=compiled != "none" and on_gpu(config) and sizes.tp == 1 and not config["deterministic"],
-        one_launch=is_whole and compiled != "none" and on_gpu(config) and is_recorded(config, micro_batches),
+        one_launch=is_whole and compiled != "none" and on_gpu(config) and is_recorded(config),
         fused_loss=on_gpu(config) if (fused := config.get("fused_loss", "auto")) == "auto" else fused,
         optimizer=(optimizer := str(config["optim"]["_target_"]).rpartition(".")[2]),
         fused_update=optimizer == "adamw" and on_gpu(config) and (is_alone or updates_itself(strategy)),
@@ -132,11 +136,10 @@ def compile_of(config: Mapping[str, Any], ranks: int) -> str:
     return str(wanted or "none")
 
 
-def is_recorded(config: Mapping[str, Any], micro_batches: int) -> bool:
+def is_recorded(config: Mapping[str, Any]) -> bool:
     """As Strategy.can_be_recorded has it."""
     usual = config["precision"].get("dtype") != "float16" and str(config["optim"]["_target_"]).endswith(".adamw")
-    usual = usual and config["model"].get("task") != "mlm" and micro_batches <= MOST_PASSES
-    return usual and config.get("cuda_graphs", "none") == "auto"
+    return usual and config["model"].get("task") != "mlm" and config.get("cuda_graphs", "none") == "auto"
 
 
 def updates_itself(strategy: Mapping[str, Any]) -> bool:

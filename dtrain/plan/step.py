@@ -98,7 +98,7 @@ def rank_loads(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack, u
     for layers, work in rank_works(shape, layout, hardware, stack):
         gpu = n * (work.gpu_s * slower + tensor * layers)
         launches = n * (work.kernels + calls * layers) + stack.update * layers
-        host = 0.0 if layout.one_launch else launches * launch_s(hardware)
+        host = launches * launch_s(hardware) if layout.waits_for_host else 0.0
         busy = longer(gpu + update_s, host) - update_s
         loads.append(Load(layers, work, tensor, launches, gpu, busy))
     return loads
@@ -121,7 +121,7 @@ def compute_items(layout: Layout, hardware: Hardware, rank: Load, update_s: floa
         )
     ]  # fmt: skip
     one = "where it would, a step of {:.0f} launches is one"
-    hidden = one if layout.one_launch else "{:.0f} launches × {:.1f} µs, less what the GPU's {:.1f} ms hide"
+    hidden = one if not layout.waits_for_host else "{:.0f} launches × {:.1f} µs, less what the GPU's {:.1f} ms hide"
     numbers = (rank.launches, launch_s(hardware) * 1e6, (rank.gpu_s + update_s) * 1e3)
     items.append(Item("compute", "waiting for the host", rank.busy_s - rank.gpu_s, hidden, numbers))
     if layout.tp > 1:
