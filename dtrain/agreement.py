@@ -6,21 +6,22 @@ goes on beside the training has a group of its own, as messages of two threads i
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from dtrain.manifest import CheckpointError as CheckpointError
+
 Group = dist.ProcessGroup | None
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be saved or used; the message says which, why, and what to do."""
 
 
 def rank() -> int:
@@ -45,6 +46,56 @@ def broadcast(value: Any, group: Group = None) -> Any:
     if world_size() > 1:
         dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
+
+
+def from_rank_0(ask: Callable[[], Any], what: str, group: Group = None) -> Any:
+    """What rank 0 sees when it asks the file system, on every rank.
+
+    A network file system caches for seconds that a path does not exist. A rank that asks too early would not see what
+    another rank makes a moment later.
+    """
+    answer = None
+    with agreed(what, group=group):
+        if rank() == 0:
+            answer = ask()
+    return broadcast(answer, group)
+
+
+def exchange(parcels: Mapping[int, Any], group: Group = None) -> dict[int, Any]:
+    """Send a JSON value to each of some ranks; give what came in, by sender. Each rank handles only its own share."""
+    if world_size() == 1:
+        return {0: json.loads(json.dumps(parcels[0]))} if 0 in parcels else {}
+    texts = [json.dumps(parcels[r]).encode() if r in parcels else b"" for r in range(world_size())]
+    out_sizes = torch.tensor([len(text) for text in texts])
+    in_sizes = torch.empty_like(out_sizes)
+    dist.all_to_all_single(in_sizes, out_sizes, group=group)
+    sent = torch.frombuffer(bytearray(b"".join(texts)) or bytearray(1), dtype=torch.uint8)[: int(out_sizes.sum())]
+    received = torch.empty(int(in_sizes.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(received, sent, in_sizes.tolist(), out_sizes.tolist(), group=group)
+    parts = received.split(in_sizes.tolist())
+    return {r: json.loads(bytes(part.numpy())) for r, part in enumerate(parts) if len(part)}
+
+
+def collect(value: Any, group: Group = None) -> list[Any]:
+    """Every rank's JSON value, on rank 0; the other ranks get nothing."""
+    return list(exchange({0: value}, group).values())
+
+
+def distinct(value: Any, group: Group = None) -> list[Any]:
+    """The different JSON values that the ranks have, on every rank.
+
+    All ranks of most layouts have the same one, or one per pipeline stage: only hashes travel from each of them.
+    """
+    if world_size() == 1:
+        return [value]
+    digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
+    hashes = torch.empty(world_size() * len(digest), dtype=torch.uint8)
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    dist.all_gather_into_tensor(hashes, own, group=group)
+    all_hashes = [bytes(h.numpy()) for h in hashes.split(len(digest))]
+    is_first = all_hashes.index(digest) == rank()
+    received = exchange({0: value} if is_first else {}, group)
+    return list(broadcast(list(received.values()), group))
 
 
 @contextmanager

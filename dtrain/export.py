@@ -62,8 +62,8 @@ class Final:
     def empty(self) -> dict[str, Tensor]:
         """What the weights will be, in their order, as tensors without memory."""
         saved = {
-            name.removeprefix("model."): torch.empty(spec["shape"], dtype=getattr(torch, spec["dtype"]), device="meta")
-            for name, spec in sorted(self.manifest["tensors"].items()) if name.startswith("model.")
+            name.removeprefix("model."): torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+            for name, spec in sorted(self.manifest.tensors.items()) if name.startswith("model.")
         }  # fmt: skip
         if not self.adapted:
             return saved

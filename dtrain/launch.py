@@ -16,6 +16,7 @@ import socket
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -334,7 +335,8 @@ def wait_for_node_0(run_dir: Path, config: dict[str, Any], patience_s: float = 1
 
 
 def record_launch(run_dir: Path, config: dict[str, Any], argv: list[str], prepared: bool) -> None:
-    before = read_json(run_dir / "launch.json").get("launches", [])
+    past = read_json(run_dir / "launch.json")
+    before = past.get("launches", [])
     launch = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "overrides": list(HydraConfig.get().overrides.task),
@@ -342,6 +344,7 @@ def record_launch(run_dir: Path, config: dict[str, Any], argv: list[str], prepar
         "cluster": config["cluster"],
     } | ({"prepared": True} if prepared else {})
     record = {
+        "id": past.get("id") or uuid.uuid4().hex,  # of the run: its checkpoints carry it
         "command": shlex.join(["dtrain", "launch", *argv]), "cwd": os.getcwd(),
         "host": socket.gethostname(), "pid": os.getpid(),
         "overrides": launch["overrides"], "launches": [*before, launch],

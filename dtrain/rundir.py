@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -91,7 +92,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, newest first. A save's rename came last, so each was whole once."""
-    found = [p for p in folder.glob("step-*") if p.name[5:].isdigit()]
+    found = [p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8,18}", p.name, re.ASCII) and p.is_dir()]
     return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
 
 

@@ -31,6 +31,7 @@ from dtrain import checkpoint
 from dtrain.agreement import Group, failpoint, gather, world_size
 from dtrain.checkpoint import Files
 from dtrain.shards import Held
+from dtrain.writers import Writers
 
 log = logging.getLogger("dtrain")
 ALIGNMENT = 64  # of a tensor in its buffer: a float32 may not begin at an odd byte
@@ -46,6 +47,7 @@ class Saver:
     def __init__(self, folder: Path, keep: int, background: bool = True) -> None:
         self.folder, self.keep, self.background = folder, keep, background
         self.group: Group = dist.new_group(backend="gloo") if background and world_size() > 1 else None
+        self.writers = Writers()  # which parts this rank writes: decided once, as long as the layout stays
         self.buffers = Buffers()
         self.is_prepared = False  # all ranks have been asked for the memory
         self.thread: threading.Thread | None = None
@@ -71,7 +73,7 @@ class Saver:
 
     def prepare(self, tensors: Mapping[str, Held]) -> None:
         """Make room for the first save while the first steps run: many GiB take seconds to fault in and to pin."""
-        files = checkpoint.share_out(tensors)
+        files = checkpoint.share_out(tensors, self.writers)
         if self.background and self.has_room(files):
             sizes, gpu = sizes_of(files), gpu_of(files)  # not the tensors, which the thread would hold on to
 
@@ -102,7 +104,7 @@ class Saver:
         called = time.perf_counter() if asked is None else asked
         self.wait()
         begin = time.perf_counter()
-        files = checkpoint.share_out(tensors)
+        files = checkpoint.share_out(tensors, self.writers)
         if last or not self.background or not self.has_room(files):
             report = self._write(begin, step, files, meta)
             self.reports.append(report | {"save_stall_s": time.perf_counter() - called})
@@ -168,7 +170,7 @@ class Saver:
     def _write(
         self, begin: float, step: int, files: Files, meta: dict[str, Any], group: Group = None
     ) -> dict[str, Any]:
-        path, num_bytes = checkpoint.commit(self.folder, step, files, meta, group)
+        path, num_bytes = checkpoint.commit(self.folder, step, files, self.writers.index, meta, group)
         seconds, gib = time.perf_counter() - begin, num_bytes / 2**30
         checkpoint.prune(self.folder, path, self.keep, group)
         self.newest = path

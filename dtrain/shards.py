@@ -7,6 +7,7 @@ gives the checksum of exactly the bytes written, without holding a second copy o
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import math
@@ -19,8 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from dtrain.layouts import Box, LayoutError, ints, overlap
+from dtrain.manifest import Damaged, Manifest, Part, check_boxes, rank_of, regular
+from dtrain.safetensors_header import Entry, HeaderError, read_header
+from dtrain.untrusted import NotRegular, parse_json, short
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -58,6 +64,7 @@ class Chunk:
         return self.values.numel() * self.values.element_size()
 
 
+Names = tuple[str, str]  # of a tensor, and of the box of it in a rank's file
 Held = Tensor | list[Chunk]  # what a rank holds of a named tensor: all of it, a DTensor's shard, or some boxes
 
 
@@ -65,12 +72,24 @@ def chunks_of(held: Held) -> list[Chunk]:
     if isinstance(held, list):
         return held
     if is_dtensor(held):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
         dtensor: Any = held
-        _, offset = compute_local_shape_and_global_offset(held.shape, dtensor.device_mesh, dtensor.placements)
-        return [Chunk(dtensor.to_local(), tuple(held.shape), tuple(offset))]
+        mesh = dtensor.device_mesh
+        offset = offset_of(tuple(held.shape), mesh, tuple(dtensor.placements), tuple(mesh.get_coordinate() or ()))
+        return [Chunk(dtensor.to_local(), tuple(held.shape), offset)]
     return [Chunk(held, tuple(held.shape), (0,) * held.dim())]
+
+
+@functools.lru_cache(maxsize=4096)
+def offset_of(
+    shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...], place: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Where this rank's shard of a DTensor begins. Hundreds of weights have the same shape and placement.
+
+    `place`: of this rank in the mesh. Meshes of two worlds are equal, and this process may be another rank there.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[1])
 
 
 def flat_chunks(values: Tensor, whole_shape: tuple[int, ...], begin: int) -> list[Chunk]:
@@ -144,8 +163,11 @@ def describe_disk(error: OSError, path: Path, needed: int) -> OSError:
 
 
 def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """The hash of what is on the disk: what the kernel still has of the file in memory is dropped first."""
+    with regular(path) as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def fsync_folder(path: Path) -> None:
@@ -158,11 +180,15 @@ def fsync_folder(path: Path) -> None:
 
 
 class Reader:
-    """Reads tensors of a checkpoint folder, whole or in part, from however many shards they were saved in."""
+    """Reads tensors of a checkpoint folder, whole or in part, from however many shards they were saved in.
 
-    def __init__(self, folder: Path, tensors: dict[str, Any]) -> None:
-        self.folder, self.tensors = folder, tensors
+    It opens the files of those ranks only that wrote what is asked for. The checkpoint must have been verified.
+    """
+
+    def __init__(self, folder: Path, saved: Manifest) -> None:
+        self.folder, self.saved = folder, saved
         self.files: dict[str, Any] = {}
+        self.parts: dict[int, dict[str, list[Part]]] = {}  # by the rank that wrote them, by tensor
         self.stack = ExitStack()
 
     def __enter__(self) -> Reader:
@@ -172,28 +198,114 @@ class Reader:
         self.stack.close()
 
     def fill(self, name: str, chunk: Chunk) -> None:
-        """Copy into a rank's chunk what overlaps it of every saved one."""
-        for saved in self.tensors[name]["chunks"]:
-            low = [max(a, b) for a, b in zip(saved["offset"], chunk.offset, strict=True)]
-            high = [min(a + n, b + m) for a, n, b, m in
-                    zip(saved["offset"], saved["shape"], chunk.offset, chunk.shape, strict=True)]  # fmt: skip
-            if any(lo >= hi for lo, hi in zip(low, high, strict=True)):
+        """Copy into a rank's chunk what overlaps it of every saved part."""
+        missing = chunk.values.numel()
+        wanted = (chunk.offset, chunk.shape)
+        for part in self._parts(name, chunk):
+            common = overlap((part.offset, part.shape), wanted)
+            if common is None:
                 continue
-            source = tuple(slice(lo - o, hi - o) for lo, hi, o in zip(low, high, saved["offset"], strict=True))
-            target = tuple(slice(lo - o, hi - o) for lo, hi, o in zip(low, high, chunk.offset, strict=True))
-            file = self._open(saved["file"])
-            key = saved.get("key", name)
-            values = file.get_slice(key)[source] if source else file.get_tensor(key)
+            low, size = common
+            source = tuple(slice(lo - o, lo - o + n) for lo, n, o in zip(low, size, part.offset, strict=True))
+            target = tuple(slice(lo - o, lo - o + n) for lo, n, o in zip(low, size, chunk.offset, strict=True))
+            file = self._open(part.file)
+            values = file.get_slice(part.key)[source] if source else file.get_tensor(part.key)
             chunk.values[target].copy_(values)
+            missing -= math.prod(size)
+        if missing:
+            raise Damaged(f"{self.folder} does not have all of {name}: {missing} elements too few")
 
     def whole(self, name: str) -> Tensor:
-        spec = self.tensors[name]
-        tensor = torch.empty(spec["shape"], dtype=getattr(torch, spec["dtype"]))
+        spec = self.saved.tensors[name]
+        tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
         for chunk in chunks_of(tensor):
             self.fill(name, chunk)
         return tensor
+
+    def _parts(self, name: str, chunk: Chunk) -> Iterator[Part]:
+        tensor = self.saved.tensors[name]
+        if tensor.parts is not None:  # the first format has them all in its manifest
+            yield from tensor.parts
+            return
+        for rank in tensor.layout.ranks_at(chunk.offset, chunk.shape):
+            if rank not in self.parts:
+                self.parts[rank] = {}
+                for file in self.saved.files_of[rank]:
+                    for held, part in parts_in(self.folder / file, self._open(file)):
+                        self.parts[rank].setdefault(held, []).append(part)
+            yield from self.parts[rank].get(name, ())
 
     def _open(self, file: str) -> Any:
         if file not in self.files:
             self.files[file] = self.stack.enter_context(safe_open(self.folder / file, framework="pt"))
         return self.files[file]
+
+
+def metadata(chunks: dict[Names, Chunk]) -> dict[str, str]:
+    """What a shard says of its own content: of each tensor the keys, and where each box begins."""
+    boxes: dict[str, list[Any]] = {}
+    for (name, key), chunk in chunks.items():
+        boxes.setdefault(name, []).append([key, chunk.offset])
+    return {"format": "pt", "boxes": json.dumps(boxes)}
+
+
+def parts_in(path: Path, shard: Any) -> Iterator[tuple[str, Part]]:
+    """The tensors and parts of a shard that is open, as its header lists them."""
+    try:
+        boxes = parse_json((shard.metadata() or {}).get("boxes", "").encode())
+    except ValueError as error:
+        raise Damaged(f"{path.name} does not say which boxes it holds: {error}") from error
+    keys = set(shard.keys())
+    for name, held in boxes.items() if isinstance(boxes, dict) else ():
+        for box in held if isinstance(held, list) else [held]:
+            if not (isinstance(box, list) and len(box) == 2 and isinstance(box[0], str) and box[0] in keys):
+                raise Damaged(f"{path.name} lists {short(name)} as {short(box)}")
+            keys.remove(box[0])
+            offset, shape = ints(box[1]), tuple(shard.get_slice(box[0]).get_shape())
+            if len(offset) != len(shape):
+                raise Damaged(f"{path.name} lists {short(name)} at {short(box[1])}")
+            yield name, Part(path.name, box[0], offset, shape)
+    if keys:
+        raise Damaged(f"{path.name} has {short(min(keys))}, and does not list it")
+
+
+def _parts_of(path: Path) -> list[tuple[str, Part]]:
+    try:
+        with safe_open(path, framework="pt") as shard:
+            return list(parts_in(path, shard))
+    except (SafetensorError, LayoutError) as error:
+        raise Damaged(f"{path.name}: {error}") from error
+
+
+def check_files(folder: Path, saved: Manifest, rank: int) -> None:
+    """That the headers of a rank's files and the manifest say the same. The files' bytes are not read."""
+    boxes: dict[str, list[Box]] = {}
+    found: dict[tuple[str, str], Entry] = {}
+    for file in saved.files_of[rank]:
+        try:
+            header = read_header(folder / file)
+        except HeaderError as error:
+            missing = (NotRegular, FileNotFoundError, NotADirectoryError)
+            if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, missing):
+                raise error.__cause__ from None  # a disk that does not answer is no damage
+            raise Damaged(str(error)) from error
+        found |= {(file, key): entry for key, entry in header.items()}
+        if not saved.is_old:
+            for name, part in _parts_of(folder / file):
+                boxes.setdefault(name, []).append((part.offset, part.shape))
+                check_entry(saved, name, part, found)
+    if saved.is_old:
+        for name, tensor in saved.tensors.items():
+            for part in tensor.parts or ():
+                if rank_of(part.file) == rank:
+                    check_entry(saved, name, part, found)
+    else:
+        check_boxes(saved, rank, boxes)
+
+
+def check_entry(saved: Manifest, name: str, part: Part, found: dict[tuple[str, str], Entry]) -> None:
+    entry, tensor = found.get((part.file, part.key)), saved.tensors.get(name)
+    if entry is None or tensor is None:
+        raise Damaged(f"{part.file} and the manifest do not agree on {short(name)}")
+    if entry.shape != part.shape or entry.dtype != DTYPES[getattr(torch, tensor.dtype)]:
+        raise Damaged(f"{part.file} has {short(part.key)} as {entry.dtype} {list(entry.shape)}, unlike the manifest")

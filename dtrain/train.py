@@ -23,7 +23,7 @@ from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED
 from dtrain.data.loader import Loader
 from dtrain.models import build as models
 from dtrain.plan.trust import predicted
-from dtrain.rundir import newest_figures, write_json
+from dtrain.rundir import newest_figures, read_json, write_json
 from dtrain.strategies.base import StepResult
 from dtrain.validate import batch_sizes, eval_batch_size
 from dtrain.worker import log
@@ -79,7 +79,8 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
     step = samples = 0
     checkpoints = run_dir / "checkpoints"
     saved = None
-    found = checkpoint.newest_good(checkpoints, say=log.warning)
+    run_id = read_json(run_dir / "launch.json").get("id")  # stays the same over all launches of this run
+    found = checkpoint.newest_good(checkpoints, log.warning, needed=("samples", "data", "extra"), run=run_id)
     if found is not None:
         saved, manifest = found
         if manifest["data"] != data_identity and "data" not in cfg.resume_allow:
@@ -192,7 +193,8 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
         if save_due:
             asked = time.perf_counter()
             meta = {
-                "samples": samples, "data": data_identity, "mesh": sizes.as_dict(), "world_size": world_size,
+                "run": run_id, "samples": samples, "data": data_identity, "mesh": sizes.as_dict(),
+                "world_size": world_size,
                 "choices": dict(cfg.choices), "config_sha256": config.fingerprint(run_dir),
                 "extra": strategy.extra_state(),
             }  # fmt: skip

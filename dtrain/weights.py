@@ -109,19 +109,19 @@ class Saved:
         elif problem := checkpoint.verify(path):
             raise bad("init_from", path, f"the checkpoint is damaged ({problem})", "an older one of the same run")
         self.folder = path
-        self.tensors: dict[str, Any] = checkpoint.read_manifest(path)["tensors"]
+        self.saved = checkpoint.read_manifest(path)
 
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
-        spec = self.tensors.get(f"model.{name}")
-        return None if spec is None else cut(name, tuple(spec["shape"]), wanted)
+        spec = self.saved.tensors.get(f"model.{name}")
+        return None if spec is None else cut(name, spec.shape, wanted)
 
     def read(self, name: str, chunk: Chunk) -> None:
-        with shards.Reader(self.folder, self.tensors) as reader:  # open for one weight: mapped pages count as memory
+        with shards.Reader(self.folder, self.saved) as reader:  # open for one weight: mapped pages count as memory
             reader.fill(f"model.{name}", chunk)
 
     def unasked(self, names: Iterable[str]) -> list[str]:
         known = set(names)
-        ours = [n.removeprefix("model.") for n in self.tensors if n.startswith("model.")]
+        ours = [n.removeprefix("model.") for n in self.saved.tensors if n.startswith("model.")]
         # another task's head may stay behind; a layer may not
         return [n for n in ours if n.startswith("layers.") and n not in known]
 

@@ -21,8 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from dtrain import checkpoint, shards
+from dtrain import checkpoint, layouts, manifest, shards
 from dtrain.checkpoint import CheckpointError
+from dtrain.manifest import Manifest
 from tests.world import ROOT, SMALL, make_run, metrics, spawn, start, summary, train
 
 PHASES = ["save.begin", "save.shard", "save.manifest", "save.rename", "save.latest", "save.prune"]
@@ -44,7 +45,7 @@ def saved(folder: Path, *steps: int, keep: int = 10) -> None:
         checkpoint.save(folder, step, state(float(step)), {"samples": step * 8, "extra": {}}, keep)
 
 
-def assert_holds(path: Path, content: dict, scale: float) -> None:
+def assert_holds(path: Path, content: Manifest, scale: float) -> None:
     target = {name: torch.zeros_like(t) for name, t in state().items()}
     checkpoint.load(path, content, target)
     assert all(torch.equal(target[name], t) for name, t in state(scale).items())
@@ -98,17 +99,19 @@ def test_any_cut_is_read_as_any_other(
     whole = torch.randn(shape)
     dim = data.draw(st.integers(0, len(shape) - 1))
     cuts = sorted({0, shape[dim], *data.draw(st.lists(st.integers(0, shape[dim]), max_size=3))})
-    chunks = []
+    pieces, files = [], {}
     for i, (low, high) in enumerate(pairwise(cuts)):
         part = whole.narrow(dim, low, high - low)
-        shards.write(folder / f"{i}.safetensors", {"t": part}, {})
-        offset = [0] * len(shape)
-        offset[dim] = low
-        chunks.append({"file": f"{i}.safetensors", "offset": offset, "shape": list(part.shape)})
+        offset = tuple(low if d == dim else 0 for d in range(len(shape)))
+        chunk = shards.Chunk(part, tuple(shape), offset)
+        files[f"rank-{i:05d}.safetensors"] = {"size": 0}
+        shards.write(folder / f"rank-{i:05d}.safetensors", {"t": part}, shards.metadata({("t", "t"): chunk}))
+        pieces.append((i, offset, tuple(part.shape)))
     box = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
     values = torch.full([hi - lo for lo, hi in box], float("nan"))
     target = shards.Chunk(values, tuple(shape), tuple(lo for lo, _ in box))
-    with shards.Reader(folder, {"t": {"shape": shape, "dtype": "float32", "chunks": chunks}}) as reader:
+    tensor = manifest.Tensor(tuple(shape), "float32", layouts.of(tuple(shape), pieces))
+    with shards.Reader(folder, Manifest({}, files, {"t": tensor})) as reader:
         reader.fill("t", target)
     assert torch.equal(target.values, whole[tuple(slice(lo, hi) for lo, hi in box)])
 
@@ -135,8 +138,8 @@ def _save_replicated(folder: Path) -> None:
 def test_what_all_ranks_hold_is_written_once_and_shared_out(tmp_path: Path) -> None:
     spawn(3, _save_replicated, tmp_path)
     content = checkpoint.read_manifest(tmp_path / "step-00000001")
-    assert all(len(spec["chunks"]) == 1 for spec in content["tensors"].values())
-    assert len({spec["chunks"][0]["file"] for spec in content["tensors"].values()}) == 3
+    assert all(len(tensor.layout.ranks) == 1 for tensor in content.tensors.values())
+    assert {tensor.layout.ranks[0] for tensor in content.tensors.values()} == {0, 1, 2}
     assert_holds(tmp_path / "step-00000001", content, 1.0)
 
 
@@ -168,7 +171,7 @@ def test_300_flips_in_a_shard_are_300_detected(tmp_path: Path) -> None:
 def test_every_flip_in_the_manifest_is_detected_or_harmless(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     path = tmp_path / "step-00000001" / "manifest.json"
-    good = json.loads(path.read_text())
+    good = checkpoint.read_manifest(path.parent)
     for bit in range(0, path.stat().st_size * 8, 5):
         flip(path, bit)
         try:
@@ -225,9 +228,9 @@ def test_a_disk_that_does_not_answer_is_no_damage(tmp_path: Path, monkeypatch: p
 
 def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
     saved(tmp_path, 1)
-    content = checkpoint.read_manifest(tmp_path / "step-00000001")
+    content = json.loads((tmp_path / "step-00000001" / "manifest.json").read_text())
     checkpoint.write_manifest(tmp_path / "step-00000001", content | {"format": "dtrain-9"})
-    with pytest.raises(CheckpointError, match="has the format dtrain-9, this version of dtrain reads dtrain-1"):
+    with pytest.raises(CheckpointError, match="has the format dtrain-9, this version of dtrain reads dtrain-2"):
         checkpoint.newest_good(tmp_path)
     assert (tmp_path / "step-00000001").is_dir()
 
@@ -383,7 +386,7 @@ def test_weights_hash_is_of_the_values_not_of_the_layout(tmp_path: Path) -> None
             files[name] = {"size": size, "sha256": digest}
             chunks.append({"file": name, "offset": [low, 0], "shape": [high - low, 4]})
         tensors = {"model.w": {"shape": [5, 4], "dtype": "float32", "chunks": chunks}}
-        checkpoint.write_manifest(folder, {"format": checkpoint.FORMAT, "step": 1, "files": files, "tensors": tensors})
+        checkpoint.write_manifest(folder, {"format": "dtrain-1", "step": 1, "files": files, "tensors": tensors})
         hashes.add(checkpoint.weights_sha256(folder))
     assert len(hashes) == 1
     shutil.rmtree(tmp_path / "0")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as recompute
 
-from dtrain import checkpoint
+from dtrain.agreement import distinct
 from dtrain.kernels import cublaslt
 from dtrain.models.parts import MLP
 from dtrain.shards import Held, is_dtensor
@@ -35,7 +35,7 @@ def local(tensor: Tensor) -> Tensor:
 def merged(counts: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """What all ranks together know of each weight."""
     everything: dict[str, dict[str, float]] = {}
-    for part in checkpoint.gather(counts):
+    for part in distinct(counts):
         for name, slots in part.items():
             everything.setdefault(name, {}).update(slots)
     return everything

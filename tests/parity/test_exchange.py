@@ -103,10 +103,10 @@ def take_over(target: Path, sources: dict[str, Path], out: Path) -> None:
 def differing(one: Path, other: Path) -> list[str]:
     """The tensors of model and optimizer, and the update counts, whose bits are not the same in two checkpoints."""
     contents = [checkpoint.read_manifest(path) for path in (one, other)]
-    tensors = [{n: t for n, t in c["tensors"].items() if n.startswith(("model.", "optim."))} for c in contents]
-    wrong = sorted(tensors[0].keys() ^ tensors[1].keys())
-    with shards.Reader(one, tensors[0]) as ours, shards.Reader(other, tensors[1]) as theirs:
-        for name in tensors[0].keys() & tensors[1].keys():
+    tensors = [{n for n in c.tensors if n.startswith(("model.", "optim."))} for c in contents]
+    wrong = sorted(tensors[0] ^ tensors[1])
+    with shards.Reader(one, contents[0]) as ours, shards.Reader(other, contents[1]) as theirs:
+        for name in tensors[0] & tensors[1]:
             a, b = ours.whole(name), theirs.whole(name)
             if a.dtype != b.dtype or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
                 wrong.append(name)

@@ -59,9 +59,9 @@ def test_adapters_move_between_strategies_and_are_all_that_is_saved(one: Path, t
         found = losses(run)
         assert len(found) == 2 * i and max(abs(found[s] - expected[s]) for s in found) < 1e-5, strategy
         manifest = checkpoint.read_manifest(run / "checkpoints" / f"step-{2 * i:08d}")
-        assert len(manifest["tensors"]) == 4 * 7 * 2 * 3, "A and B of 7 layers in 4 blocks, and their moments"
-        assert all(".lora_" in name for name in manifest["tensors"])
-        assert set(manifest["extra"]["optimizer"]) == {n[6:] for n in manifest["tensors"] if n.startswith("model.")}
+        assert len(manifest.tensors) == 4 * 7 * 2 * 3, "A and B of 7 layers in 4 blocks, and their moments"
+        assert all(".lora_" in name for name in manifest.tensors)
+        assert set(manifest["extra"]["optimizer"]) == {n[6:] for n in manifest.tensors if n.startswith("model.")}
 
 
 def num_bytes(run: Path) -> int:

@@ -54,8 +54,8 @@ def test_same_maths(strategy: str, size: int, options: list[str], reference: Pat
     assert max(abs(a - b) for a, b in zip(*norms, strict=True)) < 1e-5
     assert abs(summary(run)["val_loss"] - summary(reference)["val_loss"]) < 1e-5
     # saved right after an evaluation, which leaves layers gathered under some settings: those are not the weights
-    saved = [read_manifest(latest_checkpoint(r) or Path())["tensors"] for r in (run, reference)]
-    kinds = [{n: (t["shape"], t["dtype"]) for n, t in tensors.items()} for tensors in saved]
+    saved = [read_manifest(latest_checkpoint(r) or Path()).tensors for r in (run, reference)]
+    kinds = [{n: (t.shape, t.dtype) for n, t in tensors.items()} for tensors in saved]
     assert kinds[0] == kinds[1]
 
 

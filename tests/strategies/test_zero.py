@@ -187,8 +187,8 @@ def state_of(run: Path, step: int) -> dict[str, Any]:
 
     path = run / "checkpoints" / f"step-{step:08d}"
     content = checkpoint.read_manifest(path)
-    with Reader(path, content["tensors"]) as reader:
-        return {name: reader.whole(name) for name in content["tensors"]} | {"extra": content["extra"]["optimizer"]}
+    with Reader(path, content) as reader:
+        return {name: reader.whole(name) for name in content.tensors} | {"extra": content["extra"]["optimizer"]}
 
 
 def test_a_run_moves_through_the_stages(tmp_path: Path) -> None:

@@ -1,0 +1,271 @@
+"""manifest.json of a checkpoint: what it says, read as untrusted input.
+
+The manifest has the step, the state that is no tensor, every file with its size and sha256, and for every tensor its
+shape, dtype and layout (layouts.py): O(tensors + ranks). Which key of which file holds which box stands in the header
+of each file. The first format, `dtrain-1`, listed every box here; it is read, and no longer written.
+
+A checksum only finds damage. So everything is checked before it is used: types, sizes and counts, names that stay in
+the folder, regular files, and that each tensor is covered exactly once. No torch here.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dtrain import layouts
+from dtrain.layouts import Box, Ints, Layout, LayoutError
+from dtrain.untrusted import NotRegular, open_regular, parse_json
+
+FORMAT, OLD_FORMAT = "dtrain-2", "dtrain-1"
+FILE_NAME = re.compile(r"rank-(\d{5,7})(-\d{1,3})?\.safetensors")
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
+    "bool": 1,
+}  # fmt: skip
+# A manifest of the first format had up to 300 kB for each file that a rank wrote; today's has far less.
+BASE_BYTES, BYTES_PER_FILE = 32 * 2**20, 2**20
+MAX_FILES = 2**20
+MAX_IRREGULAR = 2**16  # boxes of all layouts that are neither grid nor runs: every pair of a tensor is compared
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be saved or used; the message says which, why, and what to do."""
+
+
+class Damaged(CheckpointError):
+    """The checkpoint is not what was saved: other bytes, or content that no save writes."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a tensor in a file."""
+
+    file: str
+    key: str
+    offset: Ints
+    shape: Ints
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A saved tensor: what it is, and who wrote which part. `parts`: of the first format, which lists them."""
+
+    shape: Ints
+    dtype: str
+    layout: Layout
+    parts: tuple[Part, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The checked content of manifest.json. `manifest["samples"]` reads the state that is no tensor."""
+
+    meta: dict[str, Any]
+    files: dict[str, dict[str, Any]]
+    tensors: dict[str, Tensor]
+    is_old: bool = False
+
+    def __getitem__(self, key: str) -> Any:
+        return self.meta[key]
+
+    @functools.cached_property
+    def files_of(self) -> dict[int, list[str]]:
+        """The files that each rank wrote."""
+        found: dict[int, list[str]] = {}
+        for name in sorted(self.files):
+            found.setdefault(rank_of(name), []).append(name)
+        return found
+
+
+def rank_of(file: str) -> int:
+    match = FILE_NAME.fullmatch(file)
+    assert match, file
+    return int(match[1])
+
+
+# ---- write ---------------------------------------------------------------------------------------------------
+
+
+def content(step: int, meta: dict[str, Any], files: dict[str, Any], index: dict[str, Any]) -> dict[str, Any]:
+    return {"format": FORMAT, "step": step, **meta, "files": files, **index}
+
+
+def write(folder: Path, values: dict[str, Any]) -> None:
+    """Write manifest.json, flushed to the disk."""
+    with open(folder / "manifest.json", "w") as file:
+        json.dump(values | {"sha256": checksum(values)}, file, indent=1 if len(values["files"]) < 64 else None)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def checksum(values: dict[str, Any]) -> str:
+    body = {k: v for k, v in values.items() if k != "sha256"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+# ---- read ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def regular(path: Path) -> Iterator[BinaryIO]:
+    """A file of a checkpoint, open for reading. A disk that does not answer is an OSError, and no damage."""
+    try:
+        file = open_regular(path, follow_symlinks=False)
+    except NotRegular as error:
+        raise Damaged(f"{path.name}: {error.strerror}") from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise Damaged(f"{path.name} is missing") from error
+    with file:
+        yield file
+
+
+def read(path: Path) -> Manifest:
+    """The manifest of a checkpoint folder. Damaged: it is not what a save writes."""
+    with regular(path / "manifest.json") as file:
+        size = os.fstat(file.fileno()).st_size
+        num_files = 0 if size <= BASE_BYTES else sum(1 for name in os.listdir(path) if FILE_NAME.fullmatch(name))
+        if size > BASE_BYTES + num_files * BYTES_PER_FILE:
+            raise Damaged(f"manifest.json has {size} bytes for {num_files} files, more than any save writes")
+        data = file.read(size)
+    try:
+        values = parse_json(data, most_objects=max(2**20, size // 64), most_values=max(2**22, size // 8))
+    except ValueError as error:  # not JSON, not even text, or nested too deeply
+        raise Damaged(f"manifest.json is not readable: {error}") from error
+    if not isinstance(values, dict):
+        raise Damaged("manifest.json is no object")
+    name = values.get("format")
+    newer = isinstance(name, str) and re.fullmatch(r"dtrain-\d{1,4}", name) and name not in (FORMAT, OLD_FORMAT)
+    try:
+        if values.get("sha256") != checksum(values):
+            raise Damaged("manifest.json does not match its checksum")
+        if newer:
+            raise CheckpointError(f"{path} has the format {name}, this version of dtrain reads {FORMAT}")
+        return parse(values)
+    except (LayoutError, RecursionError, OverflowError) as error:
+        raise Damaged(f"manifest.json: {error}") from error
+
+
+def parse(values: dict[str, Any]) -> Manifest:
+    """The values of a manifest, checked; Damaged or LayoutError where they are not what a save writes."""
+    expect(values.get("format") in (FORMAT, OLD_FORMAT), "format is unknown")
+    expect(is_count(values.get("step")), "step is no whole number")
+    check_meta(values)
+    files = check_files(values.get("files"))
+    specs: Any = values.get("tensors")
+    expect(isinstance(specs, dict), "tensors is no object")
+    listed: Any = values.get("layouts")
+    is_old = values["format"] == OLD_FORMAT
+    known: dict[tuple[int, Ints], Layout] = {}
+    writers = {rank_of(file) for file in files}
+    irregular = 0
+    tensors: dict[str, Tensor] = {}
+    total = 0
+    for name, spec in specs.items():
+        expect(isinstance(spec, dict) and 0 < len(name) <= 1024, f"tensor {name!r:.80} is no object")
+        shape = layouts.ints(spec.get("shape"))
+        dtype = spec.get("dtype")
+        expect(len(shape) <= layouts.MAX_DIMS, f"{name} has {len(shape)} dimensions")
+        expect(isinstance(dtype, str) and dtype in ITEM_BYTES, f"{name} has the unknown dtype {dtype!r:.40}")
+        total += math.prod(shape) * ITEM_BYTES[dtype]
+        if is_old:
+            parts = check_parts(name, spec.get("chunks"), files)
+            pieces = [(rank_of(p.file), p.offset, p.shape) for p in parts if 0 not in p.shape]
+            expect(pieces, f"{name} has no chunks")
+            tensors[name] = Tensor(shape, dtype, layouts.of(shape, pieces), tuple(parts))
+        else:
+            number = spec.get("layout")
+            expect(isinstance(listed, list) and is_count(number) and number < len(listed), f"{name} has no layout")
+            if (number, shape) not in known:
+                known[number, shape] = layout = layouts.parse(listed[number], shape, MAX_FILES)
+                expect(writers.issuperset(layout.ranks), f"{name} was written by a rank without files")
+                irregular += len(layout.boxes)
+                expect(irregular <= MAX_IRREGULAR, "too many irregular pieces")
+            tensors[name] = Tensor(shape, dtype, known[number, shape])
+    expect(total <= sum(f["size"] for f in files.values()), "the tensors are larger than the files")
+    reserved = {"format", "files", "tensors", "layouts", "sha256"}
+    return Manifest({k: v for k, v in values.items() if k not in reserved}, files, tensors, is_old)
+
+
+def check_meta(values: dict[str, Any]) -> None:
+    """The state that is no tensor: what is there has the type that a save gives it."""
+    for key in ("samples", "world_size"):
+        expect(key not in values or is_count(values[key]), f"{key} is no whole number")
+    for key in ("data", "config_sha256", "run"):
+        expect(isinstance(values.get(key, ""), (str, type(None))), f"{key} is no text")
+    for key in ("mesh", "choices", "extra"):
+        expect(isinstance(values.get(key, {}), dict), f"{key} is no object")
+    extra = values.get("extra", {})
+    for key in ("optimizer", "precision", "base"):
+        part = extra.get(key, {})
+        expect(isinstance(part, dict) or (key == "base" and isinstance(part, str)), f"extra.{key} is no object")
+    for name, counts in extra.get("optimizer", {}).items():
+        fine = isinstance(counts, dict) and all(is_number(v) for v in counts.values())
+        expect(fine, f"extra.optimizer of {name:.80} is no object of numbers")
+
+
+def check_files(files: Any) -> dict[str, dict[str, Any]]:
+    expect(isinstance(files, dict) and 0 < len(files) <= MAX_FILES, "files is no object with the files")
+    for name, spec in files.items():
+        expect(bool(FILE_NAME.fullmatch(name)), f"{name!r:.80} is no name of a file of a checkpoint")
+        expect(isinstance(spec, dict) and is_count(spec.get("size")), f"{name} has no size")
+        digest = spec.get("sha256")
+        expect(isinstance(digest, str) and bool(re.fullmatch(r"[0-9a-f]{64}", digest)), f"{name} has no checksum")
+    return dict(files)
+
+
+def check_parts(name: str, chunks: Any, files: dict[str, Any]) -> list[Part]:
+    """The boxes of a tensor in the first format."""
+    expect(isinstance(chunks, list), f"{name} has no list of chunks")
+    parts = []
+    for chunk in chunks:
+        expect(isinstance(chunk, dict), f"a chunk of {name} is no object")
+        file, key = chunk.get("file"), chunk.get("key", name)
+        expect(isinstance(file, str) and file in files, f"a chunk of {name} is in no file")
+        expect(isinstance(key, str), f"a chunk of {name} has no key")
+        parts.append(Part(file, key, layouts.ints(chunk.get("offset")), layouts.ints(chunk.get("shape"))))
+    return parts
+
+
+def check_needed(manifest: Manifest, needed: tuple[str, ...]) -> None:
+    """That a manifest has what a run cannot resume without."""
+    missing = [key for key in needed if key not in manifest.meta]
+    expect(not missing, f"{', '.join(missing)} is missing")
+    trained = {name.split(".", 1)[1].rpartition(".")[0] for name in manifest.tensors if name.startswith("optim.")}
+    if "extra" in needed:
+        counted = manifest["extra"].get("optimizer")
+        expect(isinstance(counted, dict) and "precision" in manifest["extra"], "extra has no optimizer or precision")
+        uncounted = sorted(trained - set(counted))
+        expect(not uncounted, f"extra.optimizer lacks {', '.join(uncounted[:3])}")
+
+
+def check_boxes(manifest: Manifest, rank: int, boxes: dict[str, list[Box]]) -> None:
+    """That the files of a rank hold exactly what the layouts say that it wrote."""
+    for name, tensor in manifest.tensors.items():
+        expect(
+            tensor.layout.is_written_by(rank, boxes.get(name, ())), f"rank {rank}'s files hold other parts of {name}"
+        )
+    unknown = sorted(set(boxes) - set(manifest.tensors))
+    expect(not unknown, f"rank {rank}'s files hold {', '.join(unknown[:3])}, which the manifest does not know")
+
+
+def expect(condition: Any, problem: str) -> None:
+    if not condition:
+        raise Damaged(f"manifest.json: {problem}")
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**62
+
+
+def is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
