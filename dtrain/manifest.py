@@ -103,7 +103,7 @@ def content(step: int, meta: dict[str, Any], files: dict[str, Any], index: dict[
 def write(folder: Path, values: dict[str, Any]) -> None:
     """Write manifest.json, flushed to the disk."""
     with open(folder / "manifest.json", "w") as file:
-        json.dump(values | {"sha256": checksum(values)}, file, indent=1 if len(values["files"]) < 64 else None)
+        json.dump(values | {"sha256": checksum(values)}, file)
         file.flush()
         os.fsync(file.fileno())
 
