@@ -56,7 +56,7 @@ class Final:
         model = models.make(cfg, self.trust)
         first = frozen.First(models.original_weights(cfg, self.trust), model)
         yield from lora.merged(base_weights(model, first), saved, cfg.lora.alpha / cfg.lora.rank)
-        frozen.check(self.manifest["extra"].get("base"), first.fingerprint())
+        frozen.check(self.manifest.meta.get("extra", {}).get("base"), first.fingerprint())
         yield from ((name, buffer) for name, buffer in saved.items() if not lora.is_adapter(name))
 
     def empty(self) -> dict[str, Tensor]:

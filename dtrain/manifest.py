@@ -208,6 +208,10 @@ def check_meta(values: dict[str, Any]) -> None:
     for key in ("optimizer", "precision", "base"):
         part = extra.get(key, {})
         expect(isinstance(part, dict) or (key == "base" and isinstance(part, str)), f"extra.{key} is no object")
+    precision = extra.get("precision", {})
+    fine = all(is_number(v) and v >= 0 for v in precision.values()) and precision.get("scale", 1.0) > 0
+    expect(fine, "extra.precision is no object of numbers")
+    expect(not precision or {"scale", "good_steps"} <= precision.keys(), "extra.precision lacks scale or good_steps")
     for name, counts in extra.get("optimizer", {}).items():
         fine = isinstance(counts, dict) and all(is_number(v) for v in counts.values())
         expect(fine, f"extra.optimizer of {name:.80} is no object of numbers")

@@ -20,7 +20,7 @@ from tests.world import ROOT, make_run, metrics, spawn, summary, train
 OLD_RUNS = ROOT / "tests" / "old_runs"
 META: dict[str, Any] = {
     "run": "a" * 32, "samples": 8, "data": "10 samples",
-    "extra": {"optimizer": {"weight": {"step": 3.0}}, "precision": {"scale": 1.0}},
+    "extra": {"optimizer": {"weight": {"step": 3.0}}, "precision": {"scale": 1.0, "good_steps": 0}},
 }  # fmt: skip
 NEEDED = ("samples", "data", "extra")
 
@@ -130,6 +130,7 @@ FAULTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "steps of a fraction": lambda v: v.update(step=2.5), "true for a step": lambda v: v.update(step=True),
     "samples below zero": lambda v: v.update(samples=-1), "another step": lambda v: v.update(step=9),
     "an unknown format": lambda v: v.update(format="zip"),
+    "a loss scale of zero": lambda v: v["extra"]["precision"].update(scale=0),
     "counts that are text": lambda v: v["extra"]["optimizer"].update(weight={"step": "3"}),
 }  # fmt: skip
 
