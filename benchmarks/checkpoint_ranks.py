@@ -34,23 +34,27 @@ from throughput import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL = """
-import statistics, sys, tempfile, time
+import statistics, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from dtrain import checkpoint
+from dtrain.saving import Saver
 from dtrain.shards import Chunk
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 state = {f"model.{i}": torch.rand(2**18) for i in range(24)}
 state |= {f"optim.{i}": [Chunk(torch.rand(2**18 // size), (2**18,), (rank * 2**18 // size,))] for i in range(24)}
-times = []
-for step in range(1, 9):
+saves, calls = [], []
+saver = Saver(Path(sys.argv[1]), keep=2, background=False)
+for step in range(1, 14):
     dist.barrier()
     begin = time.perf_counter()
-    checkpoint.save(Path(sys.argv[1]), step, state, {"samples": 0, "data": "", "extra": {}}, keep=2)
-    times.append(time.perf_counter() - begin)
+    saver.save(step, state, {"samples": 0, "data": "", "extra": {}})
+    calls.append(time.perf_counter() - begin)
+    saves += [report["save_s"] for report in saver.finished()]
 if rank == 0:
-    print(statistics.median(times[1:]))
+    print(statistics.median(saves[3:]), statistics.median(calls[3:]), flush=True)
+dist.barrier()
+dist.destroy_process_group()
 """
 
 
@@ -192,17 +196,19 @@ def write_sparse(path: Path, chunks: Any) -> int:
     return len(text)
 
 
-def real(size: int, checkout: Path) -> float:
-    """Median seconds of a save by `size` processes of a checkout's code."""
+def real(size: int, checkout: Path) -> list[float]:
+    """Median seconds of a save by `size` processes of a checkout: until it is on disk, and with the read back."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "save.py"
         script.write_text(REAL)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
         found = subprocess.run(
-            [*command, str(script), str(Path(folder) / "checkpoints")], capture_output=True, text=True, check=True,
+            [*command, str(script), str(Path(folder) / "checkpoints")], capture_output=True, text=True,
             env=os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}, cwd=folder,
         )  # fmt: skip
-        return float(found.stdout.strip().splitlines()[-1])
+        if found.returncode:
+            raise SystemExit(f"{size} ranks of {checkout}:\n{found.stdout[-1000:]}{found.stderr[-4000:]}")
+        return [float(figure) for figure in found.stdout.strip().splitlines()[-1].split()]
 
 
 def main() -> None:
@@ -221,10 +227,12 @@ def main() -> None:
             for _ in range(options.rounds):
                 ours.append(real(size, ROOT))
                 theirs += [real(size, options.beside)] if options.beside else []
-            row: dict[str, Any] = {"ranks": size, "save_s": statistics.median(ours)}
-            if theirs:
-                row |= {"beside_s": statistics.median(theirs)}
-                row["ratio"] = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+            row: dict[str, Any] = {"ranks": size}
+            for i, name in enumerate(("save", "save_and_read_back")):
+                row[f"{name}_s"] = statistics.median(figures[i] for figures in ours)
+                if theirs:
+                    row[f"{name}_beside_s"] = statistics.median(figures[i] for figures in theirs)
+                    row[f"{name}_ratio"] = statistics.median(a[i] / b[i] for a, b in zip(ours, theirs, strict=True))
             rows.append(row)
             print(row, flush=True)
     else:

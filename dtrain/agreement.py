@@ -49,16 +49,21 @@ def broadcast(value: Any, group: Group = None) -> Any:
 
 
 def from_rank_0(ask: Callable[[], Any], what: str, group: Group = None) -> Any:
-    """What rank 0 sees when it asks the file system, on every rank.
+    """What rank 0 does or sees in the file system, told to every rank; its error is raised on all of them.
 
     A network file system caches for seconds that a path does not exist. A rank that asks too early would not see what
     another rank makes a moment later.
     """
-    answer = None
-    with agreed(what, group=group):
-        if rank() == 0:
+    answer, problem, cause = None, "", None
+    if rank() == 0:
+        try:
             answer = ask()
-    return broadcast(answer, group)
+        except (OSError, CheckpointError) as error:
+            problem, cause = f"{what} failed on rank 0: {error}", error
+    answer, problem = broadcast((answer, problem), group)
+    if problem:
+        raise CheckpointError(problem) from cause
+    return answer
 
 
 def exchange(parcels: Mapping[int, Any], group: Group = None) -> dict[int, Any]:

@@ -89,31 +89,43 @@ def commit(
 ) -> tuple[Path, int]:
     """Write every rank's files, and make them a checkpoint that is `latest`; give it and its bytes over all ranks."""
     final = folder / f"step-{step:08d}"
-    attempt = folder / broadcast(f".attempt-{step}-{uuid.uuid4().hex[:8]}", group)
+    what = f"saving {final}"
+
+    def begin() -> tuple[str, bool]:
+        attempt = folder / f".attempt-{step}-{uuid.uuid4().hex[:8]}"
+        for stale in folder.glob(".attempt-*"):  # of a run that was killed while it saved
+            shutil.rmtree(stale, ignore_errors=True)
+        attempt.mkdir(parents=True)
+        return attempt.name, final.exists()
+
     failpoint("save.begin")
-    if from_rank_0(final.exists, f"saving {final}", group):
+    name, is_there = from_rank_0(begin, what, group)
+    attempt = folder / name
+    if is_there:
         if not verify(final, group, step=step):  # an earlier life of this run saved this very step, and it is as good
+            from_rank_0(attempt.rmdir, what, group)
             return final, 0
         put_aside(final, group)
-    with agreed(f"saving {final}", attempt, group):
-        if rank() == 0:
-            for stale in folder.glob(".attempt-*"):  # of a run that was killed while it saved
-                shutil.rmtree(stale, ignore_errors=True)
-            attempt.mkdir(parents=True)
-    with agreed(f"saving {final}", attempt, group):
+    with agreed(what, attempt, group):
         written = write_files(attempt, files)
         failpoint("save.shard")
     reports = {file: spec for by_rank in collect(written, group) for file, spec in by_rank.items()}
-    with agreed(f"saving {final}", attempt, group):
-        if rank() == 0:
+
+    def end() -> int:
+        try:
             write_manifest(attempt, manifest.content(step, meta, reports, index))
             failpoint("save.manifest")
             os.rename(attempt, final)
-            shards.fsync_folder(folder)
-            failpoint("save.rename")
-            point_latest(folder, final.name)
-            failpoint("save.latest")
-    return final, int(broadcast(sum(spec["size"] for spec in reports.values()), group))
+        except OSError:
+            shutil.rmtree(attempt, ignore_errors=True)
+            raise
+        shards.fsync_folder(folder)
+        failpoint("save.rename")
+        point_latest(folder, final.name)
+        failpoint("save.latest")
+        return sum(spec["size"] for spec in reports.values())
+
+    return final, int(from_rank_0(end, what, group))
 
 
 def write_files(folder: Path, files: Files) -> dict[str, Any]:
