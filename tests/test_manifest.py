@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -318,7 +319,7 @@ def mutated(values: Any, rng: random.Random) -> Any:
     elif kind == 4 and isinstance(parent, list):
         parent.append(parent[key])
     else:
-        parent[key] = rng.choice(JUNK)
+        parent[key] = copy.deepcopy(rng.choice(JUNK))
     return values
 
 
