@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import os
 import re
+import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,8 @@ NAMES = (
 )
 WITHOUT_BF16 = r"\b(P100|V100|T4)\b"  # older than Ampere: 16-bit matrix products are fp16 there
 DRIVER = Path("/proc/driver/nvidia/gpus")
+CPU_INFO = Path("/proc/cpuinfo")
+CPU_FP16 = "DTRAIN_CPU_FP16"  # 1 or 0 fakes what the CPU can do, for tests; 1 also overrides DeepSpeed's own check
 
 
 def detect() -> str | None:
@@ -127,6 +131,58 @@ def option_of(name: str) -> str | None:
 def half_precision(gpu: str | None) -> str | None:
     """The option of conf/precision for 16 bits that a GPU computes fast; None without a GPU."""
     return None if not gpu else "fp16" if re.search(WITHOUT_BF16, gpu) else "bf16"
+
+
+def cpu_has_fp16() -> bool:
+    """Whether DeepSpeed accepts fp16 on this CPU. It asks torch whether oneDNN has fp16 kernels for it."""
+    fake = fake_cpu_fp16()
+    known = fp16_by_flags(cpu_flags(CPU_INFO)) if fake is None else fake
+    return torch_has_fp16() if known is None else known
+
+
+def fake_cpu_fp16() -> bool | None:
+    """What a test says in the place of the CPU; None: nothing."""
+    return {"1": True, "0": False}.get(os.environ.get(CPU_FP16, ""))
+
+
+def cpu_flags(path: Path) -> set[str]:
+    """The instruction sets that Linux lists for an x86 CPU; none for another CPU or system."""
+    try:
+        found = re.search(r"^flags\s*:(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return set()
+    return set(found[1].split()) if found else set()
+
+
+def fp16_by_flags(flags: set[str]) -> bool | None:
+    """oneDNN's rule (platform.cpp, has_data_type_support) by the flags that Linux lists; None: they do not tell.
+
+    AVX512-FP16 with BF16 and AVX-VNNI; or AVX-VNNI, AVX-VNNI-INT8 and AVX-NE-CONVERT, of which Linux lists only the
+    first. A CPU that is not x86 has none of them, and torch says no for all of those.
+    """
+    if "avx_vnni" not in flags:
+        return False
+    return True if {"avx512_fp16", "avx512_bf16"} <= flags else None
+
+
+@functools.cache
+def torch_has_fp16() -> bool:
+    """torch's own answer, in a process of its own (2 s). Without one nothing is refused: the ranks ask again."""
+    code = "import torch; print(torch.ops.mkldnn._is_mkldnn_fp16_supported())"
+    try:
+        answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        answer = ""
+    return answer.strip() != "False"
+
+
+def no_cpu_fp16(strategy: str) -> ValueError:
+    """The same message from the launcher and from a rank on a node that the launcher could not see."""
+    rule = (
+        f"strategy={strategy} is DeepSpeed's, which takes fp16 on a CPU only with fp16 instructions (AVX512-FP16), "
+        f"and the CPU of {socket.gethostname()} has none"
+    )
+    return bad("precision", "fp16", rule, "precision=bf16, or strategy=fsdp")
 
 
 def driver_name(folder: Path) -> str | None:

@@ -54,8 +54,8 @@ def main(argv: list[str]) -> int:
             request = read_request(options)
             references, cases = plan(request, folder)
             # what nobody named and cannot run here (a package is missing, or a GPU) is told, and is no failure
-            left_out = [case for case in cases if case.refused and not request.names(case)]
-            cases = [case for case in cases if case not in left_out]
+            left_out = [left_out_row(case) for case in cases if case.refused and not request.names(case)]
+            cases = [case for case in cases if not case.refused or request.names(case)]
             targets = {case.config["strategy"]["_target_"] for case in cases if case.config}
             world.start_server(target.rpartition(".")[0] for target in targets if target.startswith("dtrain."))
             return show(cases, rows(references, cases, options.timeout), left_out, options.json)
@@ -217,10 +217,11 @@ class Row:
     max_grad_norm_diff: float | None  # as a part of the norm
     max_weight_diff: float | None
     tolerance: float | None  # of the losses
-    passed: bool
+    passed: bool | None  # None: it was left out
     seconds: float
     mesh: str
     reason: str  # why it did not pass
+    left_out: str = ""  # why it cannot run on this machine
 
     def cells(self) -> list[str]:
         figures = (self.max_loss_diff, self.max_grad_norm_diff, self.max_weight_diff, self.tolerance)
@@ -260,7 +261,14 @@ def judge(case: Case, one: Case, error: str, seconds: float) -> Row:
     )  # fmt: skip
 
 
-def show(cases: Sequence[Case], results: Iterator[Row], left_out: Sequence[Case], as_json: bool) -> int:
+def left_out_row(case: Case) -> Row:
+    """The row of a case that nobody named and that cannot run here: neither passed nor failed."""
+    reason = case.refused.splitlines()[0]
+    empty = dict.fromkeys(("max_loss_diff", "max_grad_norm_diff", "max_weight_diff", "tolerance", "passed"))
+    return Row(case.strategy, case.size, case.precision, **empty, seconds=0.0, mesh="", reason="", left_out=reason)
+
+
+def show(cases: Sequence[Case], results: Iterator[Row], left_out: Sequence[Row], as_json: bool) -> int:
     """Print each row as it comes, to stderr when stdout is for the data; give the exit code."""
     from rich.console import Console
 
@@ -278,11 +286,12 @@ def show(cases: Sequence[Case], results: Iterator[Row], left_out: Sequence[Case]
     for row in results:
         done.append(row)
         console.say(out, (line(row.cells()), "" if row.passed else "red"), f"  {row.reason}".rstrip())
-    passed = sum(row.passed for row in done)
-    for case in left_out:
-        text = f"left out: {case.strategy} at {case.size} in {case.precision}: {case.refused.splitlines()[0]}"
+    passed = sum(bool(row.passed) for row in done)
+    for row in left_out:
+        text = f"left out: {row.strategy} at {row.world_size} in {row.precision}: {row.left_out}"
         console.say(out, (text, "yellow"))
-    console.say(out, f"{passed} of {len(done)} passed in {time.monotonic() - start:.0f} s")
+    more = f", {len(left_out)} left out" if left_out else ""
+    console.say(out, f"{passed} of {len(done)} passed in {time.monotonic() - start:.0f} s{more}")
     if as_json:
-        print(json.dumps(strict_json([asdict(row) for row in done]), indent=2))
+        print(json.dumps(strict_json([asdict(row) for row in (*done, *left_out)]), indent=2))
     return DONE if passed == len(done) else FAILED

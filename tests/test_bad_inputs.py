@@ -13,6 +13,7 @@ import pytest
 
 from dtrain.cli import main
 from dtrain.data.tokens import prepare
+from dtrain.hardware import CPU_FP16
 from dtrain.launchers.local import Local
 
 # Hydra composes a first time only to ask for hydra.mode, which we never set; the real processes below do it, too.
@@ -61,6 +62,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*COMPOSE_ONCE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # two ranks, whatever this machine has
+    monkeypatch.setenv(CPU_FP16, "0")
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     monkeypatch.setattr(Local, "launch", lambda self, run_dir: pytest.fail(f"{run_dir} was started"))
 
@@ -121,6 +123,7 @@ CASES = [
     case("launch train.micro_batch_size=5", "train.micro_batch_size=5", "fix: train.micro_batch_size=4"),
     case("launch model.dim=130", "model.dim=130", "model.num_heads=4", "fix: model.dim=132"),
     case("launch strategy.dp=3", "strategy.dp=3", "there are 2", "cluster.processes=3"),
+    case("launch strategy=zero1 precision=fp16", "precision=fp16", "AVX512-FP16", "precision=bf16, or strategy=fsdp"),
     case("launch cluster.nodes=2", "cluster.nodes=2", "fix: cluster.nodes=1"),
     case("launch data=text data.path={world}/text.txt model.vocab_size=9", "model.vocab_size=9", "256"),
     # data

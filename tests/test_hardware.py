@@ -12,7 +12,7 @@ import pytest
 from dtrain import hardware
 from dtrain.compose import compose
 from dtrain.config import CONF, section
-from dtrain.hardware import Hardware, detect, driver_name, load, option_of, smi_name
+from dtrain.hardware import CPU_FP16, Hardware, detect, driver_name, load, option_of, smi_name
 
 FILES = sorted(path.stem for path in (CONF / "hardware").glob("*.yaml"))
 SETTINGS = set(inspect.signature(Hardware).parameters)
@@ -103,3 +103,38 @@ def test_without_a_gpu_it_is_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "count_gpus", lambda: 0)
     assert detect() == "cpu"
     assert load("cpu").matmul_tflops is None, "CPUs differ too much: time is predicted only after calibrate"
+
+
+# ---- fp16 on a CPU -------------------------------------------------------------------------------------------
+
+SERVER = "fpu avx2 avx512f avx512bw avx512dq avx512vl avx512_vnni"  # Cascade Lake: AVX-512 without FP16
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "expected"),
+    [
+        (f"flags\t\t: {SERVER}\n", False),
+        (f"flags\t\t: {SERVER} avx512_bf16\n", False),  # Cooper Lake
+        (f"flags\t\t: {SERVER} avx512_bf16 avx_vnni avx512_fp16 amx_tile\n", True),  # Sapphire Rapids
+        ("flags\t\t: fpu avx2 avx_vnni\n", None),  # Alder Lake lacks it, Arrow Lake has it, by flags that Linux hides
+        ("Features\t: fp asimd fphp asimdhp asimddp\n", False),  # Graviton: torch says no for every Arm CPU
+        ("", False),
+    ],
+)
+def test_fp16_by_the_flags_of_the_cpu(cpuinfo: str, expected: bool | None, tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor\t: 0\n" + cpuinfo)
+    assert hardware.fp16_by_flags(hardware.cpu_flags(path)) is expected
+    assert hardware.cpu_flags(tmp_path / "nothing") == set()
+
+
+def test_the_flags_say_what_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch is asked in a process of its own, as the launcher does where the flags do not tell."""
+    monkeypatch.delenv(CPU_FP16, raising=False)
+    assert hardware.cpu_has_fp16() is hardware.torch_has_fp16()
+
+
+@pytest.mark.parametrize(("fake", "expected"), [("1", True), ("0", False)])
+def test_a_test_can_fake_what_the_cpu_can_do(fake: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CPU_FP16, fake)
+    assert hardware.cpu_has_fp16() is expected

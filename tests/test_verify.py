@@ -15,6 +15,7 @@ import pytest
 
 from dtrain import parity
 from dtrain.cli import main
+from dtrain.hardware import CPU_FP16, no_cpu_fp16
 from dtrain.parity import SMALL
 from dtrain.verify import Request, plan, settings
 from tests.world import ROOT, STRATEGIES, sizes_of, start_server
@@ -72,9 +73,10 @@ def test_json_from_any_folder(tmp_path: Path) -> None:
     for row in rows:
         assert list(row) == [
             "strategy", "world_size", "precision", "max_loss_diff", "max_grad_norm_diff", "max_weight_diff",
-            "tolerance", "passed", "seconds", "mesh", "reason",
+            "tolerance", "passed", "seconds", "mesh", "reason", "left_out",
         ]  # fmt: skip
-        assert row["passed"] is True and row["tolerance"] == 1e-5 and row["reason"] == ""
+        assert row["passed"] is True and row["tolerance"] == 1e-5
+        assert row["reason"] == row["left_out"] == ""
         assert 0 <= row["max_loss_diff"] < 1e-5 and 0 < row["max_weight_diff"] < 1e-3 and row["seconds"] > 0
     assert "2 of 2 passed in " in done.stderr and "Traceback" not in done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["tmp"] and not left_behind(tmp_path / "tmp")
@@ -95,7 +97,36 @@ def test_what_nobody_named_and_cannot_run_here_is_left_out_aloud(
     assert main(["verify", *(word for word in QUICK if not word.startswith("strategies")), "processes=2"]) == 0
     _, row, left_out, end = lines(capsys)
     assert row.startswith("ddp ") and "PASS" in row
-    assert left_out.startswith("left out: 3d at 2 in fp32: strategy.pp=2") and end.startswith("1 of 1 passed")
+    assert left_out.startswith("left out: 3d at 2 in fp32: strategy.pp=2")
+    assert end.startswith("1 of 1 passed in ") and end.endswith(" s, 1 left out")
+
+
+@pytest.mark.parametrize("fake", ["1", "0"])
+def test_deepspeed_in_fp16_runs_or_is_left_out_as_the_cpu_can(fake: str, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    words = ["strategies=zero1", "processes=2", "train.steps=2", "--json"]
+    environment = os.environ | {"TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(ROOT), CPU_FP16: fake}
+    command = [sys.executable, "-m", "dtrain", "verify", *words]
+    done = subprocess.run(command, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = {row["precision"]: row for row in json.loads(done.stdout) if row["strategy"] == "zero1"}
+    assert {name: row["passed"] for name, row in rows.items()} == {
+        "fp32": True, "bf16": True, "fp16": True if fake == "1" else None, "bf16-pure": None,
+    }  # fmt: skip
+    if fake == "0":
+        reason = str(no_cpu_fp16("zero1")).splitlines()[0]
+        assert rows["fp16"]["left_out"] == reason and f"left out: zero1 at 2 in fp16: {reason}" in done.stderr
+        assert rows["fp16"]["max_loss_diff"] is None and "2 of 2 passed in " in done.stderr
+
+
+def test_what_was_named_and_cannot_run_here_is_a_failure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv(CPU_FP16, "0")
+    assert main(["verify", "strategies=zero1", "processes=2", "precisions=fp16", "train.steps=1"]) == 3
+    assert lines(capsys)[1].endswith(f"FAIL  {str(no_cpu_fp16('zero1')).splitlines()[0]}")
 
 
 def test_a_strategy_that_forgets_to_average_gradients_fails(capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,7 +234,12 @@ def test_bad_input(
 # ---- what it runs --------------------------------------------------------------------------------------------
 
 
-def test_by_default_every_strategy_at_its_two_smallest_sizes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fake", ["1", "0"])
+def test_by_default_every_strategy_at_its_two_smallest_sizes(
+    fake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv(CPU_FP16, fake)
     references, cases = plan(Request(STRATEGIES, False, [], [], []), tmp_path)
     assert list(references) == ["fp32", "bf16", "bf16-pure", "fp16"]  # fp8 has no GPU here
     for strategy in STRATEGIES:
@@ -214,7 +250,8 @@ def test_by_default_every_strategy_at_its_two_smallest_sizes(tmp_path: Path) -> 
         assert mine == [("fp32", sizes[0]), ("fp32", sizes[1]), *halves]
     refused = {(case.precision, case.strategy) for case in cases if case.refused}
     others = {strategy for strategy in STRATEGIES if strategy not in ("ddp", "fsdp")}
-    assert refused == {("fp8", "ddp"), *(("bf16-pure", strategy) for strategy in others)}
+    in_fp16 = {("fp16", strategy) for strategy in ("zero1", "zero2", "zero3") if fake == "0"}
+    assert refused == {("fp8", "ddp"), *(("bf16-pure", strategy) for strategy in others), *in_fp16}
     for case in (case for case in cases if not case.refused):
         accumulation = case.config["train"]["global_batch_size"] // case.config["train"]["micro_batch_size"]
         dp = parity.mesh_of(case.config["strategy"], case.size).dp

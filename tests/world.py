@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from omegaconf import OmegaConf
 
 from dtrain import parity, world
-from dtrain.config import CONF, save
+from dtrain.config import CONF, count_gpus, save, section
 from dtrain.explain import options_of
+from dtrain.hardware import cpu_has_fp16, no_cpu_fp16
 from dtrain.launch import resolve
 from dtrain.rundir import latest_checkpoint
 from dtrain.world import World
@@ -30,6 +32,13 @@ def start_server() -> None:
 def sizes_of(strategy: str, among: Sequence[int] = (2, 4)) -> list[int]:
     """The numbers of ranks that suit the axes in the strategy's yaml."""
     return parity.world_sizes(OmegaConf.load(CONF / "strategy" / f"{strategy}.yaml"), among)
+
+
+def skip_without_fp16(strategy: str, precision: str = "fp16") -> None:
+    """Skip a test of DeepSpeed in fp16 where it has neither a GPU nor a CPU for it, with the launcher's reason."""
+    target = section("strategy", strategy)["_target_"]
+    if precision == "fp16" and target == "dtrain.strategies.zero.Zero" and not (count_gpus() or cpu_has_fp16()):
+        pytest.skip(str(no_cpu_fp16(strategy)).splitlines()[0])
 
 
 def layouts(*among: int) -> list[tuple[str, int]]:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from dtrain.config import bad, gpus_per_node
+from dtrain.hardware import cpu_has_fp16, no_cpu_fp16
 from dtrain.mesh import MeshSizes
 from dtrain.schema import has_method
 from dtrain.strategies import zero_config
@@ -33,6 +34,7 @@ def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> N
         raise bad("strategy", config["choices"]["strategy"], rule, fix)
     if package == "deepspeed":
         zero_config.check(config, sizes)
+        check_cpu_fp16(config, sizes)
     check_plans(config, sizes)
     check_tensor(strategy, model, config["data"], config["cluster"], sizes)
     if "schedule" in strategy:
@@ -47,6 +49,17 @@ def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> N
         raise bad("compile", "whole", rule, "compile=blocks, or strategy=ddp")
     per_rank = config["train"]["global_batch_size"] // sizes.dp
     check_precision(config, per_rank // num_micro_batches)
+
+
+def check_cpu_fp16(config: dict[str, Any], sizes: MeshSizes) -> None:
+    """Only for ranks on this machine. Those of a SLURM job run on other CPUs, and each rank asks for itself."""
+    cluster, strategy = config["cluster"], config["strategy"]
+    is_here = cluster["_target_"] == "dtrain.launchers.local.Local" or cluster.get("launcher") == "torchrun"
+    if not is_here or gpus_per_node(cluster) or config["precision"].get("dtype") != "float16":
+        return
+    user_config = zero_config.read(path) if (path := strategy.get("deepspeed_config")) else {}
+    if zero_config.needs_engine(strategy, user_config, sizes.world_size) and not cpu_has_fp16():
+        raise no_cpu_fp16(config["choices"]["strategy"])
 
 
 def check_precision(config: dict[str, Any], num_samples: int) -> None:

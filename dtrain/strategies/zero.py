@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dtrain.hardware import no_cpu_fp16
 from dtrain.shards import Held, chunks_of
 from dtrain.strategies import frozen, zero_config
 from dtrain.strategies.base import StepResult, Strategy
 from dtrain.strategies.shared import autocast_inside, compile_layers, materialize
-from dtrain.strategies.zero_state import Masters, import_deepspeed, optimizer_of_shapes, partition
+from dtrain.strategies.zero_state import Masters, cpu_accepts_fp16, import_deepspeed, optimizer_of_shapes, partition
 
 
 def preload() -> None:
@@ -87,13 +88,14 @@ class Zero(Strategy):
         make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
         **options: Any,
     ) -> None:
-        offloads = {self.settings["offload"], self.settings["offload_params"]} != {"none"}
-        if type(self) is Zero and dist.get_world_size() == 1 and not offloads and not self.user_config:
-            # One rank holds all of it: there is nothing to cut, and DeepSpeed's hooks on every gradient take as long as
-            # the rest of a step of gpt2-1.5b. With a configuration of the user's own, DeepSpeed is what was asked for.
+        needed = zero_config.needs_engine(self.settings, self.user_config, dist.get_world_size())
+        if type(self) is Zero and not needed:
             self.__class__ = Strategy  # type: ignore[assignment]
             return self.setup(model, make_optimizer, **options)
         self.deepspeed = import_deepspeed(options["device"])
+        is_half = options["precision"].dtype == torch.float16
+        if is_half and options["device"].type == "cpu" and not cpu_accepts_fp16(self.deepspeed):
+            raise no_cpu_fp16(f"zero{self.stage}")
         if self.stage == 3 and options.get("compile") == "auto":
             options["compile"] = "none"  # its hooks inside a graph compute wrong gradients (zero_config.check)
         super().setup(model, functools.partial(optimizer_of_shapes, make_optimizer), **options)

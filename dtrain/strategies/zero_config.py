@@ -85,6 +85,15 @@ def generate(
     return config
 
 
+def needs_engine(strategy: Mapping[str, Any], user_config: Mapping[str, Any], world_size: int) -> bool:
+    """Whether DeepSpeed trains at all. One rank holds everything: there is nothing to shard, and DeepSpeed's hooks on
+    every gradient take as long as the rest of a step of gpt2-1.5b. With offload, or with a configuration of the user's
+    own, DeepSpeed is what was asked for.
+    """
+    offloads = {strategy.get("offload", "none"), strategy.get("offload_params", "none")} != {"none"}
+    return world_size > 1 or offloads or bool(user_config)
+
+
 def merged(ours: dict[str, Any], user: Mapping[str, Any]) -> dict[str, Any]:
     """Our values, and a user's for what we have none for or only a default."""
     out = dict(ours)

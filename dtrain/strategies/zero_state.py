@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.checkpoint import CheckpointError
+from dtrain.hardware import fake_cpu_fp16
 from dtrain.shards import Chunk, flat_chunks
 from dtrain.strategies.shared import init_optimizer_state
 
@@ -27,6 +28,14 @@ def import_deepspeed(device: torch.device) -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False)  # it takes over the process group that is there
     return deepspeed
+
+
+def cpu_accepts_fp16(deepspeed: Any) -> bool:
+    """DeepSpeed's own answer on a rank without a GPU; it raises an error of its own if training starts all the same."""
+    accelerator, fake = deepspeed.get_accelerator(), fake_cpu_fp16()
+    if fake is not None:
+        accelerator.is_fp16_supported = lambda: fake
+    return bool(accelerator.is_fp16_supported())
 
 
 def optimizer_of_shapes(

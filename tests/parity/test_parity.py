@@ -12,7 +12,7 @@ import pytest
 from dtrain import parity
 from dtrain.parity import FEWER_STEPS, SMALL, Case, compose, make_case
 from dtrain.verify import Row, judge
-from tests.world import STRATEGIES, layouts, losses, sizes_of, start_server, summary
+from tests.world import STRATEGIES, layouts, losses, sizes_of, skip_without_fp16, start_server, summary
 
 
 def trained(strategy: str, size: int, precision: str, run_dir: Path, *overrides: str, accumulate: bool = False) -> Case:
@@ -86,6 +86,7 @@ def test_memory_settings_do_not_change_the_maths(options: list[str], reference: 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_half_precision(strategy: str, precision: str, references: dict[str, Case], tmp_path: Path) -> None:
     """Near one process in the same precision; near one in fp32, too, and yet not the same."""
+    skip_without_fp16(strategy, precision)
     case = trained(strategy, sizes_of(strategy)[0], precision, tmp_path / "run", FEWER_STEPS, accumulate=True)
     row = row_of(case, references[precision])
     assert row.passed, row.reason

@@ -14,7 +14,18 @@ from dtrain.config import build, load
 from dtrain.precision import Precision
 from dtrain.strategies.shared import clip_factor, scale_gradients, total_norm
 from dtrain.weights import Drawn
-from tests.world import STRATEGIES, layouts, losses, make_run, metrics, sizes_of, spawn, summary, train
+from tests.world import (
+    STRATEGIES,
+    layouts,
+    losses,
+    make_run,
+    metrics,
+    sizes_of,
+    skip_without_fp16,
+    spawn,
+    summary,
+    train,
+)
 
 BROKEN = """
 import numpy as np
@@ -116,6 +127,7 @@ def test_nonfinite_skip_leaves_weights_alone_and_goes_on(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fp16_scale_falls_at_an_overflow_and_training_goes_on(strategy: str, tmp_path: Path) -> None:
+    skip_without_fp16(strategy)
     # a loss of 4 × 2^24 has fp16 gradients past 65504; the scale must halve until they fit
     size = sizes_of(strategy)[0]
     run = make_run(

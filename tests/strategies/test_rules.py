@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtrain.hardware import CPU_FP16
 from dtrain.strategies import rules
 from tests.world import make_run
 
@@ -57,6 +58,33 @@ def test_refused_before_the_launch(overrides: list[str], message: str, tmp_path:
         make_run(tmp_path / "run", "model.num_layers=4", "cluster.processes=2", *overrides)
     assert "\n  fix: " in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused_with"),
+    [
+        ("strategy=zero1", "0"),
+        ("strategy=zero2 cluster=slurm cluster.gpus_per_node=0 cluster.launcher=torchrun cluster.node_rank=0", "0"),
+        ("strategy=zero3 cluster.processes=1 strategy.offload=cpu", "0"),
+        ("strategy=zero3 cluster.processes=1", ""),  # one rank trains without DeepSpeed
+        ("strategy=zero1 precision=bf16", ""),
+        ("strategy=fsdp", ""),
+        ("strategy=zero1 cluster=slurm cluster.gpus_per_node=0", ""),  # the nodes' CPUs are not this one
+        ("strategy=zero1 cluster=slurm cluster.gpus_per_node=8", ""),
+    ],
+)
+def test_deepspeed_in_fp16_needs_a_cpu_for_it(
+    overrides: str, refused_with: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for fake in ("1", "0"):
+        monkeypatch.setenv(CPU_FP16, fake)
+        words = ["cluster.processes=2", "precision=fp16", "preflight=off", *overrides.split()]
+        if fake != refused_with:
+            make_run(tmp_path / fake, *words)
+            continue
+        with pytest.raises(ValueError, match=r"^precision=fp16: .*AVX512-FP16.*\n  fix: precision=bf16, or strategy"):
+            make_run(tmp_path / fake, *words)
 
 
 def test_a_pipeline_needs_a_gpu_for_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from dtrain import checkpoint
 from dtrain.config import build, flatten, load
+from dtrain.hardware import CPU_FP16, no_cpu_fp16
 from dtrain.mesh import MeshSizes
 from dtrain.strategies import zero_config
 from dtrain.weights import Drawn
-from tests.world import losses, make_run, metrics, spawn, summary, train
+from tests.world import losses, make_run, metrics, skip_without_fp16, spawn, summary, train
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install 'dtrain[deepspeed]'")
 
@@ -231,18 +232,22 @@ def load_and_save(saved: Path, runs: list[Path]) -> None:
         strategy.close()
 
 
-def test_state_survives_a_move_bit_for_bit(tmp_path: Path) -> None:
-    """Three ranks cut no weight evenly, and in bf16 the weights that compute are not the ones that are saved."""
+LAYOUTS = [
+    ["strategy=zero1", "precision=bf16"],
+    ["strategy=zero1", "strategy.offload=cpu"],
+    ["strategy=zero2", "strategy.offload=cpu", "precision=bf16"],
+    ["strategy=zero3", CUT, "precision=bf16"],
+    ["strategy=zero3", "strategy.offload=cpu", "strategy.offload_params=cpu"],
+]
+IN_FP16 = ["strategy=zero2", "precision=fp16"]
+
+
+@pytest.mark.parametrize("layouts", [LAYOUTS, [IN_FP16]], ids=["all", "fp16"])
+def test_state_survives_a_move_bit_for_bit(layouts: list[list[str]], tmp_path: Path) -> None:
+    """Three ranks shard no weight evenly, and in 16 bits the weights that compute are not the ones that are saved."""
+    skip_without_fp16("zero2", "fp16" if IN_FP16 in layouts else "bf16")
     first = make_run(tmp_path / "first", "cluster.processes=1", "train.stop_after=3")
     assert train(first, 1) == [0]
-    layouts = [
-        ["strategy=zero1", "precision=bf16"],
-        ["strategy=zero1", "strategy.offload=cpu"],
-        ["strategy=zero2", "precision=fp16"],
-        ["strategy=zero2", "strategy.offload=cpu", "precision=bf16"],
-        ["strategy=zero3", CUT, "precision=bf16"],
-        ["strategy=zero3", "strategy.offload=cpu", "strategy.offload_params=cpu"],
-    ]
     options = ["cluster.processes=3", "train.global_batch_size=6"]
     runs = [make_run(tmp_path / str(i), *options, *layout) for i, layout in enumerate(layouts)]
     spawn(3, load_and_save, first / "checkpoints" / "step-00000003", runs)
@@ -253,6 +258,19 @@ def test_state_survives_a_move_bit_for_bit(tmp_path: Path) -> None:
         assert moved.pop("extra") == counts
         assert sorted(moved) == sorted(expected)
         assert all(moved[name].equal(tensor) for name, tensor in expected.items())
+
+
+def test_a_rank_whose_cpu_lacks_fp16_ends_with_our_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a SLURM node with another CPU than the login node's. With the other answer the same run trains."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv(CPU_FP16, "1")
+    run = make_run(tmp_path / "run", *IN_FP16, "cluster.processes=2", "train.stop_after=1")
+    no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+    assert train(run, 2, no_gpu | {CPU_FP16: "0"}) == [2, 2]
+    for rank in (0, 1):
+        note = json.loads((run / "logs" / f"failure-{rank}.json").read_text())
+        assert note["message"] == str(no_cpu_fp16("zero2")) and note["exit_code"] == 2
+    assert train(run, 2, no_gpu | {CPU_FP16: "1"}) == [0, 0] and len(losses(run)) == 1
 
 
 INFINITE = """
