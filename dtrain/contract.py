@@ -13,6 +13,7 @@ import re
 import signal
 import socket
 import sys
+import time
 from collections.abc import MutableMapping
 from pathlib import Path
 
@@ -39,6 +40,38 @@ def die_with_parent() -> None:
     pr_set_pdeathsig = 1
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+MOST_PATIENCE = 8.0  # times as long as on a quiet machine; what takes longer than that hangs
+QUIET_S = 0.025  # what the sum below takes on a quiet core of 2.5 GHz
+
+
+def slowness() -> float:
+    """How many times as long as on a quiet machine things take here now, from 1 on: by a small task and the load."""
+    began = time.perf_counter()
+    sum(range(10**6))
+    task = (time.perf_counter() - began) / QUIET_S
+    with contextlib.suppress(OSError):
+        task = max(task, os.getloadavg()[0] / (os.cpu_count() or 1))
+    return min(MOST_PATIENCE, max(1.0, task))
+
+
+class Deadline:
+    """The end of a wait for other processes: `seconds` from now on a quiet machine, later on a busy one."""
+
+    def __init__(self, seconds: float) -> None:
+        self.began, self.seconds, self.slowness = time.monotonic(), seconds, 1.0
+
+    def left(self) -> float:
+        """Seconds; 0 or less when the wait is over. Only then the machine's speed is measured, as that costs time."""
+        waited = time.monotonic() - self.began
+        if waited >= self.seconds * self.slowness:
+            self.slowness = max(self.slowness, slowness())
+        return self.seconds * self.slowness - waited
+
+    def __str__(self) -> str:
+        """How long it has been, for the message of who gives up."""
+        return f"{time.monotonic() - self.began:.0f} s on a machine {self.slowness:.1f} times as slow as a quiet one"
 
 
 def free_port() -> int:

@@ -84,7 +84,9 @@ Exit codes: 0 all passed, 2 bad input, 3 one did not pass.""",
     parser.add_argument("settings", nargs="*", metavar="setting=value")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON; the table goes to stderr")
     parser.add_argument("--keep", metavar="DIR", help="keep the run folders there")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for each world (120)")
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, metavar="S", help="seconds for each world (120); more on a busy machine"
+    )
     return parser
 
 

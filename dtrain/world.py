@@ -11,15 +11,15 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
 from dtrain.config import count_gpus
-from dtrain.contract import die_with_parent, free_port, place_sockets
+from dtrain.contract import Deadline, die_with_parent, free_port, place_sockets
 from dtrain.launchers.supervisor import PEERS_S, first_failure
+from dtrain.rundir import newest_figures
 
 _server = multiprocessing.get_context("forkserver")
 
@@ -91,13 +91,16 @@ class World:
         self.kill()
 
     def join(self, timeout: float = 120) -> list[int | None]:
-        """Wait for all ranks; their exit codes, None for one that had to be killed. Peers of a failed one may hang."""
-        deadline = time.monotonic() + timeout
+        """Wait for all ranks; their exit codes, None for one that had to be killed. Peers of a failed one may hang.
+
+        timeout: seconds on a quiet machine; a busy one has longer.
+        """
+        deadline, failed = Deadline(timeout), False
         waiting = {process.sentinel: process for process in self.ranks}
-        while waiting and (left := deadline - time.monotonic()) > 0:
+        while waiting and (left := deadline.left()) > 0:
             for sentinel in connection.wait(list(waiting), left):
-                if waiting.pop(sentinel).exitcode:  # type: ignore[arg-type]
-                    deadline = min(deadline, time.monotonic() + PEERS_S)
+                if waiting.pop(sentinel).exitcode and not failed:  # type: ignore[arg-type]
+                    deadline, failed = Deadline(min(PEERS_S, left)), True
         codes = [process.exitcode for process in self.ranks]
         self.kill()
         return codes
@@ -142,6 +145,7 @@ def failure(run_dir: Path, codes: list[int | None]) -> str:
         first = first_failure(run_dir) or {}
         return f"rank {first['rank']}: {first['type']}: {first['message'].strip().splitlines()[0]}"
     if None in codes:
-        return f"rank {codes.index(None)} did not end in time"
+        steps = newest_figures(run_dir).get("steps", "none")
+        return f"rank {codes.index(None)} did not end in time; the last step was {steps}"
     rank, code = next((r, code) for r, code in enumerate(codes) if code)
     return f"rank {rank} ended with {code} and left no note; see {run_dir}/logs"

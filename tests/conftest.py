@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.patience import patience
+
 os.environ["DTRAIN_STRICT"] = "1"  # a fault of the planner is heard, also in launches that tests start
 
 
@@ -39,6 +41,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not torch.cuda.is_available():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Any:
+    """A test's time limit is for a quiet machine, and is longer while this one is busy."""
+    import pytest_timeout
+
+    return pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=patience(settings.timeout)))
 
 
 @pytest.hookimpl(optionalhook=True)

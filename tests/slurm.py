@@ -33,6 +33,9 @@ from typing import Any
 
 import pytest
 
+from dtrain.contract import Deadline, slowness
+from tests.patience import patience
+
 FINISHED = frozenset(
     ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
 )
@@ -48,7 +51,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/none
 CredType=cred/none
-AuthInfo=cred_expire=5  # a requeued job waits for this long: 121 s without it
+AuthInfo=cred_expire={cred_expire}  # a requeued job waits for this long: 121 s without it
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool/%n
@@ -71,7 +74,7 @@ JobRequeue=1
 KillWait={kill_wait}
 MinJobAge={min_job_age}
 ReturnToService=1
-SlurmdTimeout=10
+SlurmdTimeout={slurmd_timeout}
 GresTypes=gpu
 {accounting}
 {nodes}
@@ -239,7 +242,7 @@ class Cluster:
         place = f"--chdir={kwargs.pop('cwd', os.getcwd())}"  # nsenter goes to /
         command = [*self.inside("head"), "env", place, *(str(arg) for arg in argv)]
         kwargs = {"env": self.client_env(), "stdin": subprocess.DEVNULL, **kwargs}
-        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **kwargs)
+        return subprocess.run(command, capture_output=True, text=True, timeout=patience(timeout), **kwargs)
 
     def sbatch(self, *argv: str | Path, script: str | None = None) -> str:
         """The id of the job; `script` is what `--wrap` takes. A refusal is raised."""
@@ -268,7 +271,7 @@ class Cluster:
         for something else.
         """
         states = {states} if isinstance(states, str) else states
-        deadline, ended_at = time.monotonic() + timeout, None
+        deadline, ended = Deadline(timeout), None
         while True:
             job = self.job(job_id)
             state = job["JobState"] if job else FORGOTTEN
@@ -276,11 +279,13 @@ class Cluster:
                 return state
             if not job and FINISHED & set(states):
                 return FORGOTTEN
-            now = time.monotonic()
             # after the loss of a node NODE_FAIL stands there for seconds before the requeue
-            ended_at = (ended_at or now) if state in {*FINISHED, FORGOTTEN} else None
-            if now > deadline or (ended_at and now > ended_at + 10):
-                raise TimeoutError(f"job {job_id} is {state}, not {sorted(states)} with {restarts} restarts: {job}")
+            ended = (ended or Deadline(10)) if state in {*FINISHED, FORGOTTEN} else None
+            if deadline.left() <= 0 or (ended and ended.left() <= 0):
+                raise TimeoutError(
+                    f"job {job_id} is {state} after {deadline}, not {sorted(states)} with {restarts} restarts: {job}\n"
+                    f"{self.state()}"
+                )
             time.sleep(0.2)
 
     def node_state(self, name: str) -> str:
@@ -326,7 +331,7 @@ class Cluster:
             (self.folder / sub).mkdir(parents=True, exist_ok=True)
         for gpu in ("gpu0", "gpu1"):  # any device will do; without one the node is drained
             os.mknod(self.folder / "etc" / gpu, stat.S_IFCHR | 0o600, os.stat("/dev/null").st_rdev)
-        common = {"address": self.address, "folder": self.folder}
+        common, slow = {"address": self.address, "folder": self.folder}, slowness()
         nodes = "\n".join(
             f"NodeName={name} NodeHostname={name} NodeAddr={self._node_address(name)} Port={port} "
             f"CPUs={self.cpus} CoresPerSocket={self.cpus} RealMemory={self.memory} Gres=gpu:2"
@@ -345,6 +350,8 @@ class Cluster:
                 kill_wait=self.kill_wait,
                 min_job_age=self.min_job_age,
                 grace=self.grace,
+                cred_expire=round(5 * slow),  # on a busy machine a step may be launched after it, and is refused then
+                slurmd_timeout=round(10 * slow),  # a node that only is slow to answer would be down
             )
         )
         etc = self.conf.parent
@@ -376,7 +383,7 @@ class Cluster:
     def _kill(self, name: str, number: int = signal.SIGKILL) -> None:
         if process := self._daemons.pop(name, None):
             process.send_signal(number)
-            process.wait(30)
+            process.wait(patience(30))
 
     def _spawn_ready(self, name: str, *argv: str) -> subprocess.Popen[bytes]:
         """Returns when the daemon has said `ready`: from then on it is in its namespaces."""
@@ -441,12 +448,17 @@ class Cluster:
         self._until(lambda: self.run("sacctmgr", "-i", "add", "cluster", "fake").returncode == 0, 20, "the cluster")
 
     def _until(self, true: Callable[[], bool], timeout: float, what: str) -> None:
-        deadline = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         while not true():
             dead = [name for name, process in self._daemons.items() if process.poll() is not None]
-            if dead or time.monotonic() > deadline:
-                raise RuntimeError(f"no {what}; ended: {dead or 'none'}\n{self.logs()}")
+            if dead or deadline.left() <= 0:
+                raise RuntimeError(f"no {what} after {deadline}; ended: {dead or 'none'}\n{self.logs()}")
             time.sleep(0.05)
+
+    def state(self) -> str:
+        """The queue, the nodes and the ends of the daemons' logs, for the message of who waited for something else."""
+        shown = [self.run(*command) for command in (("squeue", "--all"), ("sinfo", "-N", "-l"))]
+        return "\n".join([*(result.stdout + result.stderr for result in shown), self.logs(10)])
 
     def logs(self, lines: int = 30) -> str:
         """The ends of the daemons' logs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dtrain.cli import main
+from tests import patience
 from tests.slurm import Cluster
 from tests.test_bad_inputs import COMPOSE_ONCE
 from tests.world import SMALL, losses, metrics
@@ -55,11 +56,14 @@ def job_id(run: Path) -> str:
     return str(json.loads((run / "launch.json").read_text())["launches"][-1]["job_id"])
 
 
-def until(true: Callable[[], object], what: str, timeout: float = 300) -> None:
-    deadline = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout:.0f} s"
-        time.sleep(0.05)
+def until(true: Callable[[], object], what: str, timeout: float = 180) -> None:
+    patience.until(true, what, timeout, state)
+
+
+def state() -> str:
+    """The queue of the cluster in the environment, and what supervisors and ranks of the runs here wrote last."""
+    queue = subprocess.run(["squeue", "--all"], capture_output=True, text=True)
+    return queue.stdout + queue.stderr + "".join(said(path.parent, 500) for path in Path().rglob("launch.json"))
 
 
 def until_step(run: Path, step: int) -> None:
@@ -83,6 +87,7 @@ def failure(run: Path) -> dict[str, Any]:
     return result
 
 
-def said(run: Path) -> str:
-    """What the supervisor and the ranks wrote, for the message of a failed test."""
-    return "".join(f"--- {log}\n{log.read_text(errors='replace')[-3000:]}\n" for log in sorted(run.glob("logs/*.log")))
+def said(run: Path, most: int = 3000) -> str:
+    """What the supervisor and the ranks wrote last, for the message of a failed test."""
+    logs = sorted(run.glob("logs/*.log"))
+    return "".join(f"--- {log}\n{log.read_text(errors='replace')[-most:]}\n" for log in logs)

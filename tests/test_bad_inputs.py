@@ -15,6 +15,7 @@ from dtrain.cli import main
 from dtrain.data.tokens import prepare
 from dtrain.hardware import CPU_FP16
 from dtrain.launchers.local import Local
+from tests.patience import patience
 
 # Hydra composes a first time only to ask for hydra.mode, which we never set; the real processes below do it, too.
 COMPOSE_ONCE = ("hydra._internal.hydra.Hydra.get_mode", lambda self, **_: None)
@@ -275,7 +276,7 @@ def test_an_unknown_flag(flag: str, tmp_path: Path, capsys: pytest.CaptureFixtur
 def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
     command = [sys.executable, str(LAUNCH), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience(60))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from dtrain import checkpoint, layouts, manifest, shards
 from dtrain.checkpoint import CheckpointError
 from dtrain.manifest import Manifest
+from tests.patience import patience
 from tests.world import ROOT, SMALL, make_run, metrics, spawn, start, summary, train
 
 PHASES = ["save.begin", "save.shard", "save.manifest", "save.rename", "save.latest", "save.prune"]
@@ -368,7 +369,7 @@ def test_a_disk_without_a_byte_left_is_exit_code_3_and_says_so(small_disk: Path)
                 pass
         except OSError:
             pass
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=patience(60))
     assert process.returncode == 3, output
     assert "disk" in output and "full" in output and "Traceback" not in output
 

@@ -29,6 +29,7 @@ import dtrain
 from dtrain import naming
 from dtrain.cli import main
 from dtrain.launchers.local import Local
+from tests.patience import patience
 from tests.test_bad_inputs import COMPOSE_ONCE
 from tests.world import ROOT, losses, summary
 
@@ -81,14 +82,14 @@ def commanded(folder: Path) -> Path:
     words = shlex.split(COMMAND)
     assert words[:2] == ["python", "launch.py"]
     process = python(str(ROOT / "launch.py"), *words[2:], "run_dir=commanded", "cluster.processes=2")
-    said = process.communicate(timeout=120)[0]
+    said = process.communicate(timeout=patience(120))[0]
     assert process.returncode == 0, said
     return folder / "commanded"
 
 
 def test_the_script_of_the_page_follows_its_command_under_another_strategy(folder: Path, commanded: Path) -> None:
     process = python("train.py")
-    said = process.communicate(timeout=120)[0]
+    said = process.communicate(timeout=patience(120))[0]
     assert process.returncode == 0, said
     run_dir = latest(folder)
     assert summary(run_dir)["strategy"] == "fsdp" and summary(commanded)["strategy"] == "ddp"
@@ -137,7 +138,7 @@ def test_a_script_that_does_not_guard_its_call_is_told_by_its_ranks(folder: Path
         "except dtrain.RunFailed as error:\n"
         "    print('CAUGHT', error.exit_code, error)\n"
     )
-    said = python("bare.py").communicate(timeout=120)[0]
+    said = python("bare.py").communicate(timeout=patience(120))[0]
     assert "CAUGHT 2 rank 0: ValueError: dtrain.fit: was called by a rank" in said, said
     assert 'under `if __name__ == "__main__":`' in said
     assert f"log: {folder / 'bare' / 'logs' / 'rank-0.log'}" in said
@@ -159,7 +160,7 @@ def test_ctrl_c_saves_and_ends_the_script_with_75(folder: Path) -> None:
     while not losses(folder / "long") and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)
-    said = process.communicate(timeout=90)[0]
+    said = process.communicate(timeout=patience(90))[0]
     assert process.returncode == 75, said
     assert summary(folder / "long")["status"] == "preempted" and "AFTER" not in said
     assert (folder / "long" / "checkpoints" / "latest").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from dtrain.cli import main
 from dtrain.config import RECIPES
 from dtrain.search import distribution, read_request
 from tests import slurm
+from tests.patience import patience, until
 from tests.world import SMALL, summary
 
 cluster = slurm.cluster
@@ -80,7 +80,7 @@ def test_the_recipe_holds_a_search_and_what_is_typed_wins() -> None:
 
 def search(cwd: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "dtrain", "search", *WORDS, *words]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=patience(120))
 
 
 def trials_of(folder: Path) -> list[optuna.trial.FrozenTrial]:
@@ -125,10 +125,9 @@ def test_on_slurm_it_goes_on_without_the_terminal(tmp_path: Path, cluster: slurm
     done = search(tmp_path, "trials=2", "parallel=2", *where, env=cluster.client_env())
     assert done.returncode == 0 and "in the background" in done.stdout, done.stdout + done.stderr
     (folder,) = tmp_path.glob("multirun/*/*-search")
-    deadline = time.monotonic() + 90
-    while "best: trial" not in (log := (folder / "search.log").read_text()):
-        assert time.monotonic() < deadline, log
-        time.sleep(0.5)
+    log = folder / "search.log"
+    ended = "best: trial"
+    until(lambda: ended in log.read_text(), ended, 90, lambda: log.read_text() + cluster.state())
     assert sorted(trial.value for trial in trials_of(folder)) == sorted(  # type: ignore[type-var]
         summary(run)["val_loss"] for run in folder.glob("[01]-*")
     )

@@ -6,12 +6,12 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests import slurm
+from tests.patience import patience, until
 from tests.slurm import Cluster
 
 cluster = slurm.cluster
@@ -38,10 +38,10 @@ def slow(pytestconfig: pytest.Config) -> None:
 
 
 def until_says(path: Path, words: str, times: int = 1) -> None:
-    deadline = time.monotonic() + 30
-    while not path.exists() or path.read_text().count(words) < times:
-        assert time.monotonic() < deadline, path.read_text() if path.exists() else f"no {path}"
-        time.sleep(0.05)
+    def text() -> str:
+        return path.read_text() if path.exists() else ""
+
+    until(lambda: text().count(words) >= times, f"{times} times {words!r} in {path}", 30, text)
 
 
 def runs(pid: int) -> bool:
@@ -166,17 +166,16 @@ def test_a_node_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.M
 def test_accounting_answers_after_a_job(accounting_cluster: Cluster) -> None:
     job = accounting_cluster.sbatch("-o", "/dev/null", script="exit 3")
     assert accounting_cluster.wait(job) == "FAILED"
-    deadline = time.monotonic() + 30
-    while "FAILED|3:0" not in (
-        said := accounting_cluster.run("sacct", "-XPn", "-j", job, "-o", "state,exitcode").stdout
-    ):
-        assert time.monotonic() < deadline, said  # slurmctld tells slurmdbd a little later
-        time.sleep(0.2)
+
+    def accounting() -> str:
+        return accounting_cluster.run("sacct", "-XPn", "-j", job, "-o", "state,exitcode").stdout
+
+    until(lambda: "FAILED|3:0" in accounting(), "the end of the job in the database", 30, accounting)
 
 
 def reaches(cluster: Cluster, source: str, target: str) -> bool:
     """Whether the target's slurmd answers."""
-    script = f"exec timeout 2 bash -c 'echo >/dev/tcp/{target}/{cluster.node_ports[cluster.nodes.index(target)]}'"
+    script = f"exec timeout 5 bash -c 'echo >/dev/tcp/{target}/{cluster.node_ports[cluster.nodes.index(target)]}'"
     return subprocess.run([*cluster.inside(source), "sh", "-c", script], capture_output=True).returncode == 0
 
 
@@ -204,13 +203,13 @@ def seconds(cluster: Cluster, source: str) -> float:
     with socket.create_server((cluster.address, 0)) as server:
         argv = [*cluster.inside(source), sys.executable, "-c", SEND, *map(str, server.getsockname())]
         with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as sender:
-            server.settimeout(30)
+            server.settimeout(patience(30))
             connection, _ = server.accept()
             with connection:
                 while connection.recv(1 << 16):
                     pass
                 connection.send(b".")
-            return float(sender.communicate(timeout=30)[0])
+            return float(sender.communicate(timeout=patience(30))[0])
 
 
 def test_a_slow_link_is_slow(network_cluster: Cluster) -> None:

@@ -17,6 +17,7 @@ from dtrain.logs import main as logs_main
 from dtrain.records import load
 from dtrain.status import main as status_main
 from tests import rundirs
+from tests.patience import patience
 from tests.rundirs import HERE, LOCAL, Fakes, job, list_runs, make, note, row
 
 in_tmp_path, fakes = rundirs.in_tmp_path, rundirs.fakes
@@ -177,7 +178,7 @@ def test_cancel_a_local_run(capsys: pytest.CaptureFixture[str]) -> None:
             "outputs/a", launch={"pid": process.pid, "host": HERE, "launches": [{"cluster": LOCAL}]}, status="running"
         )
         assert cancel_main(["a", "--save"]) == 0
-        assert process.wait(5) == -signal.SIGTERM
+        assert process.wait(patience(5)) == -signal.SIGTERM
     finally:
         process.kill()
         process.wait()

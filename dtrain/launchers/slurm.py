@@ -29,6 +29,8 @@ from dtrain.profile import rules as profiling
 from dtrain.rundir import read_json, write_json
 from dtrain.words import shell_path
 
+TEST_S = 60  # for SLURM's controller to say whether it would take a job
+
 
 class Slurm:
     def __init__(
@@ -130,8 +132,14 @@ class Slurm:
                 "log in where the cluster's commands are; dry_run=true works anywhere; or cluster.launcher=torchrun",
             )  # fmt: skip
         script = self.script(Path(config["run_dir"]), config["name"])
-        with _outside_of_jobs():
-            asked = subprocess.run(["sbatch", "--test-only"], input=script, capture_output=True, text=True, timeout=60)
+        test = ["sbatch", "--test-only"]
+        try:
+            with _outside_of_jobs():
+                asked = subprocess.run(test, input=script, capture_output=True, text=True, timeout=TEST_S)
+        except subprocess.TimeoutExpired:
+            rule = f"`sbatch --test-only` did not answer within {TEST_S} s"
+            fix = "scontrol ping: is SLURM's controller up, and not busy? then the same command again"
+            raise bad("cluster", config["choices"]["cluster"], rule, fix) from None
         if asked.returncode:
             raise requests.refused(asked.stderr, self.parameters | self.additional)
 

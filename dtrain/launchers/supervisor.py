@@ -21,12 +21,12 @@ from types import FrameType
 from typing import Any
 
 from dtrain.console import print_summary
-from dtrain.contract import DONE, FAILED, LOST_PEER, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent
+from dtrain.contract import DONE, FAILED, LOST_PEER, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent, slowness
 from dtrain.monitor import Monitor
 from dtrain.rundir import latest_checkpoint, read_summary, write_json
 from dtrain.words import short_path
 
-PEERS_S = 5.0  # how long the other ranks may take to end after one has failed
+PEERS_S = 5.0  # how long the other ranks may take to end after one has failed, on a machine that is not busy
 
 
 def origin(run_dir: Path) -> str:
@@ -165,7 +165,7 @@ class Supervisor:
                     f"stop requested: saving after this step, within {self.grace_s} s (Ctrl-C: end at once)"
                 )
             elif deadline == math.inf and any(changed((run_dir / "logs").glob("failure-*.json"), began)):
-                deadline = now + PEERS_S  # a rank has failed; its peers may wait for it for ever
+                deadline = now + PEERS_S * slowness()  # a rank has failed; its peers may wait for it for ever
             elif now > started + self.start_s and not self.ranks_began:
                 self.hung = True
                 deadline, because = now, f"no rank had started after {now - started:.0f} s (cluster.start_s)"

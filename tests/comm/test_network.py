@@ -23,6 +23,7 @@ import pytest
 from dtrain.comm.channel import Desk, Link, Messages
 from dtrain.comm.peers import Peer, judge_streams, same_family
 from tests import slurm
+from tests.patience import patience
 from tests.slurm import FINISHED, Cluster
 from tests.slurm_runs import at_home, attempts, end_jobs, failure, job_id, said, submit, until
 from tests.world import ROOT, SMALL, losses, summary
@@ -92,7 +93,7 @@ def bad_nodes(cluster: Cluster, run: Path, slurm_knows: bool = True) -> dict[str
     report = json.loads((run / "preflight.json").read_text())
     print(f"{run.name}: {end['time'] - start['time']:.1f} s, of them {report['seconds']} s of preflight")
     assert end["code"] == 4 and not report["ok"], said(run)
-    assert end["time"] - start["time"] < PROMISE_S
+    assert end["time"] - start["time"] < patience(PROMISE_S)
     if slurm_knows:
         cluster.wait(job_id(run), {*FINISHED, "COMPLETING"})  # it goes on asking a node that is lost
         job = cluster.job(job_id(run))
@@ -194,7 +195,7 @@ def test_the_interface_of_the_profile_is_found_and_the_run_trains(home: Path, cl
         assert found[node, "stream"][0] == found[node, "clock"][0] == found[node, "disk"][0] == "ok"
     report = json.loads((run / "preflight.json").read_text())
     print(f"preflight {report['seconds']} s")
-    assert report["ok"] and report["seconds"] < PROMISE_S
+    assert report["ok"] and report["seconds"] < patience(PROMISE_S)
     assert len(losses(run)) == 20 and summary(run)["status"] == "done" and summary(run)["world_size"] == 4
 
 

@@ -19,6 +19,7 @@ from dtrain.comm.channel import Desk, Link, Messages
 from dtrain.comm.preflight import Preflight, local_starter, main
 from dtrain.comm.report import Check, Report, as_check
 from tests.comm.test_profile import CONFIGS
+from tests.patience import patience
 
 NODES = ["node1", "node2", "node3"]
 
@@ -85,7 +86,7 @@ def test_a_node_with_another_torch(tmp_path: Path) -> None:
 def test_a_node_that_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quick, "ANSWER_PART", 0.1)
     report, said = check(tmp_path, Starts("node3", argv=["sleep", "60"]), timeout_s=40)
-    assert report.seconds < 20
+    assert report.seconds < patience(20)
     assert list(report.bad) == ["node3"] and report.bad["node3"][0].startswith("no answer within ")
     assert report.state("node1", "reach") == "ok", said  # the others went on
 
@@ -126,7 +127,7 @@ def test_a_stop_ends_it_early(tmp_path: Path) -> None:
     report = settings.run(
         config(), tmp_path, ["node1"], Starts("node1", argv=["sleep", "60"]), print, stop=lambda: True
     )
-    assert report.stopped and report.ok and time.monotonic() - began < 15
+    assert report.stopped and report.ok and time.monotonic() - began < patience(15)
 
 
 # ---- the parts -----------------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ def test_messages_go_over_tcp_or_through_files(tmp_path: Path) -> None:
         assert desk.get(link.node, "report") == {"from": link.node}
         assert link.wait("peers", time.monotonic() + 0.1) == {}
     desk.publish("peers", {"x": 1})
-    assert tcp.wait("peers", time.monotonic() + 2) == files.wait("peers", time.monotonic() + 2) == {"x": 1}
+    assert tcp.wait("peers", time.monotonic() + 20) == files.wait("peers", time.monotonic() + 20) == {"x": 1}
     desk.close()
 
 

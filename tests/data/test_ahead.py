@@ -22,6 +22,7 @@ from dtrain.contract import STOP_SIGNALS, short_tmp
 from dtrain.data import ahead
 from dtrain.data.loader import Loader
 from tests.data.test_loader import Drawn, Numbers
+from tests.patience import patience
 
 FORK = multiprocessing.get_context("fork")
 
@@ -187,10 +188,9 @@ from tests.data.test_loader import Numbers
 loader = Loader(Numbers(20), 4, seed=0, workers=2)
 print(loader.batch(0)[0].shape)
 """
-    began = time.monotonic()
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(60))
     assert run.returncode == 0 and "[4]" in run.stdout, run.stderr
-    assert not run.stderr and time.monotonic() - began < 30
+    assert not run.stderr
 
 
 def test_datasets_of_one_process_are_read_one_at_a_time() -> None:
@@ -283,7 +283,7 @@ def test_a_long_tmpdir_is_no_place_for_sockets(code: str, tmp_path: Path) -> Non
     code += "import multiprocessing.util; print(multiprocessing.util.get_temp_dir())"
     found = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(long)}, cwd=Path(__file__).parents[2],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=patience(60),
     )  # fmt: skip
     assert found.returncode == 0 and len(found.stdout) < 90 and "/pymp-" in found.stdout, found.stderr
     assert not Path(found.stdout.strip()).exists()

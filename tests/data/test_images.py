@@ -16,6 +16,7 @@ from PIL import Image
 from dtrain.data import images
 from dtrain.data.draws import sample_keys
 from dtrain.data.images import Images, middle, part
+from tests.patience import patience
 
 RED, BLUE = (220, 30, 30), (30, 30, 220)
 
@@ -157,7 +158,7 @@ assert images.check({str(two_levels)!r}, 8) == {{"num_classes": 2}}
 assert digits.check(8) == {{"num_classes": 10}}
 assert not {{"torch", "PIL", "sklearn"}} & set(sys.modules), "too much was imported"
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patience(60))
 
 
 def test_folders_below_a_class_are_searched_and_what_is_left_out_is_said(

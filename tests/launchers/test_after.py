@@ -21,9 +21,12 @@ from dtrain.runs import main as runs_main
 from dtrain.squeue import query
 from dtrain.status import describe
 from tests import rundirs, slurm
+from tests.patience import patience
+from tests.patience import until as wait_until
 from tests.rundirs import list_runs, make
 from tests.slurm import Cluster
-from tests.world import ROOT, SMALL
+from tests.slurm_runs import said
+from tests.world import ROOT, SMALL, metrics
 
 cluster, accounting_cluster, in_tmp_path = slurm.cluster, slurm.accounting_cluster, rundirs.in_tmp_path
 SETTINGS = {"_target_": "dtrain.launchers.slurm.Slurm", "nodes": 2, "processes": 1, "requeue": True}
@@ -42,8 +45,7 @@ def free(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
     cluster.run("scancel", "--full", "--signal=KILL", "--user=root")
     cluster.run("scancel", "--user=root")
-    while cluster.run("squeue", "-h").stdout:
-        time.sleep(0.1)
+    wait_until(lambda: not cluster.run("squeue", "-h").stdout, "an empty queue", 60, cluster.state)
     return cluster
 
 
@@ -58,11 +60,8 @@ def record(run: Path) -> Record:
 
 
 def until(run: Path, status: str, timeout: float = 20) -> Record:
-    deadline = time.monotonic() + timeout
-    while (found := record(run)).status != status:
-        assert time.monotonic() < deadline, f"{found.status}, not {status}: {found.job}"
-        time.sleep(0.1)
-    return found
+    wait_until(lambda: record(run).status == status, f"{run} is {status}", timeout, lambda: str(record(run)))
+    return record(run)
 
 
 def test_statuses_of_many_jobs_from_one_question(
@@ -135,8 +134,7 @@ def test_cancel_with_a_save_asks_the_supervisor(free: Cluster, tmp_path: Path) -
     trap = f"trap 'echo saved >> {tmp_path}/heard; exit 0' USR1; echo up >> {tmp_path}/heard; srun sleep 60 & wait"
     array = free.sbatch("--array=0-1%1", script=trap)
     runs = [submitted(f"multirun/d/t/{i}", f"{array}_{i}") for i in range(2)]
-    while not (tmp_path / "heard").exists():
-        time.sleep(0.1)
+    wait_until((tmp_path / "heard").exists, "the job's start", 60, free.state)
     assert cancel_main(["multirun/d/t", "--save"]) == 0
     assert json.loads((runs[0] / "cancelled").read_text())["job_id"] == f"{array}_0"
     for run in runs:
@@ -197,11 +195,9 @@ def test_with_accounting_the_past_is_known(
     submitted("outputs/gone", "9999", status="running")
     statuses = {"outputs/bad": "failed", "outputs/array": "cancelled", "outputs/gone": "died"}
     assert {run["path"]: run["status"] for run in list_runs()} == statuses
-    deadline = time.monotonic() + 15
     task = ("sacct", "-X", "-n", "-P", "-o", "JobID,State", "-j", f"{jobs['array']}_1")
-    while f"{jobs['array']}_1|CANCELLED" not in it.run(*task).stdout:  # the database hears of it 3 s later
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    known_there = f"{jobs['array']}_1|CANCELLED"  # to the database, 3 s later
+    wait_until(lambda: known_there in it.run(*task).stdout, known_there, 15, lambda: it.run(*task).stdout)
     it.stop_controller()
     try:
         monkeypatch.setattr(squeue, "ANSWER_S", 0.5)
@@ -221,7 +217,8 @@ def test_with_accounting_the_past_is_known(
 
 def dtrain(it: Cluster, *words: str) -> str:
     env = {**it.client_env(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-m", "dtrain", *words], env=env, capture_output=True, text=True, timeout=90)
+    command = [sys.executable, "-m", "dtrain", *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=patience(90))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -229,21 +226,18 @@ def dtrain(it: Cluster, *words: str) -> str:
 def test_a_real_run_is_watched_and_cancelled_with_a_checkpoint(free: Cluster) -> None:
     slurm_settings = ["cluster=slurm", "cluster.gpus_per_node=0", "cluster.processes=1", "cluster.nodes=2"]
     endless = ["train.steps=100000", "preflight=off", "run_dir=outputs/a"]
-    began = time.monotonic()
     dtrain(free, "launch", *SMALL, *slurm_settings, *endless)
-    assert time.monotonic() - began < 10
     run = Path("outputs/a").absolute()
     until(run, "running")
     watch = threading.Thread(target=lambda: shown.append(dtrain(free, "logs", "-f", "a")))
     shown: list[str] = []
     watch.start()
-    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text().count("\n") > 3:
-        time.sleep(0.1)
+    wait_until(lambda: len(metrics(run)) > 3, "three steps", 120, lambda: said(run) + free.state())
     data = json.loads(dtrain(free, "status", "a", "--json"))
     assert (data["status"], data["job"]["state"], data["job"]["nodes"]) == ("running", "RUNNING", "node[1-2]")
     assert data["steps"] >= 3 and data["eta_s"] > 0 and len(data["attempts"]) == 1
     assert "was asked to save and end" in dtrain(free, "cancel", "a", "--save")
-    watch.join(60)
+    watch.join(patience(60))
     assert "step" in shown[0] and "loss" in shown[0]
     found = until(run, "cancelled")
     assert found.attempts[-1]["code"] == 75

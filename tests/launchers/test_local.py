@@ -14,6 +14,7 @@ import pytest
 
 from dtrain.launchers.local import killed_ranks
 from dtrain.launchers.supervisor import first_failure, origin
+from tests.patience import patience, until
 from tests.world import ROOT, SMALL, losses, metrics, summary
 
 FAILING = """
@@ -47,11 +48,11 @@ def launch(cwd: Path, *overrides: str, env: dict[str, str] | None = None) -> sub
 
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
-    while not (lines := metrics(run)) or lines[-1]["step"] < step:
+    def reached() -> bool:
         assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+        return bool(lines := metrics(run)) and lines[-1]["step"] >= step
+
+    until(reached, f"step {step} of {run}", 60, lambda: str(metrics(run)[-1:]))
 
 
 def ranks_of(run: Path) -> list[int]:
@@ -69,10 +70,7 @@ def ranks_of(run: Path) -> list[int]:
 
 
 def assert_no_orphans(run: Path) -> None:
-    deadline = time.monotonic() + 5
-    while ranks_of(run):
-        assert time.monotonic() < deadline, f"still alive after 5 s: {ranks_of(run)}"
-        time.sleep(0.05)
+    until(lambda: not ranks_of(run), "the end of all ranks", 5, lambda: f"still alive: {ranks_of(run)}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
@@ -81,7 +79,7 @@ def test_a_signal_saves_at_the_step_boundary_and_ends_with_75(number: signal.Sig
     process = launch(tmp_path, "train.steps=100000", "cluster.processes=2")
     wait_for_step(run, 5, process)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=patience(60))
     assert process.returncode == 75, output
     assert_no_orphans(run)
     last = metrics(run)[-1]["step"]
@@ -106,7 +104,7 @@ def test_two_signals_of_a_scheduler_are_one_request(tmp_path: Path) -> None:
     wait_for_step(tmp_path / "run", 2, process)
     process.send_signal(signal.SIGUSR1)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=patience(60))
     assert process.returncode == 75, output
     # nothing is left of torchrun's folder, nor of the loaders' sockets; torch's cache of compiled code is meant to stay
     assert {p.name for p in (tmp_path / "tmp").iterdir() if not p.name.startswith("torchinductor")} == set()
@@ -156,7 +154,7 @@ def test_the_first_error_is_shown_with_its_rank(how: str, message: str, tmp_path
         "trust=[mine]",
         env={"HEALED": str(tmp_path / "healed"), "PYTHONPATH": str(tmp_path)},
     )
-    output, _ = process.communicate(timeout=90)
+    output, _ = process.communicate(timeout=patience(90))
     assert process.returncode == 3, output
     failure = json.loads((tmp_path / "run" / "failure.json").read_text())
     assert failure["rank"] == 1 and message in failure["message"]
@@ -186,7 +184,7 @@ def test_restart_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
         "cluster.max_restarts=1",
         env={"HEALED": str(tmp_path / "healed"), "PYTHONPATH": str(tmp_path)},
     )
-    output, _ = process.communicate(timeout=90)
+    output, _ = process.communicate(timeout=patience(90))
     assert process.returncode == 0, output
     assert "restart 1 of 1 from step-00000006" in output
     assert summary(tmp_path / "run")["start_step"] == 6
@@ -260,7 +258,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     for _ in range(2):  # rank 1 hangs in its step: the first request cannot be met
         time.sleep(3)  # a second Ctrl-C counts when it comes more than 1 s after the first was handled
         process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=patience(20))
     assert process.returncode == 3, output
     assert "stopped twice" in output and "resume=./run" in output
     assert_no_orphans(tmp_path / "run")

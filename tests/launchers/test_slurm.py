@@ -24,6 +24,7 @@ from dtrain.launch import wait_for_node_0
 from dtrain.launchers import batch
 from tests import slurm, slurm_runs
 from tests.launchers.test_local import assert_no_orphans, ranks_of
+from tests.patience import patience
 from tests.slurm import Cluster
 from tests.slurm_runs import NODES_1, NODES_2, attempts, exact, failure, job_id, said, submit, until, until_step
 from tests.world import ROOT, make_run, metrics, summary, train
@@ -97,7 +98,7 @@ def test_jobs_are_queued(begun: Begun, cluster: Cluster) -> None:
 def test_a_launch_returns_and_says_how_to_watch_and_cancel(here: Path, cluster: Cluster) -> None:
     command = [sys.executable, str(ROOT / "launch.py"), *NODES_2, SLEEP, "run_dir=run"]
     began = time.monotonic()
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=patience(60))
     print(f"submitted in {time.monotonic() - began:.1f} s")
     assert result.returncode == 0, result
     job = job_id(here / "run")
@@ -437,7 +438,7 @@ def test_ctrl_c_on_one_of_two_nodes_ends_both_after_what_four_local_ranks_comput
     with by_hand(*NODES_2, "cluster.processes=2", "train.steps=100000", "run_dir=run") as nodes:
         until_step(run, 4)
         nodes[0].send_signal(signal.SIGINT)
-        outputs = [node.communicate(timeout=60)[0] for node in nodes]
+        outputs = [node.communicate(timeout=patience(60))[0] for node in nodes]
     assert [node.returncode for node in nodes] == [75, 75], outputs
     last = metrics(run)[-1]["step"]
     assert summary(run)["status"] == "preempted" and summary(run)["steps"] == last and summary(run)["world_size"] == 4

@@ -13,6 +13,7 @@ import pytest
 from dtrain.cli import main
 from dtrain.records import read_run
 from tests import slurm
+from tests.patience import patience
 from tests.slurm import Cluster
 from tests.slurm_runs import NODES_1, attempts, exact, failure, here, job_id, said, submit, until
 from tests.world import ROOT, summary
@@ -40,8 +41,8 @@ def test_a_sweep_that_is_typed_twice_at_once_is_submitted_once(
     command.append("hydra.sweep.dir=sweep")
     first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     until(lambda: (here / "sweep" / "sweep.json").exists(), "the first command's start")
-    second = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    output, _ = first.communicate(timeout=60)
+    second = subprocess.run(command, capture_output=True, text=True, timeout=patience(60))
+    output, _ = first.communicate(timeout=patience(60))
     assert first.returncode == 0, output
     assert second.returncode == 2 and "another command is at work there" in second.stderr, second
     ids = cluster.run("squeue", "-h", "-r", "-t", "all", "-o", "%F").stdout.split()

@@ -22,6 +22,7 @@ from dtrain.rundir import latest_checkpoint
 from dtrain.strategies.shared import checkpoint_layers, init_weights
 from dtrain.weights import Drawn
 from tests.models.vision import make_run
+from tests.patience import patience
 from tests.world import ROOT, losses, spawn, summary, train
 
 PUBLISHED = {"resnet18": (11_689_512, 1.814), "resnet50": (25_557_032, 4.089)}  # parameters, billion multiplications
@@ -233,7 +234,7 @@ def statistics(run_dir: Path) -> dict[str, torch.Tensor]:
 def test_tensor_and_pipeline_are_refused_before_the_launch(tmp_path: Path) -> None:
     for strategy, axis, plan in (("tensor", "tp", "tp_plan"), ("pipeline", "pp", "pipeline_split")):
         command = [sys.executable, "launch.py", "model=resnet18", f"strategy={strategy}", f"run_dir={tmp_path}/x"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(60))
         assert done.returncode == 2, done.stderr
         assert f"strategy.{axis}=2" in done.stderr and f"ResNet has no {plan}()" in done.stderr, done.stderr
         assert "fix: strategy=ddp, fsdp or zero3" in done.stderr
