@@ -33,8 +33,9 @@ def main(argv: list[str]) -> int:
         mark = {"time": time.time(), "launches": record.num_launches, "job_id": record.job_id}
         write_json(record.run_dir / CANCELLED_FILE, mark)
     saving = [r for r in live if options.save and r.job and r.job.active]
-    _scancel(["--batch", "--signal=USR1"], saving)
+    # first what waits: the end of a job that saves makes room for the next one, which would start
     _scancel([], [r for r in live if r.job and r not in saving])
+    _scancel(["--batch", "--signal=USR1"], saving)
     for pid in {r.launch["pid"] for r in live if r.job_id is None}:
         try:
             os.kill(pid, signal.SIGTERM)

@@ -331,7 +331,8 @@ class Cluster:
             (self.folder / sub).mkdir(parents=True, exist_ok=True)
         for gpu in ("gpu0", "gpu1"):  # any device will do; without one the node is drained
             os.mknod(self.folder / "etc" / gpu, stat.S_IFCHR | 0o600, os.stat("/dev/null").st_rdev)
-        common, slow = {"address": self.address, "folder": self.folder}, slowness()
+        # three times at most: a requeue and a lost node take as long as these limits are
+        common, slow = {"address": self.address, "folder": self.folder}, min(3.0, slowness())
         nodes = "\n".join(
             f"NodeName={name} NodeHostname={name} NodeAddr={self._node_address(name)} Port={port} "
             f"CPUs={self.cpus} CoresPerSocket={self.cpus} RealMemory={self.memory} Gres=gpu:2"

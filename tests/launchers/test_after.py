@@ -21,6 +21,7 @@ from dtrain.runs import main as runs_main
 from dtrain.squeue import query
 from dtrain.status import describe
 from tests import rundirs, slurm
+from tests.launchers.test_slurm_odd import in_front
 from tests.patience import patience
 from tests.patience import until as wait_until
 from tests.rundirs import list_runs, make
@@ -129,8 +130,10 @@ def test_cancel(free: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing to cancel" in capsys.readouterr().out
 
 
-def test_cancel_with_a_save_asks_the_supervisor(free: Cluster, tmp_path: Path) -> None:
-    """The batch script gets USR1, its steps do not; a task of an array that waits is just cancelled."""
+def test_cancel_with_a_save_asks_the_supervisor(free: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch script gets USR1, its steps do not; a task of an array that waits is just cancelled, also by a machine
+    so slow that the first task ends, and makes room, before the next command."""
+    in_front(tmp_path, monkeypatch, "scancel", '$REAL "$@"; code=$?; [[ "$*" = *USR1* ]] && sleep 4; exit $code')
     trap = f"trap 'echo saved >> {tmp_path}/heard; exit 0' USR1; echo up >> {tmp_path}/heard; srun sleep 60 & wait"
     array = free.sbatch("--array=0-1%1", script=trap)
     runs = [submitted(f"multirun/d/t/{i}", f"{array}_{i}") for i in range(2)]

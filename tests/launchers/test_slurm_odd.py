@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dtrain.cli import main
+from dtrain.hardware import CPU_FP16, no_cpu_fp16
 from dtrain.records import read_run
 from tests import slurm
 from tests.patience import patience
@@ -114,3 +116,30 @@ def test_a_rank_that_cannot_start_is_a_failure_and_no_interruption(here: Path, c
     cluster.wait(job_id(run))
     assert failure(run)["rank"] == 1 and "exit code 1" in failure(run)["message"], said(run)
     assert len(attempts(run, "start")) == 1 and attempts(run, "end")[0]["code"] == 3
+
+
+@pytest.mark.usefixtures("here")
+def test_a_node_whose_cpu_lacks_fp16_says_so_and_the_login_node_does_not(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher cannot know the nodes' CPUs, so it takes the job whatever its own CPU can do."""
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv(CPU_FP16, "0")
+    run = submit(
+        *NODES_1, "cluster.processes=2", "strategy=zero1", "precision=fp16", f"cluster.setup=[export {CPU_FP16}=0]"
+    )
+    assert cluster.wait(job_id(run), timeout=120) == "FAILED", said(run)
+    found, here_said = failure(run), str(no_cpu_fp16("zero1")).replace(f"of {socket.gethostname()} ", "of node1 ")
+    assert (found["message"], found["exit_code"]) == (here_said, 2)
+    assert cluster.job(job_id(run))["ExitCode"] == "2:0" and len(attempts(run, "start")) == 1
+
+
+def test_an_sbatch_that_does_not_answer_is_named(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_front(here, monkeypatch, "sbatch", "exec sleep 60")
+    monkeypatch.setattr("dtrain.launchers.slurm.TEST_S", 1)
+    assert main(["launch", *NODES_1, "run_dir=run"]) == 2
+    said = capsys.readouterr().err
+    assert "cluster=slurm: `sbatch --test-only` did not answer within 1 s\n  fix: scontrol ping" in said
+    assert not Path("run").exists()
