@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,8 @@ class Own({base}):
 FORGETS = ("base", "Strategy", "def __init__(self, dp: int = -1, bucket_mb: int = 25): super().__init__(dp=dp)")
 RAISES = ("ddp", "DDP", "def wrap(self, model): raise RuntimeError('no such wire\\nand more')")
 HANGS = ("ddp", "DDP", "def wrap(self, model): time.sleep(99)")
+
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 
 @pytest.fixture(autouse=True)
@@ -102,32 +105,31 @@ def test_what_nobody_named_and_cannot_run_here_is_left_out_aloud(
     assert end.startswith("1 of 1 passed in ") and end.endswith(" s, 1 left out")
 
 
-@pytest.mark.parametrize("fake", ["1", "0"])
-def test_deepspeed_in_fp16_runs_or_is_left_out_as_the_cpu_can(fake: str, tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
-    words = ["strategies=zero1", "processes=2", "train.steps=2", "--json"]
-    environment = os.environ | {"TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(ROOT), CPU_FP16: fake}
-    command = [sys.executable, "-m", "dtrain", "verify", *words]
-    done = subprocess.run(command, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = {row["precision"]: row for row in json.loads(done.stdout) if row["strategy"] == "zero1"}
-    assert {name: row["passed"] for name, row in rows.items()} == {
-        "fp32": True, "bf16": True, "fp16": True if fake == "1" else None, "bf16-pure": None,
-    }  # fmt: skip
-    if fake == "0":
-        reason = str(no_cpu_fp16("zero1")).splitlines()[0]
-        assert rows["fp16"]["left_out"] == reason and f"left out: zero1 at 2 in fp16: {reason}" in done.stderr
-        assert rows["fp16"]["max_loss_diff"] is None and "2 of 2 passed in " in done.stderr
-
-
-def test_what_was_named_and_cannot_run_here_is_a_failure(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("fake", "words", "passed"),
+    [
+        ("1", ["precisions=fp16"], {"fp16": True}),
+        ("0", [], {"fp32": True, "bf16": True, "bf16-pure": None, "fp16": None}),
+        ("0", ["precisions=fp16"], {"fp16": False}),  # it was named
+    ],
+)
+def test_deepspeed_in_fp16_runs_or_is_left_out_as_the_cpu_can(
+    fake: str, words: list[str], passed: dict[str, bool | None], tmp_path: Path
 ) -> None:
-    pytest.importorskip("deepspeed")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv(CPU_FP16, "0")
-    assert main(["verify", "strategies=zero1", "processes=2", "precisions=fp16", "train.steps=1"]) == 3
-    assert lines(capsys)[1].endswith(f"FAIL  {str(no_cpu_fp16('zero1')).splitlines()[0]}")
+    command = [sys.executable, "-m", "dtrain", "verify", "strategies=zero1", "processes=2", "train.steps=1", "--json"]
+    environment = os.environ | {"TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(ROOT), CPU_FP16: fake}
+    environment |= {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True)
+    assert done.returncode == (3 if False in passed.values() else 0), done.stderr
+    rows = {row["precision"]: row for row in json.loads(done.stdout) if row["strategy"] == "zero1"}
+    assert {name: row["passed"] for name, row in rows.items()} == passed
+    ran = [value for value in passed.values() if value is not None]
+    assert f"{sum(ran)} of {len(ran)} passed in " in done.stderr
+    reason = str(no_cpu_fp16("zero1")).splitlines()[0]
+    assert rows["fp16"]["left_out"] == (reason if passed["fp16"] is None else "")
+    assert (f"left out: zero1 at 2 in fp16: {reason}" in done.stderr) is (passed["fp16"] is None)
+    assert rows["fp16"]["reason"] == (reason if passed["fp16"] is False else "")
 
 
 def test_a_strategy_that_forgets_to_average_gradients_fails(capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,12 +234,10 @@ def test_bad_input(
 # ---- what it runs --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fake", ["1", "0"])
-def test_by_default_every_strategy_at_its_two_smallest_sizes(
-    fake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@needs_deepspeed
+def test_by_default_every_strategy_at_its_two_smallest_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv(CPU_FP16, fake)
+    monkeypatch.setenv(CPU_FP16, "0")
     references, cases = plan(Request(STRATEGIES, False, [], [], []), tmp_path)
     assert list(references) == ["fp32", "bf16", "bf16-pure", "fp16"]  # fp8 has no GPU here
     for strategy in STRATEGIES:
@@ -248,7 +248,7 @@ def test_by_default_every_strategy_at_its_two_smallest_sizes(
         assert mine == [("fp32", sizes[0]), ("fp32", sizes[1]), *halves]
     refused = {(case.precision, case.strategy) for case in cases if case.refused}
     others = {strategy for strategy in STRATEGIES if strategy not in ("ddp", "fsdp")}
-    in_fp16 = {("fp16", strategy) for strategy in ("zero1", "zero2", "zero3") if fake == "0"}
+    in_fp16 = {("fp16", strategy) for strategy in ("zero1", "zero2", "zero3")}
     assert refused == {("fp8", "ddp"), *(("bf16-pure", strategy) for strategy in others), *in_fp16}
     for case in (case for case in cases if not case.refused):
         accumulation = case.config["train"]["global_batch_size"] // case.config["train"]["micro_batch_size"]

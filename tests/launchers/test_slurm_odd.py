@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -118,16 +119,15 @@ def test_a_rank_that_cannot_start_is_a_failure_and_no_interruption(here: Path, c
     assert len(attempts(run, "start")) == 1 and attempts(run, "end")[0]["code"] == 3
 
 
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 @pytest.mark.usefixtures("here")
 def test_a_node_whose_cpu_lacks_fp16_says_so_and_the_login_node_does_not(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher cannot know the nodes' CPUs, so it takes the job whatever its own CPU can do."""
-    pytest.importorskip("deepspeed")
     monkeypatch.setenv(CPU_FP16, "0")
-    run = submit(
-        *NODES_1, "cluster.processes=2", "strategy=zero1", "precision=fp16", f"cluster.setup=[export {CPU_FP16}=0]"
-    )
+    where = ["cluster.processes=2", f"cluster.setup=['export {CPU_FP16}=0']"]
+    run = submit(*NODES_1, *where, "strategy=zero1", "precision=fp16")
     assert cluster.wait(job_id(run), timeout=120) == "FAILED", said(run)
     found, here_said = failure(run), str(no_cpu_fp16("zero1")).replace(f"of {socket.gethostname()} ", "of node1 ")
     assert (found["message"], found["exit_code"]) == (here_said, 2)
