@@ -28,6 +28,7 @@ TUNING = (
 )  # fmt: skip
 OURS_ALONE = ("optimizer", "scheduler", "fp16", "bf16")  # a file may repeat what they say, and that is all
 ABANDONED_S = 1800.0
+NVME_OPS = ("async_io", "pin_memory")  # what DeepSpeed builds, or looks at under a lock, for offload to nvme
 SCHEDULES = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}
 
 # Sections and switches that would change the maths, the parallelism or where the masters lie; false or {} is no wish.
@@ -182,7 +183,8 @@ def check_offload(strategy: Mapping[str, Any]) -> None:
         rule = "DeepSpeed compiles its async_io on first use (minutes), and there is no c++ with ninja"
         raise bad("strategy.nvme_path", path, rule, "apt-get install g++ ninja-build, or offload to cpu")
     if lock := abandoned_lock():
-        rule = f"a build of DeepSpeed's async_io was interrupted and left {lock}, for which every rank would wait"
+        name = lock.parent.name
+        rule = f"a build of DeepSpeed's {name} was interrupted and left {lock}, for which every rank would wait"
         raise bad("strategy.nvme_path", path, rule, f"rm {shlex.quote(str(lock))}")
 
 
@@ -190,7 +192,7 @@ def abandoned_lock() -> Path | None:
     """Of torch's builds of extensions, which nobody takes away; a build that goes on is younger (2 to 5 minutes)."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions")
-    for lock in (*root.glob("async_io/lock"), *root.glob("*/async_io/lock")):
+    for lock in (path for name in NVME_OPS for path in (*root.glob(f"{name}/lock"), *root.glob(f"*/{name}/lock"))):
         with contextlib.suppress(OSError):
             if time.time() - lock.stat().st_mtime > ABANDONED_S:
                 return lock

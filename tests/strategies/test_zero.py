@@ -153,12 +153,14 @@ def test_bad_files_and_settings_are_refused_with_a_fix(
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    lock = tmp_path / "torch_extensions" / "py311_cpu" / "async_io" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    check(None, **nvme)  # it may be going on
-    os.utime(lock, (0, 0))
-    refused(f"interrupted and left {lock}", **nvme)
+    for operation in ("async_io", "pin_memory"):
+        lock = tmp_path / "torch_extensions" / "py311_cpu" / operation / "lock"
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+        check(None, **nvme)  # it may be going on
+        os.utime(lock, (0, 0))
+        refused(f"DeepSpeed's {operation} was interrupted and left {lock}", **nvme)
+        lock.unlink()
 
 
 def test_swap_folders_of_the_dead_are_removed_and_of_the_living_kept(tmp_path: Path) -> None:
