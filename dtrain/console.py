@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,11 +136,16 @@ def trusted(run_dir: Path) -> list[str]:
 
 
 def print_summary(
-    run_dir: Path, console: Console | None = None, status: str | None = None, failure: dict[str, Any] | None = None
+    run_dir: Path,
+    console: Console | None = None,
+    status: str | None = None,
+    failure: dict[str, Any] | None = None,
+    attempts: Sequence[str] = (),
 ) -> None:
     """The end of a run on one screen: its figures, what failed, and what to type next.
 
     status, failure: what the caller knows better than the files, of a run that was killed, or on a full disk.
+    attempts: why each attempt of this launch failed.
     """
     console, run_dir = console or stdout_console(), Path(run_dir)
     summary, failure = read_summary(run_dir), failure or read_json(run_dir / "failure.json")
@@ -161,6 +167,8 @@ def print_summary(
         )
     if status in ("failed", "died"):
         _say_failure(console, run_dir, failure if status == "failed" else {})
+    for i, line in enumerate(attempts):
+        say(console, (label("" if i else "attempts"), "dim"), line)
     if failure.get("exit_code") == 2 and not latest_checkpoint(run_dir):
         return  # a bad configuration, and nothing to go on with
     for i, command in enumerate(next_commands(run_dir, status, summary)):
@@ -181,5 +189,7 @@ def _say_failure(console: Console, run_dir: Path, failure: dict[str, Any]) -> No
     message = str(failure.get("message") or failure.get("traceback") or "")
     for line in [line for line in message.splitlines() if line.strip()][-5:]:
         say(console, label(""), line)
+    if failure.get("where"):
+        say(console, (label("at"), "dim"), str(failure["where"]))
     if failure.get("log"):
         say(console, (label("log"), "dim"), short_path(run_dir / str(failure["log"])))

@@ -24,7 +24,7 @@ ATTEMPTS_FILE = "attempts.jsonl"  # each start of a job and how it ended, a line
 STOP_FILE = "stop"  # in the run folder: the launcher's way to ask for a stop; `touch RUN/stop` works too
 
 
-# what a rank says whose peer has gone: gloo, NCCL
+# What a collective of gloo or NCCL reports when a peer has gone. The text alone is no evidence: see causes.py
 LOST_PEER = re.compile(r"(closed|reset) by peer|Broken pipe|Socket Timeout|remote process exited|ncclRemoteError", re.I)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
+from pathlib import Path
 
+from dtrain import diskspace
 from dtrain.config import CONF, flatten, read_yaml
 from dtrain.schema import unknown
 
@@ -23,6 +25,8 @@ def explain(error: BaseException) -> str:
         near = difflib.get_close_matches(option.lower(), options, 1, 0.4)
         fix = f"did you mean {group}={near[0]}? " if near else ""
         return f"{group}={option}: there is no such option\n  fix: {fix}{group} can be {', '.join(options)}"
+    if isinstance(error, OSError) and error.errno in diskspace.FULL:
+        return diskspace.explain(error, Path.cwd()).replace(". Fix: ", "\n  fix: ")
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}\n  fix: check that the path is right, and yours to use"
     if "  fix: " in text:  # ours

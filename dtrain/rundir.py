@@ -6,20 +6,27 @@ import fcntl
 import json
 import os
 import re
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from dtrain import diskspace
+from dtrain.contract import ATTEMPTS_FILE
 from dtrain.words import as_dict
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Write a small JSON file so that a reader sees the old one or the new one, never half."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(values, indent=1) + "\n")
-    os.replace(temporary, path)
+    text = json.dumps(values, indent=1) + "\n"
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise diskspace.describe(error, path, len(text)) from error
 
 
 @contextmanager
@@ -99,6 +106,18 @@ def checkpoints(folder: Path) -> list[Path]:
 def latest_checkpoint(run_dir: Path) -> Path | None:
     """The newest checkpoint that has its manifest, for people to see: only a load finds out whether it is whole."""
     return next((p for p in checkpoints(run_dir / "checkpoints") if (p / "manifest.json").is_file()), None)
+
+
+def newest_step(run_dir: Path) -> int:
+    newest = latest_checkpoint(run_dir)
+    return int(newest.name.removeprefix("step-")) if newest else 0
+
+
+def note_attempt(run_dir: Path, event: Literal["start", "end"], **values: Any) -> None:
+    """Add a line to attempts.jsonl. On a full disk there is none: that must not end what is about to report it."""
+    line = {"event": event, "time": time.time(), "step": newest_step(run_dir), **values}
+    with suppress(OSError), open(run_dir / ATTEMPTS_FILE, "a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 class Tail:

@@ -151,6 +151,8 @@ def print_status(record: Record, data: dict[str, Any], console: Console) -> None
         line("first error", (f"{rank}{failure.get('type') or 'error'}", "bold red"))
         for text in [t for t in str(failure.get("message") or "").splitlines() if t.strip()][-5:]:
             line("", text)
+        if failure.get("where"):
+            line("at", str(failure["where"]))
     for i, path in enumerate(_worth_reading(record, data)):
         line("" if i else "logs", path)
     for i, command in enumerate(data["next"]):
@@ -184,6 +186,8 @@ def _print_place(record: Record, job: dict[str, Any] | None, line: Any) -> None:
 
 def _print_attempts(record: Record, line: Any) -> None:
     attempts = record.attempts
+    if record.job_id is None and len(attempts) < 2:
+        return  # a plain run on this machine: the other lines say it all
     if hidden := max(0, len(attempts) - 8):
         line("attempts", f"{len(attempts)}, the newest being")
     for i, attempt in enumerate(attempts[hidden:], hidden):
@@ -194,7 +198,7 @@ def _print_attempts(record: Record, line: Any) -> None:
         end = "still running" if i == len(attempts) - 1 and record.status == "running" else "killed"
         if ended is not None:
             why = str(attempt["why"] or "").strip().splitlines()
-            end = f"to step {attempt['step']}, {why[0][:80] if why else 'exit code ' + str(attempt['code'])}"
+            end = f"to step {attempt['step']}, {why[0][:200] if why else 'exit code ' + str(attempt['code'])}"
         took = f", {duration(ended - began)}" if began and ended is not None else ""
         line("" if i else "attempts", f"{i + 1}  {when}  {where}  from step {attempt['from_step']} {end}{took}")
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain import config
+from dtrain import causes, config, diskspace
 from dtrain.contract import STOP_FILE, STOP_SIGNALS
 from dtrain.rundir import write_json
 
@@ -140,7 +140,9 @@ def report_failure(run_dir: Path, rank: int, error: BaseException, exit_code: in
     """Leave a note that the launcher reads: of all ranks' notes the earliest is the cause."""
     log.error("rank %d failed", rank, exc_info=error)
     note = {
-        "time": time.time(), "rank": rank, "type": type(error).__name__, "message": str(error), "exit_code": exit_code,
+        "time": time.time(), "rank": rank, "type": type(error).__name__, "exit_code": exit_code,
+        "message": diskspace.explain(error, run_dir), "where": causes.own_line(error),
+        "lost_peer": causes.is_lost_peer(error),
         "log": f"logs/rank-{rank}.log", "traceback": "".join(traceback.format_exception(error)),
     }  # fmt: skip
     try:

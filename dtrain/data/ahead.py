@@ -193,7 +193,10 @@ class _Reader:
 
     def __getitem__(self, request: Request) -> Batch | Exception:
         try:
-            return read(self.dataset, request)
+            # Into shared memory here: a full /dev/shm is an error then. In the queue's own thread, which does it else,
+            # torch drops the batch, and whoever waits for it waits for ever.
+            inputs, targets = read(self.dataset, request)
+            return inputs.share_memory_(), targets.share_memory_()
         except Exception as error:
             error.add_note(f"in a process of the loader:\n{traceback.format_exc()}")
             try:

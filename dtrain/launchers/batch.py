@@ -8,7 +8,6 @@ requeue it by themselves. Each start is noted in attempts.jsonl, and a run that 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shlex
@@ -19,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dtrain import causes
 from dtrain import config as configuration
 from dtrain.comm import profile
 from dtrain.contract import (
@@ -35,7 +35,16 @@ from dtrain.contract import (
 from dtrain.launchers import nsys
 from dtrain.launchers.local import python_path
 from dtrain.launchers.supervisor import Supervisor, failure
-from dtrain.rundir import last_launch, latest_checkpoint, locked, parse_line, read_json, read_summary, write_json
+from dtrain.rundir import (
+    last_launch,
+    locked,
+    newest_step,
+    note_attempt,
+    parse_line,
+    read_json,
+    read_summary,
+    write_json,
+)
 from dtrain.squeue import query
 from dtrain.validate import validate
 
@@ -91,6 +100,9 @@ class Srun(Supervisor):
         except subprocess.TimeoutExpired:
             super().kill(process)
 
+    def place(self) -> dict[str, Any]:
+        return {"job_id": job_id(), "restart": int(os.environ.get("SLURM_RESTART_COUNT", "0")), "nodes": self.nodes}
+
     def killed_ranks(self, said: str) -> list[tuple[int, str]]:
         self.killed_node = killed_node(said, self.cluster["processes"]) if len(self.nodes) > 1 else ""
         return killed_ranks(said)
@@ -114,6 +126,13 @@ def killed_node(said: str, ranks_per_node: int) -> str:
     found = re.search(r"srun: error: (\S+): tasks? (\d+)(?:-(\d+))?: (\w+)", said)
     whole = found and found[4] == "Killed" and int(found[3] or found[2]) - int(found[2]) + 1 == ranks_per_node > 1
     return found[1] if found and whole else ""
+
+
+def silent_nodes(run_dir: Path, nodes: list[str], ranks_per_node: int) -> list[str]:
+    """The nodes none of whose ranks could note why it failed."""
+    notes = {int(path.stem.removeprefix("failure-")) for path in (run_dir / "logs").glob("failure-*.json")}
+    ranks = {node: range(i * ranks_per_node, (i + 1) * ranks_per_node) for i, node in enumerate(nodes)}
+    return [node for node in nodes if notes.isdisjoint(ranks[node])]
 
 
 def srun(cluster: dict[str, Any], nodes: list[str], tasks_per_node: int) -> list[str]:
@@ -175,7 +194,7 @@ class Job:
         summary = read_summary(self.run_dir)
         if summary.get("status") == "done" and summary["steps"] >= last_step:  # queued again after its end
             return DONE
-        self._note("start", job_id=self.id, restart=restart, nodes=self.nodes)
+        note_attempt(self.run_dir, "start", job_id=self.id, restart=restart, nodes=self.nodes)
         idle = idle_starts(self.run_dir)
         if idle > config["cluster"]["max_idle_starts"]:
             why = (
@@ -230,8 +249,10 @@ class Job:
         if self.stopped:  # too early to save: nothing is lost
             return PREEMPTED, "stopped before the ranks had started"
         code = ranks.supervise(self.run_dir, stop=lambda: self.stopped)
-        if code == FAILED and ranks.failure.get("lost_peer"):
-            return PREEMPTED, f"a node was lost: {ranks.failure['message'].splitlines()[0]}"
+        if code == FAILED and ranks.failure.get("lost_peer") and len(nodes) > 1:
+            gone = silent_nodes(self.run_dir, nodes, config["cluster"]["processes"])
+            what = f"a node was lost ({', '.join(gone)})" if gone else "the connection between nodes was lost"
+            return PREEMPTED, f"{what}: {ranks.failure['message'].splitlines()[0]}"
         if code == FAILED and ranks.hung:  # srun hangs at times when a node has just come back
             return PREEMPTED, ranks.failure["message"]
         if code == FAILED and ranks.failure["type"] == "SIGKILL" and not ranks.ranks_began:
@@ -248,7 +269,8 @@ class Job:
     def _end(self, code: int, why: dict[str, Any] | str) -> int:
         """Note how it ended; queue it again when it was interrupted and may go on."""
         text = why if isinstance(why, str) else why["message"]
-        self._note("end", code=code, why=text)
+        cause = causes.one_line(why) if isinstance(why, dict) and why.get("rank") is not None else text
+        note_attempt(self.run_dir, "end", code=code, why=cause)
         if isinstance(why, dict):
             with contextlib.suppress(OSError):  # of a full disk SLURM still has the exit code
                 write_json(self.run_dir / "failure.json", why)
@@ -277,11 +299,6 @@ class Job:
             time.sleep(1 if job else 5)
         say("it could not be queued again; go on with resume=" + shlex.quote(str(self.run_dir)))
 
-    def _note(self, event: str, **values: Any) -> None:
-        line = {"event": event, "time": time.time(), "step": newest_step(self.run_dir), **values}
-        with contextlib.suppress(OSError), open(self.run_dir / ATTEMPTS_FILE, "a") as file:
-            file.write(json.dumps(line) + "\n")
-
 
 def say(text: str) -> None:
     """To batch.log, and not at all on a full disk: that must not end what is about to say so."""
@@ -295,16 +312,15 @@ def job_id() -> str:
     return f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
 
 
-def newest_step(run_dir: Path) -> int:
-    newest = latest_checkpoint(run_dir)
-    return int(newest.name.removeprefix("step-")) if newest else 0
-
-
 def idle_starts(run_dir: Path) -> int:
-    """How many starts of the newest job in a row, the newest included, began at the same checkpoint."""
+    """How many starts of the newest job in a row, the newest included, began at the same checkpoint.
+
+    Restarts inside of a job (cluster.max_restarts) have their own limit, and do not count.
+    """
     path = run_dir / ATTEMPTS_FILE
     lines = [parse_line(line) for line in path.read_bytes().splitlines()] if path.exists() else []
-    starts = [(line.get("job_id"), line.get("step")) for line in reversed(lines) if line.get("event") == "start"]
+    outer = [line for line in reversed(lines) if line.get("event") == "start" and not line.get("attempt")]
+    starts = [(line.get("job_id"), line.get("step")) for line in outer]
     return next((i for i, start in enumerate(starts) if start != starts[0]), len(starts))
 
 

@@ -12,13 +12,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from dtrain import causes
 from dtrain import config as configuration
 from dtrain.comm import profile
 from dtrain.config import bad
-from dtrain.contract import PREFLIGHT, SOCKETS, short_tmp
+from dtrain.contract import DONE, PREEMPTED, PREFLIGHT, SOCKETS, short_tmp
 from dtrain.launchers import nsys
 from dtrain.launchers.supervisor import Supervisor
 from dtrain.profile import rules as profiling
+from dtrain.rundir import note_attempt, read_summary
 
 
 class Local:
@@ -87,7 +89,17 @@ class Torchrun(Supervisor):
         # for what the ranks' processes and torchrun itself would leave behind
         with tempfile.TemporaryDirectory(prefix="dtrain-", dir=short_tmp(), ignore_cleanup_errors=True) as folder:
             self.folder = folder
-            return self.supervise(run_dir)
+            if self.node_rank:
+                return self.supervise(run_dir)
+            note_attempt(run_dir, "start", **self.place())
+            code = self.supervise(run_dir)
+            ended = read_summary(run_dir).get("status", "")
+            why = ended if code in (DONE, PREEMPTED) else causes.one_line(self.failure)
+            note_attempt(run_dir, "end", code=code, why=why)
+            return code
+
+    def place(self) -> dict[str, Any]:
+        return {"nodes": [socket.gethostname()]}
 
     def killed_ranks(self, said: str) -> list[tuple[int, str]]:
         return killed_ranks(said)

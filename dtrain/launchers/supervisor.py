@@ -11,7 +11,6 @@ import functools
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -20,10 +19,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from dtrain import causes, diskspace
 from dtrain.console import print_summary
-from dtrain.contract import DONE, FAILED, LOST_PEER, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent, slowness
+from dtrain.contract import DONE, FAILED, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent, slowness
 from dtrain.monitor import Monitor
-from dtrain.rundir import latest_checkpoint, read_summary, write_json
+from dtrain.rundir import latest_checkpoint, note_attempt, read_summary, write_json
 from dtrain.words import short_path
 
 PEERS_S = 5.0  # how long the other ranks may take to end after one has failed, on a machine that is not busy
@@ -47,6 +47,7 @@ class Supervisor:
         self.stop_requested_at = math.inf
         self.end_at_once = self.ranks_began = self.hung = False
         self.failure: dict[str, Any] = {}
+        self.failures: list[dict[str, Any]] = []  # of each attempt that failed, this one included
 
     # ---- what a subclass says --------------------------------------------------------------------------------
 
@@ -86,16 +87,37 @@ class Supervisor:
             with Monitor(run_dir) as monitor:
                 for attempt in range(self.max_restarts + 1):
                     again = f", restart {attempt} of {self.max_restarts} {origin(run_dir)}" if attempt else ""
+                    if attempt:
+                        self._note_restart(run_dir, attempt, monitor)
                     monitor.message(f"starting {self.num_ranks} ranks{again}; logs in {short_path(run_dir / 'logs')}")
                     code = self._run_once(run_dir, monitor)
+                    self.failures += [self.failure] if code not in (DONE, PREEMPTED) else []
                     if code != FAILED or self.stop_requested_at < math.inf:  # a bad configuration does not get better
                         break
             failed = code not in (DONE, PREEMPTED)
-            print_summary(run_dir, status="failed" if failed else None, failure=self.failure if failed else None)
+            print_summary(
+                run_dir,
+                status="failed" if failed else None,
+                failure=self.failure if failed else None,
+                attempts=causes.distinct(self.failures) if len(self.failures) > 1 else [],
+            )
             return code
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _note_restart(self, run_dir: Path, attempt: int, monitor: Monitor) -> None:
+        """Keep why the attempt before ended, on the screen and in the run folder: its notes are removed now."""
+        why = causes.one_line(self.failure)
+        monitor.message(f"attempt {attempt} failed: {why}")
+        if self.node_rank == 0:
+            cause = {key: value for key, value in self.failure.items() if key != "traceback"}  # that is in the log
+            note_attempt(run_dir, "end", code=self.failure["exit_code"], why=why, failure=cause)
+            note_attempt(run_dir, "start", attempt=attempt, **self.place())
+
+    def place(self) -> dict[str, Any]:
+        """Where the ranks run, for attempts.jsonl."""
+        raise NotImplementedError
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """The first signal asks for a stop. Schedulers send several; only a second Ctrl-C, later, is impatience."""
@@ -180,8 +202,8 @@ class Supervisor:
 
     def _silence(self, run_dir: Path, returncode: int, said: str) -> dict[str, Any]:
         log = f"logs/{self.log_name}"
-        if shutil.disk_usage(run_dir).free < 2**20:
-            return failure(None, "disk", f"the disk of {run_dir} is full. Fix: make room, then resume", log)
+        if full := diskspace.shortage(run_dir, 2**20):
+            return failure(None, "disk", f"{full}, then resume", log)
         tail = "\n".join(said.splitlines()[-15:])
         return failure(None, "launch", f"{Path(self.log_name).stem} ended with {returncode}\n{tail}", log)
 
@@ -198,14 +220,14 @@ def first_failure(run_dir: Path, killed: Sequence[tuple[int, str]] = ()) -> dict
     """
     notes = [json.loads(p.read_text()) for p in (run_dir / "logs").glob("failure-*.json")]
     notes.sort(key=lambda note: note["time"])
-    causes = [note for note in notes if not LOST_PEER.search(note["message"])]
-    if causes:
-        return dict(causes[0])
+    own = [note for note in notes if not note.get("lost_peer")]
+    if own:
+        return dict(own[0])
     for rank, name in killed:
-        hint = " (out of memory?)" if name == "SIGKILL" else ""
+        hint = {"SIGKILL": " (out of memory?)", "SIGBUS": f". {diskspace.shared_memory()}"}.get(name, "")
         how = f"was killed by {name}{hint}" if name.startswith("SIG") else f"ended with {name} and left no note"
         return failure(rank, name, f"the process {how}", f"logs/rank-{rank}.log")
-    return dict(notes[0], lost_peer=True) if notes else None
+    return dict(notes[0]) if notes else None
 
 
 def failure(rank: int | None, kind: str, message: str, log: str) -> dict[str, Any]:

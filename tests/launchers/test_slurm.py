@@ -22,6 +22,7 @@ from dtrain.config import load, save
 from dtrain.contract import CANCELLED_FILE
 from dtrain.launch import wait_for_node_0
 from dtrain.launchers import batch
+from dtrain.rundir import note_attempt
 from tests import slurm, slurm_runs
 from tests.launchers.test_local import assert_no_orphans, ranks_of
 from tests.patience import patience
@@ -316,6 +317,8 @@ def supervisors_of(run: Path) -> list[int]:
         # the one that holds the store, through which the others find each other
         pytest.param(NODES_2, 0, "os.kill(os.getpid(), signal.SIGKILL)", 3, "by SIGKILL", marks=pytest.mark.slow),
         pytest.param(NODES_2, 1, "raise RuntimeError('it exploded')", 3, "it exploded", marks=pytest.mark.slow),
+        # what a lost node makes gloo say, but raised by data code of the user
+        (NODES_2, 1, "raise ConnectionResetError(104, 'Connection reset by peer')", 3, "Connection reset by peer"),
         (NODES_1, 0, "raise ValueError('data.path=x: is not whole\\n  fix: copy it again')", 2, "fix: copy it again"),
     ],
 )
@@ -512,6 +515,22 @@ def test_the_first_rank_that_was_killed(said: str, found: list[tuple[int, str]])
 )
 def test_a_node_whose_ranks_were_killed_at_once(said: str, ranks: int, found: str) -> None:
     assert batch.killed_node(said, ranks) == found
+
+
+def test_a_node_is_lost_if_none_of_its_ranks_left_a_note(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for rank in (0, 3):
+        (tmp_path / "logs" / f"failure-{rank}.json").write_text("{}")
+    assert batch.silent_nodes(tmp_path, ["a", "b", "c"], 2) == ["c"]
+    assert batch.silent_nodes(tmp_path, ["a", "b"], 2) == []
+
+
+def test_a_restart_inside_of_a_job_is_no_idle_start(tmp_path: Path) -> None:
+    for attempt in (0, 1, 2):
+        note_attempt(tmp_path, "start", job_id="7", attempt=attempt)
+    assert batch.idle_starts(tmp_path) == 1
+    note_attempt(tmp_path, "start", job_id="7")
+    assert batch.idle_starts(tmp_path) == 2
 
 
 def test_the_port_of_rank_0_is_not_one_for_outgoing_connections() -> None:

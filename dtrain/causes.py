@@ -1,0 +1,93 @@
+"""Why an attempt of a run ended: what the error itself proves, and every cause on one line.
+
+Launcher and ranks import this file, so it does not import torch.
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from collections.abc import Iterator, Sequence
+from opcode import opmap
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dtrain.contract import LOST_PEER
+
+GLOO = re.compile(r"\[[^\]\n]*\bgloo/[^\]\n]*:\d+\]")  # gloo's errors begin with their place in its C++ source
+RAISE = opmap["RAISE_VARARGS"]
+FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')  # of a traceback that is text
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Did a collective of torch.distributed fail because another rank's connection ended?
+
+    The words of a message prove nothing: data code of the user meets "Connection reset by peer", too. So it must be an
+    error that torch's C++ code raised, of c10d's own types or with gloo's place in front, not a Python statement.
+    """
+    return any(_is_of_collective(e) and LOST_PEER.search(str(e)) for e in chain(error))
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    kind = type(error)
+    own = kind.__module__ == "torch.distributed" and kind.__name__.startswith("Dist")
+    return (own or (kind is RuntimeError and bool(GLOO.search(str(error))))) and not _raised_by_python(error)
+
+
+def _raised_by_python(error: BaseException) -> bool:
+    """Is the innermost frame at a `raise`? What C++ code throws comes out of a call."""
+    innermost = _innermost(error.__traceback__)
+    return innermost is None or innermost.tb_frame.f_code.co_code[innermost.tb_lasti] == RAISE
+
+
+def _innermost(traceback: TracebackType | None) -> TracebackType | None:
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and those that led to it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def own_line(error: BaseException) -> str:
+    """`file:line, in function` of the user's own code that raised it; "" when no such code is in its traceback."""
+    frames = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        frames.append((code.co_filename, str(traceback.tb_lineno), code.co_name))
+        traceback = traceback.tb_next
+    for text in getattr(error, "__notes__", []):  # a loader's process: its traceback travels as text
+        frames += FRAME.findall(text)
+    paths = sysconfig.get_paths()
+    theirs = ("<", str(Path(__file__).parent), *(paths[key] for key in ("stdlib", "purelib", "platlib")))
+    own = [frame for frame in frames if not frame[0].startswith(theirs)]
+    return f"{own[-1][0]}:{own[-1][1]}, in {own[-1][2]}" if own else ""
+
+
+def one_line(failure: dict[str, Any]) -> str:
+    """`rank 1: RuntimeError: the first line of its message (logs/rank-1.log)`."""
+    rank = f"rank {failure['rank']}: " if failure.get("rank") is not None else ""
+    lines = str(failure.get("message") or "").strip().splitlines()
+    log = f" ({failure['log']})" if failure.get("log") else ""
+    return f"{rank}{failure.get('type') or 'error'}: {lines[0][:200] if lines else 'no message'}{log}"
+
+
+def distinct(failures: Sequence[dict[str, Any]]) -> list[str]:
+    """The cause of each attempt; those that several had in common once."""
+    attempts: dict[str, list[int]] = {}
+    for number, failure in enumerate(failures, 1):
+        attempts.setdefault(one_line(failure), []).append(number)
+    return [f"attempt{'s' if len(n) > 1 else ''} {_numbers(n)}: {line}" for line, n in attempts.items()]
+
+
+def _numbers(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:5]))
+    return f"{shown} and {len(numbers) - 5} more" if len(numbers) > 5 else shown
