@@ -50,6 +50,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
+    is_process = argv is None
     argv = sys.argv[1:] if argv is None else argv
     command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if command in ("-h", "--help", "help"):
@@ -59,8 +60,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"dtrain {__version__}")
         return 0
     thresholds = gc.get_threshold()
-    if command == "plan":
-        gc.set_threshold(200_000)  # so many objects stay that looking through them is a tenth of a plan
+    if command in ("plan", "launch"):
+        gc.set_threshold(200_000)  # so many objects stay that looking through them is a tenth of the time
     try:
         if command not in COMMANDS:
             import difflib
@@ -88,6 +89,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     finally:
         gc.set_threshold(*thresholds)
+        if is_process:
+            gc.freeze()  # it ends now: a last search for garbage would take a tenth of a launch
 
 
 def sample(argv: list[str]) -> int:

@@ -30,7 +30,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-from dtrain import console, losses, runs, sweeps
+from dtrain import composed, console, losses, runs, sweeps
 from dtrain.arguments import AUTO, prepare_arguments, read_config
 from dtrain.config import CONF, bad, build, ranks_per_node, redact, save
 from dtrain.contract import BAD_CONFIG, CANCELLED_FILE, DONE, FAILED, PREEMPTED, PREFLIGHT
@@ -79,7 +79,8 @@ def start(argv: list[str]) -> list[tuple[int, Path]]:
         sys.argv = ["launch.py", *prepare_arguments(argv)]
         OmegaConf.register_new_resolver("dtrain.slug", slug, replace=True)
         task = functools.wraps(run)(lambda cfg: ended.append((run(cfg, argv), Path(cfg.run_dir))))
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
+        with composed.mode_known(sys.argv[1:]):
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
     except SystemExit as stop:
         if stop.__cause__ is not None:  # the gate's way to be heard
             raise stop.__cause__ from None

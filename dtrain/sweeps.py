@@ -11,7 +11,7 @@ from typing import TextIO
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, open_dict, read_write
 
-from dtrain import records
+from dtrain import composed, records
 from dtrain.config import bad, build, load
 from dtrain.rundir import last_launch, read_json, write_json
 
@@ -33,6 +33,7 @@ def jobs_of(config: DictConfig) -> Iterator[DictConfig]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     loader = GlobalHydra.instance().config_loader()
+    composed.keep_jobs(loader)
     overrides = OverridesParser.create(loader).parse_overrides(list(config.hydra.overrides.task))
     folder = Path(config.hydra.sweep.dir)  # asked of this config, which is the sweeper's: its ${now:} is settled here
     jobs = [job for batch in BasicSweeper.split_arguments(overrides, None) for job in batch]
