@@ -45,13 +45,13 @@ def test_a_command_is_composed_once(counted: list[str]) -> None:
 
 
 def test_a_job_of_a_sweep_is_composed_once(counted: list[str], tmp_path: Path) -> None:
-    words = ["train.seed=1,2,3,4", "model=gpt2-tiny,llama-tiny"]
+    words = ["train.seed=1,3", "model=gpt2-tiny,llama-tiny"]
     assert main(["launch", "-m", *words, "hydra.sweep.dir=sweep"]) == 0
-    assert counted.count("composed") == 1 + 8
+    assert counted.count("composed") == 1 + 4
     # for the sweep itself, and for all of its jobs together: conf/ has some 15 files that such a job needs
     assert counted.count("read") < 40, "each job reads conf/ anew"
     found = {(config["train"]["seed"], config["choices"]["model"]) for config in configs(tmp_path / "sweep")}
-    assert found == {(seed, model) for seed in (1, 2, 3, 4) for model in ("gpt2-tiny", "llama-tiny")}
+    assert found == {(seed, model) for seed in (1, 3) for model in ("gpt2-tiny", "llama-tiny")}
 
     # beside each job, the same as a command of its own
     assert main(["launch", "train.seed=3", "model=llama-tiny", "run_dir=alone"]) == 0
