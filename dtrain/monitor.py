@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain.console import say, stdout_console
-from dtrain.rundir import Tail, launch_time, parse_line, read_json
+from dtrain.rundir import Tail, parse_line, read_json
 from dtrain.words import as_dict, duration, gib, loss_text, number, percent, perplexity, short_path, si
 
 if TYPE_CHECKING:
@@ -95,12 +95,13 @@ class Monitor:
         self.summary_path = self.run_dir / "summary.json"
         self.summary_seen: tuple[int, int, int] | None = None
         # A resumed run starts with the files of its last attempt, perhaps with "running" in them when that
-        # was killed. They are history until they change. One second: file times are coarser than clocks.
-        since = (launch_time(read_json(self.run_dir / "launch.json")) or 0.0) - 1
+        # was killed. They are history until they change. The launch is dated by its file's time, not by what the
+        # file says: that is the launcher's clock, which may be a minute away from the file server's.
+        launched = self._signature(self.run_dir / "launch.json")
         self.history = {}
         for path in (self.summary_path, self.tail.path):
             signature = self._signature(path)
-            if signature and signature[0] < since * 1e9:
+            if signature and launched and signature[0] < launched[0]:
                 self.history[path] = signature
 
     def __enter__(self) -> Monitor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.contract import ATTEMPTS_FILE, CANCELLED_FILE
-from dtrain.rundir import last_launch, launch_time, parse_line, read_json, read_summary
+from dtrain.rundir import file_clock, last_launch, launch_time, parse_line, read_json, read_summary
 from dtrain.squeue import Job, query
 from dtrain.words import as_dict, number
 
@@ -107,8 +106,7 @@ class Record:
         """Whether the newest launch has started: until then the files speak of the one before."""
         if self.job_id is None or (not self.attempts and self.num_launches < 2):
             return bool(self.summary)
-        since = launch_time(self.launches) or 0.0
-        return any(str(a["job_id"]) == self.job_id or (number(a["started"]) or 0) >= since > 0 for a in self.attempts)
+        return any(str(a["job_id"]) == self.job_id for a in self.attempts)
 
     @property
     def said(self) -> str | None:
@@ -197,7 +195,7 @@ class Record:
                 return "died"
             except (OSError, OverflowError):
                 pass  # someone else's process: alive
-        return word if word != "queued" and time.time() - self.last_sign < QUIET_S else word + "?"
+        return word if word != "queued" and self.quiet_s < QUIET_S else word + "?"
 
     @property
     def last_sign(self) -> float:
@@ -209,6 +207,11 @@ class Record:
             except OSError:
                 pass
         return max(times)
+
+    @property
+    def quiet_s(self) -> float:
+        """For how long it wrote nothing, by the clock that dates its files."""
+        return file_clock(self.run_dir) - self.last_sign
 
     def row(self) -> dict[str, Any]:
         """The run by the keys of the tables."""

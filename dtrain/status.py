@@ -100,7 +100,7 @@ def reason(record: Record) -> str:
     if status == "cancelled":
         return "by dtrain cancel" if record.cancel_asked else "not by dtrain"
     if record.cancel_asked and record.is_live:
-        return f"asked to end {duration(time.time() - record.cancel_asked)} ago"
+        return f"asked to end {duration(max(0.0, time.time() - record.cancel_asked))} ago"
     if job and job.state == "GONE":
         return "SLURM does not know its job any more" if status in ("died", "preempted") else ""
     odd = job and (status in ("died", "preempted") or job.state not in ("RUNNING", "COMPLETED", "FAILED"))
@@ -134,7 +134,7 @@ def print_status(record: Record, data: dict[str, Any], console: Console) -> None
         fields += [f"{si(data['tokens_per_s'])} tok/s"] if data["tokens_per_s"] is not None else []
         fields += [f"ETA {duration(data['eta_s'])}"] if data["eta_s"] is not None else []
         line("progress", "  ".join(fields))
-    if data["status"].startswith("running") and (quiet := time.time() - data["last_sign"]) > 60:
+    if data["status"].startswith("running") and (quiet := record.quiet_s) > 60:
         line("", (f"nothing new for {duration(quiet)}", "yellow"))
     if data["checkpoint"]:
         line("checkpoint", short_path(Path(data["checkpoint"])))

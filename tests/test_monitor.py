@@ -143,6 +143,21 @@ def test_resume_hides_the_history(tmp_path: Path) -> None:
     assert [line[:14] for line in lines(out)[5:]] == ["step  101/1000"]
 
 
+@pytest.mark.parametrize("skew", [-60, 60])
+def test_history_is_told_by_the_file_servers_clock(skew: int, tmp_path: Path) -> None:
+    """The launcher's clock, which launch.json quotes, is a minute away from the one that dates the files."""
+    launched = datetime.now().astimezone().isoformat()
+    written = time.time() + skew
+    write(tmp_path, "launch.json", {"launches": [{"time": launched}]})
+    write(tmp_path, "summary.json", {**RUNNING, "model": "of the attempt before" if skew > 0 else "of this one"})
+    os.utime(tmp_path / "launch.json", (written, written))
+    os.utime(tmp_path / "summary.json", (written + (-5 if skew > 0 else 5),) * 2)
+    out = plain()
+    with Monitor(tmp_path, out) as monitor:
+        monitor.poll()
+    assert ("of this one" in text(out)) == (skew < 0) and "of the attempt before" not in text(out)
+
+
 def test_restart_while_watching(tmp_path: Path) -> None:
     write(tmp_path, "summary.json", RUNNING)
     out = plain()

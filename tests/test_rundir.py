@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.rundir import Tail
@@ -51,6 +51,7 @@ def test_tail_knows_a_replaced_file_with_the_same_beginning(tmp_path: Path) -> N
     assert tail.read() == ([b"two"], False)
 
 
+@settings(deadline=None)  # on a busy machine one example may take long
 @given(st.binary(max_size=200), st.lists(st.integers(0, 60)))
 def test_tail_loses_nothing_however_the_writes_are_cut(tmp_path_factory: Any, data: bytes, cuts: list[int]) -> None:
     path = tmp_path_factory.getbasetemp() / "tail"

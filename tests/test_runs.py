@@ -301,3 +301,15 @@ def test_command_refuses(argv: list[str], message: str, capsys: pytest.CaptureFi
     assert main(argv) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith(f"error: {message}") and "\n  fix: " in shown.err and shown.out == ""
+
+
+@pytest.mark.parametrize("skew", [-3600, 3600])
+def test_a_reader_with_a_wrong_clock_does_not_doubt_a_run(skew: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long a run was quiet is told by the clock that dates its files."""
+    make("outputs/fresh", launch={"host": "another-host"}, status="running")
+    old = make("outputs/quiet", launch={"host": "another-host"}, status="running")
+    for name in ("summary.json", "launch.json"):
+        os.utime(old / name, (time.time() - 1800,) * 2)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + skew)
+    assert {Path(run["path"]).name: run["status"] for run in list_runs()} == {"fresh": "running", "quiet": "running?"}

@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,11 +22,14 @@ from typing import Any
 from dtrain import causes, diskspace
 from dtrain.console import print_summary
 from dtrain.contract import DONE, FAILED, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent, slowness
+from dtrain.launchers.attempt_files import AttemptFiles
 from dtrain.monitor import Monitor
 from dtrain.rundir import latest_checkpoint, note_attempt, read_summary, write_json
 from dtrain.words import short_path
 
 PEERS_S = 5.0  # how long the other ranks may take to end after one has failed, on a machine that is not busy
+TICK_S = 0.05  # between two looks at the process and at signals, which cost no access to a file system
+LOOK_S = 1.0  # at most between two looks at files; a run that has just started is looked at more often
 
 
 def origin(run_dir: Path) -> str:
@@ -45,7 +48,7 @@ class Supervisor:
     def __init__(self, num_ranks: int, max_restarts: int, grace_s: int) -> None:
         self.num_ranks, self.max_restarts, self.grace_s = num_ranks, max_restarts, grace_s
         self.stop_requested_at = math.inf
-        self.end_at_once = self.ranks_began = self.hung = False
+        self.end_at_once = self.ranks_began = self.stepped = self.hung = False
         self.failure: dict[str, Any] = {}
         self.failures: list[dict[str, Any]] = []  # of each attempt that failed, this one included
 
@@ -132,7 +135,7 @@ class Supervisor:
         if self.node_rank == 0:
             for old in (run_dir / STOP_FILE, run_dir / "failure.json", *logs.glob("failure-*.json")):
                 old.unlink(missing_ok=True)
-        past = read_summary(run_dir)
+        past, files = read_summary(run_dir), AttemptFiles(run_dir)
         with open(logs / self.log_name, "ab") as log:
             position = log.tell()
             process = subprocess.Popen(
@@ -145,7 +148,7 @@ class Supervisor:
                 preexec_fn=functools.partial(_tie_to, os.getpid()),
             )
         try:
-            killed_because = self._watch(process, run_dir, monitor)
+            killed_because = self._watch(process, run_dir, monitor, files)
         finally:
             if process.poll() is None:  # we are being torn down ourselves: take everything along
                 self.kill(process)
@@ -166,19 +169,19 @@ class Supervisor:
                 write_json(run_dir / "summary.json", summary | {"status": "failed"})
         return int(self.failure["exit_code"])
 
-    def _watch(self, process: subprocess.Popen[bytes], run_dir: Path, monitor: Monitor) -> str:
+    def _watch(self, process: subprocess.Popen[bytes], run_dir: Path, monitor: Monitor, files: AttemptFiles) -> str:
         """Show progress until the ranks have ended. If they had to be killed, on whose account."""
         deadline = math.inf
         because = ""
-        began, started, stepped = time.time(), time.monotonic(), False
-        self.ranks_began = False
+        started, look_at, failed = time.monotonic(), 0.0, False
+        self.ranks_began = self.stepped = False
         while process.poll() is None:
-            monitor.poll()
             now = time.monotonic()
-            self.ranks_began = self.ranks_began or any(changed((run_dir / "logs").glob("rank-*.log"), began))
-            if not stepped and changed(run_dir.glob("metrics.jsonl"), began):
-                stepped = True
-                self.on_first_step(run_dir)
+            if now >= look_at:
+                monitor.poll()
+                self._look(run_dir, files)
+                failed = failed or files.has_failed()
+                look_at = now + min(LOOK_S, (now - started) / 20)
             if not because and self.stop_requested_at < math.inf:
                 (run_dir / STOP_FILE).touch()
                 self.on_stop()
@@ -186,8 +189,8 @@ class Supervisor:
                 monitor.message(
                     f"stop requested: saving after this step, within {self.grace_s} s (Ctrl-C: end at once)"
                 )
-            elif deadline == math.inf and any(changed((run_dir / "logs").glob("failure-*.json"), began)):
-                deadline = now + PEERS_S * slowness()  # a rank has failed; its peers may wait for it for ever
+            elif deadline == math.inf and failed:
+                deadline = now + PEERS_S * slowness()  # its peers may wait for it for ever
             elif now > started + self.start_s and not self.ranks_began:
                 self.hung = True
                 deadline, because = now, f"no rank had started after {now - started:.0f} s (cluster.start_s)"
@@ -197,8 +200,15 @@ class Supervisor:
                 self.kill(process)  # its ranks die with it, see die_with_parent
                 process.wait()
                 return because
-            time.sleep(0.05)
+            time.sleep(TICK_S)
+        self._look(run_dir, files)
         return ""
+
+    def _look(self, run_dir: Path, files: AttemptFiles) -> None:
+        self.ranks_began = self.ranks_began or files.has_started()
+        if not self.stepped and files.has_stepped():
+            self.stepped = True
+            self.on_first_step(run_dir)
 
     def _silence(self, run_dir: Path, returncode: int, said: str) -> dict[str, Any]:
         log = f"logs/{self.log_name}"
@@ -208,18 +218,15 @@ class Supervisor:
         return failure(None, "launch", f"{Path(self.log_name).stem} ended with {returncode}\n{tail}", log)
 
 
-def changed(paths: Iterable[Path], since: float) -> list[Path]:
-    """Those that were written to in this attempt. One second: file times are coarser than clocks."""
-    return [path for path in paths if path.stat().st_mtime >= since - 1]
-
-
 def first_failure(run_dir: Path, killed: Sequence[tuple[int, str]] = ()) -> dict[str, Any] | None:
     """Which rank failed first, and why: from the ranks' own notes, or from their starter when a rank was killed.
 
     A rank that is killed leaves no note, but its peers do, about the lost connection; then the killed one is named.
     """
-    notes = [json.loads(p.read_text()) for p in (run_dir / "logs").glob("failure-*.json")]
-    notes.sort(key=lambda note: note["time"])
+    found = [(p.stat().st_mtime_ns, json.loads(p.read_text())) for p in (run_dir / "logs").glob("failure-*.json")]
+    # first by the file server's clock: those of two nodes may differ by more than the times of two failures
+    found.sort(key=lambda one: (one[0], one[1]["time"]))
+    notes = [note for _, note in found]
     own = [note for note in notes if not note.get("lost_peer")]
     if own:
         return dict(own[0])

@@ -14,13 +14,13 @@ import os
 import shlex
 import shutil
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dtrain.config import bad, flatten
 from dtrain.mesh import MeshSizes
+from dtrain.rundir import file_clock
 
 TUNING = (
     "overlap_comm", "reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size",
@@ -194,7 +194,7 @@ def abandoned_lock() -> Path | None:
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions")
     for lock in (path for name in NVME_OPS for path in (*root.glob(f"{name}/lock"), *root.glob(f"*/{name}/lock"))):
         with contextlib.suppress(OSError):
-            if time.time() - lock.stat().st_mtime > ABANDONED_S:
+            if file_clock(lock.parent) - lock.stat().st_mtime > ABANDONED_S:
                 return lock
     return None
 

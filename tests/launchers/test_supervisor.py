@@ -1,0 +1,120 @@
+"""The supervisor against file servers whose clock is not its own, and beside the logs of a thousand ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dtrain.launchers import attempt_files
+from dtrain.launchers.attempt_files import AttemptFiles
+from dtrain.launchers.supervisor import Supervisor, first_failure
+
+# What a rank writes, dated by a file server whose clock is SKEW seconds away from the supervisor's.
+RANK = """
+import os, time
+def write(name, text):
+    with open(name, "a") as file:
+        file.write(text)
+    os.utime(name, (time.time() + {skew},) * 2)
+"""
+HEALTHY = """
+write("logs/rank-0.log", "rank 0")
+time.sleep(2.5)
+write("summary.json", '{"status": "done"}')
+"""
+
+
+class Ranks(Supervisor):
+    """Starts a program in place of the ranks."""
+
+    log_name = "ranks.log"
+
+    def __init__(self, program: str, skew: float, start_s: float) -> None:
+        super().__init__(1, 0, 5)
+        self.program, self.start_s = RANK.format(skew=skew) + program, start_s
+
+    def command(self, run_dir: Path) -> list[str]:
+        return [sys.executable, "-S", "-c", f"import os; os.chdir({str(run_dir)!r})\n{self.program}"]
+
+    def environment(self) -> dict[str, str]:
+        return {}
+
+    def killed_ranks(self, log: str) -> list[tuple[int, str]]:
+        return []
+
+
+def resumed_run(run_dir: Path, skew: float) -> Path:
+    """A run folder with the log of an earlier attempt, written a moment ago."""
+    (run_dir / "logs").mkdir()
+    old = run_dir / "logs" / "rank-0.log"
+    old.write_text("the attempt before\n")
+    os.utime(old, (time.time() + skew - 0.1,) * 2)
+    return run_dir
+
+
+@pytest.mark.parametrize("skew", [-60, 60])
+def test_a_healthy_run_is_left_alone_whatever_the_clocks_say(skew: int, tmp_path: Path) -> None:
+    ranks = Ranks(HEALTHY, skew, start_s=2)
+    assert ranks.supervise(resumed_run(tmp_path, skew)) == 0, ranks.failure
+    assert ranks.ranks_began and not ranks.hung
+
+
+@pytest.mark.parametrize("skew", [-60, 60])
+def test_ranks_that_never_start_are_noticed_whatever_the_clocks_say(skew: int, tmp_path: Path) -> None:
+    ranks = Ranks("time.sleep(600)", skew, start_s=0.5)
+    assert ranks.supervise(resumed_run(tmp_path, skew)) == 3
+    assert ranks.hung and not ranks.ranks_began, "the log of the attempt before is not a sign of life"
+
+
+def test_a_failed_rank_ends_peers_that_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtrain.launchers.supervisor.PEERS_S", 0.2)
+    note = {"time": 1.0, "rank": 7, "type": "E", "message": "it broke", "exit_code": 3, "log": "l", "traceback": ""}
+    fails = f"write('logs/failure-7.json', {json.dumps(note)!r})\ntime.sleep(600)"
+    ranks = Ranks(HEALTHY.partition("time.sleep")[0] + fails, -60, start_s=10)
+    assert ranks.supervise(resumed_run(tmp_path, -60)) == 3
+    assert ranks.failure["message"] == "it broke"
+
+
+def test_the_first_failure_is_first_by_the_servers_clock(tmp_path: Path) -> None:
+    """Node b's clock is an hour behind, so its note claims to be older; the file server saw it later."""
+    (tmp_path / "logs").mkdir()
+    for rank, said, written in ((0, 5000.0, 100.0), (1, 1400.0, 101.0)):
+        path = tmp_path / "logs" / f"failure-{rank}.json"
+        path.write_text(json.dumps({"time": said, "rank": rank, "message": f"error of {rank}"}))
+        os.utime(path, (written, written))
+    found = first_failure(tmp_path)
+    assert found and found["rank"] == 0
+
+
+def test_a_thousand_logs_are_not_listed_while_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "logs").mkdir()
+    for rank in range(1024):
+        (tmp_path / "logs" / f"rank-{rank}.log").touch()
+    os.utime(tmp_path / "logs", (1e9, 1e9))  # the next change is not in the same tick of the file system's clock
+    now = 1000.0
+    monkeypatch.setattr(attempt_files.time, "monotonic", lambda: now)
+    files = AttemptFiles(tmp_path)
+    calls = {"listdir": 0, "stat": 0}
+
+    def counted(name: str) -> None:
+        real = getattr(os, name)
+
+        def call(*arguments: object, **more: object) -> object:
+            calls[name] += 1
+            return real(*arguments, **more)
+
+        monkeypatch.setattr(os, name, call)
+
+    counted("listdir")
+    counted("stat")
+    for _ in range(100):  # of a second each
+        assert not files.has_failed()
+        now += 1
+    assert calls == {"listdir": 2 + 3, "stat": 100}, "a listing or two at first, then one in 30 s; one stat a second"
+    (tmp_path / "logs" / "failure-9.json").write_text("{}")
+    assert files.has_failed(), "seen at the next look"
