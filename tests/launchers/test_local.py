@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -208,6 +209,19 @@ def test_resume_under_another_strategy_and_world_size(tmp_path: Path) -> None:
     launches = json.loads((tmp_path / "run" / "launch.json").read_text())["launches"]
     assert [entry["choices"]["strategy"] for entry in launches] == ["ddp", "fsdp"]
     assert os.stat(tmp_path / "run").st_mode & 0o777 == 0o700
+
+
+def test_a_host_name_that_does_not_resolve_costs_nothing(tmp_path: Path) -> None:
+    """torchrun hands the ranks the host's name unless it is told an address, and they look it up for ten minutes."""
+    host = ["unshare", "--uts", "sh", "-c", 'hostname no-such-host-4711 && exec "$@"', "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*host, "true"], capture_output=True).returncode:
+        pytest.skip("this user may not change the host's name, not even in a namespace of its own")
+    words = [*SMALL, "run_dir=run", "train.steps=2", "cluster.processes=2", "preflight=quick"]
+    command = [*host, sys.executable, str(ROOT / "launch.py"), *words]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stdout + result.stderr
+    said = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert "on no-such-host-4711" in said and "cannot be retrieved" not in said, said
 
 
 def test_a_sweep_ends_in_one_table(tmp_path: Path) -> None:
