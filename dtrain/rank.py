@@ -6,6 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
+from dtrain import file_handles
 from dtrain.contract import DONE, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent, name_slurm_rank, remove_sockets
 
 if __name__ == "__main__":
@@ -21,6 +22,7 @@ if __name__ == "__main__":
     for number in STOP_SIGNALS:  # until the loop listens: a stop that comes while torch is imported is kept for it
         signal.signal(number, lambda *_: (run_dir / STOP_FILE).touch())
 
+    file_handles.raise_limit()  # srun passes on the limit of the shell that submitted the job
     gc.disable()  # imports leave next to nothing to collect; looking for it takes a fifth of their time
     from dtrain import train, worker
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from dtrain import checkpoint
 from dtrain.agreement import Group, failpoint, gather, world_size
 from dtrain.checkpoint import Files
+from dtrain.host_memory import free_bytes
 from dtrain.shards import Held
 from dtrain.writers import Writers
 
@@ -145,7 +146,7 @@ class Saver:
         self.is_prepared = True
         needed = sum(c.nbytes for chunks in files.values() for c in chunks.values())
         needed *= int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
-        free = free_memory()
+        free = free_bytes()
         problem = ""
         if free is not None and needed > 0.9 * free:
             problem = f"{needed / 2**30:.1f} GiB are needed for the copies, {free / 2**30:.1f} GiB are free"
@@ -300,20 +301,3 @@ def empty(size: int) -> Tensor:
 def register(buffer: Tensor) -> int:
     """Pin a buffer; 0, or CUDA's number of what went wrong."""
     return int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 1))
-
-
-def free_memory() -> int | None:
-    """Bytes that this host, or this container, can still give; None where the kernel does not say."""
-    try:
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = int((group / "memory.max").read_text())  # "max": none
-        cached = next(line for line in (group / "memory.stat").read_text().splitlines() if line.startswith("file "))
-        used = int((group / "memory.current").read_text()) - int(cached.split()[1])
-    except (OSError, ValueError, StopIteration):
-        return free
-    return min(free, limit - used)

@@ -16,6 +16,7 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
+from dtrain import file_handles
 from dtrain.config import count_gpus
 from dtrain.contract import Deadline, die_with_parent, free_port, place_sockets
 from dtrain.launchers.supervisor import PEERS_S, first_failure
@@ -116,6 +117,7 @@ class World:
 def _rank(function: Callable[..., Any], arguments: tuple[Any, ...], env: dict[str, str]) -> None:
     die_with_parent()  # the server, which ends when who started it does
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have loaders
+    file_handles.raise_limit()
     import torch
 
     os.environ |= env

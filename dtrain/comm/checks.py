@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dtrain import file_handles
 from dtrain.comm.interfaces import Interface, describe
 from dtrain.words import as_dict, three_digits
 
@@ -239,6 +240,26 @@ def memlock(transport: str | None, limit: Callable[[int], tuple[int, int]] = res
             "LimitMEMLOCK=infinity for slurmd (systemctl edit slurmd), and PropagateResourceLimitsExcept=MEMLOCK",
         )  # fmt: skip
     return finding("memlock", "ok", "unlimited", short="unlimited")
+
+
+def host_memory(needed: int | None, total: int, limited: bool) -> Finding:
+    """What is trained on CPUs lies in the host's memory, of which a container or a job may have only a part."""
+    whose = "the memory limit of this container or job" if limited else "this node's memory"
+    has = f"{total / GIB:.1f} GiB"
+    if needed is not None and needed > total:
+        text = f"weights, gradients and optimizer state need {needed / GIB:.1f} GiB a node, {whose} is {has}"
+        return finding("host memory", "bad", text, "cluster.mem=…, more nodes, strategy=fsdp, or a smaller model")
+    return finding("host memory", "ok", f"{whose} is {has}", short=has)
+
+
+def handles(world_size: int) -> Finding:
+    """A rank holds connections to all others."""
+    if why := file_handles.problem(world_size):
+        fix = file_handles.FIX.format(needed=file_handles.needed(world_size))
+        return finding("file handles", "bad", why, fix)
+    limit = file_handles.hard_limit()
+    has = "unlimited" if limit is None else f"{limit}"
+    return finding("file handles", "ok", f"{file_handles.needed(world_size)} needed, {has} allowed", short=has)
 
 
 def guarded(name: str, function: Callable[[], Finding | list[Finding]]) -> list[Finding]:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dtrain import file_handles, host_memory
 from dtrain.comm import checks, gpus, versions
 from dtrain.comm.channel import Link, Messages
 from dtrain.comm.checks import Finding, finding
@@ -32,6 +33,7 @@ def node_name(environ: Mapping[str, str] = os.environ) -> str:
 
 def main() -> int:
     began = time.monotonic()
+    file_handles.raise_limit()  # it connects to all other nodes
     plan, node = json.loads(os.environ[PLAN]), node_name()
     messages = Messages(Path(plan["messages"]))
     link = Link([(host, plan["port"]) for host in plan["addresses"]], plan["token"], node, messages)
@@ -79,6 +81,13 @@ def look(plan: dict[str, Any], found: dict[str, Interface]) -> dict[str, Any]:
         ),
         *checks.guarded("shm", lambda: checks.shared_memory(plan["min_shm_gib"])),
         *checks.guarded("memlock", lambda: checks.memlock(transport)),
+        *checks.guarded("file handles", lambda: checks.handles(plan["world_size"])),
+        *checks.guarded(
+            "host memory",
+            lambda: checks.host_memory(
+                plan["host_bytes"], host_memory.total_bytes(), host_memory.limit_bytes() is not None
+            ),
+        ),
     ]
     names, drivers = [gpu["name"] for gpu in seen], [gpu["driver_version"] for gpu in seen]
     return {"checks": findings, "versions": versions.versions(names, drivers)}

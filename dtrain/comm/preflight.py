@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+from dtrain import file_handles
 from dtrain.comm.quick import Quick
 from dtrain.comm.report import Check, Report
 from dtrain.comm.starters import Starter as Starter
@@ -83,6 +84,7 @@ class Preflight:
         stop: Callable[[], bool] = lambda: False,
     ) -> Report:
         began = time.monotonic()
+        file_handles.raise_limit()  # every agent, and every measuring rank, keeps a connection to this process
         report = Report(self.level, list(nodes))
         folder = run_dir / "preflight"
         with contextlib.suppress(OSError):  # on a full disk: the agents say so over the network

@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from dtrain import file_handles
 from dtrain.comm.channel import Link, Messages
 from dtrain.comm.node import node_name
 from dtrain.comm.pairs import MOST_ROUNDS, Hunt
@@ -23,6 +24,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def main() -> int:
+    file_handles.raise_limit()
     plan, node, local = json.loads(os.environ[PLAN]), node_name(), int(os.environ.get("SLURM_LOCALID", "0"))
     if plan["gpus"]:  # its own words about the network it takes: only a file keeps them apart
         log = Path(plan["folder"]) / f"nccl-{node}-{local}.log"

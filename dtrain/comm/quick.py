@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
@@ -26,7 +27,7 @@ from dtrain.comm.interfaces import interfaces, usable
 from dtrain.comm.node import PLAN, node_name
 from dtrain.comm.report import Check, Report, as_check
 from dtrain.comm.starters import Starter, end, python_of, tail
-from dtrain.config import gpus_per_node
+from dtrain.config import gpus_per_node, ranks_per_node
 from dtrain.words import as_dict
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Quick:
             "run_dir": str(run_dir), "interface": self.interface, "transport": fabric.get("transport"),
             "hca": fabric.get("hca"), "gpus": gpus_per_node(config["cluster"]), "needed_bytes": needed,
             "why_unknown": why_unknown, "min_shm_gib": settings.min_shm_gib, "timeout_s": settings.timeout_s,
+            "world_size": len(nodes) * ranks_per_node(config["cluster"]), "host_bytes": host_bytes(config, len(nodes)),
             "reach_s": min(5.0, settings.timeout_s / 10),
         }  # fmt: skip
 
@@ -157,6 +159,16 @@ class Quick:
         else:
             text = f"no answer within {seconds:.0f} s" + (f"; its log says: {said}" if said else "")
         return [Check(node, "answer", "bad", text, fix), *own]
+
+
+def host_bytes(config: Mapping[str, Any], num_nodes: int) -> int | None:
+    """What the ranks of a node hold in its memory for certain; None: they use GPUs, or nobody can tell."""
+    if gpus_per_node(config["cluster"]):
+        return None
+    from dtrain.plan.host import states_of  # only here: it brings the planner with it
+
+    total = states_of(config)
+    return None if total is None else math.ceil(total / num_nodes)
 
 
 def judge_clocks(answers: dict[str, dict[str, Any]], most: float) -> dict[str, list[checks.Finding]]:

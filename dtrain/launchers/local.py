@@ -14,6 +14,7 @@ from typing import Any
 
 from dtrain import causes
 from dtrain import config as configuration
+from dtrain import file_handles
 from dtrain.comm import profile
 from dtrain.config import bad
 from dtrain.contract import DONE, PREEMPTED, PREFLIGHT, SOCKETS, short_tmp
@@ -38,6 +39,7 @@ class Local:
         return Torchrun(config, place, self.max_restarts, self.grace_s)
 
     def check(self, config: dict[str, Any]) -> None:
+        file_handles.check("cluster.processes", *[config["cluster"]["processes"]] * 2)
         nsys.check(config)
         profiling.check_machine(config)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtrain import config as configuration
+from dtrain import file_handles
 from dtrain.comm import profile
 from dtrain.config import bad
 from dtrain.launchers import batch, nsys, requests
@@ -124,6 +125,7 @@ class Slurm:
         """Ask SLURM itself, before anything is written, whether it would take this job."""
         profiling.check_machine(config)
         if self.launcher == "torchrun":
+            file_handles.check("cluster.nodes", self.nodes, configuration.world_size(config))
             nsys.check(config)
             return
         if shutil.which("sbatch") is None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from dtrain import causes, diskspace
+from dtrain import causes, diskspace, file_handles
 from dtrain.console import print_summary
 from dtrain.contract import DONE, FAILED, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent, slowness
 from dtrain.launchers.attempt_files import AttemptFiles
@@ -244,5 +244,6 @@ def failure(rank: int | None, kind: str, message: str, log: str) -> dict[str, An
 def _tie_to(parent: int) -> None:
     """In the child, before it starts the ranks: die with the launcher, also if it is dead already."""
     die_with_parent()
+    file_handles.raise_limit()
     if os.getppid() != parent:
         os._exit(1)

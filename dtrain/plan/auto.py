@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from dtrain.arguments import AUTO, STAND_IN
 from dtrain.config import bad, flatten, gpus_per_node, world_size
 from dtrain.explain import options_of
+from dtrain.host_memory import described, total_bytes
 from dtrain.plan import trust
 from dtrain.plan.activations import GIB
 from dtrain.plan.layout import layout_of
@@ -103,9 +103,9 @@ def without_figures(config: Mapping[str, Any], typed: set[str], reason: str) -> 
         raise bad("strategy", AUTO, f"there is nothing to compare layouts by: {reason}", fix)
     ranks = world_size(config)
     needs = ranks * total(memory(shape, layout_of({**config, **plain_ddp(config)})))
-    has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    has = total_bytes()
     if needs > has:
-        rule = f"{ranks} copies of the model need {gib(needs / GIB)} under ddp, and this machine has {gib(has / GIB)}"
+        rule = f"{ranks} copies of the model need {gib(needs / GIB)} under ddp, and {described(has)} {gib(has / GIB)}"
         raise bad("strategy", AUTO, rule, "cluster.processes=1, strategy=fsdp, or a smaller model")
     return ["strategy=ddp"], f"ddp: there is no GPU here, and {ranks} copies of the model fit in this machine's memory"
 

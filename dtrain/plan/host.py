@@ -15,6 +15,7 @@ from typing import Any
 
 from dtrain.config import bad, gpus_per_node, ranks_per_node
 from dtrain.explain import options_of
+from dtrain.host_memory import described, total_bytes
 from dtrain.plan.counts import held_parameters
 from dtrain.plan.layout import Layout, layout_of
 from dtrain.plan.passes import rank_stages
@@ -54,7 +55,7 @@ def refusal(config: Mapping[str, Any]) -> ValueError | None:
         return None
     parts = f"{ranks} ranks × {gib(needs / ranks / GIB)} = " if ranks > 1 else ""
     rule = f"weights, gradients and optimizer state alone need {parts}{gib(needs / GIB)}"
-    rule += f", this machine has {gib(has / GIB)}, {NO_GPU}"
+    rule += f", {described(has)} {gib(has / GIB)}, {NO_GPU}"
     fix = f"{leaner(config, has)}; or force=true, if swap is enough"
     return bad("model", config["choices"].get("model"), rule, fix)
 
@@ -67,7 +68,7 @@ def on_this_cpu(cluster: Mapping[str, Any]) -> bool:
 
 
 def machine_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return total_bytes()
 
 
 def states_of(config: Mapping[str, Any]) -> float | None:

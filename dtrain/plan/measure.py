@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dtrain.host_memory import total_bytes
+
 GIB, MIB, KIB = 2**30, 2**20, 2**10
 Row = dict[str, Any]
 # (rows, inner, cols): squares, what our models multiply (GPT-2 124M and 1.5B, Llama 7B), tall ones, thin ones
@@ -84,7 +86,7 @@ def device_rates(budget_s: float) -> dict[str, Any]:
         "stream_gb_s": stream_gb_s(device, rest),
         "cpu_adam_gb_s": adam_gb_s(torch.device("cpu"), rest),
         **launch_costs(device, rest),
-        "host_memory_gib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
+        "host_memory_gib": total_bytes() / GIB,
     }
     more: dict[str, Any] = {}
     if not cuda:

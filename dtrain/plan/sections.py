@@ -6,12 +6,12 @@ Without Hydra: the ranks import what holds a run against its prediction, and tha
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from dtrain import validate
 from dtrain.config import section
+from dtrain.host_memory import total_bytes
 from dtrain.mesh import MeshSizes
 from dtrain.strategies import rules, zero_config
 
@@ -53,7 +53,7 @@ def this_host(name: str) -> dict[str, float]:
     """This machine's own memory, for what is offloaded: a file can only say what hosts of such GPUs usually have."""
     if name == "cpu":
         return {}
-    return {"host_memory_gib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30}
+    return {"host_memory_gib": total_bytes() / 2**30}
 
 
 def missing_package(strategy: str) -> str | None:

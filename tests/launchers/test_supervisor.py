@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -118,3 +119,17 @@ def test_a_thousand_logs_are_not_listed_while_nothing_happens(tmp_path: Path, mo
     assert calls == {"listdir": 2 + 3, "stat": 100}, "a listing or two at first, then one in 30 s; one stat a second"
     (tmp_path / "logs" / "failure-9.json").write_text("{}")
     assert files.has_failed(), "seen at the next look"
+
+
+def test_ranks_get_as_many_file_handles_as_the_hard_limit_allows(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count = "import resource; limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]\n"
+    told = 'write(\'summary.json\', \'{"status": "done", "limit": %d}\' % limit)'
+    (tmp_path / "logs").mkdir()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, before[1]))
+        assert Ranks(count + told, 0, start_s=60).supervise(tmp_path) == 0
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 64, "this process is left as it was"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert json.loads((tmp_path / "summary.json").read_text())["limit"] > 64
