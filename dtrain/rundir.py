@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -55,6 +56,17 @@ def file_clock(folder: Path) -> float:
             return os.fstat(file.fileno()).st_mtime
     except OSError:
         return time.time()
+
+
+def look_again(folder: Path) -> None:
+    """Before a file is read that another node may have made since we last asked for it.
+
+    A network file system may go on answering "no such file" for a minute; a change of our own makes it ask the server.
+    """
+    mine = folder / f".look-{os.uname().nodename}-{os.getpid()}"
+    with contextlib.suppress(OSError):
+        os.close(os.open(mine, os.O_CREAT, 0o600))
+        mine.unlink()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -33,7 +33,7 @@ Vote = tuple[Tensor, dist.Work | None]
 
 def redirect_output(run_dir: Path, rank: int) -> None:
     """Send this rank's stdout and stderr, also of C++ code, to logs/rank-N.log."""
-    (run_dir / "logs").mkdir(exist_ok=True)
+    # the launcher has made the folder: a thousand ranks need not ask for it
     descriptor = os.open(run_dir / "logs" / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -92,7 +92,8 @@ class StopRequest:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self.file = run_dir / STOP_FILE
+        # one rank of a node looks, for all: they share what the kernel knows of a network file system, and its load
+        self.file = run_dir / STOP_FILE if os.environ.get("LOCAL_RANK", "0") == "0" else None
         self.requested = False
         self.voted = -math.inf  # when; before the first vote steps count as long
         self.steps = 0  # since then
@@ -109,7 +110,9 @@ class StopRequest:
         if self.steps < self.interval:
             return None
         now = time.perf_counter()
-        vote = torch.tensor([float(self.requested or self.file.exists()), (now - self.voted) / self.steps])
+        vote = torch.tensor(
+            [float(self.requested or (self.file is not None and self.file.exists())), (now - self.voted) / self.steps]
+        )
         self.voted, self.steps = now, 0
         return vote, dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True) if dist.get_world_size() > 1 else None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
-import os
 import queue
 import socket
 import threading
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dtrain.comm.interfaces import is_ipv6
-from dtrain.rundir import read_json, write_json
+from dtrain.rundir import look_again, read_json, write_json
 from dtrain.words import as_dict
 
 CONNECT_S = 3.0
@@ -95,13 +94,9 @@ class Messages:
         return True
 
     def read(self, kind: str, node: str = "") -> dict[str, Any]:
-        # NFS may go on answering "no such file" for a minute; a change of one's own to the folder makes it look again
         if time.monotonic() > self.refreshed + 1:
             self.refreshed = time.monotonic()
-            mine = self.folder / f".look-{os.uname().nodename}-{os.getpid()}"
-            with contextlib.suppress(OSError):
-                os.close(os.open(mine, os.O_CREAT, 0o600))
-                mine.unlink()
+            look_again(self.folder)
         return read_json(self.path(kind, node))
 
 

@@ -12,9 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dtrain import causes
+from dtrain import causes, file_handles
 from dtrain import config as configuration
-from dtrain import file_handles
 from dtrain.comm import profile
 from dtrain.config import bad
 from dtrain.contract import DONE, PREEMPTED, PREFLIGHT, SOCKETS, short_tmp

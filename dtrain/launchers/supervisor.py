@@ -24,7 +24,7 @@ from dtrain.console import print_summary
 from dtrain.contract import DONE, FAILED, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent, slowness
 from dtrain.launchers.attempt_files import AttemptFiles
 from dtrain.monitor import Monitor
-from dtrain.rundir import latest_checkpoint, note_attempt, read_summary, write_json
+from dtrain.rundir import latest_checkpoint, look_again, note_attempt, read_summary, write_json
 from dtrain.words import short_path
 
 PEERS_S = 5.0  # how long the other ranks may take to end after one has failed, on a machine that is not busy
@@ -154,6 +154,7 @@ class Supervisor:
                 self.kill(process)
         returncode = process.wait()
 
+        look_again(run_dir)  # rank 0 may have written from another node
         summary = read_summary(run_dir)
         if summary != past and summary.get("status") in ("done", "preempted"):
             return DONE if summary["status"] == "done" else PREEMPTED

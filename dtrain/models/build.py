@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtrain import checkpoint, config
+from dtrain import config
+from dtrain.agreement import from_rank_0
 from dtrain.models import lora, parts, plain
 from dtrain.rundir import latest_checkpoint
 from dtrain.weights import Drawn, Loaded, log, source_of
@@ -33,7 +34,8 @@ def make(cfg: Any, trust: Iterable[str] = ()) -> nn.Module:
 def first_weights(cfg: Any) -> Drawn:
     """Where the weights of a run that begins or goes on come from. All its ranks call it."""
     frozen = cfg.get("lora", {}).get("rank")  # the weights beside adapters, which no checkpoint has
-    if not frozen and checkpoint.broadcast(latest_checkpoint(Path(cfg.run_dir)) is not None):
+    run_dir = Path(cfg.run_dir)
+    if not frozen and from_rank_0(lambda: latest_checkpoint(run_dir) is not None, f"reading {run_dir}"):
         return Drawn(cfg.train.seed)  # a resume overwrites them all, and init_from may be gone
     return original_weights(cfg, cfg.trust)
 
