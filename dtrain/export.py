@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import uuid
@@ -17,14 +18,15 @@ from torch import Tensor, nn
 from dtrain import checkpoint, config, shards
 from dtrain.config import Settings, bad
 from dtrain.data import text
-from dtrain.init_from import INDEX, SINGLE
+from dtrain.init_from import INDEX, SINGLE, read_config
 from dtrain.models import build as models
 from dtrain.models import hf, lora
-from dtrain.rundir import read_json
+from dtrain.saving import free_memory
 from dtrain.strategies import frozen
 from dtrain.weights import by_part
 
 log = logging.getLogger("dtrain")
+MERGE_BYTES = 4 + 3 * 8  # of an element while adapters are merged: as it is, and three times in 64 bits
 SHARD_BYTES = 5 * 10**9  # of a file of a Hugging Face folder: what save_pretrained made for years
 
 
@@ -54,6 +56,8 @@ class Final:
             return
         cfg, saved = self.cfg, dict(checkpoint.weights(self.path))
         model = models.make(cfg, self.trust)
+        check_shapes(self.path, model, saved, [name for name, p in model.named_parameters() if p.requires_grad])
+        check_memory(self.path, max(map(math.prod, lora.base_of(model).values()), default=0) * MERGE_BYTES)
         first = frozen.First(models.original_weights(cfg, self.trust), model)
         yield from lora.merged(base_weights(model, first), saved, cfg.lora.alpha / cfg.lora.rank)
         frozen.check(self.manifest.meta.get("extra", {}).get("base"), first.fingerprint())
@@ -70,6 +74,31 @@ class Final:
         base = sorted(lora.base_of(models.make(self.cfg, self.trust)).items())
         rest = {name: buffer for name, buffer in saved.items() if not lora.is_adapter(name)}
         return {name: torch.empty(shape, device="meta") for name, shape in base} | rest
+
+
+def check_shapes(path: Path, model: nn.Module, saved: Mapping[str, Tensor], names: Iterable[str]) -> None:
+    """Refuse a checkpoint whose weights are not the model's: merging adapters of any shape would make any matrix."""
+    shapes = {name: tuple(values.shape) for name, values in model.state_dict().items()}
+    odd = [f"{name} is missing" for name in names if name not in saved]
+    for name, values in saved.items():
+        if shapes.get(name) != tuple(values.shape):
+            there = list(shapes[name]) if name in shapes else "no such weight"
+            odd.append(f"{name} has shape {list(values.shape)}, and {there} in the model")
+    if odd:
+        raise ValueError(
+            f"{path}: its weights are not those of the model in config.yaml: {odd[0]}; {len(odd)} differences in all\n"
+            "  fix: the config.yaml and the checkpoint of one run"
+        )
+
+
+def check_memory(path: Path, num_bytes: int) -> None:
+    """Refuse what this host cannot hold, before the kernel ends whatever it likes."""
+    free = free_memory()
+    if free is not None and num_bytes > free:
+        raise ValueError(
+            f"{path}: needs {num_bytes / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free here\n"
+            "  fix: a host with more memory, if config.yaml is as the run wrote it"
+        )
 
 
 def final_weights(run_dir: Path, trust: Iterable[str] = ()) -> Iterator[tuple[str, Tensor]]:
@@ -233,17 +262,33 @@ def write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]], shard_byte
 def config_of(cfg: Settings, family: hf.Family, trust: Iterable[str]) -> dict[str, Any]:
     """config.json: the model's settings, and what the folder that the run began with, and its data, say beyond them."""
     values = {"model_type": family.model_type, **family.config(cfg.model)}
-    began = read_json(Path(cfg.init_from) / "config.json") if cfg.get("init_from") else {}
-    values |= {k: began[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in began}
+    began = first_config(Path(cfg.init_from)) if cfg.get("init_from") else {}
+    tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
+    values |= {k: began[k] for k in tokens if k in began and _is_token(began[k])}
     if "positions" not in family.outside:  # rotary ones: training on short texts takes no long ones away
         length = began.get("max_position_embeddings")
-        values["max_position_embeddings"] = max(values["max_position_embeddings"], length or 0)
+        if type(length) is int and length <= hf.LARGEST["seq_len"]:
+            values["max_position_embeddings"] = max(values["max_position_embeddings"], length)
     if "eos_token_id" in values and values["eos_token_id"] is None:
         values["eos_token_id"] = end_token(tokenizer_of(cfg.data))
     if "id2label" in values:
         names = class_names(cfg, trust)
         values |= {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
     return values
+
+
+def first_config(folder: Path) -> dict[str, Any]:
+    """config.json of the folder that the run began with; {} where it is gone, or no such file."""
+    try:
+        return read_config(folder)
+    except ValueError:
+        return {}
+
+
+def _is_token(value: Any) -> bool:
+    """An id, several (Llama 3 has three end tokens), or none."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    return len(ids) <= 64 and all(type(i) is int and 0 <= i < hf.LARGEST["vocab_size"] for i in ids)
 
 
 def end_token(tokenizer: Path | None) -> int | None:

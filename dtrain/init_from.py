@@ -5,11 +5,13 @@ PATH is a Hugging Face folder with safetensors, a run folder of dtrain, or one o
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from omegaconf import OmegaConf
 
@@ -17,7 +19,11 @@ from dtrain.config import CONF, bad, load
 from dtrain.models import hf
 from dtrain.models.hf import Family
 from dtrain.rundir import latest_checkpoint
+from dtrain.safetensors_header import HeaderError, read_header
+from dtrain.untrusted import read_json, short
 
+AGAIN = "copy or download the folder again"
+LARGEST_CONFIG, LARGEST_INDEX = 2**22, 2**26  # bytes; an index of 100,000 weights has 2**23
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # settings of a model that no weight depends on, or only one that a new task brings with it
@@ -116,13 +122,17 @@ def typed(settings: Mapping[str, Any]) -> str:
     return " ".join(f"model.{k}={_text(v)}" for k, v in settings.items())
 
 
+@functools.cache
+def known_models() -> dict[str, Any]:
+    """The options of conf/model."""
+    files = sorted((CONF / "model").glob("*.yaml"))
+    return {file.stem: OmegaConf.to_container(OmegaConf.load(file)) for file in files}
+
+
 def nearest(family: Family, settings: Mapping[str, Any]) -> str:
     """What to type for a model of these sizes: the option of conf/model that is the nearest, and what differs."""
-    options = {}
-    for file in sorted((CONF / "model").glob("*.yaml")):
-        option: Any = OmegaConf.to_container(OmegaConf.load(file))
-        if option.get("_target_") == family.target:
-            options[file.stem] = differing(option, settings)
+    models = {name: option for name, option in known_models().items() if option.get("_target_") == family.target}
+    options = {name: differing(option, settings) for name, option in models.items()}
     name = min(options, key=lambda n: (len(options[n]), len(n)))
     return f"model={name} {typed(options[name])}".strip()
 
@@ -144,6 +154,8 @@ def check_folder(path: Path, model: Mapping[str, Any], choice: str | None = None
     """Everything that can be said of a Hugging Face folder without the model itself."""
     config = read_config(path)
     family = family_of(path, config)
+    if problem := hf.invalid(family, config):
+        raise wrong(path, f"its config.json says {problem}", AGAIN)
     settings = family.settings(config)
     if model["_target_"] != family.target:
         what = "is none that Hugging Face knows" if hf.of_target(model["_target_"]) is None else "is another one"
@@ -164,7 +176,7 @@ def check_names(path: Path, family: Family, entries: Mapping[str, Entry], names:
     missing = [n for n in names if not hf.is_new(n) and family.theirs(n) not in entries]
     if missing:
         text = f"{family.theirs(missing[0])} (our {missing[0]}) is not in it; {len(missing)} missing in all"
-        raise wrong(path, f"its weights are not complete: {text}", "copy or download the folder again")
+        raise wrong(path, f"its weights are not complete: {text}", AGAIN)
     extra = [e.name for bare, e in entries.items() if (family.layer_of(bare) or 0) >= num_layers]
     if extra:
         layers = 1 + max(family.layer_of(bare) or 0 for bare in entries)
@@ -188,7 +200,7 @@ def check_headers(path: Path, family: Family, entries: Mapping[str, Entry], sett
             odd.append(entry)
     if odd:
         said = f"{odd[0].name} has shape {list(odd[0].shape)}, and {list(wanted[odd[0]])} by its config.json"
-        raise wrong(path, f"{said}; {len(odd)} such in all", "copy or download the folder again")
+        raise wrong(path, f"{said}; {len(odd)} such in all", AGAIN)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -197,75 +209,75 @@ def read_config(path: Path) -> dict[str, Any]:
         what = "adapters only (adapter_config.json)" if (path / "adapter_config.json").is_file() else "no config.json"
         rule = f"it has {what}: neither a Hugging Face model nor a run of dtrain"
         raise wrong(path, rule, "the folder that save_pretrained wrote, or a run folder (dtrain runs)")
-    config = _json(path, file)
+    config = _json(path, file, LARGEST_CONFIG)
     if not isinstance(config, dict):
-        raise wrong(path, "its config.json is not an object", "copy or download the folder again")
+        raise wrong(path, "its config.json is not an object", AGAIN)
     return config
 
 
-def _json(path: Path, file: Path) -> Any:
+def _json(path: Path, file: Path, most: int) -> Any:
     try:
-        return json.loads(file.read_bytes())
+        return read_json(file, most)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise wrong(path, f"its {file.name} cannot be read ({why})", "copy or download the folder again") from error
+        raise wrong(path, f"its {file.name} cannot be read ({why})", AGAIN) from error
 
 
 def family_of(path: Path, config: Mapping[str, Any]) -> Family:
-    family = hf.FAMILIES.get(str(config.get("model_type")))
+    kind = config.get("model_type")
+    family = hf.FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        rule = f"its config.json says model_type={config.get('model_type')}, and dtrain knows {', '.join(hf.FAMILIES)}"
+        rule = f"its config.json says model_type={short(kind)}, and dtrain knows {', '.join(hf.FAMILIES)}"
         raise wrong(path, rule, "a model of one of these families")
     return family
 
 
 def read_entries(path: Path, family: Family) -> dict[str, Entry]:
-    """Every tensor of the folder by its bare name, from the headers of the files; refuses what is not whole."""
-    again = "copy or download the folder again"
+    """Every tensor of the folder by its bare name, from the headers of the files; refuses what is not whole.
+
+    The files may be links: in a cache of the Hub they are.
+    """
     if (path / INDEX).is_file():
-        index = _json(path, path / INDEX)
+        index = _json(path, path / INDEX, LARGEST_INDEX)
         places = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(places, dict) or not all(isinstance(f, str) and Path(f).name == f for f in places.values()):
-            raise wrong(path, f"its {INDEX} has no weight_map of names and files", again)
+            raise wrong(path, f"its {INDEX} has no weight_map of names and files", AGAIN)
         files = sorted(set(places.values()))
-        gone = [f for f in files if not (path / f).is_file()]
+        gone = [f for f in files if not os.path.isfile(path / f)]  # Path.is_file raises for a name that is too long
         if gone:
-            raise wrong(path, f"{gone[0]} is missing; {len(gone)} of its {len(files)} files in all", again)
+            raise wrong(path, f"{short(gone[0])} is missing; {len(gone)} of its {len(files)} files in all", AGAIN)
     elif (path / SINGLE).is_file():
-        places, files = None, [SINGLE]
+        places, files = {}, [SINGLE]
     else:
-        pickled = sorted(p.name for p in path.glob("*.bin")) + sorted(p.name for p in path.glob("*.pt*"))
-        if pickled:
-            named = (read_config(path).get("architectures") or [""])[0]  # AutoModel would leave the head out
-            kind = named if str(named).isidentifier() else "AutoModel"
-            save = f"transformers.{kind}.from_pretrained({str(path)!r}).save_pretrained('NEW')"
-            fix = f'python -c "import transformers; {save}" where you trust the file, and init_from=NEW'
-            raise wrong(path, f"it has pickled weights only ({pickled[0]}), which may run any code", fix)
-        raise wrong(path, f"it has no {SINGLE}, nor {INDEX}", again)
-    entries = {e.name: e for file in files for e in read_header(path, file)}
-    gone = [name for name in places or () if name not in entries]
+        _refuse_without_weights(path)
+    entries: dict[str, Entry] = {}
+    for file in files:
+        try:
+            header = read_header(path / file, follow_symlinks=True)
+        except HeaderError as error:
+            raise wrong(path, str(error), AGAIN) from None
+        for name, found in header.items():
+            bare = family.bare(name)
+            if places.get(name, file) != file:  # the index names another file for it
+                continue
+            if bare in entries:
+                raise wrong(path, f"it has {short(entries[bare].name)} and {short(name)}, which are one weight", AGAIN)
+            entries[bare] = Entry(file, name, found.shape, found.dtype)
+    whole = {entry.name for entry in entries.values()}
+    gone = [name for name in places if name not in whole]
     if gone:
-        raise wrong(path, f"{gone[0]} is in {INDEX} and in no file; {len(gone)} such in all", again)
-    return {family.bare(name): entry for name, entry in entries.items()}
-
-
-def read_header(path: Path, file: str) -> list[Entry]:
-    """The tensors of one safetensors file, which must be as long as its header says."""
-    again = "copy or download the folder again"
-    size = (path / file).stat().st_size
-    with open(path / file, "rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        start = opened.read(min(length, size))
-    if start.startswith(b"https://git-lfs") or length > size:  # "version " are the eight bytes before
-        what = "is a pointer of git-lfs" if start.startswith(b"https://git-lfs") else f"is cut short ({size} bytes)"
-        raise wrong(path, f"{file} {what}", again)
-    try:
-        header = json.loads(start)
-        header.pop("__metadata__", None)
-        entries = [Entry(file, name, tuple(spec["shape"]), spec["dtype"]) for name, spec in header.items()]
-        end = 8 + length + max((spec["data_offsets"][1] for spec in header.values()), default=0)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-        raise wrong(path, f"{file} is no safetensors file ({error})", again) from error
-    if size != end:
-        raise wrong(path, f"{file} has {size} bytes, and its header says {end}", again)
+        raise wrong(path, f"{short(gone[0])} is in {INDEX} and in no file; {len(gone)} such in all", AGAIN)
     return entries
+
+
+def _refuse_without_weights(path: Path) -> NoReturn:
+    pickled = sorted(p.name for p in path.glob("*.bin")) + sorted(p.name for p in path.glob("*.pt*"))
+    if not pickled:
+        raise wrong(path, f"it has no {SINGLE}, nor {INDEX}", AGAIN)
+    named = read_config(path).get("architectures")  # AutoModel would leave the head out
+    kind = str(named[0]) if isinstance(named, list) and named else ""
+    save = f"transformers.{kind if kind.isidentifier() else 'AutoModel'}.from_pretrained({str(path)!r})"
+    fix = f"python -c \"import transformers; {save}.save_pretrained('NEW')\" where you trust the file"
+    raise wrong(
+        path, f"it has pickled weights only ({pickled[0]}), which may run any code", f"{fix}, and init_from=NEW"
+    )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dtrain import config
 from dtrain.config import Settings
-from dtrain.export import final_weights
+from dtrain.export import Final, check_memory, check_shapes
 from dtrain.models import build as models
 from dtrain.models.parts import Cache
 from dtrain.schema import check_section
@@ -28,8 +28,12 @@ def load_model(run_dir: Path, trust: list[str]) -> tuple[nn.Module, Any]:
     for section in ("model", "data"):
         check_section(section, cfg[section], trust)
     model = models.make(Settings({**cfg, "lora": {}}), trust)  # adapters are merged into the final weights
+    final = Final(run_dir, trust)
+    if final.adapted:  # what the checkpoint has is compared with the model; what is drawn is not
+        check_memory(run_dir, 4 * sum(values.numel() for values in model.state_dict().values()))
     # in float32, also those of a run whose weights are bfloat16
-    weights = {n: w.float() if w.is_floating_point() else w for n, w in final_weights(run_dir, trust)}
+    weights = {n: w.float() if w.is_floating_point() else w for n, w in final}
+    check_shapes(final.path, model, weights, model.state_dict())
     model.load_state_dict(weights, assign=True)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), cfg
 

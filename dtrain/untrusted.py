@@ -72,8 +72,9 @@ def read_json(path: Path, most: int, follow_symlinks: bool = True) -> Any:
 
 
 def short(value: object) -> str:
-    """A value of the file's own, fit for a message: quoted, and never longer or deeper than a line can hold."""
-    return _SHORT.repr(value)
+    """A value of the file's own, fit for a message: never longer or deeper than a line can hold."""
+    plain = isinstance(value, str) and value.isprintable() and 0 < len(value) <= 80
+    return str(value) if plain else _SHORT.repr(value)
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

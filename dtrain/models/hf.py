@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dtrain.untrusted import short
+
 # How a weight there becomes ours. Conv1D has its matrices the other way round; HEADS is a Conv1D of queries, keys and
 # values one after the other, which GPT-2 of ours has head by head.
 SAME, TRANSPOSED, HEADS = "same", "transposed", "heads"
@@ -28,10 +30,15 @@ class Family:
     in_layer: dict[str, str]  # our module → theirs, inside a layer
     outside: dict[str, str]  # and outside of the layers
     heads: dict[str, str]  # what belongs to a task, and has no prefix
-    settings: Callable[[Mapping[str, Any]], dict[str, Any]]  # config.json → settings of our model
+    sizes: dict[str, tuple[str, Any]]  # our setting → its name in config.json, and what it is if it is not there
     config: Callable[[Mapping[str, Any]], dict[str, Any]]  # settings of our model → config.json
     only: dict[str, tuple[Any, ...]]  # in config.json: the values that our model can do, the default first
     changes: dict[str, str] = field(default_factory=dict)  # our module → TRANSPOSED or HEADS
+
+    def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """config.json → settings of our model. Ask `invalid` first whether they are possible ones."""
+        settings = {ours: config.get(theirs, default) for ours, (theirs, default) in self.sizes.items()}
+        return settings | (_llama_settings(settings, config) if self is LLAMA else {})
 
     def theirs(self, name: str) -> str | None:
         """The name in a Hugging Face file, without the prefix, of a weight of ours."""
@@ -58,7 +65,7 @@ class Family:
         return name.removeprefix(self.prefix)
 
     def layer_of(self, bare: str) -> int | None:
-        found = re.match(re.escape(self.layers).replace(r"\{\}", r"(\d+)") + r"\.", bare)
+        found = re.match(re.escape(self.layers).replace(r"\{\}", r"(\d{1,9})") + r"\.", bare)
         return int(found[1]) if found else None
 
     def change(self, name: str) -> str:
@@ -118,14 +125,6 @@ def of_target(target: str) -> Family | None:
 # ---- GPT-2 ---------------------------------------------------------------------------------------------------
 
 
-def _gpt2_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "num_layers": config.get("n_layer", 12), "dim": config.get("n_embd", 768),
-        "num_heads": config.get("n_head", 12), "vocab_size": config.get("vocab_size", 50257),
-        "seq_len": config.get("n_positions", 1024),
-    }  # fmt: skip
-
-
 def _gpt2_config(model: Mapping[str, Any]) -> dict[str, Any]:
     dropout = model.get("dropout", 0.0)
     return {
@@ -149,7 +148,10 @@ GPT2 = Family(
     outside={"embed": "wte", "positions": "wpe", "norm": "ln_f"},
     heads={},
     changes={"attention.qkv": HEADS, "attention.proj": TRANSPOSED, "mlp.up": TRANSPOSED, "mlp.down": TRANSPOSED},
-    settings=_gpt2_settings,
+    sizes={
+        "num_layers": ("n_layer", 12), "dim": ("n_embd", 768), "num_heads": ("n_head", 12),
+        "vocab_size": ("vocab_size", 50257), "seq_len": ("n_positions", 1024),
+    },
     config=_gpt2_config,
     only={
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "n_inner": (None, "4 × n_embd"),
@@ -171,20 +173,17 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _llama_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    heads, rope = config.get("num_attention_heads", 32), _rope(config)
+def _llama_settings(sizes: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = _rope(config)
     settings = {
-        "num_layers": config.get("num_hidden_layers", 32), "dim": config.get("hidden_size", 4096),
-        "num_heads": heads, "num_kv_heads": config.get("num_key_value_heads") or heads,
-        "hidden_dim": config.get("intermediate_size", 11008), "vocab_size": config.get("vocab_size", 32000),
-        "rope_theta": rope["rope_theta"], "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "tied": config.get("tie_word_embeddings", False), "rope_factor": 1.0,  # 1: off
+        "num_kv_heads": sizes["num_heads" if sizes["num_kv_heads"] is None else "num_kv_heads"],
+        "rope_theta": rope["rope_theta"], "rope_factor": 1.0,  # 1: off
     }  # fmt: skip
     if rope["rope_type"] == "llama3":
         length = config.get("max_position_embeddings", 2048)
         settings |= {
-            "rope_factor": rope["factor"], "rope_low_freq_factor": rope["low_freq_factor"],
-            "rope_high_freq_factor": rope["high_freq_factor"],
+            "rope_factor": rope.get("factor"), "rope_low_freq_factor": rope.get("low_freq_factor"),
+            "rope_high_freq_factor": rope.get("high_freq_factor"),
             "rope_original_len": rope.get("original_max_position_embeddings", length),
         }  # fmt: skip
     return settings
@@ -220,7 +219,12 @@ LLAMA = Family(
     },
     outside={"embed": "embed_tokens", "norm": "norm"},
     heads={"output": "lm_head"},
-    settings=_llama_settings,
+    sizes={
+        "num_layers": ("num_hidden_layers", 32), "dim": ("hidden_size", 4096),
+        "num_heads": ("num_attention_heads", 32), "num_kv_heads": ("num_key_value_heads", None),
+        "hidden_dim": ("intermediate_size", 11008), "vocab_size": ("vocab_size", 32000),
+        "norm_eps": ("rms_norm_eps", 1e-6), "tied": ("tie_word_embeddings", False),
+    },
     config=_llama_config,
     only={
         "hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,),
@@ -230,14 +234,6 @@ LLAMA = Family(
 
 
 # ---- BERT ----------------------------------------------------------------------------------------------------
-
-
-def _bert_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "num_layers": config.get("num_hidden_layers", 12), "dim": config.get("hidden_size", 768),
-        "num_heads": config.get("num_attention_heads", 12), "vocab_size": config.get("vocab_size", 30522),
-        "seq_len": config.get("max_position_embeddings", 512),
-    }  # fmt: skip
 
 
 def _bert_config(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,7 +275,10 @@ BERT = Family(
         "transform": "cls.predictions.transform.dense", "transform_norm": "cls.predictions.transform.LayerNorm",
         "output_bias": "cls.predictions.bias", "classifier": "classifier",
     },
-    settings=_bert_settings,
+    sizes={
+        "num_layers": ("num_hidden_layers", 12), "dim": ("hidden_size", 768), "num_heads": ("num_attention_heads", 12),
+        "vocab_size": ("vocab_size", 30522), "seq_len": ("max_position_embeddings", 512),
+    },
     config=_bert_config,
     only={
         "hidden_act": ("gelu",), "is_decoder": (False,), "add_cross_attention": (False,),
@@ -289,6 +288,37 @@ BERT = Family(
 )  # fmt: skip
 
 FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, BERT)}
+
+
+# The largest sizes that a config.json may name, many times those of any model: with them, sums stay small and lists
+# short. What such a model needs is compared with the file itself (dtrain/init_from.py).
+LARGEST = {
+    "num_layers": 10_000, "dim": 2**20, "num_heads": 2**15, "num_kv_heads": 2**15, "hidden_dim": 2**22,
+    "vocab_size": 2**26, "seq_len": 2**31, "rope_original_len": 2**31,
+}  # fmt: skip
+
+
+def invalid(family: Family, config: Mapping[str, Any]) -> str:
+    """What in config.json no model can have, in words, or ""; after it `settings` and `cannot` may be asked."""
+    for key in ("rope_scaling", "rope_parameters") if family is LLAMA else ():
+        if not isinstance(config.get(key), (dict, type(None))):
+            return f"{key}={short(config[key])}, which is no object"
+    settings = family.settings(config)
+    for ours, value in settings.items():
+        theirs = family.sizes.get(ours, (ours, None))[0]
+        most = LARGEST.get(ours)
+        if ours == "tied":
+            right, rule = type(value) is bool, "true or false"
+        elif most is not None:
+            right, rule = type(value) is int and 1 <= value <= most, f"a whole number from 1 to {most:,}"
+        else:
+            right, rule = type(value) in (int, float) and 0 < value < 1e12, "a number above 0"
+        if not right:
+            return f"{theirs}={short(value)}, which must be {rule}"
+    dim, heads, groups = settings["dim"], settings["num_heads"], settings.get("num_kv_heads", 1)
+    if dim % heads or heads % groups:
+        return f"{heads} attention heads, which do not divide {dim}, or are no multiple of {groups} heads of keys"
+    return ""
 
 
 def cannot(family: Family, config: Mapping[str, Any]) -> str:
@@ -302,7 +332,7 @@ def cannot(family: Family, config: Mapping[str, Any]) -> str:
     values |= {key: None for key, usual in follow.items() if values.get(key) == usual}
     for key, can in family.only.items():
         if values.get(key, can[0]) not in can:
-            return f"{key}={values[key]} there, and ours does {' or '.join(map(str, can))} only"
+            return f"{key}={short(values[key])} there, and ours does {' or '.join(map(str, can))} only"
     if values.get("quantization_config"):
         return "its weights are quantized"
     return ""
