@@ -12,6 +12,7 @@ from dtrain.data.pixels import STILL, Moves, PixelDataset, check_shape, folder_o
 
 INSIDE = "cifar-10-batches-bin"  # the folder in the archive
 FILES = {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "val": ["test_batch.bin"]}
+LARGEST = 2**30  # bytes of a file, of which a real one has 2**25
 RECORD = 1 + 3 * 32 * 32  # a class and its picture, colour by colour
 
 
@@ -29,7 +30,7 @@ def check(
                 raise bad("data.path", folder, rule, "the binary version, cifar-10-binary.tar.gz from the same page")
             raise bad("data.path", folder, f"has no {name}", "put what is in cifar-10-binary.tar.gz there")
         size = os.path.getsize(folder / name)
-        if not size or size % RECORD:
+        if not size or size % RECORD or size > LARGEST:
             rule = f"{name} has {size} bytes, and a picture {RECORD}: it is cut off, or damaged"
             raise bad("data.path", folder, rule, "unpack cifar-10-binary.tar.gz again")
     return {"num_classes": 10}

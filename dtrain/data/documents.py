@@ -14,7 +14,7 @@ from typing import Protocol
 
 from dtrain.data import corpus, saved
 from dtrain.data.corpus import Piece
-from dtrain.data.files import UNREADABLE, open_file, reading, walk
+from dtrain.data.files import UNREADABLE, json_lines, parse_line, reading, walk
 
 TEXT = "**/*.txt"
 JSON_LINES = ("**/*.jsonl", "**/*.jsonl.gz")
@@ -67,7 +67,7 @@ class JsonLines:
     def texts(self) -> Iterator[tuple[bytes, Path]]:
         """Every text that is not empty, and where it is from; a line that is no such document is refused."""
         for file in self.files:
-            for number, line in enumerate(_lines(file), 1):
+            for number, line in _lines(file):
                 if line.strip() and (text := document(line, self.field, f"{str(file)!r} line {number}")):
                     yield text, file
 
@@ -75,7 +75,7 @@ class JsonLines:
 def document(line: bytes, field: str, place: str) -> bytes:
     """The text of one JSON line, as UTF-8."""
     try:
-        value = json.loads(line)
+        value = parse_line(line)
     except (ValueError, RecursionError) as error:
         # its own text has a "line 1", which is not the line of the file
         reason = f"{error.msg}, at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
@@ -86,7 +86,7 @@ def document(line: bytes, field: str, place: str) -> bytes:
     if field not in value:
         others = [name for name in value if isinstance(value[name], str)]
         fix = f"data.field={others[0]}" if others else f"write {{{json.dumps(field)}: …}}"
-        raise ValueError(f"{place} has no field {field!r}, only {', '.join(value) or 'none'}\n  fix: {fix}")
+        raise ValueError(f"{place} has no field {field!r}, only {_some(value) or 'none'}\n  fix: {fix}")
     if not isinstance(value[field], str):
         kind = type(value[field]).__name__
         raise ValueError(
@@ -100,12 +100,17 @@ def document(line: bytes, field: str, place: str) -> bytes:
         ) from None
 
 
-def _lines(file: Path) -> Iterator[bytes]:
+def _some(names: Iterable[str]) -> str:
+    """A few of them: a line may have a million."""
+    return ", ".join(name[:40] for name in itertools.islice(names, 10))
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
     try:
-        with open_file(file) as lines:
-            yield from lines
+        yield from json_lines(file)
     except UNREADABLE as error:
-        raise ValueError(f"document {str(file)!r} cannot be read ({error})\n  fix: copy it again") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"document {str(file)!r} cannot be read ({reason})\n  fix: copy it again") from error
 
 
 # ---- which of them a path is -----------------------------------------------------------------------------------
@@ -164,6 +169,8 @@ def check(path: str, pattern: str | None, field: str, setting: str = "data.path"
         raise ValueError(f"{value} does not exist\n  fix: {HOW_TO}")
     if not os.access(root, os.R_OK):
         raise ValueError(f"{value} cannot be read by this user\n  fix: its permissions")
+    if not root.is_file() and not root.is_dir():  # opening it might wait for ever
+        raise ValueError(f"{value} is neither a file nor a folder\n  fix: {HOW_TO}")
     if pattern is None and saved.is_saved(root):
         return saved.check(root, field, setting)
     if root.is_dir() and {"meta.json", "train.bin"} <= set(os.listdir(root)):

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import gzip
+import json
 import logging
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
+
+from dtrain.untrusted import open_regular
 
 log = logging.getLogger("dtrain")
 
 UNREADABLE = (OSError, EOFError, zlib.error)  # what reading may raise, of a packed file too
+LONGEST_LINE = 2**26  # bytes of a JSON line; a book has 2**20
+LARGEST_STRUCTURE = 2**22  # bytes of a JSON line beside its texts: as Python objects they take 50 times as much
+# Text is packed to a tenth at best, logs to a hundredth, and a file made for it to a thousandth: such a file of 10 MB
+# would fill the memory of every rank.
+LARGEST_RATIO, UNPACKED_ALWAYS = 200, 2**26
 
 # How files begin that hold text only for a program that knows them: as bytes they would be trained on in silence.
 KINDS = {
@@ -37,9 +46,53 @@ def warn(message: str) -> None:
         log.warning(message)
 
 
+class _Unpacked(gzip.GzipFile):
+    """A .gz that ends with an error when it turns out to be far larger than any text is."""
+
+    def __init__(self, packed: BinaryIO) -> None:
+        super().__init__(fileobj=packed)
+        self.myfileobj = packed  # type: ignore[assignment]  # closed with this
+        self.most = LARGEST_RATIO * os.fstat(packed.fileno()).st_size + UNPACKED_ALWAYS
+
+    def read(self, size: int | None = -1) -> bytes:
+        return self._checked(super().read(size))
+
+    def readline(self, size: int | None = -1) -> bytes:
+        return self._checked(super().readline(size))
+
+    def _checked(self, data: bytes) -> bytes:
+        if self.tell() > self.most:
+            raise OSError(0, f"it unpacks to more than {LARGEST_RATIO} times its size, which no text does")
+        return data
+
+
 def open_file(path: Path) -> BinaryIO:
-    """A file's bytes; of a .gz those that are packed in it."""
-    return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
+    """A regular file's bytes; of a .gz those that are packed in it."""
+    file = open_regular(path)
+    return cast(BinaryIO, _Unpacked(file)) if path.suffix == ".gz" else file
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their numbers; one that is too long is refused before it is in memory."""
+    with open_file(path) as file:
+        number = 0
+        while line := file.readline(LONGEST_LINE + 1):
+            number += 1
+            if len(line) > LONGEST_LINE:
+                raise ValueError(
+                    f"{str(path)!r} line {number} is longer than {LONGEST_LINE:,} bytes, the most that a line of JSON "
+                    "may have\n  fix: one document a line, long ones in parts"
+                )
+            yield number, line
+
+
+def parse_line(line: bytes, encoding: str | None = None) -> Any:
+    """A JSON line as values; ValueError or RecursionError where it is none."""
+    if len(line) > LARGEST_STRUCTURE:  # else it is small anyway
+        texts = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\Z)', re.DOTALL)
+        if len(texts.sub(b"", line)) > LARGEST_STRUCTURE:
+            raise ValueError(f"it has more than {LARGEST_STRUCTURE:,} bytes beside its texts")
+    return json.loads(line if encoding is None else line.decode(encoding))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ its middle. All of that follows from the sample's key, so every layout and every
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -20,11 +21,14 @@ from dtrain.config import bad
 from dtrain.data.corpus import check_split, hash_share, hold_out
 from dtrain.data.files import walk, warn
 from dtrain.data.pixels import check_shape, uniform
+from dtrain.untrusted import open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+KINDS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "MPO", "AVIF", "JPEG2000")
+LARGEST = 89_478_485  # pixels: where Pillow begins to warn of a bomb; decoded, they take 256 MiB
 RATIO = 4 / 3  # the most that a part is wider than high, or higher than wide
 Box = tuple[float, float, float, float]
 
@@ -193,17 +197,20 @@ class ImageDataset:
 
         path = self.root / name
         try:
-            with Image.open(path) as picture:
+            # a FIFO would never end, and some other kinds of files are handed to programs (EPS to Ghostscript)
+            with open_regular(path) as file, Image.open(file, formats=kinds()) as picture:
+                width, height = picture.size
+                if width * height > LARGEST:
+                    raise ValueError(f"it has {width} x {height} pixels, and at most {LARGEST:,} are decoded")
                 if picture.mode.startswith(("I", "F")):
                     raise ValueError(f"its pixels have more than 8 bits ({picture.mode})")
-                width, height = picture.size
                 box = (
                     middle(width, height, self.val_crop)
                     if drawn is None
                     else part(width, height, self.crop_scale, drawn)
                 )
                 return self.cut(picture, box, mirrored=drawn is not None and self.flip and drawn[4] < 0.5)
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        except Exception as error:  # what a decoder raises for damaged bytes is anything
             raise unreadable(path, error) from error
 
     def cut(self, picture: Any, box: Box, mirrored: bool) -> np.ndarray:
@@ -224,8 +231,19 @@ class ImageDataset:
         return np.asarray(result).reshape(self.size, self.size, -1)
 
 
+@functools.cache
+def kinds() -> list[str]:
+    """The formats that may be decoded, of those that this Pillow has."""
+    from PIL import Image
+
+    Image.init()
+    return [kind for kind in KINDS if kind in Image.OPEN]
+
+
 def unreadable(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"data.path: the picture {path} cannot be read ({error})\n  fix: replace it, or remove it")
+    unknown = type(error).__name__ == "UnidentifiedImageError"  # its text names a file handle
+    why = f"it is none of {', '.join(KINDS)}" if unknown else getattr(error, "strerror", None) or error
+    return ValueError(f"data.path: the picture {path} cannot be read ({why})\n  fix: replace it, or remove it")
 
 
 def middle(width: int, height: int, share: float) -> Box:

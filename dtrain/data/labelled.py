@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 from dtrain.config import bad
 from dtrain.data import corpus, text
 from dtrain.data.corpus import Piece, Tokenizer
+from dtrain.data.files import UNREADABLE, json_lines, parse_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,19 +38,18 @@ def read_records(file: Path) -> Iterator[Record]:
     """The records of a file of JSON lines; the first that is not as it should be is refused, with its line number."""
     first: Record | None = None
     try:
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                record = _parse(line, f"line {number} of {file.name}", file)
-                first = first or record
-                if type(record.label) is not type(first.label):
-                    raise _refused(file, f"line {number} of {file.name}: labels must be all text or all numbers")
-                if (record.pair is None) is not (first.pair is None):
-                    raise _refused(file, f"line {number} of {file.name}: text_pair must be in all lines, or in none")
-                yield record
-    except OSError as error:
-        raise _refused(file, f"cannot be read ({error.strerror})") from error
+        for number, line in json_lines(file):
+            if not line.strip():
+                continue
+            record = _parse(line, f"line {number} of {file.name}", file)
+            first = first or record
+            if type(record.label) is not type(first.label):
+                raise _refused(file, f"line {number} of {file.name}: labels must be all text or all numbers")
+            if (record.pair is None) is not (first.pair is None):
+                raise _refused(file, f"line {number} of {file.name}: text_pair must be in all lines, or in none")
+            yield record
+    except UNREADABLE as error:
+        raise _refused(file, f"cannot be read ({getattr(error, 'strerror', None) or error})") from error
 
 
 def _refused(file: Path, rule: str) -> ValueError:
@@ -59,7 +58,7 @@ def _refused(file: Path, rule: str) -> ValueError:
 
 def _parse(line: bytes, where: str, file: Path) -> Record:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = parse_line(line, "utf-8-sig")
     except (ValueError, RecursionError) as error:  # of the encoding, or of JSON
         raise _refused(file, f"{where} is no JSON ({error})") from error
     if not isinstance(row, dict):
@@ -99,9 +98,8 @@ def read_splits(path: str, val_fraction: float) -> dict[str, list[Record]]:
     elif root.is_file():
         splits = split(list(read_records(root)), val_fraction)
     else:
-        raise bad(
-            "data.path", path, "does not exist", f"a file with {FORMAT}, or a folder of train.jsonl and val.jsonl"
-        )
+        rule = "is neither a file nor a folder" if root.exists() else "does not exist"
+        raise bad("data.path", path, rule, f"a file with {FORMAT}, or a folder of train.jsonl and val.jsonl")
     for name, records in splits.items():
         if not records:
             raise bad("data.path", path, f"has no {name} samples", "more lines, of different texts")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
 import math
-import zlib
 from pathlib import Path
 
 import numpy as np
 
 from dtrain.config import bad
 from dtrain.data.corpus import check_split
+from dtrain.data.files import UNREADABLE, open_file
 from dtrain.data.pixels import STILL, Moves, PixelDataset, check_shape, folder_of
 
 CUT_OFF = "is not as long as it says: it is cut off, or damaged"
+LARGEST = 2**32  # bytes; the largest set in this format has 2**30
 LARGEST_RATIO = 1100  # gzip packs a byte into 1/1032 at best: a header that says more is damaged
 PARTS = {"train": "train", "val": "t10k"}
 
@@ -31,21 +31,24 @@ def find_idx(folder: Path, name: str) -> Path:
 def read_idx(path: Path, num_dims: int, header_only: bool = False) -> np.ndarray:
     """The array in an idx file: two zeros, 8 for bytes, the dimensions, their sizes, then all values."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with open_file(path) as file:
             start = file.read(4 + 4 * num_dims)
             if start[:4] != bytes([0, 0, 8, num_dims]) or len(start) < 4 + 4 * num_dims:
                 raise bad("data.path", path, f"is no idx file of bytes in {num_dims} dimensions", "download it again")
             shape = tuple(int.from_bytes(start[4 + 4 * i : 8 + 4 * i], "big") for i in range(num_dims))
             size = math.prod(shape)
-            if size > LARGEST_RATIO * path.stat().st_size:
+            if size > min(LARGEST_RATIO * path.stat().st_size, LARGEST):
                 raise bad("data.path", path, CUT_OFF, "download it again")
+            if 0 in shape:
+                raise bad("data.path", path, f"has values in {' x '.join(map(str, shape))}", "download it again")
             if header_only:
                 if path.suffix != ".gz" and path.stat().st_size != len(start) + size:
                     raise bad("data.path", path, CUT_OFF, "download it again")
                 return np.empty((0,) * num_dims, dtype=np.uint8)
             values = file.read(size + 1)
-    except (OSError, EOFError, zlib.error) as error:  # gzip's own complaint about a bad file is an OSError
-        raise bad("data.path", path, f"cannot be read ({error})", "download it again") from error
+    except UNREADABLE as error:  # gzip's own complaint about a bad file is an OSError
+        reason = getattr(error, "strerror", None) or error
+        raise bad("data.path", path, f"cannot be read ({reason})", "download it again") from error
     if len(values) != size:
         raise bad("data.path", path, CUT_OFF, "download it again")
     return np.frombuffer(values, dtype=np.uint8).reshape(shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterator
 from functools import cached_property
 from importlib.util import find_spec
@@ -11,9 +11,11 @@ from typing import Any
 
 from dtrain.data import corpus
 from dtrain.data.corpus import Piece
+from dtrain.untrusted import read_json
 
 HELD_OUT = ("validation", "valid", "val", "dev", "test")  # a split by the first of these names is for validation
 ROWS = 100  # read at a time
+LARGEST_JSON = 2**26  # bytes of its description, in which every shard has some dozen
 
 
 def is_saved(path: Path) -> bool:
@@ -26,38 +28,59 @@ def splits(path: Path) -> dict[str, Path]:
     """Where "train" is, and "val" if a split is held out already."""
     if not (path / "dataset_dict.json").is_file():
         return {"train": path}
-    names = json.loads((path / "dataset_dict.json").read_text())["splits"]
+    names = _described(path, "dataset_dict.json", "splits", list)
     if "train" not in names:
+        others = [str(name)[:40] for name in names[:10]]
         raise ValueError(
-            f"data.path={str(path)!r} has no split named train, only {', '.join(names) or 'none'}\n  fix: "
-            f"data.path={path / names[0] if names else '…'}"
+            f"data.path={str(path)!r} has no split named train, only {', '.join(others) or 'none'}\n  fix: "
+            f"data.path={path / others[0] if others else '…'}"
         )
     held_out = [name for name in HELD_OUT if name in names]
     return {"train": path / "train"} | ({"val": path / held_out[0]} if held_out else {})
 
 
+def _described(folder: Path, file: str, key: str, kind: type) -> Any:
+    """One entry of a JSON file in the folder."""
+    try:
+        value = read_json(folder / file, LARGEST_JSON)[key]
+        if not isinstance(value, kind):
+            raise TypeError(f"{key} is no {kind.__name__}")
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"data.path={str(folder)!r} is torn ({file}: {error!r})\n  fix: save it again") from error
+    return value
+
+
+def data_files(folder: Path) -> list[Path]:
+    """The tables of a split, which all lie in its folder."""
+    entries = _described(folder, "state.json", "_data_files", list)
+    names = [str(entry.get("filename")) if isinstance(entry, dict) else "" for entry in entries]
+    missing = [name for name in names if Path(name).name != name or not os.path.isfile(folder / name)]
+    if missing:
+        raise ValueError(f"data.path={str(folder)!r} lacks {missing[0][:80]}\n  fix: copy the folder again")
+    return [folder / name for name in names]
+
+
 def check(path: Path, field: str, setting: str = "data.path") -> None:
     """Refuse a folder that is torn or has no such column; reads its JSON files, and imports nothing."""
-    if find_spec("datasets") is None:
+    if find_spec("pyarrow") is None:
         raise ValueError(
             f"{setting}={str(path)!r} was saved by the datasets package, which is not installed\n  fix: "
             "pip install 'dtrain[datasets]', or write it as .jsonl"
         )
-    try:
-        for folder in splits(path).values():
-            columns = json.loads((folder / "dataset_info.json").read_text())["features"]
-            files = json.loads((folder / "state.json").read_text())["_data_files"]
-            missing = [file["filename"] for file in files if not (folder / file["filename"]).is_file()]
-            if missing:
-                raise ValueError(f"{setting}={str(folder)!r} lacks {missing[0]}\n  fix: copy the folder again")
-            if "string" not in str(columns.get(field, {}).get("dtype")):  # string, large_string
-                texts = [name for name, kind in columns.items() if "string" in str(kind.get("dtype"))]
-                raise ValueError(
-                    f"data.field={field!r} is no column of text in {str(folder)!r}, which has {', '.join(columns)}\n"
-                    f"  fix: data.field={texts[0] if texts else '…'}"
-                )
-    except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{setting}={str(path)!r} is torn ({error!r})\n  fix: save it again") from error
+    for folder in splits(path).values():
+        columns = _described(folder, "dataset_info.json", "features", dict)
+        data_files(folder)
+        if not _is_text(columns.get(field)):
+            texts = [name for name, kind in columns.items() if _is_text(kind)]
+            named = ", ".join(name[:40] for name in list(columns)[:20])
+            raise ValueError(
+                f"data.field={field!r} is no column of text in {str(folder)!r}, which has {named}\n"
+                f"  fix: data.field={texts[0][:40] if texts else '…'}"
+            )
+
+
+def _is_text(kind: Any) -> bool:
+    return isinstance(kind, dict) and "string" in str(kind.get("dtype"))  # string, large_string
 
 
 class Saved:
@@ -85,18 +108,33 @@ class Saved:
 
     def texts(self, split: str) -> Iterator[bytes]:
         """Every text of a split that is not empty."""
-        import datasets
-
-        rows: Any = datasets.load_from_disk(str(self.splits[split]))
-        rows = rows.select_columns([self.field]).with_format(None)
         number = 0
-        for batch in rows.iter(batch_size=ROWS):
-            for text in batch[self.field]:
-                if text is None:
-                    raise ValueError(
-                        f"row {number} of {str(self.splits[split])!r} has no text in data.field={self.field!r}\n"
-                        "  fix: take such rows out with Dataset.filter, and save it again"
-                    )
-                number += 1
-                if text:
-                    yield text.encode()
+        for file in data_files(self.splits[split]):
+            for rows in _rows(file, self.field):
+                for text in rows:
+                    if text is None:
+                        raise ValueError(
+                            f"row {number} of {str(self.splits[split])!r} has no text in data.field={self.field!r}\n"
+                            "  fix: take such rows out with Dataset.filter, and save it again"
+                        )
+                    number += 1
+                    if text:
+                        yield text.encode()
+
+
+def _rows(file: Path, field: str) -> Iterator[list[str | None]]:
+    """The texts of a table, some at a time. Nothing is believed: offsets that lie outside of it would end Python."""
+    import pyarrow as pa
+
+    try:
+        with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as table:
+            for batch in table:
+                column = batch.column(field)
+                if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+                    raise TypeError(f"{field} is {column.type}")
+                column.validate(full=True)
+                for start in range(0, len(column), ROWS):
+                    yield column.slice(start, ROWS).to_pylist()
+    except (pa.ArrowException, OSError, KeyError, TypeError, UnicodeError) as error:
+        why = str(error)[:200]
+        raise ValueError(f"document {str(file)!r} cannot be read ({why})\n  fix: copy the folder again") from error

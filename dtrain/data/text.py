@@ -15,12 +15,16 @@ from dtrain.data.documents import Source
 from dtrain.data.files import warn
 from dtrain.data.packed import PackedDataset, make_dataset
 from dtrain.data.windows import TokenDataset
+from dtrain.untrusted import read_bytes
 
 TASK = "next"  # what the targets are (dtrain/validate.py)
 
 # Names of the token that ends a document, the first that a tokenizer has: of GPT-2, Llama 3, Llama 2, Gemma, DeepSeek
 # and BERT. A name is only ever added behind: another choice would change the text of runs that resume.
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
+
+
+LARGEST_TOKENIZER = 2**28  # bytes; one of 256,000 tokens has 2**25
 
 
 class ByteTokenizer:
@@ -48,10 +52,13 @@ class FileTokenizer:
         from tokenizers import Tokenizer as HFTokenizer
 
         try:
-            self.tokenizer = HFTokenizer.from_file(str(Path(path).expanduser()))
-        except Exception as error:  # the Rust side raises a plain Exception
+            self.tokenizer = HFTokenizer.from_str(read_bytes(Path(path).expanduser(), LARGEST_TOKENIZER).decode())
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the Rust side raises a plain Exception, or panics
             raise ValueError(
-                f"data.tokenizer={path!r} is not a `tokenizers` JSON file ({error})\n  fix: give a tokenizer.json"
+                f"data.tokenizer={path!r} is not a `tokenizers` JSON file ({str(error)[:200]})\n"
+                "  fix: give a tokenizer.json"
             ) from error
         # A file may carry the truncation of the model it was saved with (512 for BERT): that would drop text.
         self.tokenizer.no_truncation()

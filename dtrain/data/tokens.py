@@ -16,12 +16,14 @@ from dtrain.data import corpus, documents, text
 from dtrain.data.corpus import Piece, Tokenizer
 from dtrain.data.packed import PackedDataset, make_dataset
 from dtrain.data.windows import TokenDataset
+from dtrain.untrusted import read_json, short
 
 TASK = "next"  # what the targets are (dtrain/validate.py)
 
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 META_KEYS = {"dtype", "vocab_size", "tokenizer", "train_tokens", "val_tokens"}
 DOCUMENT_KEYS = ("train_documents", "val_documents")  # folders written before there was data.packed have none
+LARGEST_META = 2**20  # bytes
 STARTS = np.dtype("<i8")  # of SPLIT.starts: where each document of SPLIT.bin starts, in tokens
 HOW_TO = "write one with: dtrain data prepare SOURCE OUT"
 
@@ -121,7 +123,7 @@ def read_meta(path: str | Path) -> dict:
     if not folder.is_dir():
         raise ValueError(f"{setting} is not a folder\n  fix: {HOW_TO}")
     try:
-        meta = json.loads((folder / "meta.json").read_text())
+        meta = read_json(folder / "meta.json", LARGEST_META)
     except FileNotFoundError as error:
         raise ValueError(f"{setting} has no meta.json, so it is not a token folder\n  fix: {HOW_TO}") from error
     except (OSError, ValueError) as error:
@@ -129,8 +131,17 @@ def read_meta(path: str | Path) -> dict:
     missing = META_KEYS - set(meta if isinstance(meta, dict) else ())
     if missing:
         raise ValueError(f"{setting} has a meta.json without {', '.join(sorted(missing))}\n  fix: {HOW_TO}")
-    if meta["dtype"] not in DTYPES:
-        raise ValueError(f"{setting} has dtype={meta['dtype']!r} in meta.json, not uint16 or uint32\n  fix: {HOW_TO}")
+    if meta["dtype"] not in list(DTYPES):
+        raise ValueError(
+            f"{setting} has dtype={short(meta['dtype'])} in meta.json, not uint16 or uint32\n  fix: {HOW_TO}"
+        )
+    for key in ("vocab_size", "train_tokens", "val_tokens", *(DOCUMENT_KEYS if has_documents(meta) else ())):
+        if type(meta[key]) is not int or not 0 < meta[key] < 2**62:
+            raise ValueError(f"{setting} has {key}={short(meta[key])} in meta.json, no number above 0\n  fix: {HOW_TO}")
+    if meta["tokenizer"] not in (None, "tokenizer.json"):
+        raise ValueError(
+            f"{setting} has tokenizer={short(meta['tokenizer'])} in meta.json, not tokenizer.json\n  fix: {HOW_TO}"
+        )
     sizes = {f"{split}.bin": meta[f"{split}_tokens"] * DTYPES[meta["dtype"]].itemsize for split in ("train", "val")}
     if has_documents(meta):
         sizes |= {f"{split}.starts": meta[f"{split}_documents"] * STARTS.itemsize for split in ("train", "val")}
@@ -193,6 +204,16 @@ class Tokens:
         corpus.check_split(split)
         if split not in self._datasets:
             tokens = np.memmap(self.path / f"{split}.bin", dtype=DTYPES[self.meta["dtype"]], mode="r")
-            starts = np.fromfile(self.path / f"{split}.starts", dtype=STARTS) if self.packed else np.array([0])
+            starts = self._starts(split, len(tokens)) if self.packed else np.array([0])
             self._datasets[split] = make_dataset(corpus.Tokens(tokens, starts), self.seq_len, self.packed, split)
         return self._datasets[split]
+
+    def _starts(self, split: str, num_tokens: int) -> np.ndarray:
+        """Where the documents start. Places that are none would make samples of any length, and memory for them."""
+        starts = np.fromfile(self.path / f"{split}.starts", dtype=STARTS)
+        if starts[0] != 0 or starts[-1] > num_tokens or (starts[1:] < starts[:-1]).any():
+            raise ValueError(
+                f"data.path={str(self.path)!r}: {split}.starts is not in order, or not of {split}.bin\n  fix: "
+                f"copy the folder again or {HOW_TO}"
+            )
+        return starts
