@@ -1,12 +1,13 @@
 #!/usr/bin/env python
 """`python launch.py …` is `dtrain launch …`: compose the configuration, check it, start the run."""
 
-import gc
+import os
+import runpy
 import sys
 
-from dtrain.cli import main
-
 if __name__ == "__main__":
-    code = main(["launch", *sys.argv[1:]])
-    gc.freeze()  # the process ends: what Hydra made need not be looked through once more, for a tenth of its time
-    sys.exit(code)
+    here = os.path.dirname(os.path.realpath(__file__))
+    if not sys.flags.safe_path:
+        del sys.path[0]  # this folder: a queue.py in it is not Python's own (dtrain/start.py)
+    sys.argv[1:1] = ["-m", "dtrain.cli", "launch"]
+    runpy.run_path(os.path.join(here, "dtrain", "start.py"), run_name="__main__")

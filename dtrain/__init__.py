@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # imports nothing: `python -m dtrain` looks in the working folder first, until __main__.py runs
 if TYPE_CHECKING:
+    from typing import Any
+
     from dtrain.api import Preempted, Result, RunFailed, fit
 
 __all__ = ["Preempted", "Result", "RunFailed", "__version__", "fit"]

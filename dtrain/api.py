@@ -20,6 +20,7 @@ from dtrain.contract import DONE, PREEMPTED, PREFLIGHT
 from dtrain.explain import explain
 from dtrain.naming import spell, value_of
 from dtrain.rundir import read_json, read_summary
+from dtrain.start import VARIABLE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -130,18 +131,17 @@ def check_place() -> None:
 
 @contextmanager
 def import_path(folders: list[Path]) -> Iterator[None]:
-    """PYTHONPATH for the ranks: first where the script and the given things lie, as it is in this process."""
+    """Where the ranks look for modules, too: where the script and the given things lie."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     extra = [*([Path(script).resolve().parent] if script else []), *folders]
-    before = os.environ.get("PYTHONPATH")
-    known = [part for part in (before or "").split(os.pathsep) if part]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*map(str, extra), *known]))
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = os.pathsep.join([*map(str, extra), *([before] if before else [])])
     try:
         yield
     finally:
-        os.environ.pop("PYTHONPATH")
+        os.environ.pop(VARIABLE)
         if before is not None:
-            os.environ["PYTHONPATH"] = before
+            os.environ[VARIABLE] = before
 
 
 @contextmanager

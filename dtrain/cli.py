@@ -205,3 +205,7 @@ def data(argv: list[str]) -> int:
 
     print(f"next: {LAUNCH} data=tokens data.path={shlex.quote(options.out)}")
     return 0
+
+
+if __name__ == "__main__":  # of dtrain/start.py
+    sys.exit(main())

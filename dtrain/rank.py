@@ -8,8 +8,10 @@ from pathlib import Path
 
 from dtrain import file_handles
 from dtrain.contract import DONE, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent, name_slurm_rank, remove_sockets
+from dtrain.start import import_folders
 
 if __name__ == "__main__":
+    import_folders()
     run_dir = Path(sys.argv[1])
     on_slurm = "RANK" not in os.environ
     if on_slurm:

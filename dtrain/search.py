@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Overrid
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from dtrain import console, records, runs, sweeps
+from dtrain import console, records, runs, start, sweeps
 from dtrain.config import RECIPES, bad
 from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED
 from dtrain.explain import explain
@@ -184,7 +183,7 @@ def _detach(argv: list[str], folder: Path) -> int:
     words = [a for a in argv if not a.startswith(("detach=", "dir="))]
     with open(folder / "search.log", "ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "dtrain", "search", *words, f"dir={folder}", "detach=false"],
+            [*start.command("dtrain.cli"), "search", *words, f"dir={folder}", "detach=false"],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     time.sleep(3)  # long enough to hear of a mistake
@@ -274,7 +273,7 @@ class Search:
         if (run_dir / "launch.json").exists():
             words = [f"resume={run_dir}"]
         print(f"trial {number}: {' '.join(varied)}", flush=True)
-        command = [sys.executable, "-m", "dtrain", "launch", *words]
+        command = [*start.command("dtrain.cli"), "launch", *words]
         # a session of its own: Ctrl-C is for us, who hand it on
         self.processes[number] = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
 

@@ -16,7 +16,7 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
-from dtrain import file_handles
+from dtrain import file_handles, start
 from dtrain.config import count_gpus
 from dtrain.contract import Deadline, die_with_parent, free_port, place_sockets
 from dtrain.launchers.supervisor import PEERS_S, first_failure
@@ -32,7 +32,9 @@ def start_server(strategy_modules: Iterable[str] = ()) -> None:
     CUDA does not survive a fork. torch and our own code do not ask.
     """
     modules = ["torch._dynamo", "dtrain.train", *([] if count_gpus() else strategy_modules)]
-    os.environ["DTRAIN_PRELOAD"] = " ".join(dict.fromkeys(modules))
+    wanted = start.environment(argv=()) | {"DTRAIN_PRELOAD": " ".join(dict.fromkeys(modules))}
+    before_us = {name: os.environ.get(name) for name in wanted}
+    os.environ |= wanted
     _server.set_forkserver_preload(["dtrain.preload"])
     # blocked, and so in all that it forks: Ctrl-C is for the process that asked for the ranks, and that ends them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -41,7 +43,10 @@ def start_server(strategy_modules: Iterable[str] = ()) -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        del os.environ["DTRAIN_PRELOAD"]
+        for name, value in before_us.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from dtrain.comm.interfaces import interfaces, usable
 from dtrain.comm.pairs import Hunt
 from dtrain.comm.probe import PLAN
 from dtrain.comm.report import Check, Report
-from dtrain.comm.starters import Starter, end, python_of, tail
+from dtrain.comm.starters import Starter, end, python_command, tail
 from dtrain.config import gpus_per_node, ranks_per_node
 from dtrain.contract import LOST_PEER
 from dtrain.hardware import Hardware
@@ -87,7 +87,7 @@ class Full:
     def run(self, start: Starter, stop: Callable[[], bool]) -> None:
         began, processes, died = time.monotonic(), {}, ""
         env = profile.environment(self.config, os.environ) | {PLAN: json.dumps(self.plan)}
-        argv = [*python_of(self.config), "-m", "dtrain.comm.probe"]
+        argv = python_command(self.config, "dtrain.comm.probe")
         try:
             for node in self.nodes:
                 self.log(node).unlink(missing_ok=True)

@@ -10,7 +10,6 @@ import os
 import shlex
 import shutil
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtrain import file_handles
+from dtrain import start as starting
 from dtrain.comm.quick import Quick
 from dtrain.comm.report import Check, Report
 from dtrain.comm.starters import Starter as Starter
@@ -143,7 +143,7 @@ def nodes_and_starter(config: dict[str, Any], argv: list[str]) -> tuple[list[str
             fix = "log in where the cluster's commands are, or preflight=… on the job itself"
             raise bad("cluster", config["choices"].get("cluster"), "there is no salloc on this machine", fix)
         request = build(cluster | {"processes": ranks_per_node(cluster)}).salloc()
-        command = [*request, sys.executable, "-m", "dtrain", "preflight", *argv]
+        command = [*request, *starting.command("dtrain.cli"), "preflight", *argv]
         print(f"asking SLURM for the nodes: {shlex.join(command)}", flush=True)
         os.execvp(command[0], command)  # it comes back here, inside a job; the exit code is the command's
     nodes = batch.scontrol("scontrol", "show", "hostnames", listed).split()

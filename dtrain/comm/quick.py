@@ -26,7 +26,7 @@ from dtrain.comm.channel import Desk, Messages, waiting
 from dtrain.comm.interfaces import interfaces, usable
 from dtrain.comm.node import PLAN, node_name
 from dtrain.comm.report import Check, Report, as_check
-from dtrain.comm.starters import Starter, end, python_of, tail
+from dtrain.comm.starters import Starter, end, python_command, tail
 from dtrain.config import gpus_per_node, ranks_per_node
 from dtrain.words import as_dict
 
@@ -106,7 +106,7 @@ class Quick:
 
     def launch(self, node: str) -> subprocess.Popen[bytes] | str:
         """The agent's process, or why there is none."""
-        argv, env = [*python_of(self.config), "-m", "dtrain.comm.node"], {PLAN: json.dumps(self.plan)}
+        argv, env = python_command(self.config, "dtrain.comm.node"), {PLAN: json.dumps(self.plan)}
         why = ""
         for log in (self.log(node), Path(os.devnull)):  # on a full disk without a log: the agent itself will say why
             try:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from dtrain import start as starting
 from dtrain.contract import die_with_parent
 from dtrain.words import clean
 
@@ -31,24 +32,26 @@ def local_starter(
 ) -> subprocess.Popen[bytes]:
     """Start on this machine, which is one node."""
     assert len(nodes) == 1, "one machine is one node"
-    package = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
-    command = argv
+    command, here = argv, {"DTRAIN_NODE": nodes[0], "SLURM_LOCALID": "0"}
     if tasks_per_node > 1:
-        command = [sys.executable, "-m", "dtrain.comm.starters", str(tasks_per_node), *argv]
+        command = [*starting.command("dtrain.comm.starters"), str(tasks_per_node), *argv]
     try:
         file = open(log, "ab")  # noqa: SIM115
     except OSError:  # a full disk: what it says is lost, what it finds is not
         file = open(os.devnull, "ab")  # noqa: SIM115
     with file:
         return subprocess.Popen(
-            command, env=os.environ | env | {"DTRAIN_NODE": nodes[0], "SLURM_LOCALID": "0", "PYTHONPATH": path},
+            command, env=os.environ | env | starting.environment(argv) | here,
             stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
 
 
-def python_of(config: Mapping[str, Any]) -> list[str]:
-    return shlex.split(config["cluster"].get("python") or shlex.quote(sys.executable))
+def python_command(config: Mapping[str, Any], module: str) -> list[str]:
+    """How a node starts a module of ours: with this Python, or with the one that cluster.python or a container has."""
+    cluster = config["cluster"]
+    if not cluster.get("python") and not cluster.get("container_image"):
+        return starting.command(module)
+    return starting.command(module, shlex.split(cluster.get("python") or shlex.quote(sys.executable)))
 
 
 def end(processes: Iterable[subprocess.Popen[bytes] | str], patience_s: float = 2.0) -> None:

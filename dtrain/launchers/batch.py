@@ -21,6 +21,7 @@ from typing import Any
 from dtrain import causes
 from dtrain import config as configuration
 from dtrain.comm import profile
+from dtrain.comm.starters import python_command
 from dtrain.contract import (
     ATTEMPTS_FILE,
     BAD_CONFIG,
@@ -33,7 +34,6 @@ from dtrain.contract import (
     free_port,
 )
 from dtrain.launchers import nsys
-from dtrain.launchers.local import python_path
 from dtrain.launchers.supervisor import Supervisor, failure
 from dtrain.rundir import (
     last_launch,
@@ -46,6 +46,7 @@ from dtrain.rundir import (
     write_json,
 )
 from dtrain.squeue import query
+from dtrain.start import environment
 from dtrain.validate import validate
 
 LOCK_S = 180.0  # how long the last attempt's supervisor may take to go; NFS frees a lost node's lock after 90
@@ -67,15 +68,15 @@ class Srun(Supervisor):
         super().__init__(len(nodes) * self.cluster["processes"], self.cluster["max_restarts"], self.cluster["grace_s"])
 
     def command(self, run_dir: Path) -> list[str]:
-        python = shlex.split(self.cluster["python"] or shlex.quote(sys.executable))
+        rank = [*python_command(self.config, "dtrain.rank"), str(run_dir)]
         return [
             *srun(self.cluster, self.nodes, self.cluster["processes"]), "--kill-on-bad-exit=1", *self.cluster["srun"],
-            *nsys.around(self.config, run_dir, "rank-%q{SLURM_PROCID}", [*python, "-m", "dtrain.rank", str(run_dir)]),
+            *nsys.around(self.config, run_dir, "rank-%q{SLURM_PROCID}", rank),
         ]  # fmt: skip
 
     def environment(self) -> dict[str, str]:
         # a user's MASTER_ADDR is not for this world
-        return profile.environment(self.config, os.environ) | self.master | {"PYTHONPATH": python_path()}
+        return profile.environment(self.config, os.environ) | self.master | environment(python_command(self.config, ""))
 
     def on_stop(self) -> None:
         """A network file system may hide a new file for a minute; a signal to the tasks does not wait."""
@@ -340,7 +341,7 @@ def starter(config: dict[str, Any]) -> Any:
         with open(log, "ab") as file:
             return subprocess.Popen(
                 command,
-                env=os.environ | env,
+                env=os.environ | env | environment(argv),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,

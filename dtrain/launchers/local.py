@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dtrain import causes, file_handles
+from dtrain import causes, file_handles, start
 from dtrain import config as configuration
 from dtrain.comm import profile
 from dtrain.config import bad
@@ -65,12 +65,13 @@ class Torchrun(Supervisor):
         super().__init__(config["cluster"]["processes"], max_restarts, grace_s)
 
     def command(self, run_dir: Path) -> list[str]:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *self.rendezvous]
-        ranks = [*torchrun, f"--nproc-per-node={self.num_ranks}", "-m", "dtrain.rank", str(run_dir)]
+        torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", *self.rendezvous]
+        rank = start.command("dtrain.rank")[1:]  # torchrun says which Python
+        ranks = [*torchrun, f"--nproc-per-node={self.num_ranks}", *rank, str(run_dir)]
         return nsys.around(self.config, run_dir, f"node-{self.node_rank}", ranks)
 
     def environment(self) -> dict[str, str]:
-        wanted = profile.environment(self.config, os.environ) | {"PYTHONPATH": python_path()}
+        wanted = profile.environment(self.config, os.environ) | start.environment()
         if self.folder:
             wanted |= {SOCKETS: self.folder, "PET_LOG_DIR": os.environ.get("PET_LOG_DIR", self.folder)}
         return wanted
@@ -113,8 +114,3 @@ def killed_ranks(torchrun_log: str) -> list[tuple[int, str]]:
     found = re.findall(r"rank\s*:\s*(\d+).*?\n.*?exitcode\s*:\s*-(\d+)", torchrun_log)
     # SIGTERM is torchrun ending the others
     return [(int(rank), signal.Signals(int(n)).name) for rank, n in found if int(n) != signal.SIGTERM]
-
-
-def python_path() -> str:
-    """PYTHONPATH for the ranks: they find a user's modules where the launcher did."""
-    return os.pathsep.join(filter(None, [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))

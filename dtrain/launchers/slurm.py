@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtrain import config as configuration
-from dtrain import file_handles
+from dtrain import file_handles, start
 from dtrain.comm import profile
 from dtrain.config import bad
 from dtrain.launchers import batch, nsys, requests
@@ -92,7 +92,7 @@ class Slurm:
             "setup": [
                 "trap '' USR1 USR2",  # until the supervisor listens: a signal that comes too early is not the end
                 *(setup or []),
-                f"export PYTHONPATH={shlex.quote(_import_path())}${{PYTHONPATH:+:$PYTHONPATH}}",
+                f"export {start.VARIABLE}={shlex.quote(_import_path())} PYTHONSAFEPATH=${{PYTHONSAFEPATH-1}}",
             ],
         }
         if gpus_per_node and gres is None:
@@ -194,7 +194,7 @@ class Slurm:
 
         folder = _job_folder(run_dir)
         self._check_words(name, folder)
-        command = f"exec {shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
+        command = f"{_python()} -u -m submitit.core._submit {shlex.quote(str(folder))}"
         return _make_sbatch_string(command=command, folder=folder, **self._all_parameters(name)) + "\n"
 
     def _all_parameters(self, name: str) -> dict[str, Any]:
@@ -216,8 +216,7 @@ class Slurm:
         job_folder = _job_folder(folder)
         self._check_words(name, job_folder)
         job_folder.mkdir(parents=True, mode=0o700)
-        # exec: the supervisor takes the shell's place, and so its signals
-        executor = SlurmExecutor(job_folder, python=f"exec {shlex.quote(sys.executable)}")
+        executor = SlurmExecutor(job_folder, python=_python())
         executor.update_parameters(**self._all_parameters(name))
         try:
             with _outside_of_jobs(), executor.batch():
@@ -251,11 +250,14 @@ def _job_folder(folder: Path) -> Path:
     return folder / "submitit" / f"{time.time_ns() // 1_000_000}"
 
 
+def _python() -> str:
+    """What the job is; submitit adds `-u -m` and its module. exec: it takes the shell's place, and so its signals."""
+    return f"exec {shlex.join([sys.executable, '-u', start.START])}"
+
+
 def _import_path() -> str:
-    """Where the job finds dtrain and the user's modules: as we do."""
-    package = Path(__file__).resolve().parents[2]
-    checkout = [] if package.name == "site-packages" else [str(package)]
-    return os.pathsep.join(dict.fromkeys([*checkout, os.getcwd()]))
+    """Where the job finds the user's modules: as we do."""
+    return start.environment()[start.VARIABLE]
 
 
 @contextmanager

@@ -1,0 +1,79 @@
+"""Start a module as a program: `python dtrain/start.py -m MODULE ARGUMENT …`, with the user's folders last on sys.path.
+
+`python -m` puts the working folder first: a queue.py or numpy.py there would be imported instead of Python's own, by
+torch too. Started like this, Python finds only what it does not have itself in the user's folders.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+VARIABLE = "DTRAIN_IMPORT_PATH"  # the folders where a user's modules lie, for ranks
+PACKAGE = os.path.dirname(os.path.abspath(__file__))
+START = os.path.join(PACKAGE, "start.py")
+
+
+def import_folders() -> None:
+    """Add the user's folders behind everything that Python looks at anyway."""
+    folders = os.environ.get(VARIABLE, "").split(os.pathsep)
+    sys.path += [folder for folder in dict.fromkeys(folders) if folder and folder not in sys.path]
+
+
+def command(module: str, python: list[str] | None = None) -> list[str]:
+    """How to start a module; a Python that is the user's own, perhaps in a container, must find dtrain itself."""
+    return [*python, "-m", module] if python else [sys.executable, START, "-m", module]
+
+
+def environment(argv: Sequence[str] = (START,)) -> dict[str, str]:
+    """For a Python that is started with these words, and for what it starts in turn. A user's PYTHONPATH stays."""
+    folders = [*os.environ.get(VARIABLE, "").split(os.pathsep), os.getcwd()]
+    wanted = {
+        VARIABLE: os.pathsep.join(dict.fromkeys(filter(None, folders))),
+        "PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH", "1"),
+    }
+    given = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    checkout = os.path.dirname(PACKAGE)
+    if START not in argv and checkout not in given and not _installed(checkout):
+        wanted["PYTHONPATH"] = os.pathsep.join([*given, checkout])
+    return wanted
+
+
+def _installed(checkout: str) -> bool:
+    """Does every Python of this environment find the dtrain in this folder?"""
+    if os.path.basename(checkout) in ("site-packages", "dist-packages"):
+        return True
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        return f'file://{checkout}"' in (distribution("dtrain").read_text("direct_url.json") or "")
+    except PackageNotFoundError:
+        return False
+
+
+def main(argv: list[str]) -> None:
+    """Run a module with the dtrain that this file belongs to, wherever the working folder is."""
+    import runpy
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    file = os.path.join(PACKAGE, "__init__.py")
+    spec = spec_from_file_location("dtrain", file, submodule_search_locations=[PACKAGE])
+    assert spec is not None and spec.loader is not None
+    sys.modules["dtrain"] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["dtrain"])
+    if (checkout := os.path.dirname(PACKAGE)) not in sys.path:
+        sys.path.append(checkout)  # for processes that a rank starts, which get its sys.path
+    import_folders()
+    module, *rest = argv[argv.index("-m") + 1 :]  # options of Python may come before, as submitit has them
+    sys.argv = [module, *rest]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    if not sys.flags.safe_path and os.path.realpath(sys.path[0]) == os.path.realpath(PACKAGE):
+        del sys.path[0]  # Python puts a script's folder there, and ours has a module named profile
+    main(sys.argv[1:])
