@@ -23,6 +23,7 @@ from dtrain.models import build as models
 from dtrain.models import hf, lora
 from dtrain.saving import free_memory
 from dtrain.strategies import frozen
+from dtrain.untrusted import read_json
 from dtrain.weights import by_part
 
 log = logging.getLogger("dtrain")
@@ -197,7 +198,7 @@ def export_hf(
         values["dtype"] = str(dtype or torch.float32).removeprefix("torch.")  # masters are float32
         (partial / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
         tokenizer = tokenizer_of(cfg.data)
-        if tokenizer is not None:
+        if tokenizer is not None and is_tokenizer(tokenizer):
             shutil.copyfile(tokenizer, partial / "tokenizer.json")
         if there:
             for file in sorted(partial.iterdir(), reverse=True):  # config.json comes last: without it there is no model
@@ -310,6 +311,19 @@ def class_names(cfg: Settings, trust: Iterable[str]) -> list[str]:
     except (ValueError, OSError) as error:
         log.warning("the names of the classes are not known: %s", error)
     return labels if len(labels) == number else [f"LABEL_{i}" for i in range(number)]
+
+
+def is_tokenizer(path: Path) -> bool:
+    """Is it what its name says? A run folder from elsewhere may name a file that must not be published."""
+    try:
+        model = read_json(path, text.LARGEST_TOKENIZER).get("model")
+    except (OSError, ValueError, AttributeError) as error:
+        log.warning("%s is no tokenizer, and left out: %s", path, error)
+        return False
+    if not isinstance(model, dict) or "vocab" not in model:
+        log.warning("%s is no tokenizer, and left out", path)
+        return False
+    return True
 
 
 def tokenizer_of(data: Mapping[str, Any]) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,6 +179,42 @@ def test_what_the_first_model_said_of_itself_is_kept(tmp_path: Path, monkeypatch
     assert (found["bos_token_id"], found["eos_token_id"], found["max_position_embeddings"]) == (None, None, 16)
 
 
+def test_what_the_first_model_cannot_have_said_is_left_out(tmp_path: Path) -> None:
+    CASES["llama"].make(tmp_path / "hf")
+    run = make(tmp_path / "run", "llama", f"init_from={tmp_path / 'hf'}")
+    save(run, load(run))
+    odd = {"bos_token_id": {"a": 1}, "eos_token_id": [8, -9], "max_position_embeddings": "4096"}
+    for i, text in enumerate((json.dumps(odd), "[" * 10**5, "[]")):
+        (tmp_path / "hf" / "config.json").write_text(text)
+        found = written(run, tmp_path / f"out-{i}")
+        assert (found["bos_token_id"], found["eos_token_id"], found["max_position_embeddings"]) == (None, None, 16)
+
+
+def test_crafted_adapters_are_not_multiplied_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """B [1000000, 1] and A [1, 1000000] are 8 MB, and 8 TB as a matrix."""
+    run = make(tmp_path / "run", "gpt2", "lora.rank=1", "lora.targets=[up]")
+    (run / "launch.json").write_text('{"launches": []}')
+    model = load(run)
+    layer: Any = model.get_submodule("layers.0.mlp.up")
+    original = layer.lora_a, layer.lora_b
+    layer.lora_a, layer.lora_b = nn.Parameter(torch.ones(1, 10**6)), nn.Parameter(torch.ones(10**6, 1))
+    save(run, model)
+    for command in (["export", str(run), str(tmp_path / "out")], ["sample", str(run)], ["evaluate", str(run)]):
+        assert main(command) == 2
+        message = capsys.readouterr().err
+        assert "layers.0.mlp.up.lora_a has shape [1, 1000000], and [1, 32] in the model; 2 differences" in message
+    assert not (tmp_path / "out").exists()
+    # the same of a configuration: what it would draw does not fit into any host
+    layer.lora_a, layer.lora_b = original
+    shutil.rmtree(run / "checkpoints")
+    save(run, model)
+    cfg = config.load(run)
+    config.save(run, {**cfg, "model": {**cfg.model, "vocab_size": 2**40}})
+    for command in (["export", str(run), str(tmp_path / "out")], ["sample", str(run)]):
+        assert main(command) == 2
+        assert "GiB of memory, and" in capsys.readouterr().err
+
+
 def test_learned_positions_are_as_many_as_there_are(tmp_path: Path) -> None:
     CASES["gpt2"].make(tmp_path / "hf")
     run = make(tmp_path / "run", "gpt2", f"init_from={tmp_path / 'hf'}", "model.seq_len=12")
@@ -204,6 +241,9 @@ def test_the_tokenizer_and_its_end_token_travel_along(tmp_path: Path, caplog: py
     source.write_text("{}")
     assert written(run, tmp_path / "out-odd")["eos_token_id"] is None
     assert "end token" in caplog.text
+    source.write_text('{"client_secret": "hunter2"}')
+    written(run, tmp_path / "out-secret")
+    assert not (tmp_path / "out-secret" / "tokenizer.json").exists(), "what config.yaml names may be any file"
 
 
 def test_classes_keep_their_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
