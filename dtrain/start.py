@@ -30,15 +30,15 @@ def command(module: str, python: list[str] | None = None) -> list[str]:
 
 
 def environment(argv: Sequence[str] = (START,)) -> dict[str, str]:
-    """For a Python that is started with these words, and for what it starts in turn. A user's PYTHONPATH stays."""
+    """For a Python that is started with these words; the user's own PYTHONPATH stays first."""
     folders = [*os.environ.get(VARIABLE, "").split(os.pathsep), os.getcwd()]
-    wanted = {
-        VARIABLE: os.pathsep.join(dict.fromkeys(filter(None, folders))),
-        "PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH", "1"),
-    }
+    wanted = {VARIABLE: os.pathsep.join(dict.fromkeys(filter(None, folders)))}
+    if START in argv:
+        return wanted  # which does the rest itself
+    wanted["PYTHONSAFEPATH"] = os.environ.get("PYTHONSAFEPATH", "1")
     given = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     checkout = os.path.dirname(PACKAGE)
-    if START not in argv and checkout not in given and not _installed(checkout):
+    if checkout not in given and not _installed(checkout):
         wanted["PYTHONPATH"] = os.pathsep.join([*given, checkout])
     return wanted
 
@@ -65,6 +65,7 @@ def main(argv: list[str]) -> None:
     assert spec is not None and spec.loader is not None
     sys.modules["dtrain"] = module_from_spec(spec)
     spec.loader.exec_module(sys.modules["dtrain"])
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # processes that this one starts: loaders' trackers, compilers
     if (checkout := os.path.dirname(PACKAGE)) not in sys.path:
         sys.path.append(checkout)  # for processes that a rank starts, which get its sys.path
     import_folders()

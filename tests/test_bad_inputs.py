@@ -319,7 +319,8 @@ def test_help_cfg_and_dry_run_never_import_torch(
         "recipe=cpu-tiny", "logger=wandb", "precision=bf16", PYTHONPATH=str(trap),
     )  # fmt: skip
     assert (dry.returncode, dry.stderr) == (0, "")
-    torchrun = "-m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=4"
-    assert dry.stdout.splitlines()[-1] == f"{sys.executable} {torchrun} -m dtrain.rank '{tmp_path}/a b/run'"
+    torchrun = "-P -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=4"
+    rank = f"{LAUNCH.parent}/dtrain/start.py -m dtrain.rank"
+    assert dry.stdout.splitlines()[-1] == f"{sys.executable} {torchrun} {rank} '{tmp_path}/a b/run'"
     assert any(line.startswith("export OMP_NUM_THREADS=") for line in dry.stdout.splitlines())
     assert not list(tmp_path.iterdir())

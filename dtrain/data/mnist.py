@@ -39,7 +39,7 @@ def read_idx(path: Path, num_dims: int, header_only: bool = False) -> np.ndarray
             size = math.prod(shape)
             if size > min(LARGEST_RATIO * path.stat().st_size, LARGEST):
                 raise bad("data.path", path, CUT_OFF, "download it again")
-            if 0 in shape:
+            if 0 in shape[1:]:
                 raise bad("data.path", path, f"has values in {' x '.join(map(str, shape))}", "download it again")
             if header_only:
                 if path.suffix != ".gz" and path.stat().st_size != len(start) + size:

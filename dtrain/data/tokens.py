@@ -133,7 +133,7 @@ def read_meta(path: str | Path) -> dict:
         raise ValueError(f"{setting} has a meta.json without {', '.join(sorted(missing))}\n  fix: {HOW_TO}")
     if meta["dtype"] not in list(DTYPES):
         raise ValueError(
-            f"{setting} has dtype={short(meta['dtype'])} in meta.json, not uint16 or uint32\n  fix: {HOW_TO}"
+            f"{setting} has dtype={str(meta['dtype'])[:40]!r} in meta.json, not uint16 or uint32\n  fix: {HOW_TO}"
         )
     for key in ("vocab_size", "train_tokens", "val_tokens", *(DOCUMENT_KEYS if has_documents(meta) else ())):
         if type(meta[key]) is not int or not 0 < meta[key] < 2**62:

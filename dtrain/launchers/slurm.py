@@ -92,7 +92,7 @@ class Slurm:
             "setup": [
                 "trap '' USR1 USR2",  # until the supervisor listens: a signal that comes too early is not the end
                 *(setup or []),
-                f"export {start.VARIABLE}={shlex.quote(_import_path())} PYTHONSAFEPATH=${{PYTHONSAFEPATH-1}}",
+                f"export {start.VARIABLE}={shlex.quote(_import_path())}",
             ],
         }
         if gpus_per_node and gres is None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dtrain.data import text
 from dtrain.data.text import ByteTokenizer, Text, TokenDataset, load_tokenizer
+from dtrain.untrusted import open_regular
 
 
 @given(st.integers(2, 200), st.integers(1, 20))
@@ -182,13 +183,12 @@ def test_unknown_split_is_refused(folder: Path) -> None:
 
 def test_the_constructor_reads_the_start_of_one_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Path] = []
-    open_path = Path.open
 
-    def watch(path: Path, mode: str) -> object:
+    def watch(path: Path) -> object:
         opened.append(path)
-        return open_path(path, mode)
+        return open_regular(path)
 
-    monkeypatch.setattr(Path, "open", watch)
+    monkeypatch.setattr("dtrain.data.files.open_regular", watch)
     data = Text(str(folder), seq_len=8)
     assert len(opened) == 1
     data.dataset("train")
