@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
-from dtrain import config, launch
+from dtrain import launch
+from dtrain.arguments import trust_of
 from dtrain.contract import DONE, PREEMPTED, PREFLIGHT
 from dtrain.explain import explain
 from dtrain.naming import spell, value_of
@@ -33,6 +34,7 @@ class Result:
     """A run that has ended well, or, on a cluster, one that was queued."""
 
     run_dir: Path
+    trust: tuple[str, ...] = ()  # modules of the user's own that the run was given
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -47,7 +49,7 @@ class Result:
         """The trained model with its newest weights, on this machine, in evaluation mode."""
         from dtrain.sample import load_model
 
-        model, _ = load_model(self.run_dir, list(config.load(self.run_dir).trust))  # written by this very process
+        model, _ = load_model(self.run_dir, list(self.trust))
         return model
 
 
@@ -112,7 +114,7 @@ def fit(
         raise Preempted(run_dir)
     if code != DONE:
         raise RunFailed(run_dir, code)
-    return Result(run_dir)
+    return Result(run_dir, tuple(trust_of(words)))
 
 
 def check_place() -> None:

@@ -7,18 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from dtrain.config import CODE, CONF, RECIPES, SECRET, bad, completed
 from dtrain.explain import GROUPS, known_settings, options_of
+from dtrain.redaction import check_arguments
+from dtrain.untrusted_config import OPTION, TooLarge, check_file, read, read_run
 
 AUTO = "auto"  # strategy=auto: the planner chooses (dtrain/plan/auto.py)
 # What Hydra composes until it has: an option with all degrees, so that a typed strategy.tp=2 is understood.
 STAND_IN = {"_target_": "dtrain.strategies.pipeline.Pipeline", "pp": -1, "dp": -1, "tp": -1}
 
+DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")  # my_pkg.net.Net: code of the user's own
+
 
 def prepare_arguments(argv: list[str]) -> list[str]:
     """Turn `--dry-run`, `recipe=FILE` and `resume=RUN` into what Hydra composes; leave the rest as typed."""
+    check_arguments(argv)
     argv = ["dry_run=true" if a == "--dry-run" else a for a in argv]
     argv.sort(key=lambda a: a not in ("-m", "--multirun"))  # Hydra takes it only before or after all settings
     ours = "|".join([*GROUPS, "recipe", "resume", "run_dir"])
@@ -72,6 +77,7 @@ def prepare_arguments(argv: list[str]) -> list[str]:
         from dtrain.runs import find_run
 
         run_dir = find_run(given["resume"])
+        check_path("resume", run_dir)
         store_as_run(run_dir, overridden=[g for g in GROUPS if g in given])
         argv = [a for a in argv if not a.startswith(("resume=", "run_dir="))]
         argv += ["recipe=as-run", f"resume={quote(run_dir)}", f"run_dir={quote(run_dir)}"]
@@ -79,6 +85,7 @@ def prepare_arguments(argv: list[str]) -> list[str]:
         from dtrain import sweeps
 
         if folder := sweeps.earlier(argv):
+            check_path("hydra.sweep.dir", folder)
             argv = [*argv, f"hydra.sweep.dir={quote(folder)}"]
             print(f"going on with {folder}, which was begun with the same words (a new one: hydra.sweep.dir=FOLDER)")
     if {"-m", "--multirun"} & set(argv):  # what all points share says nothing in the name of one's folder
@@ -89,14 +96,19 @@ def prepare_arguments(argv: list[str]) -> list[str]:
     return argv
 
 
+def check_path(key: str, path: Path) -> None:
+    """A folder that was found, and not typed: Hydra would look up what its name asks for."""
+    if "${" in str(path):
+        raise bad(key, path, "Hydra would replace what follows ${ in the folder's name", "rename the folder")
+
+
 def offer_own(argv: list[str]) -> list[str]:
     """`model=my_pkg.net.Net` is an option, too: the user's own code, with its constructor's arguments as settings.
 
     Typing its name is trusting its module: no recipe and no run folder can do that.
     """
     given = dict(a.split("=", 1) for a in argv if "=" in a)
-    dotted = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
-    own = {g: [name for name in given.get(g, "").split(",") if dotted.fullmatch(name)] for g in GROUPS}  # a sweep: a,b
+    own = {g: [name for name in given.get(g, "").split(",") if DOTTED.fullmatch(name)] for g in GROUPS}  # a sweep: a,b
     own = {group: names for group, names in own.items() if names}
     if not own:
         return argv
@@ -105,12 +117,19 @@ def offer_own(argv: list[str]) -> list[str]:
         store_option(group, target, {"_target_": target} | ({"_partial_": True} if bound else {}))
     # a section that begins empty: each of its settings is a new one
     argv = [re.sub(rf"^({'|'.join(own)})\.", r"++\g<0>", a) for a in argv]
-    trust = re.fullmatch(r"\[(.*)\]", given.get("trust", "[]"))
-    if trust is None:  # no list: it will be told
+    if re.fullmatch(r"\[.*\]", given.get("trust", "[]")) is None:  # no list: it will be told
         return argv
-    modules = dict.fromkeys(t.rpartition(".")[0] for names in own.values() for t in names if t[:7] != "dtrain.")
-    words = [w for w in (trust[1].strip(), *modules) if w]
+    words = trust_of(argv)
     return [*(a for a in argv if not a.startswith("trust=")), *([f"trust=[{','.join(words)}]"] if words else [])]
+
+
+def trust_of(argv: list[str]) -> list[str]:
+    """The modules that these words trust: those of trust=[…], and those of every name that is typed as an option."""
+    given = dict(a.split("=", 1) for a in argv if "=" in a)
+    listed = [word.strip() for word in given.get("trust", "[]").strip("[]").split(",")]
+    names = [name for group in GROUPS for name in given.get(group, "").split(",") if DOTTED.fullmatch(name)]
+    modules = [name.rpartition(".")[0] for name in names if not name.startswith("dtrain.")]
+    return [word for word in dict.fromkeys([*listed, *modules]) if word]
 
 
 def store_option(group: str, name: str, section: dict[str, Any]) -> None:
@@ -137,28 +156,47 @@ def store_recipes() -> None:
 
 
 def store_recipe(path: Path, name: str | None = None) -> None:
+    """Offer a recipe to Hydra. name: of a built-in one; any other file may come from elsewhere."""
     try:
-        node = OmegaConf.load(path)
+        node: Any = OmegaConf.load(path) if name else OmegaConf.create(read(path))
+        tree = OmegaConf.to_container(node)
+    except TooLarge as error:
+        raise bad("recipe", path, str(error), "a recipe is a short file of settings") from None
     except Exception as error:  # yaml errors have many types; all of them mean: this file is not yaml
         raise bad("recipe", path, f"is not valid yaml: {error}", "mend the file") from error
-    if not isinstance(node, DictConfig) or not all(re.fullmatch(r"[\w.-]+", str(key)) for key in node):
+    if not isinstance(tree, dict) or not all(re.fullmatch(r"[\w.-]+", str(key)) for key in tree):
         raise bad("recipe", path, "must be a yaml mapping of settings", "dtrain recipes cp cpu-tiny my.yaml")
+    cluster = tree.get("cluster")
+    code = [f"cluster.{key}" for key in CODE if isinstance(cluster, dict) and cluster.get(key)]
     # else a file from elsewhere could name any code and trust it, too
-    for key in ("resume", "trust", *(f"cluster.{name}" for name in CODE)):
-        if OmegaConf.select(node, key):
-            raise bad("recipe", path, f"{key} is for the command line", f"take it out of the file and type {key}=…")
-    if not isinstance(node.get("defaults") or OmegaConf.create([]), ListConfig):
-        raise bad("recipe", path, "its `defaults` must be a list of groups", "defaults: [override /model: gpt2-124m]")
-    # Hydra makes its callbacks and launchers before anything here can look at them
-    chosen = [str(OmegaConf.to_container(e) if isinstance(e, DictConfig) else e) for e in node.get("defaults") or []]
-    if "hydra" in node or any("hydra" in entry for entry in chosen):
+    for key in [*(key for key in ("resume", "trust") if tree.get(key)), *code]:
+        raise bad("recipe", path, f"{key} is for the command line", f"take it out of the file and type {key}=…")
+    check_defaults(path, tree.get("defaults") or [])
+    if "hydra" in tree:  # Hydra makes its callbacks and launchers before anything here can look at them
         raise bad("recipe", path, "hydra's own settings are for the command line", "take them out of the file")
-    if any(re.search(rf"strategy\W+{AUTO}\b", entry) for entry in chosen):
+    if name is None:
+        check_file(path, {str(key): value for key, value in tree.items()})
+    if any(re.search(rf"strategy\W+{AUTO}\b", str(entry)) for entry in tree.get("defaults") or []):
         store_option("strategy", AUTO, STAND_IN)
     node.pop("search", None)  # what `dtrain search` varies; a plain run has the settings beside it
     folder, _, stem = (name or path.stem).rpartition("/")
     group = f"recipe/{folder}" if folder else "recipe"
     ConfigStore.instance().store(group=group, name=stem, node=node, package="_global_")
+
+
+def check_defaults(path: Path, defaults: Any) -> None:
+    """Which options a recipe chooses: by plain names, as Hydra would read a path to any file."""
+    if not isinstance(defaults, list):
+        raise bad("recipe", path, "its `defaults` must be a list of groups", "defaults: [override /model: gpt2-124m]")
+    for entry in defaults:
+        if "hydra" in str(entry):
+            raise bad("recipe", path, "hydra's own settings are for the command line", "take them out of the file")
+        names = [*entry, *entry.values()] if isinstance(entry, dict) else [entry]
+        for name in names:
+            plain = re.sub(r"^(override |optional )*/?|@[\w.]*$", "", name) if isinstance(name, str) else ""
+            if not OPTION.fullmatch(plain) and name is not None:
+                rule = f"its `defaults` choose options by name, and {name!r} is none"
+                raise bad("recipe", path, rule, "defaults: [override /model: gpt2-124m]")
 
 
 def store_as_run(run_dir: Path, overridden: list[str]) -> None:
@@ -168,6 +206,8 @@ def store_as_run(run_dir: Path, overridden: list[str]) -> None:
     """
     config = completed(read_config(run_dir))
     choices = config.pop("choices", None) or {}
+    if not isinstance(choices, dict):
+        raise bad("resume", run_dir, "its config.yaml is not that of a run", "another run; dtrain runs lists them")
     for key in ("hydra", "defaults"):  # never written; from elsewhere they would name code that Hydra calls
         config.pop(key, None)
     # trust is typed anew: a run folder may come from elsewhere
@@ -179,6 +219,9 @@ def store_as_run(run_dir: Path, overridden: list[str]) -> None:
             config["cluster"].pop(name, None)
     chosen = {g: choices[g] for g in GROUPS if g in choices and g not in overridden}
     for group, option in chosen.items():
+        if not isinstance(option, str) or not OPTION.fullmatch(option):  # Hydra would read a path to any file
+            rule = f"its config.yaml has choices.{group}={option!r}, which is no option's name"
+            raise bad("resume", run_dir, rule, f"type one: {group}={' or '.join(options_of(group)[:3])}, …")
         if option not in options_of(group) and isinstance(config.get(group), dict):  # the user's own, or gone
             store_option(group, option, config[group])
     defaults = [{f"override /{g}": option} for g, option in chosen.items()]
@@ -188,12 +231,10 @@ def store_as_run(run_dir: Path, overridden: list[str]) -> None:
 
 def read_config(run_dir: Path) -> dict[str, Any]:
     try:
-        config = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
-    except Exception as error:  # of the file system, or one of yaml's many types
-        why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise bad(
-            "resume", run_dir, f"its config.yaml cannot be read ({why})", "another run; dtrain runs lists them"
-        ) from error
-    if not isinstance(config, dict) or not isinstance(config.get("train"), dict):
+        config = read_run(run_dir, "resume")
+    except OSError as error:
+        rule = f"its config.yaml cannot be read ({error.strerror})"
+        raise bad("resume", run_dir, rule, "another run; dtrain runs lists them") from error
+    if not isinstance(config.get("train"), dict):
         raise bad("resume", run_dir, "its config.yaml is not that of a run", "another run; dtrain runs lists them")
-    return {str(k): v for k, v in config.items()}
+    return config

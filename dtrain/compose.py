@@ -17,6 +17,7 @@ from dtrain.config import CONF
 from dtrain.explain import explain
 from dtrain.launch import MISTAKES
 from dtrain.schema import check_keys_and_types
+from dtrain.untrusted_config import resolved
 
 
 def compose(argv: list[str]) -> dict[str, Any]:
@@ -29,12 +30,11 @@ def compose(argv: list[str]) -> dict[str, Any]:
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             cfg = hydra.compose("config", arguments, return_hydra_config=True)
         HydraConfig.instance().set_config(cfg)
-        plain = OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k not in ("hydra", "recipe")])
-        config: Any = OmegaConf.to_container(plain, resolve=True)
+        config = resolved(cfg, arguments)
         check_keys_and_types(config)
         check(config)
     except MISTAKES as error:
         raise ValueError(explain(error)) from error
     choices = OmegaConf.to_container(cfg.hydra.runtime.choices)
-    assert isinstance(choices, dict) and isinstance(config, dict)
+    assert isinstance(choices, dict)
     return {**config, "choices": {str(k): v for k, v in choices.items() if "/" not in str(k)}}

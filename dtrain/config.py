@@ -9,14 +9,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import importlib.machinery
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-SECRET = re.compile(r"(^|[._-])(((api|access)_?key|secret|password|passwd|credential)s?|token)$", re.IGNORECASE)
-
+from dtrain.redaction import SECRET as SECRET
+from dtrain.redaction import redact as redact
 
 # all that breaks a line for a shell, a terminal or Python's splitlines
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -75,9 +77,13 @@ def over(below: Any, above: Any) -> Any:
     return below | {key: over(below.get(key), value) for key, value in above.items()}
 
 
+LONGEST = 400  # characters of a value that a message repeats
+
+
 def bad(key: str, value: Any, rule: str, fix: str) -> ValueError:
     """The shape of every message about a setting: the setting, its value, the rule, a fix."""
-    return ValueError(f"{key}={'null' if value is None else value}: {rule}\n  fix: {fix}")
+    text = "null" if value is None else str(value)
+    return ValueError(f"{key}={text if len(text) <= LONGEST else text[:LONGEST] + '…'}: {rule}\n  fix: {fix}")
 
 
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
@@ -90,55 +96,141 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+# ---- from a name in a file to code ---------------------------------------------------------------------------
+
+TARGET, PARTIAL = "_target_", "_partial_"
+RESERVED = re.compile(r"_\w+_")  # _target_ and its like: what Hydra's own instantiate obeys, and nobody else may use
+# The modules that the user trusts, from the launcher to the ranks. Not by the run folder, which may come from
+# elsewhere: a process inherits it, and SLURM keeps it with the job's script, also when the job is queued again.
+TRUST = "DTRAIN_TRUST"
+GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
+
+
+def typed_trust() -> list[str]:
+    """The modules that the user trusted by typing them, as the launcher passed them on to this process."""
+    return [name for name in os.environ.get(TRUST, "").split(",") if name]
+
+
 def allowed(target: str, trust: Iterable[str]) -> bool:
-    return any(target == name or target.startswith(name + ".") for name in ("dtrain", *trust))
+    """May this be called: does conf/ name it, or is it in a module that the user trusts?"""
+    if target.partition(".")[0] == "dtrain":  # never by trust: config.build with a `trust` of its own calls anything
+        return bound(target) is not None
+    return any(target == name or target.startswith(name + ".") for name in trust)
 
 
-def build(node: Any, trust: Iterable[str] = (), **extra: Any) -> Any:
-    """Make the object that `node` describes: `_target_` called with the other keys, nested ones first.
+def bound(target: str) -> bool | None:
+    """Whether conf/ binds the target's settings instead of calling it; None: conf/ does not name the target."""
+    found = next((option for group in GROUPS if (option := option_of(group, target))), None)
+    return None if found is None else bool(found.get(PARTIAL))
 
-    Only names inside `dtrain` and the modules of `trust` are called. `_partial_: true` gives the callable with
-    its settings bound, for what needs more than the configuration knows.
+
+@functools.cache
+def option_of(group: str, target: str) -> dict[str, Any] | None:
+    """The first option of conf/GROUP/ with this target. Not to be changed: it is read once."""
+    for path, text in files(group):
+        if target.encode() in text:  # quicker than to parse all of them
+            option: dict[str, Any] = read_yaml(path)
+            if option.get(TARGET) == target:
+                return option
+    return None
+
+
+@functools.cache
+def files(group: str) -> list[tuple[Path, bytes]]:
+    """The options of a group, as they are written."""
+    return [(path, path.read_bytes()) for path in sorted((CONF / group).glob("*.yaml"))]
+
+
+def targets(group: str) -> list[str]:
+    """Every target that conf/GROUP/ names."""
+    found = {read_yaml(path).get(TARGET) for path in (CONF / group).glob("*.yaml")}
+    return sorted(found - {None})
+
+
+def build(section: Any, trust: Iterable[str] = (), **extra: Any) -> Any:
+    """Make the object that a section describes: its `_target_`, called with the other settings as plain values.
+
+    Only what conf/ names and what the modules of `trust` define is called, and only at the top of the section.
+    `_partial_: true` gives the callable with its settings bound, for what needs more than the configuration knows.
     """
-    if isinstance(node, Mapping) and not isinstance(node, dict):  # OmegaConf's
+    if section is None:
+        return None
+    if isinstance(section, Mapping) and not isinstance(section, dict):  # OmegaConf's
         from omegaconf import OmegaConf
 
-        node = OmegaConf.to_container(node, resolve=True)
-    if isinstance(node, list):
-        return [build(item, trust) for item in node]
-    if not isinstance(node, dict):
-        return node
-    settings = {k: build(v, trust) for k, v in node.items() if k not in ("_target_", "_partial_")}
-    if "_target_" not in node:
-        return settings
-    target = locate(str(node["_target_"]), trust)
-    if node.get("_partial_"):
+        section = OmegaConf.to_container(section, resolve=True)
+    if not isinstance(section, dict) or not isinstance(section.get(TARGET), str):
+        raise bad(TARGET, None, "a section must name what to build", "choose an option of conf/")
+    settings = plain({k: v for k, v in section.items() if k not in (TARGET, PARTIAL)}, "")
+    target = locate(section[TARGET], trust)
+    in_conf = bound(section[TARGET])  # wins: a file cannot have called what is to be bound
+    if section.get(PARTIAL) if in_conf is None else in_conf:
         return functools.partial(target, **settings, **extra)
     return target(**settings, **extra)
+
+
+def plain(node: Any, key: str) -> Any:
+    """Plain values, copied. A nested `_target_` or the like is refused: nobody would notice it in a file."""
+    if isinstance(node, dict):
+        for name in node:
+            if RESERVED.fullmatch(str(name)):
+                raise reserved(f"{key}.{name}".lstrip("."), node[name])
+        return {name: plain(value, f"{key}.{name}".lstrip(".")) for name, value in node.items()}
+    return [plain(item, key) for item in node] if isinstance(node, (list, tuple)) else node
+
+
+def reserved(key: str, value: Any) -> ValueError:
+    rule = f"names like {key.rpartition('.')[2]} stand at the top of a group only: nothing nested is built"
+    return bad(key, value, rule, f"leave out {key}; settings are plain values")
 
 
 def locate(target: str, trust: Iterable[str] = ()) -> Any:
     trust = tuple(trust)
     module_name, _, attribute = target.rpartition(".")
-    found = None
-    if allowed(target, trust) and module_name:
-        try:
-            found = getattr(importlib.import_module(module_name), attribute, None)
-        except ModuleNotFoundError as error:
-            raise bad(
-                "_target_", target, f"cannot be imported ({error})", "check the spelling, or install it"
-            ) from error
-        if found is None:
-            raise bad("_target_", target, f"{module_name} has no {attribute}", "check the spelling")
-    # the second test closes the back door of a name that an allowed module merely imported, e.g. subprocess.Popen
-    if found is None or not allowed(getattr(found, "__module__", ""), trust):
-        raise bad(
-            "_target_",
-            target,
-            "only dtrain's own code and the modules you trust may be called",
-            f"trust=[{target.partition('.')[0]}] if that module is yours",
-        )
+    if not module_name or not allowed(target, trust):
+        raise untrusted(TARGET, target, trust)
+    try:
+        found = getattr(importlib.import_module(module_name), attribute, None)
+    except ModuleNotFoundError as error:
+        raise bad(TARGET, target, f"cannot be imported ({error})", "check the spelling, or install it") from error
+    if found is None:
+        raise bad(TARGET, target, f"{module_name} has no {attribute}", "check the spelling")
+    # closes the back door of a name that a trusted module merely imported, e.g. subprocess.Popen
+    home = getattr(found, "__module__", None) or ""
+    names = (home, f"{home}.{getattr(found, '__name__', '')}")
+    if not (home.partition(".")[0] == target.partition(".")[0] == "dtrain" or any(allowed(n, trust) for n in names)):
+        raise untrusted(TARGET, target, trust)
     return found
+
+
+def untrusted(key: str, target: str, trust: Iterable[str]) -> ValueError:
+    """Refuse a target. The fix names a module only if it is a file of the user's own, never what a file suggests."""
+    rule = "only dtrain's own code and the modules you trust may be called"
+    fix = "an option of conf/, or trust=[…] with the module's name, if you know that code and want it to run"
+    module = target.partition(".")[0]
+    if file := own_file(module):
+        names = [*trust, module]
+        fix = f"trust=[{','.join(names)}] if that module is yours ({file}); after a run: --trust {' '.join(names)}"
+    return bad(key, target, rule, fix)
+
+
+def own_file(module: str) -> Path | None:
+    """Where a top-level module of the user's own lies, found without importing it; None: it is Python's, installed, or
+    not there."""
+    import sysconfig
+
+    if not module.isidentifier() or module == "dtrain" or module in sys.stdlib_module_names:
+        return None
+    spec = importlib.machinery.PathFinder.find_spec(module, [os.getcwd(), *sys.path])
+    places = [spec.origin] if spec and spec.origin else list((spec and spec.submodule_search_locations) or [])
+    if not places or not Path(places[0]).exists():
+        return None
+    file = Path(places[0]).resolve()
+    installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
+    return None if installed & {*file.parents} or "site-packages" in file.parts else file
+
+
+# ---- the file ------------------------------------------------------------------------------------------------
 
 
 def save(run_dir: Path, config: dict[str, Any]) -> None:
@@ -148,14 +240,6 @@ def save(run_dir: Path, config: dict[str, Any]) -> None:
     temporary = run_dir / ".config.yaml.tmp"
     OmegaConf.save(OmegaConf.create(redact(config)), temporary)
     os.replace(temporary, run_dir / "config.yaml")
-
-
-def redact(node: Any) -> Any:
-    if isinstance(node, list):
-        return [redact(item) for item in node]
-    if not isinstance(node, dict):
-        return node
-    return {k: "<redacted>" if v and SECRET.search(str(k)) else redact(v) for k, v in node.items()}
 
 
 class Settings(dict[str, Any]):
@@ -172,11 +256,10 @@ class Settings(dict[str, Any]):
 
 
 def load(run_dir: Path) -> Settings:
-    """What the ranks read: config.yaml, as the launcher wrote it."""
-    from omegaconf import OmegaConf
+    """What the ranks read: config.yaml, as the launcher wrote it. A folder that somebody changed runs nothing."""
+    from dtrain.untrusted_config import read_run
 
-    values: Any = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
-    return Settings(values)
+    return Settings(read_run(run_dir))
 
 
 def completed(config: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtrain.config import typed_trust
+from dtrain.redaction import hide
 from dtrain.rundir import latest_checkpoint, read_json, read_summary
 from dtrain.words import (
     as_dict,
@@ -46,7 +48,7 @@ def say(console: Console, *parts: str | tuple[str, str]) -> None:
     """One line of text or (text, style) parts, never wrapped or cut by rich and never read as markup."""
     from rich.text import Text
 
-    text = Text.assemble(*(clean(p) if isinstance(p, str) else (clean(p[0]), p[1]) for p in parts))
+    text = Text.assemble(*(hide(clean(p)) if isinstance(p, str) else (hide(clean(p[0])), p[1]) for p in parts))
     console.print(text, soft_wrap=True, highlight=False)
 
 
@@ -54,7 +56,7 @@ def print_error(message: str) -> None:
     """`error: …` on stderr, red on a terminal. Without rich: the answer to a typing mistake comes at once."""
     colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     label = "\x1b[1;31merror:\x1b[0m" if colour else "error:"
-    print(label, clean(message), file=sys.stderr, flush=True)
+    print(label, hide(clean(message)), file=sys.stderr, flush=True)
 
 
 def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -107,7 +109,8 @@ def saves_text(summary: dict[str, Any]) -> str:
 def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[str]:
     """What to type next."""
     resume = f"{LAUNCH} {resume_argument(run_dir)}"
-    resume += f" 'trust=[{','.join(trusted(run_dir))}]'" if trusted(run_dir) else ""
+    own = typed_trust()  # in the process that was told so; never what a run folder says: it may come from elsewhere
+    resume += f" 'trust=[{','.join(own)}]'" if own else ""
     if status in ("failed", "preempted", "died", "cancelled"):
         return [resume]
     if status != "done":
@@ -119,20 +122,9 @@ def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[s
     # a language model has a perplexity; what classifies, or fills gaps, has an accuracy, too
     writes = summary.get("val_accuracy") is None and number(summary.get("val_perplexity")) is not None
     look = f'dtrain sample {run} "def "' if writes else f"dtrain evaluate {run}"
-    own = trusted(run_dir)
     trust = f" --trust {' '.join(own)}" if own else ""
     profiled = [f"dtrain profile {run}"] if (run_dir / "profiles").is_dir() else []
     return [*profiled, look + trust, f"dtrain export {run}{trust}", longer]
-
-
-def trusted(run_dir: Path) -> list[str]:
-    """Your own modules, which are trusted by name each time: a run folder may come from elsewhere."""
-    from omegaconf import OmegaConf
-
-    try:
-        return list(OmegaConf.select(OmegaConf.load(run_dir / "config.yaml"), "trust") or [])
-    except Exception:  # yaml errors have many types; a run that failed early may have no such file
-        return []
 
 
 def print_summary(

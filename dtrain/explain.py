@@ -8,9 +8,8 @@ from pathlib import Path
 
 from dtrain import diskspace
 from dtrain.config import CONF, flatten, read_yaml
+from dtrain.config import GROUPS as GROUPS
 from dtrain.schema import unknown
-
-GROUPS = sorted(p.name for p in CONF.iterdir() if p.is_dir())
 
 
 def explain(error: BaseException) -> str:

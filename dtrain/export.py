@@ -22,6 +22,7 @@ from dtrain.init_from import INDEX, SINGLE, read_config
 from dtrain.models import build as models
 from dtrain.models import hf, lora
 from dtrain.saving import free_memory
+from dtrain.schema import check_run
 from dtrain.strategies import frozen
 from dtrain.untrusted import read_json
 from dtrain.weights import by_part
@@ -44,6 +45,7 @@ class Final:
     def __init__(self, run_dir: Path, trust: Iterable[str] = ()) -> None:
         self.path, self.cfg, self.trust = newest_checkpoint(run_dir), config.load(run_dir), trust
         self.manifest = checkpoint.read_manifest(self.path)
+        check_run(self.cfg, trust, ())
         self.adapted = bool(self.cfg.get("lora", {}).get("rank"))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:

@@ -30,17 +30,19 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-from dtrain import composed, console, losses, runs, sweeps
+from dtrain import composed, console, losses, redaction, runs, sweeps
 from dtrain.arguments import AUTO, prepare_arguments, read_config
-from dtrain.config import CONF, bad, build, ranks_per_node, redact, save
+from dtrain.config import CONF, TRUST, bad, build, ranks_per_node, save
 from dtrain.contract import BAD_CONFIG, CANCELLED_FILE, DONE, FAILED, PREEMPTED, PREFLIGHT
 from dtrain.explain import GROUPS, explain, known_settings
 from dtrain.plan import trust
 from dtrain.profile import rules as profiling
+from dtrain.redaction import redact
 from dtrain.resume import check_code, check_profile, check_queue, check_resume, check_unfinished, say_beginning
 from dtrain.rundir import latest_checkpoint, locked, read_json, write_json
 from dtrain.schema import unknown
 from dtrain.strategies import zero_config
+from dtrain.untrusted_config import resolved
 from dtrain.validate import validate
 from dtrain.words import shell_path
 
@@ -70,7 +72,7 @@ def main(argv: list[str]) -> int:
 
 def start(argv: list[str]) -> list[tuple[int, Path]]:
     """Compose and run what the words say; the exit code and folder of each run. A mistake is raised as it is."""
-    environ, words = os.environ.get("HYDRA_FULL_ERROR"), sys.argv
+    environ, words = {name: os.environ.get(name) for name in ("HYDRA_FULL_ERROR", TRUST)}, sys.argv
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, so that the message is ours and the code is 2
     ended: list[tuple[int, Path]] = []
     if os.getcwd() not in sys.path:  # a user's own modules lie there, and the ranks look there too
@@ -87,9 +89,10 @@ def start(argv: list[str]) -> list[tuple[int, Path]]:
         raise
     finally:
         sys.argv = words
-        os.environ.pop("HYDRA_FULL_ERROR", None)
-        if environ is not None:
-            os.environ["HYDRA_FULL_ERROR"] = environ
+        for name, value in environ.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
     return ended
 
 
@@ -110,10 +113,14 @@ def heard() -> Iterator[None]:
 class Gate(Callback):
     """Check one run, or every job of a sweep, before Hydra makes a folder; close a sweep with one table."""
 
+    asked: list[dict[str, Any]] | None = None  # the clusters of a sweep's jobs, where all are known before
+
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         self._check([config])
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        with heard():
+            redaction.check(str(config.hydra.sweep.dir), "hydra.sweep.dir")
         if sweeps.known_before(config.hydra):
             folder = Path(config.hydra.sweep.dir)
             with heard():  # first of all where somebody has been: folders that another command is filling look odd
@@ -129,19 +136,21 @@ class Gate(Callback):
         log.disabled = False  # Hydra's logging, which is off, takes every other logger with it
         log.setLevel(logging.WARNING)
         with heard():
-            resolved = [resolve(config) for config in configs]
-            plans = [trust.plan_of(config) for config in resolved]
-            for plan, config in zip(plans, resolved, strict=True):
+            checked = [resolve(config) for config in configs]
+            os.environ[TRUST] = ",".join(checked[0]["trust"])  # what dry_run shows
+            plans = [trust.plan_of(config) for config in checked]
+            for plan, config in zip(plans, checked, strict=True):
                 trust.check(config, plan)
-            clusters = [build(config["cluster"], config["trust"]) for config in resolved]
-            for cluster, config in distinct(clusters, resolved):
+            clusters = [build(config["cluster"], config["trust"]) for config in checked]
+            self.asked = [config["cluster"] for config in checked]
+            for cluster, config in distinct(clusters, checked):
                 if config["dry_run"] and config["cluster"].get("launcher") == "submitit":
                     profiling.check_machine(config)  # SLURM is not asked: its script can be shown anywhere
                 elif hasattr(cluster, "check"):  # a scheduler, or this machine, knows what it would refuse
                     cluster.check(config)
-        if resolved[0]["dry_run"]:
+        if checked[0]["dry_run"]:
             with heard():  # `| head` closes the pipe, and that must not start anything
-                for cluster, config, plan in zip(clusters, resolved, plans, strict=True):
+                for cluster, config, plan in zip(clusters, checked, plans, strict=True):
                     if config["resume"]:
                         say_beginning(Path(config["run_dir"]), sys.stderr)
                     trust.show(plan, sys.stderr)  # stdout has what may be run
@@ -155,7 +164,7 @@ class Gate(Callback):
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
         with heard():
-            submitted = sweeps.submit(folder)
+            submitted = sweeps.submit(folder, self.asked)
         runs.print_sweep(sweeps.points(folder))
         if submitted:
             print(f"submitted {len(submitted)} jobs; the table at any time: dtrain runs {shell_path(folder)}")
@@ -179,6 +188,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     if "hydra" in cfg and OmegaConf.to_container(cfg.hydra.run) != {"dir": "${run_dir}"}:
         raise bad("hydra.run.dir", cfg.hydra.run.dir, "run_dir says where a run goes", f"run_dir={cfg.hydra.run.dir}")
     config["run_dir"] = str(run_dir)
+    redaction.check(config["run_dir"], "run_dir")  # now with the folder that it lies in
     typed = [o.partition("=")[0].lstrip("+") for o in HydraConfig.get().overrides.task]
     if config["cluster"].get("launcher") == "torchrun" and config["cluster"]["nodes"] > 1 and "run_dir" not in typed:
         rule = "its default holds the time, and every node must name the same folder"
@@ -237,9 +247,9 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
             )
     if "choices" in cfg:
         raise unknown("choices", known_settings())
-    plain = OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k not in ("hydra", "recipe")])
+    words: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)  # read one by one they would be looked up
     try:
-        config: Any = OmegaConf.to_container(plain, resolve=True)
+        config = resolved(cfg, words)
     except InterpolationKeyError as error:  # e.g. text for a model of the user's own that knows no length
         asked = re.search(r"'([\w.]+)' not found", str(error))
         if asked is None or not error.full_key:
@@ -250,6 +260,7 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
         section = key.partition(".")[0]
         fix = f"leave out {section}= (a {group} of ours brings its own), choose another {group}, or give {key}=…"
         raise ValueError(f"{key}: {rule}\n  fix: {fix}") from error
+    redaction.check(config)
     config["run_dir"] = cfg.get("run_dir")  # the one that Hydra will read: in a copy, ${now:} may be a second later
     if config["cluster"].get("processes", 0) is None:
         config["cluster"]["processes"] = ranks_per_node(config["cluster"])
@@ -278,6 +289,7 @@ def run(cfg: DictConfig, argv: list[str]) -> int:
     """Hydra's task: write the run folder and hand it to the launcher of the cluster."""
     OmegaConf.update(cfg, "run_dir", HydraConfig.get().runtime.output_dir)  # a sweep's job has its own
     config = resolve(cfg)
+    os.environ[TRUST] = ",".join(config["trust"])  # for the ranks, which do not believe the run folder
     run_dir = Path(config["run_dir"])
     os.chmod(run_dir, 0o700)
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from dtrain.redaction import redact
+
 
 class NoLogger:
     def start(self, run_name: str, run_dir: str, config: Any) -> None:
@@ -30,8 +32,9 @@ class Wandb(NoLogger):
                 "logger=wandb: wandb is not installed\n  fix: pip install 'dtrain[wandb]', or logger=none"
             ) from error
         run_id = run_dir.rstrip("/").replace("/", "-")[-64:]
+        shown = redact(config)
         self.run = wandb.init(
-            project=self.project, name=run_name, id=run_id, dir=run_dir, config=config, mode=self.mode, resume="allow"
+            project=self.project, name=run_name, id=run_id, dir=run_dir, config=shown, mode=self.mode, resume="allow"
         )
 
     def log(self, values: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from dtrain import mesh, world
-from dtrain.config import CONF, build, load, save
+from dtrain.config import CONF, TRUST, build, load, save, typed_trust
 from dtrain.contract import DONE
 from dtrain.launch import resolve
 from dtrain.rundir import latest_checkpoint, parse_line, read_json, write_json
@@ -219,7 +219,8 @@ def run(case: Case, timeout: float, env: dict[str, str] | None = None) -> str:
     """Train in the case's folder; what went wrong, in one line, or ""."""
     (case.run_dir / "logs").mkdir(parents=True, exist_ok=True)
     save(case.run_dir, case.config)
-    with world.World(case.size, _rank, case.run_dir, env=env) as ranks:
+    trust = {TRUST: ",".join(case.config["trust"])}
+    with world.World(case.size, _rank, case.run_dir, env=trust | (env or {})) as ranks:
         # torch, for the comparison: 2 s in which the ranks work. A Ctrl-C amid its import may be lost, or end in C++
         with world.held_back(signal.SIGINT, signal.SIGTERM):
             import dtrain.checkpoint  # noqa: F401
@@ -231,7 +232,7 @@ def _rank(run_dir: Path) -> int:
     code = world.train_rank(run_dir)
     if code == DONE and os.environ["RANK"] == "0":  # asked here, where the strategy's module is imported already
         cfg = load(run_dir)
-        write_json(run_dir / "tolerance.json", {"stated": build(cfg.strategy, cfg.trust).tolerance})
+        write_json(run_dir / "tolerance.json", {"stated": build(cfg.strategy, typed_trust()).tolerance})
     return code
 
 

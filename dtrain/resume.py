@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
@@ -65,7 +64,7 @@ def check_code(old: dict[str, Any], config: dict[str, Any]) -> None:
             if isinstance(then, dict):  # Hydra's spelling has no quotes around keys
                 value = "{" + ", ".join(f"{k}: {json.dumps(v)}" for k, v in then.items()) + "}"
             rule = f"the run was started with {value}, which is not taken from a run folder: it may come from elsewhere"
-            raise bad(key, now, rule, f"type it again: {shlex.quote(f'{key}={value}')}")
+            raise bad(key, now, rule, f"read it; if it is yours, type it again: {key}=…")
 
 
 def check_queue(config: dict[str, Any], run_dir: Path) -> None:

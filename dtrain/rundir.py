@@ -16,13 +16,14 @@ from typing import Any, Literal
 
 from dtrain import diskspace
 from dtrain.contract import ATTEMPTS_FILE
+from dtrain.redaction import hidden
 from dtrain.words import as_dict
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a small JSON file so that a reader sees the old one or the new one, never half."""
+    """Write a small JSON file so that a reader sees the old one or the new one, never half; and no secret."""
     temporary = path.with_name(f".{path.name}.tmp")
-    text = json.dumps(values, indent=1) + "\n"
+    text = json.dumps(hidden(values), indent=1) + "\n"
     try:
         temporary.write_text(text)
         os.replace(temporary, path)

@@ -16,7 +16,7 @@ from dtrain.config import Settings
 from dtrain.export import Final, check_memory, check_shapes
 from dtrain.models import build as models
 from dtrain.models.parts import Cache
-from dtrain.schema import check_section
+from dtrain.schema import check_run
 
 
 def load_model(run_dir: Path, trust: list[str]) -> tuple[nn.Module, Any]:
@@ -25,8 +25,7 @@ def load_model(run_dir: Path, trust: list[str]) -> tuple[nn.Module, Any]:
     The modules to trust come from the caller, not from the file: a run folder may come from elsewhere.
     """
     cfg = config.load(run_dir)
-    for section in ("model", "data"):
-        check_section(section, cfg[section], trust)
+    check_run(cfg, trust, ("model", "data", "loss", "precision"))
     model = models.make(Settings({**cfg, "lora": {}}), trust)  # adapters are merged into the final weights
     final = Final(run_dir, trust)
     if final.adapted:  # what the checkpoint has is compared with the model; what is drawn is not

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import importlib.util
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dtrain.config import CONF, allowed, bad, read_yaml
+from dtrain.config import CONF, allowed, bad, flatten, option_of, read_yaml, untrusted
+from dtrain.untrusted_config import check_target, check_targets
 
 CHOICES = {
     "compile": ("auto", "blocks", "whole", "none", True, False),
@@ -34,6 +36,7 @@ NULLABLE = {
 
 
 def check_keys_and_types(config: dict[str, Any]) -> None:
+    check_targets(config)
     base: dict[str, Any] = read_yaml(CONF / "config.yaml")  # OmegaConf takes 20 ms for it, and every command waits
     groups = [next(iter(entry)) for entry in base.pop("defaults") if isinstance(entry, dict)]
     base.pop("hydra")
@@ -47,6 +50,27 @@ def check_keys_and_types(config: dict[str, Any]) -> None:
             check_plain(key, value, base[key])
         elif key != "choices":  # which option of each group was chosen: written by the launcher
             raise unknown(key, [*base, *known])
+
+
+def check_run(config: dict[str, Any], trust: Iterable[str], groups: Iterable[str]) -> None:
+    """A run's own file, before something is built from it: what these groups and the plain settings say is of its type.
+
+    An older version may have written fewer settings, and others.
+    """
+    base: dict[str, Any] = read_yaml(CONF / "config.yaml")
+    check_targets(config)
+    for group in groups:
+        if group in config:
+            check_section(group, config[group], trust)
+    for key, default in flatten({k: v for k, v in base.items() if k not in ("defaults", "hydra")}).items():
+        section: Any = config
+        *parents, name = key.split(".")
+        for parent in parents:
+            section = section.get(parent, {})
+            if not isinstance(section, dict):
+                raise bad(parent, section, "is a section", "another run; dtrain runs lists them")
+        if name in section:
+            check_plain(key, section[name], default)
 
 
 def check_present(prefix: str, section: dict[str, Any], names: Iterable[str]) -> None:
@@ -84,19 +108,12 @@ def check_section(group: str, section: Any, trust: Iterable[str]) -> None:
     if not isinstance(section, dict) or not isinstance(section.get("_target_"), str) or not section["_target_"]:
         raise bad(group, section, "must name what to build in `_target_`", f"choose an option of conf/{group}/")
     target = section["_target_"]
-    # not all of dtrain is for building: config.build with a `trust` of its own would call anything
-    files = "\n".join(path.read_text(encoding="utf-8") for path in (CONF / group).glob("*.yaml"))
-    places = sorted(set(re.findall(r"^_target_: (dtrain\.\w+)", files, re.MULTILINE)))
-    if target.startswith("dtrain.") and not any(target.startswith(f"{place}.") for place in places):
-        raise bad(
-            f"{group}._target_",
-            target,
-            f"a {group} is made from {' or '.join(places)}",
-            f"choose an option of conf/{group}/",
-        )
+    check_target(group, section)
     parameters = signature(target, f"{group}._target_", trust)
     if parameters is None:
         return  # **kwargs or built at run time: the constructor itself will judge
+    if (option := option_of(group, target)) and option.get("_partial_"):  # the rest comes from the loop, e.g. the step
+        parameters = {name: parameter for name, parameter in parameters.items() if name in option}
     for name, value in section.items():
         if name in ("_target_", "_partial_"):
             continue
@@ -104,7 +121,7 @@ def check_section(group: str, section: Any, trust: Iterable[str]) -> None:
             raise unknown(f"{group}.{name}", [f"{group}.{p}" for p in parameters])
         check_type(f"{group}.{name}", value, *parameters[name])
     missing = [p for p, (_, default) in parameters.items() if default is REQUIRED and p not in section]
-    if missing and not section.get("_partial_"):
+    if missing and (option or not section.get("_partial_")):
         raise bad(f"{group}.{missing[0]}", "", f"{target} needs it", f"{group}.{missing[0]}=…")
 
 
@@ -114,12 +131,7 @@ REQUIRED = object()
 def signature(target: str, key: str, trust: Iterable[str] = ()) -> dict[str, tuple[str, Any]] | None:
     """Parameter name → (annotation, default) of a class or function, read without importing its module."""
     if not allowed(target, trust):
-        raise bad(
-            key,
-            target,
-            "only dtrain's own code and the modules you trust may be called",
-            f"trust=[{target.partition('.')[0]}] if that module is yours",
-        )
+        raise untrusted(key, target, trust)
     module_name, _, attribute = target.rpartition(".")
     if not module_name:
         raise bad(key, target, "is a module, and not something in it that can be built", f"{key}={target}.NAME")
@@ -166,9 +178,15 @@ def signature(target: str, key: str, trust: Iterable[str] = ()) -> dict[str, tup
 def parse(path: str, key: str, target: str) -> ast.Module:
     """A source file, which may be a user's own, and wrong."""
     try:
-        return ast.parse(Path(path).read_text(encoding="utf-8"))
+        return parsed(path, Path(path).read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError, ValueError) as error:
         raise bad(key, target, f"{path} is not valid Python: {error}", "mend the file") from error
+
+
+@functools.cache
+def parsed(path: str, text: str) -> ast.Module:
+    """Once for each file: every point of a sweep asks again."""
+    return ast.parse(text, path)
 
 
 def class_source(target: str) -> ast.ClassDef | None:

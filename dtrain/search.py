@@ -7,6 +7,7 @@ any way: the same command goes on with it. hydra-optuna-sweeper is not used: its
 from __future__ import annotations
 
 import math
+import re
 import signal
 import subprocess
 import time
@@ -18,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 
 from dtrain import console, records, runs, start, sweeps
-from dtrain.config import RECIPES, bad
+from dtrain.config import CODE, GROUPS, RECIPES, bad
 from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED
 from dtrain.explain import explain
 from dtrain.launch import slug
 from dtrain.rundir import read_summary
+from dtrain.untrusted_config import read
 from dtrain.words import shell_path
 
 if TYPE_CHECKING:
@@ -92,13 +93,10 @@ def read_request(argv: Sequence[str]) -> Request:
     if recipe:
         path = Path(recipe).expanduser() if recipe.endswith((".yaml", ".yml")) else RECIPES / f"{recipe}.yaml"
         if path.is_file():
-            found = OmegaConf.select(OmegaConf.load(path), "search")
-            section = {} if found is None else OmegaConf.to_container(found)
+            section = recipe_section(path)
+            check_space(path, section)
     words = DEFAULTS | {k: str(v) for k, v in section.items() if k != "space"}
     overrides = [str(word) for word in section.get("space", [])]
-    for override in parse(overrides):  # else a file from elsewhere could type what a recipe may not say
-        if not override.is_sweep_override():
-            raise bad("search.space", override.input_line, "must vary", "a fixed setting stands in the recipe itself")
     for word in argv:
         key, equals, value = word.partition("=")
         if word.startswith("-") or not equals:
@@ -138,6 +136,30 @@ def read_request(argv: Sequence[str]) -> Request:
                 key, override.get_value_string(), why, f"{key}=interval(LOW,HIGH), range(FROM,TO) or a,b"
             ) from error
     return Request(words, space, fixed)
+
+
+def recipe_section(path: Path) -> Any:
+    try:
+        tree = read(path)
+    except Exception as error:  # yaml errors have many types; all of them mean: this file is no recipe
+        raise bad("recipe", path, f"cannot be read: {error}", "mend the file") from error
+    return (tree.get("search") or {}) if isinstance(tree, dict) else {}
+
+
+def check_space(path: Path, section: Any) -> None:
+    """A recipe may come from elsewhere, and its space is typed for the trials: it says no more than a recipe may."""
+    space = section.get("space", []) if isinstance(section, dict) else None
+    if not isinstance(space, list):
+        raise bad("recipe", path, "its `search` is a section with a list `space`", "dtrain recipes show search-lr")
+    for override in parse([str(word) for word in space]):
+        key, line = str(override.key_or_group), str(override.input_line)
+        if not override.is_sweep_override():
+            raise bad("search.space", line, "must vary", "a fixed setting stands in the recipe itself")
+        code = any(key == f"cluster.{name}" or key.startswith(f"cluster.{name}.") for name in CODE)
+        typed = key.startswith(("hydra", "trust", "resume", "recipe", "run_dir"))
+        own = key in GROUPS and "." in line.partition("=")[2]  # my_pkg.Net: typing a name is trusting it
+        if code or typed or own or not re.fullmatch(r"[a-z]\w*(\.[a-zA-Z]\w*)*", key) or "${" in line:
+            raise bad("search.space", line, "code and trust are for the command line", f"type it: '{key}=…'")
 
 
 def parse(overrides: list[str]) -> list[Override]:

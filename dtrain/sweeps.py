@@ -6,13 +6,13 @@ import fcntl
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, open_dict, read_write
 
 from dtrain import composed, records
-from dtrain.config import bad, build, load
+from dtrain.config import bad, build, typed_trust
 from dtrain.rundir import last_launch, read_json, write_json
 
 SWEEP = "sweep.json"  # in the sweep's folder: what was typed
@@ -97,15 +97,20 @@ def unfinished(run_dir: Path) -> bool:
     return record.status in TO_DO and (record.job is None or record.job.ended)
 
 
-def submit(folder: Path) -> list[str]:
-    """Submit the points that were prepared and are in no queue yet: an array for those that ask for the same."""
+def submit(folder: Path, asked: Sequence[dict[str, Any]] | None = None) -> list[str]:
+    """Submit the points that were prepared and are in no queue yet: an array for those that ask for the same.
+
+    asked: the clusters that this command means, where it knows them; a point with another one is somebody else's.
+    """
     waiting: dict[str, list[Path]] = {}
     for run_dir in points(folder):
         launch = last_launch(read_json(run_dir / "launch.json"))
         if launch.get("prepared"):
+            if asked is not None and launch.get("cluster") not in asked:
+                rule = f"{run_dir.name} waits there with a cluster that this command does not ask for"
+                raise bad("hydra.sweep.dir", folder, rule, "another folder, or take that one out")
             waiting.setdefault(json.dumps(launch["cluster"], sort_keys=True), []).append(run_dir)
     ids = []
     for cluster, run_dirs in waiting.items():
-        trust = load(run_dirs[0])["trust"]
-        ids += build(json.loads(cluster), trust).submit(run_dirs, folder)
+        ids += build(json.loads(cluster), typed_trust()).submit(run_dirs, folder)
     return ids

@@ -92,10 +92,11 @@ def flat_config(run_dir: Path) -> dict[str, Any] | None:
     """config.yaml as {"train.steps": 100, …}, a list being one value; None when it cannot be read."""
     import yaml  # 28 ms, and OmegaConf behind the other: only a comparison needs them
 
-    from dtrain.config import flatten, read_yaml
+    from dtrain.config import flatten, yaml_loader
+    from dtrain.untrusted_config import read_text
 
     try:
-        tree = read_yaml(run_dir / "config.yaml")
+        tree = yaml.load(read_text(run_dir / "config.yaml"), yaml_loader())
     except (OSError, ValueError, yaml.YAMLError):
         return None
     flat = flatten(as_dict(tree))

@@ -24,6 +24,7 @@ from dtrain.data.loader import Loader
 from dtrain.models import build as models
 from dtrain.plan.trust import predicted
 from dtrain.rundir import newest_figures, read_json, write_json
+from dtrain.schema import check_run
 from dtrain.strategies.base import StepResult
 from dtrain.validate import batch_sizes, eval_batch_size
 from dtrain.worker import log
@@ -232,7 +233,8 @@ def _every(interval: int, step: int) -> bool:
 def main(run_dir: Path) -> int:
     """One rank, from the process group to the exit code."""
     try:
-        cfg = Settings(config.completed(config.load(run_dir)))
+        cfg = Settings(config.completed(config.load(run_dir)) | {"trust": config.typed_trust()})
+        check_run(cfg, cfg.trust, config.GROUPS)
         device = worker.join_process_group(cfg.deterministic)
         with saving.Saver(run_dir / "checkpoints", cfg.checkpoint.keep, cfg.checkpoint.background) as saver:
             status = train(run_dir, cfg, device, saver)

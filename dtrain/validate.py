@@ -92,6 +92,8 @@ def check_ranges(flat: dict[str, Any]) -> None:
             )
         if not isinstance(value, (int, float)):
             continue
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise bad(key, value, "must fit in 64 bits", f"{key}=1")
         if isinstance(value, float) and not math.isfinite(value):
             raise bad(key, value, "must be a finite number", f"{key}=…")
         if key in AT_LEAST and value < AT_LEAST[key]:

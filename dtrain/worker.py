@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dtrain import causes, config, diskspace
 from dtrain.contract import STOP_FILE, STOP_SIGNALS
+from dtrain.redaction import hide
 from dtrain.rundir import write_json
 
 log = logging.getLogger("dtrain")
@@ -31,15 +32,21 @@ MOST_STEPS = 10  # between two votes: steps may become slow all at once
 Vote = tuple[Tensor, dist.Work | None]
 
 
+class Redacted(logging.Formatter):
+    """A log line, with its traceback, without the values of secret-like variables."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return hide(super().format(record))
+
+
 def redirect_output(run_dir: Path, rank: int) -> None:
     """Send this rank's stdout and stderr, also of C++ code, to logs/rank-N.log."""
     # the launcher has made the folder: a thousand ranks need not ask for it
     descriptor = os.open(run_dir / "logs" / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s", force=True
-    )
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
+    logging.getLogger().handlers[0].setFormatter(Redacted("%(asctime)s %(levelname)s %(message)s"))
     log.info("rank %d, process %d on %s", rank, os.getpid(), socket.gethostname())  # a supervisor looks for this sign
 
 

@@ -165,7 +165,7 @@ CASES = [
     # what may be called
     case("launch model._target_=os.system", "model._target_=os.system", "only dtrain's own code"),
     case("launch model._target_=dtrain.launchers.local.subprocess.Popen", "dtrain.launchers.local.subprocess.Popen"),
-    case("launch model._target_=dtrain.models.gpt2.nn", "model._target_=torch.nn", "only dtrain's own code"),
+    case("launch model._target_=dtrain.models.gpt2.nn", "model._target_=dtrain.models.gpt2.nn", "is made from"),
     case("launch logger._target_=dtrain.config.build", "_target_=dtrain.config.build", "made from dtrain.loggers"),
     case("launch recipe={world}/trusts.yaml", "/trusts.yaml", "trust is for the command line"),
     # sweeps: the first job is good, and must not be started either

@@ -404,9 +404,11 @@ def test_a_run_folder_cannot_either(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     config: dict[str, Any] = {"train": {"steps": 3}, "hydra": {"callbacks": {"x": {"_target_": "evil_too.Thing"}}}}
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    OmegaConf.save(
-        OmegaConf.create({**config, "defaults": [{"override hydra/launcher": "evil"}]}), run_dir / "config.yaml"
-    )
+    OmegaConf.save(OmegaConf.create(config), run_dir / "config.yaml")
+    with pytest.raises(ValueError, match=r"hydra\.callbacks\.x\._target_"):
+        arguments.store_as_run(run_dir, [])
+    config |= {"hydra": {"searchpath": ["."]}, "defaults": [{"override hydra/launcher": "evil"}]}
+    OmegaConf.save(OmegaConf.create(config), run_dir / "config.yaml")
     arguments.store_as_run(run_dir, [])
     stored = ConfigStore.instance().load("recipe/as-run.yaml").node
     assert "hydra" not in stored and not any("hydra" in str(entry) for entry in stored.defaults)

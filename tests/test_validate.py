@@ -128,7 +128,7 @@ def test_every_recipe_validates(path: Path) -> None:
 TORCH_FREE = [
     "dtrain.schedule.constant", "dtrain.schedule.linear", "dtrain.schedule.cosine", "dtrain.launchers.local.Local",
     "dtrain.loggers.Wandb", "dtrain.loggers.NoLogger", "dtrain.data.text.Text", "dtrain.data.tokens.Tokens",
-    "dtrain.data.stdlib.Stdlib", "dtrain.data.synthetic.Synthetic", "dtrain.data.loader.Loader",
+    "dtrain.data.stdlib.Stdlib", "dtrain.data.synthetic.Synthetic",
 ]  # fmt: skip
 
 

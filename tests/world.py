@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from dtrain import parity, world
-from dtrain.config import CONF, count_gpus, save, section
+from dtrain.config import CONF, TRUST, count_gpus, save, section
 from dtrain.explain import options_of
 from dtrain.hardware import cpu_has_fp16, no_cpu_fp16
 from dtrain.launch import resolve
@@ -65,7 +65,8 @@ def train(run_dir: Path, size: int = 1, env: dict[str, str] | None = None) -> li
 
 def start(run_dir: Path, size: int = 1, env: dict[str, str] | None = None) -> World:
     start_server()
-    return World(size, world.train_rank, run_dir, env=env)
+    typed = ",".join(OmegaConf.load(run_dir / "config.yaml").trust)  # by the test, which wrote the folder
+    return World(size, world.train_rank, run_dir, env={TRUST: typed, **(env or {})})
 
 
 def spawn(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> None:

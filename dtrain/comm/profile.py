@@ -14,6 +14,7 @@ from typing import Any
 
 from dtrain.comm.rules import check as check
 from dtrain.config import gpus_per_node, ranks_per_node
+from dtrain.redaction import hide
 from dtrain.words import as_dict
 
 
@@ -76,6 +77,7 @@ def differences(config: Mapping[str, Any], environ: Mapping[str, str]) -> list[s
 
 def quote(value: str) -> str:
     """For any shell: zsh would take =eth0 at the beginning of a value for the name of a program."""
+    value = hide(value)
     return value if re.fullmatch(r"[\w.,:/+-]+", value, re.ASCII) else "'" + value.replace("'", "'\"'\"'") + "'"
 
 
@@ -101,5 +103,5 @@ def main(argv: list[str]) -> int:
             print(f"export {export.name}={quote(export.value)}")
         else:
             # a value of theirs may hold a line break, which would end the comment
-            print(f"# not exported: yours is {export.theirs!r} instead of {export.value!r}, and yours wins")
+            print(f"# not exported: yours is {hide(export.theirs)!r} instead of {export.value!r}, and yours wins")
     return 0

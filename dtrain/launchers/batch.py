@@ -35,6 +35,7 @@ from dtrain.contract import (
 )
 from dtrain.launchers import nsys
 from dtrain.launchers.supervisor import Supervisor, failure
+from dtrain.redaction import hide
 from dtrain.rundir import (
     last_launch,
     locked,
@@ -304,7 +305,7 @@ class Job:
 def say(text: str) -> None:
     """To batch.log, and not at all on a full disk: that must not end what is about to say so."""
     with contextlib.suppress(OSError):
-        os.write(1, f"{text}\n".encode())
+        os.write(1, f"{hide(text)}\n".encode())
 
 
 def job_id() -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from dtrain import causes, file_handles, start
 from dtrain import config as configuration
 from dtrain.comm import profile
-from dtrain.config import bad
+from dtrain.config import TRUST, bad, typed_trust
 from dtrain.contract import DONE, PREEMPTED, PREFLIGHT, SOCKETS, short_tmp
 from dtrain.launchers import nsys
 from dtrain.launchers.supervisor import Supervisor
@@ -72,6 +72,8 @@ class Torchrun(Supervisor):
 
     def environment(self) -> dict[str, str]:
         wanted = profile.environment(self.config, os.environ) | start.environment()
+        if typed_trust():
+            wanted[TRUST] = ",".join(typed_trust())
         if self.folder:
             wanted |= {SOCKETS: self.folder, "PET_LOG_DIR": os.environ.get("PET_LOG_DIR", self.folder)}
         return wanted

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config import CONTROL, SECRET, bad
+from dtrain.redaction import check as check_values
 
 # parameters of sbatch without which a job would not be what the rest of dtrain takes it for
 NOT_THEIRS = ("array", "output", "error", "job-name", "open-mode", "wrap", "chdir", "signal", "requeue", "no-requeue",
@@ -93,6 +94,7 @@ def check_secrets(texts: list[str]) -> None:
 
 def check_words(said: dict[str, Any], folder: Path, import_path: str) -> None:
     """What quotes do not help against: how SLURM reads the #SBATCH lines, where bash sees a comment."""
+    check_values({**said, "run_dir": str(folder)})  # a job's name and its log's path are there for others to read
     for key, value in said.items():
         if isinstance(value, str) and "\\" in value:
             raise bad(key, value, "SLURM takes a backslash for an escape, also inside of quotes", "leave it out")

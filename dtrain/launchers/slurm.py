@@ -22,7 +22,7 @@ from typing import Any, Literal
 from dtrain import config as configuration
 from dtrain import file_handles, start
 from dtrain.comm import profile
-from dtrain.config import bad
+from dtrain.config import TRUST, bad, typed_trust
 from dtrain.launchers import batch, nsys, requests
 from dtrain.launchers.local import Torchrun
 from dtrain.launchers.supervisor import failure
@@ -198,7 +198,10 @@ class Slurm:
         return _make_sbatch_string(command=command, folder=folder, **self._all_parameters(name)) + "\n"
 
     def _all_parameters(self, name: str) -> dict[str, Any]:
+        # in the script, which SLURM keeps, also for a job that is queued again; the run folder is not believed
+        trust = [f"export {TRUST}={shlex.quote(','.join(typed_trust()))}"] if typed_trust() else []
         return self.parameters | {
+            "setup": [*self.parameters["setup"], *trust],
             "job_name": name, "array_parallelism": self.array_parallelism, "additional_parameters": self.additional,
         }  # fmt: skip
 

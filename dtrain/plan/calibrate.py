@@ -29,6 +29,7 @@ from typing import Any
 from dtrain.config import CONF, CONTROL, bad, section
 from dtrain.hardware import Hardware, detect
 from dtrain.rundir import read_json
+from dtrain.untrusted_config import read_text
 from dtrain.words import as_dict, finite
 
 MARK = "# Written by `dtrain plan calibrate`"
@@ -252,8 +253,8 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        return as_dict(yaml.safe_load((run_dir / "config.yaml").read_bytes()))
-    except (OSError, yaml.YAMLError) as error:
+        return as_dict(yaml.safe_load(read_text(run_dir / "config.yaml")))
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise bad("from", run_dir, "its config.yaml cannot be read", "another run; dtrain runs lists them") from error
 
 

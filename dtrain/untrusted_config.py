@@ -1,0 +1,219 @@
+"""Recipes and run folders may come from elsewhere: they are read within bounds, run nothing and see no environment."""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dtrain.config import CODE, CONF, GROUPS, PARTIAL, RESERVED, TARGET, bad, option_of, read_yaml, reserved, targets
+
+MOST_BYTES = 2**20
+MOST_VALUES = 2000  # with all aliases and references written out; a whole configuration has 200, and OmegaConf is slow
+MOST_DEPTH = 16
+LONGEST = 4096  # of one text: a number of that many digits is still read at once
+GROWTH = 3 ** (1 / 3)  # a chain in which every value refers to three others grows fastest for its number of references
+REFERENCE = re.compile(r"\$\{\.*\w[\w.\[\]-]*\}")  # to another setting; all else between braces may call a resolver
+OPTION = re.compile(r"(?!.*\.\.)[\w-][\w.-]*(/[\w-][\w.-]*)*", re.ASCII)  # never a path that leaves its folder
+
+
+class TooLarge(ValueError):
+    """More than a configuration has: read on, it would take minutes, or all memory."""
+
+
+# ---- bounds --------------------------------------------------------------------------------------------------
+
+
+def read_text(path: Path) -> str:
+    """A small yaml file; ValueError: it is none, or too large or too deep to be a configuration."""
+    if not path.is_file() and path.exists():  # a pipe or a device would never end
+        raise TooLarge("it is not a regular file")
+    with open(path, "rb") as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise TooLarge(f"it has more than {MOST_BYTES // 2**20} MiB")
+    text = data.decode()
+    check_size(text)
+    return text
+
+
+def check_size(text: str) -> None:
+    """Count before anything is built: aliases and references make a small file expand without end."""
+    import yaml
+
+    anchors: dict[str, int] = {}
+    open_nodes: list[tuple[str | None, int]] = []  # anchor, values counted before it
+    count = references = 0
+    for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if isinstance(event, yaml.AliasEvent):
+            count += anchors.get(event.anchor, MOST_VALUES)  # unknown: one that contains itself
+        elif isinstance(event, yaml.ScalarEvent):
+            count += 1
+            references += event.value.count("${")
+            if event.anchor:
+                anchors[event.anchor] = 1
+            if len(event.value) > LONGEST:
+                raise TooLarge(f"line {event.start_mark.line + 1}: a text has more than {LONGEST} characters")
+        elif isinstance(event, yaml.CollectionStartEvent):
+            open_nodes.append((event.anchor, count))
+            count += 1
+            if len(open_nodes) > MOST_DEPTH:
+                raise TooLarge(f"line {event.start_mark.line + 1}: it is nested more than {MOST_DEPTH} deep")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = open_nodes.pop()
+            if anchor:
+                anchors[anchor] = count - before
+        if count > MOST_VALUES or count * GROWTH ** min(references, 100) > 10 * MOST_VALUES:
+            raise TooLarge(f"it has, or expands to, more than {MOST_VALUES} values")
+
+
+@contextmanager
+def quick_yaml() -> Iterator[None]:
+    """OmegaConf builds its reader on yaml.SafeLoader; libyaml's reads the same files in C: ten times as fast."""
+    import yaml
+
+    slow = yaml.SafeLoader
+    yaml.SafeLoader = getattr(yaml, "CSafeLoader", slow)
+    try:
+        yield
+    finally:
+        yaml.SafeLoader = slow
+
+
+def read(path: Path) -> Any:
+    """Plain values of a file, read as OmegaConf reads it, references as they are written."""
+    from omegaconf import OmegaConf
+
+    text = read_text(path)
+    with quick_yaml():
+        return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+
+
+def read_run(run_dir: Path, setting: str = "run") -> dict[str, Any]:
+    """A run's config.yaml: plain values that call nothing."""
+    path = run_dir / "config.yaml"
+    try:
+        config = read(path)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # of the file system, or one of yaml's many types
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        rule = f"its config.yaml cannot be read ({why})"
+        raise bad(setting, run_dir, rule, "another run; dtrain runs lists them") from error
+    if not isinstance(config, dict):
+        rule = "its config.yaml is not that of a run"
+        raise bad(setting, run_dir, rule, "another run; dtrain runs lists them")
+    config = {str(k): v for k, v in config.items()}
+    checked = dict(config)
+    if isinstance(config.get("cluster"), dict):  # shell code has ${…} of its own, and is typed anew for a resume
+        checked["cluster"] = {k: v for k, v in config["cluster"].items() if k not in CODE}
+    check_file(path, checked)
+    return config
+
+
+# ---- code ----------------------------------------------------------------------------------------------------
+
+
+def check_targets(config: Mapping[str, Any]) -> None:
+    """`_target_` and `_partial_` stand at the top of a group, and a target of dtrain's is one that conf/ has there.
+
+    Whether a module of somebody else's may be called is decided where its name is looked up, by what was typed.
+    """
+    for key, section in config.items():
+        own = key in GROUPS and isinstance(section, dict)
+        check_reserved({k: v for k, v in section.items() if k not in (TARGET, PARTIAL)} if own else section, str(key))
+        if own and TARGET in section:
+            check_target(key, section)
+        elif own and PARTIAL in section and not isinstance(section[PARTIAL], bool):
+            raise bad(f"{key}.{PARTIAL}", section[PARTIAL], "must be true or false", "leave it out")
+        if RESERVED.fullmatch(str(key)):
+            raise reserved(str(key), section)
+
+
+def check_target(group: str, section: Mapping[str, Any]) -> None:
+    target, partial = section[TARGET], section.get(PARTIAL, False)
+    key = f"{group}.{TARGET}"
+    if not isinstance(target, str) or not target:
+        raise bad(key, target, "must name what to build", f"choose an option of conf/{group}/")
+    if not isinstance(partial, bool):
+        raise bad(f"{group}.{PARTIAL}", partial, "must be true or false", "leave it out")
+    if target.partition(".")[0] != "dtrain":
+        return
+    option = option_of(group, target)
+    if option is None:
+        rule = f"a {group} is made from {' or '.join(targets(group))}"
+        raise bad(key, target, rule, f"choose an option of conf/{group}/")
+    if PARTIAL in section and partial != option.get(PARTIAL, False):
+        rule = f"conf/{group}/ has {TARGET}: {target} {'without it' if partial else 'with true'}"
+        raise bad(f"{group}.{PARTIAL}", str(partial).lower(), rule, "leave it out")
+
+
+def check_reserved(node: Any, key: str) -> None:
+    if isinstance(node, dict):
+        for name, value in node.items():
+            if RESERVED.fullmatch(str(name)):
+                raise reserved(f"{key}.{name}", value)
+            check_reserved(value, f"{key}.{name}")
+    elif isinstance(node, (list, tuple)):
+        for item in node:
+            check_reserved(item, key)
+
+
+# ---- the environment -----------------------------------------------------------------------------------------
+
+
+def resolvers(node: Any, key: str = "") -> Iterable[tuple[str, str]]:
+    """(setting, text) of every text, or key, that is more than plain text and references to other settings."""
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from resolvers(str(name), key)
+            yield from resolvers(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(node, (list, tuple)):
+        for item in node:
+            yield from resolvers(item, key)
+    elif isinstance(node, str) and "${" in REFERENCE.sub("", node):
+        yield key, node
+
+
+def check_file(path: Path, tree: dict[str, Any]) -> None:
+    """A recipe or a run's configuration: no code out of place, and no resolver that conf/ does not have."""
+    try:
+        check_resolvers(tree)
+        check_targets(tree)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def check_resolvers(tree: Any, typed: Iterable[str] = ()) -> None:
+    words = list(typed)
+    for key, text in resolvers(tree):
+        asked = re.findall(r"\$\{[^}]*\}*", text)
+        if not in_conf(text) and not all(any(part in word for word in words) for part in asked):
+            rule = "only what is typed may ask for the environment, files or other resolvers, not a file"
+            raise bad(key, text, rule, f"write the value itself, or type it: {key}=…")
+
+
+@functools.cache
+def in_conf(text: str) -> bool:
+    """Does conf/ itself have this text, e.g. ${now:%H-%M-%S}?"""
+    files = (path for path in sorted(CONF.rglob("*.yaml"), key=lambda p: p.parent != CONF))
+    return any(
+        text == found
+        for path in files
+        if text in path.read_text(encoding="utf-8")
+        for _, found in resolvers(read_yaml(path))
+    )
+
+
+def resolved(cfg: Any, typed: Iterable[str]) -> dict[str, Any]:
+    """A composed configuration as plain values. A resolver is called only if it was typed, or if conf/ has it."""
+    from omegaconf import OmegaConf
+
+    mine = OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k not in ("hydra", "recipe")])
+    check_resolvers(OmegaConf.to_container(mine), typed)
+    values: Any = OmegaConf.to_container(mine, resolve=True)
+    return {str(key): value for key, value in values.items()}
