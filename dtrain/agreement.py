@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dtrain.config import bad
 from dtrain.manifest import CheckpointError as CheckpointError
 
 Group = dist.ProcessGroup | None
@@ -101,6 +103,29 @@ def distinct(value: Any, group: Group = None) -> list[Any]:
     is_first = all_hashes.index(digest) == rank()
     received = exchange({0: value} if is_first else {}, group)
     return list(broadcast(list(received.values()), group))
+
+
+def require_same(facts: dict[str, tuple[str, str]]) -> None:
+    """Refuse a run whose ranks do not start from the same facts: setting or name → (this rank's value, the fix).
+
+    One small all-reduce compares hashes, at any number of ranks; only if they differ do ranks exchange the values.
+    """
+    hashes = [int.from_bytes(hashlib.sha256(value.encode()).digest()[:7]) for value, _ in facts.values()]
+    extremes = torch.tensor([*hashes, *(-h for h in hashes)])
+    if world_size() > 1:
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    largest, smallest = extremes[: len(hashes)], -extremes[len(hashes) :]
+    if torch.equal(largest, smallest):
+        return
+    everywhere = gather((socket.gethostname(), {name: value for name, (value, _) in facts.items()}))
+    for name, (_, fix) in facts.items():
+        values = [mine[name] for _, mine in everywhere]
+        usual = max(values, key=values.count)
+        other = next((r for r, value in enumerate(values) if value != usual), None)
+        if other is not None:
+            host, first = everywhere[other][0], values.index(usual)
+            rule = f"rank {other} ({host}) has {values[other]}, and rank {first} ({everywhere[first][0]}) has {usual}"
+            raise bad(name, "…", f"must be the same on all ranks: {rule}", fix.format(host=host))
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from dtrain.plan.trust import predicted
 from dtrain.rundir import newest_figures, read_json, write_json
 from dtrain.schema import check_run
 from dtrain.strategies.base import StepResult
+from dtrain.strategies.replicas import Replicas
 from dtrain.validate import batch_sizes, eval_batch_size
 from dtrain.worker import log
 
@@ -46,6 +47,7 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
     data = build(cfg.data, trust)
     train_set = data.dataset("train")
     val_set = data.dataset("val") if cfg.train.eval_batches else None
+    data_identity = worker.check_same_start(run_dir, train_set, val_set)
     model = models.make(cfg, trust)  # no memory yet: the strategy decides which part of each weight this rank holds
     precision = build(cfg.precision, trust)
     schedule = build(cfg.schedule, trust, steps=cfg.train.steps)
@@ -70,7 +72,6 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
     reading = {"pin_memory": device.type == "cuda", "workers": cfg.train.loader_workers}
     place = (seed, strategy.data_rank, sizes.dp)
     train_data = Loader(train_set, batch_size, *place, **reading)
-    data_identity = f"{len(train_data.dataset)} samples {getattr(train_data.dataset, 'fingerprint', '')}".strip()
     val_data, num_val_batches = None, 0
     if val_set is not None:
         val_data = Loader(val_set, val_batch_size, *place, **reading, shuffle=False)
@@ -123,6 +124,7 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
     log_every, eval_every, save_every = cfg.train.log_every, cfg.train.eval_every, cfg.checkpoint.every
     if device.type == "cuda" and save_every and step - step % save_every + save_every < last_step:
         saver.prepare(strategy.state_dict())  # memory for its copies, while the first step compiles
+    replicas = Replicas(strategy)
     stopping = False
     num_skipped = 0
     step_times: list[float] = []
@@ -199,7 +201,11 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
                 "choices": dict(cfg.choices), "config_sha256": config.fingerprint(run_dir),
                 "extra": strategy.extra_state(),
             }  # fmt: skip
-            saver.save(step, strategy.state_dict(), meta, asked, last=step == last_step or stopping)
+            state = strategy.state_dict()
+            replicas.check(step, state)  # what differs between its holders never reaches a checkpoint
+            saver.save(step, state, meta, asked, last=step == last_step or stopping)
+        elif _every(cfg.train.check_replicas_every, step):
+            replicas.check(step)
         if saver.failed:  # the next vote tells all ranks, and the save after it raises the error
             stop.requested = True  # not |=, which would undo a signal that comes between its reading and its writing
         if record:

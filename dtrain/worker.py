@@ -15,13 +15,15 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain import causes, config, diskspace
+import dtrain
+from dtrain import agreement, causes, config, diskspace
 from dtrain.contract import STOP_FILE, STOP_SIGNALS
 from dtrain.redaction import hide
 from dtrain.rundir import write_json
@@ -77,6 +79,25 @@ def join_process_group(deterministic: bool = False) -> torch.device:
     else:
         dist.init_process_group("cpu:gloo,cuda:nccl")
     return device
+
+
+def check_same_start(run_dir: Path, train_set: Any, val_set: Any) -> str:
+    """Refuse ranks that would train on other data, with other settings or other code; give the data's identity."""
+    train, val = (
+        "none" if data is None else f"{len(data)} samples {getattr(data, 'fingerprint', '')}".strip()
+        for data in (train_set, val_set)
+    )
+    copy = "copy the same files to {host}, or read them from a shared file system"
+    agreement.require_same(
+        {
+            "config.yaml": (config.fingerprint(run_dir), "put run_dir on a file system that all nodes share"),
+            "dtrain": (dtrain.__version__, "install the same version on {host}"),
+            "torch": (torch.__version__, "install the same version on {host}"),
+            "data": (train, copy),
+            "data (validation)": (val, copy),
+        }
+    )
+    return train
 
 
 def seed_everything(seed: int, step: int, data_rank: int) -> None:

@@ -176,6 +176,10 @@ class Strategy:
         for buffer, before in zip(self.module.buffers(), buffers, strict=True):
             buffer.copy_(before)
 
+    def in_step(self) -> bool:
+        """Whether ranks that hold the same weights hold the same bits now. Of a strategy that is not ours: at saves."""
+        return type(self).__module__.startswith("dtrain.strategies.")
+
     # ---- a step ----------------------------------------------------------------------------------------------
 
     def set_lr(self, share: float) -> float:
@@ -228,15 +232,14 @@ class Strategy:
         return total
 
     def update(self, loss: Tensor) -> StepResult | LateResult:
-        """Unscale, clip, and step, unless something is not finite. All ranks see the same numbers and do the same."""
-        loss = self.mean_over_data_ranks(loss)
+        """Unscale, clip, and step, unless something is not finite. All ranks decide on the same numbers."""
         if self.decides_on_device():
             return LateResult(self.update_on_device(loss))
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         if self.precision.scaled:
             torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], 1.0 / self.precision.scale)
         norm = self.clip(parameters)
-        norm = norm.to(loss.device)  # offloaded gradients have it on the CPU
+        loss, norm = self.agreed(loss, norm.to(loss.device))  # offloaded gradients have their norm on the CPU
         loss_value, norm_value = torch.stack([loss.float(), norm.float()]).tolist()  # the one host sync of a step
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         if finite:
@@ -245,6 +248,27 @@ class Strategy:
         # a loss that is not finite is no matter of the scale, which only gradients see
         overflow = math.isfinite(loss_value) and self.precision.update(finite)
         return StepResult(loss_value, norm_value, updated=finite, overflow=overflow)
+
+    def agreed(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean loss over the data ranks, and the norm. If either is not finite on one rank, it is so on all.
+
+        Under ddp each rank computes the norm of its own copy of the gradients. A NaN in one copy (a faulty GPU) must
+        not make that rank skip an update which the others make. The flag rides on the all-reduce of the loss, as its
+        second element, so that the loss keeps its place in the reduction, and its bits.
+        """
+        world_size, num_data_ranks = dist.get_world_size(), self.sizes.dp
+        if world_size == 1:
+            return loss, norm
+        values = torch.stack([loss, (~torch.isfinite(norm)).to(loss.dtype)])
+        if num_data_ranks > 1:
+            dist.all_reduce(values, group=self.data_group)  # gloo has no AVG
+        loss, broken = values[0] / num_data_ranks, values[1] > 0
+        if num_data_ranks < world_size:  # tensor and pipeline ranks have a loss each, which no collective compares
+            flags = torch.stack([~torch.isfinite(loss), broken]).float()
+            dist.all_reduce(flags, dist.ReduceOp.MAX)
+            loss = torch.where((flags[0] > 0) & torch.isfinite(loss), torch.nan, loss)
+            broken = flags[1] > 0
+        return loss, torch.where(broken & torch.isfinite(norm), torch.nan, norm)
 
     def can_be_recorded(self) -> bool:
         """Whether nothing of a step is up to the host, or to another rank.
@@ -270,7 +294,7 @@ class Strategy:
 
     def update_on_device(self, loss: Tensor) -> Tensor:
         """Loss, norm, and whether both are finite; if not, the GPU itself has left the update out."""
-        norm = self.norm([p for p in self.module.parameters() if p.grad is not None])
+        loss, norm = self.agreed(loss, self.norm([p for p in self.module.parameters() if p.grad is not None]))
         ended_well = torch.isfinite(loss) & torch.isfinite(norm)
         self.optimizer.step_if(ended_well, clip_factor(norm, self.max_grad_norm))  # type: ignore[attr-defined]
         self.optimizer.zero_grad(set_to_none=True)

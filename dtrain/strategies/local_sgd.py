@@ -48,6 +48,9 @@ class LocalSGD(Strategy):
                     tensor /= self.sizes.dp
         self.steps_apart = 0
 
+    def in_step(self) -> bool:
+        return self.steps_apart == 0
+
     def state_dict(self) -> dict[str, Held]:
         """Average first: a checkpoint is one model. So a resume begins with no steps apart, and need not know more."""
         self.average()

@@ -115,6 +115,10 @@ def total_norm(
     squares = [norm_of(g).square() * (n / num_ranks) for n, g in groups.items()]
     device = squares[0].device if squares else local(parameters[0]).device
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
+    if counted is not None:  # a copy that does not count adds 0, or NaN: each copy is updated with its own gradient
+        is_counted = {id(p) for p in counted}
+        copies = [local(p.grad) for p in parameters if id(p) not in is_counted and p.grad is not None]
+        total = total + 0.0 * norm_of(copies).square() if copies else total
     dist.all_reduce(total)
     return total.sqrt()
 

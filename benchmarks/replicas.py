@@ -1,0 +1,148 @@
+"""What does it cost to compare replicas? The time of a check beside that of a step, and its share of a run.
+
+    python benchmarks/replicas.py [--ranks 2] [--rows NAME ...] [--rounds 9] [--json FILE]
+
+Steps and checks take turns, so that other load on the machine hits both; medians over the rounds. A check is all that
+`train.check_replicas_every` adds: checksums of weights and optimizer state, the all-reduce, and the wait for its
+result. With one rank (the default where there is a GPU) there is nothing to compare with: then only the checksums are
+measured, and the wait for them. The share depends on the samples a step has: the rows say how many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "planner")]
+ROWS = {
+    "gpt2-tiny": ["model=gpt2-tiny"],
+    "gpt2-124m": ["model=gpt2-124m", "train.global_batch_size=32"],
+    "gpt2-124m, short": ["model=gpt2-124m", "model.seq_len=128", "train.global_batch_size=4"],  # for a CPU
+}
+TARGET = 0.002  # of a step
+
+
+def set_up(cfg: Any, device: Any) -> Any:
+    """The strategy as dtrain/train.py sets it up, with weights that are the same on all ranks."""
+    import torch.distributed as dist
+
+    from dtrain.config import build
+    from dtrain.models import build as models
+    from dtrain.weights import Drawn
+
+    strategy, size = build(cfg.strategy), cfg.train.global_batch_size // dist.get_world_size()
+    strategy.setup(
+        models.make(cfg), build(cfg.optim, global_batch_size=cfg.train.global_batch_size), first=Drawn(0),
+        precision=build(cfg.precision), device=device, micro_batch_size=cfg.train.micro_batch_size or size,
+        max_grad_norm=cfg.train.max_grad_norm, compile=cfg.compile, cuda_graphs=cfg.cuda_graphs,
+    )  # fmt: skip
+    return strategy
+
+
+def measure(overrides: list[str], rounds: int, file: Path) -> int:
+    """One rank: rounds of some steps and a check; rank 0 leaves the row in a file."""
+    import torch
+    import torch.distributed as dist
+    from measure import batch_of
+
+    from dtrain import worker
+    from dtrain.compose import compose
+    from dtrain.config import Settings
+    from dtrain.strategies.replicas import Replicas, checksum, held_tensors
+    from dtrain.strategies.shared import local
+
+    device = worker.join_process_group()
+    cfg = Settings(compose(overrides))
+    strategy = set_up(cfg, device)
+    world_size = dist.get_world_size()
+    batch = batch_of(cfg, cfg.train.global_batch_size // world_size, device)
+    replicas = Replicas(strategy)
+
+    def step() -> None:
+        strategy.set_lr(0.1)
+        strategy.train_step(*batch).read()
+
+    def check() -> None:
+        if world_size > 1:
+            replicas.check(0)
+        else:
+            torch.stack([checksum(local(t)).to(device) for t in held_tensors(strategy, None).values()]).sum().item()
+
+    def timed(work: Any, times: int) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if world_size > 1:
+            dist.barrier()
+        began = time.perf_counter()
+        for _ in range(times):
+            work()
+        return (time.perf_counter() - began) / times
+
+    for _ in range(10 if device.type == "cuda" else 1):  # compiles, and decides whether a step is a CUDA graph
+        step()
+    check()
+    steps = max(1, min(10, round(1.0 / timed(step, 1))))
+    steps_s, checks_s = [], []
+    for _ in range(rounds):
+        steps_s.append(timed(step, steps))
+        checks_s.append(timed(check, 3 if world_size == 1 else 1))
+    step_s, check_s = statistics.median(steps_s), statistics.median(checks_s)
+    every = cfg.train.check_replicas_every
+    tensors = held_tensors(strategy, None).values()
+    if dist.get_rank() == 0:
+        row = {
+            "model": cfg.choices.model, "strategy": cfg.choices.strategy, "precision": cfg.choices.precision,
+            "ranks": world_size, "global_batch_size": cfg.train.global_batch_size, "seq_len": cfg.model.seq_len,
+            "tensors": len(tensors), "mib": sum(local(t).numel() * t.element_size() for t in tensors) / 2**20,
+            "step_ms": 1e3 * step_s, "check_ms": 1e3 * check_s, "check_replicas_every": every,
+            "share": check_s / (every * step_s), "steps_for_target": check_s / (TARGET * step_s),
+            "rounds_step_s": steps_s, "rounds_check_s": checks_s,
+        }  # fmt: skip
+        file.write_text(json.dumps(row))
+    dist.barrier()
+    return 0
+
+
+def main() -> None:
+    from dtrain.config import count_gpus
+    from dtrain.world import World
+
+    gpus = count_gpus()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1 if gpus else 2)
+    parser.add_argument("--rows", nargs="*", choices=list(ROWS), metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    common = ["strategy=ddp", f"precision={'bf16' if gpus else 'fp32'}", "cluster.nodes=1"]
+    rows = []
+    print(f"{'':<20}{'ranks':>6}{'MiB':>8}{'ms a step':>12}{'ms a check':>12}{'share':>9}   (target {TARGET:.1%})")
+    for name in options.rows or (["gpt2-124m"] if gpus else ["gpt2-tiny", "gpt2-124m, short"]):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "row.json"
+            overrides = [*common, f"cluster.processes={options.ranks}", *ROWS[name]]
+            codes = World(options.ranks, measure, overrides, options.rounds, file).join(3600)
+            if any(codes):
+                sys.exit(f"{name}: ranks ended with {codes}")
+            row = {"row": name, **json.loads(file.read_text())}
+        rows.append(row)
+        figures = f"{row['mib']:>8.0f}{row['step_ms']:>12.1f}{row['check_ms']:>12.2f}{row['share']:>9.3%}"
+        print(f"{name:<20}{row['ranks']:>6}{figures}", flush=True)
+    if options.json:
+        from throughput import environment
+
+        content = {"benchmark": "replicas", **environment(), "target_share": TARGET, "rows": rows}
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

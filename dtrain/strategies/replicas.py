@@ -1,0 +1,270 @@
+"""Replicas agree, or the run stops: ranks that hold the same tensors compare checksums of the bits.
+
+A flipped bit, a faulty GPU or a missed update makes two models out of one. No loss shows it, and a checkpoint, which
+takes each tensor from one of its holders, would mix the two. So every rank computes a checksum of each tensor that
+another rank holds as well, and one small all-reduce per mesh axis compares them. A placement says along which axes a
+tensor is replicated; values that are equal along each of these axes are equal on all holders. So no rank lists what
+others hold, and a check is O(tensors) on each rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import socket
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtrain.shards import Held, chunks_of, is_dtensor
+from dtrain.strategies.base import Strategy
+from dtrain.strategies.shared import local
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by the bytes of an element
+ROW = 4096  # elements that share one set of multipliers
+# Elements at a time: their products take 8 bytes each. On a CPU they stay in its cache, on a GPU they fill its cores.
+BLOCK = {"cpu": 2**16, "cuda": 2**22}
+NOTHING = torch.iinfo(torch.int64).min  # neutral under MAX: this rank does not hold the tensor
+DATA_AXES = {"dp", "replicate", "shard"}  # names of the data-parallel axis, whole or split into replicas and shards
+MAX_REPORTED = 8  # tensors, and ranks, that a message is made of
+
+
+class ReplicaError(RuntimeError):
+    """Ranks that must hold the same bits do not; the message names rank, host and tensor."""
+
+
+# ---- the checksum of a tensor --------------------------------------------------------------------------------
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """An int64 that depends on every bit of the tensor and on the order of its elements; it stays on the device.
+
+    The sum modulo 2^64 of the elements' bits, each times an odd number that depends on its position. An odd multiplier
+    loses no bit. Elements have at most 32 bits: of 64-bit ones, two flipped signs would cancel out at the top.
+    """
+    values = tensor.detach().reshape(-1)
+    bits = values.view(INTEGERS.get(values.element_size(), torch.int32))
+    if not len(bits):
+        return torch.zeros((), dtype=torch.int64, device=bits.device)
+    whole = len(bits) // ROW * ROW
+    odd = multipliers(ROW + len(bits) // ROW + 1, bits.device)
+    rows = bits[:whole].view(-1, ROW).split(BLOCK.get(bits.device.type, BLOCK["cpu"]) // ROW)
+    sums = [(block * odd[:ROW]).sum(1) for block in rows if len(block)]
+    if whole < len(bits):
+        sums.append((bits[whole:] * odd[: len(bits) - whole]).sum(0, keepdim=True))
+    of_rows = torch.cat(sums)
+    return (of_rows * odd[ROW : ROW + len(of_rows)]).sum()
+
+
+def multipliers(count: int, device: torch.device) -> Tensor:
+    return _multipliers(1 << (count - 1).bit_length(), device)[:count]
+
+
+@functools.lru_cache(maxsize=16)
+def _multipliers(count: int, device: torch.device) -> Tensor:
+    """Odd numbers without a pattern: positions mixed as splitmix64 does."""
+    x = torch.arange(1, count + 1) * -0x61C8864680B583EB
+    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
+    return (x ^ (x >> 31) | 1).to(device)
+
+
+# ---- the check -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Axis:
+    """What this rank compares with its peers along one mesh axis."""
+
+    group: dist.ProcessGroup
+    boxes: list[str]  # tensors that several ranks of the group hold; the same list on all of them
+    held: list[int]  # which of these this rank holds
+    places: list[int]  # where in the vector of checksums they are
+
+
+class Replicas:
+    """Compares the replicas of one strategy. All ranks have one and call it after the same steps."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.layouts: dict[tuple[bool, int], tuple[list[str], list[Axis]]] = {}
+
+    def check(self, step: int, state: Mapping[str, Held] | None = None) -> None:
+        """Raise ReplicaError on all ranks if replicas differ. `state`: what is about to be saved.
+
+        Without it, weights and optimizer state are compared: buffers may differ until they are shared (a user's batch
+        norm), and weights, too, under a strategy that says so (local_sgd).
+        """
+        if dist.get_world_size() == 1 or (state is None and not self.strategy.in_step()):
+            return
+        tensors = held_tensors(self.strategy, state)
+        key = (state is not None, len(tensors))  # the optimizer makes its state at its first update
+        if key not in self.layouts:
+            self.layouts[key] = lay_out(self.strategy, tensors)
+        names, axes = self.layouts[key]
+        device = self.strategy.device
+        none = torch.zeros(1, dtype=torch.int64, device=device)
+        sums = torch.stack([none[0], *(checksum(local(tensors[name])).to(device) for name in names)])[1:]
+        differing = [compare(axis, sums) for axis in axes]
+        found = torch.cat([none > 0, *differing]).any().int()
+        if [dist.get_world_size(axis.group) for axis in axes] != [dist.get_world_size()]:
+            dist.all_reduce(found, dist.ReduceOp.MAX)  # all ranks stop, or none
+        if found.item():
+            raise ReplicaError(describe(self.strategy, step, axes, differing, sums))
+
+
+def held_tensors(strategy: Strategy, state: Mapping[str, Held] | None) -> dict[str, Tensor]:
+    """What this rank holds, by name: weights, also frozen ones, optimizer state, counters, and what is to be saved.
+
+    Under zero the weights are those that the model computes with: masters and optimizer state have one holder each.
+    """
+    tensors: dict[str, Tensor] = {}
+    counters: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, p in strategy.module.named_parameters():
+        tensors[f"model.{name}"] = p.detach()
+        for key, value in strategy.optimizer.state.get(p, {}).items():
+            if isinstance(value, Tensor) and value.shape == p.shape:
+                tensors[f"optim.{name}.{key}"] = value
+            else:
+                counters[key][name] = value
+    tensors |= {name: held for name, held in (state or {}).items() if isinstance(held, Tensor)}
+    for key, values in counters.items():  # of all weights at once: one kernel instead of hundreds
+        of = hashlib.sha256("\n".join(values).encode()).hexdigest()[:16]
+        scalars = [
+            local(value) if isinstance(value, Tensor) else torch.tensor(float(value)) for value in values.values()
+        ]
+        tensors[f"optim.*.{key} {of}"] = torch.stack(scalars)
+    precision = [strategy.precision.scale, strategy.precision.good_steps]
+    return tensors | {"precision.scale": torch.tensor(precision, dtype=torch.float64)}
+
+
+def lay_out(strategy: Strategy, tensors: dict[str, Tensor]) -> tuple[list[str], list[Axis]]:
+    """Which tensors other ranks hold as well, and along which axes. Collective, and done once."""
+    sizes, mesh = strategy.sizes, strategy.mesh
+    buffers = {f"model.{name}" for name, _ in strategy.module.named_buffers()}
+    along: dict[str, list[str]] = defaultdict(list)
+    groups: dict[str, dist.ProcessGroup] = {}
+    for name, tensor in tensors.items():
+        own, covered = own_axes(tensor)
+        if sizes.dp > 1 and not covered & DATA_AXES:
+            own["dp"] = strategy.data_group
+        if sizes.tp > 1 and "tp" not in covered:
+            own["tp"] = mesh.get_group("tp")
+        if sizes.pp > 1 and name not in buffers:  # a weight may be tied across two stages; a buffer is a stage's own
+            own["pp"] = mesh.get_group("pp")
+        groups |= own
+        for axis in own:
+            along[axis].append(name)
+    shared = {axis: shared_boxes(along[axis], tensors, groups[axis]) for axis in sorted(groups)}
+    names = list(dict.fromkeys(name for mine, _ in shared.values() for name in mine.values()))
+    place = {name: i for i, name in enumerate(names)}
+    return names, [
+        Axis(groups[axis], boxes, list(mine), [place[name] for name in mine.values()])
+        for axis, (mine, boxes) in shared.items()
+    ]
+
+
+def own_axes(tensor: Tensor) -> tuple[dict[str, dist.ProcessGroup], set[str]]:
+    """The axes of a DTensor's mesh along which it is replicated, and the names of all axes of that mesh."""
+    if not is_dtensor(tensor):
+        return {}, set()
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    placements: Any = tensor.placements  # type: ignore[attr-defined]
+    groups = {
+        name: mesh.get_group(dim)
+        for dim, (name, placement) in enumerate(zip(mesh.mesh_dim_names, placements, strict=True))
+        if placement.is_replicate() and mesh.size(dim) > 1
+    }
+    return groups, set(mesh.mesh_dim_names)
+
+
+def shared_boxes(
+    names: list[str], tensors: Mapping[str, Tensor], group: dist.ProcessGroup
+) -> tuple[dict[int, str], list[str]]:
+    """The boxes that several ranks of the group hold, and the names of those that this rank holds, by their index.
+
+    Usually all ranks hold the same boxes, and one all-reduce shows it. If not (stages of a pipeline, the optimizer
+    state of fairscale) the ranks exchange their lists.
+    """
+    chunks = [chunks_of(tensors[name])[0] for name in names]
+    boxes = [f"{n} {c.values.dtype} {c.offset} {c.shape}" for n, c in zip(names, chunks, strict=True)]
+    digest = hashlib.sha256("\n".join(boxes).encode()).digest()
+    number = torch.tensor([int.from_bytes(digest[:8], "big", signed=True)])
+    if not differ(number, ~number, group).any():
+        return dict(enumerate(names)), boxes
+    lists: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(lists, boxes, group=group)
+    holders = Counter(box for held in lists for box in held)
+    several = [box for box, count in holders.items() if count > 1]
+    mine = dict(zip(boxes, names, strict=True))
+    return {i: mine[box] for i, box in enumerate(several) if box in mine}, several
+
+
+def compare(axis: Axis, sums: Tensor) -> Tensor:
+    """Which tensors are not the same on all ranks of the axis' group that hold them."""
+    high = torch.full((len(axis.boxes),), NOTHING, device=sums.device)
+    low = high.clone()
+    held = torch.tensor(axis.held, device=sums.device)
+    mine = sums[torch.tensor(axis.places, dtype=torch.int64, device=sums.device)]
+    if axis.held:
+        high[held], low[held] = mine, ~mine
+    return differ(high, low, axis.group)
+
+
+def differ(high: Tensor, low: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Where the largest value over the ranks is not the smallest: MAX of x and of ~x, which orders the other way."""
+    both = torch.cat([high, low])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    high, low = both.chunk(2)
+    return high != ~low
+
+
+# ---- the message ---------------------------------------------------------------------------------------------
+
+
+def describe(strategy: Strategy, step: int, axes: list[Axis], differing: list[Tensor], sums: Tensor) -> str:
+    """Which ranks hold other values than most do, and of which tensors. Collective: all ranks say the same."""
+    mine: dict[str, int] = {}
+    for axis, differs in zip(axes, differing, strict=True):
+        wrong = [(i, place) for i, place in zip(axis.held, axis.places, strict=True) if differs[i]]
+        mine |= {axis.boxes[i]: int(sums[place]) for i, place in wrong[:MAX_REPORTED]}
+    number = max([int(differs.sum()) for differs in differing], default=0)
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, (socket.gethostname(), number, mine))
+    hosts = [host for host, _, _ in reports]
+    tensors_of: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for box in dict.fromkeys(box for _, _, found in reports for box in found):
+        holders = {rank: found[box] for rank, (_, _, found) in enumerate(reports) if box in found}
+        tensors_of[minority(holders)].append(box.split(" ")[0])
+    ranks, tensors = max(tensors_of.items(), key=lambda item: len(item[1]))
+    number = max(number for _, number, _ in reports)
+    more = f" and {number - 1} other tensor{'s' if number > 2 else ''}" if number > 1 else ""
+    who = listed([f"rank {rank} ({hosts[rank]})" for rank in ranks])
+    verb = "differs from its replicas" if len(ranks) == 1 else "differ"
+    own = "" if type(strategy).__module__.startswith("dtrain.") else (
+        f" {type(strategy).__name__} must also leave the same values on all ranks in state_dict()."
+    )  # fmt: skip
+    return (
+        f"step {step}: {who} {verb} in {tensors[0]}{more}. Replicas must be equal bit for bit, so the run stops, and "
+        "this state is not saved. Fix: resume this run from its last checkpoint, which was compared and is good, "
+        f"and test the memory and GPUs of {listed(sorted({hosts[rank] for rank in ranks}))}: a hardware fault is the "
+        f"usual cause.{own}"
+    )
+
+
+def minority(sums: Mapping[int, int]) -> tuple[int, ...]:
+    """The ranks that do not hold what most hold; all of them if there is no majority."""
+    ((value, count),) = Counter(sums.values()).most_common(1)
+    return tuple(sums) if 2 * count <= len(sums) else tuple(rank for rank, mine in sums.items() if mine != value)
+
+
+def listed(items: Iterable[str]) -> str:
+    items = list(items)
+    if len(items) > MAX_REPORTED:
+        return f"{', '.join(items[:MAX_REPORTED])} and {len(items) - MAX_REPORTED} more"
+    return " and ".join([", ".join(items[:-1]), items[-1]]) if len(items) > 1 else items[0]
