@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from dtrain import checkpoint, config, shards
 from dtrain.config import Settings, bad
 from dtrain.data import text
+from dtrain.host_memory import free_memory
 from dtrain.init_from import INDEX, SINGLE, read_config
 from dtrain.models import build as models
 from dtrain.models import hf, lora
-from dtrain.saving import free_memory
 from dtrain.schema import check_run
 from dtrain.strategies import frozen
 from dtrain.untrusted import read_json
