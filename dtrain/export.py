@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dtrain import checkpoint, config, shards
 from dtrain.config import Settings, bad
 from dtrain.data import text
-from dtrain.host_memory import free_memory
+from dtrain.host_memory import free_bytes
 from dtrain.init_from import INDEX, SINGLE, read_config
 from dtrain.models import build as models
 from dtrain.models import hf, lora
@@ -96,7 +96,7 @@ def check_shapes(path: Path, model: nn.Module, saved: Mapping[str, Tensor], name
 
 def check_memory(path: Path, num_bytes: int) -> None:
     """Refuse what this host cannot hold, before the kernel ends whatever it likes."""
-    free = free_memory()
+    free = free_bytes()
     if free is not None and num_bytes > free:
         raise ValueError(
             f"{path}: needs {num_bytes / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free here\n"
