@@ -218,7 +218,7 @@ def session(leader: int) -> int:
         (["model=gpt3"], "model=gpt3: there is no such option", "model can be"),
         (["strategies=ddp", "strategy.bucket_mb=0"], "strategy.bucket_mb=0: must be at least 1", "strategy.bucket_mb"),
         (["strategies=ddp,fsdp", "strategy.bucket_mb=9"], "the chosen strategy has no such setting", "leave it out"),
-        (["strategies=ddp", *OWN[:1]], "only dtrain's own code and the modules you trust", "trust=[own]"),
+        (["strategies=ddp", *OWN[:1]], "only dtrain's own code and the modules you trust", "trust=[…]"),
         (["--timeout", "0"], "--timeout=0.0: must be more than 0", "--timeout 120"),
     ],
 )  # fmt: skip
