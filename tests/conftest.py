@@ -8,10 +8,16 @@ import os
 import re
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.patience import patience
 
+# its limits of 200 ms an example and 1 s for drawing them are for a quiet machine
+hypothesis.settings.register_profile(
+    "any-machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any-machine")
 os.environ["DTRAIN_STRICT"] = "1"  # a fault of the planner is heard, also in launches that tests start
 
 

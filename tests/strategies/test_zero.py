@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -317,8 +318,16 @@ def aio_is_there() -> str:
         zero_config.check_offload({"stage": 3, "offload": "nvme", "offload_params": "none", "nvme_path": "/tmp"})
     except ValueError as error:
         return str(error)
-    built = (EXTENSIONS / "async_io" / "async_io.so").exists()
-    return "" if built else "DeepSpeed's operation for it is not built, which takes minutes: make nvme"
+    if locks := list(EXTENSIONS.glob("*/lock")):
+        return f"DeepSpeed's operation for it is being built, or that was interrupted: {locks[0]}"
+    folder, package = EXTENSIONS / "async_io", find_spec("deepspeed")
+    # a build of the same package under another path (a linked .venv) would be made again, in the middle of the test
+    built = (
+        folder.is_dir() and package and str(Path(str(package.origin)).parent) in (folder / "build.ninja").read_text()
+    )
+    if built and (folder / "async_io.so").exists():
+        return ""
+    return "DeepSpeed's operation for it is not built, which takes minutes: make nvme"
 
 
 @pytest.mark.timeout(300)
