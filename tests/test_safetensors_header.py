@@ -108,7 +108,8 @@ def test_a_mutated_file_is_refused_or_what_safetensors_makes_of_it(tmp_path: Pat
 
 
 CRAFTED: dict[str, tuple[Any, int, str]] = {  # header, bytes of data, what the message says
-    "more than the file": (one(shape=[2**40], data_offsets=[0, 2**42]), 8, "data_offsets"),
+    "more than the file": (one(shape=[2**40], data_offsets=[0, 2**42]), 8, "its header says"),
+    "the wrong way round": (one(data_offsets=[8, 0]), 8, "data_offsets"),
     "shape larger than its bytes": (one(shape=[2**40]), 8, "its shape needs"),
     "overlap": (one() | {"b": one()["a"]}, 8, "overlaps"),
     "hole": (one() | {"b": {**one()["a"], "data_offsets": [16, 24]}}, 24, "hole"),
