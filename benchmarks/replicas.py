@@ -56,7 +56,7 @@ def measure(overrides: list[str], rounds: int, file: Path) -> int:
     from dtrain import worker
     from dtrain.compose import compose
     from dtrain.config import Settings
-    from dtrain.strategies.replicas import Replicas, checksum, held_tensors
+    from dtrain.strategies.replicas import Replicas, checksums, held_tensors
     from dtrain.strategies.shared import local
 
     device = worker.join_process_group()
@@ -74,7 +74,7 @@ def measure(overrides: list[str], rounds: int, file: Path) -> int:
         if world_size > 1:
             replicas.check(0)
         else:
-            torch.stack([checksum(local(t)).to(device) for t in held_tensors(strategy, None).values()]).sum().item()
+            checksums([local(t) for t in held_tensors(strategy, None).values()], device).sum().item()
 
     def timed(work: Any, times: int) -> float:
         if device.type == "cuda":

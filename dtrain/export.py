@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain import checkpoint, config, shards
+from dtrain import checkpoint, config, diskspace, shards
 from dtrain.config import Settings, bad
 from dtrain.data import text
 from dtrain.host_memory import free_bytes
@@ -163,7 +163,7 @@ def write_stream(path: Path, final: Final, dtype: torch.dtype | None, metadata: 
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise shards.describe_disk(error, path, 8 + len(start) + end) from error
+        raise diskspace.describe(error, path, 8 + len(start) + end) from error
 
 
 def as_dtype(weight: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from dtrain import diskspace
 from dtrain.data.loader import Loader
-from dtrain.shards import describe_disk
 
 # Dense 16-bit matrix rate by NVIDIA's data sheets, FLOP/s. MFU is measured against it.
 PEAK_FLOPS = {
@@ -42,7 +42,7 @@ class Recorder:
         try:
             self.file.write(_dump(values))
         except OSError as error:
-            raise describe_disk(error, Path(self.file.name), 1000) from error
+            raise diskspace.describe(error, Path(self.file.name), 1000) from error
         self.logger.log(values)
 
 

@@ -6,13 +6,11 @@ gives the checksum of exactly the bytes written, without holding a second copy o
 
 from __future__ import annotations
 
-import errno
 import functools
 import hashlib
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dtrain import diskspace
 from dtrain.layouts import Box, LayoutError, ints, overlap
 from dtrain.manifest import Damaged, Manifest, Part, check_boxes, rank_of, regular
 from dtrain.safetensors_header import Entry, HeaderError, read_header
@@ -138,7 +137,7 @@ def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> t
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise describe_disk(error, path, 8 + len(text) + end) from error
+        raise diskspace.describe(error, path, 8 + len(text) + end) from error
     return 8 + len(text) + end, digest.hexdigest()
 
 
@@ -148,18 +147,6 @@ def _parts(header: bytes, tensors: dict[str, Tensor]) -> Iterator[Any]:
     for tensor in tensors.values():  # one at a time: a GPU shard never lies whole in host memory
         if tensor.numel():
             yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def describe_disk(error: OSError, path: Path, needed: int) -> OSError:
-    """A full disk in words: which path, how much was needed, how much there is."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return error
-    free = shutil.disk_usage(path.parent).free
-    return OSError(
-        error.errno,
-        f"the disk is full: {needed:,} bytes needed, {free:,} free. Fix: make room, or a smaller checkpoint.keep",
-        str(path),
-    )
 
 
 def sha256(path: Path) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dtrain import mesh
 from dtrain.kernels import cublaslt
+from dtrain.manifest import CheckpointError
 from dtrain.models import lora
 from dtrain.models.parts import IGNORED
 from dtrain.optim import AdamW
@@ -390,8 +391,11 @@ class Strategy:
         if self.recorded is not None:  # state that is made anew lies elsewhere
             self.recorded.forget()
         for name, p in self.module.named_parameters():
-            slots = self.optimizer.state.get(p, {})
-            for key, value in extra["optimizer"].get(name, {}).items():
+            slots, counts = self.optimizer.state.get(p, {}), extra["optimizer"].get(name, {})
+            counted = {k for k, v in slots.items() if not (isinstance(v, Tensor) and v.shape == p.shape)}
+            if not counted <= counts.keys() and name not in self.first.base:
+                raise CheckpointError(f"the checkpoint has no update count of {name}. Fix: use an older checkpoint")
+            for key, value in counts.items():
                 if isinstance(slots.get(key), Tensor):
                     slots[key].fill_(value)
                 else:

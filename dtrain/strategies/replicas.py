@@ -13,7 +13,7 @@ import functools
 import hashlib
 import socket
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,24 +41,49 @@ class ReplicaError(RuntimeError):
 # ---- the checksum of a tensor --------------------------------------------------------------------------------
 
 
-def checksum(tensor: Tensor) -> Tensor:
-    """An int64 that depends on every bit of the tensor and on the order of its elements; it stays on the device.
+def checksums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """For each tensor an int64 that depends on every bit of it and on the order of its elements, on `device`.
 
     The sum modulo 2^64 of the elements' bits, each times an odd number that depends on its position. An odd multiplier
     loses no bit. Elements have at most 32 bits: of 64-bit ones, two flipped signs would cancel out at the top.
+    Short tensors, two thirds of a transformer's, are summed together: each kernel of a GPU costs some microseconds.
     """
-    values = tensor.detach().reshape(-1)
-    bits = values.view(INTEGERS.get(values.element_size(), torch.int32))
-    if not len(bits):
-        return torch.zeros((), dtype=torch.int64, device=bits.device)
+    sums = torch.empty(len(tensors), dtype=torch.int64, device=device)
+    short: dict[Any, list[tuple[int, Tensor]]] = defaultdict(list)
+    for i, tensor in enumerate(tensors):
+        values = tensor.detach().reshape(-1)
+        bits = values.view(INTEGERS.get(values.element_size(), torch.int32))
+        if len(bits) > ROW:
+            sums[i] = long_sum(bits)
+        else:
+            short[bits.device, bits.dtype].append((i, bits))
+    for (where, _), held in short.items():
+        odd, begins, ends = short_tables(tuple(len(bits) for _, bits in held), where)
+        products = torch.cat([bits for _, bits in held]) * odd
+        until = torch.nn.functional.pad(products.cumsum(0), (1, 0))
+        places = torch.tensor([i for i, _ in held], device=device)
+        sums[places] = (until[ends] - until[begins]).to(device)
+    return sums
+
+
+def long_sum(bits: Tensor) -> Tensor:
+    """Of more than a row of elements: a sum for each row, then the rows' sums times odd numbers of their own."""
     whole = len(bits) // ROW * ROW
     odd = multipliers(ROW + len(bits) // ROW + 1, bits.device)
     rows = bits[:whole].view(-1, ROW).split(BLOCK.get(bits.device.type, BLOCK["cpu"]) // ROW)
-    sums = [(block * odd[:ROW]).sum(1) for block in rows if len(block)]
+    sums = [(block * odd[:ROW]).sum(1) for block in rows]
     if whole < len(bits):
         sums.append((bits[whole:] * odd[: len(bits) - whole]).sum(0, keepdim=True))
-    of_rows = torch.cat(sums)
+    of_rows = torch.cat(sums) if len(sums) > 1 else sums[0]
     return (of_rows * odd[ROW : ROW + len(of_rows)]).sum()
+
+
+@functools.lru_cache(maxsize=16)
+def short_tables(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """For tensors of these sizes, end to end: the multipliers, and where each begins and ends."""
+    odd = torch.cat([multipliers(ROW, device)[:size] for size in sizes])
+    ends = torch.tensor(sizes).cumsum(0)
+    return odd, (ends - torch.tensor(sizes)).to(device), ends.to(device)
 
 
 def multipliers(count: int, device: torch.device) -> Tensor:
@@ -108,10 +133,9 @@ class Replicas:
             self.layouts[key] = lay_out(self.strategy, tensors)
         names, axes = self.layouts[key]
         device = self.strategy.device
-        none = torch.zeros(1, dtype=torch.int64, device=device)
-        sums = torch.stack([none[0], *(checksum(local(tensors[name])).to(device) for name in names)])[1:]
+        sums = checksums([local(tensors[name]) for name in names], device)
         differing = [compare(axis, sums) for axis in axes]
-        found = torch.cat([none > 0, *differing]).any().int()
+        found = torch.cat([torch.zeros(1, dtype=torch.bool, device=device), *differing]).any().int()
         if [dist.get_world_size(axis.group) for axis in axes] != [dist.get_world_size()]:
             dist.all_reduce(found, dist.ReduceOp.MAX)  # all ranks stop, or none
         if found.item():

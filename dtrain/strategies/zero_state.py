@@ -147,5 +147,8 @@ class Masters:
             of_group = [counts[name] for name, p in self.trained() if self.place(p)[0] == i]
             if any(count != of_group[0] for count in of_group):
                 raise CheckpointError("ZeRO counts updates by group, and these weights had different numbers of them")
+            own = {k for k, v in self.optimizer.state[flat].items() if not (isinstance(v, Tensor) and v.dim())}
+            if of_group and own - of_group[0].keys():
+                raise CheckpointError("the checkpoint has no update counts. Fix: use an older checkpoint")
             for key, value in of_group[0].items() if of_group else ():
                 self.optimizer.state[flat][key].fill_(value)
