@@ -341,9 +341,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_says_what_is_needed(background
     run = make_run(small_disk / "run", *options, f"checkpoint.background={background}")
     assert train(run, 2) == [3, 3]
     notes = [json.loads((run / "logs" / f"failure-{r}.json").read_text()) for r in (0, 1)]
-    assert all(" is full" in n["message"] and "bytes needed" in n["message"] for n in notes), (
-        "agreed by all ranks"
-    )
+    assert all(" is full" in n["message"] and "bytes needed" in n["message"] for n in notes), "agreed by all ranks"
     good = checkpoint.newest_good(run / "checkpoints", lambda text: pytest.fail(text))
     assert good is not None and good[1]["step"] >= 2
     assert not list((run / "checkpoints").glob(".attempt*")), "the failed attempt gave its room back"
