@@ -28,10 +28,11 @@ from dtrain import manifest, shards
 from dtrain.agreement import Group, agreed, collect, distinct, failpoint, from_rank_0, rank, world_size
 from dtrain.agreement import broadcast as broadcast
 from dtrain.agreement import gather as gather
+from dtrain.layouts import LayoutError
 from dtrain.manifest import CheckpointError as CheckpointError
 from dtrain.manifest import Damaged as Damaged
 from dtrain.manifest import Manifest as Manifest
-from dtrain.rundir import checkpoints
+from dtrain.rundir import checkpoints, read_json
 from dtrain.shards import Chunk, Held, Names, chunks_of
 from dtrain.writers import Writers
 
@@ -93,6 +94,8 @@ def commit(
 
     def begin() -> tuple[str, bool]:
         attempt = folder / f".attempt-{step}-{uuid.uuid4().hex[:8]}"
+        if final.exists() and is_foreign(final, run_id(folder)):
+            os.rename(final, final.with_name(f"{final.name}.other-run-{uuid.uuid4().hex[:4]}"))
         for stale in folder.glob(".attempt-*"):  # of a run that was killed while it saved
             shutil.rmtree(stale, ignore_errors=True)
         attempt.mkdir(parents=True)
@@ -113,10 +116,15 @@ def commit(
 
     def end() -> int:
         try:
-            write_manifest(attempt, manifest.content(step, meta, reports, index))
+            values = manifest.content(step, {"run": run_id(folder)} | meta, reports, index)
+            manifest.parse(values)  # what a load would call damaged is never saved
+            write_manifest(attempt, values)
             failpoint("save.manifest")
             os.rename(attempt, final)
-        except OSError:
+        except LayoutError as error:
+            shutil.rmtree(attempt, ignore_errors=True)
+            raise CheckpointError(str(error)) from error
+        except (OSError, CheckpointError):
             shutil.rmtree(attempt, ignore_errors=True)
             raise
         shards.fsync_folder(folder)
@@ -165,8 +173,16 @@ def point_latest(folder: Path, name: str) -> None:
 
 
 def prune(folder: Path, newest: Path, keep: int, group: Group = None) -> None:
-    """Delete all but the newest `keep`, but only once the newest was read back from the disk and found whole."""
-    old = from_rank_0(lambda: [p.name for p in checkpoints(folder)][keep:], f"listing {folder}", group)
+    """Delete all but the newest `keep`, but only once the newest was read back from the disk and found whole.
+
+    Checkpoints of another run that lie there are neither counted nor deleted.
+    """
+
+    def others() -> list[str]:
+        run = run_id(folder)
+        return [p.name for p in checkpoints(folder) if p != newest and not is_foreign(p, run)][keep - 1 :]
+
+    old = from_rank_0(others, f"listing {folder}", group)
     if not old:
         return
     problem = verify(newest, group)
@@ -191,19 +207,18 @@ def newest_good(
     say: Callable[[str], object] = print,
     quarantine: bool = True,
     needed: tuple[str, ...] = (),
-    run: str | None = None,
 ) -> tuple[Path, Manifest] | None:
     """The newest checkpoint whose every byte is as it was saved, or None; a damaged one is named and put aside.
 
-    `needed`: what its manifest must have beside the tensors. `run`: the run that it must be of, where both have an id.
+    `needed`: what its manifest must have beside the tensors. One that another run saved is left alone.
     """
-    names = from_rank_0(lambda: [p.name for p in checkpoints(folder)], f"listing {folder}")
+    names, run = from_rank_0(lambda: ([p.name for p in checkpoints(folder)], run_id(folder)), f"listing {folder}")
     foreign = []
     for name in names:
         problem = verify(folder / name, needed=needed, step=int(name[5:]))
         if not problem:
             found = read_manifest(folder / name)
-            if run is None or found.meta.get("run") in (None, run):
+            if not differs(found.meta.get("run"), run):
                 return folder / name, found
             foreign.append(name)
             say(f"checkpoint {name} was saved by another run, and is left alone; trying an older one")
@@ -220,6 +235,24 @@ def newest_good(
     if names or from_rank_0((folder / "latest").exists, f"reading {folder}"):
         raise CheckpointError(f"no good checkpoint is left in {folder}. Fix: start a new run, or bring back a copy")
     return None
+
+
+def run_id(folder: Path) -> str | None:
+    """The id of the run that a folder of checkpoints belongs to; None for runs of older versions."""
+    found = read_json(folder.parent / "launch.json").get("id")
+    return found if isinstance(found, str) else None
+
+
+def differs(saved: Any, run: str | None) -> bool:
+    return saved is not None and run is not None and saved != run
+
+
+def is_foreign(path: Path, run: str | None) -> bool:
+    """Whether another run saved a checkpoint. One that cannot be read is ours: it is put aside as damaged."""
+    try:
+        return run is not None and differs(read_manifest(path).meta.get("run"), run)
+    except (CheckpointError, OSError):
+        return False
 
 
 def put_aside(path: Path, group: Group = None) -> None:

@@ -42,7 +42,7 @@ from dtrain.resume import check_code, check_profile, check_queue, check_resume, 
 from dtrain.rundir import latest_checkpoint, locked, read_json, write_json
 from dtrain.schema import unknown
 from dtrain.strategies import zero_config
-from dtrain.untrusted_config import resolved
+from dtrain.untrusted_config import check_own, resolved
 from dtrain.validate import validate
 from dtrain.words import shell_path
 
@@ -181,6 +181,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         auto.settle(cfg, config)
         config = plain_values(cfg)
     validate(config)
+    check_own(config)
     losses.check(config)
     if not config["run_dir"]:
         raise bad("run_dir", "", "must name a folder", "run_dir=outputs/my-run")

@@ -102,6 +102,8 @@ class Layout:
 
 def of(shape: Ints, pieces: Sequence[Piece]) -> Layout:
     """The layout that these pieces are, in the most compact form."""
+    if any(not len(offset) == len(size) == len(shape) for _, offset, size in pieces):
+        raise LayoutError("a piece has another number of dimensions than its tensor")
     return _grid(shape, pieces) or _runs(shape, pieces) or _boxes(shape, pieces)
 
 
@@ -211,6 +213,8 @@ def flat_index(offset: Ints, shape: Ints) -> int:
 
 def flat_run(whole: Ints, offset: Ints, shape: Ints) -> tuple[int, int] | None:
     """Where a box begins and ends in the flattened tensor, if it is contiguous there."""
+    if not len(whole) == len(offset) == len(shape):
+        return None
     first = next((d for d, n in enumerate(shape) if n != 1), len(shape))
     if shape[first + 1 :] != whole[first + 1 :]:
         return None

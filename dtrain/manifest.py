@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dtrain import layouts
-from dtrain.layouts import Box, Ints, Layout, LayoutError
+from dtrain.layouts import Box, Ints, Layout
 from dtrain.untrusted import NotRegular, open_regular, parse_json
 
 FORMAT, OLD_FORMAT = "dtrain-2", "dtrain-1"
@@ -151,7 +151,7 @@ def read(path: Path) -> Manifest:
         if newer:
             raise CheckpointError(f"{path} has the format {name}, this version of dtrain reads {FORMAT}")
         return parse(values)
-    except (LayoutError, RecursionError, OverflowError) as error:
+    except (ValueError, RecursionError, OverflowError) as error:  # LayoutError is a ValueError
         raise Damaged(f"manifest.json: {error}") from error
 
 
@@ -209,9 +209,8 @@ def check_meta(values: dict[str, Any]) -> None:
         part = extra.get(key, {})
         expect(isinstance(part, dict) or (key == "base" and isinstance(part, str)), f"extra.{key} is no object")
     precision = extra.get("precision", {})
-    fine = all(is_number(v) and v >= 0 for v in precision.values()) and precision.get("scale", 1.0) > 0
-    expect(fine, "extra.precision is no object of numbers")
-    expect(not precision or {"scale", "good_steps"} <= precision.keys(), "extra.precision lacks scale or good_steps")
+    numbers = [precision.get("scale", 1.0), precision.get("good_steps", 0)]
+    expect(all(map(is_number, numbers)) and numbers[0] > 0 and numbers[1] >= 0, "extra.precision is no loss scale")
     for name, counts in extra.get("optimizer", {}).items():
         fine = isinstance(counts, dict) and all(is_number(v) for v in counts.values())
         expect(fine, f"extra.optimizer of {name:.80} is no object of numbers")
@@ -241,14 +240,13 @@ def check_parts(name: str, chunks: Any, files: dict[str, Any]) -> list[Part]:
 
 
 def check_needed(manifest: Manifest, needed: tuple[str, ...]) -> None:
-    """That a manifest has what a run cannot resume without."""
-    missing = [key for key in needed if key not in manifest.meta]
-    expect(not missing, f"{', '.join(missing)} is missing")
-    trained = {name.split(".", 1)[1].rpartition(".")[0] for name in manifest.tensors if name.startswith("optim.")}
-    if "extra" in needed:
-        counted = manifest["extra"].get("optimizer")
-        expect(isinstance(counted, dict) and "precision" in manifest["extra"], "extra has no optimizer or precision")
-        uncounted = sorted(trained - set(counted))
+    """That a manifest has what a run cannot resume without; `extra.optimizer` is a part of `extra`."""
+    for name in needed:
+        key, _, part = name.partition(".")
+        expect(key in manifest.meta and (not part or part in manifest[key]), f"{name} is missing")
+    if "extra.optimizer" in needed:
+        trained = {name.split(".", 1)[1].rpartition(".")[0] for name in manifest.tensors if name.startswith("optim.")}
+        uncounted = sorted(trained - set(manifest["extra"]["optimizer"]))
         expect(not uncounted, f"extra.optimizer lacks {', '.join(uncounted[:3])}")
 
 

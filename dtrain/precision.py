@@ -80,7 +80,7 @@ class Precision:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         if self.scaled and state.get("scale", 1.0) != 1.0:  # a run that was not fp16 before keeps its fresh scale
-            self.scale, self.good_steps = state["scale"], int(state["good_steps"])
+            self.scale, self.good_steps = state["scale"], int(state.get("good_steps", 0))
 
 
 def check_float8(device: torch.device) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 HIDDEN = "<redacted>"
 SHORTEST = 8  # shorter values are words such as "true" or "offline", and would be found everywhere
 # WANDB_API_KEY, HF_TOKEN, APIKEY, AWS_SECRET_ACCESS_KEY; not TOKENIZERS_PARALLELISM, XKB_KEYMAP
-NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?![A-Z])", re.IGNORECASE)
+NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|_PASS|_PWD|_PAT)S?(?![A-Z])", re.IGNORECASE)
 # a setting that is named like one
 SECRET = re.compile(r"(^|[._-])(((api|access)_?key|secret|password|passwd|credential)s?|token)$", re.IGNORECASE)
 FROM_ENVIRONMENT = re.compile(r"oc\.env:\s*['\"]?(\w+)")
@@ -28,7 +28,7 @@ def hide(text: str) -> str:
         return text
     import json  # only now: a plan does not wait for it
 
-    for value in known.values():
+    for value in sorted(known.values(), key=len, reverse=True):  # one may begin with another
         for form in {value, json.dumps(value)[1:-1], repr(value)[1:-1]}:
             text = text.replace(form, HIDDEN)
     return text

@@ -294,5 +294,6 @@ def check_entry(saved: Manifest, name: str, part: Part, found: dict[tuple[str, s
     entry, tensor = found.get((part.file, part.key)), saved.tensors.get(name)
     if entry is None or tensor is None:
         raise Damaged(f"{part.file} and the manifest do not agree on {short(name)}")
-    if entry.shape != part.shape or entry.dtype != DTYPES[getattr(torch, tensor.dtype)]:
+    same_kind = len(part.shape) == len(tensor.shape) and entry.dtype == DTYPES[getattr(torch, tensor.dtype)]
+    if entry.shape != part.shape or not same_kind:
         raise Damaged(f"{part.file} has {short(part.key)} as {entry.dtype} {list(entry.shape)}, unlike the manifest")

@@ -12,7 +12,7 @@ from hydra.conf import HydraConf
 from omegaconf import DictConfig, open_dict, read_write
 
 from dtrain import composed, records
-from dtrain.config import bad, build, typed_trust
+from dtrain.config import CODE, bad, build, typed_trust
 from dtrain.rundir import last_launch, read_json, write_json
 
 SWEEP = "sweep.json"  # in the sweep's folder: what was typed
@@ -106,7 +106,8 @@ def submit(folder: Path, asked: Sequence[dict[str, Any]] | None = None) -> list[
     for run_dir in points(folder):
         launch = last_launch(read_json(run_dir / "launch.json"))
         if launch.get("prepared"):
-            if asked is not None and launch.get("cluster") not in asked:
+            code = [key for key in CODE if launch["cluster"].get(key)]
+            if code if asked is None else launch["cluster"] not in asked:
                 rule = f"{run_dir.name} waits there with a cluster that this command does not ask for"
                 raise bad("hydra.sweep.dir", folder, rule, "another folder, or take that one out")
             waiting.setdefault(json.dumps(launch["cluster"], sort_keys=True), []).append(run_dir)

@@ -23,7 +23,7 @@ from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED
 from dtrain.data.loader import Loader
 from dtrain.models import build as models
 from dtrain.plan.trust import predicted
-from dtrain.rundir import newest_figures, read_json, write_json
+from dtrain.rundir import newest_figures, write_json
 from dtrain.schema import check_run
 from dtrain.strategies.base import StepResult
 from dtrain.strategies.replicas import Replicas
@@ -81,8 +81,7 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
     step = samples = 0
     checkpoints = run_dir / "checkpoints"
     saved = None
-    run_id = read_json(run_dir / "launch.json").get("id")  # stays the same over all launches of this run
-    found = checkpoint.newest_good(checkpoints, log.warning, needed=("samples", "data", "extra"), run=run_id)
+    found = checkpoint.newest_good(checkpoints, log.warning, needed=strategy.needed_to_resume())
     if found is not None:
         saved, manifest = found
         if manifest["data"] != data_identity and "data" not in cfg.resume_allow:
@@ -196,8 +195,7 @@ def train(run_dir: Path, cfg: Settings, device: torch.device, saver: saving.Save
         if save_due:
             asked = time.perf_counter()
             meta = {
-                "run": run_id, "samples": samples, "data": data_identity, "mesh": sizes.as_dict(),
-                "world_size": world_size,
+                "samples": samples, "data": data_identity, "mesh": sizes.as_dict(), "world_size": world_size,
                 "choices": dict(cfg.choices), "config_sha256": config.fingerprint(run_dir),
                 "extra": strategy.extra_state(),
             }  # fmt: skip

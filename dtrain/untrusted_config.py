@@ -10,10 +10,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dtrain.config import CODE, CONF, GROUPS, PARTIAL, RESERVED, TARGET, bad, option_of, read_yaml, reserved, targets
+from dtrain.config import (
+    CODE,
+    CONF,
+    GROUPS,
+    PARTIAL,
+    RESERVED,
+    TARGET,
+    bad,
+    flatten,
+    option_of,
+    read_yaml,
+    reserved,
+    targets,
+)
 
 MOST_BYTES = 2**20
 MOST_VALUES = 2000  # with all aliases and references written out; a whole configuration has 200, and OmegaConf is slow
+MOST_IN_A_RUN = 10 * MOST_VALUES  # a run's own config.yaml may have long lists that were typed
 MOST_DEPTH = 16
 LONGEST = 4096  # of one text: a number of that many digits is still read at once
 GROWTH = 3 ** (1 / 3)  # a chain in which every value refers to three others grows fastest for its number of references
@@ -28,7 +42,7 @@ class TooLarge(ValueError):
 # ---- bounds --------------------------------------------------------------------------------------------------
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, most: int = MOST_VALUES) -> str:
     """A small yaml file; ValueError: it is none, or too large or too deep to be a configuration."""
     if not path.is_file() and path.exists():  # a pipe or a device would never end
         raise TooLarge("it is not a regular file")
@@ -37,11 +51,11 @@ def read_text(path: Path) -> str:
     if len(data) > MOST_BYTES:
         raise TooLarge(f"it has more than {MOST_BYTES // 2**20} MiB")
     text = data.decode()
-    check_size(text)
+    check_size(text, most)
     return text
 
 
-def check_size(text: str) -> None:
+def check_size(text: str, most: int = MOST_VALUES) -> None:
     """Count before anything is built: aliases and references make a small file expand without end."""
     import yaml
 
@@ -50,7 +64,7 @@ def check_size(text: str) -> None:
     count = references = 0
     for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         if isinstance(event, yaml.AliasEvent):
-            count += anchors.get(event.anchor, MOST_VALUES)  # unknown: one that contains itself
+            count += anchors.get(event.anchor, most)  # unknown: one that contains itself
         elif isinstance(event, yaml.ScalarEvent):
             count += 1
             references += event.value.count("${")
@@ -67,8 +81,8 @@ def check_size(text: str) -> None:
             anchor, before = open_nodes.pop()
             if anchor:
                 anchors[anchor] = count - before
-        if count > MOST_VALUES or count * GROWTH ** min(references, 100) > 10 * MOST_VALUES:
-            raise TooLarge(f"it has, or expands to, more than {MOST_VALUES} values")
+        if count > most or count * GROWTH ** min(references, 100) > 10 * most:
+            raise TooLarge(f"it has, or expands to, more than {most} values")
 
 
 @contextmanager
@@ -84,11 +98,25 @@ def quick_yaml() -> Iterator[None]:
         yaml.SafeLoader = slow
 
 
-def read(path: Path) -> Any:
+def check_own(config: Mapping[str, Any]) -> None:
+    """In the launcher: a configuration that its ranks would refuse to read is refused before anything is started."""
+    flat = flatten(dict(config))
+    sizes = {key: len(value) if isinstance(value, list) else 1 for key, value in flat.items()}
+    for key, value in flat.items():
+        texts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
+        if texts and max(map(len, texts)) > LONGEST:
+            raise bad(key, "…", f"has a text of more than {LONGEST} characters", "put it into a file")
+    if 2 * sum(sizes.values()) > MOST_IN_A_RUN:
+        key = max(sizes, key=sizes.__getitem__)
+        rule = f"has {sizes[key]} items, and a whole configuration may have {MOST_IN_A_RUN // 2}"
+        raise bad(key, "…", rule, "a shorter list")
+
+
+def read(path: Path, most: int = MOST_VALUES) -> Any:
     """Plain values of a file, read as OmegaConf reads it, references as they are written."""
     from omegaconf import OmegaConf
 
-    text = read_text(path)
+    text = read_text(path, most)
     with quick_yaml():
         return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
 
@@ -97,7 +125,7 @@ def read_run(run_dir: Path, setting: str = "run") -> dict[str, Any]:
     """A run's config.yaml: plain values that call nothing."""
     path = run_dir / "config.yaml"
     try:
-        config = read(path)
+        config = read(path, MOST_IN_A_RUN)
     except FileNotFoundError:
         raise
     except Exception as error:  # of the file system, or one of yaml's many types
@@ -216,4 +244,14 @@ def resolved(cfg: Any, typed: Iterable[str]) -> dict[str, Any]:
     mine = OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k not in ("hydra", "recipe")])
     check_resolvers(OmegaConf.to_container(mine), typed)
     values: Any = OmegaConf.to_container(mine, resolve=True)
+    check_resolved(values, typed)
     return {str(key): value for key, value in values.items()}
+
+
+def check_resolved(values: Any, typed: Iterable[str]) -> None:
+    """No value may still hold ${…}: put together from harmless parts, it would be resolved when Hydra reads it."""
+    given = {word.partition("=")[0].lstrip("+") for word in typed}
+    for key, value in flatten(values).items():
+        is_code = key.partition(".")[2] in CODE  # shell code has ${…} of its own
+        if "${" in f"{key} {value}" and key not in given and not is_code:
+            raise bad(key, value, "is put together to a resolver, and only what is typed may be one", f"type {key}=…")

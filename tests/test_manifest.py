@@ -23,7 +23,7 @@ META: dict[str, Any] = {
     "run": "a" * 32, "samples": 8, "data": "10 samples",
     "extra": {"optimizer": {"weight": {"step": 3.0}}, "precision": {"scale": 1.0, "good_steps": 0}},
 }  # fmt: skip
-NEEDED = ("samples", "data", "extra")
+NEEDED = ("samples", "data", "extra", "extra.optimizer", "extra.precision")
 
 
 def state(scale: float) -> dict[str, torch.Tensor]:
@@ -76,7 +76,8 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def loaded(folder: Path, say: Callable[[str], object] = lambda text: None) -> float:
     """The scale of the checkpoint that a run would resume from, all of its values checked."""
-    found = checkpoint.newest_good(folder, say, needed=NEEDED, run="a" * 32)
+    (folder.parent / "launch.json").write_text(json.dumps({"id": "a" * 32}))
+    found = checkpoint.newest_good(folder, say, needed=NEEDED)
     assert found is not None
     target = {name: torch.full_like(t, 77.0) for name, t in state(0.0).items()}
     checkpoint.load(*found, target)
@@ -358,3 +359,52 @@ def test_no_mutation_of_a_manifest_gives_other_weights(good: Path, tmp_path: Pat
 def test_no_mutation_of_a_manifest_gives_other_weights_in_6500_tries(good: Path, tmp_path: Path) -> None:
     outcomes = fuzz(good, tmp_path, range(500, 7000))
     assert outcomes["older"] > 3000 and outcomes["refused"] < 120, outcomes
+
+
+# ---- beside the checkpoints of another run -------------------------------------------------------------------
+
+
+def test_a_run_neither_counts_nor_deletes_nor_takes_what_another_run_saved(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    (tmp_path / "launch.json").write_text('{"id": "another"}')
+    for step in (100, 900):
+        checkpoint.save(folder, step, state(9.0), {}, keep=9)
+    (tmp_path / "launch.json").write_text('{"id": "mine"}')
+    for step in (50, 75, 100):  # the last one where the other run has one, too
+        checkpoint.save(folder, step, state(float(step)), {}, keep=2)
+    own = {"step-00000075", "step-00000100"}
+    assert {p.name for p in folder.glob("step-????????")} == {*own, "step-00000900"}
+    assert len(list(folder.glob("step-00000100.other-run-*"))) == 1
+    found = checkpoint.newest_good(folder, lambda text: None)
+    assert found is not None and found[0].name == "step-00000100" and found[1]["run"] == "mine"
+    target = {name: torch.zeros_like(t) for name, t in state(0.0).items()}
+    checkpoint.load(*found, target)
+    assert torch.equal(target["model.weight"], state(100.0)["model.weight"])
+
+
+def test_what_a_load_would_call_damaged_is_never_saved(tmp_path: Path) -> None:
+    saved_first = checkpoint.save(tmp_path, 1, state(1.0), {}, keep=2)
+    with pytest.raises(CheckpointError, match="samples is no whole number"):
+        checkpoint.save(tmp_path, 2, state(2.0), {"samples": -1}, keep=2)
+    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == [saved_first.name]
+    own = {"extra": {"precision": {"scale": 2.0, "growth_tracker": 3}}}  # of a precision that is a user's
+    checkpoint.save(tmp_path, 3, state(3.0), own, keep=2)
+    assert checkpoint.newest_good(tmp_path, pytest.fail) is not None
+
+
+def test_a_box_of_other_dimensions_falls_back(folder: Path) -> None:
+    """In the header of a shard, with the right checksums everywhere."""
+    path = folder / "step-00000002"
+    values = {name: t.clone() for name, t in state(2.0).items()}
+    chunks = {(n, n): shards.Chunk(t, tuple(t.shape), (0,) * t.dim()) for n, t in values.items()}
+    flat = values["optim.weight.exp_avg"].flatten()
+    chunks["optim.weight.exp_avg", "optim.weight.exp_avg"] = shards.Chunk(flat, (4, 9), (0,))
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    size, digest = shards.write(path / SHARD, {k: c.values for (_, k), c in chunks.items()}, shards.metadata(chunks))
+    rewrite(path, lambda v: v.update(files={SHARD: {"size": size, "sha256": digest}}, layouts=[
+        {"ranks": [0], "grid": [[0, n] for n in tensor["shape"]]} if name != "optim.weight.exp_avg" else
+        {"ranks": [0], "runs": [[0, 36]]} for name, tensor in v["tensors"].items()
+    ]))  # fmt: skip
+    rewrite(path, lambda v: [spec.update(layout=i) for i, spec in enumerate(v["tensors"].values())])
+    assert loaded(folder) == 1.0

@@ -41,10 +41,13 @@ def test_which_variables_are_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert not odd & {*secrets()}
 
 
-def test_text_and_values_are_blacked_out(tmp_path: Path) -> None:
+def test_text_and_values_are_blacked_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = f"a {CANARY}0 b {CANARY}1"
     assert hide(text) == "a <redacted> b <redacted>" and hide("plain") == "plain"
     assert "canary" not in hide(repr({"x": text})) and "7d1f" not in hide(__import__("json").dumps([text + "\n"]))
+    monkeypatch.setenv("LONGER_TOKEN", f"{CANARY}0-and-more")  # begins with another one
+    assert hide(f"{CANARY}0-and-more") == "<redacted>"
+    monkeypatch.delenv("LONGER_TOKEN")
     tree = {"a": [{"b": text, text: 1}], "token": "short", "n": 3}
     assert hidden(tree) == {"a": [{"b": hide(text), hide(text): 1}], "token": "short", "n": 3}
     assert redact(tree)["token"] == "<redacted>" and CANARY not in str(redact(tree))

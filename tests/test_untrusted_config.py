@@ -351,3 +351,20 @@ def test_a_search_space_in_a_recipe_types_no_more_than_a_recipe_may(word: str, w
     file.write_text(yaml.safe_dump({"search": {"space": [word]}}))
     with pytest.raises(ValueError, match="for the command line"):
         read_request([f"recipe={file}"])
+
+
+@pytest.mark.parametrize("setting", ["name", "init_from"])
+def test_a_resolver_cannot_be_put_together_from_harmless_parts(setting: str, world: World) -> None:
+    """Hydra resolves the name of the run's folder once more."""
+    parts = {"resume_allow": ["$", "{oc.env:WANDB_API_KEY}"], setting: "${resume_allow[0]}${resume_allow[1]}"}
+    assert "only what is typed" in attempt(world.as_recipe, parts)
+
+
+def test_what_ranks_would_not_read_is_refused_by_the_launcher() -> None:
+    from dtrain.untrusted_config import LONGEST, MOST_IN_A_RUN, check_own
+
+    check_own({"data": {"files": ["x"] * 2500}, "name": "x" * LONGEST})
+    with pytest.raises(ValueError, match=r"data\.files=….*items"):
+        check_own({"data": {"files": ["x"] * MOST_IN_A_RUN}, "name": "x"})
+    with pytest.raises(ValueError, match=r"name=….*characters"):
+        check_own({"name": "x" * (LONGEST + 1)})

@@ -13,7 +13,8 @@ ENV = "cluster.fabric.env"
 TRANSPORTS = ("socket", "ib", "efa")
 LEVELS = ("LOC", "PIX", "PXB", "PHB", "SYS")  # what NCCL once numbered 0 to 4; more than 4 meant SYS
 # What a profile is about. Others decide which code runs, or who a rank is, and a profile may be somebody else's file.
-LOADS = "PLUGIN|PATH|LIBRAR|MODULE|TOOL|COMPONENT"  # FI_PROVIDER_PATH, OMP_TOOL_LIBRARIES: shared libraries to load
+# FI_PROVIDER_PATH, OMP_TOOL_LIBRARIES, NCCL_CONF_FILE: shared libraries to load; NCCL_DEBUG_FILE: a file to overwrite
+LOADS = "PLUGIN|PATH|LIBRAR|MODULE|TOOL|COMPONENT|FILE|CONF|PROFILER|AGENT|PIPE|DUMP"
 OURS = re.compile(rf"(NCCL|GLOO|TORCH_NCCL|FI|UCX|OMP|RDMAV|OMPI_MCA)_(?!.*({LOADS})).*|CUDA_DEVICE_MAX_CONNECTIONS")
 FOR_SOCKETS = "is read by NCCL's socket transport only, and EFA's traffic does not go there"
 NO_INFINIBAND = "is about InfiniBand, and EFA is none: AWS offers no InfiniBand"

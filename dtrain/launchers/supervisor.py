@@ -132,6 +132,7 @@ class Supervisor:
     def _run_once(self, run_dir: Path, monitor: Monitor) -> int:
         logs = run_dir / "logs"
         logs.mkdir(exist_ok=True)
+        self.hung = False  # of this attempt, not of one before it
         if self.node_rank == 0:
             for old in (run_dir / STOP_FILE, run_dir / "failure.json", *logs.glob("failure-*.json")):
                 old.unlink(missing_ok=True)

@@ -385,6 +385,11 @@ class Strategy:
         extra = {"optimizer": merged(counts), "precision": self.precision.state_dict()}
         return extra | ({"base": self.base} if self.base else {})
 
+    def needed_to_resume(self) -> tuple[str, ...]:
+        """What the manifest of a checkpoint must have beside the tensors. A strategy of a user's may save less."""
+        ours = type(self).__module__.startswith("dtrain.strategies.")
+        return ("samples", "data", "extra", *(("extra.optimizer", "extra.precision") if ours else ()))
+
     def load_state_dict(self, state: dict[str, Held], extra: dict[str, Any]) -> None:
         """After a load has filled the values of `state_dict()`: take over the rest."""
         frozen.check(extra.get("base"), self.base)

@@ -129,7 +129,9 @@ class Replicas:
             return
         tensors = held_tensors(self.strategy, state)
         key = (state is not None, len(tensors))  # the optimizer makes its state at its first update
-        if key not in self.layouts:
+        is_new = torch.tensor([key not in self.layouts], dtype=torch.int32)
+        dist.all_reduce(is_new, dist.ReduceOp.MAX)  # the layout is made by all ranks, or by none
+        if is_new.item():
             self.layouts[key] = lay_out(self.strategy, tensors)
         names, axes = self.layouts[key]
         device = self.strategy.device
@@ -198,6 +200,8 @@ def own_axes(tensor: Tensor) -> tuple[dict[str, dist.ProcessGroup], set[str]]:
     if not is_dtensor(tensor):
         return {}, set()
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    if not mesh.mesh_dim_names:  # of a user's strategy: taken for a plain tensor, whose boxes are compared
+        return {}, set()
     placements: Any = tensor.placements  # type: ignore[attr-defined]
     groups = {
         name: mesh.get_group(dim)
