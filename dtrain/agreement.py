@@ -96,10 +96,10 @@ def distinct(value: Any, group: Group = None) -> list[Any]:
     if world_size() == 1:
         return [value]
     digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
-    hashes = torch.empty(world_size() * len(digest), dtype=torch.uint8)
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    dist.all_gather_into_tensor(hashes, own, group=group)
-    all_hashes = [bytes(h.numpy()) for h in hashes.split(len(digest))]
+    hashes = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(hashes, own, group=group)
+    all_hashes = [bytes(h.numpy()) for h in hashes]
     is_first = all_hashes.index(digest) == rank()
     received = exchange({0: value} if is_first else {}, group)
     return list(broadcast(list(received.values()), group))

@@ -136,12 +136,12 @@ def test_a_strategy_that_forgets_to_average_gradients_fails(capsys: pytest.Captu
     own_strategy(*FORGETS)
     assert main(["verify", *QUICK, *OWN, "--json"]) == 3
     (row,) = json.loads(capsys.readouterr().out)
-    assert not row["passed"] and row["max_loss_diff"] > 1e-5 and row["max_grad_norm_diff"] > 1e-2
-    assert row["reason"].startswith("losses differ by ") and "weights differ by " in row["reason"]
+    assert not row["passed"]
+    assert "ReplicaError" in row["reason"] and "rank 0" in row["reason"] and "rank 1" in row["reason"]
 
 
 def test_a_strategy_with_other_maths_states_its_tolerance(capsys: pytest.CaptureFixture[str]) -> None:
-    own_strategy(*FORGETS[:2], FORGETS[2] + "\n    tolerance = 0.5")
+    own_strategy("ddp", "DDP", "tolerance = 0.5\n    def set_lr(self, share): return super().set_lr(0.9 * share)")
     assert main(["verify", *QUICK, *OWN, "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["tolerance"] == 0.5 and row["max_loss_diff"] > 1e-5

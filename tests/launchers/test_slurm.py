@@ -78,12 +78,13 @@ def begun(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     folder = tmp_path_factory.mktemp("begun")
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as pool:
         slurm_runs.at_home(cluster, folder, patch)
-        interrupted = submit(*NODES_2, *odd(pause=0.2), run="interrupted")
+        interrupted = submit(*NODES_2, *odd(pause=0.4), run="interrupted")
+        blows = [pool.submit(strike, cluster, interrupted, QUICK)]  # now: it lasts only some seconds
         nowhere = submit(*NODES_2, SLEEP, "cluster.max_idle_starts=2", run="nowhere")
         four = [*NODES_2, "cluster.processes=2", SHORT]
         strategies = {name: submit(*four, f"strategy={name}", *more, run=name) for name, more in STRATEGIES.items()}
         patch.undo()
-        blows = [pool.submit(strike, cluster, interrupted, QUICK), pool.submit(get_nowhere, cluster, nowhere)]
+        blows.append(pool.submit(get_nowhere, cluster, nowhere))
         yield Begun(strategies, interrupted, nowhere, blows)
     slurm_runs.end_jobs(cluster, folder)
 

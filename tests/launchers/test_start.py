@@ -47,6 +47,7 @@ def test_what_dry_run_prints_works_when_it_is_pasted(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")  # as for a user: nothing of ours
     monkeypatch.setattr(sys, "path", [*sys.path[1:], str(tmp_path)])
+    monkeypatch.setenv(config.TRUST, "mine")  # as if typed
     from tests.world import make_run
 
     folder = make_run(tmp_path / "run", *COMMON)

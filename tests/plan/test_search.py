@@ -46,7 +46,10 @@ MASKED = ("model=bert-large", "hardware=h100", "cluster.nodes=3", "train.global_
 
 
 @pytest.mark.parametrize("asked", [SEVEN_B, LARGE, PICTURES, GROUPED, MASKED], ids=lambda words: words[0])
-def test_the_launcher_accepts_what_is_proposed_and_means_the_same(asked: tuple[str, ...]) -> None:
+def test_the_launcher_accepts_what_is_proposed_and_means_the_same(
+    asked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DTRAIN_CPU_FP16", "1")  # the plan is for GPUs, whatever this CPU can do
     config = question(*asked).config
     found = candidates(config)
     assert len(found) > 10
