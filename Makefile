@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
-# of the tests: 0 = all in one process, as --pdb needs it; 2 take two thirds of the time on two cores
-WORKERS ?= 0
+# processes that run the tests: 2 take two thirds of the time of one on two cores; 0 = all in this one, as --pdb needs it
+WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS)
 
 .PHONY: train test test-all nvme lint clean
