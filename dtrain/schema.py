@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config import CONF, allowed, bad, flatten, option_of, read_yaml, untrusted
+from dtrain.ranges import check_ranges
 from dtrain.untrusted_config import check_target, check_targets
 
 CHOICES = {
@@ -62,6 +63,7 @@ def check_run(config: dict[str, Any], trust: Iterable[str], groups: Iterable[str
     for group in groups:
         if group in config:
             check_section(group, config[group], trust)
+            check_ranges(flatten({group: config[group]}))
     for key, default in flatten({k: v for k, v in base.items() if k not in ("defaults", "hydra")}).items():
         section: Any = config
         *parents, name = key.split(".")

@@ -11,36 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from dtrain import mesh
-from dtrain.config import CONTROL, SECRET, bad, flatten, world_size
+from dtrain.config import CONTROL, bad, flatten, world_size
 from dtrain.profile import rules as profiling
+from dtrain.ranges import check_ranges
 from dtrain.schema import check_keys_and_types
 from dtrain.strategies import rules
-
-AT_LEAST = {
-    "train.steps": 1, "train.global_batch_size": 1, "train.micro_batch_size": 1, "train.log_every": 1,
-    "train.eval_every": 0, "train.eval_batches": 0, "train.stop_after": 1, "train.seed": 0,
-    "train.loader_workers": 0, "train.check_replicas_every": 0, "lora.rank": 0,
-    "checkpoint.every": 0, "checkpoint.keep": 1, "activation_checkpointing_every": 1,
-    "model.num_layers": 1, "model.dim": 1, "model.num_heads": 1, "model.num_kv_heads": 1, "model.vocab_size": 1,
-    "model.vocab_multiple": 1, "model.hidden_dim": 1, "model.rope_factor": 1, "model.rope_original_len": 1,
-    "model.seq_len": 1, "model.dropout": 0, "data.seq_len": 1, "data.num_samples": 1,
-    "data.seed": 0, "model.image_size": 1, "model.channels": 1, "model.num_classes": 1, "model.patch_size": 1,
-    "model.width": 1,
-    "optim.weight_decay": 0, "optim.momentum": 0, "optim.base_batch_size": 1,
-    "schedule.warmup_steps": 0, "schedule.min_ratio": 0,
-    "cluster.nodes": 1, "cluster.processes": 1, "cluster.max_restarts": 0, "cluster.grace_s": 0,
-    "cluster.gpus_per_node": 0, "cluster.max_idle_starts": 1, "cluster.array_parallelism": 1, "cluster.start_s": 1,
-    "cluster.cpus_per_task": 1, "cluster.master_port": 1, "cluster.node_rank": 0,
-    "precision.init_scale": 1, "precision.growth_interval": 1, "strategy.bucket_mb": 1, "strategy.replica_size": 1,
-    "strategy.forward_prefetch": 0, "strategy.backward_prefetch": 0, "strategy.stages_per_rank": 2,
-    "profile.start": 3, "profile.num_steps": 1, "strategy.every": 1, "strategy.gather_mb": 1, "strategy.whole_below": 0,
-}  # fmt: skip
-MORE_THAN = {
-    "model.rope_theta": 0, "model.norm_eps": 0, "lora.alpha": 0, "optim.lr": 0, "optim.eps": 0,
-    "train.max_grad_norm": 0, "data.val_fraction": 0,
-}  # fmt: skip
-LESS_THAN = {"optim.momentum": 1, "model.dropout": 1, "data.val_fraction": 1}
-AT_MOST = {"schedule.min_ratio": 1}
 
 TASKS = {"next": "the next tokens", "mlm": "masked tokens", "classify": "classes of texts"}
 TASK_OF = {"dtrain.models.gpt2.GPT2": "next", "dtrain.models.llama.Llama": "next"}  # others say it in model.task
@@ -68,42 +43,6 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     if config["logger"]["_target_"] == "dtrain.loggers.Wandb" and importlib.util.find_spec("wandb") is None:
         raise bad("logger", "wandb", "wandb is not installed", "pip install 'dtrain[wandb]', or logger=none")
     return sizes
-
-
-def check_ranges(flat: dict[str, Any]) -> None:
-    for key, value in flat.items():
-        if value == "???" or (key == "data.path" and not value):
-            raise bad(key, "", "has no value, and needs one", f"{key}=…")
-        if SECRET.search(key) and value:
-            raise bad(
-                key,
-                "…",
-                "looks like a secret, and a configuration is written to disk in several places",
-                "give it in an environment variable",
-            )
-        if key == "optim.betas" and (len(value) != 2 or not all(0 <= beta < 1 for beta in value)):
-            raise bad(key, value, "must be two numbers, each at least 0 and less than 1", f"'{key}=[0.9,0.95]'")
-        if key == "name" and (not value.strip() or "/" in value):
-            raise bad(
-                key,
-                value,
-                "is a part of the run folder's name: not empty, and no slash",
-                f"{key}={value.replace('/', '-').strip(' .-') or 'my-run'}",
-            )
-        if not isinstance(value, (int, float)):
-            continue
-        if isinstance(value, int) and abs(value) >= 2**63:
-            raise bad(key, value, "must fit in 64 bits", f"{key}=1")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise bad(key, value, "must be a finite number", f"{key}=…")
-        if key in AT_LEAST and value < AT_LEAST[key]:
-            raise bad(key, value, f"must be at least {AT_LEAST[key]}", f"{key}={AT_LEAST[key]}")
-        if key in AT_MOST and value > AT_MOST[key]:
-            raise bad(key, value, f"must be at most {AT_MOST[key]}", f"{key}={AT_MOST[key]}")
-        if key in MORE_THAN and not value > MORE_THAN[key]:
-            raise bad(key, value, f"must be more than {MORE_THAN[key]}", "give a positive number")
-        if key in LESS_THAN and not value < LESS_THAN[key]:
-            raise bad(key, value, f"must be less than {LESS_THAN[key]}", f"{key}=0.1")
 
 
 def check_text(flat: dict[str, Any]) -> None:

@@ -28,9 +28,9 @@ from dtrain.contract import BAD_CONFIG, DONE, FAILED
 from dtrain.explain import explain, options_of
 from dtrain.launch import MISTAKES
 from dtrain.parity import FEWER_STEPS, FULL, SMALL, Case, compose, make_case
+from dtrain.ranges import check_ranges
 from dtrain.runs import strict_json
 from dtrain.schema import check_section
-from dtrain.validate import check_ranges
 
 # defaults of ours that go when another setting is given: a model brings data that suits it
 TIED_TO = {"optim.lr": "model", "data": "model", "train.stop_after": "train.steps"}

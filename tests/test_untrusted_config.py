@@ -87,9 +87,9 @@ RESOLVERS = [
     "${oc.dict.keys:train}",
 ]
 NONSENSE: list[Any] = [
-    None, True, -1, 0, 10**30, 1.5, float("nan"), float("inf"), "", "x", "???", "../../etc", "a\nb", [], {}, [[[]]],
-    ["x"], {"x": 1}, {1: 2}, {"_x": 1}, {"": 1}, {"a.b": 1}, "${train.steps}", "${name}", "${nowhere.x}", "${train",
-    "é" * 99,
+    None, True, -1, 0, 7, 10**5, 2**40, 10**30, 1.5, float("nan"), float("inf"), "", "x", "???", "../../etc", "a\nb",
+    [], {}, [[[]]], ["x"], {"x": 1}, {1: 2}, {"_x": 1}, {"": 1}, {"a.b": 1}, "${train.steps}", "${name}",
+    "${nowhere.x}", "${train", "é" * 99,
 ]  # fmt: skip
 MEANS_CODE = ("setup", "python", "srun", "sbatch", "container_image", "container_mounts")
 

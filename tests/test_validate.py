@@ -19,9 +19,10 @@ from dtrain import arguments, explain, validate
 from dtrain.config import CONF, RECIPES, flatten
 from dtrain.data.tokens import prepare
 from dtrain.mesh import MeshSizes
+from dtrain.ranges import AT_LEAST, AT_MOST, LESS_THAN, MORE_THAN
 from dtrain.resume import FREE_ON_RESUME, check_resume
 from dtrain.schema import REQUIRED, check_section, fits, signature, unknown
-from dtrain.validate import AT_LEAST, AT_MOST, LESS_THAN, MORE_THAN, batch_sizes
+from dtrain.validate import batch_sizes
 from tests.test_config import compose
 
 OPTIONS = sorted(CONF.glob("*/*.yaml"))

@@ -27,8 +27,8 @@ from dtrain.plan.search import search, words
 from dtrain.plan.sections import missing_package, strategy_section, with_detected
 from dtrain.plan.shape import shape_of
 from dtrain.plan.show import lacking
+from dtrain.ranges import check_ranges
 from dtrain.schema import check_keys_and_types
-from dtrain.validate import check_ranges
 from dtrain.words import gib
 
 

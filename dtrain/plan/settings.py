@@ -18,6 +18,7 @@ from dtrain.mesh import MeshSizes
 from dtrain.plan import quick
 from dtrain.plan.predict import assumed_network, usual_network
 from dtrain.plan.sections import strategy_section, with_detected
+from dtrain.ranges import check_ranges
 from dtrain.redaction import check_arguments
 from dtrain.schema import check_keys_and_types
 from dtrain.untrusted_config import quick_yaml, read_text, resolved
@@ -234,7 +235,7 @@ def check(config: dict[str, Any]) -> None:
     skipped = ("data.", "cluster.", "run_dir", "name", "init_from", "logger.")
     flat = {key: value for key, value in flatten(config).items() if not key.startswith(skipped)}
     flat |= {f"cluster.{k}": config["cluster"].get(k) for k in ("nodes", "processes", "gpus_per_node")}
-    validate.check_ranges(flat)
+    check_ranges(flat)
     if config["model"]["_target_"].startswith("dtrain."):
         validate.check_model(config["model"], MeshSizes())
     validate.check_adapters(config)
