@@ -274,7 +274,7 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
         for key in keys:
             if isinstance(section.get(key), str) and section[key] not in ("", "???"):
                 section[key] = str(Path(section[key]).expanduser().absolute())
-    if config.get("init_from"):
+    if config.get("init_from") and isinstance(config["init_from"], str):  # another type is refused below, by schema.py
         config["init_from"] = str(Path(config["init_from"]).expanduser().absolute())
     return config
 

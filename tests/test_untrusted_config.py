@@ -213,7 +213,8 @@ def cases(world: World, seed: int, count: int) -> Iterator[tuple[str, Any, bool]
             put(tree, ("trust",), ["os", "subprocess", "builtins", "dtrain"])
         ours = place[0] == "cluster" and len(place) > 1 and place[1] in MEANS_CODE  # typed anew, whatever stands there
         unread = place[0] in ("trust", "resume", "resume_allow", "dry_run", "force", "run_dir", "recipe", "choices")
-        certain = kind != "nonsense" and not ours and not (unread and ask == "as_run")
+        unread = (unread and ask == "as_run") or (place == ("trust",) and ask == "as_rank")
+        certain = kind != "nonsense" and not ours and not unread
         # the readers leave alone what they do not read; whatever it is, it is not built
         yield ask, tree, certain
 
