@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,16 +37,37 @@ class Failing(GPT2):
 def launch(cwd: Path, *overrides: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     command = [sys.executable, str(ROOT / "launch.py"), *SMALL, "run_dir=run", *overrides]
     environment = os.environ | {"OMP_NUM_THREADS": "1", **(env or {})}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         command,
         cwd=cwd,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # a background job is born with SIGINT ignored, and dtrain respects that; a foreground one is meant here
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=listen_to_signals,
     )
+    STARTED.append(process)
+    return process
+
+
+def listen_to_signals() -> None:
+    """A background job ignores SIGINT, one under nohup SIGHUP, and dtrain respects that; these tests send both."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """A test that failed must not leave a run behind, which would slow all others down."""
+    yield
+    for process in STARTED:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+    STARTED.clear()
 
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
