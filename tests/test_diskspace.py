@@ -132,3 +132,12 @@ def test_what_a_rank_killed_by_a_bus_error_hints_at(tmp_path: Path) -> None:
     assert found and "killed by SIGBUS" in found["message"] and "/dev/shm" in found["message"]
     triton = RuntimeError("out of resource: shared memory, Required: 147456, Hardware limit: 101376. Reducing block")
     assert diskspace.explain(triton, tmp_path) == str(triton)
+
+
+def test_the_note_of_a_rank_names_what_ran_out(tmp_path: Path) -> None:
+    from dtrain.worker import report_failure
+
+    (tmp_path / "logs").mkdir()
+    report_failure(tmp_path, 0, RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. "), 3)
+    message = json.loads((tmp_path / "logs" / "failure-0.json").read_text())["message"]
+    assert message.startswith("DataLoader worker") and "/dev/shm" in message and "--shm-size" in message, message

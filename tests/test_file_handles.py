@@ -72,3 +72,24 @@ def test_the_limit_is_raised_to_the_hard_one_and_never_lowered() -> None:
 @pytest.mark.parametrize(("ranks", "handles"), [(1, 67), (1024, 3136)])
 def test_how_many_a_rank_needs(ranks: int, handles: int) -> None:
     assert file_handles.needed(ranks) == handles
+
+
+RANK = """
+import resource, runpy, sys
+from dtrain import train, worker
+worker.redirect_output = lambda run_dir, rank: None
+train.main = lambda run_dir: print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True) or 0
+sys.argv = ["rank", "run"]
+runpy.run_module("dtrain.rank", run_name="__main__")
+"""
+
+
+def test_a_rank_of_srun_raises_the_limit_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun's ranks run on other nodes, and get the limit of the shell that submitted the job."""
+    monkeypatch.delenv("RANK", raising=False)
+    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"):
+        monkeypatch.setenv(name, "1")
+    for name in ("SLURM_PROCID", "SLURM_LOCALID"):
+        monkeypatch.setenv(name, "0")
+    done = limited(100, 300, "-c", RANK, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.split() == ["300"], done.stdout + done.stderr

@@ -119,3 +119,16 @@ def test_a_layout_of_a_thousand_ranks_is_stored_once_and_is_small() -> None:
     text = json.dumps(layouts.of((8192, 4), pieces).as_json())
     assert len(text) < 15_000
     assert layouts.of((8192, 4), pieces).ranks_at((8 * 500 - 1, 0), (2, 4)) == [499, 500]
+
+
+def test_an_overlap_does_not_make_up_for_a_hole() -> None:
+    """As many elements as the tensor has: one of them twice, and another not at all."""
+    with pytest.raises(LayoutError, match="overlap"):
+        layouts.of((4,), [(0, (0,), (2,)), (1, (1,), (2,))])
+
+
+@pytest.mark.parametrize("kind", ["grid", "runs"])
+@pytest.mark.parametrize("row", [[0, 3], [1, 4], [0, 5], [0, 2, 2, 4], [0, 3, 2, 4], [4]], ids=str)
+def test_cuts_lead_from_0_to_the_end(kind: str, row: list[int]) -> None:
+    with pytest.raises(LayoutError, match="do not lead from 0 to the end"):
+        layouts.parse({"ranks": [0] * (len(row) - 1), kind: [row]}, (4,), 8)

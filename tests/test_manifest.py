@@ -408,3 +408,50 @@ def test_a_box_of_other_dimensions_falls_back(folder: Path) -> None:
     ]))  # fmt: skip
     rewrite(path, lambda v: [spec.update(layout=i) for i, spec in enumerate(v["tensors"].values())])
     assert loaded(folder) == 1.0
+
+
+# ---- nothing else is wrong: without the check, the newer checkpoint would be taken ------------------------------
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_file_elsewhere_with_the_right_bytes_falls_back(absolute: bool, folder: Path) -> None:
+    path, elsewhere = folder / "step-00000002", folder.parent / SHARD
+    shutil.move(path / SHARD, elsewhere)
+    name = str(elsewhere) if absolute else f"../../{SHARD}"
+    rewrite(path, lambda v: v["files"].update({name: v["files"].pop(SHARD)}))
+    assert "is no name of a file of a checkpoint" in checkpoint.verify(path)
+    assert loaded(folder) == 1.0
+
+
+@pytest.mark.parametrize("name", ["manifest.json", SHARD])
+def test_a_link_to_the_right_bytes_falls_back(name: str, folder: Path) -> None:
+    path, elsewhere = folder / "step-00000002", folder.parent / name
+    shutil.move(path / name, elsewhere)
+    (path / name).symlink_to(elsewhere)
+    assert "a symbolic link" in checkpoint.verify(path)
+    assert loaded(folder) == 1.0
+
+
+def test_a_manifest_that_is_too_large_is_not_read(folder: Path) -> None:
+    path = folder / "step-00000002"
+    os.truncate(path / "manifest.json", 3 * manifest.BASE_BYTES)
+    assert "more than any save writes" in checkpoint.verify(path)
+
+
+def test_a_manifest_without_the_file_of_a_rank_falls_back(folder: Path) -> None:
+    """No file is left that could disagree with the layouts; a load would look for what rank 1 wrote."""
+    rewrite(folder / "step-00000002", drop("files", "rank-00001.safetensors"))
+    assert "a rank without files" in checkpoint.verify(folder / "step-00000002")
+    assert loaded(folder) == 1.0
+
+
+def test_tensors_that_the_files_cannot_hold_are_refused_by_the_manifest_alone(folder: Path) -> None:
+    """With a layout that covers them: nothing of such a shape is allocated for a reader that has not hashed."""
+
+    def change(values: dict[str, Any]) -> None:
+        values["layouts"].append({"ranks": [0], "grid": [[0, 50_000_000], [0, 7]]})
+        values["tensors"]["model.weight"] |= {"shape": [50_000_000, 7], "layout": len(values["layouts"]) - 1}
+
+    rewrite(folder / "step-00000002", change)
+    with pytest.raises(manifest.Damaged, match="larger than the files"):
+        checkpoint.read_manifest(folder / "step-00000002")

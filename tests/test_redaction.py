@@ -151,3 +151,50 @@ def test_a_run_and_all_that_reads_it_leak_nothing_and_run_nothing(
     (run / "config.yaml").unlink()  # the test's own, with the names of variables in it
     out = capfd.readouterr()
     clean(tmp_path, done.stdout, done.stderr, refused.stderr, rank.stderr, out.out, out.err)
+
+
+def test_every_place_that_shows_or_writes_something_hides_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each place by itself: a message of the user's own code, or of a library, may hold one."""
+    from types import SimpleNamespace
+
+    from dtrain import config, console, loggers
+    from dtrain.comm import profile
+    from dtrain.launchers import batch
+
+    text, said = f"a {CANARY}0 b", []
+    console.print_error(text)
+    console.say(console.stdout_console(), text, (text, "red"))
+    batch.say(text)
+    out, err = capfd.readouterr()
+    assert out.count("a <redacted> b") == 3 and err.count("a <redacted> b") == 1 and "7d1f" not in out + err
+    assert profile.quote(text) == "'a <redacted> b'"
+
+    config.save(tmp_path, {"name": text, "list": [{"x": text}]})
+    assert (tmp_path / "config.yaml").read_text().count("a <redacted> b") == 2
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: said.append(given["config"])))
+    loggers.Wandb("project", "offline").start("run", str(tmp_path), {"name": text, "api_key": "short"})
+    assert said == [{"name": "a <redacted> b", "api_key": "<redacted>"}]
+
+    (tmp_path / "logs").mkdir()
+    log = (
+        "import logging, sys; from pathlib import Path; from dtrain import worker\n"
+        "worker.redirect_output(Path('.'), 0)\n"
+        "try: raise ValueError(sys.argv[1])\n"
+        "except ValueError: logging.getLogger('mine').exception('it broke: %s', sys.argv[1])\n"
+    )
+    subprocess.run([sys.executable, "-c", log, text], cwd=tmp_path, check=True)
+    written = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert written.count("a <redacted> b") == 2 and "7d1f" not in written, written
+
+
+@pytest.mark.parametrize("secret", ['two"quotes"in-it', "a\\back\\slash", "two\nlines-of-it", "sm\u00f8rrebr\u00f8d"])
+def test_a_secret_is_found_where_it_was_escaped(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import json
+
+    monkeypatch.setenv("ODD_TOKEN", secret)
+    text = f"a {secret} b"
+    assert hide(json.dumps(text)) == '"a <redacted> b"'
+    assert hide(repr(text))[1:-1] == "a <redacted> b"

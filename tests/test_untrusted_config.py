@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -369,3 +370,25 @@ def test_what_ranks_would_not_read_is_refused_by_the_launcher() -> None:
         check_own({"data": {"files": ["x"] * MOST_IN_A_RUN}, "name": "x"})
     with pytest.raises(ValueError, match=r"name=….*characters"):
         check_own({"name": "x" * (LONGEST + 1)})
+
+
+NESTED = {"_target_": "dtrain.comm.starters.local_starter"}
+
+
+@pytest.mark.parametrize(
+    ("tree", "setting"),
+    [
+        ({"optim": {"_target_": "dtrain.optim.adamw", "named_parameters": NESTED}}, "optim.named_parameters._target_"),
+        ({"train": {"steps": [{"deep": NESTED}]}}, "train.steps.deep._target_"),
+        ({"model": NESTED}, "model._target_"),  # of dtrain's, and no model
+        ({"_target_": "dtrain.optim.adamw"}, "_target_"),
+        ({"optim": {"_target_": "dtrain.optim.adamw", "_args_": []}}, "optim._args_"),
+    ],
+)  # fmt: skip
+def test_a_target_out_of_place_is_refused_by_its_place_alone(tree: dict[str, Any], setting: str) -> None:
+    """Before anything asks whether there is such a setting, or what type it has."""
+    from dtrain.untrusted_config import check_targets
+
+    check_targets({"optim": {"_target_": "dtrain.optim.adamw", "lr": 1}, "train": {"steps": [1]}})
+    with pytest.raises(ValueError, match=rf"^{re.escape(setting)}="):
+        check_targets(tree)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain import layouts, writers
+from dtrain.saving import Saver
 from dtrain.writers import Entry, Part
 
 
@@ -86,3 +90,18 @@ def test_a_thousand_ranks_share_few_layouts() -> None:
         assert len(index["tensors"]) == 2 * num and len(index["layouts"]) <= 16
         texts.append(len(json.dumps(index["layouts"])))
     assert texts[1] <= texts[0] * 1.1
+
+
+def test_a_second_save_of_the_same_layout_plans_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans, plan = [], writers.plan
+
+    def counted(entries: list[Entry]) -> Any:
+        plans.append(len(entries))
+        return plan(entries)
+
+    monkeypatch.setattr(writers, "plan", counted)
+    with Saver(tmp_path, keep=9) as saver:
+        for step, rows in ((1, 4), (2, 4), (3, 4), (4, 5)):
+            saver.save(step, {"model.weight": torch.full((rows, 2), float(step))}, {"samples": step, "extra": {}})
+            saver.wait()
+    assert plans == [1, 1], "for the first save, and for the one of another shape"

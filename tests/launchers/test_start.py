@@ -86,3 +86,12 @@ def test_the_users_own_paths_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert own == wanted | {"PYTHONPATH": f"{tmp_path / 'a'}{os.pathsep}{ROOT}"}, "a container must find it, too"
     monkeypatch.setenv("PYTHONSAFEPATH", "")
     assert start.environment(argv=())["PYTHONSAFEPATH"] == ""
+
+
+def test_what_a_rank_itself_starts_finds_pythons_own_modules(tmp_path: Path) -> None:
+    """Trackers of loaders and compilers are `python -c …` or `python -m …` in the working folder."""
+    shadows.write(tmp_path)
+    child = "import queue, random, subprocess, sys\n"
+    child += "sys.exit(subprocess.run([sys.executable, '-c', 'import queue, random']).returncode)\n"
+    (tmp_path / "child.py").write_text(child)
+    run(sys.executable, start.START, "-m", "child", cwd=tmp_path, **{start.VARIABLE: str(tmp_path)})

@@ -112,13 +112,14 @@ def test_each_point_of_a_sweep_must_fit_in_this_machine(
 
 
 def test_where_sizes_are_typed_no_other_model_is_named() -> None:
-    """In a process of its own, with the memory that this machine has: ten thousand times as many layers."""
-    words = ["launch", "model=gpt2-124m", "model.num_layers=120000", "cluster.processes=1"]
+    """In a process of its own, with the memory that this machine has: ten thousand layers."""
+    sizes = ["model.num_layers=10000", "model.dim=2304"]
+    words = ["launch", "model=gpt2-124m", *sizes, "cluster.processes=1"]
     code = "import sys; from dtrain.cli import main; from dtrain.launchers.local import Local; Local.launch = None; "
     code += f"code = main({words}); assert 'torch' not in sys.modules; sys.exit(code)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert "optimizer state alone need 12674.7 GiB, this machine has " in done.stderr
+    assert "optimizer state alone need 9498.4 GiB, this machine has " in done.stderr
     assert "fix: a machine with GPUs or more memory, or a smaller model; or force=true" in done.stderr
 
 
