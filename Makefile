@@ -2,11 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
+# without bytecode every process would compile all of dtrain anew: a third of the time of a launch
+unexport PYTHONDONTWRITEBYTECODE
 # processes that run the tests: 2 take two thirds of the time of one on two cores; 0 = all in this one, as --pdb needs it
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: train test test-all nvme lint clean
+.PHONY: train test test-all nvme lint docs clean
 
 # The main job on an embedded default: gpt2-tiny, 2 processes, the Python standard library's source; then a sample.
 train: .venv/installed
@@ -30,6 +32,12 @@ lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q dtrain tests
 	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# The pages of docs/ as a website in site/; a stale generated page, a broken link or any other warning is an error
+docs: .venv/installed-docs
+	$(BIN)/python docs/generate.py --check
+	$(BIN)/mkdocs build --strict
 
 # torch goes in first and by its pinned version, so that nothing else pulls another build of it
 .venv/installed: pyproject.toml constraints.txt
@@ -44,5 +52,9 @@ lint: .venv/installed-dev
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
+.venv/installed-docs: .venv/installed
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf .venv outputs multirun dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv site outputs multirun dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

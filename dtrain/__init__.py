@@ -1,11 +1,11 @@
-"""Distributed training where one word changes the parallelism and nothing else changes.
+"""Distributed training where one setting changes the parallelism and nothing else changes.
 
 `dtrain.fit(model=…, data=…, strategy="fsdp")` trains from a script (docs/your-own.md).
 """
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # imports nothing: `python -m dtrain` looks in the working folder first, until __main__.py runs
+TYPE_CHECKING = False  # no imports here: `python -m dtrain` searches the working folder first until __main__.py runs
 if TYPE_CHECKING:
     from typing import Any
 
@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import what fit needs when it is asked for: every rank and every command imports this file first."""
+    """Import `fit` and its dependencies on first use: every rank and every command imports this file first."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from dtrain import api

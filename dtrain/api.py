@@ -1,4 +1,4 @@
-"""`dtrain.fit(...)`: a run from a script. It becomes words of a command line, and goes the way of `dtrain launch`."""
+"""`dtrain.fit(...)`: start a run from a script. It builds overrides and uses the code path of `dtrain launch`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
-from dtrain import launch
-from dtrain.arguments import trust_of
-from dtrain.contract import DONE, PREEMPTED, PREFLIGHT
-from dtrain.explain import explain
-from dtrain.naming import spell, value_of
-from dtrain.rundir import read_json, read_summary
+from dtrain.config.hydra_errors import MISTAKES, explain
+from dtrain.launch import app as launch
+from dtrain.launch.arguments import trust_of
+from dtrain.launch.python_objects import spell, value_of
+from dtrain.runs.folder import read_json, read_summary
+from dtrain.runs.protocol import DONE, PREEMPTED, PREFLIGHT
 from dtrain.start import VARIABLE
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ Thing = str | Callable[..., Any] | tuple[Any, Mapping[str, Any]] | Mapping[str, 
 
 @dataclass(frozen=True)
 class Result:
-    """A run that has ended well, or, on a cluster, one that was queued."""
+    """A run that finished, or, on a cluster, one that was queued."""
 
     run_dir: Path
-    trust: tuple[str, ...] = ()  # modules of the user's own that the run was given
+    trust: tuple[str, ...] = ()  # user modules that the run trusts
 
     @property
     def summary(self) -> dict[str, Any]:
-        """RUN/summary.json, as it is now."""
+        """The current content of RUN/summary.json."""
         return read_summary(self.run_dir)
 
     @property
@@ -46,15 +46,15 @@ class Result:
         return str(self.summary.get("status", "queued"))
 
     def load(self) -> nn.Module:
-        """The trained model with its newest weights, on this machine, in evaluation mode."""
-        from dtrain.sample import load_model
+        """Return the trained model with its newest weights, on this machine, in evaluation mode."""
+        from dtrain.inference.sample import load_model
 
         model, _ = load_model(self.run_dir, list(self.trust))
         return model
 
 
 class RunFailed(RuntimeError):
-    """The run began and did not end well: the first failing rank's message, and where its log is."""
+    """The run started and failed: the first failing rank's message, and the path of its log."""
 
     def __init__(self, run_dir: Path, code: int) -> None:
         self.run_dir, self.exit_code = run_dir, code
@@ -68,7 +68,7 @@ class RunFailed(RuntimeError):
 
 
 class Preempted(SystemExit):
-    """Ctrl-C, or a scheduler's signal: the run has saved, and the script ends with 75 unless it catches this."""
+    """Ctrl-C or a scheduler's signal: the run saved a checkpoint; the script exits with 75 unless it catches this."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(PREEMPTED)
@@ -85,14 +85,14 @@ def fit(
     processes: int | None = None,
     **settings: Any,
 ) -> Result:
-    """Train, as `dtrain launch` does: the same checks, run folder, checkpoints and messages.
+    """Train like `dtrain launch`, with the same checks, run folder, checkpoints and messages.
 
     model, data and loss (and any other group) are an option's name ("gpt2-tiny"), a class or function that can be
     imported, functools.partial(Class, dim=32), or (Class, {"dim": 32}). Other settings are nested or dotted:
     train={"steps": 100}, **{"train.steps": 100}.
 
-    Raises ValueError for a bad setting, before anything is started; RunFailed when the run fails; Preempted, which ends
-    the script with 75, when it was stopped and has saved.
+    Raises ValueError for a bad setting, before anything starts; RunFailed if the run fails; Preempted, which exits the
+    script with 75, if the run was stopped and saved a checkpoint.
     """
     check_place()
     groups = {"model": model, "data": data, "loss": loss, "strategy": strategy, "cluster": cluster}
@@ -103,12 +103,12 @@ def fit(
     with hydra_aside(), import_path(folders):
         try:
             ended = launch.start(words)
-        except launch.MISTAKES as error:
+        except MISTAKES as error:
             raise ValueError(explain(error)) from (error if os.environ.get("HYDRA_FULL_ERROR") == "1" else None)
         except SystemExit as stop:
-            if stop.code and stop.code != PREEMPTED:  # Hydra's argument parser has said why
+            if stop.code and stop.code != PREEMPTED:  # Hydra's argument parser printed why
                 raise ValueError(f"these words are not understood: {words}") from stop
-            raise  # dry_run has printed what it would start
+            raise  # dry_run printed its preview
     code, run_dir = ended[-1]
     if code == PREEMPTED:
         raise Preempted(run_dir)
@@ -118,7 +118,7 @@ def fit(
 
 
 def check_place() -> None:
-    """Refuse to start a run inside of one, or where signals cannot be heard."""
+    """Refuse to start inside another run, or on a thread that receives no signals."""
     if {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         raise ValueError(
             "dtrain.fit: was called by a rank of a run, which imports the script's file for its classes\n"
@@ -128,12 +128,12 @@ def check_place() -> None:
         raise ValueError("dtrain.fit: Ctrl-C and signals reach the main thread only\n  fix: call it there")
 
 
-# ---- this process, left as it was ----------------------------------------------------------------------------
+# ---- restore the state of this process -----------------------------------------------------------------------
 
 
 @contextmanager
 def import_path(folders: list[Path]) -> Iterator[None]:
-    """Where the ranks look for modules, too: where the script and the given things lie."""
+    """Let the ranks import from the folders of the script and of the given objects."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     extra = [*([Path(script).resolve().parent] if script else []), *folders]
     before = os.environ.get(VARIABLE)
@@ -148,7 +148,7 @@ def import_path(folders: list[Path]) -> Iterator[None]:
 
 @contextmanager
 def hydra_aside() -> Iterator[None]:
-    """A script may use Hydra, and logging, itself, and may call fit again: leave both as they were."""
+    """Restore Hydra's and logging's global state: a script may use both itself, and may call fit again."""
     hydra, shared = GlobalHydra.instance(), HydraConfig.instance()
     before = hydra.hydra, shared.cfg
     root = logging.getLogger()

@@ -1,7 +1,7 @@
-"""Start a module as a program: `python dtrain/start.py -m MODULE ARGUMENT …`, with the user's folders last on sys.path.
+"""Run a module as a program: `python dtrain/start.py -m MODULE ARGUMENT …`, with the user's folders last on sys.path.
 
-`python -m` puts the working folder first: a queue.py or numpy.py there would be imported instead of Python's own, by
-torch too. Started like this, Python finds only what it does not have itself in the user's folders.
+`python -m` puts the working folder first: a queue.py or numpy.py there would shadow the real module, for torch too.
+Started this way, Python searches the user's folders last.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-VARIABLE = "DTRAIN_IMPORT_PATH"  # the folders where a user's modules lie, for ranks
+VARIABLE = "DTRAIN_IMPORT_PATH"  # folders with the user's modules, passed to the ranks
 PACKAGE = os.path.dirname(os.path.abspath(__file__))
 START = os.path.join(PACKAGE, "start.py")
 
 
 def import_folders() -> None:
-    """Add the user's folders behind everything that Python looks at anyway."""
+    """Append the user's folders to sys.path."""
     folders = os.environ.get(VARIABLE, "").split(os.pathsep)
     sys.path += [folder for folder in dict.fromkeys(folders) if folder and folder not in sys.path]
 
 
 def command(module: str, python: list[str] | None = None) -> list[str]:
-    """How to start a module; a Python that is the user's own, perhaps in a container, must find dtrain itself."""
+    """Return the command that runs a module; a user's own Python, perhaps in a container, must find dtrain itself."""
     return [*python, "-m", module] if python else [sys.executable, START, "-m", module]
 
 
 def environment(argv: Sequence[str] = (START,)) -> dict[str, str]:
-    """For a Python that is started with these words; the user's own PYTHONPATH stays first."""
+    """Return environment variables for a Python started with `argv`; the user's own PYTHONPATH stays first."""
     folders = [*os.environ.get(VARIABLE, "").split(os.pathsep), os.getcwd()]
     wanted = {VARIABLE: os.pathsep.join(dict.fromkeys(filter(None, folders)))}
     if START in argv:
-        return wanted  # which does the rest itself
+        return wanted  # start.py does the rest
     wanted["PYTHONSAFEPATH"] = os.environ.get("PYTHONSAFEPATH", "1")
     given = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     checkout = os.path.dirname(PACKAGE)
@@ -44,7 +44,7 @@ def environment(argv: Sequence[str] = (START,)) -> dict[str, str]:
 
 
 def _installed(checkout: str) -> bool:
-    """Does every Python of this environment find the dtrain in this folder?"""
+    """Does every Python of this environment import dtrain from this folder?"""
     if os.path.basename(checkout) in ("site-packages", "dist-packages"):
         return True
     from importlib.metadata import PackageNotFoundError, distribution
@@ -56,7 +56,7 @@ def _installed(checkout: str) -> bool:
 
 
 def main(argv: list[str]) -> None:
-    """Run a module with the dtrain that this file belongs to, wherever the working folder is."""
+    """Run a module with the dtrain package that contains this file, from any working folder."""
     import runpy
     from importlib.util import module_from_spec, spec_from_file_location
 
@@ -65,16 +65,16 @@ def main(argv: list[str]) -> None:
     assert spec is not None and spec.loader is not None
     sys.modules["dtrain"] = module_from_spec(spec)
     spec.loader.exec_module(sys.modules["dtrain"])
-    os.environ.setdefault("PYTHONSAFEPATH", "1")  # processes that this one starts: loaders' trackers, compilers
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # for child processes: loaders' resource trackers, compilers
     if (checkout := os.path.dirname(PACKAGE)) not in sys.path:
-        sys.path.append(checkout)  # for processes that a rank starts, which get its sys.path
+        sys.path.append(checkout)  # for child processes of a rank, which inherit its sys.path
     import_folders()
-    module, *rest = argv[argv.index("-m") + 1 :]  # options of Python may come before, as submitit has them
+    module, *rest = argv[argv.index("-m") + 1 :]  # Python options may come first, as with submitit
     sys.argv = [module, *rest]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
     if not sys.flags.safe_path and os.path.realpath(sys.path[0]) == os.path.realpath(PACKAGE):
-        del sys.path[0]  # Python puts a script's folder there, and ours has a module named profile
+        del sys.path[0]  # Python puts the script's folder first, and ours has a module named profile
     main(sys.argv[1:])

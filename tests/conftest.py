@@ -11,6 +11,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.long_tests import is_long, unknown
 from tests.patience import patience
 
 # its limits of 200 ms an example and 1 s for drawing them are for a quiet machine
@@ -36,6 +37,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    selected = any("::" in word for word in config.args)  # on the command line: then a file is not collected whole
+    tests = [item.nodeid.removeprefix("tests/") for item in items]
+    if not selected and (gone := unknown(tests)):
+        raise pytest.UsageError(f"tests/long_tests.py names tests that there are not: {', '.join(gone)}")
+    for item, test in zip(items, tests, strict=True):
+        if is_long(test):
+            item.add_marker(pytest.mark.slow)
     if not config.getoption("--all"):
         for item in items:
             if item.get_closest_marker("slow"):

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain import checkpoint, config
-from dtrain.models import build as models
+from dtrain.checkpoint import store
+from dtrain.config import run_file
+from dtrain.train import build as models
 from tests.world import make_run
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -84,7 +85,7 @@ def make(run_dir: Path, name: str, *overrides: str) -> Path:
 
 def load(run_dir: Path) -> nn.Module:
     """Our model with the run's first weights, in one process."""
-    cfg = config.load(run_dir)
+    cfg = run_file.load(run_dir)
     model = models.make(cfg)
     first = models.first_weights(cfg)
     model.to_empty(device="cpu")
@@ -99,7 +100,7 @@ def save(run_dir: Path, model: nn.Module) -> Path:
     # what adapters leave as it was is in no checkpoint
     state = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
     (run_dir / "launch.json").write_text('{"launches": []}')
-    return checkpoint.save(run_dir / "checkpoints", 1, state, meta, keep=1)
+    return store.save(run_dir / "checkpoints", 1, state, meta, keep=1)
 
 
 def tokens(seed: int = 0) -> torch.Tensor:

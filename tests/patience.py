@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from dtrain.contract import Deadline, slowness
+from dtrain.runs.protocol import Deadline, slowness
 
 
 def patience(seconds: float) -> float:

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dtrain import squeue
-from dtrain.records import all_runs, load
+from dtrain.runs import slurm_queue
+from dtrain.runs.record import all_runs, load
 
 HERE = socket.gethostname()
-LOCAL = {"_target_": "dtrain.launchers.local.Local", "max_restarts": 0}
-SLURM = {"_target_": "dtrain.launchers.slurm.Slurm", "nodes": 2, "processes": 2}
+LOCAL = {"_target_": "dtrain.launch.local.Local", "max_restarts": 0}
+SLURM = {"_target_": "dtrain.launch.slurm.Slurm", "nodes": 2, "processes": 2}
 Fakes = Callable[..., Path]
 
 
@@ -96,7 +96,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr(squeue, "_silent", set())
+    monkeypatch.setattr(slurm_queue, "_silent", set())
 
     def write(**scripts: str) -> Path:
         for name, script in scripts.items():

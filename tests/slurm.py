@@ -33,7 +33,7 @@ from typing import Any
 
 import pytest
 
-from dtrain.contract import Deadline, slowness
+from dtrain.runs.protocol import Deadline, slowness
 from tests.patience import patience
 
 FINISHED = frozenset(

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from dtrain.cli import main
+from dtrain.config.hardware import CPU_FP16
 from dtrain.data.tokens import prepare
-from dtrain.hardware import CPU_FP16
-from dtrain.launchers.local import Local
+from dtrain.launch.local import Local
 from tests.patience import patience
 
 # Hydra composes a first time only to ask for hydra.mode, which we never set; the real processes below do it, too.
@@ -164,9 +164,13 @@ CASES = [
     case("launch recipe={world}/resumes.yaml", "/resumes.yaml", "type resume="),
     # what may be called
     case("launch model._target_=os.system", "model._target_=os.system", "only dtrain's own code"),
-    case("launch model._target_=dtrain.launchers.local.subprocess.Popen", "dtrain.launchers.local.subprocess.Popen"),
+    case("launch model._target_=dtrain.launch.local.subprocess.Popen", "dtrain.launch.local.subprocess.Popen"),
     case("launch model._target_=dtrain.models.gpt2.nn", "model._target_=dtrain.models.gpt2.nn", "is made from"),
-    case("launch logger._target_=dtrain.config.build", "_target_=dtrain.config.build", "made from dtrain.loggers"),
+    case(
+        "launch logger._target_=dtrain.config.files.build",
+        "_target_=dtrain.config.files.build",
+        "made from dtrain.train.loggers",
+    ),
     case("launch recipe={world}/trusts.yaml", "/trusts.yaml", "trust is for the command line"),
     # sweeps: the first job is good, and must not be started either
     case("launch -m train.steps=1,0", "train.steps=0", "at least 1"),
@@ -256,7 +260,7 @@ def test_a_fault_of_our_own_is_a_traceback_and_still_leaves_nothing(
     def broken(config: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr("dtrain.launch.validate", broken)
+    monkeypatch.setattr("dtrain.launch.app.validate", broken)
     with pytest.raises(KeyError, match="a bug"):
         main(["launch"])
     assert not list(tmp_path.iterdir())
@@ -320,7 +324,7 @@ def test_help_cfg_and_dry_run_never_import_torch(
     )  # fmt: skip
     assert (dry.returncode, dry.stderr) == (0, "")
     torchrun = "-P -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=4"
-    rank = f"{LAUNCH.parent}/dtrain/start.py -m dtrain.rank"
+    rank = f"{LAUNCH.parent}/dtrain/start.py -m dtrain.train.rank"
     assert dry.stdout.splitlines()[-1] == f"{sys.executable} {torchrun} {rank} '{tmp_path}/a b/run'"
     assert any(line.startswith("export OMP_NUM_THREADS=") for line in dry.stdout.splitlines())
     assert not list(tmp_path.iterdir())

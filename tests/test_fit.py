@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import dtrain
-from dtrain import naming
 from dtrain.cli import main
-from dtrain.launchers.local import Local
+from dtrain.launch import python_objects
+from dtrain.launch.local import Local
 from tests.patience import patience
 from tests.test_bad_inputs import COMPOSE_ONCE
 from tests.world import ROOT, losses, summary
@@ -192,7 +192,7 @@ def test_every_way_to_say_a_thing(started: list[Path]) -> None:
     config = config_of(result)
     assert config["model"] == {"_target_": "net.Net", "dim": 8, "depth": 2}
     assert config["data"] == {"_target_": "net.Rings"} and config["trust"] == ["net"]
-    assert config["strategy"]["offload"] == "cpu" and config["loss"]["_target_"] == "dtrain.losses.mse"
+    assert config["strategy"]["offload"] == "cpu" and config["loss"]["_target_"] == "dtrain.models.losses.mse"
     assert config["optim"]["lr"] == 1e-4 and config["optim"]["betas"] == [0.8, 0.9]
     assert config["train"] | {"steps": 7, "max_grad_norm": None, "seed": 3} == config["train"]
     assert config["name"] == "it's a, test=1" and config["cluster"]["processes"] == 4
@@ -277,7 +277,7 @@ def test_what_is_typed_in_a_session_cannot_be_imported(monkeypatch: pytest.Monke
     for file in ("<stdin>", None):
         monkeypatch.setattr(main, "__file__", file, raising=False)
         with pytest.raises(ValueError, match=r"model=Outer: was typed in an interactive session.*\n  fix: put it into"):
-            naming.name_of("model", Outer)
+            python_objects.name_of("model", Outer)
 
 
 def test_a_class_of_the_script_is_named_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,25 +292,26 @@ def test_a_class_of_the_script_is_named_by_its_file(tmp_path: Path, monkeypatch:
         (tmp_path / f"{name}.py").write_text("")
         monkeypatch.setattr(main, "__file__", str(tmp_path / f"{name}.py"), raising=False)
         if name == "script_xyz":
-            assert naming.name_of("model", Outer) == ("script_xyz.Outer", tmp_path)
+            assert python_objects.name_of("model", Outer) == ("script_xyz.Outer", tmp_path)
         else:
             with pytest.raises(ValueError, match=rf"cannot import it as {name}\.Outer\n  fix: "):
-                naming.name_of("model", Outer)
+                python_objects.name_of("model", Outer)
     monkeypatch.setattr(main, "__file__", str(tmp_path / "script_xyz.py"))
     Path("script_xyz.py").write_text("")
     importlib.invalidate_caches()
     with pytest.raises(ValueError, match=r"would take .*elsewhere/script_xyz\.py for script_xyz"):
-        naming.name_of("model", Outer)
+        python_objects.name_of("model", Outer)
 
 
 def test_names_of_things_elsewhere() -> None:
-    assert naming.name_of("model", OrderedDict) == ("collections.OrderedDict", None)
-    assert naming.name_of("model", OmegaConf) == ("omegaconf.omegaconf.OmegaConf", None), "installed"
-    assert naming.name_of("model", block_after) == ("tests.test_fit.block_after", ROOT)
+    assert python_objects.name_of("model", OrderedDict) == ("collections.OrderedDict", None)
+    assert python_objects.name_of("model", OmegaConf) == ("omegaconf.omegaconf.OmegaConf", None), "installed"
+    assert python_objects.name_of("model", block_after) == ("tests.test_fit.block_after", ROOT)
 
 
 RESERVED = ("null", "true", "false", "inf", "nan")
-TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]))
+# a text that begins with ~/ becomes a path in the home folder, as in a shell: it has a test of its own
+TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"])).filter(lambda text: not re.match("~(/|$)", text))
 WORDS = st.from_regex(r"[a-z_][a-z0-9_]*", fullmatch=True).filter(lambda w: w not in RESERVED)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
@@ -322,10 +323,15 @@ VALUES = st.recursive(
 @settings(deadline=None)  # the first call is slow on a busy machine
 @given(value=VALUES)
 def test_hydra_reads_back_every_value_as_it_was(value: Any) -> None:
-    if isinstance(value, str) and re.match("~(/|$)", value):
-        value = "x" + value
-    override = OverridesParser.create().parse_override(f"key={naming.value_of('key', value)}")
+    override = OverridesParser.create().parse_override(f"key={python_objects.value_of('key', value)}")
     assert override.value() == value and type(override.value()) is type(value)
+
+
+def test_a_path_in_the_home_folder_is_expanded_at_every_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/a/home")
+    assert python_objects.value_of("key", "~") == "'/a/home'"
+    assert python_objects.value_of("key", [Path("~/b"), {"c": "~/d"}]) == "['/a/home/b',{c:'/a/home/d'}]"
+    assert python_objects.value_of("key", ["~e", "f/~"]) == "['~e','f/~']"
 
 
 def test_the_same_call_in_a_rank_or_in_a_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

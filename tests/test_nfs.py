@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from dtrain import world
-from dtrain.rundir import checkpoints, file_clock, look_again, read_json
-from dtrain.world import World
-from tests.launchers.test_supervisor import Ranks
+from dtrain.commands.verify import world
+from dtrain.commands.verify.world import World
+from dtrain.runs.folder import checkpoints, file_clock, look_again, read_json
+from tests.launch.test_supervisor import Ranks
 from tests.nfs import SECONDS, mounted
 from tests.world import make_run, start_server, summary
 

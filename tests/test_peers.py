@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks import peers
 from benchmarks.peer import chart, yardsticks
-from dtrain.compose import compose
-from dtrain.config import Settings
-from dtrain.models import build as models
+from dtrain.config.run_file import Settings
+from dtrain.launch.compose import compose
+from dtrain.train import build as models
 
 
 @pytest.mark.parametrize(("model", "beside"), [("gpt2-tiny", 0), ("llama-tiny", 0), ("bert-tiny", 2 * 128)])

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from dtrain import parity, world
-from dtrain.arguments import built_in, prepare_arguments, store_recipe
 from dtrain.cli import main
-from dtrain.config import save
-from dtrain.launch import resolve
+from dtrain.commands.verify import compare, world
+from dtrain.config.run_file import save
+from dtrain.launch.app import resolve
+from dtrain.launch.arguments import built_in, prepare_arguments, store_recipe
 from tests.world import losses, start_server, summary
 
 RECIPES = built_in()
@@ -46,7 +46,7 @@ def test_a_recipe_says_what_to_expect(name: str) -> None:
 @pytest.mark.parametrize("name", FULL)
 def test_a_recipe_is_compiled_as_is_the_default(name: str) -> None:
     """What is fastest under a strategy is decided in one place."""
-    assert parity.compose(prepare_arguments([f"recipe={name}"])).compile == parity.compose([]).compile
+    assert compare.compose(prepare_arguments([f"recipe={name}"])).compile == compare.compose([]).compile
 
 
 @pytest.mark.parametrize("name", FULL)
@@ -58,7 +58,7 @@ def test_a_recipe_shows_its_command(name: str, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_has_the_strategy_of_its_recipe(name: str) -> None:
-    twin, recipe = (parity.compose(prepare_arguments([f"recipe={n}"])) for n in (name, name.removeprefix("tiny/")))
+    twin, recipe = (compare.compose(prepare_arguments([f"recipe={n}"])) for n in (name, name.removeprefix("tiny/")))
     assert twin.strategy._target_ == recipe.strategy._target_
     assert twin.strategy.get("offload") == recipe.strategy.get("offload")
     assert twin.activation_checkpointing == recipe.activation_checkpointing
@@ -69,7 +69,7 @@ def test_a_twin_has_the_strategy_of_its_recipe(name: str) -> None:
 
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_trains(name: str, tmp_path: Path) -> None:
-    cfg = parity.compose([*prepare_arguments([f"recipe={name}"]), f"run_dir={tmp_path}/run"])
+    cfg = compare.compose([*prepare_arguments([f"recipe={name}"]), f"run_dir={tmp_path}/run"])
     config = resolve(cfg)
     run_dir = tmp_path / "run"
     (run_dir / "logs").mkdir(parents=True)
@@ -88,5 +88,5 @@ def test_a_copied_recipe_may_build_on_another(tmp_path: Path, capsys: pytest.Cap
     mine = tmp_path / "mine.yaml"
     mine.write_text("defaults:\n  - /recipe/llama-7b-zero3-8gpu\n  - _self_\ntrain:\n  steps: 7\n")
     store_recipe(mine)
-    cfg = parity.compose(prepare_arguments([f"recipe={mine}", "cluster.processes=4"]))
+    cfg = compare.compose(prepare_arguments([f"recipe={mine}", "cluster.processes=4"]))
     assert (cfg.train.steps, cfg.cluster.processes, cfg.activation_checkpointing) == (7, 4, "full")

@@ -1,4 +1,4 @@
-"""Real worlds for tests: a run folder composed from the real conf/, and ranks that train in it (dtrain/world.py)."""
+"""Real worlds for tests: a run folder composed from the real conf/, and ranks that train in it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from dtrain import parity, world
-from dtrain.config import CONF, TRUST, count_gpus, save, section
-from dtrain.explain import options_of
-from dtrain.hardware import cpu_has_fp16, no_cpu_fp16
-from dtrain.launch import resolve
-from dtrain.rundir import latest_checkpoint
-from dtrain.world import World
+from dtrain.commands.verify import compare, world
+from dtrain.commands.verify.world import World
+from dtrain.config.build import TRUST
+from dtrain.config.files import CONF, options_of, section
+from dtrain.config.hardware import count_gpus, cpu_has_fp16, no_cpu_fp16
+from dtrain.config.run_file import save
+from dtrain.launch.app import resolve
+from dtrain.runs.folder import latest_checkpoint
 
 ROOT = Path(__file__).parent.parent
-SMALL = [*parity.SMALL, "train.eval_batches=0"]
+SMALL = [*compare.SMALL, "train.eval_batches=0"]
 STRATEGIES = options_of("strategy")  # by their yaml: a new one is tested without a new test
 
 
@@ -31,13 +32,13 @@ def start_server() -> None:
 
 def sizes_of(strategy: str, among: Sequence[int] = (2, 4)) -> list[int]:
     """The numbers of ranks that suit the axes in the strategy's yaml."""
-    return parity.world_sizes(OmegaConf.load(CONF / "strategy" / f"{strategy}.yaml"), among)
+    return compare.world_sizes(OmegaConf.load(CONF / "strategy" / f"{strategy}.yaml"), among)
 
 
 def skip_without_fp16(strategy: str, precision: str = "fp16") -> None:
     """Skip a test of DeepSpeed in fp16 where it has neither a GPU nor a CPU for it, with the launcher's reason."""
     target = section("strategy", strategy)["_target_"]
-    if precision == "fp16" and target == "dtrain.strategies.zero.Zero" and not (count_gpus() or cpu_has_fp16()):
+    if precision == "fp16" and target == "dtrain.strategies.deepspeed.Zero" and not (count_gpus() or cpu_has_fp16()):
         pytest.skip(str(no_cpu_fp16(strategy)).splitlines()[0])
 
 
@@ -49,7 +50,7 @@ def layouts(*among: int) -> list[tuple[str, int]]:
 def make_run(run_dir: Path, *overrides: str) -> Path:
     """A run folder as the launcher would write it, from SMALL and more overrides."""
     # a folder that holds a run already is refused to users; tests change a run's configuration under it
-    config = resolve(parity.compose([*SMALL, f"run_dir={run_dir}/new", *overrides])) | {"run_dir": str(run_dir)}
+    config = resolve(compare.compose([*SMALL, f"run_dir={run_dir}/new", *overrides])) | {"run_dir": str(run_dir)}
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     save(run_dir, config)
     return run_dir

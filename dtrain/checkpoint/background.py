@@ -1,9 +1,9 @@
-"""Saves while the training goes on: it waits only until what a rank writes lies in host memory.
+"""Save while training continues: training blocks only while its shard is copied to host memory.
 
-A save in the background has two parts. The first is the loop's: copy this rank's share of the state into buffers of
-the host. The copies are queued on the GPU behind the last update and before the next step, so that what is saved is one
-step's state, and the host does not wait for them. The second is a thread's: hash, write, agree with the other ranks'
-threads over a process group of their own, and only then `latest` moves (checkpoint.py, the same code as without it).
+A background save has two parts. First, the loop copies this rank's share of the state into host buffers. The copies are
+queued on the GPU after the last update and before the next step, so the saved state is that of one step, and the CPU
+does not wait for them. Second, a thread hashes, writes, and synchronizes with the other ranks' threads over their own
+process group; only then `latest` moves (store.py, the same code as without a thread).
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain import checkpoint
-from dtrain.agreement import Group, failpoint, gather, world_size
-from dtrain.checkpoint import Files
-from dtrain.host_memory import free_bytes
-from dtrain.shards import Held
-from dtrain.writers import Writers
+from dtrain.checkpoint import store
+from dtrain.checkpoint.store import Files
+from dtrain.checkpoint.writers import Writers
+from dtrain.util.collective import Group, failpoint, gather, world_size
+from dtrain.util.dtensor import Held
+from dtrain.util.host_memory import free_bytes
 
 log = logging.getLogger("dtrain")
-ALIGNMENT = 64  # of a tensor in its buffer: a float32 may not begin at an odd byte
-FAILED_S = 300  # a run that fails gives a save that is under way so long to end
+ALIGNMENT = 64  # of a tensor in its buffer: an fp32 tensor must not begin at an odd byte
+FAILED_S = 300  # how long a failing run waits for a running save to end
 
 
 class Saver:
     """Saves checkpoints of one run, one at a time. All ranks have one and call the same methods in the same order.
 
-    As a context, it lets a save that is under way come to its end when the run fails.
+    As a context manager, it lets a running save end when the run fails.
     """
 
     def __init__(self, folder: Path, keep: int, background: bool = True) -> None:
         self.folder, self.keep, self.background = folder, keep, background
         self.group: Group = dist.new_group(backend="gloo") if background and world_size() > 1 else None
-        self.writers = Writers()  # which parts this rank writes: decided once, as long as the layout stays
+        self.writers = Writers()  # which parts this rank writes: decided once per layout
         self.buffers = Buffers()
         self.is_prepared = False  # all ranks have been asked for the memory
         self.thread: threading.Thread | None = None
@@ -69,19 +69,19 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """A save in the background failed, on this rank and on all others: the next save or wait raises its error."""
+        """A background save failed, on this rank and on all others: the next save or wait raises its error."""
         return self.error is not None
 
     def prepare(self, tensors: Mapping[str, Held]) -> None:
-        """Make room for the first save while the first steps run: many GiB take seconds to fault in and to pin."""
-        files = checkpoint.share_out(tensors, self.writers)
+        """Allocate the first save's buffers while the first steps run: many GiB take seconds to fault in and to pin."""
+        files = store.share_out(tensors, self.writers)
         if self.background and self.has_room(files):
-            sizes, gpu = sizes_of(files), gpu_of(files)  # not the tensors, which the thread would hold on to
+            sizes, gpu = sizes_of(files), gpu_of(files)  # not the tensors, which the thread would keep alive
 
             def reserve() -> None:
                 try:
                     self.buffers.reserve(sizes, gpu)
-                except Exception as error:  # the save tries again, and fails with it
+                except Exception as error:  # the save tries again, and raises the error if it persists
                     log.warning("no memory was made ready for the first checkpoint: %s", error)
 
             self.thread = threading.Thread(target=reserve, name="saver", daemon=True)
@@ -95,17 +95,17 @@ class Saver:
         asked: float | None = None,
         last: bool = False,
     ) -> None:
-        """Save the state as it is now. When this returns it may change; after the last save it is also on disk.
+        """Save the current state. After this returns, the state may change; after the last save it is also on disk.
 
-        `asked`: when the loop began to wait, by time.perf_counter(); gathering the state is a part of it.
+        `asked`: when the loop began to wait, by time.perf_counter(); gathering the state counts as waiting.
 
-        The last one is written directly: there is nothing to go on with meanwhile, and a run that saves only at its
-        end needs no buffers.
+        The last save is written directly: no training continues meanwhile, and a run that saves only at its end needs
+        no buffers.
         """
         called = time.perf_counter() if asked is None else asked
         self.wait()
         begin = time.perf_counter()
-        files = checkpoint.share_out(tensors, self.writers)
+        files = store.share_out(tensors, self.writers)
         if last or not self.background or not self.has_room(files):
             report = self._write(begin, step, files, meta)
             self.reports.append(report | {"save_stall_s": time.perf_counter() - called})
@@ -118,7 +118,7 @@ class Saver:
         self.thread.start()
 
     def wait(self) -> Path | None:
-        """Wait until the save under way is on disk, or raise what it failed with; give the newest checkpoint."""
+        """Wait until the running save is on disk, or raise its error; return the newest checkpoint."""
         if self.thread:
             self.thread.join()
             self.thread = None
@@ -127,7 +127,7 @@ class Saver:
         return self.newest
 
     def finished(self) -> list[dict[str, Any]]:
-        """The figures of the saves that have ended since this was last asked."""
+        """Return the metrics of the saves that have ended since the last call."""
         if self.thread and self.thread.is_alive():
             return []
         ended, self.reports = self.reports, []
@@ -140,7 +140,7 @@ class Saver:
         return ended
 
     def has_room(self, files: Files) -> bool:
-        """Before the first copies: do all ranks' hosts have the memory? If not, the loop waits for every save."""
+        """Before the first copies: check that all ranks' hosts have the memory. If not, every save blocks the loop."""
         if self.is_prepared:
             return True
         self.is_prepared = True
@@ -157,36 +157,36 @@ class Saver:
         return not problems
 
     def _write_copies(self, stall: float, begin: float, step: int, copies: Copies, meta: dict[str, Any]) -> None:
-        """The thread of a save."""
+        """Body of a save's thread."""
         try:
             run_behind()
-            # what the loop felt: its own time, and the GPU's, which computes nothing while it copies
+            # how long training stalls: the loop's own time, plus the GPU's copy time, in which it computes nothing
             stall += copies.wait()
             failpoint("save.copied")
             report = self._write(begin, step, copies.files, meta, self.group)
             self.reports.append(report | {"save_stall_s": stall})
-        except BaseException as error:  # whatever it is, the loop raises it
+        except BaseException as error:  # any error: the loop raises it
             self.error = error
 
     def _write(
         self, begin: float, step: int, files: Files, meta: dict[str, Any], group: Group = None
     ) -> dict[str, Any]:
-        path, num_bytes = checkpoint.commit(self.folder, step, files, self.writers.index, meta, group)
+        path, num_bytes = store.commit(self.folder, step, files, self.writers.index, meta, group)
         seconds, gib = time.perf_counter() - begin, num_bytes / 2**30
-        checkpoint.prune(self.folder, path, self.keep, group)
+        store.prune(self.folder, path, self.keep, group)
         self.newest = path
         return {"save_step": step, "save_s": seconds, "save_gib": gib, "save_gib_per_s": gib / seconds}
 
 
 @dataclasses.dataclass
 class Copies:
-    """What a rank writes, as copies in host memory that are still under way."""
+    """What a rank writes, as host-memory copies that may still be in flight."""
 
     files: Files
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None
 
     def wait(self) -> float:
-        """Until they are there; the seconds that the GPU copied."""
+        """Wait for the copies; return the seconds that the GPU spent on them."""
         if self.events is None:
             return 0.0
         begin, end = self.events
@@ -195,10 +195,9 @@ class Copies:
 
 
 class Buffers:
-    """Host memory for the copies of a rank's share, one buffer a file, kept from save to save.
+    """Host memory for the copies of a rank's share, one buffer per file, kept from save to save.
 
-    Pinned, as a GPU copies into such memory at its full rate and while the host goes on; that takes seconds for many
-    GiB, once.
+    It is pinned, so that a GPU copies into it at full rate and asynchronously. Pinning many GiB takes seconds, once.
     """
 
     def __init__(self) -> None:
@@ -206,7 +205,7 @@ class Buffers:
         self.pinned: set[str] = set()
 
     def stage(self, files: Files) -> Copies:
-        """Queue the copies behind what the current stream has to do; what comes after them there may change all."""
+        """Queue the copies on the current stream. Work queued after them may overwrite the state."""
         gpu = gpu_of(files)
         self.reserve(sizes_of(files), gpu)
         cuda = gpu is not None
@@ -227,7 +226,7 @@ class Buffers:
         return Copies(copies, events)
 
     def reserve(self, sizes: dict[str, int], gpu: torch.device | None) -> None:
-        """See that each file has a buffer, all at once: faulting pages in and pinning them is work of the kernel."""
+        """Allocate each file's buffer, all in parallel: the kernel faults in and pins the pages."""
         missing = [f for f, size in sizes.items() if f not in self.tensors or len(self.tensors[f]) < size]
         if not missing:
             return
@@ -239,16 +238,16 @@ class Buffers:
         if gpu is not None:
 
             def pin(buffer: Tensor) -> int:
-                # in a new thread the GPU would be the first one, and get a context of this process
+                # a new thread would use GPU 0 and create a context on it
                 torch.cuda.set_device(gpu)
                 run_behind()
-                # pages first, by writing to them: CUDA would fault them in while it keeps others from launching
+                # fault the pages in first: CUDA would do it while it blocks kernel launches
                 return register(buffer.zero_())
 
             with ThreadPoolExecutor(len(missing)) as pool:
                 codes = list(pool.map(pin, made.values()))
             self.pinned.update(file for file, code in zip(missing, codes, strict=True) if code == 0)
-        self.tensors |= made  # all of them, or none: what is there is never pinned later
+        self.tensors |= made  # all or none: an existing buffer is never pinned later
         if any(codes):
             log.warning("CUDA does not pin the memory for checkpoints (error %d): saves stall longer", max(codes))
 
@@ -264,18 +263,18 @@ class Buffers:
 
 
 def sizes_of(files: Files) -> dict[str, int]:
-    """Bytes of each file's buffer."""
+    """Return the bytes of each file's buffer."""
     return {file: sum(_aligned(c.nbytes) for c in chunks.values()) for file, chunks in files.items()}
 
 
 def gpu_of(files: Files) -> torch.device | None:
-    """Where what is saved lies, if on a GPU."""
+    """Return the GPU that holds the state, or None."""
     devices = (c.values.device for chunks in files.values() for c in chunks.values())
     return next((device for device in devices if device.type == "cuda"), None)
 
 
 def run_behind() -> None:
-    """Leave this thread the cores that training does not use, where threads have a priority each."""
+    """Lower this thread's priority below training's. On Linux, each thread has its own priority."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
 
@@ -285,19 +284,19 @@ def _aligned(size: int) -> int:
 
 
 def empty(size: int) -> Tensor:
-    """Bytes straight from the kernel, in huge pages where it has them: those are faulted in and pinned far faster.
+    """Allocate bytes directly from the kernel, in huge pages if available: these fault in and pin far faster.
 
-    torch's own pinned memory comes in powers of two, up to twice of what is needed.
+    torch's own pinned memory is rounded up to a power of two, up to twice the size needed.
     """
     memory = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # not for what is forked, the loader's processes: the kernel would copy pinned pages for each of them
+    # not inherited by the loader's forked processes: the kernel would copy pinned pages for each
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
-            with contextlib.suppress(OSError):  # a kernel without it
+            with contextlib.suppress(OSError):  # an older kernel
                 memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def register(buffer: Tensor) -> int:
-    """Pin a buffer; 0, or CUDA's number of what went wrong."""
+    """Pin a buffer; return 0 or CUDA's error code."""
     return int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 1))

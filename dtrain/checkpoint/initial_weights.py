@@ -1,4 +1,4 @@
-"""A run's first weights, by canonical name: the same under every strategy and world size."""
+"""A run's initial weights, by canonical name: the same under every strategy and world size."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from dtrain import checkpoint, init_from, shards
-from dtrain.config import bad
-from dtrain.models import hf
-from dtrain.shards import Chunk, Held, chunks_of
+from dtrain.checkpoint import shards, store
+from dtrain.errors import bad
+from dtrain.formats import huggingface, huggingface_folder
+from dtrain.util.dtensor import Chunk, Held, chunks_of
 
 log = logging.getLogger("dtrain")
 
 
 class Drawn:
-    """Every weight and buffer has the value that (seed, name) says.
+    """Random initial weights: every weight and buffer depends only on (seed, name).
 
-    Each is drawn whole, one at a time, and each rank keeps its shard; so no rank ever holds the whole model. The draws
-    of a CPU and of a GPU differ, so `device` does them also for weights that are offloaded.
+    Each is drawn in full, one at a time, and each rank keeps its shard, so no rank ever holds the full model. A CPU and
+    a GPU draw different numbers, so `device` draws offloaded weights, too.
     """
 
     def __init__(self, seed: int) -> None:
@@ -44,37 +44,37 @@ class Drawn:
 
 
 class Source(Protocol):
-    """Weights that lie somewhere, by our names."""
+    """A source of stored weights, by our names."""
 
     path: Path
 
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The shape that it can give a weight: `wanted`, if it can; None if it has no such weight."""
+        """Return the shape that it can provide for a weight: `wanted` if possible; None if it has no such weight."""
 
     def read(self, name: str, chunk: Chunk) -> None:
-        """Fill a rank's part of a weight, and read no more than that needs."""
+        """Fill a rank's part of a weight, reading no more than necessary."""
 
     def unasked(self, names: Iterable[str]) -> list[str]:
-        """What it has of the model itself beyond these weights of ours."""
+        """Return the model's own weights that the source has beyond these names."""
 
 
 class Loaded(Drawn):
-    """Every weight has the value that a source has for it; what is new in the model is drawn."""
+    """Initial weights from a source; weights that are new in the model are drawn."""
 
     def __init__(self, seed: int, source: Source, model: nn.Module) -> None:
-        """`model`: the whole one, on any device, to compare names and shapes with before anything is read."""
+        """`model`: the full model, on any device, to compare names and shapes before reading anything."""
         super().__init__(seed)
         self.source = source
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         buffers = {name: tuple(b.shape) for name, b in model.named_buffers()}
-        self.names: set[str] = set()  # what is read; all else is drawn
+        self.names: set[str] = set()  # read from the source; all others are drawn
         self.drawn: list[str] = []
         wrong = []
         for name, wanted in (shapes | buffers).items():
             shape = source.shape(name, wanted)
             if shape == wanted:
                 self.names.add(name)
-            elif hf.is_new(name) if shape is None else hf.other_classes(name, shape, wanted):
+            elif huggingface.is_new(name) if shape is None else huggingface.other_classes(name, shape, wanted):
                 self.drawn.append(name)
             elif shape is not None:
                 wrong.append(f"{name} has shape {list(shape)} in it, {list(wanted)} in the model")
@@ -99,30 +99,30 @@ class Saved:
     """The weights of a run's checkpoint, whatever layout they were saved under."""
 
     def __init__(self, path: Path) -> None:
-        """All ranks make one together: they share the work of verifying every byte."""
+        """Collective: all ranks share the work of verifying every byte."""
         self.path = path
         if not (path / "manifest.json").is_file():
-            found = checkpoint.newest_good(path / "checkpoints", say=log.warning, quarantine=False)
+            found = store.newest_good(path / "checkpoints", say=log.warning, quarantine=False)
             if found is None:
                 raise bad("init_from", path, "the run has no checkpoint", "another run; dtrain runs lists them")
             path = found[0]
-        elif problem := checkpoint.verify(path):
+        elif problem := store.verify(path):
             raise bad("init_from", path, f"the checkpoint is damaged ({problem})", "an older one of the same run")
         self.folder = path
-        self.saved = checkpoint.read_manifest(path)
+        self.saved = store.read_manifest(path)
 
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
         spec = self.saved.tensors.get(f"model.{name}")
         return None if spec is None else cut(name, spec.shape, wanted)
 
     def read(self, name: str, chunk: Chunk) -> None:
-        with shards.Reader(self.folder, self.saved) as reader:  # open for one weight: mapped pages count as memory
+        with shards.Reader(self.folder, self.saved) as reader:  # opened per weight: mapped pages count as memory
             reader.fill(f"model.{name}", chunk)
 
     def unasked(self, names: Iterable[str]) -> list[str]:
         known = set(names)
         ours = [n.removeprefix("model.") for n in self.saved.tensors if n.startswith("model.")]
-        # another task's head may stay behind; a layer may not
+        # another task's head may be left out; a layer may not
         return [n for n in ours if n.startswith("layers.") and n not in known]
 
 
@@ -131,22 +131,22 @@ class HuggingFace:
 
     def __init__(self, path: Path, model: Mapping[str, Any]) -> None:
         self.path, self.num_heads = path, model.get("num_heads", 1)
-        init_from.check_folder(path, model)
-        self.family = init_from.family_of(path, init_from.read_config(path))
-        self.entries = init_from.read_entries(path, self.family)
+        huggingface_folder.check_folder(path, model)
+        self.family = huggingface_folder.family_of(path, huggingface_folder.read_config(path))
+        self.entries = huggingface_folder.read_entries(path, self.family)
         self.means: dict[str, Tensor] = {}
 
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
         entry = self.entries.get(self.family.theirs(name) or "")
         if entry is None:
             return None
-        turned = self.family.change(name) != hf.SAME
+        turned = self.family.change(name) != huggingface.SAME
         shape = cut(name, entry.shape[::-1] if turned else entry.shape, wanted)
-        more_rows = name in hf.VOCABULARY and shape[:1] < wanted[:1] and shape[1:] == wanted[1:]
+        more_rows = name in huggingface.VOCABULARY and shape[:1] < wanted[:1] and shape[1:] == wanted[1:]
         return wanted if more_rows else shape
 
     def unasked(self, names: Iterable[str]) -> list[str]:
-        """Layers that the model lacks. What else there is are heads of other tasks, and tables that are no weights."""
+        """Return layers that the model lacks. Anything else is another task's head, or a table that is not a weight."""
         asked = {self.family.theirs(name) for name in names}
         layers = {self.family.layer_of(theirs) for theirs in asked if theirs}
         return [e.name for bare, e in self.entries.items() if self.family.layer_of(bare) not in layers | {None}]
@@ -154,11 +154,11 @@ class HuggingFace:
     def read(self, name: str, chunk: Chunk) -> None:
         entry = self.entries[self.family.theirs(name) or ""]
         change = self.family.change(name)
-        # opened for one weight: the file is mapped, and pages that were read count as this process's memory
+        # opened per weight: the file is mapped, and pages that were read count as this process's memory
         with safe_open(self.path / entry.file, framework="pt") as file:
-            if change == hf.HEADS:  # one tensor whole: the rows of a head lie in three places
+            if change == huggingface.HEADS:  # the full tensor: a head's rows are in three places
                 chunk.values.copy_(by_head(file.get_tensor(entry.name), self.num_heads)[chunk.box])
-            elif change == hf.TRANSPOSED:
+            elif change == huggingface.TRANSPOSED:
                 chunk.values.copy_(file.get_slice(entry.name)[chunk.box[::-1]].T)
             else:
                 rows, *rest = chunk.box
@@ -169,40 +169,40 @@ class HuggingFace:
                 if there < chunk.shape[0]:
                     chunk.values[there:].copy_(self.mean(file, entry)[tuple(rest)])
 
-    def mean(self, file: Any, entry: init_from.Entry) -> Tensor:
-        """The mean of all rows, for tokens that the file does not have, and that only pad the vocabulary.
+    def mean(self, file: Any, entry: huggingface_folder.Entry) -> Tensor:
+        """Return the mean of all rows, for tokens that the file lacks and that only pad the vocabulary.
 
-        Their logit is then the mean of all others, so by Jensen's inequality each is at most as likely as one of the
-        others on average. A zero would not do: GPT-2's logits are near -100, and a logit of 0 would be all there is.
+        Their logit is then the mean of all others, so by Jensen's inequality each is at most as likely as the average
+        of the others. Zeros would fail: GPT-2's logits are near -100, so a logit of 0 would take all the probability.
         """
         if entry.name not in self.means:
             values = file.get_slice(entry.name)
             blocks = [values[i : i + 4096].double().numpy().sum(axis=0) for i in range(0, entry.shape[0], 4096)]
-            # numpy's sum is the same bits for any number of threads: ranks of any layout get the same rows
+            # numpy's sum has the same bits for any number of threads, so all ranks and layouts get the same rows
             self.means[entry.name] = torch.as_tensor(sum(blocks) / entry.shape[0])
         return self.means[entry.name]
 
 
 def cut(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that comes out: a model for shorter texts takes the first positions."""
-    shorter = name == hf.POSITIONS and wanted[:1] < shape[:1] and wanted[1:] == shape[1:]
+    """Return the resulting shape: a model for shorter texts takes the first positions."""
+    shorter = name == huggingface.POSITIONS and wanted[:1] < shape[:1] and wanted[1:] == shape[1:]
     return wanted if shorter else shape
 
 
 def by_head(weight: Tensor, num_heads: int) -> Tensor:
-    """Conv1D's [in, queries | keys | values], or its bias, as rows of q, k, v of head 0, then of head 1, ..."""
+    """Reorder Conv1D's [in, queries | keys | values], or its bias, to rows of q, k, v of head 0, then of head 1, ..."""
     rows = weight.t() if weight.dim() == 2 else weight
     return rows.unflatten(0, (3, num_heads, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def by_part(weight: Tensor, num_heads: int) -> Tensor:
-    """The way back of `by_head`."""
+    """The inverse of `by_head`."""
     rows = weight.unflatten(0, (num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
     return rows.t() if weight.dim() == 2 else rows
 
 
 def source_of(path: Path, model: Mapping[str, Any]) -> Source:
-    """What `init_from=PATH` means for a model with these settings."""
+    """Return the weights that `init_from=PATH` refers to, for a model with these settings."""
     if not path.is_dir():
         raise bad("init_from", path, "is no folder here", "a path that every node sees")
-    return Saved(path) if init_from.is_run(path) else HuggingFace(path, model)
+    return Saved(path) if huggingface_folder.is_run(path) else HuggingFace(path, model)

@@ -1,12 +1,12 @@
-"""How a saved tensor is divided among the ranks that wrote it, in a form of O(ranks), not O(tensors × ranks).
+"""How a saved tensor is divided among the ranks that wrote it, in O(ranks) space, not O(tensors × ranks).
 
-A layout always covers its tensor exactly once: `of` and `parse` refuse everything else. It is one of
+A layout always covers its tensor exactly once: `of` and `parse` refuse everything else. It is one of:
 
 - a grid: `cuts` along each dimension, and the rank of each cell in row-major order (replicated and DTensor shards);
 - runs of the flattened tensor: one row of cuts, and the rank of each run (DeepSpeed's partitions);
 - a list of boxes (all else).
 
-Tensors of the same shape usually share one layout, so a manifest stores each layout once. No torch here.
+Tensors of the same shape usually share one layout, so a manifest stores each layout once. No torch import here.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Ints = tuple[int, ...]
 Box = tuple[Ints, Ints]  # offset and shape
 Piece = tuple[int, Ints, Ints]  # rank, offset, shape
 MAX_DIMS = 16
-MAX_BOXES = 1024  # of a list: every pair is compared
+MAX_BOXES = 1024  # most boxes in a list: every pair is compared
 
 
 class LayoutError(ValueError):
-    """Pieces that do not cover a tensor exactly once, or a description that is malformed."""
+    """Pieces that do not cover a tensor exactly once, or a malformed description."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Layout:
     boxes: tuple[Box, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """The description without the shape, so that tensors can share it."""
+        """Return the description without the shape, so that tensors can share it."""
         if self.kind == "boxes":
             return {"ranks": list(self.ranks), "boxes": [[list(o), list(s)] for o, s in self.boxes]}
         return {"ranks": list(self.ranks), self.kind: [list(row) for row in self.cuts]}
 
     def ranks_at(self, offset: Ints, shape: Ints) -> list[int]:
-        """The ranks that wrote some of this box; of runs perhaps a few more."""
+        """Return the ranks that wrote some of this box; for runs, possibly a few more."""
         if 0 in shape:
             return []
         if self.kind == "grid":
@@ -67,7 +67,7 @@ class Layout:
         return list(dict.fromkeys(self.ranks[cell] for cell in cells))
 
     def is_written_by(self, rank: int, boxes: Iterable[Box]) -> bool:
-        """Whether these boxes are exactly the part of this rank."""
+        """Return whether these boxes are exactly this rank's part."""
         if self.kind == "runs":
             return runs_of(self.shape, boxes) == [(self.cuts[0][i], self.cuts[0][i + 1]) for i in self._cells(rank)]
         given = sorted(boxes)
@@ -101,14 +101,14 @@ class Layout:
 
 
 def of(shape: Ints, pieces: Sequence[Piece]) -> Layout:
-    """The layout that these pieces are, in the most compact form."""
+    """Return the most compact layout for these pieces."""
     if any(not len(offset) == len(size) == len(shape) for _, offset, size in pieces):
         raise LayoutError("a piece has another number of dimensions than its tensor")
     return _grid(shape, pieces) or _runs(shape, pieces) or _boxes(shape, pieces)
 
 
 def parse(content: Any, shape: Ints, num_ranks: int) -> Layout:
-    """What `as_json` gave, for a tensor of this shape; anything else is refused."""
+    """Parse the output of `as_json` for a tensor of this shape; refuse anything else."""
     if not isinstance(content, dict) or len(content) != 2 or "ranks" not in content:
         raise LayoutError("a layout is no object with ranks and cuts")
     ranks = ints(content["ranks"], num_ranks - 1)
@@ -138,7 +138,7 @@ def parse(content: Any, shape: Ints, num_ranks: int) -> Layout:
 
 
 def _grid(shape: Ints, pieces: Sequence[Piece]) -> Layout | None:
-    """The cells of a grid, each given once, or None."""
+    """Return a grid layout if the pieces are its cells, each given once; otherwise None."""
     cuts = []
     for d, end in enumerate(shape):
         row = sorted({0, end, *(o[d] for _, o, _ in pieces), *(o[d] + s[d] for _, o, s in pieces)})
@@ -162,7 +162,7 @@ def _grid(shape: Ints, pieces: Sequence[Piece]) -> Layout | None:
 
 
 def _runs(shape: Ints, pieces: Sequence[Piece]) -> Layout | None:
-    """Pieces that are contiguous in the flattened tensor and follow each other without holes, or None."""
+    """Return a runs layout if the pieces are contiguous in the flattened tensor and leave no holes; otherwise None."""
     runs = []
     for rank, offset, size in pieces:
         run = flat_run(shape, offset, size)
@@ -199,7 +199,7 @@ def _boxes(shape: Ints, pieces: Sequence[Piece]) -> Layout:
         low = np.array([offset for offset, _ in boxes], dtype=np.int64)
         high = low + np.array([size for _, size in boxes], dtype=np.int64)
         common = (np.maximum(low[:, None], low) < np.minimum(high[:, None], high)).all(axis=2)
-        if common.sum() > len(boxes):  # more than each with itself
+        if common.sum() > len(boxes):  # more than each box with itself
             raise LayoutError("two pieces of a tensor overlap")
     return Layout("boxes", shape, (), tuple(rank for rank, _, _ in pieces), boxes)
 
@@ -212,7 +212,7 @@ def flat_index(offset: Ints, shape: Ints) -> int:
 
 
 def flat_run(whole: Ints, offset: Ints, shape: Ints) -> tuple[int, int] | None:
-    """Where a box begins and ends in the flattened tensor, if it is contiguous there."""
+    """Return where a box begins and ends in the flattened tensor, or None if it is not contiguous there."""
     if not len(whole) == len(offset) == len(shape):
         return None
     first = next((d for d, n in enumerate(shape) if n != 1), len(shape))
@@ -223,7 +223,7 @@ def flat_run(whole: Ints, offset: Ints, shape: Ints) -> tuple[int, int] | None:
 
 
 def runs_of(whole: Ints, boxes: Iterable[Box]) -> list[tuple[int, int]]:
-    """The runs of the flattened tensor that these boxes make up; a box that is not contiguous matches no run."""
+    """Return the runs of the flattened tensor that these boxes form; a non-contiguous box matches no run."""
     merged: list[tuple[int, int]] = []
     for low, high in sorted(flat_run(whole, *box) or (-1, -1) for box in boxes):
         if merged and merged[-1][1] == low:
@@ -234,7 +234,7 @@ def runs_of(whole: Ints, boxes: Iterable[Box]) -> list[tuple[int, int]]:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """What two boxes have in common, or None."""
+    """Return the intersection of two boxes, or None."""
     low = tuple(map(max, one[0], other[0]))
     high = tuple(min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
     size = tuple(h - lo for lo, h in zip(low, high, strict=True))
@@ -242,7 +242,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def ints(values: Any, most: int = 2**62) -> Ints:
-    """A list of JSON as whole numbers from 0 to `most`."""
+    """Check that a JSON list holds integers from 0 to `most`; return them."""
     if not isinstance(values, list) or not all(type(v) is int and 0 <= v <= most for v in values):
         raise LayoutError("a list of whole numbers is something else")
     return tuple(values)

@@ -1,11 +1,11 @@
-"""manifest.json of a checkpoint: what it says, read as untrusted input.
+"""manifest.json of a checkpoint: its content, parsed as untrusted input.
 
-The manifest has the step, the state that is no tensor, every file with its size and sha256, and for every tensor its
-shape, dtype and layout (layouts.py): O(tensors + ranks). Which key of which file holds which box stands in the header
-of each file. The first format, `dtrain-1`, listed every box here; it is read, and no longer written.
+The manifest has the step, the non-tensor state, every file with its size and sha256, and for every tensor its shape,
+dtype and layout (layouts.py): O(tensors + ranks). Each file's header maps its keys to boxes. The first format,
+`dtrain-1`, listed every box here; it can be read but is no longer written.
 
-A checksum only finds damage. So everything is checked before it is used: types, sizes and counts, names that stay in
-the folder, regular files, and that each tensor is covered exactly once. No torch here.
+A checksum only finds accidental damage. So everything is checked before use: types, sizes and counts, names that stay
+in the folder, regular files, and that each tensor is covered exactly once. This file does not import torch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dtrain import layouts
-from dtrain.layouts import Box, Ints, Layout
-from dtrain.untrusted import NotRegular, open_regular, parse_json
+from dtrain.checkpoint import layouts
+from dtrain.checkpoint.layouts import Box, Ints, Layout
+from dtrain.errors import CheckpointError
+from dtrain.formats.bounded import NotRegular, open_regular, parse_json
 
 FORMAT, OLD_FORMAT = "dtrain-2", "dtrain-1"
 FILE_NAME = re.compile(r"rank-(\d{5,7})(-\d{1,3})?\.safetensors")
@@ -32,14 +33,10 @@ ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
     "bool": 1,
 }  # fmt: skip
-# A manifest of the first format had up to 300 kB for each file that a rank wrote; today's has far less.
+# A manifest of the first format had up to 300 kB per file that a rank wrote; the current one has far less.
 BASE_BYTES, BYTES_PER_FILE = 32 * 2**20, 2**20
 MAX_FILES = 2**20
-MAX_IRREGULAR = 2**16  # boxes of all layouts that are neither grid nor runs: every pair of a tensor is compared
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be saved or used; the message says which, why, and what to do."""
+MAX_IRREGULAR = 2**16  # total boxes in layouts of kind "boxes": every pair of a tensor is compared
 
 
 class Damaged(CheckpointError):
@@ -58,7 +55,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A saved tensor: what it is, and who wrote which part. `parts`: of the first format, which lists them."""
+    """A saved tensor, and who wrote which part of it. `parts`: only in the first format, which lists them."""
 
     shape: Ints
     dtype: str
@@ -68,7 +65,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The checked content of manifest.json. `manifest["samples"]` reads the state that is no tensor."""
+    """The checked content of manifest.json. `manifest["samples"]` reads the non-tensor state."""
 
     meta: dict[str, Any]
     files: dict[str, dict[str, Any]]
@@ -80,7 +77,7 @@ class Manifest:
 
     @functools.cached_property
     def files_of(self) -> dict[int, list[str]]:
-        """The files that each rank wrote."""
+        """Return the files that each rank wrote."""
         found: dict[int, list[str]] = {}
         for name in sorted(self.files):
             found.setdefault(rank_of(name), []).append(name)
@@ -118,7 +115,7 @@ def checksum(values: dict[str, Any]) -> str:
 
 @contextmanager
 def regular(path: Path) -> Iterator[BinaryIO]:
-    """A file of a checkpoint, open for reading. A disk that does not answer is an OSError, and no damage."""
+    """Open a checkpoint's file for reading. A disk that does not respond raises OSError, not Damaged."""
     try:
         file = open_regular(path, follow_symlinks=False)
     except NotRegular as error:
@@ -130,7 +127,7 @@ def regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def read(path: Path) -> Manifest:
-    """The manifest of a checkpoint folder. Damaged: it is not what a save writes."""
+    """Read a checkpoint folder's manifest. Raise Damaged if it is not what a save writes."""
     with regular(path / "manifest.json") as file:
         size = os.fstat(file.fileno()).st_size
         num_files = 0 if size <= BASE_BYTES else sum(1 for name in os.listdir(path) if FILE_NAME.fullmatch(name))
@@ -156,7 +153,7 @@ def read(path: Path) -> Manifest:
 
 
 def parse(values: dict[str, Any]) -> Manifest:
-    """The values of a manifest, checked; Damaged or LayoutError where they are not what a save writes."""
+    """Check a manifest's values; raise Damaged or LayoutError if they are not what a save writes."""
     expect(values.get("format") in (FORMAT, OLD_FORMAT), "format is unknown")
     expect(is_count(values.get("step")), "step is no whole number")
     check_meta(values)
@@ -197,7 +194,7 @@ def parse(values: dict[str, Any]) -> Manifest:
 
 
 def check_meta(values: dict[str, Any]) -> None:
-    """The state that is no tensor: what is there has the type that a save gives it."""
+    """Check the types of the non-tensor state that is present."""
     for key in ("samples", "world_size"):
         expect(key not in values or is_count(values[key]), f"{key} is no whole number")
     for key in ("data", "config_sha256", "run"):
@@ -227,7 +224,7 @@ def check_files(files: Any) -> dict[str, dict[str, Any]]:
 
 
 def check_parts(name: str, chunks: Any, files: dict[str, Any]) -> list[Part]:
-    """The boxes of a tensor in the first format."""
+    """Check and return a tensor's boxes in the first format."""
     expect(isinstance(chunks, list), f"{name} has no list of chunks")
     parts = []
     for chunk in chunks:
@@ -240,7 +237,7 @@ def check_parts(name: str, chunks: Any, files: dict[str, Any]) -> list[Part]:
 
 
 def check_needed(manifest: Manifest, needed: tuple[str, ...]) -> None:
-    """That a manifest has what a run cannot resume without; `extra.optimizer` is a part of `extra`."""
+    """Check that a manifest has what a run needs to resume; `extra.optimizer` is a part of `extra`."""
     for name in needed:
         key, _, part = name.partition(".")
         expect(key in manifest.meta and (not part or part in manifest[key]), f"{name} is missing")
@@ -251,7 +248,7 @@ def check_needed(manifest: Manifest, needed: tuple[str, ...]) -> None:
 
 
 def check_boxes(manifest: Manifest, rank: int, boxes: dict[str, list[Box]]) -> None:
-    """That the files of a rank hold exactly what the layouts say that it wrote."""
+    """Check that a rank's files hold exactly the parts that the layouts assign to it."""
     for name, tensor in manifest.tensors.items():
         expect(
             tensor.layout.is_written_by(rank, boxes.get(name, ())), f"rank {rank}'s files hold other parts of {name}"

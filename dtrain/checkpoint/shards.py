@@ -1,19 +1,17 @@
-"""Tensors in files: safetensors written with a checksum and flushed to disk, and read back piece by piece.
+"""Tensors in safetensors files: written with a checksum and flushed to disk, and read back piece by piece.
 
-The format is eight bytes of header length, a JSON header, the bytes of the tensors. Writing it here, tensor by tensor,
-gives the checksum of exactly the bytes written, without holding a second copy of a shard in memory.
+The format is eight bytes of header length, a JSON header, and the tensors' bytes. Writing it here, tensor by tensor,
+gives the checksum of exactly the bytes written, without a second copy of the shard in memory.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,111 +19,34 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dtrain import diskspace
-from dtrain.layouts import Box, LayoutError, ints, overlap
-from dtrain.manifest import Damaged, Manifest, Part, check_boxes, rank_of, regular
-from dtrain.safetensors_header import Entry, HeaderError, read_header
-from dtrain.untrusted import NotRegular, parse_json, short
+from dtrain.checkpoint.layouts import Box, LayoutError, ints, overlap
+from dtrain.checkpoint.manifest import Damaged, Manifest, Part, check_boxes, rank_of, regular
+from dtrain.formats.bounded import NotRegular, parse_json, short
+from dtrain.formats.safetensors_header import Entry, HeaderError, read_header
+from dtrain.util import disk_space
+from dtrain.util.dtensor import Chunk, chunks_of
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-# Small enough that a block is written from the cache that its hash brought it into, large enough that a thread which
-# writes asks for Python's lock, which the training needs, only some hundred times a second.
+# Small enough that a block is still in cache after hashing when it is written; large enough that the writing thread
+# takes the GIL, which training needs, only some hundred times a second.
 BLOCK = 8 * 2**20
 
 
-def is_dtensor(tensor: Tensor) -> bool:
-    """Told by its looks: importing torch.distributed.tensor takes 0.8 s, and who has a DTensor has paid already."""
-    return hasattr(tensor, "placements")
-
-
-@dataclass(frozen=True, eq=False)
-class Chunk:
-    """A box of a named tensor that this rank holds: its live values, and where it begins in the whole."""
-
-    values: Tensor
-    whole_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.values.shape)
-
-    @property
-    def box(self) -> tuple[slice, ...]:
-        """The place in the whole: `whole[chunk.box]` has the shape of the values."""
-        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.numel() * self.values.element_size()
-
-
-Names = tuple[str, str]  # of a tensor, and of the box of it in a rank's file
-Held = Tensor | list[Chunk]  # what a rank holds of a named tensor: all of it, a DTensor's shard, or some boxes
-
-
-def chunks_of(held: Held) -> list[Chunk]:
-    if isinstance(held, list):
-        return held
-    if is_dtensor(held):
-        dtensor: Any = held
-        mesh = dtensor.device_mesh
-        offset = offset_of(tuple(held.shape), mesh, tuple(dtensor.placements), tuple(mesh.get_coordinate() or ()))
-        return [Chunk(dtensor.to_local(), tuple(held.shape), offset)]
-    return [Chunk(held, tuple(held.shape), (0,) * held.dim())]
-
-
-@functools.lru_cache(maxsize=4096)
-def offset_of(
-    shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...], place: tuple[int, ...]
-) -> tuple[int, ...]:
-    """Where this rank's shard of a DTensor begins. Hundreds of weights have the same shape and placement.
-
-    `place`: of this rank in the mesh. Meshes of two worlds are equal, and this process may be another rank there.
-    """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    return tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[1])
-
-
-def flat_chunks(values: Tensor, whole_shape: tuple[int, ...], begin: int) -> list[Chunk]:
-    """The boxes that a run of elements of the flattened whole is made of, as views of `values`.
-
-    DeepSpeed cuts a weight without regard to its rows. Of a matrix such a run is at most three boxes: the rest of a
-    row, whole rows, the start of a row; each more dimension adds two.
-    """
-    if len(whole_shape) <= 1 or not values.numel():
-        offset = (begin,) if whole_shape else ()
-        return [Chunk(values.view(values.shape if whole_shape else ()), whole_shape, offset)] if values.numel() else []
-    row_shape = whole_shape[1:]
-    row = math.prod(row_shape)
-    boxes: list[Chunk] = []
-    at, end = begin, begin + values.numel()
-    while at < end:
-        if at % row == 0 and end - at >= row:  # whole rows
-            stop = end - end % row
-            rows = values[at - begin : stop - begin].view(-1, *row_shape)
-            boxes.append(Chunk(rows, whole_shape, (at // row, *(0 for _ in row_shape))))
-        else:
-            stop = min(end, at - at % row + row)
-            for part in flat_chunks(values[at - begin : stop - begin], row_shape, at % row):
-                boxes.append(Chunk(part.values.unsqueeze(0), whole_shape, (at // row, *part.offset)))
-        at = stop
-    return boxes
+Names = tuple[str, str]  # of a tensor, and of one of its boxes in a rank's file
 
 
 def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> tuple[int, str]:
-    """Write one safetensors file, flushed to the disk; give its size and sha256."""
+    """Write one safetensors file, flushed to disk; return its size and sha256."""
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the format wants tensors aligned
+    text += b" " * (-len(text) % 8)  # the format requires aligned tensors
     digest = hashlib.sha256()
     try:
         with open(path, "wb") as file:
@@ -137,20 +58,20 @@ def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> t
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise diskspace.describe(error, path, 8 + len(text) + end) from error
+        raise disk_space.describe(error, path, 8 + len(text) + end) from error
     return 8 + len(text) + end, digest.hexdigest()
 
 
 def _parts(header: bytes, tensors: dict[str, Tensor]) -> Iterator[Any]:
     yield len(header).to_bytes(8, "little")
     yield header
-    for tensor in tensors.values():  # one at a time: a GPU shard never lies whole in host memory
+    for tensor in tensors.values():  # one at a time: a GPU shard is never entirely in host memory
         if tensor.numel():
             yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def sha256(path: Path) -> str:
-    """The hash of what is on the disk: what the kernel still has of the file in memory is dropped first."""
+    """Return the hash of what is on disk: the file's cached pages are dropped first."""
     with regular(path) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -158,7 +79,7 @@ def sha256(path: Path) -> str:
 
 
 def fsync_folder(path: Path) -> None:
-    """Make new and renamed entries of a folder survive a power loss."""
+    """Make a folder's new and renamed entries survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -167,15 +88,15 @@ def fsync_folder(path: Path) -> None:
 
 
 class Reader:
-    """Reads tensors of a checkpoint folder, whole or in part, from however many shards they were saved in.
+    """Reads tensors of a checkpoint folder, whole or in part, from any number of shards.
 
-    It opens the files of those ranks only that wrote what is asked for. The checkpoint must have been verified.
+    It only opens files of ranks that wrote requested parts. The checkpoint must have been verified.
     """
 
     def __init__(self, folder: Path, saved: Manifest) -> None:
         self.folder, self.saved = folder, saved
         self.files: dict[str, Any] = {}
-        self.parts: dict[int, dict[str, list[Part]]] = {}  # by the rank that wrote them, by tensor
+        self.parts: dict[int, dict[str, list[Part]]] = {}  # by writing rank, then by tensor
         self.stack = ExitStack()
 
     def __enter__(self) -> Reader:
@@ -185,7 +106,7 @@ class Reader:
         self.stack.close()
 
     def fill(self, name: str, chunk: Chunk) -> None:
-        """Copy into a rank's chunk what overlaps it of every saved part."""
+        """Fill a rank's chunk from every saved part that overlaps it."""
         missing = chunk.values.numel()
         wanted = (chunk.offset, chunk.shape)
         for part in self._parts(name, chunk):
@@ -211,7 +132,7 @@ class Reader:
 
     def _parts(self, name: str, chunk: Chunk) -> Iterator[Part]:
         tensor = self.saved.tensors[name]
-        if tensor.parts is not None:  # the first format has them all in its manifest
+        if tensor.parts is not None:  # the first format lists all parts in its manifest
             yield from tensor.parts
             return
         for rank in tensor.layout.ranks_at(chunk.offset, chunk.shape):
@@ -229,7 +150,7 @@ class Reader:
 
 
 def metadata(chunks: dict[Names, Chunk]) -> dict[str, str]:
-    """What a shard says of its own content: of each tensor the keys, and where each box begins."""
+    """Return a shard's own description of its content: each tensor's keys, and where each box begins."""
     boxes: dict[str, list[Any]] = {}
     for (name, key), chunk in chunks.items():
         boxes.setdefault(name, []).append([key, chunk.offset])
@@ -237,7 +158,7 @@ def metadata(chunks: dict[Names, Chunk]) -> dict[str, str]:
 
 
 def parts_in(path: Path, shard: Any) -> Iterator[tuple[str, Part]]:
-    """The tensors and parts of a shard that is open, as its header lists them."""
+    """Yield the tensors and parts of an open shard, as its header lists them."""
     try:
         boxes = parse_json((shard.metadata() or {}).get("boxes", "").encode())
     except ValueError as error:
@@ -265,7 +186,7 @@ def _parts_of(path: Path) -> list[tuple[str, Part]]:
 
 
 def check_files(folder: Path, saved: Manifest, rank: int) -> None:
-    """That the headers of a rank's files and the manifest say the same. The files' bytes are not read."""
+    """Check that the headers of a rank's files match the manifest. The tensors' bytes are not read."""
     boxes: dict[str, list[Box]] = {}
     found: dict[tuple[str, str], Entry] = {}
     for file in saved.files_of[rank]:
@@ -274,7 +195,7 @@ def check_files(folder: Path, saved: Manifest, rank: int) -> None:
         except HeaderError as error:
             missing = (NotRegular, FileNotFoundError, NotADirectoryError)
             if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, missing):
-                raise error.__cause__ from None  # a disk that does not answer is no damage
+                raise error.__cause__ from None  # a disk that does not respond is not damage
             raise Damaged(str(error)) from error
         found |= {(file, key): entry for key, entry in header.items()}
         if not saved.is_old:

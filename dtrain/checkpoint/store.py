@@ -1,12 +1,12 @@
 """Checkpoints that move between strategies and world sizes; a crash or a flipped bit is always detected.
 
 `checkpoints/step-00000100/` holds safetensors shards and `manifest.json` (manifest.py), which has every file's size and
-sha256, every tensor's shape and layout, and the state that is no tensor. Nothing is pickled. A save goes into a fresh
-folder: shards, then the manifest, all flushed, then one rename, then `latest`. So a folder with the right name is a
-whole checkpoint, at whatever moment the machine died.
+sha256, every tensor's shape and layout, and the non-tensor state. Nothing is pickled. A save writes to a new folder:
+shards, then the manifest, all flushed, then one rename, then `latest`. So a folder with the right name is a complete
+checkpoint, whenever the machine died.
 
-Every function here that takes part in a run is collective: all ranks call it, and all agree on what came out, over
-`group` (agreement.py). dtrain/saving.py calls them while training continues.
+Every function here that takes part in a run is collective: all ranks call it and get the same result, over `group`
+(collective.py). dtrain/checkpoint/background.py calls them while training continues.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain import manifest, shards
-from dtrain.agreement import Group, agreed, collect, distinct, failpoint, from_rank_0, rank, world_size
-from dtrain.agreement import broadcast as broadcast
-from dtrain.agreement import gather as gather
-from dtrain.layouts import LayoutError
-from dtrain.manifest import CheckpointError as CheckpointError
-from dtrain.manifest import Damaged as Damaged
-from dtrain.manifest import Manifest as Manifest
-from dtrain.rundir import checkpoints, read_json
-from dtrain.shards import Chunk, Held, Names, chunks_of
-from dtrain.writers import Writers
+from dtrain.checkpoint import manifest, shards
+from dtrain.checkpoint.layouts import LayoutError
+from dtrain.checkpoint.manifest import Damaged as Damaged
+from dtrain.checkpoint.manifest import Manifest as Manifest
+from dtrain.checkpoint.shards import Names
+from dtrain.checkpoint.writers import Writers
+from dtrain.errors import CheckpointError as CheckpointError
+from dtrain.runs.folder import checkpoints, read_json
+from dtrain.util.collective import Group, agreed, collect, distinct, failpoint, from_rank_0, rank, world_size
+from dtrain.util.collective import broadcast as broadcast
+from dtrain.util.collective import gather as gather
+from dtrain.util.dtensor import Chunk, Held, chunks_of
 
 log = logging.getLogger("dtrain")
-# sha256 is what limits one file: 1.2 GiB/s of a core, where a disk takes 2. So a rank's share is several files, each
-# hashed and written by a thread; below this size that is not worth the files.
+# sha256 limits the speed of one file: 1.2 GiB/s per core, while a disk takes 2. So a rank writes several files, each
+# hashed and written by its own thread; below this size more files do not pay off.
 MAX_FILES, FILE_BYTES = 8, 256 * 2**20
 
 read_manifest = manifest.read
@@ -49,7 +50,7 @@ Files = dict[str, dict[Names, Chunk]]  # what a rank writes, by file
 
 
 def save(folder: Path, step: int, tensors: Mapping[str, Held], meta: dict[str, Any], keep: int) -> Path:
-    """Save under `folder`, in agreement: when this returns, on any rank, the checkpoint is on disk and `latest`."""
+    """Save under `folder`. When this returns on any rank, the checkpoint is on disk and is `latest`."""
     writers = Writers()
     files = share_out(tensors, writers)
     final, _ = commit(folder, step, files, writers.index, meta)
@@ -58,12 +59,12 @@ def save(folder: Path, step: int, tensors: Mapping[str, Held], meta: dict[str, A
 
 
 def share_out(tensors: Mapping[str, Held], writers: Writers) -> Files:
-    """What this rank writes of all that the ranks hold, and into which files."""
-    # one name in a rank's file may stand for several boxes of a tensor: the first has the name itself
+    """Return the part of all ranks' state that this rank writes, by file."""
+    # a rank may hold several boxes of one tensor: the first uses the tensor's name as its key
     chunks = {
         (name, name if i == 0 else f"{name}#{i}"): chunk
         for name, held in tensors.items() for i, chunk in enumerate(chunks_of(held))
-        if chunk.nbytes or not chunk.shape  # an uneven shard leaves some ranks with nothing
+        if chunk.nbytes or not chunk.shape  # uneven sharding leaves some ranks with nothing
     }  # fmt: skip
     assert len({key for _, key in chunks}) == len(chunks), "a name with # in it is another's second box"
     chosen = writers.choose(
@@ -77,7 +78,7 @@ def share_out(tensors: Mapping[str, Held], writers: Writers) -> Files:
     stem = f"rank-{rank():05d}"
     files: Files = {f"{stem}-{i}.safetensors" if i else f"{stem}.safetensors": {} for i in range(num_files)}
     load, file_of = dict.fromkeys(files, 0), {}
-    for names in sorted(mine, key=lambda names: -mine[names].nbytes):  # the largest first: evener
+    for names in sorted(mine, key=lambda names: -mine[names].nbytes):  # largest first balances better
         file_of[names] = min(load, key=load.__getitem__)
         load[file_of[names]] += mine[names].nbytes
     for names, chunk in mine.items():
@@ -88,7 +89,7 @@ def share_out(tensors: Mapping[str, Held], writers: Writers) -> Files:
 def commit(
     folder: Path, step: int, files: Files, index: dict[str, Any], meta: dict[str, Any], group: Group = None
 ) -> tuple[Path, int]:
-    """Write every rank's files, and make them a checkpoint that is `latest`; give it and its bytes over all ranks."""
+    """Write every rank's files and make them the `latest` checkpoint; return its path and its bytes over all ranks."""
     final = folder / f"step-{step:08d}"
     what = f"saving {final}"
 
@@ -96,7 +97,7 @@ def commit(
         attempt = folder / f".attempt-{step}-{uuid.uuid4().hex[:8]}"
         if final.exists() and is_foreign(final, run_id(folder)):
             os.rename(final, final.with_name(f"{final.name}.other-run-{uuid.uuid4().hex[:4]}"))
-        for stale in folder.glob(".attempt-*"):  # of a run that was killed while it saved
+        for stale in folder.glob(".attempt-*"):  # left by a run that was killed during a save
             shutil.rmtree(stale, ignore_errors=True)
         attempt.mkdir(parents=True)
         return attempt.name, final.exists()
@@ -105,7 +106,7 @@ def commit(
     name, is_there = from_rank_0(begin, what, group)
     attempt = folder / name
     if is_there:
-        if not verify(final, group, step=step):  # an earlier life of this run saved this very step, and it is as good
+        if not verify(final, group, step=step):  # saved before a restart of this run, and good
             from_rank_0(attempt.rmdir, what, group)
             return final, 0
         put_aside(final, group)
@@ -117,7 +118,7 @@ def commit(
     def end() -> int:
         try:
             values = manifest.content(step, {"run": run_id(folder)} | meta, reports, index)
-            manifest.parse(values)  # what a load would call damaged is never saved
+            manifest.parse(values)  # never save what a load would call damaged
             write_manifest(attempt, values)
             failpoint("save.manifest")
             os.rename(attempt, final)
@@ -137,9 +138,9 @@ def commit(
 
 
 def write_files(folder: Path, files: Files) -> dict[str, Any]:
-    """Write a rank's files, all at once; what the manifest says of each."""
+    """Write a rank's files in parallel; return each file's entry in the manifest."""
     if any(c.values.is_cuda for chunks in files.values() for c in chunks.values()):
-        torch.cuda.synchronize()  # other threads copy from it, each in a stream of its own
+        torch.cuda.synchronize()  # other threads copy from the GPU, each in its own stream
 
     def write(file: str) -> dict[str, Any]:
         chunks = files[file]
@@ -152,7 +153,7 @@ def write_files(folder: Path, files: Files) -> dict[str, Any]:
 
 
 def num_threads() -> int:
-    """How many files a rank hashes at once: a core for each, of those that are this rank's."""
+    """Return how many files a rank hashes in parallel: one per core of this rank's share."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MAX_FILES, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
@@ -173,9 +174,9 @@ def point_latest(folder: Path, name: str) -> None:
 
 
 def prune(folder: Path, newest: Path, keep: int, group: Group = None) -> None:
-    """Delete all but the newest `keep`, but only once the newest was read back from the disk and found whole.
+    """Delete all but the newest `keep`, but only after the newest was read back from disk and verified.
 
-    Checkpoints of another run that lie there are neither counted nor deleted.
+    Checkpoints of another run in the same folder are neither counted nor deleted.
     """
 
     def others() -> list[str]:
@@ -190,12 +191,12 @@ def prune(folder: Path, newest: Path, keep: int, group: Group = None) -> None:
         raise CheckpointError(f"{newest} does not read back as it was written ({problem}); older checkpoints are kept")
     if rank() == 0:
         for name in old:
-            doomed = folder / f".attempt-pruned-{name}"  # renamed first: a half-deleted folder must not look whole
+            doomed = folder / f".attempt-pruned-{name}"  # rename first: a half-deleted folder must not look complete
             try:
                 os.rename(folder / name, doomed)
                 failpoint("save.prune")
                 shutil.rmtree(doomed)
-            except OSError as error:  # a stuck file costs room, and is no reason to end a run
+            except OSError as error:  # an undeletable file wastes space, but must not end the run
                 log.warning("could not delete the old checkpoint %s: %s", name, error)
 
 
@@ -208,9 +209,9 @@ def newest_good(
     quarantine: bool = True,
     needed: tuple[str, ...] = (),
 ) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint whose every byte is as it was saved, or None; a damaged one is named and put aside.
+    """Return the newest checkpoint that verifies, or None; a damaged one is reported and renamed.
 
-    `needed`: what its manifest must have beside the tensors. One that another run saved is left alone.
+    `needed`: keys that its manifest must have. A checkpoint that another run saved is left alone.
     """
     names, run = from_rank_0(lambda: ([p.name for p in checkpoints(folder)], run_id(folder)), f"listing {folder}")
     foreign = []
@@ -238,7 +239,7 @@ def newest_good(
 
 
 def run_id(folder: Path) -> str | None:
-    """The id of the run that a folder of checkpoints belongs to; None for runs of older versions."""
+    """Return the id of the run that a folder of checkpoints belongs to; None for runs of older versions."""
     found = read_json(folder.parent / "launch.json").get("id")
     return found if isinstance(found, str) else None
 
@@ -248,7 +249,7 @@ def differs(saved: Any, run: str | None) -> bool:
 
 
 def is_foreign(path: Path, run: str | None) -> bool:
-    """Whether another run saved a checkpoint. One that cannot be read is ours: it is put aside as damaged."""
+    """Return whether another run saved a checkpoint. An unreadable one counts as ours and is renamed as damaged."""
     try:
         return run is not None and differs(read_manifest(path).meta.get("run"), run)
     except (CheckpointError, OSError):
@@ -262,12 +263,12 @@ def put_aside(path: Path, group: Group = None) -> None:
 
 
 def verify(path: Path, group: Group = None, needed: tuple[str, ...] = (), step: int | None = None) -> str:
-    """What is damaged in a checkpoint, or "". The ranks share the files; all get the same answer.
+    """Return what is damaged in a checkpoint, or "". The ranks share the files; all get the same answer.
 
-    `needed`: what its manifest must have beside the tensors. `step`: the one that it must hold, by its name.
+    `needed`: keys that its manifest must have. `step`: the step that it must hold, by its name.
 
-    Only bytes that differ from what was saved are damage, and content that no save writes. A disk that does not answer
-    is an error, and no reason to put anything aside.
+    Damage is only bytes that differ from what was saved, or content that no save writes. A disk that does not respond
+    raises an error, and nothing is renamed.
     """
     problem = ""
     with agreed(f"reading {path}", group=group):
@@ -277,7 +278,7 @@ def verify(path: Path, group: Group = None, needed: tuple[str, ...] = (), step: 
                 raise Damaged(f"it holds step {saved['step']} under another name")
             manifest.check_needed(saved, needed)
             mine = sorted(saved.files_of)[rank() :: world_size()]
-            for writer in mine:  # first the headers, which are short
+            for writer in mine:  # headers first, because they are short
                 shards.check_files(path, saved, writer)
             files = [file for writer in mine for file in saved.files_of[writer]]
             with ThreadPoolExecutor(num_threads()) as pool:
@@ -290,7 +291,7 @@ def verify(path: Path, group: Group = None, needed: tuple[str, ...] = (), step: 
 
 
 def damage(file: Path, spec: dict[str, Any]) -> str:
-    """What is wrong with one file, or ""."""
+    """Return what is wrong with one file, or an empty string."""
     size = file.stat().st_size
     if size != spec["size"]:
         return f"{file.name} has {size} bytes instead of {spec['size']}"
@@ -298,9 +299,9 @@ def damage(file: Path, spec: dict[str, Any]) -> str:
 
 
 def load(path: Path, saved: Manifest, tensors: Mapping[str, Held]) -> None:
-    """Fill what this rank holds, in place, from a checkpoint saved under any layout."""
+    """Fill this rank's tensors in place from a checkpoint saved under any layout."""
     chunks = {name: chunks_of(held) for name, held in tensors.items()}
-    # a pipeline's rank knows its own stage only: what the model has is what all of them have
+    # a pipeline rank knows only its own stage: the model's tensors are the union over all ranks
     shapes: dict[str, list[int]] = {}
     for part in distinct({name: list(c[0].whole_shape) for name, c in chunks.items() if c}):
         shapes |= part
@@ -322,7 +323,7 @@ def load(path: Path, saved: Manifest, tensors: Mapping[str, Held]) -> None:
 
 
 def weights(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """The model's whole weights, one at a time, by canonical name: for export, sampling and the weights' hash."""
+    """Yield the model's full weights, one at a time, by canonical name: for export, sampling and the weights' hash."""
     saved = read_manifest(path)
     with shards.Reader(path, saved) as reader:
         for name in sorted(n for n in saved.tensors if n.startswith("model.")):
@@ -330,7 +331,7 @@ def weights(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def weights_sha256(path: Path) -> str:
-    """A hash of the float32 weights: equal for every layout that holds the same values."""
+    """Return a hash of the fp32 weights: the same for every layout that holds the same values."""
     digest = hashlib.sha256()
     for name, tensor in weights(path):
         digest.update(f"{name}{list(tensor.shape)}".encode())

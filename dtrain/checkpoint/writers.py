@@ -1,11 +1,11 @@
-"""Which rank writes which part of a checkpoint, decided once per layout and kept.
+"""Which rank writes which part of a checkpoint, decided once per layout and cached.
 
-Several ranks may hold the same part of a tensor; one of them writes it, and the work is balanced. No rank sees what
-all ranks hold, which is O(tensors × ranks): 2.2 million parts for llama-70b on 1,024 ranks. Instead each tensor name
-has a referee, some rank that its hash selects. Every rank reports its parts to their referees, and learns how many
-others hold each part. Ranks that hold the same parts then reach the same division without another message.
+Several ranks may hold the same part of a tensor; one of them writes it, and the work is balanced. No rank sees what all
+ranks hold, which is O(tensors × ranks): 2.2 million parts for llama-70b on 1,024 ranks. Instead each tensor name has a
+referee, a rank selected by the name's hash. Every rank reports its parts to their referees and learns how many others
+hold each part. Ranks that hold the same parts then compute the same division without another collective.
 
-Each step below is a plain function of what came in, so that benchmarks/checkpoint_ranks.py runs it for thousands of
+Each step below is a pure function of its inputs, so that benchmarks/checkpoint_ranks.py can run it for thousands of
 ranks in one process.
 """
 
@@ -21,16 +21,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtrain import layouts
-from dtrain.agreement import CheckpointError, agreed, broadcast, exchange, rank, world_size
-from dtrain.layouts import Ints
+from dtrain.checkpoint import layouts
+from dtrain.checkpoint.layouts import Ints
+from dtrain.util.collective import CheckpointError, agreed, broadcast, exchange, rank, world_size
 
 Part = tuple[str, Ints, Ints]  # name, offset, shape
 Entry = tuple[str, Ints, Ints, Ints, str]  # and the shape of the whole tensor, its dtype
 
 
 class Writers:
-    """Answers which parts this rank writes. All ranks have one and call it together."""
+    """Decides which parts this rank writes. All ranks have one and call it together."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] | None = None
@@ -38,7 +38,7 @@ class Writers:
         self.index: dict[str, Any] = {}  # on rank 0, for the manifest: tensors and layouts
 
     def choose(self, entries: list[Entry]) -> set[Part]:
-        """The parts that this rank writes, of those that it holds."""
+        """Return the parts that this rank writes, out of those that it holds."""
         changed = torch.tensor([entries != self.entries], dtype=torch.int32)
         if world_size() > 1:
             dist.all_reduce(changed, dist.ReduceOp.MAX)
@@ -49,7 +49,7 @@ class Writers:
 
 
 def plan(entries: list[Entry]) -> tuple[set[Part], dict[str, Any]]:
-    """What this rank writes, and on rank 0 the index of the whole checkpoint. Collective."""
+    """Return what this rank writes, and on rank 0 the index of the whole checkpoint. Collective."""
     size = world_size()
     received = exchange(reports(entries, size))
     answers: dict[int, Any] = {}
@@ -72,7 +72,7 @@ def referee(name: str, size: int) -> int:
 
 
 def reports(entries: Iterable[Entry], size: int) -> dict[int, list[Any]]:
-    """To each referee: what this rank holds of its tensors."""
+    """Return the report to each referee: what this rank holds of the referee's tensors."""
     to: dict[int, list[Any]] = {}
     for entry in entries:
         to.setdefault(referee(entry[0], size), []).append(entry)
@@ -80,7 +80,7 @@ def reports(entries: Iterable[Entry], size: int) -> dict[int, list[Any]]:
 
 
 def judge(received: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
-    """A referee's answer to each rank: of each part, which group of ranks holds it, how many, and its place there."""
+    """Return a referee's answers per rank: each part's group of holders, their number, and the rank's index."""
     holders: dict[Part, list[int]] = {}
     whole: dict[str, Any] = {}
     for r in sorted(received):
@@ -99,9 +99,9 @@ def judge(received: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
 
 
 def divide(entries: Sequence[Entry], size: int, answers: Mapping[int, Sequence[Any]]) -> set[Part]:
-    """The parts that this rank writes: each group shares out what it holds, the largest tensors first.
+    """Return the parts that this rank writes: each group divides what it holds, largest tensors first.
 
-    The size of the whole tensor counts, not that of the part: the groups of a hybrid layout then all decide alike, and
+    The size of the whole tensor counts, not that of the part. So all groups of a hybrid layout decide alike, and
     tensors of one shape have few different layouts.
     """
     replies = {r: iter(reply) for r, reply in answers.items()}
@@ -135,7 +135,7 @@ def by_referee(mine: Iterable[Part], size: int) -> dict[int, list[Part]]:
 def describe(
     received: Mapping[int, Sequence[Any]], confirmed: Mapping[int, Sequence[Any]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A referee's tensors, name → (shape, dtype, key of the layout), and its layouts by key."""
+    """Return a referee's tensors, name → (shape, dtype, key of the layout), and its layouts by key."""
     kinds = {name: kind for entries in received.values() for name, _, _, *kind in entries}
     pieces: dict[str, list[layouts.Piece]] = {name: [] for name in kinds}
     for r in sorted(confirmed):
@@ -153,7 +153,7 @@ def describe(
 
 
 def index(tensors: Iterable[Mapping[str, Any]], described: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """For the manifest: each tensor's shape, dtype and layout, and the different layouts."""
+    """Return the manifest's index: each tensor's shape, dtype and layout number, and the distinct layouts."""
     by_key = {key: content for part in described for key, content in part.items()}
     numbers = {key: i for i, key in enumerate(sorted(by_key))}
     merged = {name: entry for part in tensors for name, entry in part.items()}

@@ -1,4 +1,4 @@
-"""Rules of a fabric's profile: what NCCL would clamp, misread or ignore without a word is refused with the reason."""
+"""Rules for a fabric's profile: reject, with the reason, what NCCL would silently clamp, misread or ignore."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dtrain.config import CONTROL, SECRET, bad
-from dtrain.words import as_dict
+from dtrain.config.files import CONTROL, SECRET
+from dtrain.errors import bad
+from dtrain.util.format import as_dict
 
 ENV = "cluster.fabric.env"
 TRANSPORTS = ("socket", "ib", "efa")
-LEVELS = ("LOC", "PIX", "PXB", "PHB", "SYS")  # what NCCL once numbered 0 to 4; more than 4 meant SYS
-# What a profile is about. Others decide which code runs, or who a rank is, and a profile may be somebody else's file.
+LEVELS = ("LOC", "PIX", "PXB", "PHB", "SYS")  # NCCL's former levels 0 to 4; more than 4 meant SYS
+# Variables that a profile may set. Others select code or a rank's identity, and a profile may be someone else's file.
 # FI_PROVIDER_PATH, OMP_TOOL_LIBRARIES, NCCL_CONF_FILE: shared libraries to load; NCCL_DEBUG_FILE: a file to overwrite
 LOADS = "PLUGIN|PATH|LIBRAR|MODULE|TOOL|COMPONENT|FILE|CONF|PROFILER|AGENT|PIPE|DUMP"
 OURS = re.compile(rf"(NCCL|GLOO|TORCH_NCCL|FI|UCX|OMP|RDMAV|OMPI_MCA)_(?!.*({LOADS})).*|CUDA_DEVICE_MAX_CONNECTIONS")
@@ -28,7 +29,7 @@ EFA_MAY_NEED = ("FI_EFA_USE_HUGE_PAGE", "FI_LOG_LEVEL")
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Raise a ValueError for the first broken rule of cluster.fabric. No torch, no look at this machine."""
+    """Raise a ValueError for the first broken rule of cluster.fabric. No torch; this machine is not inspected."""
     fabric = config["cluster"].get("fabric")
     if fabric is None:  # cluster=local
         return
@@ -82,7 +83,7 @@ def check(config: Mapping[str, Any]) -> None:
 
 
 def check_entry(name: Any, entry: Any) -> None:
-    """One variable: its name, and exactly a value and a reason."""
+    """Check one variable: its name, and that it has exactly a value and a reason."""
     key = f"{ENV}.{name}"
     if not isinstance(name, str) or not re.fullmatch(r"[A-Z][A-Z0-9_]*", name):
         raise bad(ENV, repr(name), "a variable's name is capitals, digits and _", "rename it")
@@ -110,7 +111,7 @@ def check_entry(name: Any, entry: Any) -> None:
 
 
 def check_interface_rule(key: str, value: str) -> None:
-    """NCCL leaves out docker and lo by itself, but no longer when it is given a rule of one's own."""
+    """NCCL excludes docker and lo by default, but not if a custom rule is given."""
     if not value.startswith("^"):
         return
     excluded = [word for word in value.lstrip("^=").split(",") if word]
@@ -159,7 +160,7 @@ def check_on_efa(name: str, value: str) -> None:
 
 
 def check_sockets(values: dict[str, str]) -> None:
-    """NCCL cuts down what is too much with a warning that scrolls by; here it is said before."""
+    """Reject values that NCCL would clamp with a warning that is easy to miss."""
     numbers = {}
     for name, most in (("NCCL_SOCKET_NTHREADS", 16), ("NCCL_NSOCKS_PERTHREAD", 64)):
         text = values.get(name)
@@ -179,7 +180,7 @@ def check_sockets(values: dict[str, str]) -> None:
 
 
 def check_transport(transport: str | None, values: dict[str, str]) -> None:
-    """A profile that says one thing and sets the other."""
+    """Reject a profile whose variables contradict its transport."""
     for name, wrong, other in (
         ("NCCL_IB_DISABLE", "0", "socket"),
         ("NCCL_IB_DISABLE", "1", "ib"),

@@ -1,23 +1,24 @@
-"""What a profile needs, checked before anything starts and without importing torch."""
+"""Check the requirements of a profile before anything starts, without importing torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from dtrain.config import bad, gpus_per_node, world_size
+from dtrain.config.hardware import gpus_per_node, world_size
+from dtrain.errors import bad
 from dtrain.profile import memory
 
 
 def records(config: dict[str, Any]) -> bool:
-    """Are steps recorded as conf/profile says? A user's own profile has settings of its own."""
+    """Are steps recorded as conf/profile defines? A user's own profile class has its own settings."""
     profile = config["profile"]
     ours = all(key in profile for key in ("kind", "ranks", "start", "num_steps"))
     return ours and (profile["kind"] != "none" or config["nsys"])
 
 
 def check(config: dict[str, Any]) -> None:
-    """Steps and ranks that are there, and one recorder at a time."""
+    """Check that the recorded steps and ranks exist, and that only one recorder is active."""
     profile, kind = config["profile"], config["profile"].get("kind", "your own")
     if config["nsys"] and kind != "none":
         rule = f"profile={kind} records the same steps, and of two recorders each slows the other or is refused"
@@ -34,7 +35,7 @@ def check(config: dict[str, Any]) -> None:
 
 
 def check_steps(config: dict[str, Any], num_done: int = 0) -> None:
-    """Will the run come to the last recorded step? `num_done`: of a run that is resumed, before this launch."""
+    """Does the run reach the last recorded step? `num_done`: steps before this launch, for a resumed run."""
     if not records(config):
         return
     profile, train = config["profile"], config["train"]
@@ -54,7 +55,7 @@ def check_steps(config: dict[str, Any], num_done: int = 0) -> None:
 
 
 def check_typed(config: dict[str, Any], typed: Iterable[str]) -> None:
-    """Who types a setting of a profile wants one. In a recipe it may wait for a profile that is chosen later."""
+    """Reject typed profile settings while no profile is chosen. A recipe may set them for a profile chosen later."""
     if config["profile"].get("kind") != "none" or config["nsys"]:
         return
     for key in ("start", "num_steps", "ranks"):
@@ -65,6 +66,6 @@ def check_typed(config: dict[str, Any], typed: Iterable[str]) -> None:
 
 
 def check_machine(config: dict[str, Any]) -> None:
-    """Where the ranks will run: is there a GPU for what needs one?"""
+    """Check that the ranks' machine has a GPU if the profile needs one."""
     if config["profile"].get("kind") == "memory" and not gpus_per_node(config["cluster"]):
         raise memory.no_gpu()

@@ -1,4 +1,4 @@
-"""Going on with a run: what may differ from the launch before, and whether it can go on at all."""
+"""Resume a run: what may differ from the previous launch, and whether the run can resume at all."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
-from dtrain import records
-from dtrain.config import CODE, bad, flatten
-from dtrain.profile import rules as profiling
-from dtrain.rundir import checkpoints, latest_checkpoint, read_summary
-from dtrain.schema import unknown
-from dtrain.words import shell_path, short_path
+from dtrain.checks import profile as profiling
+from dtrain.config.files import CODE, flatten
+from dtrain.errors import bad, unknown
+from dtrain.runs import record as records
+from dtrain.runs.folder import checkpoints, latest_checkpoint, read_summary
+from dtrain.util.format import shell_path, short_path
 
-# What a resumed run may change freely: how it is run. Dropout draws depend on the data ranks and micro-batches.
+# Settings that may change on resume: they define how it runs. Dropout depends on the data ranks and micro-batches.
 FREE_ON_RESUME = (
     "strategy", "cluster", "hardware", "preflight", "logger", "profile", "nsys", "choices", "checkpoint", "compile",
     "fused_loss", "cuda_graphs", "deterministic", "activation_checkpointing", "activation_checkpointing_every",
@@ -29,9 +29,9 @@ FREE_ON_RESUME = (
 def check_resume(
     old: dict[str, Any], new: dict[str, Any], allow: Iterable[str], run_dir: Path, typed: Iterable[str] | None = None
 ) -> None:
-    """Refuse a resume that would silently compute something else; name what changed and how to allow it.
+    """Reject a resume that would silently compute something else; name what changed and how to allow it.
 
-    A setting that did not exist when the run began (under an older version) has its default, unless it is typed.
+    A setting that did not exist when the run started (with an older version) has its default, unless it is typed.
     """
     before, after = flatten(old), flatten(new)
     allow = list(allow)
@@ -40,7 +40,7 @@ def check_resume(
             raise ValueError(str(unknown(name, {*before, *after})).replace(name, f"resume_allow=[{name}]", 1))
     free = [*FREE_ON_RESUME, *allow]
     if "batch_norm" in new["model"] and "train.micro_batch_size" not in allow:
-        free.remove("train.micro_batch_size")  # its statistics are those of a micro-batch
+        free.remove("train.micro_batch_size")  # batch norm statistics depend on the micro-batch size
     changed = [
         key for key in sorted({*before, *after})
         if before.get(key) != after.get(key) and not any(key == f or key.startswith(f + ".") for f in free)
@@ -57,19 +57,19 @@ def check_resume(
 
 
 def check_code(old: dict[str, Any], config: dict[str, Any]) -> None:
-    """A run folder may come from elsewhere: what it says to execute is not executed unseen."""
+    """Reject code from a run folder, which may come from someone else, unless the user types it again."""
     for name in CODE:
         then, now = (c.get("cluster", {}).get(name) for c in (old, config))
         if then and name in config["cluster"] and then != now:
             key, value = f"cluster.{name}", json.dumps(then)
-            if isinstance(then, dict):  # Hydra's spelling has no quotes around keys
+            if isinstance(then, dict):  # Hydra's syntax has no quotes around keys
                 value = "{" + ", ".join(f"{k}: {json.dumps(v)}" for k, v in then.items()) + "}"
             rule = f"the run was started with {value}, which is not taken from a run folder: it may come from elsewhere"
             raise bad(key, now, rule, f"read it; if it is yours, type it again: {key}=…")
 
 
 def check_queue(config: dict[str, Any], run_dir: Path) -> None:
-    """A run whose job is queued goes on by itself; a second job in one folder would only get in its way."""
+    """Reject a run whose job is still queued: it resumes by itself, and a second job would interfere."""
     (record,), problem = records.load([run_dir], ask_all=True)
     fix = f"wait for it, or take it out first: dtrain cancel {shell_path(run_dir)}"
     if record.job and not record.job.ended:
@@ -81,7 +81,7 @@ def check_queue(config: dict[str, Any], run_dir: Path) -> None:
 
 
 def check_unfinished(config: dict[str, Any], run_dir: Path) -> None:
-    """A resume that has nothing to do is a mistake: somebody wanted more steps."""
+    """Reject a resume that has no steps left: the user probably wants more steps."""
     if read_summary(run_dir).get("status") == "running":  # killed between its last save and its summary
         return
     done = num_steps_saved(run_dir)
@@ -92,22 +92,22 @@ def check_unfinished(config: dict[str, Any], run_dir: Path) -> None:
 
 
 def check_profile(config: dict[str, Any], run_dir: Path, typed: Iterable[str]) -> None:
-    """A profile that is asked for with the resume must have the steps.
+    """Check that a profile requested with the resume has enough steps left.
 
-    One that the run has had from its beginning is no reason not to end it: then the ranks say that there is none.
+    A profile that the run had from the start does not block the resume: the ranks then report that there is none.
     """
     if any(name == "nsys" or name.partition(".")[0] == "profile" for name in typed):
         profiling.check_steps(config, num_steps_saved(run_dir))
 
 
 def num_steps_saved(run_dir: Path) -> int:
-    """Where a resume begins, unless the newest checkpoint proves to be damaged."""
+    """Return the step a resume starts from, unless the newest checkpoint turns out to be damaged."""
     newest = latest_checkpoint(run_dir)
     return int(newest.name.removeprefix("step-")) if newest else 0
 
 
 def say_beginning(run_dir: Path, file: TextIO) -> None:
-    """A resume that has nothing to go on from says so; else the header of the run says from which step it goes on."""
+    """Report a resume without a checkpoint; otherwise the run's header shows the step that it resumes from."""
     folder = run_dir / "checkpoints"
     if not checkpoints(folder) and not (folder / "latest").exists():
         print(f"{short_path(run_dir)} has no checkpoint yet, so it begins at step 1 again", file=file, flush=True)

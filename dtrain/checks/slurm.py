@@ -1,4 +1,4 @@
-"""What may be asked of SLURM: rules of the settings before they become a script, and its own refusals in our words."""
+"""Checks of SLURM settings before they become a script, and explanations of SLURM's own rejections."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from dtrain.config import CONTROL, SECRET, bad
-from dtrain.redaction import check as check_values
+from dtrain.config.files import CONTROL, SECRET
+from dtrain.config.redaction import check as check_values
+from dtrain.errors import bad
 
-# parameters of sbatch without which a job would not be what the rest of dtrain takes it for
+# sbatch parameters that dtrain depends on; users may not override them
 NOT_THEIRS = ("array", "output", "error", "job-name", "open-mode", "wrap", "chdir", "signal", "requeue", "no-requeue",
               "wait", "test-only", "parsable", "quiet", "ignore-pbs", "export-file", "uid", "gid")  # fmt: skip
-# sbatch's own words about a bad setting → the setting
+# sbatch's error messages → the setting at fault
 REFUSALS = (
     (r"invalid partition|partition.*not available|user's group not permitted", "partition", "sinfo -s lists them"),
     (r"invalid account|account/partition", "account", "sacctmgr show associations user=$USER lists yours"),
@@ -29,7 +30,7 @@ REFUSALS = (
     (r"invalid node name|node.*not.*partition", "nodelist exclude", "sinfo -N lists the nodes"),
     (r"node count|node configuration|more processors", "nodes", "sinfo -o '%P %D %c %m %G' shows what there is"),
 )
-ASKED = ("gpus_per_node", "gres", "mem", "cpus_per_task", "constraint", "nodelist", "exclude")  # of a node
+ASKED = ("gpus_per_node", "gres", "mem", "cpus_per_task", "constraint", "nodelist", "exclude")  # requests per node
 OWN_NAMES = (
     "nodes", "processes", "time", "partition", "account", "qos", "exclusive", "reservation", "mail_type", "mail_user",
     *ASKED,
@@ -37,7 +38,7 @@ OWN_NAMES = (
 
 
 def minutes(time: str | int | None, grace_s: int) -> int | None:
-    """SLURM's spellings of a time limit: 90, 90:00, 12:00:00, 2-12, 2-12:30, 2-12:30:00."""
+    """Parse SLURM's formats of a time limit: 90, 90:00, 12:00:00, 2-12, 2-12:30, 2-12:30:00."""
     if time is None:
         return None
     parts = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(time))
@@ -58,14 +59,14 @@ def minutes(time: str | int | None, grace_s: int) -> int | None:
 
 
 def check_extra(sbatch: dict[str, Any]) -> None:
-    """cluster.sbatch: parameters that have no setting of their own."""
+    """Check cluster.sbatch: parameters without a setting of their own."""
     for name, value in sbatch.items():
         if not re.fullmatch(r"[a-z][a-z0-9-]*", str(name)):
             raise bad("cluster.sbatch", name, "must be the long name of a parameter of sbatch", "e.g. {nice: 100}")
         if name in NOT_THEIRS:
             raise bad("cluster.sbatch", name, "is what dtrain itself needs to say", "leave it out")
         own = str(name).replace("-", "_").replace("ntasks_per_node", "processes")
-        if own in OWN_NAMES:  # a second word about the same thing would win in the script, and nobody else know
+        if own in OWN_NAMES:  # the script would use the second value, unknown to dtrain
             raise bad("cluster.sbatch", name, "has a setting of its own", f"cluster.{own}={value}")
         if value is not True and (isinstance(value, bool) or not isinstance(value, (str, int, float))):
             rule = "must be text, a number, or true for one that has no value"
@@ -78,7 +79,7 @@ def check_commands(python: str | None, srun: list[str]) -> None:
     except ValueError as error:
         raise bad("cluster.python", python, f"is no command ({error})", "cluster.python=/path/to/python") from None
     for word in srun:
-        if not word.startswith("-"):  # srun would start that word instead of Python
+        if not word.startswith("-"):  # srun would run this word instead of Python
             raise bad("cluster.srun", word, "must be options, each with its value", "e.g. [--cpu-bind=verbose]")
 
 
@@ -93,8 +94,8 @@ def check_secrets(texts: list[str]) -> None:
 
 
 def check_words(said: dict[str, Any], folder: Path, import_path: str) -> None:
-    """What quotes do not help against: how SLURM reads the #SBATCH lines, where bash sees a comment."""
-    check_values({**said, "run_dir": str(folder)})  # a job's name and its log's path are there for others to read
+    """Reject what quoting cannot protect: SLURM parses the #SBATCH lines itself; bash sees only comments."""
+    check_values({**said, "run_dir": str(folder)})  # job names and log paths are readable by others
     for key, value in said.items():
         if isinstance(value, str) and "\\" in value:
             raise bad(key, value, "SLURM takes a backslash for an escape, also inside of quotes", "leave it out")
@@ -102,7 +103,7 @@ def check_words(said: dict[str, Any], folder: Path, import_path: str) -> None:
         rule = f"SLURM replaces what follows a {found[0]} in the name of a log file"
         raise bad("run_dir", folder.parent.parent, rule, f"run_dir=… a folder without {found[0]} in its path")
     for path in (str(folder), import_path):
-        if CONTROL.search(path):  # of the working folder: the rest was checked with the other settings
+        if CONTROL.search(path):  # from the working folder; the other settings are already checked
             rule = "has a control character, and it would reach a shell script"
             raise bad("run_dir", repr(path), rule, "work in a folder without one in its path")
 

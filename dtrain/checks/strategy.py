@@ -1,39 +1,38 @@
-"""The rules of strategies and the arithmetic of pipeline stages: known before the launch, without torch."""
+"""The rules of strategies and the arithmetic of pipeline stages: checked before the launch, without torch."""
 
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import math
 import re
 from itertools import pairwise
 from typing import Any
 
-from dtrain.config import bad, gpus_per_node
-from dtrain.hardware import cpu_has_fp16, no_cpu_fp16
-from dtrain.mesh import MeshSizes
-from dtrain.schema import has_method
-from dtrain.strategies import zero_config
+from dtrain.config.hardware import cpu_has_fp16, gpus_per_node, no_cpu_fp16
+from dtrain.config.mesh import MeshSizes
+from dtrain.config.schema import has_method
+from dtrain.errors import bad
+from dtrain.strategies import deepspeed_config
+from dtrain.strategies.stage_layout import stages_of_rank
 
 WITH_EVERY_PRECISION = ("dtrain.strategies.ddp.DDP", "dtrain.strategies.fsdp.FSDP")
 WITHOUT_FLOAT8 = r"\b(P100|V100|T4|A100|A40|A30|A10|A10G)\b"  # GPUs older than Ada and Hopper
 FLOAT8_MULTIPLE = 16
-BETWEEN_LAYERS = tuple(  # send messages there
+BETWEEN_LAYERS = tuple(  # strategies with collectives between layers
     f"dtrain.strategies.{name}" for name in ("fsdp.FSDP", "zero.Zero", "tensor.TensorParallel", "pipeline.Pipeline")
 )
-MOST_PASSES = 8  # of a step that is one launch: a graph of more has many thousand kernels, and less to gain
-EXTRAS = {"dtrain.strategies.zero": "deepspeed", "dtrain.strategies.fairscale": "fairscale"}
+EXTRAS = {"dtrain.strategies.deepspeed": "deepspeed", "dtrain.strategies.fairscale": "fairscale"}
 
 
 def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> None:
-    """Raise a ValueError for a combination that cannot work: which part, why, and what does."""
+    """Raise a ValueError for an invalid combination: which part, why, and what works."""
     strategy, model = config["strategy"], config["model"]
     package = EXTRAS.get(strategy["_target_"].rpartition(".")[0])
     if package and importlib.util.find_spec(package) is None:
         rule, fix = f"{package} is not installed", f"pip install 'dtrain[{package}]', or strategy=fsdp"
         raise bad("strategy", config["choices"]["strategy"], rule, fix)
     if package == "deepspeed":
-        zero_config.check(config, sizes)
+        deepspeed_config.check(config, sizes)
         check_cpu_fp16(config, sizes)
     check_plans(config, sizes)
     check_tensor(strategy, model, config["data"], config["cluster"], sizes)
@@ -52,18 +51,18 @@ def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> N
 
 
 def check_cpu_fp16(config: dict[str, Any], sizes: MeshSizes) -> None:
-    """Only for ranks on this machine. Those of a SLURM job run on other CPUs, and each rank asks for itself."""
+    """Check only ranks on this machine. Ranks of a SLURM job run on other CPUs, and each checks for itself."""
     cluster, strategy = config["cluster"], config["strategy"]
-    is_here = cluster["_target_"] == "dtrain.launchers.local.Local" or cluster.get("launcher") == "torchrun"
+    is_here = cluster["_target_"] == "dtrain.launch.local.Local" or cluster.get("launcher") == "torchrun"
     if not is_here or gpus_per_node(cluster) or config["precision"].get("dtype") != "float16":
         return
-    user_config = zero_config.read(path) if (path := strategy.get("deepspeed_config")) else {}
-    if zero_config.needs_engine(strategy, user_config, sizes.world_size) and not cpu_has_fp16():
+    user_config = deepspeed_config.read(path) if (path := strategy.get("deepspeed_config")) else {}
+    if deepspeed_config.needs_engine(strategy, user_config, sizes.world_size) and not cpu_has_fp16():
         raise no_cpu_fp16(config["choices"]["strategy"])
 
 
 def check_precision(config: dict[str, Any], num_samples: int) -> None:
-    """`num_samples`: of a forward pass."""
+    """`num_samples`: samples per forward pass."""
     precision, name = config["precision"], config["choices"]["precision"]
     dtype, stream = precision.get("dtype", "float32"), precision.get("stream", "float32")
     if stream not in ("float32", dtype):
@@ -83,18 +82,18 @@ def check_precision(config: dict[str, Any], num_samples: int) -> None:
 
 
 def check_precision_of(config: dict[str, Any]) -> None:
-    """Can the strategy train in this precision? Asked for every layout of a plan, too."""
+    """Can the strategy train in this precision? The planner also asks this for every layout."""
     precision, target = config["precision"], config["strategy"]["_target_"]
     usual = precision.get("parameters", "float32") == "float32" and precision.get("float8", "none") == "none"
     if not usual and target.startswith("dtrain.") and target not in WITH_EVERY_PRECISION:
-        why = " (DeepSpeed keeps float32 masters of its own)" if target == "dtrain.strategies.zero.Zero" else ""
+        why = " (DeepSpeed keeps float32 masters of its own)" if target == "dtrain.strategies.deepspeed.Zero" else ""
         rule = f"works under ddp and fsdp, and not under {config['choices']['strategy']}{why}"
         raise bad("precision", config["choices"]["precision"], rule, "strategy=fsdp, or precision=bf16")
 
 
 def check_pure(config: dict[str, Any], name: str) -> None:
     optimizer = config["optim"]["_target_"]
-    if optimizer.startswith("dtrain.") and optimizer != "dtrain.optim.adamw":
+    if optimizer.startswith("dtrain.") and optimizer != "dtrain.optim.build.adamw":
         rule = "only adamw rounds updates by chance; of others most would be too small to change a bfloat16"
         raise bad("precision", name, rule, "optim=adamw, or precision=bf16")
     if config["strategy"].get("offload", "none") != "none":
@@ -119,7 +118,7 @@ def check_float8(config: dict[str, Any], name: str, num_samples: int) -> None:
 
 
 def check_plans(config: dict[str, Any], sizes: MeshSizes) -> None:
-    """A model must say how it is cut, for what cuts it."""
+    """Check that a model defines the sharding plan that the strategy needs."""
     target = config["model"]["_target_"]
     for axis, size, plan in (("tp", sizes.tp, "tp_plan"), ("pp", sizes.pp, "pipeline_split")):
         if size > 1 and has_method(target, plan) is False:
@@ -173,7 +172,7 @@ def check_pipeline(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: 
             raise bad("strategy.split", split, rule, "strategy.split=null")
     if schedule == "1f1b" and num_micro_batches < pp:
         rule = f"needs at least as many micro-batches as ranks in a row ({pp}), and there are {num_micro_batches}"
-        size = config["train"]["global_batch_size"] // num_micro_batches  # of one micro-batch over all data ranks
+        size = config["train"]["global_batch_size"] // num_micro_batches  # of a micro-batch, all data ranks
         fix = f"a smaller train.micro_batch_size, train.global_batch_size={size * pp}, or strategy.schedule=gpipe"
         raise bad("strategy.schedule", schedule, rule, fix)
     rounds = max(1, num_micro_batches // pp)
@@ -204,38 +203,3 @@ def check_replicas(strategy: dict[str, Any], node_size: int, sizes: MeshSizes) -
             rule,
             f"strategy.replica_size={math.gcd(sizes.dp, size or node_size)}",
         )
-
-
-def stages_of_rank(rank: int, pp: int, schedule: str, stages_per_rank: int) -> tuple[list[int], int]:
-    """The stages that a pipeline rank holds, and how many there are in all.
-
-    interleaved_1f1b deals them out in turns; zbv goes down the ranks and up again, so that a micro-batch ends where it
-    began.
-    """
-    if schedule == "zbv":
-        return [rank, 2 * pp - 1 - rank], 2 * pp
-    if schedule == "interleaved_1f1b":
-        return [rank + i * pp for i in range(stages_per_rank)], stages_per_rank * pp
-    return [rank], pp
-
-
-def balance(layers: list[int], first: int, last: int, num_stages: int) -> list[tuple[int, int]]:
-    """Cut layers of these sizes into stages such that the largest is smallest; the ends weigh something beside them."""
-    costs = [*layers]
-    costs[0] += first
-    costs[-1] += last
-    before = [0, *itertools.accumulate(costs)]  # so that a stage's cost is one subtraction
-    # best[n][i]: the smallest possible largest stage when the first i layers make n stages, and where the last begins
-    best: list[list[tuple[float, int]]] = [[(0.0 if i == 0 else float("inf"), 0) for i in range(len(costs) + 1)]]
-    for n in range(1, num_stages + 1):
-        row = []
-        for i in range(len(costs) + 1):
-            cuts = [(max(best[n - 1][j][0], before[i] - before[j]), j) for j in range(n - 1, i)]
-            row.append(min(cuts, default=(float("inf"), 0)))
-        best.append(row)
-    bounds, end = [], len(costs)
-    for n in range(num_stages, 0, -1):
-        begin = best[n][end][1]
-        bounds.append((begin, end))
-        end = begin
-    return bounds[::-1]

@@ -1,28 +1,37 @@
-"""Every rule that a configuration must keep, checked before anything is started and without importing torch."""
+"""Check every rule of a configuration before anything starts, without importing torch."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import math
-import re
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from dtrain import mesh
-from dtrain.config import CONTROL, bad, flatten, world_size
-from dtrain.profile import rules as profiling
-from dtrain.ranges import check_ranges
-from dtrain.schema import check_keys_and_types
-from dtrain.strategies import rules
+from dtrain.checks import network, strategy
+from dtrain.checks import profile as profiling
+from dtrain.config import mesh
+from dtrain.config.files import CONTROL, flatten
+from dtrain.config.hardware import world_size
+from dtrain.config.mesh import batch_sizes
+from dtrain.config.ranges import check_ranges
+from dtrain.config.schema import check_keys_and_types
+from dtrain.errors import bad
 
 TASKS = {"next": "the next tokens", "mlm": "masked tokens", "classify": "classes of texts"}
-TASK_OF = {"dtrain.models.gpt2.GPT2": "next", "dtrain.models.llama.Llama": "next"}  # others say it in model.task
+TASK_OF = {"dtrain.models.gpt2.GPT2": "next", "dtrain.models.llama.Llama": "next"}  # other models have model.task
+# The linear layers of our models, by the last part of their names; a test compares them with the models.
+LINEAR_LAYERS = {
+    "dtrain.models.bert.Bert": ("q", "k", "v", "proj", "up", "down", "transform", "pooler", "classifier"),
+    "dtrain.models.convnet.ConvNet": ("hidden", "head"),
+    "dtrain.models.gpt2.GPT2": ("qkv", "proj", "up", "down"),
+    "dtrain.models.llama.Llama": ("q", "k", "v", "proj", "gate", "up", "down", "output"),
+    "dtrain.models.resnet.ResNet": ("head",),
+    "dtrain.models.vit.ViT": ("qkv", "proj", "up", "down", "head"),
+}
 
 
 def validate(config: dict[str, Any]) -> mesh.MeshSizes:
-    """Raise a ValueError for the first broken rule; give the mesh that the configuration means."""
+    """Raise a ValueError for the first broken rule; return the mesh of the configuration."""
     check_keys_and_types(config)
     flat = flatten(config)
     check_ranges(flat)
@@ -33,20 +42,22 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     if config["model"]["_target_"].startswith("dtrain."):  # in a user's own model `dim` may mean something else
         check_model(config["model"], sizes)
     _, _, num_micro_batches = batch_sizes(config, sizes)
-    rules.check(config, sizes, num_micro_batches)
-    from dtrain import init_from  # this and the next of the kind: a plan does not come here, and is to answer at once
+    strategy.check(config, sizes, num_micro_batches)
+    from dtrain.checks import (
+        init_from,  # imported late, like the modules below: `dtrain plan` does not need them and must start fast
+    )
 
     init_from.check(config)
     check_adapters(config)
     check_data(config)
     profiling.check(config)
-    if config["logger"]["_target_"] == "dtrain.loggers.Wandb" and importlib.util.find_spec("wandb") is None:
+    if config["logger"]["_target_"] == "dtrain.train.loggers.Wandb" and importlib.util.find_spec("wandb") is None:
         raise bad("logger", "wandb", "wandb is not installed", "pip install 'dtrain[wandb]', or logger=none")
     return sizes
 
 
 def check_text(flat: dict[str, Any]) -> None:
-    """No control character in what may reach a script or SLURM: a newline would begin a new line of the script."""
+    """Reject control characters in text that may reach a script or SLURM: a newline would start a new script line."""
     for key, value in flat.items():
         if not key.startswith("cluster.") and key not in ("name", "run_dir"):
             continue
@@ -65,13 +76,11 @@ def check_cluster(config: dict[str, Any]) -> None:
     if cluster.get("launcher") == "torchrun" and config["preflight"]["level"] == "full" and cluster["nodes"] > 1:
         rule = "nodes that were started by hand cannot be asked together"
         raise bad("preflight", "full", rule, "preflight=quick, or srun/ssh `dtrain preflight` on each")
-    from dtrain.comm import profile
-
-    profile.check(config)
+    network.check(config)
 
 
 def check_model(model: dict[str, Any], sizes: mesh.MeshSizes) -> None:
-    """The arithmetic between a model's sizes and the mesh. A model without these settings has no such rule."""
+    """Check the model's sizes against the mesh. A model without these settings has no such rules."""
     dim, layers = model.get("dim"), model.get("num_layers")
     heads: int = model.get("num_heads") or 0
     kv_heads: int = model.get("num_kv_heads") or heads
@@ -108,59 +117,15 @@ def check_model(model: dict[str, Any], sizes: mesh.MeshSizes) -> None:
         raise bad("strategy.pp", sizes.pp, f"there are only model.num_layers={layers} layers", fix)
 
 
-def batch_sizes(config: Mapping[str, Any], sizes: mesh.MeshSizes) -> tuple[int, int, int]:
-    """(samples a data rank and step, samples a forward pass, forward passes): global = micro × accumulation × dp."""
-    total, asked = config["train"]["global_batch_size"], config["train"]["micro_batch_size"]
-    if total % sizes.dp:
-        down = total // sizes.dp * sizes.dp
-        raise bad(
-            "train.global_batch_size",
-            total,
-            f"must be a multiple of the {sizes.dp} data-parallel ranks",
-            f"train.global_batch_size={down or sizes.dp}" + (f" or {down + sizes.dp}" if down else ""),
-        )
-    per_rank = total // sizes.dp
-    if sizes.pp > 1 and not asked:  # a pipeline needs some to fill it: 4 a stage keep it busy for 80% of the slots
-        wanted = min(4 * sizes.pp, per_rank)
-        asked = max(m for m in range(1, per_rank // wanted + 1) if per_rank % m == 0)
-    micro = min(asked or per_rank, per_rank)
-    if per_rank % micro:
-        divisors = [d for d in range(1, micro) if per_rank % d == 0]
-        share = f"train.global_batch_size={total} / {sizes.dp} ranks"
-        raise bad(
-            "train.micro_batch_size",
-            asked,
-            f"must divide the {per_rank} samples of a data rank ({share})",
-            f"train.micro_batch_size={divisors[-1]}",
-        )
-    return per_rank, micro, per_rank // micro
-
-
 def check_adapters(config: dict[str, Any]) -> None:
-    """Layers that no model of ours has are told before the launch; the ranks look at the model itself."""
-    module = config["model"]["_target_"].rpartition(".")[0]
-    if not config["lora"]["rank"] or not module.startswith("dtrain.models."):
+    """Reject lora.targets that match no layer of our models; the ranks check a user's own model when they build it."""
+    known = LINEAR_LAYERS.get(config["model"]["_target_"])
+    if not config["lora"]["rank"] or known is None:
         return
-    folder = Path(__file__).parent / "models"
-    source = "".join((folder / f"{name}.py").read_text() for name in (module.rpartition(".")[2], "parts"))
-    made = [line.split("=")[0] for line in source.splitlines() if re.search(r"= .*nn\.Linear\(", line)]
-    known = list(dict.fromkeys(re.findall(r"self\.(\w+)", " ".join(made))))
     for target in config["lora"]["targets"]:
         if target.rpartition(".")[2] not in known:
             rule = f"model={config['choices'].get('model')} has no linear layer that ends in {target!r}"
             raise bad("lora.targets", config["lora"]["targets"], rule, f"choose of {', '.join(known)}; or [] for all")
-
-
-def eval_batch_size(num_samples: int, batch_size: int, micro: int, sizes: mesh.MeshSizes) -> int:
-    """Samples a step of the evaluation: a global batch, or as much of one as a small split has."""
-    unit = micro * sizes.dp * (2 * sizes.pp if sizes.pp > 1 else 1)  # whole micro-batches, and a pipeline full of them
-    if num_samples >= batch_size:
-        return batch_size
-    if num_samples < unit:
-        rule = f"the validation split has only {num_samples} samples, and ranks and micro-batches need {unit} at a time"
-        fix = "train.eval_batches=0, a smaller train.micro_batch_size, or more data to hold out"
-        raise bad("train.eval_batches", "…", rule, fix)
-    return num_samples // unit * unit
 
 
 def check_data(config: dict[str, Any]) -> None:
@@ -173,10 +138,10 @@ def check_data(config: dict[str, Any]) -> None:
             f"data.seq_len={model['seq_len']}",
         )
     needs = {"vocab_size": data.get("vocab_size")}
-    if data["_target_"].startswith("dtrain."):  # a user's own module may import torch, and is left to the ranks
+    if data["_target_"].startswith("dtrain."):  # a user's own module may import torch: the ranks check it
         module = importlib.import_module(data["_target_"].rpartition(".")[0])
         check_task(config, getattr(module, "TASK", None))
-        if hasattr(module, "check"):  # e.g. does the path exist, can it be read, is it whole
+        if hasattr(module, "check"):  # e.g. the path exists and is readable and complete
             needs = module.check(**{k: v for k, v in data.items() if not k.startswith("_")})
     for key, what in (("vocab_size", "tokens"), ("num_classes", "classes")):
         if needs.get(key) and model.get(key) and needs[key] > model[key]:
@@ -185,7 +150,7 @@ def check_data(config: dict[str, Any]) -> None:
 
 
 def check_task(config: dict[str, Any], given: str | None) -> None:
-    """Data whose targets a model would learn without complaint, and without sense, is refused."""
+    """Reject data whose targets the model would train on without an error, but without meaning."""
     model, data = config["choices"].get("model"), config["choices"].get("data")
     learns = config["model"].get("task") or TASK_OF.get(config["model"]["_target_"])
     if given and learns and given != learns:

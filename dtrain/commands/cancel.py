@@ -1,4 +1,4 @@
-"""`dtrain cancel`: end a run, or all of a sweep, and say how to go on."""
+"""`dtrain cancel`: end a run, or a whole sweep, and print how to resume."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import socket
 import time
 from pathlib import Path
 
-from dtrain.console import LAUNCH
-from dtrain.contract import CANCELLED_FILE
-from dtrain.records import Record, load
-from dtrain.rundir import write_json
-from dtrain.runs import find_run, sweep_points
-from dtrain.squeue import NoAnswer, call
-from dtrain.words import resume_argument, shell_path, short_path
+from dtrain.commands.runs import sweep_points
+from dtrain.runs.find import find_run
+from dtrain.runs.folder import write_json
+from dtrain.runs.protocol import CANCELLED_FILE
+from dtrain.runs.record import Record, load
+from dtrain.runs.slurm_queue import NoAnswer, call
+from dtrain.ui.console import LAUNCH
+from dtrain.util.format import resume_argument, shell_path, short_path
 
 
 def main(argv: list[str]) -> int:
-    """`dtrain cancel`: end a run, or all of a sweep, and say how to go on."""
+    """`dtrain cancel`: end a run, or a whole sweep, and print how to resume."""
     parser = argparse.ArgumentParser("dtrain cancel", description="End a run; what it saved stays.")
     parser.add_argument("run", help="a run folder, a part of its name, or latest; or a sweep's folder")
     parser.add_argument("--save", action="store_true", help="a running job saves a checkpoint first")
@@ -29,18 +30,18 @@ def main(argv: list[str]) -> int:
     live = [r for r in records if r.is_live]
     for record in live:
         _check_reach(record, problem)
-    for record in live:  # first: a supervisor that is ending looks for it before it queues the job again
+    for record in live:  # first: a supervisor that is ending checks for it before it requeues the job
         mark = {"time": time.time(), "launches": record.num_launches, "job_id": record.job_id}
         write_json(record.run_dir / CANCELLED_FILE, mark)
     saving = [r for r in live if options.save and r.job and r.job.active]
-    # first what waits: the end of a job that saves makes room for the next one, which would start
+    # pending jobs first: a job that saves and ends would free nodes for them
     _scancel([], [r for r in live if r.job and r not in saving])
     _scancel(["--batch", "--signal=USR1"], saving)
     for pid in {r.launch["pid"] for r in live if r.job_id is None}:
         try:
             os.kill(pid, signal.SIGTERM)
         except ProcessLookupError:
-            pass  # it ended by itself
+            pass  # already ended
     for record in records:
         _say_done(record, live, saving, alone=not points)
     if points and live:
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def _one_sweep(word: str) -> list[Path]:
-    """The points of a sweep's folder. Not of a folder of sweeps: `dtrain cancel .` must not end everything."""
+    """Return the points of a sweep's folder. Reject a folder of sweeps: `dtrain cancel .` must not end everything."""
     points = sweep_points(word)
     folders = sorted({p.parent for p in points})
     if points and folders != [Path(word).expanduser()]:
@@ -59,7 +60,7 @@ def _one_sweep(word: str) -> list[Path]:
 
 
 def _check_reach(record: Record, problem: str) -> None:
-    """Refuse before anything is done when this machine cannot end the run."""
+    """Raise before anything is done if this machine cannot end the run."""
     run, launch = short_path(record.run_dir), record.launch
     if record.job_id is not None:
         if record.job is None:
@@ -87,7 +88,7 @@ def _scancel(options: list[str], records: list[Record]) -> None:
     try:
         call(["scancel", *options, *ids], seconds=30)
     except NoAnswer as error:
-        for record in records:  # the job goes on, and must be queued again when it is interrupted
+        for record in records:  # the job continues, and must be requeued if interrupted
             (record.run_dir / CANCELLED_FILE).unlink(missing_ok=True)
         raise ValueError(f"cancel: {error}\n  fix: try again; by hand: scancel {' '.join(ids)}") from None
 

@@ -1,4 +1,4 @@
-"""`dtrain evaluate RUN`: the figures of a run's newest weights over a whole split, on one device."""
+"""`dtrain evaluate RUN`: metrics of a run's newest weights over a whole split, on one device."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dtrain.config import bad
-from dtrain.runs import find_run
-from dtrain.words import loss_text, percent, perplexity
+from dtrain.config.build import build
+from dtrain.errors import bad
+from dtrain.runs.find import find_run
+from dtrain.util.format import loss_text, percent, perplexity
 
 
 def main(argv: list[str]) -> int:
@@ -34,20 +35,20 @@ def main(argv: list[str]) -> int:
 def evaluate(
     run_dir: Path, split: str = "val", batch_size: int | None = None, trust: list[str] | None = None
 ) -> dict[str, Any]:
-    """Each figure as one mean over all targets of the split that count, in the run's own precision."""
+    """Return each metric as a mean over all counted targets of the split, in the run's own precision."""
     import torch
 
-    from dtrain import config, metrics
     from dtrain.data.loader import Loader
-    from dtrain.models.parts import IGNORED
-    from dtrain.sample import load_model
-    from dtrain.strategies.shared import set_stream
+    from dtrain.inference.sample import load_model
+    from dtrain.models.layers import IGNORED
+    from dtrain.strategies.materialize import set_stream
+    from dtrain.train import metrics
 
     model, cfg = load_model(run_dir, trust or [])
     device = next(model.parameters()).device
-    precision = config.build(cfg.precision)
+    precision = build(cfg.precision)
     set_stream(model, precision.stream)
-    dataset = config.build(cfg.data, trust or []).dataset(split)
+    dataset = build(cfg.data, trust or []).dataset(split)
     size = min(batch_size or cfg.train.micro_batch_size or cfg.train.global_batch_size, len(dataset))
     whole, rest = Loader(dataset, size, cfg.train.seed, shuffle=False), len(dataset) % size
     batches = [(whole, position) for position in range(0, len(dataset) - rest, size)]

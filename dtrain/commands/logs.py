@@ -1,4 +1,4 @@
-"""`dtrain logs`: what the ranks of a run wrote, now or as they write it."""
+"""`dtrain logs`: print the logs of a run's ranks, once or continuously."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dtrain.records import Record, load
-from dtrain.rundir import Tail
-from dtrain.runs import find_run
-from dtrain.words import as_dict, number, shell_path, short_path
+from dtrain.runs.find import find_run
+from dtrain.runs.folder import Tail
+from dtrain.runs.record import Record, load
+from dtrain.util.format import as_dict, number, shell_path, short_path
 
-LOOK_S = 0.5  # how often files are looked at
-ASK_S = 15.0  # how often SLURM is asked; sites frown on more
-SURE_S = 5.0  # a job that ended may be queued again: after the loss of a node SLURM takes seconds for that
+LOOK_S = 0.5  # how often files are checked
+ASK_S = 15.0  # how often SLURM is queried; sites discourage more
+SURE_S = 5.0  # an ended job may be requeued: after the loss of a node, SLURM takes seconds for that
 
 
 def main(argv: list[str]) -> int:
-    """`dtrain logs`: the end of a log, and with -f what comes next."""
+    """`dtrain logs`: print the end of a log, and with -f new lines."""
     parser = argparse.ArgumentParser("dtrain logs", description="What a run's ranks wrote.")
     parser.add_argument("run", help="a run folder, a part of its name, or latest")
     parser.add_argument("-f", "--follow", action="store_true", help="show new lines until the run has ended")
@@ -40,19 +40,19 @@ def main(argv: list[str]) -> int:
     paths = [batch] if options.batch else [rank]
     try:
         if options.follow:
-            # Ranks that are well say little; what a person waits for is the supervisor's progress.
+            # Healthy ranks log little; the user wants to see the supervisor's progress.
             follow(run_dir, paths if options.batch or options.rank is not None else [batch, rank], lines)
         elif not _show(paths[0], lines):
             _show_other(run_dir, paths[0], lines)
     except KeyboardInterrupt:
-        pass  # the way to end it
+        pass  # Ctrl-C is how the user ends it
     return 0
 
 
 def follow(run_dir: Path, paths: Sequence[Path], lines: int | None = 50) -> None:
     """Print logs as they grow until the run has ended.
 
-    It waits for a job that has not started yet, and for one that was requeued.
+    Waits for a job that has not started yet, and for one that was requeued.
     """
     tails: dict[Path, Tail | None] = dict.fromkeys(paths)
     told, last, seen, job = "", None, None, None
@@ -74,7 +74,7 @@ def follow(run_dir: Path, paths: Sequence[Path], lines: int | None = 50) -> None
         elif now - over_since > (SURE_S if record.job_id or record.said == "failed" else 0):
             break
         else:
-            asked = min(asked, now - ASK_S + 1)  # is it really over? ask again in a second
+            asked = min(asked, now - ASK_S + 1)  # is it really over? query again in a second
         words = _waiting(record, any(tails.values()))
         if words and words != told:
             _note(words)
@@ -87,12 +87,12 @@ def follow(run_dir: Path, paths: Sequence[Path], lines: int | None = 50) -> None
 
 
 def _supervisor_ended(record: Record) -> bool:
-    """It writes its last lines after the ranks have written that they are done."""
+    """Whether the supervisor has ended: it writes its last lines after the ranks report that they are done."""
     return bool(record.attempts) and record.attempts[-1]["ended"] is not None
 
 
 def _waiting(record: Record, any_yet: bool) -> str:
-    """Why nothing comes, when that is to be expected."""
+    """Explain why there is no output, if none is expected yet."""
     if record.job and record.job.queued:
         reason = f" ({record.job.reason})" if record.job.reason else ""
         return f"waiting: {record.status}{reason}"
@@ -100,7 +100,7 @@ def _waiting(record: Record, any_yet: bool) -> str:
 
 
 def _more(tails: dict[Path, Tail | None], last: Path | None, lines: int | None, final: bool = False) -> Path | None:
-    """Print what is new in each file, with its name where it is another one than before; give the last one's."""
+    """Print the new lines of each file, with a heading where the file changes; return the last printed file."""
     for path, tail in tails.items():
         heading = path if len(tails) > 1 and path != last else None
         if tail is None:
@@ -113,7 +113,7 @@ def _more(tails: dict[Path, Tail | None], last: Path | None, lines: int | None, 
 
 
 def _show(path: Path, lines: int | None, final: bool = True, heading: Path | None = None) -> Tail | None:
-    """Print the last lines of a file; give its tail, or None when there is nothing in it. final: also half a line."""
+    """Print the last lines of a file; return its tail, or None if it is empty. final: include an incomplete line."""
     try:
         with open(path, "rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -149,7 +149,7 @@ def _write(lines: list[bytes], heading: Path | None = None) -> bool:
 
 
 def _note(text: str) -> None:
-    """To stderr: stdout is the log, and may be a file."""
+    """Print to stderr: stdout has the log, and may be a file."""
     print(f"[{text}]", file=sys.stderr, flush=True)
 
 
@@ -170,7 +170,7 @@ def _check_rank(record: Record, rank: int) -> None:
 
 
 def other_logs(run_dir: Path, job_id: str | None) -> list[Path]:
-    """Where to look beside the ranks' logs: the supervisor's, and what the job said before it had one."""
+    """List other logs: the supervisor's, and the job's output from before the supervisor started."""
     places = [run_dir / "submitit", run_dir.parent / "submitit"] if job_id else []  # of a run; of a sweep's array
     submitit = [p for place in places for p in sorted(place.glob(f"*/{job_id}_*log.*"))]
     logs = [run_dir / "logs" / f"{name}.log" for name in ("batch", "srun", "torchrun")]
@@ -178,7 +178,7 @@ def other_logs(run_dir: Path, job_id: str | None) -> list[Path]:
 
 
 def _show_other(run_dir: Path, path: Path, lines: int | None) -> None:
-    """What to show when the log that was asked for is empty."""
+    """Show another log if the requested one is empty."""
     (record,), _ = load([run_dir])
     ranks = sorted((run_dir / "logs").glob("rank-*.log"))
     others = [p for p in (*other_logs(run_dir, record.job_id), *ranks) if p != path]

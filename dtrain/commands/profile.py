@@ -1,4 +1,4 @@
-"""`dtrain profile RUN`: the tables that a run with a profile has left, printed."""
+"""`dtrain profile RUN`: print the tables that a profiled run wrote."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain.config import bad
-from dtrain.console import LAUNCH, say, stdout_console
+from dtrain.errors import bad
 from dtrain.profile.attribute import COMPUTE, PARTS, TOP
-from dtrain.rundir import read_json
-from dtrain.runs import find_run, strict_json
-from dtrain.words import as_dict, clean, gib, number, shell_path, short_path
+from dtrain.runs.find import find_run
+from dtrain.runs.folder import read_json
+from dtrain.ui.console import LAUNCH, say, stdout_console
+from dtrain.util.format import as_dict, clean, gib, number, shell_path, short_path, without_nan
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-LETTERS = 110  # of a kernel's name: two lines of a terminal of 80 columns, beside the figures
+LETTERS = 110  # maximum length of a kernel's name: two lines on 80 columns, beside the numbers
 
-# What a part means, for who reads the table the first time.
+# The meaning of each part, for first-time readers of the table.
 MEANING = {
     "compute": "of the forward and backward pass",
     "optimizer": "the update, with the norm",
@@ -33,7 +33,7 @@ MEANING = {
 
 
 def main(argv: list[str]) -> int:
-    """Print where a run's recorded steps go: a table for each rank and kind of profile."""
+    """Print where the time of a run's recorded steps goes: a table for each rank and kind of profile."""
     parser = argparse.ArgumentParser("dtrain profile", description="Where the recorded steps of a run go.")
     parser.add_argument("run", help="a run folder, a part of its name, or latest")
     parser.add_argument("--json", action="store_true", help="print data instead of tables")
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
             f"  fix: {LAUNCH} … profile=torch (or profile=memory, nsys=true), then dtrain profile latest"
         )
     if options.json:
-        print(json.dumps(strict_json({"tables": tables, "nsys_reports": [str(r) for r in reports]}), indent=2))
+        print(json.dumps(without_nan({"tables": tables, "nsys_reports": [str(r) for r in reports]}), indent=2))
         return 0
     console = stdout_console()
     for table in tables:
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_tables(folder: Path) -> list[dict[str, Any]]:
-    """Every table in the folder: time, then memory, each by rank. A file that is not one of ours is passed over."""
+    """Read every table in the folder: time, then memory, each by rank. Unknown files are ignored."""
     found = [read_json(path) for path in folder.glob("*.json")]
     wanted = {"torch": ("parts", "phases", "kernels"), "memory": ("allocations",), "out-of-memory": ("allocations",)}
     whole = [t for t in found if t.get("kind") in wanted and all(k in t for k in ("rank", *wanted[t["kind"]]))]
@@ -104,7 +104,7 @@ def print_time(table: dict[str, Any], folder: Path, num_kernels: int, console: C
             f"communication: {milliseconds(total)} in all, {milliseconds(exposed)} of it not behind computation",
         )
     kernels = grid("", "ms", "%", "calls", "longest kernels" if table.get("device") == "cuda" else "longest operations")
-    from rich.text import Text  # of which rich reads no markup: what is in brackets is a part of the name
+    from rich.text import Text  # Text disables rich's markup: brackets are part of the name
 
     longest = table["kernels"][:num_kernels]
     for kernel, name in zip(longest, short_names([clean(str(k.get("name"))) for k in longest]), strict=True):
@@ -134,13 +134,13 @@ def print_memory(table: dict[str, Any], folder: Path, num_lines: int, console: C
 
 
 def short_names(names: list[str]) -> list[str]:
-    """Names of a C++ template can have 1,000 letters: cut where the beginning is enough to tell them apart."""
+    """Shorten C++ template names, which can have 1,000 letters, if the shortened names stay distinct."""
     num_alike = Counter(name[: LETTERS - 1] for name in names)
     return [n if len(n) <= LETTERS or num_alike[n[: LETTERS - 1]] > 1 else n[: LETTERS - 1] + "…" for n in names]
 
 
 def grid(title: str, *columns: str) -> Any:
-    """A table whose figures are never cut; a long name goes on in the next line."""
+    """Create a table that never truncates numbers and wraps long names."""
     from rich import box
     from rich.table import Table
 

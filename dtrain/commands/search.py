@@ -1,7 +1,7 @@
-"""`dtrain search`: optuna looks for the best settings, with a run folder a trial, on this machine or on SLURM.
+"""`dtrain search`: search for the best settings with optuna, one run folder per trial, on this machine or on SLURM.
 
-The study is a journal in the sweep's folder and every trial a run of its own, so the search can end at any time and in
-any way: the same command goes on with it. hydra-optuna-sweeper is not used: its last release holds optuna below 3.
+The study is a journal in the sweep's folder, and every trial is a run, so the search can end at any time in any way:
+the same command resumes it. hydra-optuna-sweeper is not used: its last release requires optuna below 3.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
-from dtrain import console, records, runs, start, sweeps
-from dtrain.config import CODE, GROUPS, RECIPES, bad
-from dtrain.contract import BAD_CONFIG, DONE, FAILED, PREEMPTED
-from dtrain.explain import explain
-from dtrain.launch import slug
-from dtrain.rundir import read_summary
-from dtrain.untrusted_config import read
-from dtrain.words import shell_path
+from dtrain import start
+from dtrain.config.files import CODE, GROUPS, RECIPES
+from dtrain.config.hydra_errors import explain
+from dtrain.config.untrusted import read
+from dtrain.errors import bad
+from dtrain.launch import sweeps
+from dtrain.launch.app import slug
+from dtrain.runs import record as records
+from dtrain.runs.folder import read_summary
+from dtrain.runs.protocol import BAD_CONFIG, DONE, FAILED, PREEMPTED
+from dtrain.ui import console, tables
+from dtrain.util.format import shell_path
 
 if TYPE_CHECKING:
     import optuna
@@ -54,8 +58,8 @@ METRICS = (
     "val_loss", "val_accuracy", "val_top5", "val_perplexity", "train_loss", "tokens_per_s", "mfu", "peak_mem_gib",
     "wall_s",
 )  # fmt: skip
-LOCAL_S, QUEUE_S = 0.5, 5.0  # how often to look at trials here, and in a queue
-MANY = 3  # trials in a row that fail: the next would, too
+LOCAL_S, QUEUE_S = 0.5, 5.0  # how often to check trials on this machine, and in a queue
+MANY = 3  # stop after this many failed trials in a row
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Request:
 
 
 def main(argv: list[str]) -> int:
-    """Exit codes: 0 all trials were made, 2 bad settings, 3 none succeeded, 75 stopped; the same command goes on."""
+    """Exit codes: 0 all trials were made, 2 bad settings, 3 none succeeded, 75 stopped; the same command resumes."""
     if not argv or {"-h", "--help"} & set(argv):
         print(USAGE)
         return 0
@@ -83,7 +87,7 @@ def main(argv: list[str]) -> int:
         sweeps.note(folder, typed)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         code = Search(folder, request).run()
-    runs.print_sweep(sweeps.points(folder))
+    tables.print_sweep(sweeps.points(folder))
     return code
 
 
@@ -118,7 +122,7 @@ def read_request(argv: Sequence[str]) -> Request:
         raise bad(
             f"search.{unknown.pop()}", "…", "there is no such setting", f"use one of {', '.join(DEFAULTS)}, space"
         )
-    # a word typed later wins over the recipe's
+    # typed overrides win over the recipe's
     parsed = {o.key_or_group: o for o in parse(overrides)}
     space = [o for o in parsed.values() if o.is_sweep_override()]
     if not space:
@@ -141,13 +145,13 @@ def read_request(argv: Sequence[str]) -> Request:
 def recipe_section(path: Path) -> Any:
     try:
         tree = read(path)
-    except Exception as error:  # yaml errors have many types; all of them mean: this file is no recipe
+    except Exception as error:  # yaml errors have many types; each means that the file is not a recipe
         raise bad("recipe", path, f"cannot be read: {error}", "mend the file") from error
     return (tree.get("search") or {}) if isinstance(tree, dict) else {}
 
 
 def check_space(path: Path, section: Any) -> None:
-    """A recipe may come from elsewhere, and its space is typed for the trials: it says no more than a recipe may."""
+    """Check an untrusted recipe's space, which becomes overrides of the trials: it may set only what a recipe may."""
     space = section.get("space", []) if isinstance(section, dict) else None
     if not isinstance(space, list):
         raise bad("recipe", path, "its `search` is a section with a list `space`", "dtrain recipes show search-lr")
@@ -157,7 +161,7 @@ def check_space(path: Path, section: Any) -> None:
             raise bad("search.space", line, "must vary", "a fixed setting stands in the recipe itself")
         code = any(key == f"cluster.{name}" or key.startswith(f"cluster.{name}.") for name in CODE)
         typed = key.startswith(("hydra", "trust", "resume", "recipe", "run_dir"))
-        own = key in GROUPS and "." in line.partition("=")[2]  # my_pkg.Net: typing a name is trusting it
+        own = key in GROUPS and "." in line.partition("=")[2]  # my_pkg.Net: typing a name would trust it
         if code or typed or own or not re.fullmatch(r"[a-z]\w*(\.[a-zA-Z]\w*)*", key) or "${" in line:
             raise bad("search.space", line, "code and trust are for the command line", f"type it: '{key}=…'")
 
@@ -170,7 +174,7 @@ def parse(overrides: list[str]) -> list[Override]:
 
 
 def distribution(override: Override) -> optuna.distributions.BaseDistribution:
-    """Hydra's way to write a space, as optuna's."""
+    """Convert Hydra's sweep syntax to an optuna distribution."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     sweep = override.value()
@@ -192,23 +196,23 @@ def distribution(override: Override) -> optuna.distributions.BaseDistribution:
 
 
 def _is_submitted(request: Request) -> bool:
-    """Do the trials go to a scheduler, which outlives this terminal?"""
+    """Are the trials submitted to a scheduler, which outlives this terminal?"""
     words = [w for w in request.fixed if w.startswith(("cluster", "recipe"))]
-    from dtrain.compose import compose
+    from dtrain.launch.compose import compose
 
     return compose(words)["cluster"].get("launcher") == "submitit"
 
 
 def _detach(argv: list[str], folder: Path) -> int:
-    """Go on in a process of its own, which the end of the terminal does not reach."""
-    sweeps.lock(folder).close()  # makes it, and refuses when the search goes on already
+    """Continue in a separate process that survives the end of the terminal."""
+    sweeps.lock(folder).close()  # creates the folder; raises if the search is already running
     words = [a for a in argv if not a.startswith(("detach=", "dir="))]
     with open(folder / "search.log", "ab") as log:
         process = subprocess.Popen(
             [*start.command("dtrain.cli"), "search", *words, f"dir={folder}", "detach=false"],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
-    time.sleep(3)  # long enough to hear of a mistake
+    time.sleep(3)  # long enough to see an early error
     if process.poll() not in (None, DONE):
         console.print_error((folder / "search.log").read_text(errors="replace").removeprefix("error: ").strip())
         return process.poll() or FAILED
@@ -219,7 +223,7 @@ def _detach(argv: list[str], folder: Path) -> int:
 
 
 class Search:
-    """The loop: ask for settings, launch a run with them, tell what came of it."""
+    """The loop: ask optuna for settings, launch a run with them, report its result."""
 
     def __init__(self, folder: Path, request: Request) -> None:
         import optuna
@@ -231,7 +235,7 @@ class Search:
             storage=JournalStorage(JournalFileBackend(str(folder / "study.journal"))),
             study_name="search", load_if_exists=True, direction=self.words["direction"],  # type: ignore[arg-type]
         )  # fmt: skip
-        seed = int(self.words["seed"]) + len(self.study.trials)  # one that goes on must not draw the same again
+        seed = int(self.words["seed"]) + len(self.study.trials)  # a resumed search must not draw the same values again
         samplers = {"tpe": optuna.samplers.TPESampler(seed=seed), "random": optuna.samplers.RandomSampler(seed=seed)}
         self.study.sampler = samplers[self.words["sampler"]]
         self.space = {o.key_or_group: distribution(o) for o in request.space}
@@ -241,7 +245,7 @@ class Search:
     def run(self) -> int:
         from optuna.trial import TrialState
 
-        for trial in self.study.get_trials(states=[TrialState.RUNNING]):  # of an earlier driver
+        for trial in self.study.get_trials(states=[TrialState.RUNNING]):  # from an earlier driver process
             record = self._look([trial.number])[0]
             if record.status != "done" and not record.is_live:
                 self._launch(trial.number, trial.params)
@@ -275,7 +279,7 @@ class Search:
         return DONE
 
     def _on_signal(self, number: int, frame: object) -> None:
-        """The trials that run here save and end; those in a scheduler's queue go on."""
+        """Stop the search: local trials save and end; queued trials continue."""
         self.stopped = True
         for process in self.processes.values():
             if process.poll() is None:
@@ -296,11 +300,11 @@ class Search:
             words = [f"resume={run_dir}"]
         print(f"trial {number}: {' '.join(varied)}", flush=True)
         command = [*start.command("dtrain.cli"), "launch", *words]
-        # a session of its own: Ctrl-C is for us, who hand it on
+        # a separate session: this process gets Ctrl-C and forwards it
         self.processes[number] = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
 
     def _look(self, numbers: Sequence[int]) -> list[records.Record]:
-        """How the trials are, with one question to SLURM for all of them."""
+        """Read the state of the trials, with one SLURM query for all."""
         return records.load([self._run_dir(number) for number in numbers], ask_all=True)[0]
 
     def _pause(self, seconds: float) -> None:
@@ -309,7 +313,7 @@ class Search:
             time.sleep(0.1)
 
     def _settle(self, number: int, record: records.Record) -> int | None:
-        """Tell the study what came of a trial that has ended. Gives an exit code when the search must end, too."""
+        """Report a finished trial's result to the study. Returns an exit code if the whole search must end."""
         from optuna.trial import TrialState
 
         process = self.processes.get(number)
@@ -319,7 +323,7 @@ class Search:
         if process is not None and process.returncode == BAD_CONFIG:
             self.study.tell(number, state=TrialState.FAIL)  # its message is on the screen
             if not sweeps.points(self.folder):
-                return BAD_CONFIG  # none was accepted yet: the next trial would get the same one
+                return BAD_CONFIG  # no trial was accepted yet: the next one would fail alike
             print(f"trial {number}: refused", flush=True)  # e.g. a micro-batch that cannot fit
         elif record.is_live:
             return None
@@ -336,7 +340,7 @@ class Search:
                 return None
             print(f"trial {number} was {status}, so the search ends; the same command goes on with it", flush=True)
             return PREEMPTED
-        else:  # failed, died, or interrupted and in no queue any more
+        else:  # failed, died, or interrupted and no longer queued
             self.study.tell(number, state=TrialState.FAIL)
             print(f"trial {number}: {status}; dtrain status {shell_path(run_dir)}", flush=True)
         newest = [t.state for t in self.study.get_trials(deepcopy=False) if t.state.is_finished()][-MANY:]

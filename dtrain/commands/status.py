@@ -1,4 +1,4 @@
-"""`dtrain status`: a run after it was launched, wherever it runs, on one screen. Its neighbours: logs and cancel."""
+"""`dtrain status`: the state of a launched run on one screen, on any launcher. See also logs and cancel."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain.console import next_commands, say, stdout_console
-from dtrain.logs import other_logs
-from dtrain.records import Record, load
-from dtrain.rundir import latest_checkpoint, read_json
-from dtrain.runs import find_run, strict_json, sweep_points
-from dtrain.squeue import show
-from dtrain.tables import STYLES, print_sweep, say_problem
-from dtrain.words import as_dict, duration, loss_text, number, shell_path, short_path, si
+from dtrain.commands.logs import other_logs
+from dtrain.commands.runs import sweep_points
+from dtrain.runs.find import find_run
+from dtrain.runs.folder import latest_checkpoint, read_json
+from dtrain.runs.record import Record, load
+from dtrain.runs.slurm_queue import show
+from dtrain.ui.console import next_commands, say, stdout_console
+from dtrain.ui.tables import STYLES, print_sweep, say_problem
+from dtrain.util.format import as_dict, duration, loss_text, number, shell_path, short_path, si, without_nan
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-# SLURM's words for why a job waits, those that a newcomer meets first.
+# SLURM's most common reasons for a pending job, explained for newcomers.
 REASONS = {
     "Resources": "it is next, and waits for nodes to become free",
     "Priority": "other jobs go first",
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> int:
     records, problem = load(points or [find_run(options.run)], ask_all=not points)
     data = [record.row() for record in records] if points else describe(records[0])
     if options.json:
-        print(json.dumps(strict_json(data), indent=2, default=str))
+        print(json.dumps(without_nan(data), indent=2, default=str))
     else:
         assert isinstance(data, dict)
         console = stdout_console()
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> int:
 
 
 def describe(record: Record) -> dict[str, Any]:
-    """Everything that `dtrain status` shows, as data."""
+    """Return everything that `dtrain status` shows, as data."""
     run_dir, summary, job = record.run_dir, record.summary, record.job
     if job and job.ended and job.exit is None and job.state != "GONE":
         job = show(job.id) or job
@@ -89,7 +90,7 @@ def describe(record: Record) -> dict[str, Any]:
 
 
 def reason(record: Record) -> str:
-    """What stands in brackets behind the status."""
+    """Return the text in brackets after the status."""
     status, job = record.status, record.job
     if job and job.queued:
         word = job.reason or job.state
@@ -108,7 +109,7 @@ def reason(record: Record) -> str:
 
 
 def commands(record: Record) -> list[str]:
-    """What to type next."""
+    """Suggest the next commands."""
     run = shell_path(record.run_dir)
     if record.is_live:
         return [f"dtrain logs -f {run}", f"dtrain cancel {run}"]
@@ -117,7 +118,7 @@ def commands(record: Record) -> list[str]:
 
 
 def print_status(record: Record, data: dict[str, Any], console: Console) -> None:
-    """The screen of `dtrain status`."""
+    """Print the screen of `dtrain status`."""
 
     def line(label: str, *parts: str | tuple[str, str]) -> None:
         say(console, (f"{label:<17}", "dim"), *parts)
@@ -170,11 +171,11 @@ def _print_place(record: Record, job: dict[str, Any] | None, line: Any) -> None:
         parts.append(job["state"])
         if job["state"] == "PENDING" and job["submitted"]:
             parts.append(f"waits {duration(max(0.0, time.time() - job['submitted']))}")
-            # Without other jobs' time limits SLURM expects the end of time: a year from now says nothing.
+            # If other jobs have no time limit, SLURM expects a start in a year or so: meaningless.
             if job["started"] and 0 < job["started"] - time.time() < 30 * 86400:
                 parts.append(f"expected in {duration(job['started'] - time.time())}")
         elif job["elapsed"] is not None:
-            limit = number(job["limit"])  # a year is SLURM's word for no limit
+            limit = number(job["limit"])  # SLURM reports a year for no limit
             parts.append(duration(job["elapsed"]) + (f" of {duration(limit)}" if limit and limit < 31536000 else ""))
         if job["exit"] not in (None, "0:0") and job["state"] in ("FAILED", "CANCELLED", "OUT_OF_MEMORY", "TIMEOUT"):
             code, _, number_of = str(job["exit"]).partition(":")
@@ -187,7 +188,7 @@ def _print_place(record: Record, job: dict[str, Any] | None, line: Any) -> None:
 def _print_attempts(record: Record, line: Any) -> None:
     attempts = record.attempts
     if record.job_id is None and len(attempts) < 2:
-        return  # a plain run on this machine: the other lines say it all
+        return  # a plain run on this machine: the other lines are enough
     if hidden := max(0, len(attempts) - 8):
         line("attempts", f"{len(attempts)}, the newest being")
     for i, attempt in enumerate(attempts[hidden:], hidden):

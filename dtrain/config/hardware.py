@@ -1,7 +1,7 @@
-"""What a node is made of, and what it should reach: the figures that measurements and predictions are held against.
+"""What a node is made of and how fast it should be: reference values for measurements and predictions.
 
-conf/hardware/ holds them with their sources, and says in unknown.yaml what each means. None is: not known, and then
-nothing is compared with it and nothing predicted from it.
+conf/hardware/ holds the values with their sources; unknown.yaml documents each field. None means unknown: it is then
+neither compared with a measurement nor used for a prediction.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dtrain.config import bad, count_gpus, section
+from dtrain.config.files import section
+from dtrain.errors import bad
 
 
 class Hardware:
@@ -90,8 +91,8 @@ class Hardware:
                 )
 
 
-# What the driver calls a GPU ("NVIDIA A100-SXM4-80GB") → its file in conf/hardware, the first that is found. Cards for
-# PCIe have lower clocks, fewer multiprocessors and no NVSwitch: no file is about them.
+# The driver's name of a GPU ("NVIDIA A100-SXM4-80GB") → its file in conf/hardware; the first match counts. PCIe cards
+# have lower clocks, fewer SMs and no NVSwitch: no file describes them.
 OTHERS = r"PCIe|NVL\b|Laptop"
 NAMES = (
     (r"\bB200\b", "b200"),
@@ -104,16 +105,16 @@ NAMES = (
     (r"\bL4\b", "l4"),
     (r"\bRTX 4090\b(?! D)", "rtx4090"),
 )
-WITHOUT_BF16 = r"\b(P100|V100|T4)\b"  # older than Ampere: 16-bit matrix products are fp16 there
+WITHOUT_BF16 = r"\b(P100|V100|T4)\b"  # older than Ampere: use fp16 for 16-bit matmuls there
 DRIVER = Path("/proc/driver/nvidia/gpus")
 CPU_INFO = Path("/proc/cpuinfo")
-CPU_FP16 = "DTRAIN_CPU_FP16"  # 1 or 0 fakes what the CPU can do, for tests; 1 also overrides DeepSpeed's own check
+CPU_FP16 = "DTRAIN_CPU_FP16"  # 1 or 0 fakes the CPU's fp16 support in tests; 1 also overrides DeepSpeed's own check
 
 
 def detect() -> str | None:
-    """The file of conf/hardware that is about this machine: of its first GPU, `cpu` without one, None for another GPU.
+    """Name the conf/hardware file for this machine, by its first GPU; `cpu` without a GPU, None for an unknown GPU.
 
-    No torch and, where the driver shows its files, no other program: a launcher asks this before every run.
+    Needs no torch and, if the driver's /proc files are readable, no subprocess: every launch calls it.
     """
     if count_gpus() == 0:
         return "cpu"
@@ -122,31 +123,31 @@ def detect() -> str | None:
 
 
 def option_of(name: str) -> str | None:
-    """The option of conf/hardware for a GPU by the driver's name for it; None: there is none."""
+    """Name the conf/hardware option for a GPU, given the driver's name; None: there is no such option."""
     if re.search(OTHERS, name, re.IGNORECASE):
         return None
     return next((option for pattern, option in NAMES if re.search(pattern, name)), None)
 
 
 def half_precision(gpu: str | None) -> str | None:
-    """The option of conf/precision for 16 bits that a GPU computes fast; None without a GPU."""
+    """Name the conf/precision option for 16 bits that is fast on this GPU; None without a GPU."""
     return None if not gpu else "fp16" if re.search(WITHOUT_BF16, gpu) else "bf16"
 
 
 def cpu_has_fp16() -> bool:
-    """Whether DeepSpeed accepts fp16 on this CPU. It asks torch whether oneDNN has fp16 kernels for it."""
+    """Whether DeepSpeed accepts fp16 on this CPU. DeepSpeed asks torch whether oneDNN has fp16 kernels for the CPU."""
     fake = fake_cpu_fp16()
     known = fp16_by_flags(cpu_flags(CPU_INFO)) if fake is None else fake
     return torch_has_fp16() if known is None else known
 
 
 def fake_cpu_fp16() -> bool | None:
-    """What a test says in the place of the CPU; None: nothing."""
+    """Return the fake value that a test sets; None: not set."""
     return {"1": True, "0": False}.get(os.environ.get(CPU_FP16, ""))
 
 
 def cpu_flags(path: Path) -> set[str]:
-    """The instruction sets that Linux lists for an x86 CPU; none for another CPU or system."""
+    """Return the instruction sets that Linux lists for an x86 CPU; empty for another CPU or OS."""
     try:
         found = re.search(r"^flags\s*:(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
@@ -155,10 +156,10 @@ def cpu_flags(path: Path) -> set[str]:
 
 
 def fp16_by_flags(flags: set[str]) -> bool | None:
-    """oneDNN's rule (platform.cpp, has_data_type_support) by the flags that Linux lists; None: they do not tell.
+    """Apply oneDNN's rule (platform.cpp, has_data_type_support) to the flags that Linux lists; None: undecided.
 
     AVX512-FP16 with BF16 and AVX-VNNI; or AVX-VNNI, AVX-VNNI-INT8 and AVX-NE-CONVERT, of which Linux lists only the
-    first. A CPU that is not x86 has none of them, and torch says no for all of those.
+    first. A CPU that is not x86 has none of these flags, and torch reports False for it.
     """
     if "avx_vnni" not in flags:
         return False
@@ -167,7 +168,7 @@ def fp16_by_flags(flags: set[str]) -> bool | None:
 
 @functools.cache
 def torch_has_fp16() -> bool:
-    """torch's own answer, in a process of its own (2 s). Without one nothing is refused: the ranks ask again."""
+    """Ask torch in a subprocess (2 s). Without an answer assume support: the ranks check again."""
     code = "import torch; print(torch.ops.mkldnn._is_mkldnn_fp16_supported())"
     try:
         answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300).stdout
@@ -177,7 +178,7 @@ def torch_has_fp16() -> bool:
 
 
 def no_cpu_fp16(strategy: str) -> ValueError:
-    """The same message from the launcher and from a rank on a node that the launcher could not see."""
+    """Return the error that the launcher raises, or a rank on a node that the launcher cannot inspect."""
     rule = (
         f"strategy={strategy} is DeepSpeed's, which takes fp16 on a CPU only with fp16 instructions (AVX512-FP16), "
         f"and the CPU of {socket.gethostname()} has none"
@@ -186,7 +187,7 @@ def no_cpu_fp16(strategy: str) -> ValueError:
 
 
 def driver_name(folder: Path) -> str | None:
-    """The first GPU's name as the driver's files tell it (`Model: NVIDIA H200`); None where there are none."""
+    """Read the first GPU's name from the driver's files (`Model: NVIDIA H200`); None if there are none."""
     for path in sorted(folder.glob("*/information")):
         try:
             found = re.search(r"^Model:\s*(.+?)\s*$", path.read_text(encoding="utf-8"), re.MULTILINE)
@@ -197,9 +198,9 @@ def driver_name(folder: Path) -> str | None:
     return None
 
 
-@functools.cache  # a launch asks more than once
+@functools.cache  # a launch calls it more than once
 def smi_name(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> str | None:
-    """The same from nvidia-smi, for containers in which /proc hides the driver."""
+    """Get the name from nvidia-smi, for containers in which /proc hides the driver."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         command += ["--id=" + visible.split(",")[0]]
@@ -211,6 +212,29 @@ def smi_name(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.r
 
 
 def load(name: str, **figures: Any) -> Hardware:
-    """The nodes of conf/hardware/NAME.yaml, with other figures where some are given."""
+    """Load conf/hardware/NAME.yaml; `figures` replace single values."""
     known = {key: value for key, value in section("hardware", name).items() if key != "_target_"}
     return Hardware(**known | figures)
+
+
+def world_size(config: Any) -> int:
+    return int(config["cluster"]["nodes"] * config["cluster"]["processes"])
+
+
+def gpus_per_node(cluster: Mapping[str, Any]) -> int:
+    """GPUs per node: the cluster's setting, or those of this machine."""
+    return int(cluster["gpus_per_node"]) if "gpus_per_node" in cluster else count_gpus()
+
+
+def ranks_per_node(cluster: Mapping[str, Any]) -> int:
+    """cluster.processes, or its default: one per GPU; without GPUs 2 on this machine and 1 on a cluster."""
+    return int(cluster.get("processes") or gpus_per_node(cluster) or (1 if "gpus_per_node" in cluster else 2))
+
+
+def count_gpus() -> int:
+    """Count the GPUs that a process started here would see, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = sum(1 for p in Path("/dev").glob("nvidia*") if p.name[6:].isdigit())
+    if visible is None:
+        return present
+    return min(present, len([d for d in visible.split(",") if d.strip() not in ("", "-1")]))

@@ -1,4 +1,4 @@
-"""A person's mistake in words: one message with a fix, from Hydra's and OmegaConf's many kinds of exception."""
+"""Explain user errors: one message with a fix for each of Hydra's and OmegaConf's many exception types."""
 
 from __future__ import annotations
 
@@ -6,29 +6,32 @@ import difflib
 import re
 from pathlib import Path
 
-from dtrain import diskspace
-from dtrain.config import CONF, flatten, read_yaml
-from dtrain.config import GROUPS as GROUPS
-from dtrain.schema import unknown
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
+
+from dtrain.config.files import CONF, known_settings, options_of, read_yaml
+from dtrain.config.files import GROUPS as GROUPS
+from dtrain.errors import unknown
+from dtrain.util import disk_space
+
+MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)  # user errors: shown as one message with a fix
 
 
 def explain(error: BaseException) -> str:
-    """One clear message for a person's mistake, from Hydra's and OmegaConf's several kinds of exception."""
-    from hydra.errors import MissingConfigException, OverrideParseException  # 100 ms, once there is a mistake
-
+    """Return one clear message with a fix for a user error raised by Hydra, OmegaConf or dtrain."""
     text = str(error)
-    if isinstance(error, MissingConfigException) and error.options is not None:  # before OSError, which it is, too
+    if isinstance(error, MissingConfigException) and error.options is not None:  # checked first: it is also an OSError
         path = str(error.missing_cfg_file)
         group, _, option = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
         options = sorted({*error.options, *(["auto"] if group == "strategy" else [])})
         near = difflib.get_close_matches(option.lower(), options, 1, 0.4)
         fix = f"did you mean {group}={near[0]}? " if near else ""
         return f"{group}={option}: there is no such option\n  fix: {fix}{group} can be {', '.join(options)}"
-    if isinstance(error, OSError) and error.errno in diskspace.FULL:
-        return diskspace.explain(error, Path.cwd()).replace(". Fix: ", "\n  fix: ")
+    if isinstance(error, OSError) and error.errno in disk_space.FULL:
+        return disk_space.explain(error, Path.cwd()).replace(". Fix: ", "\n  fix: ")
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}\n  fix: check that the path is right, and yours to use"
-    if "  fix: " in text:  # ours
+    if "  fix: " in text:  # dtrain's own message
         return text
     if isinstance(error, OverrideParseException):
         word = error.override
@@ -61,7 +64,7 @@ def explain(error: BaseException) -> str:
 
 
 def probably_meant(word: str) -> str:
-    """The override that somebody wanted who typed `fsdp`, `strategy:fsdp`, `train.steps = 5` or `run_dir=a=b`."""
+    """Guess the intended override for `fsdp`, `strategy:fsdp`, `train.steps = 5` or `run_dir=a=b`."""
     for group in GROUPS:
         if word in options_of(group):
             return f"{group}={word}"
@@ -71,16 +74,3 @@ def probably_meant(word: str) -> str:
     key, value = pair[1] or pair[3], (pair[2] or "").strip("=")
     simple = re.fullmatch(r"[\w./-]*", value, re.ASCII)
     return f"{key}={value or '…'}" if simple else f"'{key}=\"{value}\"'"
-
-
-def options_of(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-
-
-def known_settings() -> list[str]:
-    """Every setting of the default configuration, and the groups, for did-you-mean."""
-    names = set(GROUPS)
-    names |= {k for k in flatten(read_yaml(CONF / "config.yaml")) if not k.startswith(("defaults", "hydra"))}
-    for path in CONF.glob("*/*.yaml"):
-        names |= {f"{path.parent.name}.{k!s}" for k in read_yaml(path) if not str(k).startswith(("_", "defaults"))}
-    return sorted(names)

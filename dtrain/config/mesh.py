@@ -1,18 +1,18 @@
-"""The mesh: how many ranks each axis has, and torch's DeviceMesh of that shape."""
+"""How many ranks each axis of the mesh has, and how the global batch is divided over them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from dtrain.errors import bad
 
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Pipeline stages × data-parallel ranks × tensor-parallel ranks; tensor innermost, so that it shares a node."""
+    """Pipeline stages × data-parallel ranks × tensor-parallel ranks; tp is innermost: its ranks share a node."""
 
     pp: int = 1
     dp: int = 1
@@ -32,8 +32,8 @@ class MeshSizes:
 def resolve(world_size: int, node_size: int | None = None, pp: int = 1, dp: int = -1, tp: int = 1) -> MeshSizes:
     """Fill in each -1 and check that the axes multiply to the number of ranks.
 
-    Of several -1 tp is filled first, up to a node (its messages are the most and the largest), then pp, then dp. So
-    `strategy=tensor` is tensor parallel over all ranks of a node, and with `strategy.tp=2` the rest is data parallel.
+    With several -1, tp is filled first, up to one node (its collectives are the most frequent and largest), then pp,
+    then dp. So `strategy=tensor` uses tp over all ranks of a node, and with `strategy.tp=2` the rest is data parallel.
     """
     node_size = node_size or world_size
     sizes = {"pp": pp, "dp": dp, "tp": tp}
@@ -62,7 +62,7 @@ def resolve(world_size: int, node_size: int | None = None, pp: int = 1, dp: int 
 
 
 def other_sizes(world_size: int, node_size: int, fixed: int, model: int) -> str:
-    """What to type instead: degrees for these ranks, or ranks for these degrees. model: pp × tp, as far as given."""
+    """Suggest degrees for these ranks, or ranks for these degrees. model: pp × tp, as far as given."""
     fill = "strategy.dp=-1" if world_size % model == 0 and fixed > model else ""
     degrees = fill or f"strategy.dp=-1 with pp and tp whose product divides {world_size}"
     if world_size == node_size:
@@ -72,7 +72,41 @@ def other_sizes(world_size: int, node_size: int, fixed: int, model: int) -> str:
     return ", or ".join(fix for fix in ((degrees, ranks) if fill else (ranks, degrees)) if fix)
 
 
-def device_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh:
-    from torch.distributed.device_mesh import init_device_mesh  # here: launchers import this file, without torch
+def batch_sizes(config: Mapping[str, Any], sizes: MeshSizes) -> tuple[int, int, int]:
+    """(samples per data rank and step, micro-batch size, accumulation steps): global = micro × accumulation × dp."""
+    total, asked = config["train"]["global_batch_size"], config["train"]["micro_batch_size"]
+    if total % sizes.dp:
+        down = total // sizes.dp * sizes.dp
+        raise bad(
+            "train.global_batch_size",
+            total,
+            f"must be a multiple of the {sizes.dp} data-parallel ranks",
+            f"train.global_batch_size={down or sizes.dp}" + (f" or {down + sizes.dp}" if down else ""),
+        )
+    per_rank = total // sizes.dp
+    if sizes.pp > 1 and not asked:  # 4 micro-batches per stage keep a pipeline busy for 80% of the slots
+        wanted = min(4 * sizes.pp, per_rank)
+        asked = max(m for m in range(1, per_rank // wanted + 1) if per_rank % m == 0)
+    micro = min(asked or per_rank, per_rank)
+    if per_rank % micro:
+        divisors = [d for d in range(1, micro) if per_rank % d == 0]
+        share = f"train.global_batch_size={total} / {sizes.dp} ranks"
+        raise bad(
+            "train.micro_batch_size",
+            asked,
+            f"must divide the {per_rank} samples of a data rank ({share})",
+            f"train.micro_batch_size={divisors[-1]}",
+        )
+    return per_rank, micro, per_rank // micro
 
-    return init_device_mesh(device_type, (sizes.pp, sizes.dp, sizes.tp), mesh_dim_names=("pp", "dp", "tp"))
+
+def eval_batch_size(num_samples: int, batch_size: int, micro: int, sizes: MeshSizes) -> int:
+    """Samples per evaluation step: a global batch, or as much of one as a small split has."""
+    unit = micro * sizes.dp * (2 * sizes.pp if sizes.pp > 1 else 1)  # whole micro-batches, enough to fill a pipeline
+    if num_samples >= batch_size:
+        return batch_size
+    if num_samples < unit:
+        rule = f"the validation split has only {num_samples} samples, and ranks and micro-batches need {unit} at a time"
+        fix = "train.eval_batches=0, a smaller train.micro_batch_size, or more data to hold out"
+        raise bad("train.eval_batches", "…", rule, fix)
+    return num_samples // unit * unit

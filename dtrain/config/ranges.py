@@ -1,11 +1,12 @@
-"""Which values a setting may have: checked for a new configuration and for the file of a run that is read."""
+"""The valid range of each setting: checked for a new configuration and when a run's file is read."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from dtrain.config import SECRET, bad
+from dtrain.config.files import SECRET
+from dtrain.errors import bad
 
 AT_LEAST = {
     "train.steps": 1, "train.global_batch_size": 1, "train.micro_batch_size": 1, "train.log_every": 1,
@@ -31,7 +32,7 @@ MORE_THAN = {
     "train.max_grad_norm": 0, "data.val_fraction": 0,
 }  # fmt: skip
 LESS_THAN = {"optim.momentum": 1, "model.dropout": 1, "data.val_fraction": 1}
-AT_MOST = {"schedule.min_ratio": 1, "model.num_layers": 10_000}  # a layer takes about 1 ms to build
+AT_MOST = {"schedule.min_ratio": 1, "model.num_layers": 10_000}  # building a layer takes about 1 ms
 
 
 def check_ranges(flat: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Secrets of the environment: the value of a variable named like one reaches no file, no screen and no job name."""
+"""Redact secrets: the value of a secret-like environment variable reaches no file, screen or job name."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 HIDDEN = "<redacted>"
-SHORTEST = 8  # shorter values are words such as "true" or "offline", and would be found everywhere
+SHORTEST = 8  # shorter values are words such as "true" or "offline", and would match everywhere
 # WANDB_API_KEY, HF_TOKEN, APIKEY, AWS_SECRET_ACCESS_KEY; not TOKENIZERS_PARALLELISM, XKB_KEYMAP
 NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|_PASS|_PWD|_PAT)S?(?![A-Z])", re.IGNORECASE)
-# a setting that is named like one
+# a setting with a secret-like name
 SECRET = re.compile(r"(^|[._-])(((api|access)_?key|secret|password|passwd|credential)s?|token)$", re.IGNORECASE)
 FROM_ENVIRONMENT = re.compile(r"oc\.env:\s*['\"]?(\w+)")
 
 
 def secrets() -> dict[str, str]:
-    """Secret-like variables of this process and their values. A path that exists is where a secret lies, not one."""
+    """Return secret-like variables of this process. An existing path is not a secret, only its location."""
     found = {name: value.strip() for name, value in os.environ.items() if NAME.search(name)}
     return {n: v for n, v in found.items() if len(v) >= SHORTEST and not (v[0] in "/~." and os.path.exists(v))}
 
 
 def hide(text: str) -> str:
-    """Text with every secret's value blacked out, also where quotes or line breaks in it were escaped."""
+    """Redact every secret's value in a text, also where its quotes or line breaks are escaped."""
     if not (known := secrets()):
         return text
-    import json  # only now: a plan does not wait for it
+    import json  # imported late, to keep `dtrain plan` fast
 
-    for value in sorted(known.values(), key=len, reverse=True):  # one may begin with another
+    for value in sorted(known.values(), key=len, reverse=True):  # longest first: one may be a prefix of another
         for form in {value, json.dumps(value)[1:-1], repr(value)[1:-1]}:
             text = text.replace(form, HIDDEN)
     return text
 
 
 def hidden(node: Any) -> Any:
-    """Values as they may be written: no text, and no key, holds a secret's value."""
+    """Redact every text and key, so that no secret's value is written."""
     if isinstance(node, str):
         return hide(node)
     if isinstance(node, Mapping):
@@ -44,7 +44,7 @@ def hidden(node: Any) -> Any:
 
 
 def redact(node: Any) -> Any:
-    """`hidden`, and what stands under a setting that is named like a secret is blacked out, too."""
+    """Like `hidden`, but also redact every value under a secret-like key."""
     if isinstance(node, list):
         return [redact(item) for item in node]
     if not isinstance(node, dict):
@@ -53,7 +53,7 @@ def redact(node: Any) -> Any:
 
 
 def check_arguments(argv: Iterable[str]) -> None:
-    """Refuse an override that holds a secret, or asks for one: Hydra writes overrides to disk, and prints them."""
+    """Reject an override that contains or reads a secret: Hydra writes overrides to disk and prints them."""
     known = secrets()
     for word in argv:
         asked = [name for name in FROM_ENVIRONMENT.findall(word) if name in known]
@@ -62,7 +62,7 @@ def check_arguments(argv: Iterable[str]) -> None:
 
 
 def check(node: Any, key: str = "") -> None:
-    """Refuse a setting whose value holds a secret: it would be in config.yaml, or in a path or a job name."""
+    """Reject a setting whose value contains a secret: it would end up in config.yaml, a path or a job name."""
     if not (known := secrets()):
         return
     if isinstance(node, Mapping):

@@ -1,8 +1,8 @@
-"""Which settings there are and what type each has, without importing torch.
+"""Which settings exist and which type each has, without importing torch.
 
-A constructor's signature is the schema of its section: it is read from the source with `ast`, so that a typo in a yaml
-or on the command line is found at once, with no second description of the settings to keep in step. The plain settings
-have their schema in conf/config.yaml: the default says the type.
+The signature of a constructor is the schema of its section. It is read from the source with `ast`: a typo in a yaml
+file or on the command line is found at once, and no second schema has to be kept in sync. For the plain settings, the
+type of the default in conf/config.yaml is the schema.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dtrain.config import CONF, allowed, bad, flatten, option_of, read_yaml, untrusted
-from dtrain.ranges import check_ranges
-from dtrain.untrusted_config import check_target, check_targets
+from dtrain.config.build import allowed, untrusted
+from dtrain.config.files import CONF, flatten, option_of, read_yaml
+from dtrain.config.ranges import check_ranges
+from dtrain.config.untrusted import check_target, check_targets
+from dtrain.errors import bad, unknown
 
 CHOICES = {
     "compile": ("auto", "blocks", "whole", "none", True, False),
@@ -38,7 +40,7 @@ NULLABLE = {
 
 def check_keys_and_types(config: dict[str, Any]) -> None:
     check_targets(config)
-    base: dict[str, Any] = read_yaml(CONF / "config.yaml")  # OmegaConf takes 20 ms for it, and every command waits
+    base: dict[str, Any] = read_yaml(CONF / "config.yaml")  # OmegaConf takes 20 ms to read it, for every command
     groups = [next(iter(entry)) for entry in base.pop("defaults") if isinstance(entry, dict)]
     base.pop("hydra")
     known = [g for g in groups if "/" not in g and " " not in g and g != "recipe"]
@@ -49,14 +51,14 @@ def check_keys_and_types(config: dict[str, Any]) -> None:
             check_section(key, value, config["trust"])
         elif key in base:
             check_plain(key, value, base[key])
-        elif key != "choices":  # which option of each group was chosen: written by the launcher
+        elif key != "choices":  # the chosen option of each group, written by the launcher
             raise unknown(key, [*base, *known])
 
 
 def check_run(config: dict[str, Any], trust: Iterable[str], groups: Iterable[str]) -> None:
-    """A run's own file, before something is built from it: what these groups and the plain settings say is of its type.
+    """Check a run's own file before anything is built from it: these groups and the plain settings have valid types.
 
-    An older version may have written fewer settings, and others.
+    A file from an older version may have fewer or different settings.
     """
     base: dict[str, Any] = read_yaml(CONF / "config.yaml")
     check_targets(config)
@@ -82,7 +84,7 @@ def check_present(prefix: str, section: dict[str, Any], names: Iterable[str]) ->
 
 
 def check_plain(key: str, value: Any, default: Any) -> None:
-    """A setting of config.yaml: its default there says which keys and which type it may have."""
+    """Check a setting of config.yaml: its default there defines the allowed keys and the type."""
     if isinstance(default, dict):
         if not isinstance(value, dict):
             raise bad(
@@ -106,15 +108,15 @@ def check_plain(key: str, value: Any, default: Any) -> None:
 
 
 def check_section(group: str, section: Any, trust: Iterable[str]) -> None:
-    """A group: the signature of its `_target_` says which keys and types it may have."""
+    """Check a group: the signature of its `_target_` defines the allowed keys and types."""
     if not isinstance(section, dict) or not isinstance(section.get("_target_"), str) or not section["_target_"]:
         raise bad(group, section, "must name what to build in `_target_`", f"choose an option of conf/{group}/")
     target = section["_target_"]
     check_target(group, section)
     parameters = signature(target, f"{group}._target_", trust)
     if parameters is None:
-        return  # **kwargs or built at run time: the constructor itself will judge
-    if (option := option_of(group, target)) and option.get("_partial_"):  # the rest comes from the loop, e.g. the step
+        return  # **kwargs, or built at run time: only the constructor can check
+    if (option := option_of(group, target)) and option.get("_partial_"):  # the training loop passes the rest, e.g. step
         parameters = {name: parameter for name, parameter in parameters.items() if name in option}
     for name, value in section.items():
         if name in ("_target_", "_partial_"):
@@ -131,7 +133,7 @@ REQUIRED = object()
 
 
 def signature(target: str, key: str, trust: Iterable[str] = ()) -> dict[str, tuple[str, Any]] | None:
-    """Parameter name → (annotation, default) of a class or function, read without importing its module."""
+    """Read parameter name → (annotation, default) of a class or function, without importing its module."""
     if not allowed(target, trust):
         raise untrusted(key, target, trust)
     module_name, _, attribute = target.rpartition(".")
@@ -150,7 +152,7 @@ def signature(target: str, key: str, trust: Iterable[str] = ()) -> dict[str, tup
     if not found:
         defined = [n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))]
         for node in tree.body:
-            if isinstance(node, ast.ImportFrom) and not node.level:  # a name that the module took from another one
+            if isinstance(node, ast.ImportFrom) and not node.level:  # a name imported from another module
                 for a in node.names:
                     if (a.asname or a.name) == attribute:
                         return signature(f"{node.module}.{a.name}", key, trust)
@@ -178,7 +180,7 @@ def signature(target: str, key: str, trust: Iterable[str] = ()) -> dict[str, tup
 
 
 def parse(path: str, key: str, target: str) -> ast.Module:
-    """A source file, which may be a user's own, and wrong."""
+    """Parse a source file; a user's own file may be invalid."""
     try:
         return parsed(path, Path(path).read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError, ValueError) as error:
@@ -187,12 +189,12 @@ def parse(path: str, key: str, target: str) -> ast.Module:
 
 @functools.cache
 def parsed(path: str, text: str) -> ast.Module:
-    """Once for each file: every point of a sweep asks again."""
+    """Parse each file once: every point of a sweep needs it."""
     return ast.parse(text, path)
 
 
 def class_source(target: str) -> ast.ClassDef | None:
-    """A class as it is written; None: there is none by that name, or it cannot be told without importing it."""
+    """Return the ast of a class; None: not found, or not decidable without importing its module."""
     module_name, _, attribute = target.rpartition(".")
     try:
         spec = importlib.util.find_spec(module_name)
@@ -205,7 +207,7 @@ def class_source(target: str) -> ast.ClassDef | None:
 
 
 def has_method(target: str, method: str) -> bool | None:
-    """Does a class define a method? None: cannot be told without importing it."""
+    """Does a class define a method? None: not decidable without importing its module."""
     found = class_source(target)
     if found is None:
         return None
@@ -227,7 +229,7 @@ def check_type(key: str, value: Any, annotation: str, default: Any) -> None:
 
 
 def example(key: str, value: Any, annotation: str, default: Any) -> str:
-    """An override of the right type: what was probably meant, or else the default."""
+    """Suggest an override of the right type: what was probably meant, or else the default."""
     names = re.findall(r"\w+", annotation)
     if "Literal" in names:
         near = difflib.get_close_matches(str(value), names, 1)
@@ -247,7 +249,7 @@ def example(key: str, value: Any, annotation: str, default: Any) -> str:
 
 
 def fits(value: Any, node: ast.expr) -> bool:
-    """Does a yaml value fit an annotation? What we cannot judge fits."""
+    """Does a yaml value match an annotation? Annotations that this function does not know always match."""
     if isinstance(node, ast.BinOp):  # int | None
         return fits(value, node.left) or fits(value, node.right)
     if isinstance(node, ast.Constant):
@@ -266,15 +268,3 @@ def fits(value: Any, node: ast.expr) -> bool:
         return node.id not in ("int", "float", "str", "list")
     types: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool, "str": str, "list": list}
     return isinstance(value, types[node.id]) if node.id in types else True
-
-
-def unknown(key: str, known: Iterable[str]) -> ValueError:
-    known = sorted(known)
-    leaf = key.rpartition(".")[2]
-    near = [k for k in known if k.rpartition(".")[2] == leaf]  # lr is meant as optim.lr, not as logger
-    near += [k for k in difflib.get_close_matches(key, known, 3, 0.5) if k not in near]
-    if near:
-        return ValueError(f"{key}: there is no such setting\n  fix: did you mean {' or '.join(near)}?")
-    section = key.rpartition(".")[0]
-    siblings = [k for k in known if k.rpartition(".")[0] == section] or known
-    return ValueError(f"{key}: there is no such setting\n  fix: use one of {', '.join(siblings)}")

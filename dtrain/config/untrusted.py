@@ -1,4 +1,4 @@
-"""Recipes and run folders may come from elsewhere: they are read within bounds, run nothing and see no environment."""
+"""Recipes and run folders are untrusted: reading one is bounded, runs no code and sees no environment."""
 
 from __future__ import annotations
 
@@ -10,41 +10,30 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dtrain.config import (
-    CODE,
-    CONF,
-    GROUPS,
-    PARTIAL,
-    RESERVED,
-    TARGET,
-    bad,
-    flatten,
-    option_of,
-    read_yaml,
-    reserved,
-    targets,
-)
+from dtrain.config.build import reserved
+from dtrain.config.files import CODE, CONF, GROUPS, PARTIAL, RESERVED, TARGET, flatten, option_of, read_yaml, targets
+from dtrain.errors import bad
 
 MOST_BYTES = 2**20
-MOST_VALUES = 2000  # with all aliases and references written out; a whole configuration has 200, and OmegaConf is slow
-MOST_IN_A_RUN = 10 * MOST_VALUES  # a run's own config.yaml may have long lists that were typed
+MOST_VALUES = 2000  # aliases and references expanded; a full configuration has 200 values, and OmegaConf is slow
+MOST_IN_A_RUN = 10 * MOST_VALUES  # a run's own config.yaml may contain long lists that the user typed
 MOST_DEPTH = 16
-LONGEST = 4096  # of one text: a number of that many digits is still read at once
-GROWTH = 3 ** (1 / 3)  # a chain in which every value refers to three others grows fastest for its number of references
-REFERENCE = re.compile(r"\$\{\.*\w[\w.\[\]-]*\}")  # to another setting; all else between braces may call a resolver
-OPTION = re.compile(r"(?!.*\.\.)[\w-][\w.-]*(/[\w-][\w.-]*)*", re.ASCII)  # never a path that leaves its folder
+LONGEST = 4096  # of one text: a number with that many digits still parses at once
+GROWTH = 3 ** (1 / 3)  # growth per reference in the worst case, a chain where each value refers to three others
+REFERENCE = re.compile(r"\$\{\.*\w[\w.\[\]-]*\}")  # a plain reference to a setting; any other ${…} may call a resolver
+OPTION = re.compile(r"(?!.*\.\.)[\w-][\w.-]*(/[\w-][\w.-]*)*", re.ASCII)  # never a path out of its folder
 
 
 class TooLarge(ValueError):
-    """More than a configuration has: read on, it would take minutes, or all memory."""
+    """Larger than any configuration: reading it would take minutes, or all memory."""
 
 
 # ---- bounds --------------------------------------------------------------------------------------------------
 
 
 def read_text(path: Path, most: int = MOST_VALUES) -> str:
-    """A small yaml file; ValueError: it is none, or too large or too deep to be a configuration."""
-    if not path.is_file() and path.exists():  # a pipe or a device would never end
+    """Read a small yaml file; ValueError: not yaml, or too large or too deep for a configuration."""
+    if not path.is_file() and path.exists():  # reading a pipe or a device may never end
         raise TooLarge("it is not a regular file")
     with open(path, "rb") as file:
         data = file.read(MOST_BYTES + 1)
@@ -56,7 +45,7 @@ def read_text(path: Path, most: int = MOST_VALUES) -> str:
 
 
 def check_size(text: str, most: int = MOST_VALUES) -> None:
-    """Count before anything is built: aliases and references make a small file expand without end."""
+    """Count values before anything is built: aliases and references can make a small file expand without limit."""
     import yaml
 
     anchors: dict[str, int] = {}
@@ -64,7 +53,7 @@ def check_size(text: str, most: int = MOST_VALUES) -> None:
     count = references = 0
     for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         if isinstance(event, yaml.AliasEvent):
-            count += anchors.get(event.anchor, most)  # unknown: one that contains itself
+            count += anchors.get(event.anchor, most)  # unknown: an anchor that contains itself
         elif isinstance(event, yaml.ScalarEvent):
             count += 1
             references += event.value.count("${")
@@ -87,7 +76,7 @@ def check_size(text: str, most: int = MOST_VALUES) -> None:
 
 @contextmanager
 def quick_yaml() -> Iterator[None]:
-    """OmegaConf builds its reader on yaml.SafeLoader; libyaml's reads the same files in C: ten times as fast."""
+    """Make OmegaConf use libyaml: it subclasses yaml.SafeLoader, and the C version is ten times as fast."""
     import yaml
 
     slow = yaml.SafeLoader
@@ -99,7 +88,7 @@ def quick_yaml() -> Iterator[None]:
 
 
 def check_own(config: Mapping[str, Any]) -> None:
-    """In the launcher: a configuration that its ranks would refuse to read is refused before anything is started."""
+    """Reject, in the launcher, a configuration that its ranks would refuse to read."""
     flat = flatten(dict(config))
     sizes = {key: len(value) if isinstance(value, list) else 1 for key, value in flat.items()}
     for key, value in flat.items():
@@ -113,7 +102,7 @@ def check_own(config: Mapping[str, Any]) -> None:
 
 
 def read(path: Path, most: int = MOST_VALUES) -> Any:
-    """Plain values of a file, read as OmegaConf reads it, references as they are written."""
+    """Read a file as OmegaConf does, as plain values; references stay unresolved."""
     from omegaconf import OmegaConf
 
     text = read_text(path, most)
@@ -121,35 +110,13 @@ def read(path: Path, most: int = MOST_VALUES) -> Any:
         return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
 
 
-def read_run(run_dir: Path, setting: str = "run") -> dict[str, Any]:
-    """A run's config.yaml: plain values that call nothing."""
-    path = run_dir / "config.yaml"
-    try:
-        config = read(path, MOST_IN_A_RUN)
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # of the file system, or one of yaml's many types
-        why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        rule = f"its config.yaml cannot be read ({why})"
-        raise bad(setting, run_dir, rule, "another run; dtrain runs lists them") from error
-    if not isinstance(config, dict):
-        rule = "its config.yaml is not that of a run"
-        raise bad(setting, run_dir, rule, "another run; dtrain runs lists them")
-    config = {str(k): v for k, v in config.items()}
-    checked = dict(config)
-    if isinstance(config.get("cluster"), dict):  # shell code has ${…} of its own, and is typed anew for a resume
-        checked["cluster"] = {k: v for k, v in config["cluster"].items() if k not in CODE}
-    check_file(path, checked)
-    return config
-
-
 # ---- code ----------------------------------------------------------------------------------------------------
 
 
 def check_targets(config: Mapping[str, Any]) -> None:
-    """`_target_` and `_partial_` stand at the top of a group, and a target of dtrain's is one that conf/ has there.
+    """Allow `_target_` and `_partial_` only at the top of a group, and only dtrain targets that conf/ has there.
 
-    Whether a module of somebody else's may be called is decided where its name is looked up, by what was typed.
+    Whether a third-party module may be called is decided where its name is imported, from the typed `trust`.
     """
     for key, section in config.items():
         own = key in GROUPS and isinstance(section, dict)
@@ -195,7 +162,7 @@ def check_reserved(node: Any, key: str) -> None:
 
 
 def resolvers(node: Any, key: str = "") -> Iterable[tuple[str, str]]:
-    """(setting, text) of every text, or key, that is more than plain text and references to other settings."""
+    """Yield (setting, text) for every text or key that contains more than plain text and plain references."""
     if isinstance(node, dict):
         for name, value in node.items():
             yield from resolvers(str(name), key)
@@ -208,7 +175,7 @@ def resolvers(node: Any, key: str = "") -> Iterable[tuple[str, str]]:
 
 
 def check_file(path: Path, tree: dict[str, Any]) -> None:
-    """A recipe or a run's configuration: no code out of place, and no resolver that conf/ does not have."""
+    """Check a recipe or a run's configuration: no misplaced targets, and no resolver that conf/ does not use."""
     try:
         check_resolvers(tree)
         check_targets(tree)
@@ -227,7 +194,7 @@ def check_resolvers(tree: Any, typed: Iterable[str] = ()) -> None:
 
 @functools.cache
 def in_conf(text: str) -> bool:
-    """Does conf/ itself have this text, e.g. ${now:%H-%M-%S}?"""
+    """Does conf/ itself contain this text, e.g. ${now:%H-%M-%S}?"""
     files = (path for path in sorted(CONF.rglob("*.yaml"), key=lambda p: p.parent != CONF))
     return any(
         text == found
@@ -238,7 +205,7 @@ def in_conf(text: str) -> bool:
 
 
 def resolved(cfg: Any, typed: Iterable[str]) -> dict[str, Any]:
-    """A composed configuration as plain values. A resolver is called only if it was typed, or if conf/ has it."""
+    """Resolve a composed configuration to plain values. A resolver runs only if it was typed or if conf/ has it."""
     from omegaconf import OmegaConf
 
     mine = OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k not in ("hydra", "recipe")])
@@ -249,9 +216,9 @@ def resolved(cfg: Any, typed: Iterable[str]) -> dict[str, Any]:
 
 
 def check_resolved(values: Any, typed: Iterable[str]) -> None:
-    """No value may still hold ${…}: put together from harmless parts, it would be resolved when Hydra reads it."""
+    """Reject values that still contain ${…}: assembled from harmless parts, Hydra would resolve them later."""
     given = {word.partition("=")[0].lstrip("+") for word in typed}
     for key, value in flatten(values).items():
-        is_code = key.partition(".")[2] in CODE  # shell code has ${…} of its own
+        is_code = key.partition(".")[2] in CODE  # shell code contains ${…}
         if "${" in f"{key} {value}" and key not in given and not is_code:
             raise bad(key, value, "is put together to a resolver, and only what is typed may be one", f"type {key}=…")

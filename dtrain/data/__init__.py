@@ -1,1 +1,1 @@
-"""Data: one file per kind; each class gives `dataset("train" | "val")`, `vocab_size`, `encode`, `decode`."""
+"""Data: one file per kind; each class has `dataset("train" | "val")`, `vocab_size`, `encode`, `decode`."""

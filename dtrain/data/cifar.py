@@ -1,4 +1,4 @@
-"""CIFAR-10 from the files of its binary version. Nothing is downloaded, and nothing is unpickled."""
+"""CIFAR-10 from the files of its binary version. Nothing is downloaded or unpickled."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import os
 
 import numpy as np
 
-from dtrain.config import bad
-from dtrain.data.corpus import check_split
-from dtrain.data.pixels import STILL, Moves, PixelDataset, check_shape, folder_of
+from dtrain.data.small_images import STILL, Moves, PixelDataset, check_shape, folder_of
+from dtrain.data.token_stream import check_split
+from dtrain.errors import bad
 
 INSIDE = "cifar-10-batches-bin"  # the folder in the archive
 FILES = {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "val": ["test_batch.bin"]}
-LARGEST = 2**30  # bytes of a file, of which a real one has 2**25
-RECORD = 1 + 3 * 32 * 32  # a class and its picture, colour by colour
+LARGEST = 2**30  # bytes per file; a real one has 2**25
+RECORD = 1 + 3 * 32 * 32  # a class and its image, channel by channel
 
 
 def check(
     path: str, image_size: int, channels: int = 3, shift: float = 0.0, rotate: float = 0.0, flip: bool = True
 ) -> dict[str, int]:
-    """Refuse settings and files that cannot work, without reading a picture; what the model must have."""
+    """Refuse settings and files that cannot work, without reading an image; return the model's required settings."""
     check_shape(image_size, channels)
     Moves(shift, rotate, flip).check()
     folder = folder_of(path, INSIDE)
@@ -37,7 +37,7 @@ def check(
 
 
 class Cifar10:
-    """50,000 and 10,000 coloured pictures of 32x32 pixels; its test part is what is held out."""
+    """50,000 and 10,000 colour images of 32x32 pixels; the test part is held out."""
 
     def __init__(
         self, path: str, image_size: int, channels: int = 3, shift: float = 0.0, rotate: float = 0.0, flip: bool = True

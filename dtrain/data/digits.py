@@ -1,9 +1,9 @@
-"""1,797 handwritten digits of 8x8 pixels, inside the package: real pictures without a download.
+"""1,797 handwritten digits of 8x8 pixels, inside the package: real images without a download.
 
 E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998,
 https://doi.org/10.24432/C50P49, licence CC BY 4.0 (https://creativecommons.org/licenses/by/4.0/). digits.npz has the
 1,797 digits of its test part, by 13 writers, unchanged: `pictures` [1797, 8, 8] from 0 (paper) to 16 (ink), `labels`.
-scikit-learn's load_digits gives the same.
+scikit-learn's load_digits returns the same.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from pathlib import Path
 
 import numpy as np
 
-from dtrain.data.corpus import check_split, hash_share
-from dtrain.data.pixels import STILL, Moves, PixelDataset, check_shape
+from dtrain.data.small_images import STILL, Moves, PixelDataset, check_shape
+from dtrain.data.token_stream import check_split, hash_share
 
 FILE = Path(__file__).with_name("digits.npz")
-HELD_OUT = 36  # of each class, so 360 in all: a fifth, and many a batch size divides it
+HELD_OUT = 36  # per class, so 360 in all: a fifth, and divisible by many batch sizes
 
 
 def check(image_size: int, channels: int = 1, shift: float = 0.0, rotate: float = 0.0) -> dict[str, int]:
-    """Refuse settings that cannot work; what the model must have."""
+    """Refuse settings that cannot work; return the model's required settings."""
     check_shape(image_size, channels)
     Moves(shift, rotate).check()
     return {"num_classes": 10}
 
 
 class Digits:
-    """Resized to the model's pictures. The same 360 are held out always, as many of each class."""
+    """Resized to the model's image size. The same 360 are always held out, equally many per class."""
 
     def __init__(self, image_size: int, channels: int = 1, shift: float = 0.0, rotate: float = 0.0) -> None:
         check(image_size, channels, shift, rotate)
@@ -45,7 +45,7 @@ class Digits:
 
 
 def held_out(labels: np.ndarray) -> np.ndarray:
-    """For each sample whether it is held out: of each class the ones with the lowest hash of their number."""
+    """Return for each sample whether it is held out: per class those with the lowest hash of their index."""
     chosen = np.zeros(len(labels), dtype=bool)
     for label in range(10):
         ranked = sorted(np.flatnonzero(labels == label), key=lambda i: hash_share(f"digits/{i}"))

@@ -1,4 +1,4 @@
-"""Where documents come from: files of text, JSON lines, or a folder that Hugging Face `datasets` has saved."""
+"""Sources of documents: text files, JSON lines, or a folder saved by Hugging Face `datasets`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Protocol
 
-from dtrain.data import corpus, saved
-from dtrain.data.corpus import Piece
+from dtrain.data import hf_datasets, token_stream
 from dtrain.data.files import UNREADABLE, json_lines, parse_line, reading, walk
+from dtrain.data.token_stream import Piece
 
 TEXT = "**/*.txt"
 JSON_LINES = ("**/*.jsonl", "**/*.jsonl.gz")
@@ -22,38 +22,38 @@ HOW_TO = "give a text file, a .jsonl file, a folder of them, or a folder saved b
 
 
 class Source(Protocol):
-    """Documents in an order that all machines agree on, whole ones held out where there are enough of them."""
+    """Documents in an order that is the same on all machines; whole documents are held out if there are enough."""
 
     @property
     def cuts_tail(self) -> bool:
-        """Too few documents to hold out whole ones: pieces("train") has them all, and its tail is for validation."""
+        """Too few documents to hold out whole ones: pieces("train") has all, and validation uses its tail."""
 
     def pieces(self, split: str) -> Iterator[Piece]:
-        """The documents of "train" or "val", long ones in parts."""
+        """Yield the documents of "train" or "val", long ones in parts."""
 
 
 class Files:
-    """Each file is a document; which are held out follows from a hash of their relative paths."""
+    """Each file is a document; a hash of the relative path decides which are held out."""
 
     def __init__(self, root: Path, names: list[str], val_fraction: float) -> None:
         self.root, self.names = root, names
-        train, val = corpus.split_documents(names, val_fraction)
+        train, val = token_stream.split_documents(names, val_fraction)
         self.cuts_tail = not val
         self.splits = {"train": train, "val": val}
 
     def pieces(self, split: str) -> Iterator[Piece]:
-        return itertools.chain.from_iterable(corpus.read_pieces(self.root / name) for name in self.splits[split])
+        return itertools.chain.from_iterable(token_stream.read_pieces(self.root / name) for name in self.splits[split])
 
 
 class JsonLines:
-    """Each line of each file is a document; which are held out follows from a hash of their texts."""
+    """Each line of each file is a document; a hash of the text decides which are held out."""
 
     def __init__(self, files: list[Path], field: str, val_fraction: float) -> None:
         self.files, self.field, self.val_fraction = files, field, val_fraction
 
     @cached_property
-    def split(self) -> corpus.TextSplit:
-        return corpus.TextSplit((text for text, _ in self.texts()), self.val_fraction)
+    def split(self) -> token_stream.TextSplit:
+        return token_stream.TextSplit((text for text, _ in self.texts()), self.val_fraction)
 
     @property
     def cuts_tail(self) -> bool:
@@ -62,10 +62,10 @@ class JsonLines:
     def pieces(self, split: str) -> Iterator[Piece]:
         for text, place in self.texts():
             if self.split.holds_out(text) == (split == "val"):
-                yield from corpus.text_pieces(text, place)
+                yield from token_stream.text_pieces(text, place)
 
     def texts(self) -> Iterator[tuple[bytes, Path]]:
-        """Every text that is not empty, and where it is from; a line that is no such document is refused."""
+        """Yield every non-empty text and its file; refuse a line that is not such a document."""
         for file in self.files:
             for number, line in _lines(file):
                 if line.strip() and (text := document(line, self.field, f"{str(file)!r} line {number}")):
@@ -73,11 +73,11 @@ class JsonLines:
 
 
 def document(line: bytes, field: str, place: str) -> bytes:
-    """The text of one JSON line, as UTF-8."""
+    """Return the text of one JSON line, as UTF-8."""
     try:
         value = parse_line(line)
     except (ValueError, RecursionError) as error:
-        # its own text has a "line 1", which is not the line of the file
+        # the error's own text says "line 1", which is not the file's line number
         reason = f"{error.msg}, at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
         raise ValueError(f"{place} is not JSON ({reason})\n  fix: one object a line, as json.dumps writes it") from None
     if not isinstance(value, dict):
@@ -101,7 +101,7 @@ def document(line: bytes, field: str, place: str) -> bytes:
 
 
 def _some(names: Iterable[str]) -> str:
-    """A few of them: a line may have a million."""
+    """Only a few names: a line may have a million."""
     return ", ".join(name[:40] for name in itertools.islice(names, 10))
 
 
@@ -113,7 +113,7 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
         raise ValueError(f"document {str(file)!r} cannot be read ({reason})\n  fix: copy it again") from error
 
 
-# ---- which of them a path is -----------------------------------------------------------------------------------
+# ---- which kind of source a path is ----------------------------------------------------------------------------
 
 
 def is_json_lines(file: Path) -> bool:
@@ -121,9 +121,9 @@ def is_json_lines(file: Path) -> bool:
 
 
 def list_files(root: Path, pattern: str) -> Iterator[Path]:
-    """Files under root that match; a dangling link is given too, so that reading it fails loudly.
+    """Yield files under root that match, including dangling links, so that reading those fails loudly.
 
-    `**` goes into linked folders, which Path.glob does not do (and only from Python 3.13 on could).
+    `**` follows linked folders, which Path.glob does not (and could only from Python 3.13 on).
     """
     parts = PurePath(pattern).parts
     if "**" in parts and ".." not in parts and not PurePath(pattern).is_absolute():
@@ -138,7 +138,7 @@ def list_files(root: Path, pattern: str) -> Iterator[Path]:
 
 
 def _matches(path: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
-    """Whether a path matches a glob, part by part, as Path.glob has it: `**` is any number of folders."""
+    """Return whether a path matches a glob, part by part, like Path.glob: `**` is any number of folders."""
     if not pattern:
         return not path
     if pattern[0] == "**":
@@ -147,7 +147,7 @@ def _matches(path: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
 
 
 def patterns(root: Path, pattern: str | None, setting: str = "data.path") -> tuple[str, ...]:
-    """Which files of a folder are meant: the pattern, or without one what the folder holds."""
+    """Return the pattern, or without one those for the kind of files in the folder."""
     if pattern is not None:
         return (pattern,)
     json_lines = tuple(p for p in JSON_LINES if any(list_files(root, p)))
@@ -162,17 +162,17 @@ def patterns(root: Path, pattern: str | None, setting: str = "data.path") -> tup
 
 
 def check(path: str, pattern: str | None, field: str, setting: str = "data.path") -> None:
-    """Refuse a path without documents. Reads the start of one file, and of JSON lines the first line."""
+    """Refuse a path without documents. Reads the start of one file; of JSON lines, the first line."""
     root = Path(path).expanduser()
     value = f"{setting}={str(path)!r}"
     if not os.path.exists(root):
         raise ValueError(f"{value} does not exist\n  fix: {HOW_TO}")
     if not os.access(root, os.R_OK):
         raise ValueError(f"{value} cannot be read by this user\n  fix: its permissions")
-    if not root.is_file() and not root.is_dir():  # opening it might wait for ever
+    if not root.is_file() and not root.is_dir():  # opening it might block forever
         raise ValueError(f"{value} is neither a file nor a folder\n  fix: {HOW_TO}")
-    if pattern is None and saved.is_saved(root):
-        return saved.check(root, field, setting)
+    if pattern is None and hf_datasets.is_saved(root):
+        return hf_datasets.check(root, field, setting)
     if root.is_dir() and {"meta.json", "train.bin"} <= set(os.listdir(root)):
         raise ValueError(f"{value} is a folder of tokens, not of text\n  fix: data=tokens")
     if root.is_file():
@@ -182,7 +182,7 @@ def check(path: str, pattern: str | None, field: str, setting: str = "data.path"
     first, num_bytes = None, 0
     for file in files:
         first, num_bytes = first or file, file.lstat().st_size
-        if num_bytes:  # one file that is not empty is enough
+        if num_bytes:  # one non-empty file is enough
             break
     if first is None:
         raise ValueError(f"{value} has no file that matches data.pattern={pattern or TEXT!r}\n  fix: {_other(root)}")
@@ -196,7 +196,7 @@ def check(path: str, pattern: str | None, field: str, setting: str = "data.path"
 
 
 def _other(root: Path) -> str:
-    """What to type for a folder whose files are of another kind than we look for."""
+    """Return a fix for a folder whose files are of an unexpected kind."""
     suffixes = Counter(path.suffix for path in itertools.islice(list_files(root, "**/*"), 1000) if path.suffix)
     if not suffixes:
         return "change the pattern, e.g. '**/*.md', or the path"
@@ -204,9 +204,9 @@ def _other(root: Path) -> str:
 
 
 def open_source(path: Path, pattern: str | None, field: str, val_fraction: float) -> Source:
-    """The documents of a path that `check` has found good."""
-    if pattern is None and saved.is_saved(path):
-        return saved.Saved(path, field, val_fraction)
+    """Return the documents of a path that `check` has accepted."""
+    if pattern is None and hf_datasets.is_saved(path):
+        return hf_datasets.Saved(path, field, val_fraction)
     if path.is_file():
         root, files = path.parent, [path]
     else:

@@ -1,4 +1,4 @@
-"""Files and folders that users bring: walked once each, opened whether packed or not, told from what is no text."""
+"""Users' files and folders: walk each once, open them compressed or not, and refuse files that are not text."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from dtrain.untrusted import open_regular
+from dtrain.formats.bounded import open_regular
 
 log = logging.getLogger("dtrain")
 
-UNREADABLE = (OSError, EOFError, zlib.error)  # what reading may raise, of a packed file too
+UNREADABLE = (OSError, EOFError, zlib.error)  # errors while reading, including compressed files
 LONGEST_LINE = 2**26  # bytes of a JSON line; a book has 2**20
-LARGEST_STRUCTURE = 2**22  # bytes of a JSON line beside its texts: as Python objects they take 50 times as much
-# Text is packed to a tenth at best, logs to a hundredth, and a file made for it to a thousandth: such a file of 10 MB
-# would fill the memory of every rank.
+LARGEST_STRUCTURE = 2**22  # bytes of a JSON line outside its strings: as Python objects they take 50 times as much
+# Compression shrinks text to a tenth at best, logs to a hundredth, and a malicious file to a thousandth: such a file of
+# 10 MB would fill the memory of every rank.
 LARGEST_RATIO, UNPACKED_ALWAYS = 200, 2**26
 
-# How files begin that hold text only for a program that knows them: as bytes they would be trained on in silence.
+# First bytes of files that are not plain text: without this check, training would silently use their raw bytes.
 KINDS = {
     b"\x1f\x8b": "packed by gzip",
     b"\x28\xb5\x2f\xfd": "packed by zstd",
@@ -37,17 +37,17 @@ KINDS = {
     b"ARROW1\0\0": "an Arrow table",
     b"\x89HDF\r\n\x1a\n": "an HDF5 file",
 }
-TAR = slice(257, 262)  # where a tar archive says "ustar"
+TAR = slice(257, 262)  # position of "ustar" in a tar archive
 
 
 def warn(message: str) -> None:
-    """Say something that a user should know, in the launcher and in one rank, not in all of them."""
+    """Log a warning in the launcher and in rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         log.warning(message)
 
 
 class _Unpacked(gzip.GzipFile):
-    """A .gz that ends with an error when it turns out to be far larger than any text is."""
+    """A .gz file that raises an error once it unpacks to far more than any text does."""
 
     def __init__(self, packed: BinaryIO) -> None:
         super().__init__(fileobj=packed)
@@ -67,13 +67,13 @@ class _Unpacked(gzip.GzipFile):
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A regular file's bytes; of a .gz those that are packed in it."""
+    """Open a regular file; a .gz file is unpacked."""
     file = open_regular(path)
     return cast(BinaryIO, _Unpacked(file)) if path.suffix == ".gz" else file
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file with their numbers; one that is too long is refused before it is in memory."""
+    """Yield a file's lines with their numbers; refuse a line that is too long before it is in memory."""
     with open_file(path) as file:
         number = 0
         while line := file.readline(LONGEST_LINE + 1):
@@ -87,8 +87,8 @@ def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_line(line: bytes, encoding: str | None = None) -> Any:
-    """A JSON line as values; ValueError or RecursionError where it is none."""
-    if len(line) > LARGEST_STRUCTURE:  # else it is small anyway
+    """Parse a JSON line; raise ValueError or RecursionError if it is not JSON."""
+    if len(line) > LARGEST_STRUCTURE:  # otherwise it is small anyway
         texts = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\Z)', re.DOTALL)
         if len(texts.sub(b"", line)) > LARGEST_STRUCTURE:
             raise ValueError(f"it has more than {LARGEST_STRUCTURE:,} bytes beside its texts")
@@ -97,7 +97,7 @@ def parse_line(line: bytes, encoding: str | None = None) -> Any:
 
 @contextmanager
 def reading(path: Path) -> Iterator[BinaryIO]:
-    """A file of text, open; one that cannot be read, or begins like an archive or a table, is refused."""
+    """Open a text file; refuse one that cannot be read, or that begins like an archive or a table."""
     try:
         with open_file(path) as file:
             refuse_packed(file.read(512), path)
@@ -111,7 +111,7 @@ def reading(path: Path) -> Iterator[BinaryIO]:
 
 
 def refuse_packed(start: bytes, path: Path) -> None:
-    """Refuse a file by its first bytes."""
+    """Refuse a compressed or binary file by its first bytes."""
     kind = next((kind for magic, kind in KINDS.items() if start.startswith(magic)), None)
     if kind is None and start[TAR] == b"ustar":
         kind = "a tar archive"
@@ -122,10 +122,10 @@ def refuse_packed(start: bytes, path: Path) -> None:
 
 
 def walk(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """Each folder under `root`, as a relative path, and its files; each is there once, also with links that loop.
+    """Yield each folder under `root`, as a relative path, and its files; each once, even with links that loop.
 
-    Folders come before links to folders, so that a folder which also has a link keeps its own name: a name decides
-    what is held out.
+    Folders come before links to folders, so that a folder that also has a link keeps its own name: names decide what is
+    held out.
     """
     seen: set[tuple[int, int]] = set()
     links = [str(root)]

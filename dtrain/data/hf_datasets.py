@@ -1,4 +1,4 @@
-"""Folders that Hugging Face `datasets` has written with save_to_disk: a Dataset, or a DatasetDict with splits."""
+"""Folders written by save_to_disk of Hugging Face `datasets`: a Dataset, or a DatasetDict with splits."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dtrain.data import corpus
-from dtrain.data.corpus import Piece
-from dtrain.untrusted import read_json
+from dtrain.data import token_stream
+from dtrain.data.token_stream import Piece
+from dtrain.formats.bounded import read_json
 
-HELD_OUT = ("validation", "valid", "val", "dev", "test")  # a split by the first of these names is for validation
-ROWS = 100  # read at a time
-LARGEST_JSON = 2**26  # bytes of its description, in which every shard has some dozen
+HELD_OUT = ("validation", "valid", "val", "dev", "test")  # the first that exists is the validation split
+ROWS = 100  # per read
+LARGEST_JSON = 2**26  # bytes of its description, which has some dozen per shard
 
 
 def is_saved(path: Path) -> bool:
@@ -25,7 +25,7 @@ def is_saved(path: Path) -> bool:
 
 
 def splits(path: Path) -> dict[str, Path]:
-    """Where "train" is, and "val" if a split is held out already."""
+    """Return the folder of "train", and of "val" if there is a held-out split."""
     if not (path / "dataset_dict.json").is_file():
         return {"train": path}
     names = _described(path, "dataset_dict.json", "splits", list)
@@ -40,7 +40,7 @@ def splits(path: Path) -> dict[str, Path]:
 
 
 def _described(folder: Path, file: str, key: str, kind: type) -> Any:
-    """One entry of a JSON file in the folder."""
+    """Return one entry of a JSON file in the folder."""
     try:
         value = read_json(folder / file, LARGEST_JSON)[key]
         if not isinstance(value, kind):
@@ -51,7 +51,7 @@ def _described(folder: Path, file: str, key: str, kind: type) -> Any:
 
 
 def data_files(folder: Path) -> list[Path]:
-    """The tables of a split, which all lie in its folder."""
+    """Return the tables of a split, which must all be in its folder."""
     entries = _described(folder, "state.json", "_data_files", list)
     names = [str(entry.get("filename")) if isinstance(entry, dict) else "" for entry in entries]
     missing = [name for name in names if Path(name).name != name or not os.path.isfile(folder / name)]
@@ -61,7 +61,7 @@ def data_files(folder: Path) -> list[Path]:
 
 
 def check(path: Path, field: str, setting: str = "data.path") -> None:
-    """Refuse a folder that is torn or has no such column; reads its JSON files, and imports nothing."""
+    """Refuse a folder that is incomplete or has no such column; reads only its JSON files, and imports nothing."""
     if find_spec("pyarrow") is None:
         raise ValueError(
             f"{setting}={str(path)!r} was saved by the datasets package, which is not installed\n  fix: "
@@ -84,7 +84,7 @@ def _is_text(kind: Any) -> bool:
 
 
 class Saved:
-    """Each row is a document. Without a split that is held out for validation, some are, by a hash of their texts."""
+    """Each row is a document. Without a validation split, a hash of the text decides which rows are held out."""
 
     def __init__(self, path: Path, field: str, val_fraction: float) -> None:
         check(path, field)
@@ -92,8 +92,8 @@ class Saved:
         self.splits = splits(path)
 
     @cached_property
-    def split(self) -> corpus.TextSplit:
-        return corpus.TextSplit(self.texts("train"), self.val_fraction)
+    def split(self) -> token_stream.TextSplit:
+        return token_stream.TextSplit(self.texts("train"), self.val_fraction)
 
     @property
     def cuts_tail(self) -> bool:
@@ -104,10 +104,10 @@ class Saved:
         folder = self.splits[split if named else "train"]
         for text in self.texts(split if named else "train"):
             if named or self.split.holds_out(text) == (split == "val"):
-                yield from corpus.text_pieces(text, folder)
+                yield from token_stream.text_pieces(text, folder)
 
     def texts(self, split: str) -> Iterator[bytes]:
-        """Every text of a split that is not empty."""
+        """Yield every non-empty text of a split."""
         number = 0
         for file in data_files(self.splits[split]):
             for rows in _rows(file, self.field):
@@ -123,7 +123,7 @@ class Saved:
 
 
 def _rows(file: Path, field: str) -> Iterator[list[str | None]]:
-    """The texts of a table, some at a time. Nothing is believed: offsets that lie outside of it would end Python."""
+    """Yield the texts of a table in batches. The file is validated: offsets outside of it would crash Python."""
     import pyarrow as pa
 
     try:

@@ -1,7 +1,7 @@
-"""Your own pictures, a folder for each class: train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg. Needs Pillow.
+"""Your own images, a folder per class: train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg. Needs Pillow.
 
-A training picture is a part of it, of random size and place, and mirrored in half of the cases; a validation picture
-its middle. All of that follows from the sample's key, so every layout and every resume sees the same.
+Training uses a crop of random size and place, mirrored half of the time; validation uses the centre. All of it depends
+only on the sample's key, so every layout and every resume sees the same.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtrain.config import bad
-from dtrain.data.corpus import check_split, hash_share, hold_out
 from dtrain.data.files import walk, warn
-from dtrain.data.pixels import check_shape, uniform
-from dtrain.untrusted import open_regular
+from dtrain.data.small_images import check_shape, uniform
+from dtrain.data.token_stream import check_split, hash_share, hold_out
+from dtrain.errors import bad
+from dtrain.formats.bounded import open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 KINDS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "MPO", "AVIF", "JPEG2000")
-LARGEST = 89_478_485  # pixels: where Pillow begins to warn of a bomb; decoded, they take 256 MiB
-RATIO = 4 / 3  # the most that a part is wider than high, or higher than wide
+LARGEST = 89_478_485  # pixels: where Pillow begins to warn of a decompression bomb; decoded, they take 256 MiB
+RATIO = 4 / 3  # largest aspect ratio of a crop, either way
 Box = tuple[float, float, float, float]
 
 
 def class_names(folder: Path) -> list[str]:
-    """The folders in a folder, sorted: the class of a picture is the place of its folder among them."""
+    """Return the folders in a folder, sorted: an image's class is the index of its folder."""
     return sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
 
 
@@ -43,7 +43,7 @@ def is_picture(name: str) -> bool:
 
 
 def pictures_in(folder: Path) -> tuple[list[str], list[str]]:
-    """The pictures of a class, in folders below its own, too, and the files that are none by their names; sorted."""
+    """Return the images of a class, including subfolders, and the files with other name endings; both sorted."""
     names: list[str] = []
     for below, files in walk(folder):
         names += files if below == "." else [f"{below}/{name}" for name in files]
@@ -65,7 +65,7 @@ def check(
     mean: Sequence[float] = (0.0,),
     std: Sequence[float] = (1.0,),
 ) -> dict[str, int]:
-    """Refuse settings and folders that cannot work, without decoding a picture; what the model must have."""
+    """Refuse settings and folders that cannot work, without decoding an image; return the model's required settings."""
     check_shape(image_size, channels)
     if len(crop_scale) != 2 or not 0 < crop_scale[0] <= crop_scale[1] <= 1:
         rule = "must be the smallest and the largest part of a picture's area, more than 0 and at most 1"
@@ -103,7 +103,7 @@ def check(
 
 
 class Images:
-    """The classes are the folders' names, sorted. Without train/ and val/, a hash of its name says what is held out."""
+    """Classes are the folder names, sorted. Without train/ and val/, a hash of its name decides what is held out."""
 
     def __init__(
         self,
@@ -147,13 +147,13 @@ class Images:
 
 
 def choose(names: list[str], share: float) -> set[str]:
-    """The names that are held out: by their hash, whatever else is there; at least one, and never all of a class."""
+    """Return the held-out names, by their hash alone; at least one, and never all of a class."""
     held_out = hold_out([*map(hash_share, names)], [name.partition("/")[0] for name in names], share)
     return {name for name, held in zip(names, held_out, strict=True) if held}
 
 
 class ImageDataset:
-    """One picture at a time, decoded when it is asked for."""
+    """One image at a time, decoded when requested."""
 
     def __init__(self, data: Images, root: Path, names: list[str], train: bool) -> None:
         self.root, self.names = root, names
@@ -162,7 +162,7 @@ class ImageDataset:
         number = {name: i for i, name in enumerate(data.classes)}
         self.labels = np.array([number[name.partition("/")[0]] for name in names], dtype=np.int64)
         mean, std = (np.array(v, dtype=np.float32) for v in (data.mean, data.std))
-        if data.channels == 1:  # of a gray picture: of all three colours together
+        if data.channels == 1:  # grayscale: over all three colours
             mean, std = mean.mean(keepdims=True), std.mean(keepdims=True)
         self.mean, self.std = mean, std
 
@@ -171,12 +171,12 @@ class ImageDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Which pictures these are: a hash of all names, and of the sizes of up to 256 files."""
+        """Identifies the images: a hash of all names, and of the sizes of up to 256 files."""
         digest = hashlib.sha256("\n".join(self.names).encode("utf-8", "surrogateescape"))
         for i in np.linspace(0, len(self) - 1, min(len(self), 256)).astype(np.int64):
             try:
                 size = os.path.getsize(self.root / self.names[i])
-            except OSError as error:  # a link to nothing
+            except OSError as error:  # a dangling link
                 raise unreadable(self.root / self.names[i], error) from error
             digest.update(f"{size} ".encode())
         return digest.hexdigest()[:16]
@@ -192,12 +192,12 @@ class ImageDataset:
         return inputs, torch.from_numpy(self.labels[indices])
 
     def read(self, name: str, drawn: np.ndarray | None) -> np.ndarray:
-        """One picture as [size, size, channels] in 8 bits."""
+        """Return one image as [size, size, channels] in 8 bits."""
         from PIL import Image
 
         path = self.root / name
         try:
-            # a FIFO would never end, and some other kinds of files are handed to programs (EPS to Ghostscript)
+            # a FIFO would never end, and Pillow passes some formats to programs (EPS to Ghostscript)
             with open_regular(path) as file, Image.open(file, formats=kinds()) as picture:
                 width, height = picture.size
                 if width * height > LARGEST:
@@ -210,7 +210,7 @@ class ImageDataset:
                     else part(width, height, self.crop_scale, drawn)
                 )
                 return self.cut(picture, box, mirrored=drawn is not None and self.flip and drawn[4] < 0.5)
-        except Exception as error:  # what a decoder raises for damaged bytes is anything
+        except Exception as error:  # a decoder can raise anything for damaged bytes
             raise unreadable(path, error) from error
 
     def cut(self, picture: Any, box: Box, mirrored: bool) -> np.ndarray:
@@ -218,13 +218,13 @@ class ImageDataset:
 
         width, height = picture.size
         left, top, right, bottom = box
-        # A JPEG can be decoded at a half, a quarter or an eighth of its size, in a fraction of the time: as small as
-        # still has all the pixels that are needed.
+        # A JPEG can be decoded at a half, a quarter or an eighth of its size, in a fraction of the time: use the
+        # smallest that still has all the pixels needed.
         needed = (math.ceil(width * self.size / (right - left)), math.ceil(height * self.size / (bottom - top)))
         picture.draft(self.mode, needed)
         wide, high = picture.size
         across, down = wide / width, high / height
-        box = (left * across, top * down, min(right * across, wide), min(bottom * down, high))  # but for rounding
+        box = (left * across, top * down, min(right * across, wide), min(bottom * down, high))  # clips rounding errors
         result = picture.convert(self.mode).resize((self.size, self.size), Image.Resampling.BILINEAR, box)
         if mirrored:
             result = result.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -233,7 +233,7 @@ class ImageDataset:
 
 @functools.cache
 def kinds() -> list[str]:
-    """The formats that may be decoded, of those that this Pillow has."""
+    """Return the allowed formats that this Pillow supports."""
     from PIL import Image
 
     Image.init()
@@ -247,14 +247,14 @@ def unreadable(path: Path, error: Exception) -> ValueError:
 
 
 def middle(width: int, height: int, share: float) -> Box:
-    """The square in the middle whose side is this share of the shorter side."""
+    """Return the centred square whose side is this share of the shorter side."""
     side = max(1.0, share * min(width, height))
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
 
 
 def part(width: int, height: int, scale: tuple[float, float], drawn: np.ndarray) -> Box:
-    """A part of a picture: this share of its area, of a shape and at a place drawn; smaller if it is too long."""
+    """Return a random crop: area, aspect ratio and place are drawn; it shrinks if it does not fit."""
     area = width * height * (scale[0] + (scale[1] - scale[0]) * drawn[0])
     ratio = RATIO ** (2.0 * drawn[1] - 1.0)
     wide, high = math.sqrt(area * ratio), math.sqrt(area / ratio)

@@ -1,4 +1,4 @@
-"""Masked tokens: windows of text in which some tokens are hidden, and asked for (Devlin et al., 2018)."""
+"""Masked language modelling: windows of text in which some tokens are hidden and predicted (Devlin et al., 2018)."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtrain.config import bad
 from dtrain.data import stdlib, text, tokens
-from dtrain.data.draws import bits
+from dtrain.data.counter_rng import bits
 from dtrain.data.windows import IGNORED
+from dtrain.errors import bad
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TASK = "mlm"  # what the targets are (dtrain/validate.py)
+TASK = "mlm"  # the kind of targets (dtrain/checks/validate.py)
 
 MASK = "[MASK]"
 BYTE_MASK = 256  # the first id after the bytes
 
 
 def kind_of(path: str | None) -> Any:
-    """Where the text comes from: the standard library, a token folder, or files."""
+    """Return the module for the text's source: the standard library, a token folder, or files."""
     if path is None:
         return stdlib
     return tokens if os.path.isfile(Path(path).expanduser() / "meta.json") else text
 
 
 def mask_token(tokenizer: str | None) -> tuple[int, int]:
-    """(id of the mask token, vocabulary with it): reserved behind the bytes, or the file's own."""
+    """Return (id of the mask token, vocabulary size with it): reserved after the bytes, or the file's own."""
     if tokenizer is None:
         return BYTE_MASK, BYTE_MASK + 1
     loaded = text.FileTokenizer(tokenizer)
@@ -43,7 +43,7 @@ def mask_token(tokenizer: str | None) -> tuple[int, int]:
 
 
 def tokenizer_of(path: str | None, tokenizer: str | None) -> str | None:
-    """The tokenizer file that the ids are of: a token folder has its own."""
+    """Return the tokenizer file of the ids: a token folder has its own."""
     if kind_of(path) is not tokens:
         return tokenizer
     assert path is not None
@@ -55,14 +55,14 @@ def tokenizer_of(path: str | None, tokenizer: str | None) -> str | None:
 
 
 def num_masked(seq_len: int, share: float) -> int:
-    """How many tokens of a window are asked for: as many in every one, so that every mean over samples is exact."""
+    """Return how many tokens of a window are predicted: the same for all, so that means over samples are exact."""
     return round(share * seq_len)
 
 
 def check(
     seq_len: int, path: str | None = None, tokenizer: str | None = None, share: float = 0.15, **rest: Any
 ) -> dict[str, int]:
-    """Refuse settings that cannot work, before anything is started; what the model must have. Imports no torch."""
+    """Refuse settings that cannot work, before the launch; return the model's required settings. Imports no torch."""
     if not 0 < share < 1:
         raise bad("data.share", share, "must be between 0 and 1, ends excluded", "data.share=0.15")
     if not num_masked(seq_len, share):
@@ -74,10 +74,10 @@ def check(
 
 
 class MaskedDataset:
-    """Windows of another dataset; `share` of each one's tokens are targets, all others are IGNORED.
+    """Windows of another dataset; `share` of the tokens of each are targets, all others are IGNORED.
 
-    Of those, 80% are replaced by the mask token, 10% by a random token and 10% left, as published. Which ones is drawn
-    from the sample's key alone.
+    Of the targets, 80% are replaced by the mask token, 10% by a random token, and 10% are kept, as published. The
+    choice depends only on the sample's key.
     """
 
     draws = True
@@ -98,7 +98,7 @@ class MaskedDataset:
         original = self.windows.batch(indices)[0].numpy()
         length = original.shape[1]
         random = bits(keys, 2 * length)
-        # Asked for: the tokens with the smallest draws. Its place in the low bits makes each draw unique.
+        # Predict the tokens with the smallest draws. The position in the low bits makes each draw unique.
         order = (random[:, :length] << np.uint64(length.bit_length())) | np.arange(length, dtype=np.uint64)
         last = num_masked(length, self.share) - 1
         asked = order <= np.partition(order, last, axis=1)[:, last : last + 1]
@@ -109,9 +109,9 @@ class MaskedDataset:
 
 
 class Masked:
-    """Masked tokens of text files, of a token folder (dtrain data prepare), or of Python's own library without a path.
+    """Masked tokens of text files, of a token folder (dtrain data prepare), or without a path of Python's library.
 
-    A window is text only, from wherever it begins: without a [CLS], and without a second sentence to tell from a first.
+    A window is only text, starting anywhere: without [CLS], and without a second sentence.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""MNIST, and what is published in its format (Fashion-MNIST, KMNIST), from its four files. Nothing is downloaded."""
+"""MNIST, and datasets in its format (Fashion-MNIST, KMNIST), from its four files. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
-from dtrain.config import bad
-from dtrain.data.corpus import check_split
 from dtrain.data.files import UNREADABLE, open_file
-from dtrain.data.pixels import STILL, Moves, PixelDataset, check_shape, folder_of
+from dtrain.data.small_images import STILL, Moves, PixelDataset, check_shape, folder_of
+from dtrain.data.token_stream import check_split
+from dtrain.errors import bad
 
 CUT_OFF = "is not as long as it says: it is cut off, or damaged"
-LARGEST = 2**32  # bytes; the largest set in this format has 2**30
-LARGEST_RATIO = 1100  # gzip packs a byte into 1/1032 at best: a header that says more is damaged
+LARGEST = 2**32  # bytes; the largest dataset in this format has 2**30
+LARGEST_RATIO = 1100  # gzip compresses to 1/1032 at best: a header that implies more is damaged
 PARTS = {"train": "train", "val": "t10k"}
 
 
 def find_idx(folder: Path, name: str) -> Path:
-    """`train-images-idx3-ubyte`, with a dot instead of the last dash as some archives have it, or with .gz."""
+    """Find `train-images-idx3-ubyte`, also with a dot for the last dash as in some archives, or with .gz."""
     left, _, right = name.partition("-idx")
     names = [f"{base}{end}" for base in (name, f"{left}.idx{right}") for end in ("", ".gz")]
     for found in (folder / n for n in names):
@@ -29,7 +29,7 @@ def find_idx(folder: Path, name: str) -> Path:
 
 
 def read_idx(path: Path, num_dims: int, header_only: bool = False) -> np.ndarray:
-    """The array in an idx file: two zeros, 8 for bytes, the dimensions, their sizes, then all values."""
+    """Read the array in an idx file: two zeros, 8 for bytes, the number of dimensions, their sizes, then all values."""
     try:
         with open_file(path) as file:
             start = file.read(4 + 4 * num_dims)
@@ -46,7 +46,7 @@ def read_idx(path: Path, num_dims: int, header_only: bool = False) -> np.ndarray
                     raise bad("data.path", path, CUT_OFF, "download it again")
                 return np.empty((0,) * num_dims, dtype=np.uint8)
             values = file.read(size + 1)
-    except UNREADABLE as error:  # gzip's own complaint about a bad file is an OSError
+    except UNREADABLE as error:  # gzip raises an OSError for a bad file
         reason = getattr(error, "strerror", None) or error
         raise bad("data.path", path, f"cannot be read ({reason})", "download it again") from error
     if len(values) != size:
@@ -55,7 +55,7 @@ def read_idx(path: Path, num_dims: int, header_only: bool = False) -> np.ndarray
 
 
 def check(path: str, image_size: int, channels: int = 1, shift: float = 0.0, rotate: float = 0.0) -> dict[str, int]:
-    """Refuse settings and files that cannot work, without reading a picture; what the model must have."""
+    """Refuse settings and files that cannot work, without reading an image; return the model's required settings."""
     check_shape(image_size, channels)
     Moves(shift, rotate).check()
     folder, most = folder_of(path, "MNIST/raw"), 0
@@ -67,7 +67,7 @@ def check(path: str, image_size: int, channels: int = 1, shift: float = 0.0, rot
 
 
 class Mnist:
-    """60,000 and 10,000 gray digits of 28x28 pixels; its test part is what is held out."""
+    """60,000 and 10,000 grayscale digits of 28x28 pixels; the test part is held out."""
 
     def __init__(self, path: str, image_size: int, channels: int = 1, shift: float = 0.0, rotate: float = 0.0) -> None:
         check(path, image_size, channels, shift, rotate)

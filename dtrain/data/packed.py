@@ -1,4 +1,4 @@
-"""Samples of whole documents, laid into sequences so that little is padding; a model sees each document alone."""
+"""Samples of whole documents, packed into sequences with little padding; a model sees each document alone."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtrain.data.corpus import Tokens
+from dtrain.data.token_stream import Tokens
 from dtrain.data.windows import IGNORED, TokenDataset, fingerprint
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Documents packed together: enough that nearly no padding is left, few enough for memory. It is part of what a run
-# computes, as another figure gives other samples.
+# Documents packed together: enough that almost no padding remains, few enough for memory. It affects results, because
+# another value gives other samples.
 GROUP = 1 << 18
 
 
 def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
-    """Lay pieces into sequences of `room` tokens, longest first, each where the least is left over; its sequence.
+    """Best-fit packing of pieces into sequences of `room` tokens, longest first; return each piece's sequence.
 
-    Pieces of one length are laid together, so the time grows with the number of lengths and not of pieces.
+    Pieces of one length are placed together, so the time grows with the number of lengths, not of pieces.
     """
     sizes, counts = np.unique(lengths, return_counts=True)
     order = np.argsort(-lengths, kind="stable")
     where = np.empty(len(lengths), dtype=np.int64)
-    free: dict[int, np.ndarray] = {}  # tokens left → the sequences that have so many left
+    free: dict[int, np.ndarray] = {}  # tokens left → the sequences that have this many left
     nonempty = 0  # the keys of `free`, as bits
     num_sequences = 0
 
@@ -48,7 +48,7 @@ def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
                 left = room
                 sequences = np.arange(num_sequences, num_sequences - (-len(pieces) // (room // length)))
                 num_sequences += len(sequences)
-            # One that has taken a piece and has room for the next is then the best fit again, so it is filled up.
+            # A sequence that took a piece and has room for another is again the best fit, so it is filled up.
             each = left // length
             taken = min(len(pieces), len(sequences) * each)
             full, rest = divmod(taken, each)
@@ -62,13 +62,13 @@ def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
 
 
 def cut_pieces(starts: np.ndarray, ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Documents as pieces of at most `seq_len` tokens: where each starts, its length, and whether its document ends.
+    """Split documents into pieces of at most `seq_len` tokens: start, length, and whether it ends its document.
 
-    Only what has something to predict: a document's last token alone has not, and is left out.
+    A piece must have something to predict: a document's last token alone has not, and is dropped.
     """
     counts = -(-(ends - starts) // seq_len)
     before = np.cumsum(counts) - counts
-    number = np.arange(counts.sum()) - np.repeat(before, counts)  # of the piece, within its document
+    number = np.arange(counts.sum()) - np.repeat(before, counts)  # of the piece within its document
     start = np.repeat(starts, counts) + number * seq_len
     length = np.minimum(np.repeat(ends, counts) - start, seq_len)
     last = start + length == np.repeat(ends, counts)
@@ -79,9 +79,9 @@ def cut_pieces(starts: np.ndarray, ends: np.ndarray, seq_len: int) -> tuple[np.n
 class PackedDataset:
     """Sequences of whole documents. A sample is (token, position within its document) for each place.
 
-    A document that is longer than a sequence is cut; each piece counts its positions from 0, as no model sees further
-    back. Targets are the next token of the same document; its last token and the padding have none. Padding counts
-    its positions, too, so that it is a document of its own.
+    A document that is longer than a sequence is split; each piece counts positions from 0, because a model sees no
+    further back. Targets are the next token of the same document; its last token and the padding have none. Padding has
+    positions from 0, too, so that it is its own document.
     """
 
     masked = True  # the number of targets differs between samples
@@ -99,7 +99,7 @@ class PackedDataset:
             raise ValueError(
                 f"data.packed=true needs a document of at least 2 tokens, and the {name} split has none\n  fix: {fix}"
             )
-        # The pieces in the order of their sequences, and where the pieces of each sequence begin.
+        # The pieces in the order of their sequences, and where each sequence's pieces begin.
         self.start, self.length, self.last, counts = (np.concatenate(part) for part in zip(*pieces, strict=True))
         self.first = np.concatenate([[0], np.cumsum(counts)])
 
@@ -111,7 +111,7 @@ class PackedDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Which text this is, and how it is laid out."""
+        """Identifies the text and how it is packed."""
         digest = hashlib.sha256(fingerprint(self.tokens).encode())
         for part in (self.start.astype("<i8"), self.length.astype("<i4"), self.first.astype("<i8")):
             digest.update(part.data)
@@ -119,7 +119,7 @@ class PackedDataset:
 
     @property
     def padding(self) -> float:
-        """The share of all places that holds no document."""
+        """The share of all places that is padding."""
         return 1 - int(self.length.sum(dtype=np.int64)) / (len(self) * self.seq_len)
 
     def __len__(self) -> int:
@@ -132,7 +132,7 @@ class PackedDataset:
         counts = self.first[indices + 1] - self.first[indices]
         pieces = _runs(self.first[indices], counts)
         start, length = self.start[pieces], self.length[pieces].astype(np.int64)
-        # where each piece goes in the batch, as one row: after those before it in its own sample
+        # each piece's place in the flattened batch: after the previous pieces of its own sample
         before = np.cumsum(length) - length
         sample = np.repeat(np.arange(len(indices)), counts)
         first = np.cumsum(counts) - counts
@@ -142,7 +142,7 @@ class PackedDataset:
         where, source = _runs(place, length), _runs(start, length)
         inputs[where, 0] = self.tokens[source]
         inputs[where, 1] = source - np.repeat(start, length)
-        # the token after a piece that its document goes on after is a target, too
+        # if the document continues after a piece, the next token is a target, too
         following = source + 1
         ends = np.cumsum(length) - 1
         following[ends[self.last[pieces]]] = 0
@@ -157,11 +157,11 @@ class PackedDataset:
 
 
 def _runs(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """start, start + 1, ... of each run, one after the other."""
+    """Concatenate start, start + 1, ... of each run."""
     before = np.cumsum(lengths) - lengths
     return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
 
 
 def make_dataset(documents: Tokens, seq_len: int, packed: bool, name: str) -> TokenDataset | PackedDataset:
-    """Samples of a split: its documents packed, or windows of the stream that they make."""
+    """Return a split's samples: packed documents, or windows of their token stream."""
     return PackedDataset(documents, seq_len, name) if packed else TokenDataset(documents.tokens, seq_len, name)

@@ -1,4 +1,4 @@
-"""Batches that are read before they are asked for: in a thread, or in processes that have cores of their own."""
+"""Prefetch batches: in a thread, or in processes with their own cores."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from dtrain.contract import STOP_SIGNALS, die_with_parent, place_sockets
 from dtrain.data.windows import IGNORED
+from dtrain.runs.protocol import STOP_SIGNALS, die_with_parent, place_sockets
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     Batch = tuple[Tensor, Tensor]
 
-PREFETCH = 2  # batches that each process may have ready or in work; 1 where there is an end, as for validation
+PREFETCH = 2  # batches that each process may prefetch; 1 if there is an end, as for validation
 
-# The datasets of one process may share a file or a cache, and one is read ahead while evaluation reads another:
-# one batch at a time. Nothing is lost, as threads share Python's own lock anyway.
+# Datasets of one process may share a file or a cache, and one is prefetched while evaluation reads another: so one
+# batch at a time. Nothing is lost, because threads share the GIL anyway.
 _reading = threading.Lock()
 
 
 class Dataset(Protocol):
-    """What a loader needs: a length and a batch of any sample ids.
+    """What a loader needs: a length, and a batch of any sample ids.
 
-    A batch must be a function of its indices alone, or of indices and keys where the dataset has `draws = True`: a
-    draw from a global random generator would differ after a resume. It is read in a thread or in forked processes: a
-    file whose position matters must be opened where it is read, not before.
+    A batch must depend only on its indices, or on indices and keys if the dataset has `draws = True`: a draw from a
+    global random generator would differ after a resume. It is read in a thread or in forked processes: a file whose
+    position matters must be opened where it is read, not before.
     """
 
     def __len__(self) -> int: ...
@@ -46,7 +46,7 @@ class Dataset(Protocol):
 
 
 class Request(NamedTuple):
-    """Which samples a batch has. `keys` has a uint64 for each if the dataset draws, and is None if it does not."""
+    """The samples of a batch. `keys` has a uint64 for each if the dataset draws, otherwise it is None."""
 
     indices: np.ndarray
     keys: np.ndarray | None
@@ -57,7 +57,7 @@ def read(dataset: Dataset, request: Request) -> Batch:
     inputs, targets = dataset.batch(indices) if keys is None else dataset.batch(indices, keys)
     if getattr(dataset, "masked", False):
         empty = (targets == IGNORED).flatten(1).all(dim=1)
-        if empty.any():  # its mean loss would be 0 / 0 wherever it is a micro-batch of its own
+        if empty.any():  # its mean loss would be 0 / 0 if it were a micro-batch of its own
             raise ValueError(
                 f"data: sample {indices[int(empty.nonzero()[0])]} has no target, all of them are {IGNORED}\n"
                 "  fix: leave such samples out of the dataset"
@@ -66,7 +66,7 @@ def read(dataset: Dataset, request: Request) -> Batch:
 
 
 class Thread:
-    """Reads one batch ahead while the step computes: all that text needs, as the step leaves Python for most of it."""
+    """Prefetch one batch while the step runs: enough for text, because the step mostly releases the GIL."""
 
     def __init__(
         self, dataset: Dataset, request: Callable[[int], Request], stride: int, end: float, pin_memory: bool
@@ -95,13 +95,13 @@ class Thread:
 
 
 class Processes:
-    """Reads and decodes ahead in forked processes, which share the memory of a dataset that is held in it.
+    """Prefetch in forked processes, which share the memory of an in-memory dataset.
 
-    No position from `end` on is read unless it is asked for. Who begins again before that, as each evaluation does,
-    has asked for all that it wants: the next time no more is read than that.
+    No position from `end` on is read unless requested. A caller that restarts before `end`, as each evaluation does,
+    has read all that it needs: next time no more than that is prefetched.
 
-    They live as long as this process and no longer, and take no notice of the signals that ask it to stop. The
-    thread that first calls `get` must be one that stays: the kernel ends them when it goes.
+    The processes live exactly as long as this one, and ignore the signals that ask it to stop. The thread that first
+    calls `get` must stay alive: the kernel kills the processes when it ends.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Processes:
     def get(self, position: int) -> Batch:
         if position < self._next and self.end != math.inf:
             self._stop = self._next
-        if position >= self._stop:  # more than was asked for the last time, or than there is
+        if position >= self._stop:  # more than was requested last time, or than there is
             self._stop = self.end if position < self.end else position + self.stride
             self._next = -1
         if position != self._next:
@@ -138,7 +138,7 @@ class Processes:
         return inputs, targets
 
     def close(self) -> None:
-        """End the processes: asked first, as torch does, then one that is still reading is killed."""
+        """Stop the processes: ask first, as torch does, then kill those that are still reading."""
         self._batches = iter(())
         self._loader, self._next = None, -1
         for child in self._children:
@@ -148,21 +148,21 @@ class Processes:
         atexit.unregister(self.close)
 
     def __iter__(self) -> Iterator[Request]:
-        """What the processes are asked for, in order; we are their sampler."""
+        """The requests for the processes, in order; this object is their sampler."""
         ahead = itertools.count(self._first, self.stride)
         return map(self.request, itertools.takewhile(lambda position: position < self._stop, ahead))
 
     def _start(self, position: int) -> None:
-        """Begin at a position; the processes are forked the first time, and later drop what they had ahead."""
+        """Start at a position; the processes are forked the first time, and later drop what they had prefetched."""
         self._first = position
-        # Blocked signals stay blocked in what is forked, from its first instruction on.
+        # Blocked signals stay blocked in forked processes from their first instruction on.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         others = set(multiprocessing.active_children())
         try:
             if self._loader is None:
                 place_sockets()
                 self._loader = self._make_loader()
-                atexit.register(self.close)  # Python would wait for ever for a child that ignores SIGTERM
+                atexit.register(self.close)  # Python would wait forever for a child that ignores SIGTERM
             self._batches = iter(self._loader)
         finally:
             self._children |= set(multiprocessing.active_children()) - others
@@ -180,29 +180,29 @@ class Processes:
             persistent_workers=True,
             worker_init_fn=_on_start,
             multiprocessing_context="fork",
-            generator=Generator(),  # it draws a seed for its processes, and must not take it from the model's draws
+            generator=Generator(),  # its seeds for the processes must not come from the model's generator
         )
 
 
 class _Reader:
-    """The dataset as torch's DataLoader wants it: an item is a batch. An error is an item, too, so that it keeps its
-    type and message on the way."""
+    """The dataset for torch's DataLoader: an item is a batch. An error is also an item, so that it keeps its type and
+    message."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
 
     def __getitem__(self, request: Request) -> Batch | Exception:
         try:
-            # Into shared memory here: a full /dev/shm is an error then. In the queue's own thread, which does it else,
-            # torch drops the batch, and whoever waits for it waits for ever.
+            # Move to shared memory here, so that a full /dev/shm raises an error. Otherwise the queue's thread does it:
+            # there torch drops the batch, and its reader waits forever.
             inputs, targets = read(self.dataset, request)
             return inputs.share_memory_(), targets.share_memory_()
         except Exception as error:
             error.add_note(f"in a process of the loader:\n{traceback.format_exc()}")
             try:
-                pickle.loads(pickle.dumps(error))  # our own object, to see whether it survives the way
+                pickle.loads(pickle.dumps(error))  # our own object, to test whether it can be pickled
                 return error
-            except Exception:  # one that cannot travel
+            except Exception:  # it cannot be pickled
                 return RuntimeError(f"{type(error).__name__}: {error}")
 
 

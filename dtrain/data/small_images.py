@@ -1,6 +1,6 @@
-"""Small pictures held in memory: resized, moved and turned a little, normalised. For digits, mnist and cifar.
+"""Small images held in memory: resized, shifted and rotated a little, normalized. For digits, mnist and cifar.
 
-Also what all picture data needs: random numbers from a sample's key, and checks of settings.
+Also what all image data needs: random numbers from a sample's key, and checks of settings.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dtrain.config import bad
-from dtrain.data.draws import bits
+from dtrain.data.counter_rng import bits
+from dtrain.errors import bad
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 def uniform(keys: np.ndarray, count: int) -> np.ndarray:
-    """`count` numbers in [0, 1) for each key: functions of the key alone, so a resume draws the same."""
+    """Return `count` numbers in [0, 1) per key: they depend only on the key, so a resume draws the same."""
     return (bits(keys, count) >> np.uint64(11)) * 2.0**-53
 
 
 def check_shape(image_size: int, channels: int) -> None:
-    """Refuse what no picture can be made into."""
+    """Refuse sizes that no image can have."""
     if image_size < 1:
         raise ValueError(f"model.image_size={image_size}: must be at least 1 pixel\n  fix: model.image_size=28")
     if channels not in (1, 3):
@@ -36,7 +36,7 @@ def check_shape(image_size: int, channels: int) -> None:
 
 
 class Moves(NamedTuple):
-    """How far a training picture is moved (as a share of its size) and turned (degrees), and whether it is mirrored."""
+    """How far a training image is shifted (share of its size) and rotated (degrees), and whether it is mirrored."""
 
     shift: float = 0.0
     rotate: float = 0.0
@@ -52,7 +52,7 @@ STILL = Moves()
 
 
 def folder_of(path: str, inside: str) -> Path:
-    """The folder that a path means: itself, or the one that an archive makes in it."""
+    """Return the folder itself, or the one that its archive creates in it."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise bad("data.path", path, "is no folder", "give the folder that has the files")
@@ -60,9 +60,9 @@ def folder_of(path: str, inside: str) -> Path:
 
 
 class PixelDataset:
-    """Pictures [n, channels, height, width] in 8 bits, and their classes.
+    """Images [n, channels, height, width] in 8 bits, and their classes.
 
-    For training each is moved and turned by up to what `moves` says, and mirrored in half of the cases; for validation
+    For training each is shifted and rotated by up to what `moves` says, and mirrored half of the time; for validation
     nothing is drawn.
     """
 
@@ -88,7 +88,7 @@ class PixelDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Which pictures these are: a hash of all labels, and of up to 256 pictures."""
+        """Identifies the images: a hash of all labels, and of up to 256 images."""
         digest = hashlib.sha256(self.labels.astype("<i8").tobytes())
         digest.update(self.pictures[np.linspace(0, len(self) - 1, min(len(self), 256)).astype(np.int64)].tobytes())
         return digest.hexdigest()[:16]
@@ -105,14 +105,14 @@ class PixelDataset:
         if keys is not None and self.draws:
             images = F.grid_sample(images, torch.from_numpy(self.places(keys)), align_corners=False)
         images = (images - torch.from_numpy(self.mean)) / torch.from_numpy(self.std)
-        if images.shape[1] != self.channels:  # gray as colours, or colours as gray
+        if images.shape[1] != self.channels:  # grayscale to RGB, or RGB to grayscale
             images = images.expand(-1, 3, -1, -1) if self.channels == 3 else images.mean(dim=1, keepdim=True)
         return images.contiguous(), torch.from_numpy(self.labels[indices].astype(np.int64))
 
     def places(self, keys: np.ndarray) -> np.ndarray:
-        """Where in its picture each pixel of a result is read, in [-1, 1] from edge to edge; outside it is black.
+        """Return where each output pixel is read in its image, in [-1, 1] from edge to edge; outside is black.
 
-        Computed picture by picture, so that the same picture comes out in every batch, to the last bit.
+        It is computed per image, so that an image is the same in every batch, to the last bit.
         """
         centres = (np.arange(self.image_size) * 2.0 + 1.0) / self.image_size - 1.0
         y, x = np.meshgrid(centres, centres, indexing="ij")
@@ -120,7 +120,7 @@ class PixelDataset:
         for place, (turn, across, down, mirror) in zip(places, uniform(keys, 4), strict=True):
             angle = math.radians(self.moves.rotate) * (2.0 * turn - 1.0)
             offsets = [2.0 * self.moves.shift * (2.0 * drawn - 1.0) for drawn in (across, down)]
-            if not angle:  # by whole pixels: nothing is blurred
+            if not angle:  # whole pixels: nothing is blurred
                 offsets = [2.0 * round(offset * self.image_size / 2.0) / self.image_size for offset in offsets]
             left = -x if self.moves.flip and mirror < 0.5 else x
             place[..., 0] = math.cos(angle) * left - math.sin(angle) * y + offsets[0]

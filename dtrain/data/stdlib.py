@@ -9,18 +9,18 @@ from pathlib import Path
 from dtrain.data.documents import Files
 from dtrain.data.text import Text
 
-TASK = "next"  # what the targets are (dtrain/validate.py)
+TASK = "next"  # the kind of targets (dtrain/checks/validate.py)
 
-# Not the library itself (installed packages), or not like the rest of it (tests, demos, the 2to3 fixtures).
+# Not part of the library (installed packages), or unlike the rest of it (tests, demos, the 2to3 fixtures).
 SKIPPED = {
     *("site-packages", "dist-packages", "__pycache__"),
     *("test", "tests", "lib2to3", "idlelib", "turtledemo"),
-    "pydoc_data",  # one 757 kB file of prose: where it falls, it would be most of the validation split
+    "pydoc_data",  # one 757 kB file of prose: it would be most of the validation split if held out
 }
 
 
 def check(**settings: object) -> dict[str, int]:
-    """Refuse a Python that came without its sources; what the model must have: a vocabulary of bytes."""
+    """Refuse a Python without its sources; return the model's required settings: a vocabulary of bytes."""
     path = sysconfig.get_paths()["stdlib"]
     if not os.path.isfile(os.path.join(path, "os.py")):
         raise ValueError(
@@ -40,7 +40,7 @@ class Stdlib(Text):
 
     def source(self) -> Files:
         names = []
-        # os.walk and not glob: it can leave out site-packages, where torch alone has 10,000 files.
+        # os.walk instead of glob: it can skip site-packages, where torch alone has 10,000 files.
         for folder, folders, files in os.walk(self.path):
             folders[:] = [name for name in folders if name not in SKIPPED]
             names += [Path(folder, name) for name in files if name.endswith(".py")]

@@ -1,4 +1,4 @@
-"""Lines of the running Python's standard library, and what each is: code, comment or docstring. No download."""
+"""Lines of the running Python's standard library, labelled as code, comment or docstring. No download."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.data import stdlib, text
-from dtrain.data.corpus import hash_share
-from dtrain.data.labelled import Labelled, Record, check_length, marks_of, split
+from dtrain.data.text_classification import Labelled, Record, check_length, marks_of, split
+from dtrain.data.token_stream import hash_share
 
-TASK = "classify"  # what the targets are (dtrain/validate.py)
+TASK = "classify"  # the kind of targets (dtrain/checks/validate.py)
 
 LABELS = ["code", "comment", "docstring"]
-SHARE_OF_FILES = 0.25  # of the modules at the top: so the lines are found in about a second
-SHORTEST = 12  # characters; many a shorter line is like none of the three, or like all
+SHARE_OF_FILES = 0.25  # of the top-level modules: reading them takes about a second
+SHORTEST = 12  # characters; many shorter lines fit none of the three kinds, or all
 
 
 def check(seq_len: int, pad_id: int | None, **rest: Any) -> dict[str, int]:
-    """Refuse a Python that came without its sources, and settings that cannot work; what the model must have."""
+    """Refuse a Python without its sources, and settings that cannot work; return the model's required settings."""
     stdlib.check()
     check_length(seq_len, pairs=False)
     return {"vocab_size": marks_of(None, pad_id).vocab_size, "num_classes": len(LABELS)}
 
 
 def lines_of(source: str) -> Iterator[tuple[str, str]]:
-    """(line, what it is): without the marks that would give it away, and without lines that are of two kinds."""
-    strings: set[int] = set()  # lines of docstrings, and of other strings over several lines
+    """Yield (line, kind), without the marks that reveal the kind, and without lines of two kinds."""
+    strings: set[int] = set()  # lines of docstrings and of other multi-line strings
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             docstring = ast.get_docstring(node)
             if docstring is not None:
                 strings.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
                 for line in docstring.split("\n"):
-                    if not line.lstrip().startswith((">>>", "...")):  # code, in a docstring
+                    if not line.lstrip().startswith((">>>", "...")):  # code inside a docstring
                         yield line.strip(), "docstring"
         elif isinstance(node, (ast.Constant, ast.JoinedStr)) and node.lineno != node.end_lineno:
             strings.update(range(node.lineno, (node.end_lineno or 0) + 1))
@@ -50,10 +50,10 @@ def lines_of(source: str) -> Iterator[tuple[str, str]]:
 
 
 class Lines(Labelled):
-    """Equally many lines of each kind, each of them once; a tenth is held out, by a hash of the line.
+    """Equally many distinct lines of each kind; a tenth is held out, by a hash of the line.
 
-    Who always guesses one class is right in a third of the cases. Some comments are code that was switched off, and
-    some docstrings read like comments: nobody is right in all.
+    Always guessing one class is right a third of the time. Some comments are disabled code, and some docstrings read
+    like comments: no model can get all right.
     """
 
     def __init__(self, seq_len: int, pad_id: int | None, val_fraction: float = 0.1) -> None:
@@ -79,5 +79,5 @@ class Lines(Labelled):
 
 
 def read(file: Path) -> str:
-    """A file of the library; what few are not in UTF-8 would say nothing else to a model of bytes."""
+    """Read a file of the library; decoding errors in the few non-UTF-8 files do not matter for a model of bytes."""
     return file.read_text("utf-8", errors="replace").replace("\r\n", "\n")

@@ -1,4 +1,4 @@
-"""Made-up data that a model can learn: for benchmarks, tests and a first run without any file."""
+"""Synthetic data that a model can learn: for benchmarks, tests and a first run without any file."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtrain.data.corpus import check_split
-from dtrain.data.draws import GOLDEN, bits, mix
+from dtrain.data.counter_rng import GOLDEN, bits, mix
 from dtrain.data.text import ByteTokenizer
+from dtrain.data.token_stream import check_split
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TASK = "next"  # what the targets are (dtrain/validate.py)
+TASK = "next"  # the kind of targets (dtrain/checks/validate.py)
 
 NOISE = 0.1
-# A rule over a whole vocabulary would be a table of 50,000 entries to learn; with 256 the loss falls at once.
+# A rule over the whole vocabulary would be a table of 50,000 entries to learn; with 256 the loss falls quickly.
 MAX_STATES = 256
 
 
@@ -34,11 +34,11 @@ class SyntheticDataset:
         self.seed = seed
         self.first = first
         self.num_states = min(vocab_size, MAX_STATES)
-        # Spread over the vocabulary, so that every shard of a split embedding has work.
+        # Spread over the vocabulary, so that every shard of a sharded embedding has work.
         self.stride = vocab_size // self.num_states
-        # Coprime with the states, so that every state has one successor and one predecessor.
+        # Coprime with the number of states, so that every state has one successor and one predecessor.
         multiplier = next(a for a in range(5, 5 + 2 * self.num_states) if gcd(a, self.num_states) == 1)
-        # The rule applied k times is scale[k] * state + shift[k]: a sample needs no loop over its tokens.
+        # The rule applied k times is scale[k] * state + shift[k], so a sample needs no loop over its tokens.
         scale, shift = [1], [0]
         for _ in range(seq_len):
             scale.append(scale[-1] * multiplier % self.num_states)

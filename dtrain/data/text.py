@@ -9,18 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
-from dtrain.data import corpus, documents
-from dtrain.data.corpus import Piece, Tokenizer, Tokens
+from dtrain.data import documents, token_stream
 from dtrain.data.documents import Source
 from dtrain.data.files import warn
 from dtrain.data.packed import PackedDataset, make_dataset
+from dtrain.data.token_stream import Piece, Tokenizer, Tokens
 from dtrain.data.windows import TokenDataset
-from dtrain.untrusted import read_bytes
+from dtrain.formats.bounded import read_bytes
 
-TASK = "next"  # what the targets are (dtrain/validate.py)
+TASK = "next"  # the kind of targets (dtrain/checks/validate.py)
 
-# Names of the token that ends a document, the first that a tokenizer has: of GPT-2, Llama 3, Llama 2, Gemma, DeepSeek
-# and BERT. A name is only ever added behind: another choice would change the text of runs that resume.
+# Names of the token that ends a document; the first that a tokenizer has is used: of GPT-2, Llama 3, Llama 2, Gemma,
+# DeepSeek and BERT. Only append to this list: another choice would change the text of resumed runs.
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
 
 
@@ -60,7 +60,7 @@ class FileTokenizer:
                 f"data.tokenizer={path!r} is not a `tokenizers` JSON file ({str(error)[:200]})\n"
                 "  fix: give a tokenizer.json"
             ) from error
-        # A file may carry the truncation of the model it was saved with (512 for BERT): that would drop text.
+        # A file may contain its model's truncation (512 for BERT), which would drop text.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
@@ -86,14 +86,14 @@ class FileTokenizer:
                     f"document {str(piece.path)!r} is not UTF-8 ({error.reason}), which data.tokenizer "
                     "needs\n  fix: convert it, or leave data.tokenizer empty to train on bytes"
                 ) from error
-        dtype = corpus.token_dtype(self.vocab_size)
-        # Uses all cores; the fast one (tokenizers 0.20 on) leaves out the offsets: 4.2 s for 7.4 s on 11 MB.
+        dtype = token_stream.token_dtype(self.vocab_size)
+        # Uses all cores; the fast version (tokenizers 0.20 on) skips the offsets: 4.2 s instead of 7.4 s on 11 MB.
         encode_batch = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)
         return [np.array(encoding.ids, dtype=dtype) for encoding in encode_batch(texts, add_special_tokens=False)]
 
 
 def load_tokenizer(path: str | None) -> Tokenizer:
-    """Bytes when there is no path, else the tokenizer file."""
+    """Return bytes if there is no path, otherwise the tokenizer file."""
     return ByteTokenizer() if path is None else FileTokenizer(path)
 
 
@@ -119,7 +119,7 @@ def check(
     setting: str = "data.path",
     **rest: object,
 ) -> dict[str, int]:
-    """Refuse settings that cannot work, before anything is started; what the model must have. Reads a line at most."""
+    """Refuse settings that cannot work, before launch; return the model's required settings. Reads at most a line."""
     if not 0 < val_fraction < 1:
         raise ValueError(f"data.val_fraction={val_fraction} must be between 0 and 1, ends excluded\n  fix: try 0.05")
     check_tokenizer(tokenizer)
@@ -134,8 +134,8 @@ def check(
 class Text:
     """Text files, JSON lines or a saved dataset; held in memory by every process.
 
-    From 20 documents on, whole documents are held out, else the tail of the token stream. For text that does not fit
-    in memory, write a token folder (dtrain.data.tokens.prepare).
+    With 20 or more documents, whole documents are held out; with fewer, the tail of the token stream. For text that
+    does not fit in memory, write a token folder (dtrain.data.tokens.prepare).
     """
 
     def __init__(
@@ -177,8 +177,8 @@ class Text:
         return documents.open_source(self.path, self.pattern, self.field, self.val_fraction)
 
     def dataset(self, split: str) -> TokenDataset | PackedDataset:
-        """The samples of "train" or "val"; the files are read at the first call."""
-        corpus.check_split(split)
+        """Return the samples of "train" or "val"; the files are read at the first call."""
+        token_stream.check_split(split)
         if split not in self._datasets:
             self._datasets[split] = make_dataset(self._read(split), self.seq_len, self.packed, split)
         return self._datasets[split]
@@ -186,11 +186,13 @@ class Text:
     def _read(self, split: str) -> Tokens:
         if split not in self._tokens:
             source = self.source()
-            parts = list(corpus.token_stream(source.pieces("train" if source.cuts_tail else split), self.tokenizer))
+            parts = list(
+                token_stream.token_stream(source.pieces("train" if source.cuts_tail else split), self.tokenizer)
+            )
             nothing = Tokens(np.array([], dtype=np.uint8), np.array([], dtype=np.int64))
             read = Tokens(*map(np.concatenate, zip(*(parts or [nothing]), strict=True)))
             if source.cuts_tail:
-                train, val = read.cut(corpus.tail_start(len(read.tokens), self.val_fraction))
+                train, val = read.cut(token_stream.tail_start(len(read.tokens), self.val_fraction))
                 self._tokens = {"train": train, "val": val}
             else:
                 self._tokens[split] = read

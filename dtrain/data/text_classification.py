@@ -1,4 +1,4 @@
-"""Texts, or pairs of texts, and which class each is of: JSON lines with `text`, `label` and perhaps `text_pair`."""
+"""Texts, or pairs of texts, with their classes: JSON lines with `text`, `label` and optionally `text_pair`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dtrain.config import bad
-from dtrain.data import corpus, text
-from dtrain.data.corpus import Piece, Tokenizer
+from dtrain.data import text, token_stream
 from dtrain.data.files import UNREADABLE, json_lines, parse_line
+from dtrain.data.token_stream import Piece, Tokenizer
+from dtrain.errors import bad
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TASK = "classify"  # what the targets are (dtrain/validate.py)
+TASK = "classify"  # the kind of targets (dtrain/checks/validate.py)
 
 CLS, SEP, PAD = "[CLS]", "[SEP]", "[PAD]"
-BYTE_PAD, BYTE_CLS, BYTE_SEP = 0, 257, 258  # 256 is the mask token's (dtrain.data.masked)
+BYTE_PAD, BYTE_CLS, BYTE_SEP = 0, 257, 258  # 256 is the mask token's (dtrain.data.masked_lm)
 FORMAT = '{"text": "…", "label": "…"} a line'
 
 
@@ -35,7 +35,7 @@ class Record(NamedTuple):
 
 
 def read_records(file: Path) -> Iterator[Record]:
-    """The records of a file of JSON lines; the first that is not as it should be is refused, with its line number."""
+    """Yield the records of a JSON lines file; refuse the first invalid one, with its line number."""
     first: Record | None = None
     try:
         for number, line in json_lines(file):
@@ -59,7 +59,7 @@ def _refused(file: Path, rule: str) -> ValueError:
 def _parse(line: bytes, where: str, file: Path) -> Record:
     try:
         row = parse_line(line, "utf-8-sig")
-    except (ValueError, RecursionError) as error:  # of the encoding, or of JSON
+    except (ValueError, RecursionError) as error:  # from the encoding or from JSON
         raise _refused(file, f"{where} is no JSON ({error})") from error
     if not isinstance(row, dict):
         raise _refused(file, f"{where} is no object with text and label")
@@ -79,7 +79,7 @@ def _parse(line: bytes, where: str, file: Path) -> Record:
 
 
 def read_splits(path: str, val_fraction: float) -> dict[str, list[Record]]:
-    """Train and held-out records: of train.jsonl and val.jsonl in a folder, or of one file, split by `split`."""
+    """Return train and held-out records: from train.jsonl and val.jsonl in a folder, or from one file, by `split`."""
     root = Path(path).expanduser()
     if root.is_dir():
         files = {name: root / f"{name}.jsonl" for name in ("train", "val")}
@@ -107,17 +107,17 @@ def read_splits(path: str, val_fraction: float) -> dict[str, list[Record]]:
 
 
 def share_of(record: Record) -> float:
-    """A record's place in [0, 1), by its text."""
-    return corpus.hash_share(f"{record.text}\0{record.pair or ''}")
+    """Return a record's place in [0, 1), by its text."""
+    return token_stream.hash_share(f"{record.text}\0{record.pair or ''}")
 
 
 def split(records: list[Record], val_fraction: float) -> dict[str, list[Record]]:
-    """Held out by a hash of the text: the same whatever else is in the file, and never a text on both sides.
+    """Hold out records by a hash of the text: it does not depend on other records, and no text is in both splits.
 
-    Of few texts the hash alone might hold out none, or all of a class (`corpus.hold_out`). What is held out is in the
-    order of the hash: often only the first of it is looked at, and files are often sorted by label.
+    With few texts the hash alone might hold out none, or all of a class (`token_stream.hold_out`). Held-out records are
+    in hash order: often only the first ones are used, and files are often sorted by label.
     """
-    held_out = corpus.hold_out([share_of(r) for r in records], [r.label for r in records], val_fraction)
+    held_out = token_stream.hold_out([share_of(r) for r in records], [r.label for r in records], val_fraction)
     return {
         "train": [r for r, held in zip(records, held_out, strict=True) if not held],
         "val": sorted((r for r, held in zip(records, held_out, strict=True) if held), key=share_of),
@@ -128,7 +128,7 @@ def split(records: list[Record], val_fraction: float) -> dict[str, list[Record]]
 
 
 class Marks(NamedTuple):
-    """The ids that stand around texts, and how many there are in all."""
+    """The ids of special tokens around texts, and the size of the vocabulary."""
 
     cls: int
     sep: int
@@ -137,7 +137,7 @@ class Marks(NamedTuple):
 
 
 def marks_of(tokenizer: str | None, pad_id: int | None) -> Marks:
-    """The reserved ids of bytes, or the special tokens of a file; the padding must be what the model takes for it."""
+    """Return the reserved ids of bytes, or a file's special tokens; the padding id must match the model's."""
     if tokenizer is None:
         marks = Marks(BYTE_CLS, BYTE_SEP, BYTE_PAD, BYTE_SEP + 1)
     else:
@@ -155,14 +155,14 @@ def marks_of(tokenizer: str | None, pad_id: int | None) -> Marks:
 
 
 def check_length(seq_len: int, pairs: bool) -> None:
-    least = 5 if pairs else 3  # a token of each text, and the marks around them
+    least = 5 if pairs else 3  # one token of each text, and the marks around them
     if seq_len < least:
         rule = f"must be at least {least}, to have room for {CLS}, {SEP} and a token of each text"
         raise bad("model.seq_len", seq_len, rule, f"model.seq_len={least}")
 
 
 def cut(first: int, second: int, room: int) -> tuple[int, int]:
-    """How many tokens of each of two texts are kept: the longer one is cut until both fit."""
+    """Return how many tokens of each of two texts are kept: the longer one is truncated until both fit."""
     half = room // 2
     if first + second <= room:
         return first, second
@@ -186,7 +186,7 @@ class LabelledDataset:
         self.targets = np.array([ids[r.label] for r in records], dtype=np.int64)
         firsts = _encode([r.text for r in records], tokenizer)
         seconds = _encode([r.pair or "" for r in records], tokenizer) if self.pairs else [firsts[0][:0]] * len(records)
-        dtype = corpus.token_dtype(marks.vocab_size)
+        dtype = token_stream.token_dtype(marks.vocab_size)
         cls, sep = np.array([marks.cls], dtype), np.array([marks.sep], dtype)
         parts, bounds = [], []
         for a, b in zip(firsts, seconds, strict=True):
@@ -194,7 +194,7 @@ class LabelledDataset:
             sample = [cls, a[:kept], sep, *([b[:kept_pair], sep] if self.pairs else [])]
             parts += sample
             bounds.append((kept + 2, sum(map(len, sample))))
-        # one array for all samples, as no two have the same length; read where one ends, it would run on into the next
+        # one array for all samples, because lengths differ; reading past a sample's end would reach the next
         self.tokens = np.concatenate([*parts, np.zeros(seq_len, dtype)]).astype(dtype)
         self.first_length, self.length = np.array(bounds).T
         self.start = np.cumsum(self.length) - self.length
@@ -234,7 +234,7 @@ def check(
     tokenizer: str | None = None,
     val_fraction: float = 0.1,
 ) -> dict[str, int]:
-    """Refuse settings and files that cannot work; what the model must have. Reads every line, and imports no torch."""
+    """Refuse settings and files that cannot work; return the model's required settings. Reads all lines; no torch."""
     marks, splits = read_checked(path, seq_len, pad_id, tokenizer, val_fraction)
     return {"vocab_size": marks.vocab_size, "num_classes": len(labels_of(splits))}
 
@@ -242,7 +242,7 @@ def check(
 def read_checked(
     path: str, seq_len: int, pad_id: int | None, tokenizer: str | None, val_fraction: float
 ) -> tuple[Marks, dict[str, list[Record]]]:
-    """What settings and files that can work hold: every line is read and looked at."""
+    """Check settings and every line of the files; return the special tokens and the records."""
     if not 0 < val_fraction < 1:
         raise bad("data.val_fraction", val_fraction, "must be between 0 and 1, ends excluded", "data.val_fraction=0.1")
     marks = marks_of(tokenizer, pad_id)
@@ -255,7 +255,7 @@ def read_checked(
 
 
 def labels_of(splits: dict[str, list[Record]]) -> list[str | int]:
-    """The classes in their order: sorted by name, or by number."""
+    """Return the classes in order: sorted by name, or by number."""
     return sorted({r.label for records in splits.values() for r in records})
 
 
@@ -285,7 +285,7 @@ class Labelled:
 
     def dataset(self, split: str) -> LabelledDataset:
         """The samples of "train" or "val"."""
-        corpus.check_split(split)
+        token_stream.check_split(split)
         if split not in self._datasets:
             made = LabelledDataset(self._splits[split], self.labels, self.tokenizer, self.marks, self.seq_len)
             self._datasets[split] = made

@@ -1,4 +1,4 @@
-"""From documents to tokens: which documents are held out, and their tokens as a stream with the places they start."""
+"""From documents to tokens: which documents are held out, and their token stream with each document's start."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 
 from dtrain.data import files
 
-# Below this, one document more or less would swing the held-out share, so the tail is cut off instead.
+# With fewer, one document more or less would swing the held-out share, so the tail is held out instead.
 MIN_DOCUMENTS_TO_SPLIT = 20
-# A longer document is encoded in pieces cut after a newline: bounded memory, and pieces run in parallel.
-# Only a merge across that newline could come out differently.
+# A longer document is encoded in pieces split after a newline: bounded memory, and pieces run in parallel. Only a merge
+# across that newline could differ.
 PIECE_BYTES = 1 << 20
 BATCH_BYTES = 16 << 20
-LONGEST_LINE = 16  # pieces; a longer one is cut before a space, or where there is none, between two characters
+LONGEST_LINE = 16  # pieces; a longer line is split before a space, or if there is none, between two characters
 BATCH_PIECES = 1 << 16  # a short document takes more memory as an object than as text
 
 
@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
 
     @property
     def separator(self) -> int | None:
-        """The id put between two documents, if there is one."""
+        """The id between two documents, if there is one."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -48,7 +48,7 @@ class Tokenizer(Protocol):
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest little-endian type of a token file that holds every id."""
+    """Return the smallest little-endian dtype for a token file that holds every id."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
@@ -58,31 +58,31 @@ def check_split(split: str) -> None:
 
 
 def hash_share(name: str | bytes) -> float:
-    """The place in [0, 1) of a relative path or a text: the same on every machine, and whatever else there is."""
+    """Return a relative path's or text's place in [0, 1): the same on every machine, independent of other names."""
     data = name.encode("utf-8", "surrogateescape") if isinstance(name, str) else name
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") / 2**64
 
 
 def split_documents(names: list[str], val_fraction: float) -> tuple[list[str], list[str]]:
-    """Train and held-out documents; none held out means too few documents: cut the tail (`tail_start`)."""
+    """Return train and held-out documents; none held out means too few documents: use the tail (`tail_start`)."""
     if len(names) < MIN_DOCUMENTS_TO_SPLIT:
         return names, []
-    # With 20 documents and 0.05 the hash alone would hold out none in a third of the cases, so the lowest
-    # always goes to val and the highest always to train.
+    # With 20 documents and 0.05 the hash alone would hold out none in a third of the cases, so the lowest always goes
+    # to val and the highest always to train.
     ranked = sorted(names, key=hash_share)
     held_out = {name for name in ranked[1:-1] if hash_share(name) < val_fraction} | {ranked[0]}
     return [name for name in names if name not in held_out], [name for name in names if name in held_out]
 
 
 def tail_start(num_tokens: int, val_fraction: float) -> int:
-    """Where the held-out tail of a token stream starts."""
+    """Return where the held-out tail of a token stream starts."""
     return num_tokens - int(num_tokens * val_fraction)
 
 
 def hold_out(shares: Sequence[float], classes: Sequence[Hashable], val_fraction: float) -> list[bool]:
-    """For each sample with a class whether it is held out: by its share, and so whatever else there is.
+    """Return for each sample with a class whether it is held out: by its share, mostly independent of other samples.
 
-    The highest of each class never is, as a class must be trained to be told; the lowest of all others always is.
+    The highest of each class never is, because every class must be trained; the lowest of all others always is.
     """
     highest: dict[Hashable, float] = {}
     for share, name in zip(shares, classes, strict=True):
@@ -93,11 +93,11 @@ def hold_out(shares: Sequence[float], classes: Sequence[Hashable], val_fraction:
 
 
 class TextSplit:
-    """Which documents are held out when they are told apart by their text: a copy of one is on the same side.
+    """Which documents are held out, by a hash of their text: copies of a document are on the same side.
 
-    Made from the first documents. Fewer than 20 are not split, and the tail is cut off instead. Of the first 20 the
+    Built from the first documents. Fewer than 20 are not split, and the tail is held out instead. Of the first 20, the
     one with the lowest hash is held out and the one with the highest is not, so that neither side is empty; if these
-    are all alike, as many more are looked at as it takes to find another. One text alone is not split, either.
+    are all equal, more are read until one differs. A single distinct text is not split, either.
     """
 
     def __init__(self, texts: Iterable[bytes], val_fraction: float) -> None:
@@ -117,13 +117,13 @@ class TextSplit:
 
 
 def read_pieces(path: Path) -> Iterator[Piece]:
-    """A file that is one document, whole or cut after newlines."""
+    """Yield a file that is one document, whole or split after newlines."""
     with files.reading(path) as file:
         yield from cut(file, path)
 
 
 def text_pieces(text: bytes, path: Path) -> Iterator[Piece]:
-    """A document that is in memory already."""
+    """Yield the pieces of a document that is already in memory."""
     if 0 < len(text) <= PIECE_BYTES:
         return iter([Piece(path, text, True)])
     return cut(io.BytesIO(text), path)
@@ -131,7 +131,7 @@ def text_pieces(text: bytes, path: Path) -> Iterator[Piece]:
 
 def cut(file: BinaryIO, path: Path) -> Iterator[Piece]:
     starts = True
-    held: list[bytes] = []  # without a newline: so each byte is searched and joined once
+    held: list[bytes] = []  # blocks without a newline, so that each byte is searched and joined once
     while block := file.read(PIECE_BYTES):
         held.append(block)
         end = len(block) if len(block) < PIECE_BYTES else block.rfind(b"\n") + 1
@@ -145,11 +145,11 @@ def cut(file: BinaryIO, path: Path) -> Iterator[Piece]:
 
 
 def _break(line: bytes) -> int:
-    """Where to cut a line that does not end: before a space, as most tokenizers do anyway, else before a character."""
+    """Return where to split an endless line: before a space, as most tokenizers do anyway, else before a character."""
     end = line.rfind(b" ", len(line) - PIECE_BYTES)
     if end > 0:
         return end
-    last = next((i for i in range(1, 5) if line[-i] & 0xC0 != 0x80), 0)  # bytes that go on a character are 10xxxxxx
+    last = next((i for i in range(1, 5) if line[-i] & 0xC0 != 0x80), 0)  # continuation bytes are 10xxxxxx
     return len(line) - last
 
 
@@ -160,14 +160,14 @@ class Tokens(NamedTuple):
     starts: np.ndarray
 
     def cut(self, position: int) -> tuple[Tokens, Tokens]:
-        """What is before and after a position; a document that is cut begins again there."""
+        """Split at a position; a document that spans it starts again there."""
         before = self.starts < position
         after = np.concatenate([[0], self.starts[self.starts > position] - position])
         return Tokens(self.tokens[:position], self.starts[before]), Tokens(self.tokens[position:], after)
 
 
 def token_stream(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Tokens]:
-    """The tokens of the documents in order, with a separator between two; empty documents leave no trace.
+    """Yield the tokens of the documents in order, with a separator between two; empty documents leave no trace.
 
     A separator belongs to the document before it: a model that sees one document at a time learns where it ends.
     """
@@ -190,7 +190,7 @@ def token_stream(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Toke
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in groups of about BATCH_BYTES: enough for a tokenizer's threads, small enough for memory."""
+    """Group pieces to about BATCH_BYTES: enough for a tokenizer's threads, small enough for memory."""
     batch: list[Piece] = []
     num_bytes = 0
     for piece in pieces:

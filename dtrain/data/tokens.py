@@ -12,17 +12,17 @@ from pathlib import Path
 
 import numpy as np
 
-from dtrain.data import corpus, documents, text
-from dtrain.data.corpus import Piece, Tokenizer
+from dtrain.data import documents, text, token_stream
 from dtrain.data.packed import PackedDataset, make_dataset
+from dtrain.data.token_stream import Piece, Tokenizer
 from dtrain.data.windows import TokenDataset
-from dtrain.untrusted import read_json, short
+from dtrain.formats.bounded import read_json, short
 
-TASK = "next"  # what the targets are (dtrain/validate.py)
+TASK = "next"  # the kind of targets (dtrain/checks/validate.py)
 
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 META_KEYS = {"dtype", "vocab_size", "tokenizer", "train_tokens", "val_tokens"}
-DOCUMENT_KEYS = ("train_documents", "val_documents")  # folders written before there was data.packed have none
+DOCUMENT_KEYS = ("train_documents", "val_documents")  # folders written before data.packed existed have none
 LARGEST_META = 2**20  # bytes
 STARTS = np.dtype("<i8")  # of SPLIT.starts: where each document of SPLIT.bin starts, in tokens
 HOW_TO = "write one with: dtrain data prepare SOURCE OUT"
@@ -36,19 +36,19 @@ def prepare(
     pattern: str | None = None,
     field: str = "text",
 ) -> dict:
-    """Tokenize `source` into the folder `out` (train and val .bin and .starts, meta.json); the split that Text makes.
+    """Tokenize `source` into the folder `out` (train and val .bin and .starts, meta.json), split as Text splits.
 
-    Everything is written beside `out` and renamed at the end, so `out` is complete or not there. A folder that is
-    there and empty is kept, as it may be a link or a mount: it is written inside, and complete with its meta.json.
+    Everything is written beside `out` and renamed at the end, so `out` is complete or missing. An existing empty folder
+    is kept, because it may be a link or a mount: files are written inside, and meta.json comes last.
     """
-    source, out = Path(source).expanduser(), Path(out).expanduser().resolve()  # out may be a link to nothing yet
+    source, out = Path(source).expanduser(), Path(out).expanduser().resolve()  # out may be a dangling link
     text.check(str(source), tokenizer, val_fraction, pattern, field, setting="source")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         what = "already holds a token folder" if (out / "meta.json").exists() else "exists and is not empty"
         raise ValueError(f"out={str(out)!r} {what} and is not overwritten\n  fix: remove it or choose another")
     found = documents.open_source(source, pattern, field, val_fraction)
     encoder = text.load_tokenizer(tokenizer)
-    dtype = corpus.token_dtype(encoder.vocab_size)
+    dtype = token_stream.token_dtype(encoder.vocab_size)
 
     there, name = out.exists(), f"partial-{uuid.uuid4().hex[:8]}"
     partial = out / f".{name}" if there else out.with_name(f".{out.name}.{name}")
@@ -58,7 +58,7 @@ def prepare(
         for split in ("train",) if found.cuts_tail else ("train", "val"):
             counts[split], num_documents[split] = _write(partial / split, found.pieces(split), encoder, dtype)
         if found.cuts_tail:
-            start = corpus.tail_start(counts["train"], val_fraction)
+            start = token_stream.tail_start(counts["train"], val_fraction)
             counts = {"train": start, "val": counts["train"] - start}
             num_documents = _move_tail(partial, start, dtype)
         for split, count in counts.items():
@@ -92,10 +92,10 @@ def prepare(
 
 
 def _write(file: Path, pieces: Iterator[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> tuple[int, int]:
-    """Write a split's tokens and the starts of its documents as they come; gives the number of each."""
+    """Write a split's tokens and its documents' starts as a stream; return the number of each."""
     num_tokens = num_documents = 0
     with file.with_suffix(".bin").open("wb") as out, file.with_suffix(".starts").open("wb") as index:
-        for tokens, starts in corpus.token_stream(pieces, tokenizer):
+        for tokens, starts in token_stream.token_stream(pieces, tokenizer):
             out.write(tokens.astype(dtype).tobytes())
             index.write(starts.astype(STARTS).tobytes())
             num_tokens, num_documents = num_tokens + len(tokens), num_documents + len(starts)
@@ -103,21 +103,21 @@ def _write(file: Path, pieces: Iterator[Piece], tokenizer: Tokenizer, dtype: np.
 
 
 def _move_tail(folder: Path, start: int, dtype: np.dtype) -> dict[str, int]:
-    """Move the tokens from `start` on into val; gives the documents of each split, of which there are few."""
+    """Move the tokens from `start` on into val; return the documents of each split, which are few."""
     with (folder / "train.bin").open("r+b") as source, (folder / "val.bin").open("wb") as out:
         source.seek(start * dtype.itemsize)
         shutil.copyfileobj(source, out, 1 << 20)
         source.truncate(start * dtype.itemsize)
     nothing = np.array([], dtype=dtype)
     starts = np.fromfile(folder / "train.starts", dtype=STARTS)
-    splits = dict(zip(("train", "val"), corpus.Tokens(nothing, starts).cut(start), strict=True))
+    splits = dict(zip(("train", "val"), token_stream.Tokens(nothing, starts).cut(start), strict=True))
     for split, part in splits.items():
         part.starts.astype(STARTS).tofile(folder / f"{split}.starts")
     return {split: len(part.starts) for split, part in splits.items()}
 
 
 def read_meta(path: str | Path) -> dict:
-    """meta.json of a token folder, checked against the files beside it; imports no torch."""
+    """Return a token folder's meta.json, checked against the files beside it; imports no torch."""
     folder = Path(path).expanduser()
     setting = f"data.path={str(path)!r}"
     if not folder.is_dir():
@@ -162,7 +162,7 @@ def has_documents(meta: dict) -> bool:
 
 
 def check(path: str, packed: bool = False, **rest: object) -> dict[str, int]:
-    """Refuse a folder that is not complete, before anything is started; what the model must have. Imports no torch."""
+    """Refuse an incomplete folder, before the launch; return the model's required settings. Imports no torch."""
     meta = read_meta(path)
     if packed and not has_documents(meta):
         raise ValueError(
@@ -173,10 +173,10 @@ def check(path: str, packed: bool = False, **rest: object) -> dict[str, int]:
 
 
 class Tokens:
-    """A folder that `prepare` wrote, memory-mapped: no token is in memory before it is asked for.
+    """A folder that `prepare` wrote, memory-mapped: no token is in memory before it is read.
 
-    What grows with the corpus is the order of an epoch, 4 bytes a sample (dtrain.data.loader). Packed, start-up and
-    memory grow with the number of documents, too: 2 s and 19 MB for a million of about 300 tokens.
+    Only the order of an epoch grows with the corpus, 4 bytes per sample (dtrain.data.loader). If packed, start-up and
+    memory also grow with the number of documents: 2 s and 19 MB for a million of about 300 tokens.
     """
 
     def __init__(self, path: str, seq_len: int, packed: bool = False) -> None:
@@ -201,15 +201,15 @@ class Tokens:
 
     def dataset(self, split: str) -> TokenDataset | PackedDataset:
         """The samples of "train" or "val"."""
-        corpus.check_split(split)
+        token_stream.check_split(split)
         if split not in self._datasets:
             tokens = np.memmap(self.path / f"{split}.bin", dtype=DTYPES[self.meta["dtype"]], mode="r")
             starts = self._starts(split, len(tokens)) if self.packed else np.array([0])
-            self._datasets[split] = make_dataset(corpus.Tokens(tokens, starts), self.seq_len, self.packed, split)
+            self._datasets[split] = make_dataset(token_stream.Tokens(tokens, starts), self.seq_len, self.packed, split)
         return self._datasets[split]
 
     def _starts(self, split: str, num_tokens: int) -> np.ndarray:
-        """Where the documents start. Places that are none would make samples of any length, and memory for them."""
+        """Return where the documents start. Invalid starts would make samples, and memory for them, of any size."""
         starts = np.fromfile(self.path / f"{split}.starts", dtype=STARTS)
         if starts[0] != 0 or starts[-1] > num_tokens or (starts[1:] < starts[:-1]).any():
             raise ValueError(

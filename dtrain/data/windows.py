@@ -1,4 +1,4 @@
-"""Samples as consecutive windows of a token stream, whatever documents it is made of."""
+"""Samples as consecutive windows of a token stream, regardless of document boundaries."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-IGNORED = -100  # dtrain.models.parts.IGNORED; importing that would import torch
+IGNORED = -100  # dtrain.models.layers.IGNORED; importing that would import torch
 
 
 def fingerprint(tokens: np.ndarray) -> str:
-    """Which text this is: a hash of 256 places in it, quick also for a file of a terabyte."""
+    """Identify the text: a hash of 256 places in it, fast even for a file of a terabyte."""
     places = np.linspace(0, max(0, len(tokens) - 64), 256).astype(np.int64)
     windows = tokens[places[:, None] + np.arange(min(64, len(tokens)))]
     return hashlib.sha256(np.ascontiguousarray(windows).astype("<u4").tobytes()).hexdigest()[:16]
 
 
 class TokenDataset:
-    """Consecutive windows of one token array; targets are the inputs moved on by one."""
+    """Consecutive windows of one token array; targets are the inputs shifted by one."""
 
     def __init__(self, tokens: np.ndarray, seq_len: int, name: str = "data") -> None:
         if seq_len < 1:
@@ -46,7 +46,7 @@ class TokenDataset:
     def batch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         import torch
 
-        # One gather for the batch, and only these windows become int64: a memmap stays on disk.
+        # One gather for the batch; only these windows become int64, so a memmap stays on disk.
         where = np.asarray(indices)[:, None] * self.seq_len + np.arange(self.seq_len + 1)
         windows = torch.from_numpy(np.asarray(self.tokens[where]).astype(np.int64))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

@@ -1,6 +1,6 @@
-"""Files that somebody else wrote: only regular ones are opened, and only as much is read as can be right.
+"""Read untrusted files: only regular files are opened, and only up to a plausible size is read.
 
-Opening a FIFO waits for ever, /dev/zero never ends, and a sparse file of terabytes costs nobody anything to make.
+Opening a FIFO blocks forever, /dev/zero never ends, and a sparse file of terabytes is trivial to make.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _SHORT.maxlevel, _SHORT.maxstring = 2, 80
 
 
 class NotRegular(OSError):
-    """A folder, a FIFO, a socket, a device, or a link where none may be."""
+    """A folder, a FIFO, a socket, a device, or a forbidden link."""
 
 
 def open_regular(path: Path, follow_symlinks: bool = True) -> BinaryIO:
-    """Open a regular file for reading; raises an OSError for anything else, and never waits."""
-    status = os.stat(path, follow_symlinks=follow_symlinks)  # first by name: opening a device may do something
+    """Open a regular file for reading; raise an OSError for anything else, and never block."""
+    status = os.stat(path, follow_symlinks=follow_symlinks)  # first by name: opening a device may have side effects
     _check_kind(path, status.st_mode)
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_symlinks else os.O_NOFOLLOW)
     file = os.fdopen(os.open(path, flags), "rb")
     try:
-        _check_kind(path, os.fstat(file.fileno()).st_mode)  # the name may have got another file in between
+        _check_kind(path, os.fstat(file.fileno()).st_mode)  # the name may point to another file by now
     except NotRegular:
         file.close()
         raise
@@ -45,7 +45,7 @@ def _check_kind(path: Path, mode: int) -> None:
 
 
 def read_bytes(path: Path, most: int, follow_symlinks: bool = True) -> bytes:
-    """All of a regular file; a ValueError if it has more than `most` bytes, which are not read then."""
+    """Read a whole regular file; raise a ValueError without reading more if it exceeds `most` bytes."""
     with open_regular(path, follow_symlinks) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -54,9 +54,9 @@ def read_bytes(path: Path, most: int, follow_symlinks: bool = True) -> bytes:
 
 
 def parse_json(data: bytes, most_objects: int = 2**20, most_values: int = 2**22) -> Any:
-    """A JSON text as values; a ValueError for broken, too deep and too large ones, and for keys that come twice.
+    """Parse JSON; raise a ValueError if it is broken, too deep or too large, or has duplicate keys.
 
-    The counts are limited before anything is parsed: a short text can take 50 times its length as Python objects.
+    The counts are limited before parsing: a short text can take 50 times its length as Python objects.
     """
     if data.count(b"{") > most_objects or data.count(b",") > most_values:
         raise ValueError(f"it has more than {most_objects:,} objects or {most_values:,} values")
@@ -67,12 +67,12 @@ def parse_json(data: bytes, most_objects: int = 2**20, most_values: int = 2**22)
 
 
 def read_json(path: Path, most: int, follow_symlinks: bool = True) -> Any:
-    """The JSON in a regular file of at most `most` bytes; OSError or ValueError otherwise."""
+    """Parse the JSON in a regular file of at most `most` bytes; raise OSError or ValueError otherwise."""
     return parse_json(read_bytes(path, most, follow_symlinks))
 
 
 def short(value: object) -> str:
-    """A value of the file's own, fit for a message: never longer or deeper than a line can hold."""
+    """Return a value from the file for use in a message: never longer or deeper than fits in a line."""
     plain = isinstance(value, str) and value.isprintable() and 0 < len(value) <= 80
     return str(value) if plain else _SHORT.repr(value)
 

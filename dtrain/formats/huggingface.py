@@ -1,4 +1,4 @@
-"""Models that Hugging Face knows, too: what their weights and settings are called there. Imports no torch."""
+"""Models that also exist in Hugging Face: the names of their weights and settings there. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtrain.untrusted import short
+from dtrain.formats.bounded import short
 
-# How a weight there becomes ours. Conv1D has its matrices the other way round; HEADS is a Conv1D of queries, keys and
-# values one after the other, which GPT-2 of ours has head by head.
+# How a Hugging Face weight becomes ours. Conv1D stores its matrices transposed; HEADS is a Conv1D of queries, keys and
+# values one after the other, which our GPT-2 stores head by head.
 SAME, TRANSPOSED, HEADS = "same", "transposed", "heads"
-VOCABULARY = ("embed.weight", "output.weight", "output_bias")  # one row a token; ours have more, to a round number
-POSITIONS = "positions.weight"  # one row a position
-NEW = ("lora_a", "lora_b")  # ends of the names of weights that no file has: they are drawn
-NEW_MODULES = ("classifier", "pooler")  # a new task brings its own
-CLASSES = ("classifier", "head")  # one row a class
+VOCABULARY = ("embed.weight", "output.weight", "output_bias")  # one row per token; ours have more, up to a round number
+POSITIONS = "positions.weight"  # one row per position
+NEW = ("lora_a", "lora_b")  # name endings of weights that no file has: they are drawn
+NEW_MODULES = ("classifier", "pooler")  # a new task needs new ones
+CLASSES = ("classifier", "head")  # one row per class
 
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture under both names."""
+    """One architecture, with its names here and in Hugging Face."""
 
     model_type: str  # in config.json
     target: str  # our class
     prefix: str  # before the names of all but the head; a bare model's file lacks it
     layers: str  # the name of layer {}
     in_layer: dict[str, str]  # our module → theirs, inside a layer
-    outside: dict[str, str]  # and outside of the layers
-    heads: dict[str, str]  # what belongs to a task, and has no prefix
-    sizes: dict[str, tuple[str, Any]]  # our setting → its name in config.json, and what it is if it is not there
+    outside: dict[str, str]  # the same outside of the layers
+    heads: dict[str, str]  # belong to a task, and have no prefix
+    sizes: dict[str, tuple[str, Any]]  # our setting → its name in config.json, and its default there
     config: Callable[[Mapping[str, Any]], dict[str, Any]]  # settings of our model → config.json
-    only: dict[str, tuple[Any, ...]]  # in config.json: the values that our model can do, the default first
+    only: dict[str, tuple[Any, ...]]  # in config.json: the values that our model supports, the default first
     changes: dict[str, str] = field(default_factory=dict)  # our module → TRANSPOSED or HEADS
 
     def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """config.json → settings of our model. Ask `invalid` first whether they are possible ones."""
+        """Convert config.json to our model's settings. Call `invalid` first to check that they are possible."""
         settings = {ours: config.get(theirs, default) for ours, (theirs, default) in self.sizes.items()}
         return settings | (_llama_settings(settings, config) if self is LLAMA else {})
 
     def theirs(self, name: str) -> str | None:
-        """The name in a Hugging Face file, without the prefix, of a weight of ours."""
+        """Return our weight's name in a Hugging Face file, without the prefix."""
         if name in self.heads:
             return self.heads[name]
         module, _, kind = name.rpartition(".")
@@ -53,14 +53,14 @@ class Family:
         return their_module and f"{their_module}.{kind}"
 
     def full(self, name: str) -> str:
-        """Their name with the prefix, as their model with a head has it."""
+        """Return the Hugging Face name with the prefix, as in a model with a head."""
         theirs = self.theirs(name)
         assert theirs is not None, name
         has_none = theirs in self.heads.values() or theirs.rpartition(".")[0] in self.heads.values()
         return theirs if has_none else self.prefix + theirs
 
     def bare(self, name: str) -> str:
-        """A name of theirs without the prefix, as it is today: old files say gamma and beta."""
+        """Return a Hugging Face name without the prefix, in its current form: old files say gamma and beta."""
         name = re.sub(r"LayerNorm\.(gamma|beta)$", lambda m: f"LayerNorm.{BETTER[m[1]]}", name)
         return name.removeprefix(self.prefix)
 
@@ -69,12 +69,12 @@ class Family:
         return int(found[1]) if found else None
 
     def change(self, name: str) -> str:
-        """How their weight becomes ours. Vectors have no other way round."""
+        """Return how a Hugging Face weight becomes ours. Vectors are not transposed."""
         change = self.changes.get(re.sub(r"layers\.\d+\.", "", name.rpartition(".")[0]), SAME)
         return SAME if change == TRANSPOSED and name.endswith("bias") else change
 
     def needed(self, settings: Mapping[str, Any]) -> list[str]:
-        """Of the weights that a file must have for such a model, one of each module: for a look before a launch."""
+        """Return one required weight per module of such a model: for a check before the launch."""
         modules = [m for m in self.outside if not m.startswith(NEW_MODULES)]
         modules += [f"layers.{i}.{m}" for i in range(settings["num_layers"]) for m in self.in_layer]
         if settings.get("task") != "classify" and not settings.get("tied"):
@@ -82,7 +82,7 @@ class Family:
         return [f"{m}.weight" for m in modules]
 
     def names(self, num_layers: int) -> list[str]:
-        """Every name that a weight of such a model may have."""
+        """Return every name that a weight of such a model may have."""
         modules = [*self.outside, *self.heads, *(f"layers.{i}.{m}" for i in range(num_layers) for m in self.in_layer)]
         return [n for m in modules for n in ([m] if m == "output_bias" else [f"{m}.weight", f"{m}.bias"])]
 
@@ -91,17 +91,17 @@ BETTER = {"gamma": "weight", "beta": "bias"}
 
 
 def is_new(name: str) -> bool:
-    """Is it no wonder that a file lacks this weight? Adapters, and what belongs to a new task."""
+    """Return whether a file may lack this weight: adapters, and modules of a new task."""
     return name.endswith(NEW) or name.split(".")[0] in NEW_MODULES
 
 
 def other_classes(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Does a weight differ only because the model is for other classes than the file's?"""
+    """Return whether a weight differs only because the model has other classes than the file."""
     return name.split(".")[0] in CLASSES and shape[1:] == wanted[1:]
 
 
 def shape_of(name: str, settings: Mapping[str, Any]) -> tuple[int, ...]:
-    """Our weight's shape in a model with these settings, before the vocabulary is padded. Not of a classifier."""
+    """Return our weight's shape for these settings, before the vocabulary is padded. Not for a classifier."""
     dim, vocab = settings["dim"], settings["vocab_size"]
     hidden = settings.get("hidden_dim") or 4 * dim
     keys = dim // settings["num_heads"] * (settings.get("num_kv_heads") or settings["num_heads"])
@@ -114,7 +114,7 @@ def shape_of(name: str, settings: Mapping[str, Any]) -> tuple[int, ...]:
     module, _, kind = name.rpartition(".")
     if name == "output_bias":
         return (vocab,)
-    shape = matrices.get(module.rpartition(".")[2], (dim,))  # a norm
+    shape = matrices.get(module.rpartition(".")[2], (dim,))  # default: a norm
     return shape[:1] if kind == "bias" else shape
 
 
@@ -132,7 +132,7 @@ def _gpt2_config(model: Mapping[str, Any]) -> dict[str, Any]:
         "n_head": model["num_heads"], "vocab_size": model["vocab_size"], "n_positions": model["seq_len"],
         "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
         "resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout,
-        "bos_token_id": None, "eos_token_id": None,  # theirs would be 50256
+        "bos_token_id": None, "eos_token_id": None,  # their default would be 50256
     }  # fmt: skip
 
 
@@ -165,7 +165,7 @@ GPT2 = Family(
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Two spellings: rope_theta and rope_scaling, or both in rope_parameters."""
+    """Merge two spellings: rope_theta and rope_scaling, or both in rope_parameters."""
     rope: dict[str, Any] = {"rope_theta": config.get("rope_theta", 10000.0)}
     rope |= config.get("rope_scaling") or {}
     rope |= config.get("rope_parameters") or {}
@@ -290,8 +290,8 @@ BERT = Family(
 FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, BERT)}
 
 
-# The largest sizes that a config.json may name, many times those of any model: with them, sums stay small and lists
-# short. What such a model needs is compared with the file itself (dtrain/init_from.py).
+# The largest sizes that a config.json may name, many times those of any model: they keep sums small and lists short.
+# The sizes that such a model needs are compared with the file itself (dtrain/checks/init_from.py).
 LARGEST = {
     "num_layers": 10_000, "dim": 2**20, "num_heads": 2**15, "num_kv_heads": 2**15, "hidden_dim": 2**22,
     "vocab_size": 2**26, "seq_len": 2**31, "rope_original_len": 2**31,
@@ -299,7 +299,7 @@ LARGEST = {
 
 
 def invalid(family: Family, config: Mapping[str, Any]) -> str:
-    """What in config.json no model can have, in words, or ""; after it `settings` and `cannot` may be asked."""
+    """Describe a value in config.json that no model can have, or return "". Call it before `settings` and `cannot`."""
     for key in ("rope_scaling", "rope_parameters") if family is LLAMA else ():
         if not isinstance(config.get(key), (dict, type(None))):
             return f"{key}={short(config[key])}, which is no object"
@@ -322,11 +322,11 @@ def invalid(family: Family, config: Mapping[str, Any]) -> str:
 
 
 def cannot(family: Family, config: Mapping[str, Any]) -> str:
-    """What config.json asks for that our model does not do, in words, or ""."""
+    """Describe what config.json requires that our model does not support, or return an empty string."""
     values, ours = dict(config), family.settings(config)
     if family is LLAMA:
         values |= _rope(config)
-    # sizes that follow from others, and are often said again
+    # sizes that follow from others, and are often repeated
     follow = {"n_inner": 4 * ours["dim"], "head_dim": ours["dim"] // ours["num_heads"]}
     follow |= {"intermediate_size": 4 * ours["dim"]} if family is BERT else {}
     values |= {key: None for key, usual in follow.items() if values.get(key) == usual}

@@ -1,7 +1,4 @@
-"""`init_from=PATH`: what lies there, and whether the model can begin with it. Asked before a launch, without torch.
-
-PATH is a Hugging Face folder with safetensors, a run folder of dtrain, or one of its checkpoints.
-"""
+"""A folder saved by Hugging Face's transformers: config.json and the weights' headers, read with size limits."""
 
 from __future__ import annotations
 
@@ -15,19 +12,15 @@ from typing import Any, NoReturn
 
 from omegaconf import OmegaConf
 
-from dtrain.config import CONF, bad, load
-from dtrain.models import hf
-from dtrain.models.hf import Family
-from dtrain.rundir import latest_checkpoint
-from dtrain.safetensors_header import HeaderError, read_header
-from dtrain.untrusted import read_json, short
+from dtrain.config.files import CONF
+from dtrain.errors import bad
+from dtrain.formats import huggingface
+from dtrain.formats.bounded import read_json, short
+from dtrain.formats.huggingface import Family
+from dtrain.formats.safetensors_header import HeaderError, read_header
 
 AGAIN = "copy or download the folder again"
-LARGEST_CONFIG, LARGEST_INDEX = 2**22, 2**26  # bytes; an index of 100,000 weights has 2**23
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-# settings of a model that no weight depends on, or only one that a new task brings with it
-WITHOUT_WEIGHTS = ("dropout", "task", "num_classes", "pad_id")
 
 
 def wrong(path: Path | str, rule: str, fix: str) -> ValueError:
@@ -42,165 +35,6 @@ class Entry:
     name: str
     shape: tuple[int, ...]
     dtype: str
-
-
-def check(config: Mapping[str, Any]) -> None:
-    """Raise a ValueError when the weights cannot be had, or are not of this model. A resume needs them no more."""
-    if config.get("init_from") is None:
-        return
-    if config.get("resume") and not config.get("lora", {}).get("rank"):  # else the frozen weights are in no checkpoint
-        return
-    path = Path(config["init_from"])
-    if not config["init_from"].strip():
-        raise wrong("", "must name a folder", "init_from=null to draw the first weights")
-    if not path.is_dir():
-        if path.exists():
-            raise wrong(path, "is a file, not a folder", f"init_from={path.parent}")
-        hint = "a model of the Hub: hf download OWNER/NAME --local-dir ./NAME, and init_from=./NAME"
-        raise wrong(path, "is no folder here, and nothing is downloaded", f"check the path; {hint}")
-    if is_run(path):
-        check_run(path, config["model"])
-    else:
-        check_folder(path, config["model"], config.get("choices", {}).get("model"))
-
-
-def is_run(path: Path) -> bool:
-    return (path / "manifest.json").is_file() or (path / "config.yaml").is_file()
-
-
-# ---- a run of dtrain -----------------------------------------------------------------------------------------
-
-
-def check_run(path: Path, model: Mapping[str, Any]) -> None:
-    """A run folder, or a checkpoint in one: of the same model?"""
-    run_dir = path.parent.parent if (path / "manifest.json").is_file() else path
-    if run_dir == path and latest_checkpoint(path) is None:
-        raise wrong(path, "the run has no checkpoint yet", "let it train up to its first one (checkpoint.every)")
-    if not (run_dir / "config.yaml").is_file():
-        return  # a checkpoint that was copied out of its run: the ranks compare every name and shape
-    cfg = load(run_dir)
-    if cfg.get("lora", {}).get("rank"):
-        fix = f"dtrain export {run_dir} OUT --format hf, and init_from=OUT"
-        raise wrong(path, "the run trained adapters, and its checkpoints have nothing else", fix)
-    if cfg.model["_target_"] != model["_target_"]:
-        fix = f"model={cfg.get('choices', {}).get('model')}"
-        raise wrong(path, f"is a {cfg.model['_target_']}, the model is a {model['_target_']}", fix)
-    theirs = {k: v for k, v in cfg.model.items() if k in model and k not in WITHOUT_WEIGHTS and k != "_target_"}
-    compare(path, model, theirs)
-    tokens = theirs.get("vocab_size")
-    if tokens != model.get("vocab_size"):  # more of them: a checkpoint has rows that pad, and they were trained to be
-        fix = f"dtrain export {run_dir} OUT --format hf, and init_from=OUT, where new tokens begin as the mean of all"
-        rule = f"model.vocab_size is {model['vocab_size']} and {tokens} there"
-        raise wrong(path, rule, fix if hf.of_target(model["_target_"]) else f"model.vocab_size={tokens}")
-
-
-def _takes_length(model: Mapping[str, Any], positions: int) -> bool:
-    """May the model be shorter than the file's? Learned positions are cut; rotary ones have no weights."""
-    family = hf.of_target(model["_target_"])
-    return family is not None and ("positions" not in family.outside or model["seq_len"] <= positions)
-
-
-def compare(path: Path, model: Mapping[str, Any], theirs: Mapping[str, Any], fix: str = "") -> None:
-    """Refuse a model of other sizes, with all that has to be typed."""
-    differ = differing(model, theirs)
-    if differ:
-        said = ", ".join(f"model.{k} is {_text(model[k])} and {_text(v)} there" for k, v in differ.items())
-        raise wrong(path, f"it is a model of another shape: {said}", fix or typed(differ))
-
-
-def differing(model: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are not as they have to be. More tokens than the file has are new ones, or a round number."""
-    differ = {k: v for k, v in theirs.items() if k in model and not _same(model[k], v)}
-    if "vocab_size" in differ and model["vocab_size"] > differ["vocab_size"]:
-        del differ["vocab_size"]
-    if "seq_len" in differ and _takes_length(model, differ["seq_len"]):
-        del differ["seq_len"]
-    return differ
-
-
-def typed(settings: Mapping[str, Any]) -> str:
-    return " ".join(f"model.{k}={_text(v)}" for k, v in settings.items())
-
-
-@functools.cache
-def known_models() -> dict[str, Any]:
-    """The options of conf/model."""
-    files = sorted((CONF / "model").glob("*.yaml"))
-    return {file.stem: OmegaConf.to_container(OmegaConf.load(file)) for file in files}
-
-
-def nearest(family: Family, settings: Mapping[str, Any]) -> str:
-    """What to type for a model of these sizes: the option of conf/model that is the nearest, and what differs."""
-    models = {name: option for name, option in known_models().items() if option.get("_target_") == family.target}
-    options = {name: differing(option, settings) for name, option in models.items()}
-    name = min(options, key=lambda n: (len(options[n]), len(n)))
-    return f"model={name} {typed(options[name])}".strip()
-
-
-def _same(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, float) or isinstance(theirs, float):
-        return ours is not None and theirs is not None and abs(ours - theirs) <= 1e-9 * abs(theirs)
-    return bool(ours == theirs)
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value)  # null, true and 1e-05 as Hydra reads them
-
-
-# ---- a Hugging Face folder -----------------------------------------------------------------------------------
-
-
-def check_folder(path: Path, model: Mapping[str, Any], choice: str | None = None) -> None:
-    """Everything that can be said of a Hugging Face folder without the model itself."""
-    config = read_config(path)
-    family = family_of(path, config)
-    if problem := hf.invalid(family, config):
-        raise wrong(path, f"its config.json says {problem}", AGAIN)
-    settings = family.settings(config)
-    if model["_target_"] != family.target:
-        what = "is none that Hugging Face knows" if hf.of_target(model["_target_"]) is None else "is another one"
-        rule = f"it is a {family.model_type}, and model={choice} ({model['_target_']}) {what}"
-        raise wrong(path, rule, nearest(family, settings))
-    problem = hf.cannot(family, config)
-    if problem:
-        raise wrong(path, f"its config.json says {problem}", "another model, or one of your own (trust=[…])")
-    entries = read_entries(path, family)
-    named = nearest(family, settings)
-    compare(path, model, settings, fix="" if " " in named else named)  # one word, where it is one that we have
-    check_names(path, family, entries, family.needed(model), model["num_layers"])
-    check_headers(path, family, entries, settings)
-
-
-def check_names(path: Path, family: Family, entries: Mapping[str, Entry], names: list[str], num_layers: int) -> None:
-    """The file has all that the model needs, and no layer that the model lacks."""
-    missing = [n for n in names if not hf.is_new(n) and family.theirs(n) not in entries]
-    if missing:
-        text = f"{family.theirs(missing[0])} (our {missing[0]}) is not in it; {len(missing)} missing in all"
-        raise wrong(path, f"its weights are not complete: {text}", AGAIN)
-    extra = [e.name for bare, e in entries.items() if (family.layer_of(bare) or 0) >= num_layers]
-    if extra:
-        layers = 1 + max(family.layer_of(bare) or 0 for bare in entries)
-        rule = f"it has {layers} layers, the model {num_layers}: {extra[0]}; {len(extra)} weights more in all"
-        raise wrong(path, rule, f"model.num_layers={layers}, if its config.json says so, too")
-
-
-def check_headers(path: Path, family: Family, entries: Mapping[str, Entry], settings: Mapping[str, Any]) -> None:
-    """The tensors that are weights of ours have the shapes that config.json says, in a type that can be read."""
-    named = ((name, entries.get(family.theirs(name) or "")) for name in family.names(settings["num_layers"]))
-    found = {name: entry for name, entry in named if entry is not None}
-    odd = [e for e in found.values() if e.dtype not in FLOATS]
-    if odd:
-        rule = f"{odd[0].name} is of type {odd[0].dtype}; {len(odd)} such in all"
-        raise wrong(path, rule, "weights in 16, 32 or 64 bits that are not quantized")
-    odd, wanted = [], {}
-    for name, entry in found.items():
-        shape = hf.shape_of(name, settings)
-        wanted[entry] = shape if family.change(name) == hf.SAME else shape[::-1]
-        if entry.shape != wanted[entry] and not name.startswith(hf.CLASSES):  # other classes draw a new head
-            odd.append(entry)
-    if odd:
-        said = f"{odd[0].name} has shape {list(odd[0].shape)}, and {list(wanted[odd[0]])} by its config.json"
-        raise wrong(path, f"{said}; {len(odd)} such in all", AGAIN)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -225,17 +59,17 @@ def _json(path: Path, file: Path, most: int) -> Any:
 
 def family_of(path: Path, config: Mapping[str, Any]) -> Family:
     kind = config.get("model_type")
-    family = hf.FAMILIES.get(kind) if isinstance(kind, str) else None
+    family = huggingface.FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        rule = f"its config.json says model_type={short(kind)}, and dtrain knows {', '.join(hf.FAMILIES)}"
+        rule = f"its config.json says model_type={short(kind)}, and dtrain knows {', '.join(huggingface.FAMILIES)}"
         raise wrong(path, rule, "a model of one of these families")
     return family
 
 
 def read_entries(path: Path, family: Family) -> dict[str, Entry]:
-    """Every tensor of the folder by its bare name, from the headers of the files; refuses what is not whole.
+    """Return every tensor of the folder by its bare name, from the files' headers; refuse an incomplete folder.
 
-    The files may be links: in a cache of the Hub they are.
+    The files may be links, as in a Hub cache.
     """
     if (path / INDEX).is_file():
         index = _json(path, path / INDEX, LARGEST_INDEX)
@@ -258,7 +92,7 @@ def read_entries(path: Path, family: Family) -> dict[str, Entry]:
             raise wrong(path, str(error), AGAIN) from None
         for name, found in header.items():
             bare = family.bare(name)
-            if places.get(name, file) != file:  # the index names another file for it
+            if places.get(name, file) != file:  # the index assigns it to another file
                 continue
             if bare in entries:
                 raise wrong(path, f"it has {short(entries[bare].name)} and {short(name)}, which are one weight", AGAIN)
@@ -274,10 +108,126 @@ def _refuse_without_weights(path: Path) -> NoReturn:
     pickled = sorted(p.name for p in path.glob("*.bin")) + sorted(p.name for p in path.glob("*.pt*"))
     if not pickled:
         raise wrong(path, f"it has no {SINGLE}, nor {INDEX}", AGAIN)
-    named = read_config(path).get("architectures")  # AutoModel would leave the head out
+    named = read_config(path).get("architectures")  # AutoModel would drop the head
     kind = str(named[0]) if isinstance(named, list) and named else ""
     save = f"transformers.{kind if kind.isidentifier() else 'AutoModel'}.from_pretrained({str(path)!r})"
     fix = f"python -c \"import transformers; {save}.save_pretrained('NEW')\" where you trust the file"
     raise wrong(
         path, f"it has pickled weights only ({pickled[0]}), which may run any code", f"{fix}, and init_from=NEW"
     )
+
+
+LARGEST_CONFIG, LARGEST_INDEX = 2**22, 2**26  # bytes; an index of 100,000 weights has 2**23
+FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+def is_run(path: Path) -> bool:
+    return (path / "manifest.json").is_file() or (path / "config.yaml").is_file()
+
+
+def _takes_length(model: Mapping[str, Any], positions: int) -> bool:
+    """Return whether the model may be shorter: learned positions are truncated; rotary ones have no weights."""
+    family = huggingface.of_target(model["_target_"])
+    return family is not None and ("positions" not in family.outside or model["seq_len"] <= positions)
+
+
+def compare(path: Path, model: Mapping[str, Any], theirs: Mapping[str, Any], fix: str = "") -> None:
+    """Refuse a model of other sizes, and list all overrides to type."""
+    differ = differing(model, theirs)
+    if differ:
+        said = ", ".join(f"model.{k} is {_text(model[k])} and {_text(v)} there" for k, v in differ.items())
+        raise wrong(path, f"it is a model of another shape: {said}", fix or typed(differ))
+
+
+def differing(model: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that differ. A larger vocabulary is allowed: new tokens, or padding to a round number."""
+    differ = {k: v for k, v in theirs.items() if k in model and not _same(model[k], v)}
+    if "vocab_size" in differ and model["vocab_size"] > differ["vocab_size"]:
+        del differ["vocab_size"]
+    if "seq_len" in differ and _takes_length(model, differ["seq_len"]):
+        del differ["seq_len"]
+    return differ
+
+
+def typed(settings: Mapping[str, Any]) -> str:
+    return " ".join(f"model.{k}={_text(v)}" for k, v in settings.items())
+
+
+@functools.cache
+def known_models() -> dict[str, Any]:
+    """Return the options of conf/model."""
+    files = sorted((CONF / "model").glob("*.yaml"))
+    return {file.stem: OmegaConf.to_container(OmegaConf.load(file)) for file in files}
+
+
+def nearest(family: Family, settings: Mapping[str, Any]) -> str:
+    """Return the overrides for a model of these sizes: the nearest option of conf/model, and what differs."""
+    models = {name: option for name, option in known_models().items() if option.get("_target_") == family.target}
+    options = {name: differing(option, settings) for name, option in models.items()}
+    name = min(options, key=lambda n: (len(options[n]), len(n)))
+    return f"model={name} {typed(options[name])}".strip()
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, float) or isinstance(theirs, float):
+        return ours is not None and theirs is not None and abs(ours - theirs) <= 1e-9 * abs(theirs)
+    return bool(ours == theirs)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value)  # null, true and 1e-05 as Hydra reads them
+
+
+def check_folder(path: Path, model: Mapping[str, Any], choice: str | None = None) -> None:
+    """Check everything about a Hugging Face folder that does not need the model itself."""
+    config = read_config(path)
+    family = family_of(path, config)
+    if problem := huggingface.invalid(family, config):
+        raise wrong(path, f"its config.json says {problem}", AGAIN)
+    settings = family.settings(config)
+    if model["_target_"] != family.target:
+        what = (
+            "is none that Hugging Face knows" if huggingface.of_target(model["_target_"]) is None else "is another one"
+        )
+        rule = f"it is a {family.model_type}, and model={choice} ({model['_target_']}) {what}"
+        raise wrong(path, rule, nearest(family, settings))
+    problem = huggingface.cannot(family, config)
+    if problem:
+        raise wrong(path, f"its config.json says {problem}", "another model, or one of your own (trust=[…])")
+    entries = read_entries(path, family)
+    named = nearest(family, settings)
+    compare(path, model, settings, fix="" if " " in named else named)  # just the option's name if nothing else differs
+    check_names(path, family, entries, family.needed(model), model["num_layers"])
+    check_headers(path, family, entries, settings)
+
+
+def check_names(path: Path, family: Family, entries: Mapping[str, Entry], names: list[str], num_layers: int) -> None:
+    """Check that the file has all that the model needs, and no layer that the model lacks."""
+    missing = [n for n in names if not huggingface.is_new(n) and family.theirs(n) not in entries]
+    if missing:
+        text = f"{family.theirs(missing[0])} (our {missing[0]}) is not in it; {len(missing)} missing in all"
+        raise wrong(path, f"its weights are not complete: {text}", AGAIN)
+    extra = [e.name for bare, e in entries.items() if (family.layer_of(bare) or 0) >= num_layers]
+    if extra:
+        layers = 1 + max(family.layer_of(bare) or 0 for bare in entries)
+        rule = f"it has {layers} layers, the model {num_layers}: {extra[0]}; {len(extra)} weights more in all"
+        raise wrong(path, rule, f"model.num_layers={layers}, if its config.json says so, too")
+
+
+def check_headers(path: Path, family: Family, entries: Mapping[str, Entry], settings: Mapping[str, Any]) -> None:
+    """Check that the tensors of our weights have the shapes in config.json, and a readable dtype."""
+    named = ((name, entries.get(family.theirs(name) or "")) for name in family.names(settings["num_layers"]))
+    found = {name: entry for name, entry in named if entry is not None}
+    odd = [e for e in found.values() if e.dtype not in FLOATS]
+    if odd:
+        rule = f"{odd[0].name} is of type {odd[0].dtype}; {len(odd)} such in all"
+        raise wrong(path, rule, "weights in 16, 32 or 64 bits that are not quantized")
+    odd, wanted = [], {}
+    for name, entry in found.items():
+        shape = huggingface.shape_of(name, settings)
+        wanted[entry] = shape if family.change(name) == huggingface.SAME else shape[::-1]
+        if entry.shape != wanted[entry] and not name.startswith(huggingface.CLASSES):  # a new head is drawn
+            odd.append(entry)
+    if odd:
+        said = f"{odd[0].name} has shape {list(odd[0].shape)}, and {list(wanted[odd[0]])} by its config.json"
+        raise wrong(path, f"{said}; {len(odd)} such in all", AGAIN)

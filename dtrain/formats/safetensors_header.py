@@ -1,7 +1,7 @@
-"""The header of a safetensors file from anywhere: which tensors it has, or a clear refusal. Imports no torch.
+"""Read the header of an untrusted safetensors file: return its tensors, or refuse it clearly. Imports no torch.
 
-Eight bytes of length, a JSON object, then the tensors' bytes without holes. Whoever has the header of a file that this
-module accepts can allocate what it names: no tensor is larger than its bytes in the file.
+The format is eight bytes of length, a JSON object, then the tensors' bytes without holes. If this module accepts a
+file, the tensors in its header are safe to allocate: none is larger than its bytes in the file.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dtrain.untrusted import open_regular, parse_json, short
+from dtrain.formats.bounded import open_regular, parse_json, short
 
 LONGEST = 100_000_000  # bytes of a header: the format's own limit
 MOST_TENSORS = 250_000  # in one file; the largest models have some thousand
-MOST_DIMENSIONS = 64  # torch has no more
+MOST_DIMENSIONS = 64  # torch's limit
 BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32,
     "U64": 64, "I64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3": 8, "F8_E5M2": 8,
@@ -24,11 +24,11 @@ BITS = {
 
 
 class HeaderError(ValueError):
-    """Not a whole safetensors file; the message begins with the file's name."""
+    """Not a complete safetensors file; the message begins with the file's name."""
 
 
 class Entry(NamedTuple):
-    """One tensor; `begin` and `end` are places of its bytes in the file."""
+    """One tensor; `begin` and `end` are byte offsets in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
 
 
 def read_header(path: Path, follow_symlinks: bool = False) -> dict[str, Entry]:
-    """The tensors of a safetensors file by their names. The file's length must be what its header says."""
+    """Return the tensors of a safetensors file by name. The file's length must match its header."""
     try:
         with open_regular(path, follow_symlinks) as file:
             size = os.fstat(file.fileno()).st_size
@@ -59,7 +59,7 @@ def read_header(path: Path, follow_symlinks: bool = False) -> dict[str, Entry]:
 
 
 def _entries(text: bytes, data: int, size: int) -> dict[str, Entry]:
-    """What the header says, checked; `data` is where the tensors' bytes begin."""
+    """Check and return the header's entries; `data` is where the tensors' bytes begin."""
     if not text.startswith(b"{"):
         raise ValueError("its header is not a JSON object")
     header: dict[str, Any] = parse_json(text, MOST_TENSORS + 2, 10 * MOST_TENSORS)
@@ -89,7 +89,7 @@ def _entry(name: str, spec: Any, data: int, size: int) -> Entry:
     if not _is_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"the tensor {short(name)} has the data_offsets {short(offsets)}")
     begin, end = offsets
-    if end > size - data:  # most often a download that was cut off
+    if end > size - data:  # usually an interrupted download
         raise ValueError(f"it has {size:,} bytes, and its header says {data + end:,} or more")
     bits = math.prod(shape) * BITS[dtype]
     if bits != 8 * (end - begin):

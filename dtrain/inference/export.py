@@ -1,4 +1,4 @@
-"""A run's final weights for others: one safetensors file, or a folder that Hugging Face's transformers loads."""
+"""Export a run's final weights: one safetensors file, or a folder that Hugging Face's transformers loads."""
 
 from __future__ import annotations
 
@@ -15,59 +15,63 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain import checkpoint, config, diskspace, shards
-from dtrain.config import Settings, bad
+from dtrain.checkpoint import shards, store
+from dtrain.checkpoint.initial_weights import by_part
+from dtrain.config import run_file
+from dtrain.config.build import build
+from dtrain.config.run_file import Settings
+from dtrain.config.schema import check_run
 from dtrain.data import text
-from dtrain.host_memory import free_bytes
-from dtrain.init_from import INDEX, SINGLE, read_config
-from dtrain.models import build as models
-from dtrain.models import hf, lora
-from dtrain.schema import check_run
-from dtrain.strategies import frozen
-from dtrain.untrusted import read_json
-from dtrain.weights import by_part
+from dtrain.errors import bad
+from dtrain.formats import huggingface
+from dtrain.formats.bounded import read_json
+from dtrain.formats.huggingface_folder import INDEX, SINGLE, read_config
+from dtrain.models import lora
+from dtrain.strategies import lora_base
+from dtrain.train import build as models
+from dtrain.util import disk_space
+from dtrain.util.host_memory import free_bytes
 
 log = logging.getLogger("dtrain")
-MERGE_BYTES = 4 + 3 * 8  # of an element while adapters are merged: as it is, and three times in 64 bits
-SHARD_BYTES = 5 * 10**9  # of a file of a Hugging Face folder: what save_pretrained made for years
+MERGE_BYTES = 4 + 3 * 8  # bytes per element while adapters are merged: the element itself, and three 64-bit temporaries
+SHARD_BYTES = 5 * 10**9  # per file of a Hugging Face folder: save_pretrained's default for years
 
 
 def newest_checkpoint(run_dir: Path) -> Path:
-    found = checkpoint.newest_good(run_dir / "checkpoints", quarantine=False)  # a reader changes nothing
+    found = store.newest_good(run_dir / "checkpoints", quarantine=False)  # a reader changes nothing
     if found is None:
         raise ValueError(f"{run_dir} has no checkpoint yet\n  fix: let it train up to its first one (checkpoint.every)")
     return found[0]
 
 
 class Final:
-    """The weights of a run's model as they are now, by canonical name: first their shapes, then the weights."""
+    """A run's current model weights, by canonical name: `empty` returns their shapes, iteration the weights."""
 
     def __init__(self, run_dir: Path, trust: Iterable[str] = ()) -> None:
-        self.path, self.cfg, self.trust = newest_checkpoint(run_dir), config.load(run_dir), trust
-        self.manifest = checkpoint.read_manifest(self.path)
+        self.path, self.cfg, self.trust = newest_checkpoint(run_dir), run_file.load(run_dir), trust
+        self.manifest = store.read_manifest(self.path)
         check_run(self.cfg, trust, ())
         self.adapted = bool(self.cfg.get("lora", {}).get("rank"))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole, one at a time, adapters merged in.
+        """Yield full weights, one at a time, with adapters merged.
 
-        What comes before an error at its end (adapters whose base is not the one they were trained on) is not to be
-        used.
+        Discard what was yielded if an error follows at the end (adapters on a base that they were not trained on).
         """
         if not self.adapted:
-            yield from checkpoint.weights(self.path)
+            yield from store.weights(self.path)
             return
-        cfg, saved = self.cfg, dict(checkpoint.weights(self.path))
+        cfg, saved = self.cfg, dict(store.weights(self.path))
         model = models.make(cfg, self.trust)
         check_shapes(self.path, model, saved, [name for name, p in model.named_parameters() if p.requires_grad])
         check_memory(self.path, max(map(math.prod, lora.base_of(model).values()), default=0) * MERGE_BYTES)
-        first = frozen.First(models.original_weights(cfg, self.trust), model)
+        first = lora_base.First(models.original_weights(cfg, self.trust), model)
         yield from lora.merged(base_weights(model, first), saved, cfg.lora.alpha / cfg.lora.rank)
-        frozen.check(self.manifest.meta.get("extra", {}).get("base"), first.fingerprint())
+        lora_base.check(self.manifest.meta.get("extra", {}).get("base"), first.fingerprint())
         yield from ((name, buffer) for name, buffer in saved.items() if not lora.is_adapter(name))
 
     def empty(self) -> dict[str, Tensor]:
-        """What the weights will be, in their order, as tensors without memory."""
+        """Return the weights, in order, as meta tensors."""
         saved = {
             name.removeprefix("model."): torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
             for name, spec in sorted(self.manifest.tensors.items()) if name.startswith("model.")
@@ -80,7 +84,7 @@ class Final:
 
 
 def check_shapes(path: Path, model: nn.Module, saved: Mapping[str, Tensor], names: Iterable[str]) -> None:
-    """Refuse a checkpoint whose weights are not the model's: merging adapters of any shape would make any matrix."""
+    """Refuse a checkpoint that does not match the model: merging adapters of any shape could make any matrix."""
     shapes = {name: tuple(values.shape) for name, values in model.state_dict().items()}
     odd = [f"{name} is missing" for name in names if name not in saved]
     for name, values in saved.items():
@@ -95,7 +99,7 @@ def check_shapes(path: Path, model: nn.Module, saved: Mapping[str, Tensor], name
 
 
 def check_memory(path: Path, num_bytes: int) -> None:
-    """Refuse what this host cannot hold, before the kernel ends whatever it likes."""
+    """Refuse what this host cannot hold, before the kernel's OOM killer acts."""
     free = free_bytes()
     if free is not None and num_bytes > free:
         raise ValueError(
@@ -105,13 +109,13 @@ def check_memory(path: Path, num_bytes: int) -> None:
 
 
 def final_weights(run_dir: Path, trust: Iterable[str] = ()) -> Iterator[tuple[str, Tensor]]:
-    """The one way from a run to its weights: for export, sampling and evaluation. See `Final`."""
+    """Return a run's weights: the only way to get them, for export, sampling and evaluation. See `Final`."""
     return iter(Final(run_dir, trust))
 
 
-def base_weights(model: nn.Module, first: frozen.First) -> Iterator[tuple[str, Tensor]]:
-    """Every weight that adapters left as it was when the run began, whole, one at a time."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where a run here draws
+def base_weights(model: nn.Module, first: lora_base.First) -> Iterator[tuple[str, Tensor]]:
+    """Yield every frozen weight as it was when the run began, in full, one at a time."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the device on which a run here draws
     for name, shape in first.base.items():
         weight = torch.empty(shape)
         first.fill(model, name, weight, device)
@@ -123,7 +127,7 @@ def base_weights(model: nn.Module, first: frozen.First) -> Iterator[tuple[str, T
 
 def export_file(run_dir: Path, path: Path, dtype: torch.dtype | None = None, trust: Iterable[str] = ()) -> Path:
     """Write the newest weights as one safetensors file that any reader of the format loads."""
-    path = path.resolve()  # a link stays one
+    path = path.resolve()  # keeps a link
     if path.is_dir():
         raise bad("OUT", path, "is a folder, and one file is written", f"{path / SINGLE}, or --format hf")
     final = Final(run_dir, trust)
@@ -139,7 +143,7 @@ def export_file(run_dir: Path, path: Path, dtype: torch.dtype | None = None, tru
 
 
 def write_stream(path: Path, final: Final, dtype: torch.dtype | None, metadata: dict[str, str]) -> None:
-    """One safetensors file, written weight by weight: a model of 70 B parameters has 282 GB, and a host has not."""
+    """Write one safetensors file, weight by weight: 70 B parameters take 282 GB, more than a host's memory."""
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, empty in final.empty().items():
@@ -147,7 +151,7 @@ def write_stream(path: Path, final: Final, dtype: torch.dtype | None, metadata: 
         begin, end = end, end + weight.nbytes
         header[name] = {"dtype": shards.DTYPES[weight.dtype], "shape": list(weight.shape), "data_offsets": [begin, end]}
     start = json.dumps(header).encode()
-    start += b" " * (-len(start) % 8)  # the format wants tensors aligned
+    start += b" " * (-len(start) % 8)  # the format requires aligned tensors
     names = iter(header)
     next(names)
     try:
@@ -163,7 +167,7 @@ def write_stream(path: Path, final: Final, dtype: torch.dtype | None, metadata: 
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise diskspace.describe(error, path, 8 + len(start) + end) from error
+        raise disk_space.describe(error, path, 8 + len(start) + end) from error
 
 
 def as_dtype(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -180,24 +184,24 @@ def export_hf(
     trust: Iterable[str] = (),
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write a folder that transformers' from_pretrained loads; it is complete, or not there."""
-    cfg = config.load(run_dir)
-    family = hf.of_target(cfg.model["_target_"])
+    """Write a folder that transformers' from_pretrained loads; it is complete or missing."""
+    cfg = run_file.load(run_dir)
+    family = huggingface.of_target(cfg.model["_target_"])
     if family is None:
-        known = ", ".join(f"{f.target} ({f.model_type})" for f in hf.FAMILIES.values())
+        known = ", ".join(f"{f.target} ({f.model_type})" for f in huggingface.FAMILIES.values())
         rule = f"transformers has no counterpart of {cfg.model['_target_']}; it has those of {known}"
         raise bad("--format", "hf", rule, "--format safetensors")
-    folder = folder.resolve()  # a link stays one
+    folder = folder.resolve()  # keeps a link
     there = folder.exists()
     if there and (not folder.is_dir() or any(folder.iterdir())):
         raise bad("OUT", folder, "is there already, and is not overwritten", "another folder, or remove it")
-    # an empty folder stays the same one: it may be a disk of its own, or where a shell is
+    # an existing empty folder is kept: it may be a mount, or a shell's working directory
     partial = (folder / "x" if there else folder).with_name(f".{folder.name}.partial-{uuid.uuid4().hex[:8]}")
     partial.mkdir(parents=True)
     try:
         write_shards(partial, translated(final_weights(run_dir, trust), family, cfg.model, dtype), shard_bytes)
         values = config_of(cfg, family, trust)
-        values["dtype"] = str(dtype or torch.float32).removeprefix("torch.")  # masters are float32
+        values["dtype"] = str(dtype or torch.float32).removeprefix("torch.")  # masters are fp32
         (partial / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
         tokenizer = tokenizer_of(cfg.data)
         if tokenizer is not None and is_tokenizer(tokenizer):
@@ -215,24 +219,27 @@ def export_hf(
 
 
 def translated(
-    weights: Iterable[tuple[str, Tensor]], family: hf.Family, model: Mapping[str, Any], dtype: torch.dtype | None
+    weights: Iterable[tuple[str, Tensor]],
+    family: huggingface.Family,
+    model: Mapping[str, Any],
+    dtype: torch.dtype | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Weights under Hugging Face's names and in its layout, without the rows that only pad the vocabulary."""
+    """Yield weights with Hugging Face's names and layout, without the rows that only pad the vocabulary."""
     for name, weight in weights:
         if family.theirs(name) is None:
             raise bad("--format", "hf", f"{name} has no counterpart in {family.model_type}", "--format safetensors")
-        if name in hf.VOCABULARY:
+        if name in huggingface.VOCABULARY:
             weight = weight[: model["vocab_size"]]
         change = family.change(name)
-        if change == hf.HEADS:
+        if change == huggingface.HEADS:
             weight = by_part(weight, model["num_heads"])
-        elif change == hf.TRANSPOSED:
+        elif change == huggingface.TRANSPOSED:
             weight = weight.t()
         yield family.full(name), weight.to(dtype or torch.float32).contiguous()
 
 
 def write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
-    """One file, or several with an index; never more than one of them in memory."""
+    """Write one file, or several with an index; at most one of them is in memory."""
     shard: dict[str, Tensor] = {}
     written: list[tuple[Path, list[str]]] = []
     size = total = 0
@@ -262,15 +269,15 @@ def write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]], shard_byte
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def config_of(cfg: Settings, family: hf.Family, trust: Iterable[str]) -> dict[str, Any]:
-    """config.json: the model's settings, and what the folder that the run began with, and its data, say beyond them."""
+def config_of(cfg: Settings, family: huggingface.Family, trust: Iterable[str]) -> dict[str, Any]:
+    """Return config.json: the model's settings, plus values from the init_from folder and from the data."""
     values = {"model_type": family.model_type, **family.config(cfg.model)}
     began = first_config(Path(cfg.init_from)) if cfg.get("init_from") else {}
     tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
     values |= {k: began[k] for k in tokens if k in began and _is_token(began[k])}
-    if "positions" not in family.outside:  # rotary ones: training on short texts takes no long ones away
+    if "positions" not in family.outside:  # rotary: training on short texts does not remove long positions
         length = began.get("max_position_embeddings")
-        if type(length) is int and length <= hf.LARGEST["seq_len"]:
+        if type(length) is int and length <= huggingface.LARGEST["seq_len"]:
             values["max_position_embeddings"] = max(values["max_position_embeddings"], length)
     if "eos_token_id" in values and values["eos_token_id"] is None:
         values["eos_token_id"] = end_token(tokenizer_of(cfg.data))
@@ -281,7 +288,7 @@ def config_of(cfg: Settings, family: hf.Family, trust: Iterable[str]) -> dict[st
 
 
 def first_config(folder: Path) -> dict[str, Any]:
-    """config.json of the folder that the run began with; {} where it is gone, or no such file."""
+    """Return config.json of the init_from folder; {} if it is gone or unreadable."""
     try:
         return read_config(folder)
     except ValueError:
@@ -289,13 +296,13 @@ def first_config(folder: Path) -> dict[str, Any]:
 
 
 def _is_token(value: Any) -> bool:
-    """An id, several (Llama 3 has three end tokens), or none."""
+    """Return whether it is an id, a list of ids (Llama 3 has three end tokens), or None."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    return len(ids) <= 64 and all(type(i) is int and 0 <= i < hf.LARGEST["vocab_size"] for i in ids)
+    return len(ids) <= 64 and all(type(i) is int and 0 <= i < huggingface.LARGEST["vocab_size"] for i in ids)
 
 
 def end_token(tokenizer: Path | None) -> int | None:
-    """The token that the data has between two documents."""
+    """Return the token that the data has between two documents."""
     if tokenizer is None:
         return None
     try:
@@ -306,17 +313,17 @@ def end_token(tokenizer: Path | None) -> int | None:
 
 
 def class_names(cfg: Settings, trust: Iterable[str]) -> list[str]:
-    """What the run's data calls the classes; LABEL_0, ... as transformers does where it cannot be asked."""
+    """Return the data's class names; LABEL_0, ... as in transformers if they are unknown."""
     number, labels = cfg.model["num_classes"], []
     try:
-        labels = [str(label) for label in getattr(config.build(cfg.data, trust), "labels", [])]
+        labels = [str(label) for label in getattr(build(cfg.data, trust), "labels", [])]
     except (ValueError, OSError) as error:
         log.warning("the names of the classes are not known: %s", error)
     return labels if len(labels) == number else [f"LABEL_{i}" for i in range(number)]
 
 
 def is_tokenizer(path: Path) -> bool:
-    """Is it what its name says? A run folder from elsewhere may name a file that must not be published."""
+    """Return whether it is a tokenizer: an untrusted run folder may name a file that must not be published."""
     try:
         model = read_json(path, text.LARGEST_TOKENIZER).get("model")
     except (OSError, ValueError, AttributeError) as error:
@@ -329,7 +336,7 @@ def is_tokenizer(path: Path) -> bool:
 
 
 def tokenizer_of(data: Mapping[str, Any]) -> Path | None:
-    """The tokenizer's file that the run's data names, or that lies in its folder of tokens; None: it has bytes."""
+    """Return the tokenizer file that the data names, or that is in its token folder; None: the data has bytes."""
     named, path = data.get("tokenizer"), data.get("path")
     candidates = [Path(named)] if isinstance(named, str) else []
     candidates += [Path(path) / "tokenizer.json"] if isinstance(path, str) else []

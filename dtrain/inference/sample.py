@@ -1,4 +1,4 @@
-"""What a finished run is for: text from a trained language model."""
+"""Generate text with a trained language model."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain import config
-from dtrain.config import Settings
-from dtrain.export import Final, check_memory, check_shapes
-from dtrain.models import build as models
-from dtrain.models.parts import Cache
-from dtrain.schema import check_run
+from dtrain.config import run_file
+from dtrain.config.build import build
+from dtrain.config.run_file import Settings
+from dtrain.config.schema import check_run
+from dtrain.inference.export import Final, check_memory, check_shapes
+from dtrain.models.layers import Cache
+from dtrain.train import build as models
 
 
 def load_model(run_dir: Path, trust: list[str]) -> tuple[nn.Module, Any]:
-    """The run's model with its newest weights, on one device, and the configuration it was trained with.
+    """Return the run's model with its newest weights, on one device, and the configuration it was trained with.
 
-    The modules to trust come from the caller, not from the file: a run folder may come from elsewhere.
+    The caller, not the file, says which modules to trust: a run folder may come from elsewhere.
     """
-    cfg = config.load(run_dir)
+    cfg = run_file.load(run_dir)
     check_run(cfg, trust, ("model", "data", "loss", "precision"))
     model = models.make(Settings({**cfg, "lora": {}}), trust)  # adapters are merged into the final weights
     final = Final(run_dir, trust)
-    if final.adapted:  # what the checkpoint has is compared with the model; what is drawn is not
+    if final.adapted:  # the checkpoint's tensors are compared with the model; drawn weights are not
         check_memory(run_dir, 4 * sum(values.numel() for values in model.state_dict().values()))
-    # in float32, also those of a run whose weights are bfloat16
+    # in fp32, also for a run whose weights are bf16
     weights = {n: w.float() if w.is_floating_point() else w for n, w in final}
     check_shapes(final.path, model, weights, model.state_dict())
     model.load_state_dict(weights, assign=True)
@@ -46,9 +47,9 @@ def sample(
     seed: int = 0,
     trust: list[str] | None = None,
 ) -> str:
-    """The prompt, and what the model writes after it."""
+    """Return the prompt and the model's continuation."""
     model, cfg = load_model(run_dir, trust or [])
-    data = config.build(cfg.data, trust or [])
+    data = build(cfg.data, trust or [])
     if cfg.model.get("task"):
         raise ValueError(
             f"model={cfg.choices.model}: sees a whole text at once and does not write on\n"
@@ -80,12 +81,12 @@ def generate(
     choose: Callable[[Tensor], Tensor],
     cached: bool = True,
 ) -> Tensor:
-    """The tokens [batch, length], and as many more as asked for, each chosen from the logits after all before it.
+    """Return the tokens [batch, length] and `num_tokens` more, each chosen from the logits after all before it.
 
-    The model sees at most `seq_len` of them. Beyond, it goes on from the last half of that: the rest is forgotten, and
-    the half computed anew, as every token has another position then. So a model with a cache computes each token about
-    twice on a long text. A model whose forward takes no cache computes all that it sees for every token; the rule, and
-    so the text, is the same.
+    The model sees at most `seq_len` tokens. Beyond that, it continues from the last half: the rest is dropped, and the
+    half is recomputed, because its positions change. So on a long text a model with a cache computes each token about
+    twice. A model whose forward takes no cache recomputes all that it sees for every token; the rule, and so the text,
+    is the same.
     """
     cached = cached and "cache" in inspect.signature(model.forward).parameters
     cache = Cache(seq_len) if cached else None
@@ -101,8 +102,8 @@ def generate(
 
 
 def pick(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:
-    """One token for each row: the likeliest at temperature 0, else drawn among the k likeliest."""
-    if temperature < 1e-6:  # a division by less would leave float32
+    """Return one token per row: the likeliest at temperature 0, else drawn among the k likeliest."""
+    if temperature < 1e-6:  # dividing by less would overflow fp32
         return logits.argmax(dim=-1, keepdim=True)
     if top_k:
         worst = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]

@@ -1,18 +1,28 @@
-"""Operations that torch does in more passes over memory than it takes."""
+"""Operations that torch does with more passes over memory than necessary."""
 
-# Logits at a time of head and loss (cross_entropy.py): 1 GiB in 16 bits. With half of it the product that gives x's
-# gradient has too few tiles for an H200: 5.5 ms instead of 3.9 of gpt2-1.5b's at batch 16.
+from __future__ import annotations
+
+import math
+
+# Logits per chunk of the fused head and loss (cross_entropy.py): 1 GiB in 16 bits. With half of it, the GEMM for x's
+# gradient has too few tiles for an H200: 5.5 ms instead of 3.9 for gpt2-1.5b at batch 16.
 CHUNK_ELEMENTS = 2**29
-# Operations from which a product gets the fastest kernel there is (cublaslt.py): 30 µs of an H200. Below, a call from
-# Python takes longer than the product.
+# Operations from which a GEMM gets the fastest kernel available (cublaslt.py): 30 µs on an H200. Below that, a call
+# from Python takes longer than the GEMM.
 LARGE_PRODUCT = 2e10
 
 
 def chunk_rows(rows: int, vocabulary: int) -> int:
-    """Rows of chunks of at most CHUNK_ELEMENTS logits, in whole tiles of 128. The planner asks, too.
+    """Return the rows per chunk of at most CHUNK_ELEMENTS logits, in whole tiles of 128. The planner uses it, too.
 
-    All of one size where up to a third more chunks give that: products are tuned for each size (cublaslt.py).
+    All chunks have one size if up to a third more chunks allow it: GEMMs are tuned per size (cublaslt.py).
     """
     chunks = max(1, -(-rows * vocabulary // CHUNK_ELEMENTS))
     chunks = next((n for n in range(chunks, chunks * 4 // 3 + 1) if rows % (128 * n) == 0), chunks)
     return max(1, -(-rows // chunks // 128)) * 128
+
+
+# for gelu.py and its kernel: gelu(x) = x sigmoid(SCALE x + CUBIC x³)
+SCALE = math.sqrt(8 / math.pi)
+CUBIC = 0.044715 * SCALE
+STRIP = 256  # rows that are summed into one row of the kernel's output

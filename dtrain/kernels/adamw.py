@@ -1,13 +1,13 @@
-"""AdamW for all parameters in one launch, which clips, leaves out a step that is not finite, and can round by chance.
+"""AdamW for all parameters in one kernel, with clipping, skipping of non-finite steps, and stochastic rounding.
 
-A small launch before it counts the steps and works out what the elements of a tensor share.
+A small kernel before it counts the steps and computes what all elements of a tensor share.
 
-Bound by memory: with everything in float32, 16 bytes are read and 12 written for each parameter. torch's own fused
-kernel moves as much, and wants the norm's factor multiplied into the gradients before: 8 bytes more. Its `found_inf`
-would keep the step from the host, too, but it writes the gradients back.
+It is memory-bound: with everything in fp32, 16 bytes are read and 12 written per parameter. torch's own fused kernel
+moves as much, and needs the clip factor multiplied into the gradients first: 8 bytes more. Its `found_inf` would also
+avoid a host sync, but it writes the gradients back.
 
-The kernel finds its tensors by their addresses, in tables with one row for each kind. That of parameters and state is
-sent once; that of gradients, which lie elsewhere each time, before every step. A program takes BLOCK elements of one
+The kernel finds its tensors by their addresses, in tables with one row per kind. The table of parameters and state is
+sent once; that of gradients, whose addresses change, before every step. A program processes BLOCK elements of one
 tensor.
 """
 
@@ -22,19 +22,19 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
-from dtrain.kernels.rounding import quad
+from dtrain.kernels.stochastic_rounding import quad
 
-BLOCK, WARPS = 2048, 8  # elements and warps of a program
+BLOCK, WARPS = 2048, 8  # elements and warps per program
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 # rows of the table: addresses of parameter, first and second moment and step; elements, group, number, first quad
 P_ROW, M_ROW, V_ROW, STEP_ROW, SIZE_ROW, GROUP_ROW, NUMBER_ROW, QUAD_ROW = map(tl.constexpr, range(8))
-SETTINGS = tl.constexpr(5)  # of a group: lr, weight_decay, beta1, beta2, eps
-SCALARS = tl.constexpr(16)  # of each tensor: ten are used
+SETTINGS = tl.constexpr(5)  # per group: lr, weight_decay, beta1, beta2, eps
+SCALARS = tl.constexpr(16)  # per tensor: ten are used
 
 
 @triton.jit
 def prepare(table, fresh, finite, factor, scalars, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """For each tensor: count the step if it is finite, and work out in float64 what all its elements share."""
+    """For each tensor: count the step if it is finite, and compute in fp64 what all its elements share."""
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = tensor < count
     go = tl.load(finite)
@@ -47,7 +47,7 @@ def prepare(table, fresh, finite, factor, scalars, count, BLOCK: tl.constexpr): 
     beta1 = tl.load(own + 2, mask=here, other=0).to(tl.float64, bitcast=True)
     beta2 = tl.load(own + 3, mask=here, other=0).to(tl.float64, bitcast=True)
     eps = tl.load(own + 4, mask=here, other=0).to(tl.float64, bitcast=True)
-    # a step that is left out may be the first: 1 - beta^0 would be 0
+    # a skipped step may be the first: 1 - beta^0 would be 0
     power = tl.maximum(step, 1.0).to(tl.float64)
     out = scalars + tensor * SCALARS
     tl.store(out, (1.0 - lr * decay).to(tl.float32), mask=here)
@@ -64,17 +64,17 @@ def prepare(table, fresh, finite, factor, scalars, count, BLOCK: tl.constexpr): 
 
 @triton.jit
 def noisy(x, noise):  # type: ignore[no-untyped-def]
-    """float32 to bfloat16, up or down by chance: 16 random bits are added below the last one that is kept."""
+    """Stochastic rounding of fp32 to bf16: add 16 random bits below the last kept bit, and truncate."""
     cut = (x.to(tl.uint32, bitcast=True) + noise) >> 16
     return tl.where(x == x, cut.to(tl.uint16).to(tl.bfloat16, bitcast=True), x.to(tl.bfloat16))
 
 
 @triton.jit
 def places(table, tensor, offsets, KIND: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a tensor's elements lie."""
+    """Return the addresses of a tensor's elements."""
     at = tl.load(table + tensor).to(tl.pointer_type(KIND)) + offsets
     if WHOLE:
-        at = tl.multiple_of(at, 16)  # bytes, so that 16 of them are read at once
+        at = tl.multiple_of(at, 16)  # bytes, so that loads are 16 bytes wide
     return at
 
 
@@ -83,11 +83,11 @@ def take(  # type: ignore[no-untyped-def]
     table, fresh, scalars, count, tensor, begin, P: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
     NOISE: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of one tensor. WHOLE: all of it is there, and it begins at a multiple of 16 bytes."""
+    """Process one block of one tensor. WHOLE: the block is full and begins at a multiple of 16 bytes."""
     scalars += tensor * SCALARS
     offsets = begin + tl.arange(0, BLOCK)
     if WHOLE:
-        mask = None  # one that is worked out here would make of each load many, of an element each
+        mask = None  # a computed mask would split each load into one load per element
     else:
         mask = offsets < tl.load(table + SIZE_ROW * count + tensor)
     p_at = places(table + P_ROW * count, tensor, offsets, P, WHOLE)
@@ -109,9 +109,9 @@ def take(  # type: ignore[no-untyped-def]
         none = (quads * 0).to(tl.uint32)
         number = tl.load(table + NUMBER_ROW * count + tensor).to(tl.uint32)
         a, b, c, d = tl.philox(tl.load(fresh + 2 * count), quads.to(tl.uint32), none + number, none + step, none)
-        noise = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))  # in the order of the elements: a b c d a b …
-        # Moments, too: a beta near 1 changes them by less than their last bit. The first bits of each 16 decide most,
-        # and no two have those in common.
+        noise = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))  # in element order: a b c d a b …
+        # Moments are rounded stochastically, too: a beta near 1 changes them by less than their last bit. The high bits
+        # of each 16 matter most, and no two of the three share them.
         tl.store(p_at, noisy(p, noise & 0xFFFF), mask=mask)
         tl.store(m_at, noisy(m, noise >> 8 & 0xFFFF), mask=mask)
         tl.store(v_at, noisy(v, noise >> 16), mask=mask)
@@ -126,21 +126,21 @@ def adamw(  # type: ignore[no-untyped-def]
     table, fresh, scalars, owners, begins, count, P: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
     NOISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program takes one block of the tensor that owns it, or nothing if the step is left out."""
+    """A program processes one block of the tensor that owns it, or nothing if the step is skipped."""
     block = tl.program_id(0)
     tensor = tl.load(owners + block).to(tl.int64)
     begin = (block - tl.load(begins + tensor)).to(tl.int64) * BLOCK
     if tl.load(scalars + tensor * SCALARS + 9) != 0.0:
         if begin + BLOCK <= tl.load(fresh + count + tensor):
             take(table, fresh, scalars, count, tensor, begin, P, G, M, NOISE, True, BLOCK)
-        else:  # by quarters: it is rare, and all at once it would take the registers that the other needs
+        else:  # in quarters: this is rare, and a full block would take registers from the other branch
             for quarter in range(4):
                 at = begin + quarter * (BLOCK // 4)
                 take(table, fresh, scalars, count, tensor, at, P, G, M, NOISE, False, BLOCK // 4)
 
 
 class Batch:
-    """Parameters of one set of types with their state, on one GPU: what one launch steps."""
+    """Parameters of one set of dtypes with their state, on one GPU: what one launch steps."""
 
     def __init__(
         self,
@@ -150,9 +150,9 @@ class Batch:
         firsts: Sequence[int],
         block: int = BLOCK,
     ) -> None:
-        """`tensors`: parameters, first moments, second moments, steps; dense, and this rank's own parts.
+        """`tensors`: parameters, first moments, second moments, steps; dense, this rank's shards.
 
-        For the rounding, a parameter has a number, and begins at some element of the whole that it is a part of.
+        For the rounding, a parameter has a number, and its shard begins at some element of the whole parameter.
         """
         self.kinds = (tensors[0][0].dtype, tensors[1][0].dtype)
         self.device, self.block = tensors[0][0].device, block
@@ -165,10 +165,10 @@ class Batch:
         self.owners = torch.arange(len(blocks), dtype=torch.int32).repeat_interleave(blocks).to(self.device)
         self.begins = (blocks.cumsum(0) - blocks).to(self.device, torch.int32)
         self.scalars = torch.empty(len(blocks), SCALARS.value, dtype=torch.float32, device=self.device)
-        self.fresh = torch.empty(0, dtype=torch.int64, device=self.device)  # what `send` sends
+        self.fresh = torch.empty(0, dtype=torch.int64, device=self.device)  # the buffer that `send` fills
 
     def holds(self, tensors: Sequence[Sequence[Tensor]]) -> bool:
-        """Whether these lie where those of the table do."""
+        """Return whether these tensors have the addresses in the table."""
         return all([t.data_ptr() for t in row] == known for row, known in zip(tensors, self.addresses, strict=True))
 
     def step(
@@ -180,9 +180,9 @@ class Batch:
         seed: int | None,
         warps: int = WARPS,
     ) -> None:
-        """Step unless `finite` is 0, with gradients times `factor`, both float32; seed: of the rounding, None for none.
+        """Step unless `finite` is 0, with gradients times `factor`, both fp32; seed: of the rounding, or None.
 
-        `settings` of each group: lr, weight_decay, beta1, beta2, eps. Nothing here waits for the GPU.
+        `settings` of each group: lr, weight_decay, beta1, beta2, eps. Nothing here syncs with the GPU.
         """
         addresses = [g.data_ptr() for g in gradients]
         whole = [
@@ -190,7 +190,7 @@ class Batch:
             for size, fits, address in zip(self.sizes, self.aligned, addresses, strict=True)
         ]
         self.places = [*addresses, *whole]
-        if not torch.cuda.is_current_stream_capturing():  # else it is sent before each replay
+        if not torch.cuda.is_current_stream_capturing():  # otherwise it is sent before each replay
             self.send(self.places, settings, seed)
         count, fresh = len(self.sizes), self.fresh
         first: Any = prepare[(-(-count // 128),)]
@@ -205,10 +205,10 @@ class Batch:
             )  # fmt: skip
 
     def send(self, places: Sequence[int], settings: Sequence[tuple[float, ...]], seed: int | None) -> None:
-        """Tell the GPU where the gradients lie, and each group's settings; the copy waits for the step before."""
+        """Send the gradients' addresses and each group's settings to the GPU; the copy runs after the previous step."""
         bits = [struct.unpack("5q", struct.pack("5d", *values)) for values in settings]
         numbers = [*places, seed or 0, *(b for group in bits for b in group)]
-        # A fresh pinned buffer each time: torch gives its memory to nobody else before the copy has been made.
+        # A new pinned buffer each time: torch does not reuse its memory before the copy has finished.
         pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         if len(self.fresh) != len(numbers):
             self.fresh = torch.empty_like(pinned, device=self.device)

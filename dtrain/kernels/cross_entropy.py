@@ -1,12 +1,12 @@
-"""Head and loss as one operation: the mean cross-entropy of `x @ weight.T`, whose logits are never whole in memory.
+"""Head and loss as one op: the mean cross-entropy of `x @ weight.T`, without ever having all logits in memory.
 
-The rows are taken in chunks. Of each chunk the logits are made, turned in place into their own gradient, multiplied
-into the gradients of x and weight, and forgotten: the forward pass does the backward pass's work while the logits are
-at hand, so nothing of the size rows × vocabulary is kept, nor computed twice. The backward pass only multiplies by
-what comes in.
+The rows are processed in chunks. The logits of a chunk are computed, turned in place into their own gradient,
+multiplied into the gradients of x and weight, and freed. So the forward pass does the backward pass's work while it has
+the logits, and nothing of the size rows × vocabulary is kept or computed twice. The backward pass only multiplies by
+the incoming gradient.
 
-On a GPU one kernel reads and writes each row once (loss_gradient.py). With the vocabulary cut over tensor-parallel
-ranks, and on a CPU, plain operations do the same.
+On a GPU one kernel reads and writes each row once (loss_gradient.py). Plain ops do the same on a CPU, and where the
+vocabulary is sharded over tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dtrain.kernels import chunk_rows, cublaslt
-from dtrain.shards import chunks_of, is_dtensor
+from dtrain.util.dtensor import chunks_of, is_dtensor
 
-IGNORED = -100  # a target that does not count: padding, or a token that is not asked for
+IGNORED = -100  # a target that does not count: padding, or a token without a prediction
 
 
 def linear_cross_entropy(x: Any, weight: Any, targets: Tensor, bias: Any = None) -> Tensor:
-    """The mean loss over the targets that count, of hidden states [..., dim] and a matrix [vocabulary, dim].
+    """Return the mean loss over the targets that count, for hidden states [..., dim] and a matrix [vocabulary, dim].
 
-    A weight that is a DTensor is cut by its rows over tensor-parallel ranks, which hold x whole.
+    A DTensor weight is sharded by rows over tensor-parallel ranks, all of which hold the full x.
     """
     group, first = None, 0
     if is_dtensor(weight):
         from torch.distributed.tensor import Partial
 
         group, first = weight.device_mesh.get_group(), chunks_of(weight.detach())[0].offset[0]
-        x = x.to_local(grad_placements=[Partial()])  # each rank has a part of the sum that is x's gradient
+        x = x.to_local(grad_placements=[Partial()])  # each rank has a partial sum of x's gradient
         weight, bias = (t.to_local() if is_dtensor(t) else t for t in (weight, bias))
-    # autograd's own question, which gradients are needed, does not ask whether any are
+    # needs_input_grad is true even if gradients are disabled
     wanted = torch.is_grad_enabled()
     return _linear_cross_entropy(x.flatten(0, -2), weight, bias, targets.flatten(), group, first, wanted)
 
@@ -53,10 +53,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         of_x, of_weight, of_bias = (wanted and ctx.needs_input_grad[i] for i in range(3))
         losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        # unscaled sums in float32, where that can be had: rounded once, when they are scaled
+        # unscaled sums, in fp32 if possible: rounded once, when they are scaled
         wide = torch.float32 if device == "cuda" else dtype
         grad_x = torch.empty(x.shape, dtype=wide, device=x.device) if of_x else None
-        # its first chunk is written, the others are added to it
+        # the first chunk is written, the others are added to it
         grad_weight = torch.empty(weight.shape, dtype=torch.float32, device=x.device) if of_weight else None
         grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=x.device) if of_bias else None
         rows = chunk_rows(len(x), weight.shape[0])
@@ -71,7 +71,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                     add_product(grad_weight, logits.T, x[part], is_first=i == 0)
                 if grad_bias is not None:
                     grad_bias += logits.sum(dim=0, dtype=torch.float32)
-                del logits  # before the next chunk's are made: 0.8 GiB of gpt2's peak
+                del logits  # before the next chunk's are allocated: 0.8 GiB of gpt2's peak
         share = 1.0 / (targets != IGNORED).sum().float()
         ctx.save_for_backward(grad_x, grad_weight, grad_bias, share)
         return losses.sum() * share
@@ -81,17 +81,17 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         *sums, share = ctx.saved_tensors
         factor = gradient * share
-        # In float32: beside 16-bit values torch would round the factor itself to 16 bits, for all of them. And not in
-        # place: a pipeline schedule may ask twice, once for x's gradient and once for the weights'.
+        # In fp32: with 16-bit values torch would round the factor itself to 16 bits. Not in place: a pipeline schedule
+        # may call this twice, for x's gradient and for the weights'.
         return *(s if s is None else times(s, factor, t) for s, t in zip(sums, ctx.dtypes, strict=True)), *[None] * 4
 
 
-# Graphs end here: what is inside is a few large kernels, and its loop would be unrolled for every batch size.
+# Graph break: inside are a few large kernels, and the loop would be unrolled for every batch size.
 _linear_cross_entropy = torch.compiler.disable(LinearCrossEntropy.apply)
 
 
 def times(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product of two float32 values, rounded once to `dtype`; the wide product is never written."""
+    """Return the product of two fp32 values, rounded once to `dtype`, without an fp32 temporary."""
     return torch.mul(total.float(), factor, out=torch.empty_like(total, dtype=dtype))
 
 
@@ -112,7 +112,7 @@ def product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
-    """total += a @ b in float32, without rounding the product to 16 bits first where that can be had."""
+    """total += a @ b in fp32, if possible without rounding the matmul to 16 bits first."""
     if total.is_cuda and cublaslt.multiply(total, a, b, adds=not is_first):
         return
     if total.is_cuda and a.dtype != torch.float32:
@@ -127,9 +127,9 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
 
 
 def to_gradient(logits: Tensor, targets: Tensor, losses: Tensor, wanted: bool, group: Any, first: int) -> None:
-    """Fill in each row's loss, and put that loss's gradient in the place of its logits. An ignored row gets zeros.
+    """Write each row's loss, and replace its logits by the loss's gradient. An ignored row gets zeros.
 
-    The loss of a target that is no column is NaN: it would be learnt as something else.
+    A target outside the vocabulary gives a NaN loss: otherwise the model would learn another target.
     """
     if logits.is_cuda and group is None:
         from dtrain.kernels.loss_gradient import launch
@@ -141,7 +141,7 @@ def to_gradient(logits: Tensor, targets: Tensor, losses: Tensor, wanted: bool, g
     if group is not None:
         dist.all_reduce(top, dist.ReduceOp.MAX, group)
     powers = (wide - top[:, None]).exp_()
-    mine = counts & (targets >= first) & (targets < first + logits.shape[1])  # whose target this rank has
+    mine = counts & (targets >= first) & (targets < first + logits.shape[1])  # this rank has the target
     column = torch.where(mine, targets - first, 0)[:, None]
     sums = torch.stack([powers.sum(dim=1), torch.where(mine, wide.gather(1, column)[:, 0], 0.0), mine.float()])
     if group is not None:

@@ -1,9 +1,9 @@
-"""Matrix products by cuBLASLt, with the fastest of the kernels that it proposes.
+"""GEMMs by cuBLASLt, with the fastest of the kernels that it proposes.
 
-torch takes the first one proposed. For a transformer's layers on an H200 the best of eight is 5 to 8% faster, one by
-one (docs/performance.md has whole steps), so each kind of product (shapes, layout, types) is timed once, when it has
-been met a few times. The library is the one that torch has loaded, called through ctypes: torch has no function that
-takes a choice.
+torch takes the first proposal. For a transformer's layers on an H200 the best of eight is 5 to 8% faster per GEMM
+(docs/performance.md has whole steps). So each kind of GEMM (shapes, layout, dtypes) is timed once, after it has
+occurred a few times. ctypes calls the library that torch has loaded, because torch has no function that takes an
+algorithm.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from torch import Tensor
 
 from dtrain.kernels import LARGE_PRODUCT
 
-# Values of cublasLt.h (CUDA 12 and 13)
+# Constants of cublasLt.h (CUDA 12 and 13)
 COMPUTE_FLOAT32, SCALE_FLOAT32 = 68, 0
-TYPES = {torch.float16: 2, torch.bfloat16: 14, torch.float32: 0}  # the last for results: torch has TF32 for products
-TRANSPOSE_A, TRANSPOSE_B, EPILOGUE, BIAS = 3, 4, 7, 8  # of a product's description
+TYPES = {torch.float16: 2, torch.bfloat16: 14, torch.float32: 0}  # fp32 for outputs only: torch has TF32
+TRANSPOSE_A, TRANSPOSE_B, EPILOGUE, BIAS = 3, 4, 7, 8  # attributes of a GEMM's description
 ADD_BIAS = 4  # an epilogue
-WORKSPACE, REDUCTIONS, ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # of what a proposal must keep to
-IN_PLACE, IN_FLOAT32 = 1, 2  # where the parts of a split product are added: as the result's type, or as float32
+WORKSPACE, REDUCTIONS, ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # attributes of a preference
+IN_PLACE, IN_FLOAT32 = 1, 2  # where partial results of split-K are added: in the output's dtype, or in fp32
 
-LARGE = LARGE_PRODUCT  # tests take smaller ones
-MEETINGS = 3  # before a kind is timed: where the number of rows varies, each would be timed and never seen again
+LARGE = LARGE_PRODUCT  # tests use smaller ones
+MEETINGS = 3  # occurrences before a kind is timed: if the number of rows varies, most kinds never occur again
 MOST_KINDS = 512
 PROPOSALS = 8
 WORKSPACE_BYTES = 2**25
-ROUNDS, CALLS = 5, 4  # a proposal's time is the shortest of so many rounds of so many calls
+ROUNDS, CALLS = 5, 4  # a proposal's time is the shortest of ROUNDS rounds of CALLS calls each
 
 
 class Proposal(ctypes.Structure):
@@ -46,14 +46,14 @@ class Proposal(ctypes.Structure):
 
 
 class Refused(Exception):
-    """The library has no way for a product; torch has one for all."""
+    """The library cannot do a GEMM; torch can do all of them."""
 
 
 class CublasLt:
-    """The library's functions; a status other than 0 is an error."""
+    """The library's functions; a nonzero status raises Refused."""
 
     def __init__(self, name: str) -> None:
-        # with the interpreter's lock, as a call only queues work; and no other copy than torch's
+        # PyDLL keeps the GIL, because a call only queues work; RTLD_NOLOAD finds torch's copy only
         self.functions = ctypes.PyDLL(name, mode=os.RTLD_NOLOAD)
         self.handles: dict[int, ctypes.c_void_p] = {}
         self.workspaces: dict[tuple[int, int], Tensor] = {}
@@ -77,7 +77,7 @@ class CublasLt:
         return self.handles[device]
 
     def workspace(self, device: int, stream: int) -> Tensor:
-        """One a stream: two products on one stream never run at once."""
+        """One per stream: two GEMMs on one stream never run concurrently."""
         if (device, stream) not in self.workspaces:
             where = torch.device("cuda", device)
             self.workspaces[device, stream] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=where)
@@ -86,7 +86,7 @@ class CublasLt:
 
 @cache
 def library() -> CublasLt | None:
-    """cuBLASLt as torch has loaded it; None where torch is built without it."""
+    """Return cuBLASLt as torch has loaded it; None if torch is built without it."""
     if not torch.version.cuda:
         return None
     try:
@@ -96,27 +96,27 @@ def library() -> CublasLt | None:
 
 
 def reserve(device: torch.device, stream: torch.cuda.Stream) -> None:
-    """Memory for a stream's products, before they are recorded: what is asked for then belongs to the graph."""
+    """Allocate a stream's workspace before capture: memory allocated during capture belongs to the graph."""
     lt = library() if is_used() else None
     if lt is not None:
         lt.workspace(device.index or 0, stream.cuda_stream)
 
 
-copies_stay_alike = False  # set by each Strategy.setup: ranks compute the same values again, as tensor-parallel ones do
+copies_stay_alike = False  # set by Strategy.setup: True if ranks repeat a computation, as under tensor parallel
 
 
 def is_used() -> bool:
-    """Not where each run, or each rank, must have the same bits: which kernel is the fastest is found by a clock."""
+    """False if each run or rank must produce the same bits, because timing decides which kernel is used."""
     return not copies_stay_alike and not torch.are_deterministic_algorithms_enabled() and library() is not None
 
 
-# ---- one kind of product -------------------------------------------------------------------------------------
+# ---- one kind of GEMM ----------------------------------------------------------------------------------------
 
 
 class Product:
-    """out = a @ b (+ bias), or out += a @ b: for tensors like those that it is made from.
+    """out = a @ b (+ bias), or out += a @ b, for tensors like those given to the constructor.
 
-    cuBLASLt counts columns first: what it computes is out.T = b.T @ a.T, so its A is our b.
+    cuBLASLt is column-major: it computes out.T = b.T @ a.T, so its A is our b.
     """
 
     def __init__(self, lt: CublasLt, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
@@ -128,9 +128,9 @@ class Product:
         self.set(TRANSPOSE_B, ctypes.c_int(int(is_transposed(a))))
         if bias is not None:
             self.set(EPILOGUE, ctypes.c_int(ADD_BIAS))
-            self.set(BIAS, ctypes.c_void_p(bias.data_ptr()))  # whose alignment the proposals go by
+            self.set(BIAS, ctypes.c_void_p(bias.data_ptr()))  # its alignment affects the proposals
         self.layouts = [self.layout(t) for t in (b, a, out)]
-        self.lock = threading.Lock()  # autograd calls from a thread of its own
+        self.lock = threading.Lock()  # autograd calls from its own thread
         self.proposals = self.ask(min(map(alignment, (a, b, out))), out.dtype == torch.float32)
         self.algorithm: Any = None
 
@@ -139,7 +139,7 @@ class Product:
         self.lt.MatmulDescSetAttribute(self.description, attribute, ctypes.byref(value), size)
 
     def layout(self, matrix: Tensor) -> ctypes.c_void_p:
-        """As it lies in memory, column by column: rows of ours are columns there."""
+        """Describe the memory layout, column-major: our rows are its columns."""
         rows, columns, stride = *matrix.shape, matrix.stride(0)
         if is_transposed(matrix):
             rows, columns, stride = columns, rows, matrix.stride(1)
@@ -185,7 +185,7 @@ class Product:
             )  # fmt: skip
 
     def choose(self, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-        """Time the proposals in turn, so that what the GPU's clock does, and messages beside it, meet all of them."""
+        """Time the proposals in turn, so that clock changes and concurrent collectives affect all of them."""
         times: dict[int, list[float]] = {i: [] for i in range(len(self.proposals))}
         with torch.cuda.device(self.device):
             for _ in range(ROUNDS):
@@ -196,7 +196,7 @@ class Product:
                         del times[i]
         if not times:
             raise Refused("none of its proposals runs")
-        best = min(times, key=lambda i: min(times[i]))  # the shortest: another process on the GPU only adds to a time
+        best = min(times, key=lambda i: min(times[i]))  # the minimum: another process on the GPU can only add time
         self.algorithm = self.proposals[best].algorithm
 
     def timed(self, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, algorithm: Any) -> float:
@@ -215,7 +215,7 @@ def is_transposed(matrix: Tensor) -> bool:
 
 
 def alignment(tensor: Tensor) -> int:
-    """The largest power of two, up to 256, that divides its address."""
+    """Return the largest power of two, up to 256, that divides the address."""
     return min(256, tensor.data_ptr() & -tensor.data_ptr())
 
 
@@ -226,10 +226,10 @@ _met: Counter[Any] = Counter()
 
 
 def multiply(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, adds: bool = False) -> bool:
-    """out = a @ b (+ bias), or out += a @ b, by the fastest kernel; False: left to torch.
+    """out = a @ b (+ bias), or out += a @ b, by the fastest kernel. Return False if it is left to torch.
 
-    Proposals are tried out in the place of a result that is due, and so never where it is added to a sum: that would
-    take the sum's memory once more, at the moment when a step has the most of it.
+    Proposals are timed with the real output tensor. So none are timed for out += a @ b: that would need a copy of `out`
+    when a step uses the most memory.
     """
     if not is_used() or 2.0 * out.numel() * a.shape[1] < LARGE:
         return False
@@ -254,7 +254,7 @@ def prepared(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Product 
     lt = library()
     plain = all(t.dim() == 2 and 1 in t.stride() for t in (a, b, out)) and not is_transposed(out)
     types = a.dtype == b.dtype != torch.float32 and a.dtype in TYPES and out.dtype in (a.dtype, torch.float32)
-    if bias is not None:  # the library reads as many values as there are columns, one after the other
+    if bias is not None:  # the library reads one contiguous value per column
         plain &= bias.shape == (out.shape[1],) and bias.stride(0) == 1 and bias.dtype == out.dtype
     if lt is None or not plain or not types:
         return None

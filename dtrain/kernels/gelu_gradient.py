@@ -1,7 +1,7 @@
 """The kernel of gelu.py: the gradient through GELU, and its sums over strips of rows, in one pass over both inputs.
 
-Bound by memory: two 16-bit values read and one written for each element. A program takes a strip of rows and 128
-columns, goes down the rows, and keeps the columns' sums in registers.
+It is memory-bound: two 16-bit values are read and one written per element. A program processes a strip of rows and 128
+columns, moves down the rows, and keeps the columns' sums in registers.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
-from dtrain.kernels.gelu import CUBIC, SCALE, STRIP
+from dtrain.kernels import CUBIC, SCALE, STRIP
 
-# of a program's tile: 32768 × 3072 take 171 µs on an H200 in strips of 128 rows, 175 in strips of 512; 144 at 4.2 TB/s
+# tile of a program: 32768 × 3072 take 171 µs on an H200 in strips of 128 rows, 175 in strips of 512; 144 at 4.2 TB/s
 ROWS, COLUMNS, WARPS = 4, 128, 4
 
 
@@ -28,11 +28,11 @@ def gelu_gradient(  # type: ignore[no-untyped-def]
     strip = tl.program_id(1)
     row = tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    rows -= strip * STRIP  # those from here on
+    rows -= strip * STRIP  # rows from here on
     first = strip.to(tl.int64) * STRIP * columns
     gradients, inputs, outputs = gradients + first, inputs + first, outputs + first
     place = row[:, None] * columns + column[None, :]
-    # summed over rows only once, after the loop: each sum goes through shared memory, and waits there for all warps
+    # reduced over rows only once, after the loop: each reduction synchronizes all warps through shared memory
     totals = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, STRIP, ROWS):
         inside = (start + row < rows)[:, None] & (column < columns)[None, :]
@@ -41,7 +41,7 @@ def gelu_gradient(  # type: ignore[no-untyped-def]
         if BY_TANH:  # x sigmoid(u), u = SCALE x + CUBIC x³
             share = tl.sigmoid(x * (SCALE + CUBIC * x * x))
             slope = share + x * share * (1.0 - share) * (SCALE + 3.0 * CUBIC * x * x)
-        else:  # x times the normal distribution up to x
+        else:  # x times the normal CDF of x
             share = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
             slope = share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
         gradient *= slope

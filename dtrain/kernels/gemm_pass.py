@@ -1,10 +1,10 @@
-"""The matrix products of compiled graphs, each by the kernel that is fastest for its shapes (cublaslt.py).
+"""The GEMMs of compiled graphs, each by the kernel that is fastest for its shapes (cublaslt.py).
 
-A pass over torch.compile's graphs, forward and backward, after its own: large products of 16-bit matrices on a GPU
-become one operation of ours. A product that is cast to float32 right after it (the gradient of a weight) is written in
-float32 at once: one kernel less, and not rounded in between. Nothing else changes, so models are written as ever.
+A pass over torch.compile's graphs, forward and backward, after its own passes: large GEMMs of 16-bit matrices on a GPU
+become our op. A GEMM whose output is directly cast to fp32 (a weight's gradient) is written in fp32: one kernel less,
+and no rounding in between. Nothing else changes, so models need no changes.
 
-Not under `deterministic=true`, nor on tensor-parallel ranks: which kernel is fastest is found by a clock.
+Not used under `deterministic=true`, nor on tensor-parallel ranks: timing decides which kernel is fastest.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 class FastestProducts(CustomGraphPass):
-    """What torch.compile calls with each of its graphs, just before it is turned into kernels."""
+    """torch.compile calls it with each graph, just before lowering it to kernels."""
 
     def __init__(self, large: float = cublaslt.LARGE, device: str = "cuda") -> None:
         self.large, self.device = large, device
@@ -63,7 +63,7 @@ class FastestProducts(CustomGraphPass):
             elif node.target is aten.addmm.default and not node.kwargs:
                 bias, a, b = node.args
                 out, given = node.meta["val"], bias.meta["val"]
-                if given.shape != out.shape[1:] or given.dtype != out.dtype:  # one that is added to more than a row
+                if given.shape != out.shape[1:] or given.dtype != out.dtype:  # a bias that is not added per column
                     continue
             else:
                 continue
@@ -78,7 +78,7 @@ class FastestProducts(CustomGraphPass):
         return 2.0 * sizes[0] * sizes[1] * sizes[2] >= self.large
 
     def replace(self, graph: fx.Graph, node: fx.Node, a: Any, b: Any, bias: Any) -> None:
-        """Put our operation in the place of `node`, and of its cast to float32 where nothing else reads it."""
+        """Replace `node` by our op, together with its cast to fp32 if nothing else reads it."""
         dtype, last = node.meta["val"].dtype, node
         users = list(node.users)
         if bias is None and len(users) == 1 and is_widened(users[0]):
@@ -93,12 +93,12 @@ class FastestProducts(CustomGraphPass):
 
 
 def is_widened(node: fx.Node) -> bool:
-    """A cast to float32 that leaves the graph: inside, what follows reads 16 bits faster than 32."""
+    """Return whether a node is a cast to fp32 that leaves the graph: inside, later ops read 16 bits faster than 32."""
     is_cast = node.target is torch.ops.prims.convert_element_type.default and node.args[1] is torch.float32
     return is_cast and all(user.op == "output" for user in node.users)
 
 
 @functools.cache
 def fastest_products() -> FastestProducts:
-    """One for all: graphs made with two passes are not shared between layers."""
+    """A shared instance: graphs compiled with two different passes are not shared between layers."""
     return FastestProducts()

@@ -1,7 +1,7 @@
-"""The kernel of cross_entropy.py: of each row of logits the loss, and the gradient in the row's own place.
+"""The kernel of cross_entropy.py: compute each row's loss, and replace the row's logits by their gradient.
 
-Bound by memory: each logit is read once and its gradient written once (the second look at a row comes from the
-cache). Two exponentials an element are what is left of the arithmetic.
+It is memory-bound: each logit is read once and its gradient written once (the second read of a row hits the cache).
+What remains of the arithmetic is two exponentials per element.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ IGNORED = tl.constexpr(-100)
 def loss_and_gradient(  # type: ignore[no-untyped-def]
     logits, row_stride, targets, losses, columns, WANTED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program a row: the log of the sum of exponentials by blocks, then softmax less one at the target."""
+    """One program per row: the log-sum-exp by blocks, then softmax minus one at the target."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     target = tl.load(targets + row)
@@ -39,7 +39,7 @@ def loss_and_gradient(  # type: ignore[no-untyped-def]
     right = tl.where(is_column, right, float("nan"))
     tl.store(losses + row, tl.where(counts, normal - right, 0.0))
     if WANTED:
-        tl.debug_barrier()  # `right` has been read by all before its place is written
+        tl.debug_barrier()  # all threads must read `right` before it is overwritten
         for start in range(0, columns, BLOCK):
             here = start + offsets
             x = tl.load(logits + here, mask=here < columns, other=float("-inf")).to(tl.float32)

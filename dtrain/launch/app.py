@@ -1,6 +1,6 @@
-"""`python launch.py …`: Hydra composes here, once; the result is checked, written to the run folder and launched.
+"""`python launch.py …`: Hydra composes once; dtrain checks the result, writes it to the run folder and launches it.
 
-The order matters: `Gate` runs before Hydra makes any folder, so a refused configuration leaves nothing behind.
+`Gate` runs before Hydra creates any folder, so a rejected configuration leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -24,29 +24,33 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError
 
-from dtrain import composed, console, losses, redaction, runs, sweeps
-from dtrain.arguments import AUTO, prepare_arguments, read_config
-from dtrain.config import CONF, TRUST, bad, build, ranks_per_node, save
-from dtrain.contract import BAD_CONFIG, CANCELLED_FILE, DONE, FAILED, PREEMPTED, PREFLIGHT
-from dtrain.explain import GROUPS, explain, known_settings
-from dtrain.plan import trust
-from dtrain.profile import rules as profiling
-from dtrain.redaction import redact
-from dtrain.resume import check_code, check_profile, check_queue, check_resume, check_unfinished, say_beginning
-from dtrain.rundir import latest_checkpoint, locked, read_json, write_json
-from dtrain.schema import unknown
-from dtrain.strategies import zero_config
-from dtrain.untrusted_config import check_own, resolved
-from dtrain.validate import validate
-from dtrain.words import shell_path
-
-MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)  # a person's, not ours: one message explains
+from dtrain.checks import loss
+from dtrain.checks import profile as profiling
+from dtrain.checks.resume import check_code, check_profile, check_queue, check_resume, check_unfinished, say_beginning
+from dtrain.checks.validate import validate
+from dtrain.config import redaction
+from dtrain.config.build import TRUST, build
+from dtrain.config.files import CONF, known_settings
+from dtrain.config.hardware import ranks_per_node
+from dtrain.config.hydra_errors import GROUPS, MISTAKES, explain
+from dtrain.config.redaction import redact
+from dtrain.config.run_file import save
+from dtrain.config.untrusted import check_own, resolved
+from dtrain.errors import bad, unknown
+from dtrain.launch import composed, sweeps
+from dtrain.launch.arguments import AUTO, prepare_arguments, read_config
+from dtrain.plan import fits, run_prediction
+from dtrain.runs import folder
+from dtrain.runs.folder import latest_checkpoint, locked, read_json, write_json
+from dtrain.runs.protocol import BAD_CONFIG, CANCELLED_FILE, DONE, FAILED, PREEMPTED, PREFLIGHT
+from dtrain.strategies import deepspeed_config
+from dtrain.ui import console, tables
+from dtrain.util.format import shell_path
 
 
 def main(argv: list[str]) -> int:
@@ -61,21 +65,21 @@ def main(argv: list[str]) -> int:
             raise
         console.print_error(explain(error))
         return BAD_CONFIG
-    except KeyboardInterrupt:  # before a run began: a launcher has handlers of its own
+    except KeyboardInterrupt:  # before a run started: launchers install their own signal handlers
         console.print_error("interrupted")
         return 130
-    except SystemExit as stop:  # from the gate, or from Hydra's own argument parser
+    except SystemExit as stop:  # raised by the gate or by Hydra's argument parser
         return PREEMPTED if stop.code == PREEMPTED else BAD_CONFIG if stop.code else DONE
     codes = [code for code, _ in ended]
     return max(codes, key=[DONE, PREEMPTED, PREFLIGHT, BAD_CONFIG, FAILED].index, default=DONE)  # a sweep's worst
 
 
 def start(argv: list[str]) -> list[tuple[int, Path]]:
-    """Compose and run what the words say; the exit code and folder of each run. A mistake is raised as it is."""
+    """Compose and launch the runs that `argv` describes; return (exit code, run folder) per run. Errors propagate."""
     environ, words = {name: os.environ.get(name) for name in ("HYDRA_FULL_ERROR", TRUST)}, sys.argv
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, so that the message is ours and the code is 2
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, so that dtrain formats the error and exits with 2
     ended: list[tuple[int, Path]] = []
-    if os.getcwd() not in sys.path:  # a user's own modules lie there, and the ranks look there too
+    if os.getcwd() not in sys.path:  # the user's own modules are here; the ranks import from here too
         sys.path.append(os.getcwd())
     try:
         sys.argv = ["launch.py", *prepare_arguments(argv)]
@@ -84,7 +88,7 @@ def start(argv: list[str]) -> list[tuple[int, Path]]:
         with composed.mode_known(sys.argv[1:]):
             hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
     except SystemExit as stop:
-        if stop.__cause__ is not None:  # the gate's way to be heard
+        if stop.__cause__ is not None:  # an exception raised inside a Hydra callback, see `heard`
             raise stop.__cause__ from None
         raise
     finally:
@@ -97,13 +101,13 @@ def start(argv: list[str]) -> list[tuple[int, Path]]:
 
 
 def slug(text: str) -> str:
-    """Overrides as a folder name: no slashes, no spaces, not longer than file systems take."""
+    """Turn overrides into a folder name: no slashes, no spaces, within file system length limits."""
     return re.sub(r"[^\w.,=+-]+", "-", text)[:120].strip("-")
 
 
 @contextmanager
 def heard() -> Iterator[None]:
-    """Hydra turns an exception of a callback into a warning and goes on; SystemExit is the way to be heard."""
+    """Re-raise exceptions as SystemExit: Hydra turns any other exception in a callback into a warning and continues."""
     try:
         yield
     except Exception as error:
@@ -111,9 +115,9 @@ def heard() -> Iterator[None]:
 
 
 class Gate(Callback):
-    """Check one run, or every job of a sweep, before Hydra makes a folder; close a sweep with one table."""
+    """Check one run, or every job of a sweep, before Hydra creates a folder; print one table when a sweep ends."""
 
-    asked: list[dict[str, Any]] | None = None  # the clusters of a sweep's jobs, where all are known before
+    asked: list[dict[str, Any]] | None = None  # cluster settings of the sweep's jobs, if all jobs are known up front
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         self._check([config])
@@ -123,41 +127,41 @@ class Gate(Callback):
             redaction.check(str(config.hydra.sweep.dir), "hydra.sweep.dir")
         if sweeps.known_before(config.hydra):
             folder = Path(config.hydra.sweep.dir)
-            with heard():  # first of all where somebody has been: folders that another command is filling look odd
+            with heard():  # check the lock first: folders that another command is still filling look broken
                 self.lock = sweeps.lock(folder) if (folder / sweeps.LOCK).exists() else None
             self._check(sweeps.jobs_of(config))
             with heard():
-                self.lock = self.lock or sweeps.lock(folder)  # until this process ends
+                self.lock = self.lock or sweeps.lock(folder)  # held until this process ends
             sweeps.note(folder, sys.argv[1:])
-        # else a search, which decides its jobs as it goes; each is checked when it comes
+        # else: a search chooses its jobs as it runs; each job is checked when it starts
 
     def _check(self, configs: Iterable[DictConfig]) -> None:
         log = logging.getLogger("dtrain")
-        log.disabled = False  # Hydra's logging, which is off, takes every other logger with it
+        log.disabled = False  # Hydra's logging is off, and turning it off disables every other logger
         log.setLevel(logging.WARNING)
         with heard():
             checked = [resolve(config) for config in configs]
-            os.environ[TRUST] = ",".join(checked[0]["trust"])  # what dry_run shows
-            plans = [trust.plan_of(config) for config in checked]
+            os.environ[TRUST] = ",".join(checked[0]["trust"])  # dry_run prints it
+            plans = [run_prediction.plan_of(config) for config in checked]
             for plan, config in zip(plans, checked, strict=True):
-                trust.check(config, plan)
+                fits.check(config, plan)
             clusters = [build(config["cluster"], config["trust"]) for config in checked]
             self.asked = [config["cluster"] for config in checked]
             for cluster, config in distinct(clusters, checked):
                 if config["dry_run"] and config["cluster"].get("launcher") == "submitit":
-                    profiling.check_machine(config)  # SLURM is not asked: its script can be shown anywhere
-                elif hasattr(cluster, "check"):  # a scheduler, or this machine, knows what it would refuse
+                    profiling.check_machine(config)  # sbatch is not called: its script can be previewed on any machine
+                elif hasattr(cluster, "check"):  # the scheduler or this machine can reject the request
                     cluster.check(config)
         if checked[0]["dry_run"]:
-            with heard():  # `| head` closes the pipe, and that must not start anything
+            with heard():  # `| head` closes the pipe; the error must not fall through to a launch
                 for cluster, config, plan in zip(clusters, checked, plans, strict=True):
                     if config["resume"]:
                         say_beginning(Path(config["run_dir"]), sys.stderr)
-                    trust.show(plan, sys.stderr)  # stdout has what may be run
+                    run_prediction.show(plan, sys.stderr)  # stdout is reserved for the runnable script
                     cluster.dry_run(Path(config["run_dir"]), config)
                     if "deepspeed_config" in config["strategy"]:
                         print("\nDeepSpeed's configuration, made from these settings (we say where a step ends):")
-                        print(json.dumps(zero_config.check(config, validate(config)), indent=2))
+                        print(json.dumps(deepspeed_config.check(config, validate(config)), indent=2))
                 sys.stdout.flush()
             raise SystemExit(0)
 
@@ -165,41 +169,41 @@ class Gate(Callback):
         folder = Path(config.hydra.sweep.dir)
         with heard():
             submitted = sweeps.submit(folder, self.asked)
-        runs.print_sweep(sweeps.points(folder))
+        tables.print_sweep(sweeps.points(folder))
         if submitted:
             print(f"submitted {len(submitted)} jobs; the table at any time: dtrain runs {shell_path(folder)}")
 
 
 def resolve(cfg: DictConfig) -> dict[str, Any]:
-    """The composed configuration as plain, checked values."""
-    if "hydra" in cfg:  # before Hydra's own start of the job: the gate
+    """Return the composed configuration as plain, checked values."""
+    if "hydra" in cfg:  # called from the gate, before Hydra starts the job
         HydraConfig.instance().set_config(cfg)
     config = plain_values(cfg)
     if config["choices"]["strategy"] == AUTO:
-        from dtrain.plan import auto
+        from dtrain.launch import auto
 
         auto.settle(cfg, config)
         config = plain_values(cfg)
     validate(config)
     check_own(config)
-    losses.check(config)
+    loss.check(config)
     if not config["run_dir"]:
         raise bad("run_dir", "", "must name a folder", "run_dir=outputs/my-run")
     run_dir = Path(config["run_dir"]).absolute()
     if "hydra" in cfg and OmegaConf.to_container(cfg.hydra.run) != {"dir": "${run_dir}"}:
         raise bad("hydra.run.dir", cfg.hydra.run.dir, "run_dir says where a run goes", f"run_dir={cfg.hydra.run.dir}")
     config["run_dir"] = str(run_dir)
-    redaction.check(config["run_dir"], "run_dir")  # now with the folder that it lies in
+    redaction.check(config["run_dir"], "run_dir")  # checked again, now as an absolute path
     typed = [o.partition("=")[0].lstrip("+") for o in HydraConfig.get().overrides.task]
     if config["cluster"].get("launcher") == "torchrun" and config["cluster"]["nodes"] > 1 and "run_dir" not in typed:
         rule = "its default holds the time, and every node must name the same folder"
         raise bad("run_dir", os.path.relpath(run_dir), rule, "run_dir=… on a file system that all nodes share")
     if config["cluster"].get("node_rank"):
-        return config  # a further node of a run whose folder node 0 looks after
+        return config  # a further node: node 0 manages the run folder
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-    if not in_sweep:  # of whose points some may record nothing
+    if not in_sweep:  # points of a sweep may have profile=none
         profiling.check_typed(config, typed)
-    if in_sweep and (run_dir / "launch.json").exists():  # the same command again: what is unfinished goes on
+    if in_sweep and (run_dir / "launch.json").exists():  # the same sweep command again: resume unfinished runs
         config["resume"] = config["run_dir"]
         if not sweeps.unfinished(run_dir):
             return config
@@ -210,9 +214,9 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         check_resume(old, config, config["resume_allow"], run_dir, typed)
         check_code(old, config)
         with locked(run_dir):
-            pass  # refused here when the run is still running
+            pass  # raises if the run is still running
         check_unfinished(config, run_dir)
-        if not in_sweep:  # a point that is near its end goes on, with the words of all
+        if not in_sweep:  # a sweep's overrides apply to all points; a point near its end still resumes
             check_profile(config, run_dir, typed)
     elif (run_dir / "launch.json").exists():
         raise bad(
@@ -225,7 +229,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         raise bad("run_dir", config["run_dir"], "the folder is not empty, and holds no run", "run_dir=… a new folder")
     writable = next(p for p in (run_dir, *run_dir.parents) if os.path.lexists(p))
     try:
-        tempfile.TemporaryFile(dir=writable).close()  # the truth, also for root and on read-only file systems
+        tempfile.TemporaryFile(dir=writable).close()  # the only reliable check, also for root and read-only mounts
     except OSError as error:
         raise bad(
             "run_dir",
@@ -237,7 +241,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
 
 
 def plain_values(cfg: DictConfig) -> dict[str, Any]:
-    """The composed configuration with what only this machine can fill in: ranks, choices, absolute paths."""
+    """Return the composed configuration, completed with ranks, choices and absolute paths of this machine."""
     for group in GROUPS:
         if group in cfg and not isinstance(cfg[group], DictConfig):
             raise bad(
@@ -248,10 +252,10 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
             )
     if "choices" in cfg:
         raise unknown("choices", known_settings())
-    words: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)  # read one by one they would be looked up
+    words: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)  # one by one, interpolations would resolve
     try:
         config = resolved(cfg, words)
-    except InterpolationKeyError as error:  # e.g. text for a model of the user's own that knows no length
+    except InterpolationKeyError as error:  # e.g. text data for a user's model that defines no sequence length
         asked = re.search(r"'([\w.]+)' not found", str(error))
         if asked is None or not error.full_key:
             raise
@@ -262,44 +266,44 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
         fix = f"leave out {section}= (a {group} of ours brings its own), choose another {group}, or give {key}=…"
         raise ValueError(f"{key}: {rule}\n  fix: {fix}") from error
     redaction.check(config)
-    config["run_dir"] = cfg.get("run_dir")  # the one that Hydra will read: in a copy, ${now:} may be a second later
+    config["run_dir"] = cfg.get("run_dir")  # Hydra's own value: in a copy, ${now:} may resolve to a later second
     if config["cluster"].get("processes", 0) is None:
         config["cluster"]["processes"] = ranks_per_node(config["cluster"])
     choices = OmegaConf.to_container(HydraConfig.get().runtime.choices)
     assert isinstance(choices, dict)
     config["choices"] = {g: choices.get(g) for g in (*GROUPS, "recipe", AUTO) if g != AUTO or g in choices}
-    # absolute, so that a resume finds them from any folder
+    # absolute, so that a resume from any working directory finds them
     for group, keys in (("data", ("path", "tokenizer")), ("strategy", ("nvme_path", "deepspeed_config"))):
         section = config.get(group, {})
         for key in keys:
             if isinstance(section.get(key), str) and section[key] not in ("", "???"):
                 section[key] = str(Path(section[key]).expanduser().absolute())
-    if config.get("init_from") and isinstance(config["init_from"], str):  # another type is refused below, by schema.py
+    if config.get("init_from") and isinstance(config["init_from"], str):  # other types are rejected later
         config["init_from"] = str(Path(config["init_from"]).expanduser().absolute())
     return config
 
 
 def distinct(clusters: Sequence[Any], configs: Sequence[dict[str, Any]]) -> list[tuple[Any, dict[str, Any]]]:
-    """One of each kind: many points of a sweep ask for the same."""
+    """Keep one of each distinct request: many points of a sweep ask for the same resources."""
     asked = [[config["cluster"], config["nsys"], config["profile"].get("kind")] for config in configs]
     found = {json.dumps(what, sort_keys=True): i for i, what in enumerate(asked)}
     return [(clusters[i], configs[i]) for i in found.values()]
 
 
 def run(cfg: DictConfig, argv: list[str]) -> int:
-    """Hydra's task: write the run folder and hand it to the launcher of the cluster."""
-    OmegaConf.update(cfg, "run_dir", HydraConfig.get().runtime.output_dir)  # a sweep's job has its own
+    """Run as Hydra's task function: write the run folder and pass it to the cluster's launcher."""
+    OmegaConf.update(cfg, "run_dir", HydraConfig.get().runtime.output_dir)  # each job of a sweep has its own
     config = resolve(cfg)
-    os.environ[TRUST] = ",".join(config["trust"])  # for the ranks, which do not believe the run folder
+    os.environ[TRUST] = ",".join(config["trust"])  # for the ranks, which do not trust the run folder
     run_dir = Path(config["run_dir"])
     os.chmod(run_dir, 0o700)
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if in_sweep and config["resume"] and not sweeps.unfinished(run_dir):
-        return DONE  # it was, or is under way
+        return DONE  # already finished, or already running
     cluster = build(config["cluster"], config["trust"])
-    plan = trust.plan_of(config)
+    plan = run_prediction.plan_of(config)
     if in_sweep and not sweeps.known_before(HydraConfig.get()):
-        trust.check(config, plan)
+        fits.check(config, plan)
     if config["cluster"].get("node_rank"):
         wait_for_node_0(run_dir, config)
         return int(cluster.launch(run_dir))
@@ -309,30 +313,30 @@ def run(cfg: DictConfig, argv: list[str]) -> int:
         if past.exists():
             shutil.copy2(past, kept)
         if "node_rank" in config["cluster"]:
-            config["cluster"]["node_rank"] = None  # of this node: the others read the file, too
+            config["cluster"]["node_rank"] = None  # this node's rank; the other nodes read this file too
         save(run_dir, config)
-        later = in_sweep and hasattr(cluster, "submit")  # all points together, see Gate.on_multirun_end
+        later = in_sweep and hasattr(cluster, "submit")  # all points are submitted together, see Gate.on_multirun_end
         record_launch(run_dir, config, argv, prepared=later)
-        write_json(run_dir / trust.PLAN, plan)
+        write_json(run_dir / folder.PLAN, plan)
         if config["resume"]:
             say_beginning(run_dir, sys.stdout)
-        trust.show(plan, sys.stdout)
+        run_prediction.show(plan, sys.stdout)
         (run_dir / CANCELLED_FILE).unlink(missing_ok=True)
         try:
             code = DONE if later else int(cluster.launch(run_dir))
-        except OSError as error:  # the run has begun: whatever this is, it is no bad setting
+        except OSError as error:  # the run has started, so this is not a configuration error
             console.print_error(explain(error))
             code = FAILED
         if code in (BAD_CONFIG, FAILED) and kept.exists() and latest_checkpoint(run_dir) == newest:
-            os.replace(kept, past)  # nothing came of the changed settings: the next resume starts from the old ones
-    if code == PREEMPTED and in_sweep:  # who stops a job stops the sweep
-        runs.print_sweep(sweeps.points(run_dir.parent))
+            os.replace(kept, past)  # no checkpoint with the new settings: the next resume uses the old ones
+    if code == PREEMPTED and in_sweep:  # stopping one job stops the sweep
+        tables.print_sweep(sweeps.points(run_dir.parent))
         raise SystemExit(PREEMPTED)
     return code
 
 
 def wait_for_node_0(run_dir: Path, config: dict[str, Any], patience_s: float = 120) -> None:
-    """A further node started by hand: node 0 writes the run folder, and must mean the same configuration."""
+    """Wait on a node started by hand: node 0 writes the run folder, and its configuration must match."""
     mine = redact(config) | {"cluster": config["cluster"] | {"node_rank": None}, "resume": None}
     deadline = time.monotonic() + patience_s
     while True:
@@ -358,7 +362,7 @@ def record_launch(run_dir: Path, config: dict[str, Any], argv: list[str], prepar
         "cluster": config["cluster"],
     } | ({"prepared": True} if prepared else {})
     record = {
-        "id": past.get("id") or uuid.uuid4().hex,  # of the run: its checkpoints carry it
+        "id": past.get("id") or uuid.uuid4().hex,  # the run's id, also stored in its checkpoints
         "command": shlex.join(["dtrain", "launch", *argv]), "cwd": os.getcwd(),
         "host": socket.gethostname(), "pid": os.getpid(),
         "overrides": launch["overrides"], "launches": [*before, launch],

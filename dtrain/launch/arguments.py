@@ -1,4 +1,4 @@
-"""Before Hydra: `--dry-run`, `recipe=FILE`, `resume=RUN` and a sweep begun earlier become words that Hydra composes."""
+"""Rewrite the command line for Hydra: `--dry-run`, `recipe=FILE`, `resume=RUN` and an earlier sweep's folder."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from dtrain.config import CODE, CONF, RECIPES, SECRET, bad, completed
-from dtrain.explain import GROUPS, known_settings, options_of
-from dtrain.redaction import check_arguments
-from dtrain.untrusted_config import OPTION, TooLarge, check_file, read, read_run
+from dtrain.config.files import CODE, CONF, RECIPES, SECRET, known_settings, options_of
+from dtrain.config.hydra_errors import GROUPS
+from dtrain.config.redaction import check_arguments
+from dtrain.config.run_file import completed, read_run
+from dtrain.config.untrusted import OPTION, TooLarge, check_file, read
+from dtrain.errors import bad
 
-AUTO = "auto"  # strategy=auto: the planner chooses (dtrain/plan/auto.py)
-# What Hydra composes until it has: an option with all degrees, so that a typed strategy.tp=2 is understood.
+AUTO = "auto"  # strategy=auto: the planner chooses (dtrain/launch/auto.py)
+# Placeholder that Hydra composes until the planner has chosen. It has all degrees, so that strategy.tp=2 is valid.
 STAND_IN = {"_target_": "dtrain.strategies.pipeline.Pipeline", "pp": -1, "dp": -1, "tp": -1}
 
-DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")  # my_pkg.net.Net: code of the user's own
+DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")  # my_pkg.net.Net: the user's own code
 
 
 def prepare_arguments(argv: list[str]) -> list[str]:
-    """Turn `--dry-run`, `recipe=FILE` and `resume=RUN` into what Hydra composes; leave the rest as typed."""
+    """Turn `--dry-run`, `recipe=FILE` and `resume=RUN` into overrides; leave the other arguments as typed."""
     check_arguments(argv)
     argv = ["dry_run=true" if a == "--dry-run" else a for a in argv]
-    argv.sort(key=lambda a: a not in ("-m", "--multirun"))  # Hydra takes it only before or after all settings
+    argv.sort(key=lambda a: a not in ("-m", "--multirun"))  # Hydra accepts -m only before or after all overrides
     ours = "|".join([*GROUPS, "recipe", "resume", "run_dir"])
     argv = [re.sub(rf"^\++({ours})=", r"\1=", a) for a in argv]  # +strategy=fsdp
-    argv = [re.sub(r"^cluster\.(sbatch|fabric\.env)\b", r"++\g<0>", a) for a in argv]  # mappings that begin empty
+    argv = [re.sub(r"^cluster\.(sbatch|fabric\.env)\b", r"++\g<0>", a) for a in argv]  # empty by default
     argv = [re.sub(r"^([\w.+]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), a) for a in argv]  # no shell does it here
-    argv = [a for a in argv if a != "recipe=null"]  # the default, which Hydra does not let one type
+    argv = [a for a in argv if a != "recipe=null"]  # the default; Hydra rejects it as an override
     for word in argv:
         name, _, value = word.lstrip("-").partition("=")
         if word.startswith("-") and name in known_settings():
@@ -52,7 +54,7 @@ def prepare_arguments(argv: list[str]) -> list[str]:
                 f"{key} can be {', '.join(options_of(key))}",
             )
     argv = offer_own(argv)
-    # what an earlier launch of this process offered is not an option of this one: strategy=glob(*) would take it
+    # an option stored by an earlier launch in this process must not leak into this one: strategy=glob(*) would match it
     ConfigStore.instance().repo.get("strategy", {}).pop(f"{AUTO}.yaml", None)
     if re.search(rf"\b{AUTO}\b", given.get("strategy", "")):
         store_option("strategy", AUTO, STAND_IN)
@@ -74,7 +76,7 @@ def prepare_arguments(argv: list[str]) -> list[str]:
                 "a run goes on with its own configuration, one run at a time",
                 "leave out recipe= and -m",
             )
-        from dtrain.runs import find_run
+        from dtrain.runs.find import find_run
 
         run_dir = find_run(given["resume"])
         check_path("resume", run_dir)
@@ -82,13 +84,13 @@ def prepare_arguments(argv: list[str]) -> list[str]:
         argv = [a for a in argv if not a.startswith(("resume=", "run_dir="))]
         argv += ["recipe=as-run", f"resume={quote(run_dir)}", f"run_dir={quote(run_dir)}"]
     if {"-m", "--multirun"} & set(argv) and "hydra.sweep.dir" not in given:
-        from dtrain import sweeps
+        from dtrain.launch import sweeps
 
         if folder := sweeps.earlier(argv):
             check_path("hydra.sweep.dir", folder)
             argv = [*argv, f"hydra.sweep.dir={quote(folder)}"]
             print(f"going on with {folder}, which was begun with the same words (a new one: hydra.sweep.dir=FOLDER)")
-    if {"-m", "--multirun"} & set(argv):  # what all points share says nothing in the name of one's folder
+    if {"-m", "--multirun"} & set(argv):  # overrides that all points share do not belong into folder names
         typed = {k.lstrip("+"): v for k, _, v in (a.partition("=") for a in argv if "=" in a and not a.startswith("-"))}
         fixed = [k for k, v in typed.items() if re.fullmatch(r"[^,(]*", v) and not k.startswith("hydra.")]
         fixed = list(dict.fromkeys([*fixed, "trust"]))
@@ -97,15 +99,15 @@ def prepare_arguments(argv: list[str]) -> list[str]:
 
 
 def check_path(key: str, path: Path) -> None:
-    """A folder that was found, and not typed: Hydra would look up what its name asks for."""
+    """Reject a folder that was found, not typed, if Hydra would interpolate a part of its name."""
     if "${" in str(path):
         raise bad(key, path, "Hydra would replace what follows ${ in the folder's name", "rename the folder")
 
 
 def offer_own(argv: list[str]) -> list[str]:
-    """`model=my_pkg.net.Net` is an option, too: the user's own code, with its constructor's arguments as settings.
+    """Accept `model=my_pkg.net.Net` as an option: the user's own code, with its constructor's arguments as settings.
 
-    Typing its name is trusting its module: no recipe and no run folder can do that.
+    Typing the name also trusts its module; a recipe or a run folder cannot do that.
     """
     given = dict(a.split("=", 1) for a in argv if "=" in a)
     own = {g: [name for name in given.get(g, "").split(",") if DOTTED.fullmatch(name)] for g in GROUPS}  # a sweep: a,b
@@ -115,16 +117,16 @@ def offer_own(argv: list[str]) -> list[str]:
     for group, target in ((group, name) for group, names in own.items() for name in names):
         bound = any("_partial_" in OmegaConf.load(CONF / group / f"{option}.yaml") for option in options_of(group))
         store_option(group, target, {"_target_": target} | ({"_partial_": True} if bound else {}))
-    # a section that begins empty: each of its settings is a new one
+    # the section starts empty, so each of its settings is an addition
     argv = [re.sub(rf"^({'|'.join(own)})\.", r"++\g<0>", a) for a in argv]
-    if re.fullmatch(r"\[.*\]", given.get("trust", "[]")) is None:  # no list: it will be told
+    if re.fullmatch(r"\[.*\]", given.get("trust", "[]")) is None:  # not a list: rejected later with a message
         return argv
     words = trust_of(argv)
     return [*(a for a in argv if not a.startswith("trust=")), *([f"trust=[{','.join(words)}]"] if words else [])]
 
 
 def trust_of(argv: list[str]) -> list[str]:
-    """The modules that these words trust: those of trust=[…], and those of every name that is typed as an option."""
+    """Return the modules that these arguments trust: those in trust=[…] and those of dotted names typed as options."""
     given = dict(a.split("=", 1) for a in argv if "=" in a)
     listed = [word.strip() for word in given.get("trust", "[]").strip("[]").split(",")]
     names = [name for group in GROUPS for name in given.get(group, "").split(",") if DOTTED.fullmatch(name)]
@@ -137,15 +139,15 @@ def store_option(group: str, name: str, section: dict[str, Any]) -> None:
 
 
 def quote(path: Path | str) -> str:
-    """A path as a Hydra value: quoted, so that spaces, commas and equals signs are only characters.
+    """Return a path as a quoted Hydra value, so that spaces, commas and equals signs are literal.
 
-    Hydra takes a backslash as an escape only before a quote.
+    In Hydra a backslash is an escape only before a quote.
     """
     return "'" + re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + m[2].replace("'", "\\'"), str(path)) + "'"
 
 
 def built_in() -> dict[str, Path]:
-    """The recipes that come with dtrain, by name: those at the top, then tiny/NAME."""
+    """Return dtrain's own recipes by name: top-level ones first, then tiny/NAME."""
     paths = [*sorted(RECIPES.glob("*.yaml")), *sorted(RECIPES.glob("*/*.yaml"))]
     return {path.relative_to(RECIPES).with_suffix("").as_posix(): path for path in paths}
 
@@ -156,36 +158,36 @@ def store_recipes() -> None:
 
 
 def store_recipe(path: Path, name: str | None = None) -> None:
-    """Offer a recipe to Hydra. name: of a built-in one; any other file may come from elsewhere."""
+    """Add a recipe to Hydra's store. name: that of a built-in recipe; any other file is untrusted."""
     try:
         node: Any = OmegaConf.load(path) if name else OmegaConf.create(read(path))
         tree = OmegaConf.to_container(node)
     except TooLarge as error:
         raise bad("recipe", path, str(error), "a recipe is a short file of settings") from None
-    except Exception as error:  # yaml errors have many types; all of them mean: this file is not yaml
+    except Exception as error:  # yaml errors have many types; each means that the file is not valid yaml
         raise bad("recipe", path, f"is not valid yaml: {error}", "mend the file") from error
     if not isinstance(tree, dict) or not all(re.fullmatch(r"[\w.-]+", str(key)) for key in tree):
         raise bad("recipe", path, "must be a yaml mapping of settings", "dtrain recipes cp cpu-tiny my.yaml")
     cluster = tree.get("cluster")
     code = [f"cluster.{key}" for key in CODE if isinstance(cluster, dict) and cluster.get(key)]
-    # else a file from elsewhere could name any code and trust it, too
+    # otherwise an untrusted file could name any code and also trust it
     for key in [*(key for key in ("resume", "trust") if tree.get(key)), *code]:
         raise bad("recipe", path, f"{key} is for the command line", f"take it out of the file and type {key}=…")
     check_defaults(path, tree.get("defaults") or [])
-    if "hydra" in tree:  # Hydra makes its callbacks and launchers before anything here can look at them
+    if "hydra" in tree:  # Hydra instantiates callbacks and launchers before any check here runs
         raise bad("recipe", path, "hydra's own settings are for the command line", "take them out of the file")
     if name is None:
         check_file(path, {str(key): value for key, value in tree.items()})
     if any(re.search(rf"strategy\W+{AUTO}\b", str(entry)) for entry in tree.get("defaults") or []):
         store_option("strategy", AUTO, STAND_IN)
-    node.pop("search", None)  # what `dtrain search` varies; a plain run has the settings beside it
+    node.pop("search", None)  # for `dtrain search` only; a plain run uses the recipe's other settings
     folder, _, stem = (name or path.stem).rpartition("/")
     group = f"recipe/{folder}" if folder else "recipe"
     ConfigStore.instance().store(group=group, name=stem, node=node, package="_global_")
 
 
 def check_defaults(path: Path, defaults: Any) -> None:
-    """Which options a recipe chooses: by plain names, as Hydra would read a path to any file."""
+    """Check that a recipe chooses options by plain names: Hydra would also accept a path to any file."""
     if not isinstance(defaults, list):
         raise bad("recipe", path, "its `defaults` must be a list of groups", "defaults: [override /model: gpt2-124m]")
     for entry in defaults:
@@ -200,29 +202,29 @@ def check_defaults(path: Path, defaults: Any) -> None:
 
 
 def store_as_run(run_dir: Path, overridden: list[str]) -> None:
-    """Offer a run's own config.yaml as a recipe: every value as it was, less the groups named on the command line.
+    """Store a run's config.yaml as a recipe: every value as it was, except the groups given on the command line.
 
-    So a resume does not depend on what conf/ or a recipe says today.
+    A resume therefore does not depend on the current content of conf/ or of a recipe.
     """
     config = completed(read_config(run_dir))
     choices = config.pop("choices", None) or {}
     if not isinstance(choices, dict):
         raise bad("resume", run_dir, "its config.yaml is not that of a run", "another run; dtrain runs lists them")
-    for key in ("hydra", "defaults"):  # never written; from elsewhere they would name code that Hydra calls
+    for key in ("hydra", "defaults"):  # never written by dtrain; an untrusted one would name code to call
         config.pop(key, None)
-    # trust is typed anew: a run folder may come from elsewhere
+    # trust must be typed again: the run folder may come from someone else
     for key in ("run_dir", "resume", "resume_allow", "dry_run", "force", "trust", *overridden):
         config.pop(key, None)
-    config["train"].pop("stop_after", None)  # it meant the launch that has stopped
+    config["train"].pop("stop_after", None)  # applied only to the launch that stopped
     if isinstance(config.get("cluster"), dict):
-        for name in CODE:  # typed anew, too, or in conf/
+        for name in CODE:  # must also be typed again, or come from conf/
             config["cluster"].pop(name, None)
     chosen = {g: choices[g] for g in GROUPS if g in choices and g not in overridden}
     for group, option in chosen.items():
-        if not isinstance(option, str) or not OPTION.fullmatch(option):  # Hydra would read a path to any file
+        if not isinstance(option, str) or not OPTION.fullmatch(option):  # Hydra would accept a path to any file
             rule = f"its config.yaml has choices.{group}={option!r}, which is no option's name"
             raise bad("resume", run_dir, rule, f"type one: {group}={' or '.join(options_of(group)[:3])}, …")
-        if option not in options_of(group) and isinstance(config.get(group), dict):  # the user's own, or gone
+        if option not in options_of(group) and isinstance(config.get(group), dict):  # the user's own, or removed since
             store_option(group, option, config[group])
     defaults = [{f"override /{g}": option} for g, option in chosen.items()]
     node = OmegaConf.create({"defaults": [*defaults, "_self_"], **config})

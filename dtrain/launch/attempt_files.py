@@ -1,8 +1,8 @@
-"""What the ranks of one attempt have written: did they start, make a step, fail? Asked again and again, for days.
+"""Detects from files whether the ranks of one attempt started, made a step or failed. Polled for days.
 
-A file belongs to this attempt if it differs from what was there before the ranks were started. Nothing is compared with
-a clock: file times come from the file server, whose clock may be a minute away from ours. While nothing changes a
-question costs one stat, whatever the number of ranks: they all write into one folder, whose time then changes.
+A file belongs to this attempt if it differs from its state before the ranks started. No local clock is involved: file
+times come from the file server, whose clock may be a minute off. While nothing changes, a poll costs one stat for any
+number of ranks: all ranks write into one folder, and its mtime changes with every new file.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import os
 import time
 from pathlib import Path
 
-SETTLE_S = 2.0  # list again for so long after a change: two changes within a file system's tick have the same time
-LIST_S = 30.0  # list anyway so often: some file systems (object stores) do not keep the times of folders
+SETTLE_S = 2.0  # keep listing this long after a change: two changes within one file system tick have equal mtimes
+LIST_S = 30.0  # list at least this often: some file systems (object stores) do not update folder mtimes
 
 Signature = tuple[int, int, int]
 
 
 def signature(path: str | Path) -> Signature | None:
-    """Changes with every write; None: the file is not there."""
+    """Return a value that changes with every write; None: the file does not exist."""
     try:
         stat = os.stat(path)
     except OSError:
@@ -27,7 +27,7 @@ def signature(path: str | Path) -> Signature | None:
 
 
 class AttemptFiles:
-    """Made before the ranks are started."""
+    """Created before the ranks start."""
 
     def __init__(self, run_dir: Path) -> None:
         self.logs, self.metrics = run_dir / "logs", run_dir / "metrics.jsonl"
@@ -47,14 +47,14 @@ class AttemptFiles:
         return now is not None and now != self.before.get(name)
 
     def has_started(self) -> bool:
-        """Has any rank written to its log? Costs a stat per log, so it is asked only until it is true."""
+        """Has any rank written to its log? Costs one stat per log; the supervisor stops asking once it is true."""
         return any(self._is_new(name) for name in self._names("rank-") if name.endswith(".log"))
 
     def has_stepped(self) -> bool:
         return signature(self.metrics) not in (None, self.metrics_before)
 
     def has_failed(self) -> bool:
-        """Has any rank left a note that it failed?"""
+        """Has any rank written a failure note?"""
         folder, now = signature(self.logs), time.monotonic()
         if folder != self.folder:
             self.folder, self.list_until = folder, now + SETTLE_S

@@ -1,4 +1,4 @@
-"""`strategy=auto`: the fastest layout that fits, put in its place before anything reads the configuration."""
+"""`strategy=auto`: replace it with the fastest layout that fits, before anything reads the configuration."""
 
 from __future__ import annotations
 
@@ -12,52 +12,53 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from dtrain.arguments import AUTO, STAND_IN
-from dtrain.config import bad, flatten, gpus_per_node, world_size
-from dtrain.explain import options_of
-from dtrain.host_memory import described, total_bytes
-from dtrain.plan import trust
-from dtrain.plan.activations import GIB
+from dtrain.config.files import flatten, options_of
+from dtrain.config.hardware import gpus_per_node, world_size
+from dtrain.config.ranges import check_ranges
+from dtrain.config.schema import check_keys_and_types
+from dtrain.errors import bad
+from dtrain.launch.arguments import AUTO, STAND_IN
+from dtrain.plan import run_prediction
 from dtrain.plan.layout import layout_of
 from dtrain.plan.ledger import total
-from dtrain.plan.memory import memory
+from dtrain.plan.memory.activations import GIB
+from dtrain.plan.memory.peak import memory
+from dtrain.plan.model_shape import shape_of
 from dtrain.plan.predict import why_not
-from dtrain.plan.recommend import name, why
-from dtrain.plan.search import search, words
+from dtrain.plan.report import lacking
+from dtrain.plan.search.explain_choice import name, why
+from dtrain.plan.search.search import search, words
 from dtrain.plan.sections import missing_package, strategy_section, with_detected
-from dtrain.plan.shape import shape_of
-from dtrain.plan.show import lacking
-from dtrain.ranges import check_ranges
-from dtrain.schema import check_keys_and_types
-from dtrain.words import gib
+from dtrain.util.format import gib
+from dtrain.util.host_memory import described, total_bytes
 
 
 def settle(cfg: DictConfig, config: Mapping[str, Any]) -> None:
-    """Choose, and change cfg and Hydra's record of it as if the words of the choice had been typed.
+    """Choose a layout; change cfg and Hydra's record as if the user had typed the chosen overrides.
 
-    config: cfg as plain values, as far as they can be known before there is a strategy.
+    config: cfg as plain values, as far as they are known without a strategy.
     """
     hydra = HydraConfig.get()
     overrides = [str(word) for word in hydra.overrides.task]
     typed = {word.partition("=")[0].lstrip("+~") for word in overrides} - {"strategy"}
     typed |= recipe_settings(config["choices"]["recipe"])
     if config["resume"] and "batch_norm" in config["model"]:
-        typed.add("train.micro_batch_size")  # its statistics are those of a micro-batch
+        typed.add("train.micro_batch_size")  # batch norm statistics depend on the micro-batch size
     given = {key for key in config["strategy"] if key in STAND_IN or f"strategy.{key}" in typed}
     asked = {**config, "strategy": {key: config["strategy"][key] for key in given}}
     try:
         chosen, sentence = choose(asked, typed)
     except Exception as error:
-        if isinstance(error, ValueError) or trust.strict():
+        if isinstance(error, ValueError) or run_prediction.strict():
             raise
-        rule = f"the planner failed ({type(error).__name__}: {error})"  # ours, and no reason to be stuck
+        rule = f"the planner failed ({type(error).__name__}: {error})"  # a planner bug must not block the user
         raise bad("strategy", AUTO, rule, "a strategy by its name: strategy=fsdp") from error
     kept = [word for word in overrides if not word.lstrip("+").startswith(("strategy=", "strategy."))]
     recompose(cfg, [*kept, *chosen, *unsaid(config["strategy"], typed, chosen)], sentence)
 
 
 def recipe_settings(name: str | None) -> set[str]:
-    """What a recipe says is as good as typed, but for its strategy. A run that goes on is no recipe."""
+    """Return the settings that a recipe fixes, except its strategy. A resumed run is not a recipe."""
     if name is None or name == "as-run":
         return set()
     content: Any = OmegaConf.to_container(ConfigStore.instance().load(f"recipe/{name}.yaml").node)
@@ -65,7 +66,7 @@ def recipe_settings(name: str | None) -> set[str]:
 
 
 def unsaid(section: Mapping[str, Any], typed: set[str], chosen: list[str]) -> list[str]:
-    """Words that take back what a recipe says of the strategy that it was written for."""
+    """Return overrides that reset the recipe's settings for its original strategy."""
     target = strategy_section(chosen[0].partition("=")[2])
     said = {word.partition("=")[0] for word in chosen} | typed
     recipes = [key for key, value in section.items() if value != STAND_IN.get(key) and f"strategy.{key}" not in said]
@@ -73,7 +74,7 @@ def unsaid(section: Mapping[str, Any], typed: set[str], chosen: list[str]) -> li
 
 
 def choose(config: Mapping[str, Any], typed: set[str]) -> tuple[list[str], str]:
-    """The words of the best layout, the strategy first, and a sentence that says what it is and why."""
+    """Return the overrides of the best layout, strategy first, and a sentence that describes and justifies it."""
     check_keys_and_types(dict(config))
     check_ranges(flatten(dict(config)))
     config = with_detected(dict(config))
@@ -92,7 +93,7 @@ def choose(config: Mapping[str, Any], typed: set[str]) -> tuple[list[str], str]:
 
 
 def without_figures(config: Mapping[str, Any], typed: set[str], reason: str) -> tuple[list[str], str]:
-    """Nothing can be ranked. Without a GPU what fits in the machine's memory is trained the plain way."""
+    """Choose without a ranking: without a GPU, use ddp if all copies fit in the machine's memory."""
     shape = shape_of(config)
     here = "gpus_per_node" not in config["cluster"]
     if shape is None:
@@ -115,8 +116,8 @@ def plain_ddp(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recompose(cfg: DictConfig, overrides: list[str], sentence: str) -> None:
-    """Compose with other words, in place: Hydra makes the folder, and writes .hydra/, from this very object."""
-    record = cfg if "hydra" in cfg else HydraConfig.instance().cfg  # a sweep's job comes without
+    """Compose again with other overrides, in place: Hydra creates the folder and .hydra/ from this same object."""
+    record = cfg if "hydra" in cfg else HydraConfig.instance().cfg  # a sweep's job has no `hydra` key
     assert isinstance(record, DictConfig)
     new = GlobalHydra.instance().config_loader().load_sweep_config(record, overrides)
     raw = OmegaConf.to_container(OmegaConf.masked_copy(new, [str(k) for k in new if k != "hydra"]))

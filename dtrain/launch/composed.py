@@ -1,7 +1,7 @@
-"""Compose once what Hydra composes again and again: 0.2 s each time, and three times for every job of a sweep.
+"""Cache Hydra's compositions: each takes 0.2 s, and Hydra makes three for every job of a sweep.
 
-A command is composed to learn hydra.mode and then to run. A job of a sweep is composed by our gate, by Hydra's check
-of the batch and by its launcher. Each composition reads the files of conf/ anew.
+Hydra composes a command once for hydra.mode and once to run it. A job of a sweep is composed by our gate, by Hydra's
+batch check and by its launcher. Each composition reads the files in conf/ again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 @contextmanager
 def mode_known(words: Sequence[str]) -> Iterator[None]:
-    """Skip the composition that only asks for hydra.mode, which no file of ours sets, unless a word may set it."""
+    """Skip the composition that only reads hydra.mode, unless an override may set it; conf/ never sets it."""
     original = Hydra.get_mode
     may_set = re.compile(r"\W*hydra(/|=|\.mode|\.searchpath)|--config|-c[pnd]$")
     if not any(may_set.match(word) for word in words):
@@ -33,7 +33,7 @@ def mode_known(words: Sequence[str]) -> Iterator[None]:
 
 
 class KeptFiles(ConfigRepository):
-    """Hydra's configuration files, each read once. A composition changes the nodes that it gets, so it gets copies."""
+    """Reads each Hydra config file once. A composition modifies the nodes it gets, so it gets copies."""
 
     def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
         super().initialize_sources(config_search_path)
@@ -45,12 +45,12 @@ class KeptFiles(ConfigRepository):
         return copy.deepcopy(self.kept[config_path])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptFiles:
-        """For each composition, which may name other sources; then `initialize_sources` gives it files of its own."""
+        """Copy for a composition, which may use other sources; `initialize_sources` then gives it its own cache."""
         return copy.copy(self)
 
 
 def keep_jobs(loader: Any) -> None:
-    """Make a loader of Hydra's compose each job of a sweep once, and give a copy whenever it is asked for it."""
+    """Make a Hydra config loader compose each job of a sweep once and return copies."""
     compose = loader.load_sweep_config
     loader.repository = KeptFiles(loader.config_search_path)
     kept: dict[tuple[str, ...], DictConfig] = {}
@@ -60,7 +60,7 @@ def keep_jobs(loader: Any) -> None:
         if words not in kept:
             kept[words] = compose(master_config, sweep_overrides)
         config = copy.deepcopy(kept[words])
-        OmegaConf.copy_cache(from_config=master_config, to_config=config)  # ${now:} is what it was for the first job
+        OmegaConf.copy_cache(from_config=master_config, to_config=config)  # ${now:} stays the first job's
         return config
 
     loader.load_sweep_config = once

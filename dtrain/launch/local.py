@@ -1,4 +1,4 @@
-"""A machine without a scheduler: torchrun starts its ranks, and a supervisor here watches them."""
+"""Launch on a machine without a scheduler: torchrun starts the ranks, and a supervisor monitors them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dtrain import causes, file_handles, start
-from dtrain import config as configuration
-from dtrain.comm import profile
-from dtrain.config import TRUST, bad, typed_trust
-from dtrain.contract import DONE, PREEMPTED, PREFLIGHT, SOCKETS, short_tmp
-from dtrain.launchers import nsys
-from dtrain.launchers.supervisor import Supervisor
-from dtrain.profile import rules as profiling
-from dtrain.rundir import note_attempt, read_summary
+from dtrain import start
+from dtrain.checks import profile as profiling
+from dtrain.config import run_file
+from dtrain.config.build import TRUST, build, typed_trust
+from dtrain.errors import bad
+from dtrain.launch import nsys
+from dtrain.launch.supervisor import Supervisor
+from dtrain.preflight import network_env
+from dtrain.runs import causes
+from dtrain.runs.folder import note_attempt, read_summary
+from dtrain.runs.protocol import DONE, PREEMPTED, PREFLIGHT, SOCKETS, short_tmp
+from dtrain.util import file_handles
 
 
 class Local:
-    """This machine, alone."""
+    """Runs on this machine only."""
 
     def __init__(self, nodes: int = 1, processes: int | None = None, max_restarts: int = 0, grace_s: int = 300) -> None:
         if nodes != 1:
@@ -33,7 +36,7 @@ class Local:
         self.max_restarts, self.grace_s = max_restarts, grace_s
 
     def _torchrun(self, config: dict[str, Any]) -> Torchrun:
-        # the address in place of the host's name: one that does not resolve costs ten minutes of silence
+        # the address instead of the host name: a name that does not resolve stalls silently for ten minutes
         place = ["--standalone", "--local-addr=127.0.0.1"]
         return Torchrun(config, place, self.max_restarts, self.grace_s)
 
@@ -46,15 +49,15 @@ class Local:
         self._torchrun(config).dry_run(run_dir)
 
     def launch(self, run_dir: Path) -> int:
-        """Check this machine when asked to, then run to the end; give the exit code."""
-        return self._torchrun(configuration.load(run_dir)).launch(run_dir)
+        """Run the preflight if enabled, then run to the end; return the exit code."""
+        return self._torchrun(run_file.load(run_dir)).launch(run_dir)
 
 
 class Torchrun(Supervisor):
-    """The ranks of this machine, perhaps one node of several: then each has its own torchrun, started by hand."""
+    """The ranks of this machine, which may be one node of several, each with its own torchrun, started by hand."""
 
     log_name = "torchrun.log"
-    folder = ""  # while it runs
+    folder = ""  # temporary folder, set while it runs
 
     def __init__(
         self, config: dict[str, Any], rendezvous: list[str], max_restarts: int, grace_s: int, node_rank: int = 0
@@ -66,12 +69,12 @@ class Torchrun(Supervisor):
 
     def command(self, run_dir: Path) -> list[str]:
         torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", *self.rendezvous]
-        rank = start.command("dtrain.rank")[1:]  # torchrun says which Python
+        rank = start.command("dtrain.train.rank")[1:]  # [1:]: torchrun chooses the Python
         ranks = [*torchrun, f"--nproc-per-node={self.num_ranks}", *rank, str(run_dir)]
         return nsys.around(self.config, run_dir, f"node-{self.node_rank}", ranks)
 
     def environment(self) -> dict[str, str]:
-        wanted = profile.environment(self.config, os.environ) | start.environment()
+        wanted = network_env.environment(self.config, os.environ) | start.environment()
         if typed_trust():
             wanted[TRUST] = ",".join(typed_trust())
         if self.folder:
@@ -80,19 +83,19 @@ class Torchrun(Supervisor):
 
     def dry_run(self, run_dir: Path) -> None:
         for name, value in self.environment().items():
-            print(f"export {name}={profile.quote(value)}")
+            print(f"export {name}={network_env.quote(value)}")
         print(shlex.join(self.command(run_dir)))
 
     def launch(self, run_dir: Path) -> int:
-        check = configuration.build(self.config["preflight"])
+        check = build(self.config["preflight"])
         if check.level != "off":
-            from dtrain.comm.preflight import local_starter
+            from dtrain.preflight.run import local_starter
 
             report = check.run(self.config, run_dir, [socket.gethostname()], local_starter, print)
             if not report.ok:
                 return PREFLIGHT
         nsys.prepare(self.config, run_dir)
-        # for what the ranks' processes and torchrun itself would leave behind
+        # for files that the ranks and torchrun itself would leave behind
         with tempfile.TemporaryDirectory(prefix="dtrain-", dir=short_tmp(), ignore_cleanup_errors=True) as folder:
             self.folder = folder
             if self.node_rank:
@@ -112,7 +115,7 @@ class Torchrun(Supervisor):
 
 
 def killed_ranks(torchrun_log: str) -> list[tuple[int, str]]:
-    """(rank, signal) of the ranks that torchrun saw die of a signal."""
+    """(rank, signal) of the ranks that died from a signal, according to torchrun."""
     found = re.findall(r"rank\s*:\s*(\d+).*?\n.*?exitcode\s*:\s*-(\d+)", torchrun_log)
-    # SIGTERM is torchrun ending the others
+    # torchrun sends SIGTERM to end the other ranks
     return [(int(rank), signal.Signals(int(n)).name) for rank, n in found if int(n) != signal.SIGTERM]

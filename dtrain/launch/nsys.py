@@ -1,4 +1,4 @@
-"""nsys=true: Nsight Systems around what starts the ranks, or around each rank."""
+"""nsys=true: run Nsight Systems around the launcher of the ranks, or around each rank."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dtrain.config import bad, gpus_per_node
+from dtrain.config.hardware import gpus_per_node
+from dtrain.errors import bad
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """On the machine that starts the ranks: is it there? What a container has is not seen from outside."""
+    """Check that nsys exists on the machine that starts the ranks; a container's content is not visible here."""
     contained = config["cluster"].get("container_image")
     if config.get("nsys") and not contained and shutil.which("nsys") is None:
         fix = "install Nsight Systems, or `module load` it; without it: profile=torch"
@@ -19,17 +20,17 @@ def check(config: Mapping[str, Any]) -> None:
 
 
 def prepare(config: Mapping[str, Any], run_dir: Path) -> None:
-    """Before the ranks are started: is it there, also for a point of a sweep? It makes no folder itself."""
+    """Check for nsys before the ranks start, also for a point of a sweep; create its output folder."""
     check(config)
     if config.get("nsys"):
         (run_dir / "profiles").mkdir(exist_ok=True)
 
 
 def around(config: Mapping[str, Any], run_dir: Path, name: str, command: list[str]) -> list[str]:
-    """The command with nsys before it; its report is RUN/profiles/NAME.nsys-rep. Without nsys=true: as it was.
+    """Prefix the command with nsys; the report is RUN/profiles/NAME.nsys-rep. Without nsys=true, return it unchanged.
 
-    With GPUs only the steps of conf/profile are recorded, which the ranks mark (dtrain.profile.record.Nsys): a report
-    of a whole run would be as large as its checkpoints. The ranks decide when they end, and nsys ends after them.
+    With GPUs, nsys records only the steps of conf/profile, which the ranks mark (dtrain.profile.record.Nsys): a report
+    of a whole run would be as large as its checkpoints. The ranks end by themselves, and nsys exits after them.
     """
     if not config.get("nsys"):
         return command

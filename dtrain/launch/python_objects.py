@@ -1,4 +1,4 @@
-"""Python's things as words of a command line: classes by the name that ranks import, values as Hydra reads them."""
+"""Turn Python objects into Hydra overrides: classes become importable names, values become Hydra syntax."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dtrain.arguments import quote
-from dtrain.config import bad, flatten
-from dtrain.explain import GROUPS
+from dtrain.config.files import flatten
+from dtrain.config.hydra_errors import GROUPS
+from dtrain.errors import bad
+from dtrain.launch.arguments import quote
 
-RAW = ("resume", "recipe")  # read before Hydra, which would take off the quotes
+RAW = ("resume", "recipe")  # read before Hydra, so they must not be quoted
 EXAMPLE = 'functools.partial(Net, dim=32), or (Net, {"dim": 32})'
 
 
 def spell(given: Mapping[str, Any]) -> tuple[list[str], list[Path]]:
-    """The words, groups first, and the folders in which the ranks find what they name."""
+    """Return the overrides, groups first, and the folders where the ranks find the named modules."""
     options: list[str] = []
     settings: list[str] = []
     folders: list[Path] = []
@@ -50,8 +51,8 @@ def spell(given: Mapping[str, Any]) -> tuple[list[str], list[Path]]:
 
 
 def parts_of(group: str, value: Any) -> tuple[Any, Mapping[str, Any]]:
-    """(option's name, class, function or None; its settings) of what was given for a group."""
-    if isinstance(value, Mapping):  # of the option that is chosen anyway
+    """Split a group's value into (option name, class, function or None) and its settings."""
+    if isinstance(value, Mapping):  # settings for the option that is already chosen
         return None, value
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         thing, more = parts_of(group, value[0])
@@ -66,7 +67,7 @@ def parts_of(group: str, value: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def name_of(group: str, thing: Any) -> tuple[str, Path | None]:
-    """The name by which each rank imports a class or function, and the folder of its file unless it is installed."""
+    """Return the name by which each rank imports a class or function, and its source folder unless it is installed."""
     if not (inspect.isclass(thing) or inspect.isroutine(thing)):
         rule = "is an object of this process, and each rank makes its own"
         raise bad(group, f"<{type(thing).__name__}>", rule, f"give the class and its settings: {EXAMPLE}")
@@ -86,12 +87,12 @@ def name_of(group: str, thing: Any) -> tuple[str, Path | None]:
     if spec is None or (script and origin != script):
         rule = f"the ranks cannot import it as {module}.{name}"
         raise bad(group, name, rule, "put it into a file whose name is a word that no other module has, e.g. net.py")
-    if origin is None:  # built in
+    if origin is None:  # a built-in module
         return f"{module}.{name}", None
     folder = origin.parents[module.count(".") + (origin.name == "__init__.py")]
     if folder in [Path(path).resolve() for path in sysconfig.get_paths().values()]:  # installed
         return f"{module}.{name}", None
-    # the ranks look in the current folder first, and Python looks beside the script first
+    # the ranks search the current folder first; Python searches the script's folder first
     top = module.partition(".")[0]
     here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])
     if here and here.origin and Path(here.origin).resolve().parent not in (folder, folder / top):
@@ -101,7 +102,7 @@ def name_of(group: str, thing: Any) -> tuple[str, Path | None]:
 
 
 def name_of_script(group: str, name: str) -> tuple[str, Path | None]:
-    """What the ranks call the file that Python was started with, and the file if Python did not name it."""
+    """Return the module name of the script that Python runs, and its file unless it was started with -m."""
     main: Any = sys.modules["__main__"]
     if getattr(main, "__spec__", None) is not None:  # python -m package.script
         return str(main.__spec__.name), None
@@ -113,7 +114,7 @@ def name_of_script(group: str, name: str) -> tuple[str, Path | None]:
 
 
 def plain_keys(prefix: str, node: Any) -> Any:
-    """Nested mappings as dicts with text as keys."""
+    """Return nested mappings as dicts; raise unless every key is text."""
     if not isinstance(node, Mapping):
         return node
     for key in node:
@@ -123,8 +124,8 @@ def plain_keys(prefix: str, node: Any) -> Any:
 
 
 def value_of(key: str, value: Any) -> str:
-    """A value as Hydra reads it back: every text quoted, so that no character of it means something else."""
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # numpy's numbers
+    """Return a value in Hydra syntax; every text is quoted, so that all its characters are literal."""
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # numpy scalars
         value = value.item()
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -137,7 +138,7 @@ def value_of(key: str, value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{','.join(value_of(key, item) for item in value)}]"
     if isinstance(value, Mapping):
-        for name in value:  # of a mapping in a list: Hydra knows no quotes there
+        for name in value:  # a mapping in a list: Hydra allows no quoted keys there
             if not re.fullmatch(r"(?!(null|true|false|inf|nan)$)[a-z_]\w*", str(name), re.IGNORECASE | re.ASCII):
                 raise bad(key, f"{{{name!r}: …}}", "a name in it must be a word", "letters, digits and _ only")
         return "{" + ",".join(f"{name}:{value_of(f'{key}.{name}', item)}" for name, item in value.items()) + "}"

@@ -1,7 +1,8 @@
-"""A SLURM cluster: the settings become an sbatch script, through submitit, which carries the run folder and no more.
+"""Launch on SLURM: submitit turns the settings into an sbatch script, whose only argument is the run folder.
 
-The job is a supervisor on the first node (batch.py) that checks the nodes, starts one rank a GPU with srun, and queues
-itself again when it was interrupted. Without SLURM, `launcher=torchrun` starts the same ranks from a command per node.
+The job runs a supervisor on the first node (slurm_job.py). It checks the nodes, starts one rank per GPU with srun, and
+requeues the job after an interruption. Without SLURM, `launcher=torchrun` starts the same ranks with one command per
+node.
 """
 
 from __future__ import annotations
@@ -19,18 +20,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from dtrain import config as configuration
-from dtrain import file_handles, start
-from dtrain.comm import profile
-from dtrain.config import TRUST, bad, typed_trust
-from dtrain.launchers import batch, nsys, requests
-from dtrain.launchers.local import Torchrun
-from dtrain.launchers.supervisor import failure
-from dtrain.profile import rules as profiling
-from dtrain.rundir import read_json, write_json
-from dtrain.words import shell_path
+from dtrain import start
+from dtrain.checks import profile as profiling
+from dtrain.checks import slurm
+from dtrain.config import hardware, run_file
+from dtrain.config.build import TRUST, typed_trust
+from dtrain.errors import bad
+from dtrain.launch import nsys, slurm_job
+from dtrain.launch.local import Torchrun
+from dtrain.launch.supervisor import failure
+from dtrain.preflight import network_env
+from dtrain.runs.folder import read_json, write_json
+from dtrain.util import file_handles
+from dtrain.util.format import shell_path
 
-TEST_S = 60  # for SLURM's controller to say whether it would take a job
+TEST_S = 60  # timeout for SLURM's controller to accept or reject a job
 
 
 class Slurm:
@@ -85,12 +89,12 @@ class Slurm:
             **{k: v for k, v in by_name.items() if v is not None},
             "nodes": nodes,
             "ntasks_per_node": processes,
-            "time": requests.minutes(time, grace_s),
-            "wckey": None,  # submitit's own default is its name, which a site may refuse
+            "time": slurm.minutes(time, grace_s),
+            "wckey": None,  # submitit defaults to its own name, which a site may reject
             "stderr_to_stdout": True,
-            "use_srun": False,  # the job is our supervisor, which starts srun itself
+            "use_srun": False,  # the job is our supervisor, which runs srun itself
             "setup": [
-                "trap '' USR1 USR2",  # until the supervisor listens: a signal that comes too early is not the end
+                "trap '' USR1 USR2",  # ignore signals that arrive before the supervisor's handlers exist
                 *(setup or []),
                 f"export {start.VARIABLE}={shlex.quote(_import_path())}",
             ],
@@ -98,17 +102,15 @@ class Slurm:
         if gpus_per_node and gres is None:
             self.parameters["gpus_per_node"] = gpus_per_node
         self.additional: dict[str, Any] = {
-            "signal": f"B:USR2@{grace_s}",  # to the supervisor alone, before the time limit
+            "signal": f"B:USR2@{grace_s}",  # before the time limit, to the supervisor only
             "requeue" if requeue else "no-requeue": True,
         }
         if reservation is not None:
             self.additional["reservation"] = reservation
-        requests.check_extra(sbatch or {})
+        slurm.check_extra(sbatch or {})
         self.additional |= {str(name): value for name, value in (sbatch or {}).items()}
-        requests.check_commands(python, srun or [])
-        requests.check_secrets(
-            [python or "", *(setup or []), *(srun or []), *(f"{v}" for v in (sbatch or {}).values())]
-        )
+        slurm.check_commands(python, srun or [])
+        slurm.check_secrets([python or "", *(setup or []), *(srun or []), *(f"{v}" for v in (sbatch or {}).values())])
 
     def _check_torchrun(self) -> None:
         if self.node_rank is None or not 0 <= self.node_rank < self.nodes:
@@ -119,13 +121,13 @@ class Slurm:
                 "cluster.master_addr", None, "each node must know node 0", "cluster.master_addr=ADDRESS of node 0"
             )
 
-    # ---- what the launcher calls -----------------------------------------------------------------------------
+    # ---- called by launch/app.py -----------------------------------------------------------------------------
 
     def check(self, config: dict[str, Any]) -> None:
-        """Ask SLURM itself, before anything is written, whether it would take this job."""
+        """Ask SLURM whether it would accept this job, before anything is written."""
         profiling.check_machine(config)
         if self.launcher == "torchrun":
-            file_handles.check("cluster.nodes", self.nodes, configuration.world_size(config))
+            file_handles.check("cluster.nodes", self.nodes, hardware.world_size(config))
             nsys.check(config)
             return
         if shutil.which("sbatch") is None:
@@ -143,7 +145,7 @@ class Slurm:
             fix = "scontrol ping: is SLURM's controller up, and not busy? then the same command again"
             raise bad("cluster", config["choices"]["cluster"], rule, fix) from None
         if asked.returncode:
-            raise requests.refused(asked.stderr, self.parameters | self.additional)
+            raise slurm.refused(asked.stderr, self.parameters | self.additional)
 
     def dry_run(self, run_dir: Path, config: dict[str, Any]) -> None:
         if self.launcher == "torchrun":
@@ -152,21 +154,21 @@ class Slurm:
         print(f"# {run_dir}/submit.sbatch")
         print(self.script(run_dir, config["name"]))
         print("\n# the supervisor in the job adds to the ranks' environment (yours wins where it says something else):")
-        for name, value in profile.environment(config, os.environ).items():
-            print(f"# export {name}={profile.quote(value)}")
-        for line in profile.differences(config, os.environ):
+        for name, value in network_env.environment(config, os.environ).items():
+            print(f"# export {name}={network_env.quote(value)}")
+        for line in network_env.differences(config, os.environ):
             print(f"# {line}")
-        ranks = batch.Srun(config, [f"NODE{i}" for i in range(self.nodes)], "ADDRESS-OF-NODE0", "A-FREE-PORT")
+        ranks = slurm_job.Srun(config, [f"NODE{i}" for i in range(self.nodes)], "ADDRESS-OF-NODE0", "A-FREE-PORT")
         print("# and starts them with:")
         print(f"# {shlex.join(ranks.command(run_dir))}")
 
     def launch(self, run_dir: Path) -> int:
-        """Submit, say how to watch and cancel it, and return at once."""
+        """Submit the job, print how to monitor and cancel it, and return at once."""
         if self.launcher == "torchrun":
-            return self._torchrun(configuration.load(run_dir)).launch(run_dir)
+            return self._torchrun(run_file.load(run_dir)).launch(run_dir)
         (job_id,) = self.submit([run_dir], run_dir)
         run = shell_path(run_dir)
-        with contextlib.suppress(BrokenPipeError):  # … | head: it is submitted all the same
+        with contextlib.suppress(BrokenPipeError):  # `| head`: the job is submitted anyway
             print(
                 f"submitted job {job_id} · {self.nodes} nodes × {self.parameters['ntasks_per_node']} ranks\n"
                 f"logs      {run}/logs/rank-0.log (batch.log: the supervisor)\n"
@@ -178,7 +180,7 @@ class Slurm:
         return 0
 
     def salloc(self) -> list[str]:
-        """The same request for a command that waits for it: nodes to look at, not to train on."""
+        """Return the same request as an salloc command: it waits for the nodes, which preflight inspects."""
         names = ("partition", "account", "qos", "constraint", "mem", "cpus_per_task", "gres", "nodelist", "exclude",
                  "exclusive", "nodes", "ntasks_per_node", "gpus_per_node", "time")  # fmt: skip
         asked = {k: v for k, v in self.parameters.items() if k in names and v is not None}
@@ -189,7 +191,7 @@ class Slurm:
     # ---- submission ------------------------------------------------------------------------------------------
 
     def script(self, run_dir: Path, name: str) -> str:
-        """The sbatch script, as submitit writes it."""
+        """Return the sbatch script that submitit writes."""
         from submitit.slurm.slurm import _make_sbatch_string
 
         folder = _job_folder(run_dir)
@@ -198,7 +200,7 @@ class Slurm:
         return _make_sbatch_string(command=command, folder=folder, **self._all_parameters(name)) + "\n"
 
     def _all_parameters(self, name: str) -> dict[str, Any]:
-        # in the script, which SLURM keeps, also for a job that is queued again; the run folder is not believed
+        # in the script, which SLURM keeps across requeues; the run folder is not trusted
         trust = [f"export {TRUST}={shlex.quote(','.join(typed_trust()))}"] if typed_trust() else []
         return self.parameters | {
             "setup": [*self.parameters["setup"], *trust],
@@ -208,14 +210,14 @@ class Slurm:
     def _check_words(self, name: str, folder: Path) -> None:
         said = {f"cluster.{k}": v for k, v in self.parameters.items()}
         said |= {f"cluster.sbatch.{k}": v for k, v in self.additional.items()}
-        requests.check_words({"name": name, **said}, folder, _import_path())
+        slurm.check_words({"name": name, **said}, folder, _import_path())
 
     def submit(self, run_dirs: Sequence[Path], folder: Path, name: str | None = None) -> list[str]:
-        """One job for one run, an array for several that ask for the same; note each id in its launch.json."""
+        """Submit one job for one run, or an array for runs with equal requests; write each job id to launch.json."""
         from submitit import SlurmExecutor
         from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-        name = name or str(configuration.load(run_dirs[0])["name"])
+        name = name or str(run_file.load(run_dirs[0])["name"])
         job_folder = _job_folder(folder)
         self._check_words(name, job_folder)
         job_folder.mkdir(parents=True, mode=0o700)
@@ -223,12 +225,12 @@ class Slurm:
         executor.update_parameters(**self._all_parameters(name))
         try:
             with _outside_of_jobs(), executor.batch():
-                jobs = [executor.submit(batch.main, str(run_dir)) for run_dir in run_dirs]
+                jobs = [executor.submit(slurm_job.main, str(run_dir)) for run_dir in run_dirs]
         except (FailedJobError, FailedSubmissionError) as error:
-            for run_dir in run_dirs:  # or it would look as if it were about to start
+            for run_dir in run_dirs:  # otherwise the run would show as about to start
                 why = f"SLURM did not take the job: {' '.join(str(error).split())}"
                 write_json(run_dir / "failure.json", failure(None, "submission", why, "submit.sbatch"))
-            raise requests.refused(str(error), self.parameters | self.additional) from error
+            raise slurm.refused(str(error), self.parameters | self.additional) from error
         for run_dir, job in zip(run_dirs, jobs, strict=True):
             record = read_json(run_dir / "launch.json")
             record["launches"][-1]["job_id"] = job.job_id
@@ -249,23 +251,23 @@ class Slurm:
 
 
 def _job_folder(folder: Path) -> Path:
-    """A new one each time: submitit finds results by job id, and those begin again at 1 on a new cluster."""
+    """Return a new folder per submission: submitit finds results by job id, and a new cluster counts from 1 again."""
     return folder / "submitit" / f"{time.time_ns() // 1_000_000}"
 
 
 def _python() -> str:
-    """What the job is; submitit adds `-u -m` and its module. exec: it takes the shell's place, and so its signals."""
+    """Return the job's command; submitit adds `-u -m` and its module. exec: Python gets the signals, not a shell."""
     return f"exec {shlex.join([sys.executable, '-u', start.START])}"
 
 
 def _import_path() -> str:
-    """Where the job finds the user's modules: as we do."""
+    """Return this process's import path for user modules; the job uses the same."""
     return start.environment()[start.VARIABLE]
 
 
 @contextmanager
 def _outside_of_jobs() -> Iterator[None]:
-    """Without the variables of an enclosing job: submitted from inside one, they would reach the new job."""
+    """Hide the variables of an enclosing job: otherwise a job submitted from inside a job would inherit them."""
     theirs = {k: v for k, v in os.environ.items() if re.match(r"(SLURM|SLURMD|SUBMITIT|PMI)_(?!CONF$)", k)}
     for name in theirs:
         del os.environ[name]

@@ -1,8 +1,8 @@
-"""Inside a SLURM allocation: a supervisor on the first node checks the nodes, starts the ranks, queues itself again.
+"""Inside a SLURM allocation: a supervisor on the first node checks the nodes, starts the ranks, requeues the job.
 
-Whatever interrupts the job, the ranks save and the same run folder goes on: a signal before the time limit and
-preemption end here with PREEMPTED, after which the job is requeued; an outside `scontrol requeue` and a lost node
-requeue it by themselves. Each start is noted in attempts.jsonl, and a run that does not get on is given up.
+After any interruption the ranks save, and the run resumes in the same folder. A signal before the time limit and
+preemption end here with PREEMPTED, and the job is requeued; after an external `scontrol requeue` or a lost node SLURM
+requeues it. attempts.jsonl lists each start, and a run without progress is given up.
 """
 
 from __future__ import annotations
@@ -18,11 +18,26 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dtrain import causes
-from dtrain import config as configuration
-from dtrain.comm import profile
-from dtrain.comm.starters import python_command
-from dtrain.contract import (
+from dtrain.checks.validate import validate
+from dtrain.config import run_file
+from dtrain.config.build import build
+from dtrain.config.redaction import hide
+from dtrain.launch import nsys
+from dtrain.launch.supervisor import Supervisor, failure
+from dtrain.preflight import network_env
+from dtrain.preflight.start import python_command
+from dtrain.runs import causes
+from dtrain.runs.folder import (
+    last_launch,
+    locked,
+    newest_step,
+    note_attempt,
+    parse_line,
+    read_json,
+    read_summary,
+    write_json,
+)
+from dtrain.runs.protocol import (
     ATTEMPTS_FILE,
     BAD_CONFIG,
     CANCELLED_FILE,
@@ -33,34 +48,20 @@ from dtrain.contract import (
     STOP_SIGNALS,
     free_port,
 )
-from dtrain.launchers import nsys
-from dtrain.launchers.supervisor import Supervisor, failure
-from dtrain.redaction import hide
-from dtrain.rundir import (
-    last_launch,
-    locked,
-    newest_step,
-    note_attempt,
-    parse_line,
-    read_json,
-    read_summary,
-    write_json,
-)
-from dtrain.squeue import query
+from dtrain.runs.slurm_queue import query
 from dtrain.start import environment
-from dtrain.validate import validate
 
-LOCK_S = 180.0  # how long the last attempt's supervisor may take to go; NFS frees a lost node's lock after 90
+LOCK_S = 180.0  # wait for the last attempt's supervisor to exit; NFS frees a lost node's lock after 90 s
 OUR_CODES = [str(code) for code in (BAD_CONFIG, FAILED)]
-TAIL = 2**21  # of a rank's log: what NCCL says at its start is less, and logs of earlier starts lie before it
-REQUEUE_TRIES = 20  # SLURM's controller may be away for some minutes
+TAIL = 2**21  # bytes from the end of a rank's log: NCCL's startup output is smaller; earlier starts come before it
+REQUEUE_TRIES = 20  # SLURM's controller may be unavailable for some minutes
 
 
 class Srun(Supervisor):
-    """The ranks of one job step: one task a rank, on the nodes that are good."""
+    """The ranks of one job step: one task per rank, on the healthy nodes."""
 
     log_name = "srun.log"
-    killed_node = ""  # all of whose ranks were killed at once
+    killed_node = ""  # set if all ranks of this node were killed at once
 
     def __init__(self, config: dict[str, Any], nodes: list[str], master_addr: str, master_port: str) -> None:
         self.config, self.nodes, self.cluster = config, nodes, config["cluster"]
@@ -69,33 +70,37 @@ class Srun(Supervisor):
         super().__init__(len(nodes) * self.cluster["processes"], self.cluster["max_restarts"], self.cluster["grace_s"])
 
     def command(self, run_dir: Path) -> list[str]:
-        rank = [*python_command(self.config, "dtrain.rank"), str(run_dir)]
+        rank = [*python_command(self.config, "dtrain.train.rank"), str(run_dir)]
         return [
             *srun(self.cluster, self.nodes, self.cluster["processes"]), "--kill-on-bad-exit=1", *self.cluster["srun"],
             *nsys.around(self.config, run_dir, "rank-%q{SLURM_PROCID}", rank),
         ]  # fmt: skip
 
     def environment(self) -> dict[str, str]:
-        # a user's MASTER_ADDR is not for this world
-        return profile.environment(self.config, os.environ) | self.master | environment(python_command(self.config, ""))
+        # self.master overrides a MASTER_ADDR that the user set
+        return (
+            network_env.environment(self.config, os.environ)
+            | self.master
+            | environment(python_command(self.config, ""))
+        )
 
     def on_stop(self) -> None:
-        """A network file system may hide a new file for a minute; a signal to the tasks does not wait."""
+        """Signal the tasks: a network file system may hide a new stop file for a minute."""
         if self.config.get("nsys"):
-            return  # it would get the signal, too, which ends a program that does not expect it
-        # of a job that is being requeued it asks again after 5 s, for a minute: the ranks have had their TERM then
+            return  # nsys would get the signal too, and die from it
+        # if the job is being requeued, scancel retries every 5 s for a minute; the ranks have received SIGTERM by then
         scontrol("scancel", "--signal=USR1", job_id(), timeout=4)
 
     def on_first_step(self, run_dir: Path) -> None:
-        """What NCCL chose, where NCCL_DEBUG=INFO made it say so: InfiniBand asked for, sockets used is easy to miss."""
-        from dtrain.comm import transport
+        """Check NCCL's choice, if NCCL_DEBUG=INFO logged it: sockets in place of InfiniBand are easy to miss."""
+        from dtrain.preflight import nccl_log
 
         said = (run_dir / "logs" / "rank-0.log").read_bytes()[-TAIL:].decode(errors="replace")
-        if found := transport.mismatch(self.config, said):
+        if found := nccl_log.mismatch(self.config, said):
             say(f"warning: {found}")
 
     def kill(self, process: subprocess.Popen[bytes]) -> None:
-        """Killing srun would leave the tasks on other nodes; TERM makes it end the step."""
+        """Send TERM, so that srun ends the step; killing srun would leave the tasks on other nodes running."""
         process.terminate()
         try:
             process.wait(30)
@@ -111,34 +116,34 @@ class Srun(Supervisor):
 
 
 def killed_ranks(said: str) -> list[tuple[int, str]]:
-    """(rank, signal) of the first task that srun saw die: `srun: error: node2: task 3: Killed`."""
+    """(rank, signal) of the first task that died, according to srun: `srun: error: node2: task 3: Killed`."""
     names = {"Killed": "SIGKILL", "Out Of Memory": "SIGKILL", "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT"}
     names |= {"Bus error": "SIGBUS", "Illegal instruction": "SIGILL", "Floating point exception": "SIGFPE"}
     names |= {"User defined signal 1": "SIGUSR1", "User defined signal 2": "SIGUSR2", "Terminated": "SIGTERM"}
     found = re.search(rf"srun: error: \S+ tasks? (\d+)[\d,-]*: ({'|'.join(names)}|Exited with exit code (\d+))", said)
-    if not found or found[3] in OUR_CODES:  # a rank of ours that ends with a code of ours leaves a note
+    if not found or found[3] in OUR_CODES:  # ranks that exit with one of our codes leave a failure note
         return []
     code = int(found[3] or 0)
-    by_shell = {128 + number: number.name for number in signal.Signals}  # how a wrapper around Python passes it on
+    by_shell = {128 + number: number.name for number in signal.Signals}  # how a wrapper around Python reports a signal
     return [(int(found[1]), names.get(found[2]) or by_shell.get(code) or f"exit code {code}")]
 
 
 def killed_node(said: str, ranks_per_node: int) -> str:
-    """The node whose ranks died first and all at once. No rank's own doing: the node's, or a late kill of SLURM's."""
+    """The node whose ranks died first and all at once. The cause is the node or a late kill by SLURM, not a rank."""
     found = re.search(r"srun: error: (\S+): tasks? (\d+)(?:-(\d+))?: (\w+)", said)
     whole = found and found[4] == "Killed" and int(found[3] or found[2]) - int(found[2]) + 1 == ranks_per_node > 1
     return found[1] if found and whole else ""
 
 
 def silent_nodes(run_dir: Path, nodes: list[str], ranks_per_node: int) -> list[str]:
-    """The nodes none of whose ranks could note why it failed."""
+    """The nodes where no rank wrote a failure note."""
     notes = {int(path.stem.removeprefix("failure-")) for path in (run_dir / "logs").glob("failure-*.json")}
     ranks = {node: range(i * ranks_per_node, (i + 1) * ranks_per_node) for i, node in enumerate(nodes)}
     return [node for node in nodes if notes.isdisjoint(ranks[node])]
 
 
 def srun(cluster: dict[str, Any], nodes: list[str], tasks_per_node: int) -> list[str]:
-    """srun on these nodes of the job. --overlap: a step that hangs must not keep the next from starting."""
+    """Build srun for these nodes of the job. --overlap: a hanging step must not block the next one."""
     names = ("cpus_per_task", "container_image", "container_mounts")
     given = [f"--{name.replace('_', '-')}={cluster[name]}" for name in names if cluster[name]]
     return [
@@ -149,7 +154,7 @@ def srun(cluster: dict[str, Any], nodes: list[str], tasks_per_node: int) -> list
 
 
 def scontrol(*command: str, timeout: float = 60) -> str:
-    """What a SLURM command prints, or "" when it fails: nothing here may depend on the controller's health."""
+    """Return the output of a SLURM command, or "" if it fails: the job must survive an unavailable controller."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
@@ -162,7 +167,7 @@ def scontrol(*command: str, timeout: float = 60) -> str:
 
 
 def main(run_dir: str) -> None:
-    """What submitit calls. Its exit code is the job's."""
+    """Entry point for submitit. The exit code becomes the job's."""
     sys.exit(Job(Path(run_dir)).run())
 
 
@@ -170,10 +175,10 @@ class Job:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.stopped = False
-        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):  # until the ranks run: then the supervisor's
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):  # until the supervisor installs its own
             signal.signal(number, self._on_signal)
         self.id = job_id()
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # the user's own: not of this world
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # the user's own, wrong for this job
             os.environ.pop(name, None)
         self.nodes = scontrol("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
 
@@ -191,10 +196,10 @@ class Job:
         if (self.run_dir / CANCELLED_FILE).exists() or ours not in (None, self.id):
             say(f"not this job's run any more: it was cancelled, or belongs to job {ours}")
             return PREEMPTED
-        config = configuration.load(self.run_dir)
+        config = run_file.load(self.run_dir)
         last_step = min(config["train"]["steps"], config["train"]["stop_after"] or config["train"]["steps"])
         summary = read_summary(self.run_dir)
-        if summary.get("status") == "done" and summary["steps"] >= last_step:  # queued again after its end
+        if summary.get("status") == "done" and summary["steps"] >= last_step:  # requeued after it had finished
             return DONE
         note_attempt(self.run_dir, "start", job_id=self.id, restart=restart, nodes=self.nodes)
         idle = idle_starts(self.run_dir)
@@ -210,7 +215,7 @@ class Job:
         self.stopped = True
 
     def _lock(self) -> bool:
-        """Hold the run folder until this process ends; the last attempt's supervisor may still be about to go."""
+        """Lock the run folder until this process ends; the last attempt's supervisor may still be exiting."""
         deadline = time.monotonic() + LOCK_S
         while time.monotonic() < deadline:
             try:
@@ -222,9 +227,9 @@ class Job:
         return False
 
     def _run(self, config: dict[str, Any]) -> tuple[int, dict[str, Any] | str]:
-        """Preflight, then the ranks: the exit code, and why."""
+        """Run preflight, then the ranks; return the exit code and the reason."""
         nodes = self.nodes
-        check = configuration.build(config["preflight"])
+        check = build(config["preflight"])
         if check.level != "off":
             report = check.run(config, self.run_dir, nodes, starter(config), say, stop=lambda: self.stopped)
             if self.stopped:
@@ -241,83 +246,83 @@ class Job:
                     validate(dict(config) | {"cluster": dict(config["cluster"]) | {"nodes": len(nodes)}})
                 except ValueError as error:
                     return PREFLIGHT, failure(None, "preflight", f"{why}. Without them: {error}", "logs/batch.log")
-        for line in profile.differences(config, os.environ):
+        for line in network_env.differences(config, os.environ):
             say(line)
         try:
             nsys.prepare(config, self.run_dir)
-        except ValueError as error:  # only now: the node that submitted it may lack what cluster.setup loads here
+        except ValueError as error:  # checked only here: cluster.setup may provide nsys on the nodes, not at submission
             return BAD_CONFIG, failure(None, "nsys", str(error), "logs/batch.log") | {"exit_code": BAD_CONFIG}
         ranks = Srun(config, nodes, address_of(nodes[0]), str(free_port()))
-        if self.stopped:  # too early to save: nothing is lost
+        if self.stopped:  # nothing to save yet
             return PREEMPTED, "stopped before the ranks had started"
         code = ranks.supervise(self.run_dir, stop=lambda: self.stopped)
         if code == FAILED and ranks.failure.get("lost_peer") and len(nodes) > 1:
             gone = silent_nodes(self.run_dir, nodes, config["cluster"]["processes"])
             what = f"a node was lost ({', '.join(gone)})" if gone else "the connection between nodes was lost"
             return PREEMPTED, f"{what}: {ranks.failure['message'].splitlines()[0]}"
-        if code == FAILED and ranks.hung:  # srun hangs at times when a node has just come back
+        if code == FAILED and ranks.hung:  # srun sometimes hangs when a node has just come back
             return PREEMPTED, ranks.failure["message"]
         if code == FAILED and ranks.failure["type"] == "SIGKILL" and not ranks.ranks_began:
-            # no rank had come to import torch: SLURM, late with the end of the start before, whose step had this number
+            # no rank imported torch yet: a late kill by SLURM, meant for the previous start, whose step had this number
             return PREEMPTED, "the ranks were killed before they had begun"
         if code == FAILED and ranks.failure["type"] == "SIGKILL" and ranks.killed_node:
             return PREEMPTED, f"all ranks of {ranks.killed_node} were killed at once"
         if code == FAILED and ranks.failure["type"] in {number.name for number in STOP_SIGNALS}:
             return PREEMPTED, f"{ranks.failure['type']} came before the ranks could hear it"  # Python was starting
         if code == FAILED and (job := query([self.id]).get(self.id)) and job.state != "RUNNING":
-            return PREEMPTED, "SLURM ended it before it could save"  # and queues it again by itself, or was told not to
+            return PREEMPTED, "SLURM ended it before it could save"  # SLURM requeues the job itself, or was told not to
         return code, ranks.failure if code not in (DONE, PREEMPTED) else read_summary(self.run_dir).get("status", "")
 
     def _end(self, code: int, why: dict[str, Any] | str) -> int:
-        """Note how it ended; queue it again when it was interrupted and may go on."""
+        """Record how the job ended; requeue it if it was interrupted and can resume."""
         text = why if isinstance(why, str) else why["message"]
         cause = causes.one_line(why) if isinstance(why, dict) and why.get("rank") is not None else text
         note_attempt(self.run_dir, "end", code=code, why=cause)
         if isinstance(why, dict):
-            with contextlib.suppress(OSError):  # of a full disk SLURM still has the exit code
+            with contextlib.suppress(OSError):  # on a full disk SLURM still has the exit code
                 write_json(self.run_dir / "failure.json", why)
                 write_json(self.run_dir / "summary.json", read_summary(self.run_dir) | {"status": "failed"})
             say(f"failed: {text}")
         elif code == PREEMPTED:
-            if (summary := read_summary(self.run_dir)).get("status") == "failed":  # only of this start: the run goes on
+            if (summary := read_summary(self.run_dir)).get("status") == "failed":  # only this start: the run resumes
                 write_json(self.run_dir / "summary.json", summary | {"status": "preempted"})
                 (self.run_dir / "failure.json").unlink(missing_ok=True)
             self._requeue(text)
         return code
 
     def _requeue(self, why: str) -> None:
-        config = configuration.load(self.run_dir)
+        config = run_file.load(self.run_dir)
         if not config["cluster"]["requeue"] or (self.run_dir / CANCELLED_FILE).exists():
             return
         for tries in range(REQUEUE_TRIES):
             job = query([self.id]).get(self.id)
-            # only from RUNNING: a job that somebody cancelled must not come back, one being requeued needs no help
+            # only from RUNNING: a cancelled job must not come back, and a job being requeued needs no second request
             if job and job.state != "RUNNING":
                 return
             if tries == 0:
                 say(f"{why}: queueing again")
             if job:
-                scontrol("scontrol", "requeue", self.id)  # its TERM does not end us: our handler has it
+                scontrol("scontrol", "requeue", self.id)  # its TERM does not end this process: our handler catches it
             time.sleep(1 if job else 5)
         say("it could not be queued again; go on with resume=" + shlex.quote(str(self.run_dir)))
 
 
 def say(text: str) -> None:
-    """To batch.log, and not at all on a full disk: that must not end what is about to say so."""
+    """Write to batch.log; on a full disk drop the line, because logging must not crash the supervisor."""
     with contextlib.suppress(OSError):
         os.write(1, f"{hide(text)}\n".encode())
 
 
 def job_id() -> str:
-    """For SLURM's commands. The last task of an array has the plain id of the array, which would mean all of them."""
+    """Job id for SLURM commands. An array's last task has the array's own plain id, which would address all tasks."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
 
 
 def idle_starts(run_dir: Path) -> int:
-    """How many starts of the newest job in a row, the newest included, began at the same checkpoint.
+    """Count the newest job's consecutive starts from the same checkpoint, including the newest start.
 
-    Restarts inside of a job (cluster.max_restarts) have their own limit, and do not count.
+    Restarts inside a job (cluster.max_restarts) have their own limit and do not count.
     """
     path = run_dir / ATTEMPTS_FILE
     lines = [parse_line(line) for line in path.read_bytes().splitlines()] if path.exists() else []
@@ -327,13 +332,13 @@ def idle_starts(run_dir: Path) -> int:
 
 
 def address_of(node: str) -> str:
-    """A node's address as SLURM knows it: its name need not resolve."""
+    """Return a node's address as SLURM knows it: its name may not resolve."""
     found = re.search(r"NodeAddr=(\S+)", scontrol("scontrol", "show", "node", node))
     return found[1] if found else node
 
 
 def starter(config: dict[str, Any]) -> Any:
-    """For preflight: start a program on nodes of this job through srun."""
+    """Return a function that starts a preflight program on nodes of this job with srun."""
 
     def start(
         argv: list[str], nodes: list[str], tasks_per_node: int, env: dict[str, str], log: Path

@@ -1,7 +1,7 @@
-"""Watches the ranks of a run, wherever they were started: shows progress, asks for a stop, finds who failed first.
+"""Monitors the ranks of a run on any launcher: shows progress, requests a stop, finds the rank that failed first.
 
-A stop is never a signal to the program that started the ranks (torchrun dies of USR1 and leaves its workers, and kills
-them 30 s after TERM). It is a file in the run folder: the ranks see it, agree on a step, save and end with 75.
+A stop request is never a signal to the program that started the ranks: torchrun dies on USR1 and orphans its workers,
+and kills them 30 s after TERM. It is a file in the run folder: the ranks see it, agree on a step, save and exit 75.
 """
 
 from __future__ import annotations
@@ -19,70 +19,71 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from dtrain import causes, diskspace, file_handles
-from dtrain.console import print_summary
-from dtrain.contract import DONE, FAILED, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent, slowness
-from dtrain.launchers.attempt_files import AttemptFiles
-from dtrain.monitor import Monitor
-from dtrain.rundir import latest_checkpoint, look_again, note_attempt, read_summary, write_json
-from dtrain.words import short_path
+from dtrain.launch.attempt_files import AttemptFiles
+from dtrain.runs import causes
+from dtrain.runs.folder import latest_checkpoint, look_again, note_attempt, read_summary, write_json
+from dtrain.runs.protocol import DONE, FAILED, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent, slowness
+from dtrain.ui.console import print_summary
+from dtrain.ui.progress import Monitor
+from dtrain.util import disk_space, file_handles
+from dtrain.util.format import short_path
 
-PEERS_S = 5.0  # how long the other ranks may take to end after one has failed, on a machine that is not busy
-TICK_S = 0.05  # between two looks at the process and at signals, which cost no access to a file system
-LOOK_S = 1.0  # at most between two looks at files; a run that has just started is looked at more often
+PEERS_S = 5.0  # time for the other ranks to exit after one rank failed, on an idle machine
+TICK_S = 0.05  # between two checks of the process and of signals; neither touches the file system
+LOOK_S = 1.0  # maximum time between two file checks; a run that just started is checked more often
 
 
 def origin(run_dir: Path) -> str:
-    """Where a restart begins, in words."""
+    """Describe where a restart begins."""
     newest = latest_checkpoint(run_dir)
     return f"from {newest.name}" if newest else "from the beginning, as nothing was saved yet"
 
 
 class Supervisor:
-    """What torchrun on this machine and srun in an allocation have in common. A subclass says how ranks are started."""
+    """The part shared by torchrun on this machine and srun in an allocation. A subclass defines how ranks start."""
 
-    log_name: str  # in RUN/logs: what the program says that starts the ranks
-    start_s = math.inf  # when no rank has begun by then, it is hopeless
-    node_rank = 0  # of several supervisors of one run, the first keeps the books
+    log_name: str  # file in RUN/logs: output of the program that starts the ranks
+    start_s = math.inf  # if no rank has started after this many seconds, give up
+    node_rank = 0  # if one run has several supervisors, only node 0's writes the run's state
 
     def __init__(self, num_ranks: int, max_restarts: int, grace_s: int) -> None:
         self.num_ranks, self.max_restarts, self.grace_s = num_ranks, max_restarts, grace_s
         self.stop_requested_at = math.inf
         self.end_at_once = self.ranks_began = self.stepped = self.hung = False
         self.failure: dict[str, Any] = {}
-        self.failures: list[dict[str, Any]] = []  # of each attempt that failed, this one included
+        self.failures: list[dict[str, Any]] = []  # one per failed attempt, including the current one
 
-    # ---- what a subclass says --------------------------------------------------------------------------------
+    # ---- defined by a subclass -------------------------------------------------------------------------------
 
     def command(self, run_dir: Path) -> list[str]:
         raise NotImplementedError
 
     def environment(self) -> dict[str, str]:
-        """What the ranks get beside the user's own environment, which wins."""
+        """Environment variables added for the ranks; variables that the user set take precedence."""
         raise NotImplementedError
 
     def kill(self, process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
     def on_stop(self) -> None:
-        """A quicker way than the file to tell the ranks, where there is one."""
+        """Notify the ranks faster than the stop file does, where the launcher can."""
 
     def on_first_step(self, run_dir: Path) -> None:
-        """Something to look at when the ranks have met and begun."""
+        """Hook: called once when all ranks have connected and finished a step."""
 
     def killed_ranks(self, log: str) -> list[tuple[int, str]]:
-        """(rank, signal name) of those that were killed and could leave no note, from what `log_name` says."""
+        """Parse `log_name` for ranks that were killed and left no failure note: (rank, signal name)."""
         raise NotImplementedError
 
-    # ---- the same everywhere ---------------------------------------------------------------------------------
+    # ---- shared by all launchers -----------------------------------------------------------------------------
 
     def supervise(self, run_dir: Path, stop: Callable[[], bool] = lambda: False) -> int:
-        """Run to the end, restarting after failures as often as allowed; give the exit code.
+        """Run to the end, restarting after failures up to the limit; return the exit code.
 
-        stop: whether a signal came before we listened.
+        stop: returns True if a stop signal arrived before the handlers here were installed.
         """
-        wanted = [*STOP_SIGNALS, signal.SIGHUP]  # the terminal was closed
-        heard = [s for s in wanted if signal.getsignal(s) != signal.SIG_IGN]  # nohup ignores SIGHUP, and means it
+        wanted = [*STOP_SIGNALS, signal.SIGHUP]  # SIGHUP: the terminal was closed
+        heard = [s for s in wanted if signal.getsignal(s) != signal.SIG_IGN]  # nohup ignores SIGHUP; respect that
         before = {number: signal.signal(number, self._on_signal) for number in heard}
         if stop():
             self.stop_requested_at = time.monotonic()
@@ -95,7 +96,7 @@ class Supervisor:
                     monitor.message(f"starting {self.num_ranks} ranks{again}; logs in {short_path(run_dir / 'logs')}")
                     code = self._run_once(run_dir, monitor)
                     self.failures += [self.failure] if code not in (DONE, PREEMPTED) else []
-                    if code != FAILED or self.stop_requested_at < math.inf:  # a bad configuration does not get better
+                    if code != FAILED or self.stop_requested_at < math.inf:  # a bad configuration fails again
                         break
             failed = code not in (DONE, PREEMPTED)
             print_summary(
@@ -110,20 +111,20 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _note_restart(self, run_dir: Path, attempt: int, monitor: Monitor) -> None:
-        """Keep why the attempt before ended, on the screen and in the run folder: its notes are removed now."""
+        """Report why the last attempt failed, on screen and in the run folder: its failure notes are deleted next."""
         why = causes.one_line(self.failure)
         monitor.message(f"attempt {attempt} failed: {why}")
         if self.node_rank == 0:
-            cause = {key: value for key, value in self.failure.items() if key != "traceback"}  # that is in the log
+            cause = {key: value for key, value in self.failure.items() if key != "traceback"}  # the log has it
             note_attempt(run_dir, "end", code=self.failure["exit_code"], why=why, failure=cause)
             note_attempt(run_dir, "start", attempt=attempt, **self.place())
 
     def place(self) -> dict[str, Any]:
-        """Where the ranks run, for attempts.jsonl."""
+        """Return where the ranks run, for attempts.jsonl."""
         raise NotImplementedError
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """The first signal asks for a stop. Schedulers send several; only a second Ctrl-C, later, is impatience."""
+        """Request a stop. Schedulers send several signals; only a second Ctrl-C, at least 1 s later, ends at once."""
         now = time.monotonic()
         if number == signal.SIGINT and now > self.stop_requested_at + 1:
             self.end_at_once = True
@@ -132,7 +133,7 @@ class Supervisor:
     def _run_once(self, run_dir: Path, monitor: Monitor) -> int:
         logs = run_dir / "logs"
         logs.mkdir(exist_ok=True)
-        self.hung = False  # of this attempt, not of one before it
+        self.hung = False  # per attempt
         if self.node_rank == 0:
             for old in (run_dir / STOP_FILE, run_dir / "failure.json", *logs.glob("failure-*.json")):
                 old.unlink(missing_ok=True)
@@ -145,13 +146,13 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for us: it must not see it
+                start_new_session=True,  # Ctrl-C must reach only the supervisor
                 preexec_fn=functools.partial(_tie_to, os.getpid()),
             )
         try:
             killed_because = self._watch(process, run_dir, monitor, files)
         finally:
-            if process.poll() is None:  # we are being torn down ourselves: take everything along
+            if process.poll() is None:  # the supervisor itself is being torn down: kill the ranks too
                 self.kill(process)
         returncode = process.wait()
 
@@ -166,13 +167,13 @@ class Supervisor:
             said = (logs / self.log_name).read_bytes()[position:].decode(errors="replace")
             self.failure = first_failure(run_dir, self.killed_ranks(said)) or self._silence(run_dir, returncode, said)
         if self.node_rank == 0:
-            with contextlib.suppress(OSError):  # on a full disk the message on the screen must do
+            with contextlib.suppress(OSError):  # on a full disk, only the screen shows it
                 write_json(run_dir / "failure.json", self.failure)
                 write_json(run_dir / "summary.json", summary | {"status": "failed"})
         return int(self.failure["exit_code"])
 
     def _watch(self, process: subprocess.Popen[bytes], run_dir: Path, monitor: Monitor, files: AttemptFiles) -> str:
-        """Show progress until the ranks have ended. If they had to be killed, on whose account."""
+        """Show progress until the ranks have ended. If they had to be killed, return the reason."""
         deadline = math.inf
         because = ""
         started, look_at, failed = time.monotonic(), 0.0, False
@@ -192,14 +193,14 @@ class Supervisor:
                     f"stop requested: saving after this step, within {self.grace_s} s (Ctrl-C: end at once)"
                 )
             elif deadline == math.inf and failed:
-                deadline = now + PEERS_S * slowness()  # its peers may wait for it for ever
+                deadline = now + PEERS_S * slowness()  # its peers may wait for it forever
             elif now > started + self.start_s and not self.ranks_began:
                 self.hung = True
                 deadline, because = now, f"no rank had started after {now - started:.0f} s (cluster.start_s)"
             if self.end_at_once:
                 deadline, because = now, "stopped twice: ended at once, without saving"
             if now >= deadline:
-                self.kill(process)  # its ranks die with it, see die_with_parent
+                self.kill(process)  # the ranks die with it, see die_with_parent
                 process.wait()
                 return because
             time.sleep(TICK_S)
@@ -214,26 +215,26 @@ class Supervisor:
 
     def _silence(self, run_dir: Path, returncode: int, said: str) -> dict[str, Any]:
         log = f"logs/{self.log_name}"
-        if full := diskspace.shortage(run_dir, 2**20):
+        if full := disk_space.shortage(run_dir, 2**20):
             return failure(None, "disk", f"{full}, then resume", log)
         tail = "\n".join(said.splitlines()[-15:])
         return failure(None, "launch", f"{Path(self.log_name).stem} ended with {returncode}\n{tail}", log)
 
 
 def first_failure(run_dir: Path, killed: Sequence[tuple[int, str]] = ()) -> dict[str, Any] | None:
-    """Which rank failed first, and why: from the ranks' own notes, or from their starter when a rank was killed.
+    """Find the rank that failed first, and why: from the ranks' failure notes, or from the launcher's log.
 
-    A rank that is killed leaves no note, but its peers do, about the lost connection; then the killed one is named.
+    A killed rank leaves no note, but its peers report the lost connection; then the killed rank is named.
     """
     found = [(p.stat().st_mtime_ns, json.loads(p.read_text())) for p in (run_dir / "logs").glob("failure-*.json")]
-    # first by the file server's clock: those of two nodes may differ by more than the times of two failures
+    # sort by the file server's clock: the clocks of two nodes may differ by more than the time between two failures
     found.sort(key=lambda one: (one[0], one[1]["time"]))
     notes = [note for _, note in found]
     own = [note for note in notes if not note.get("lost_peer")]
     if own:
         return dict(own[0])
     for rank, name in killed:
-        hint = {"SIGKILL": " (out of memory?)", "SIGBUS": f". {diskspace.shared_memory()}"}.get(name, "")
+        hint = {"SIGKILL": " (out of memory?)", "SIGBUS": f". {disk_space.shared_memory()}"}.get(name, "")
         how = f"was killed by {name}{hint}" if name.startswith("SIG") else f"ended with {name} and left no note"
         return failure(rank, name, f"the process {how}", f"logs/rank-{rank}.log")
     return dict(notes[0]) if notes else None
@@ -244,7 +245,7 @@ def failure(rank: int | None, kind: str, message: str, log: str) -> dict[str, An
 
 
 def _tie_to(parent: int) -> None:
-    """In the child, before it starts the ranks: die with the launcher, also if it is dead already."""
+    """Run in the child before it starts the ranks: die with the launcher, even if the launcher is already dead."""
     die_with_parent()
     file_handles.raise_limit()
     if os.getppid() != parent:

@@ -1,4 +1,4 @@
-"""Sweeps: the points that an `-m` command means, the folder of an earlier one, and what of it is still to do."""
+"""Sweeps: the points of an `-m` command, the folder of an earlier sweep, and its unfinished points."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from typing import Any, TextIO
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, open_dict, read_write
 
-from dtrain import composed, records
-from dtrain.config import CODE, bad, build, typed_trust
-from dtrain.rundir import last_launch, read_json, write_json
+from dtrain.config.build import build, typed_trust
+from dtrain.config.files import CODE
+from dtrain.errors import bad
+from dtrain.launch import composed
+from dtrain.runs import record as records
+from dtrain.runs.folder import last_launch, read_json, write_json
 
-SWEEP = "sweep.json"  # in the sweep's folder: what was typed
-LOCK = ".lock"  # held by the command that is at work there
-AUTOMATIC = ("hydra.sweep.dir=", "hydra.job.config.override_dirname.exclude_keys=")  # words that we add
-TO_DO = ("failed", "died", "cancelled", "preempted")  # what the same command, typed again, goes on with
+SWEEP = "sweep.json"  # in the sweep's folder: the arguments as typed
+LOCK = ".lock"  # held by the command that is working in the folder
+AUTOMATIC = ("hydra.sweep.dir=", "hydra.job.config.override_dirname.exclude_keys=")  # overrides added by dtrain
+TO_DO = ("failed", "died", "cancelled", "preempted")  # statuses that the same command resumes
 
 
 def known_before(hydra: HydraConf) -> bool:
-    """Are all points known before the first is started? A sweeper that searches decides as it goes."""
+    """Are all points known before the first one starts? A searching sweeper chooses them one by one."""
     return str(hydra.sweeper._target_).endswith("BasicSweeper")
 
 
 def jobs_of(config: DictConfig) -> Iterator[DictConfig]:
-    """The configuration of each job of a sweep, with the folder that it will have."""
+    """Yield the configuration of each job of a sweep, including its run folder."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -35,7 +38,7 @@ def jobs_of(config: DictConfig) -> Iterator[DictConfig]:
     loader = GlobalHydra.instance().config_loader()
     composed.keep_jobs(loader)
     overrides = OverridesParser.create(loader).parse_overrides(list(config.hydra.overrides.task))
-    folder = Path(config.hydra.sweep.dir)  # asked of this config, which is the sweeper's: its ${now:} is settled here
+    folder = Path(config.hydra.sweep.dir)  # read from the sweeper's config, where ${now:} is resolved
     jobs = [job for batch in BasicSweeper.split_arguments(overrides, None) for job in batch]
     seen: set[str] = set()
     for number, job in enumerate(jobs):
@@ -55,21 +58,21 @@ def jobs_of(config: DictConfig) -> Iterator[DictConfig]:
 
 
 def typed(argv: Sequence[str]) -> list[str]:
-    """What makes two sweeps the same: every word but where they go."""
+    """Return the arguments that identify a sweep: all except those for its location."""
     return [a for a in argv if a not in ("-m", "--multirun") and not a.startswith(AUTOMATIC)]
 
 
 def earlier(argv: Sequence[str], root: Path = Path("multirun")) -> Path | None:
-    """The newest sweep that was begun with the same words, so that the same command goes on with it."""
+    """Return the newest sweep started with the same arguments, so that the same command resumes it."""
     found = [p for p in root.glob(f"*/*/{SWEEP}") if read_json(p).get("arguments") == typed(argv)]
     return max(found, key=lambda p: p.stat().st_mtime).parent if found else None
 
 
 def lock(folder: Path) -> TextIO:
-    """Hold a sweep's folder while its points are prepared and submitted: typed twice at once, they would run twice."""
+    """Lock a sweep's folder while its points are prepared and submitted; a second command would run them twice."""
     if not folder.exists():
         folder.mkdir(parents=True)
-        folder.chmod(0o700)  # ours; one that was there before keeps its mode
+        folder.chmod(0o700)  # created by us; an existing folder keeps its mode
     file = open(folder / LOCK, "a")  # noqa: SIM115 (held until the process ends)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,12 +87,12 @@ def note(folder: Path, argv: Sequence[str]) -> None:
 
 
 def points(folder: Path) -> list[Path]:
-    """The run folders of a sweep, in the order of its jobs: 2-… before 10-…"""
+    """Return the run folders of a sweep in job order: 2-… before 10-…"""
     return sorted((p.parent for p in folder.glob("*/launch.json")), key=lambda p: (len(p.name.split("-")[0]), p.name))
 
 
 def unfinished(run_dir: Path) -> bool:
-    """Has the point ended short of its end, and is it not about to go on by itself?"""
+    """Did the point end early, with no queued job that would resume it?"""
     (record,), problem = records.load([run_dir], ask_all=True)
     if record.job_id and record.job is None and not record.is_final:
         rule = f"nobody can say whether its job {record.job_id} is still queued ({problem or 'no SLURM commands here'})"
@@ -98,9 +101,9 @@ def unfinished(run_dir: Path) -> bool:
 
 
 def submit(folder: Path, asked: Sequence[dict[str, Any]] | None = None) -> list[str]:
-    """Submit the points that were prepared and are in no queue yet: an array for those that ask for the same.
+    """Submit prepared points that are not queued yet: one array per distinct cluster request.
 
-    asked: the clusters that this command means, where it knows them; a point with another one is somebody else's.
+    asked: the cluster settings of this command, if known; a point with other settings belongs to someone else.
     """
     waiting: dict[str, list[Path]] = {}
     for run_dir in points(folder):

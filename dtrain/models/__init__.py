@@ -1,1 +1,1 @@
-"""Plain modules that carry the plans only they can know."""
+"""Plain modules, with the parallelism plans that only the model can know."""

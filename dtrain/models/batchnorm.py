@@ -1,12 +1,12 @@
-"""Batch norm whose statistics are those of a micro-batch over all ranks: any number of ranks follows one process.
+"""Batch norm over a micro-batch of all ranks: any number of ranks gives the same result as one process.
 
-`sync` sums the statistics over all ranks, forward and backward, in one small message each. torch's own
-SyncBatchNorm needs a GPU; this one runs on any device. `local` normalises with the statistics of each rank's own
-samples, which is what most scripts do: faster, and another computation for every number of ranks.
+`sync` all-reduces the statistics over all ranks, forward and backward, in one small all-reduce each. torch's own
+SyncBatchNorm needs a GPU; this one runs on any device. `local` normalizes with the statistics of each rank's own
+samples, as most scripts do: faster, but the computation depends on the number of ranks.
 
-The running statistics (buffers, for evaluation) are the same on all ranks after every forward pass, under both: `sync`
-has the same numbers everywhere anyway, and a model with `local` norms averages them with `average_statistics` at the
-end of its forward pass, in one message for all layers. So a checkpoint may take them from any rank at any step.
+In both modes, the running statistics (buffers, for evaluation) are the same on all ranks after every forward pass.
+`sync` has the same numbers everywhere anyway; a model with `local` norms calls `average_statistics` at the end of its
+forward pass, one all-reduce for all layers. So a checkpoint may take them from any rank at any step.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ EPS = 1e-5
 
 
 def num_ranks() -> int:
-    """Of the default group. A model with batch norm has no plan for tensor or pipeline: all of them are data ranks."""
+    """Size of the default group. A model with batch norm has no tensor or pipeline plan: all ranks are data ranks."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 class Normalize(torch.autograd.Function):
-    """Normalise over all ranks' samples; gives the result, and mean and (unbiased) variance for the running ones.
+    """Normalize over all ranks' samples; return the result and, for the running statistics, mean and unbiased variance.
 
-    Every rank has as many samples as the others: the loader sees to that.
+    All ranks have the same number of samples: the loader ensures it.
     """
 
     @staticmethod
@@ -39,8 +39,8 @@ class Normalize(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = x.float()
         var, mean = torch.var_mean(wide, dim=(0, 2, 3), correction=0)
-        # Moments about a number that all ranks have and that is near the mean: one message, and no difference of large
-        # squares to lose digits in.
+        # Moments about `near`, a number close to the mean that all ranks share: one all-reduce, and no cancellation
+        # between large squares.
         sums = torch.stack([mean - near, var + (mean - near).square()])
         dist.all_reduce(sums)
         offset, square = sums / num_ranks()
@@ -59,7 +59,7 @@ class Normalize(torch.autograd.Function):
         gradient = gradients[0].float()
         normal = (x.float() - _wide(mean)) * _wide(scale)
         sums = torch.stack([gradient.sum(dim=(0, 2, 3)), (gradient * normal).sum(dim=(0, 2, 3))])
-        grad_bias, grad_weight = sums.clone()  # this rank's own: the strategy averages them as all others
+        grad_bias, grad_weight = sums.clone()  # this rank's own: the strategy averages them like all others
         dist.all_reduce(sums)
         mean_of, mean_of_product = sums * (x.shape[1] / x.numel() / num_ranks())
         inner = gradient - _wide(mean_of) - normal * _wide(mean_of_product)
@@ -71,9 +71,9 @@ def _wide(channels: Tensor) -> Tensor:
 
 
 class BatchNorm(nn.Module):
-    """Over [batch, channels, height, width]. Statistics and arithmetic are float32 in every precision.
+    """Over [batch, channels, height, width]. Statistics and arithmetic are fp32 in every precision.
 
-    The result has the type of what comes in, so that under autocast what lies between convolutions stays in 16 bits.
+    The output has the input's dtype, so under autocast activations between convolutions stay in 16 bits.
     """
 
     running_mean: Tensor
@@ -94,7 +94,7 @@ class BatchNorm(nn.Module):
         if self.mode == "sync" and num_ranks() > 1:
             out, mean, var = normalize(x, weight, bias, self.running_mean, EPS)
         else:
-            # momentum 1: they become the batch's own. Zeros, as 0 times what memory may hold can be NaN
+            # momentum 1: they become the batch's own. Zeros, because 0 times uninitialized memory can be NaN
             mean, var = torch.zeros_like(weight), torch.zeros_like(weight)
             out = torch.batch_norm(x, weight, bias, mean, var, True, 1.0, EPS, True)
         self.remember(mean.detach(), var.detach())
@@ -104,26 +104,26 @@ class BatchNorm(nn.Module):
     def remember(self, mean: Tensor, var: Tensor) -> None:
         """Move the running statistics towards a batch's."""
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-            return  # inside a backward pass: activation checkpointing computes a layer that has been counted already
+            return  # inside a backward pass: activation checkpointing recomputes a layer that was already counted
         for running, new in ((self.running_mean, mean), (self.running_var, var)):
-            # not from a batch that is not finite, whose update is skipped too, nor the variance of a single value
+            # not from a non-finite batch, whose update is also skipped, nor the variance of a single value
             running.copy_(torch.where(torch.isfinite(new), running.lerp(new, MOMENTUM), running))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BatchNorm:
-        """Move as every module does, but never to 16 bits, to which DeepSpeed casts a whole module."""
+        """Move like every module, but never to 16 bits: DeepSpeed casts the whole module."""
         super()._apply(fn, recurse)
         for name in ("running_mean", "running_var"):
             setattr(self, name, getattr(self, name).float())
         return self
 
 
-normalize = torch.compiler.disable(Normalize.apply)  # a message cannot be part of a graph
+normalize = torch.compiler.disable(Normalize.apply)  # a collective cannot be part of a graph
 
 
 @torch.compiler.disable
 @torch.no_grad()
 def average_statistics(model: nn.Module) -> None:
-    """Give all ranks the mean of their running statistics, where each has its own. At the end of a forward pass."""
+    """Average the running statistics of `local` norms over all ranks, at the end of a forward pass."""
     norms = [m for m in model.modules() if isinstance(m, BatchNorm) and m.mode == "local"]
     if not norms or num_ranks() == 1 or not model.training:
         return

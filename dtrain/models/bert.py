@@ -1,7 +1,7 @@
-"""BERT (Devlin et al., 2018): post-norm encoder with learned positions and segments, for masked tokens or for classes.
+"""BERT (Devlin et al., 2018): post-norm encoder with learned positions and segments, for masked LM or classification.
 
-`model(tokens)` gives logits, `model(tokens, targets)` the mean loss over the targets that count, and in evaluation also
-the shares that are right and among the best five. Tokens are [batch, length], or [batch, length, 2] with segments.
+`model(tokens)` returns logits. `model(tokens, targets)` returns the mean loss over the targets that count, in
+evaluation followed by accuracy and top-5 accuracy. Tokens are [batch, length], or [batch, length, 2] with segments.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dtrain.config import bad
+from dtrain.errors import bad
 from dtrain.kernels.cross_entropy import linear_cross_entropy
-from dtrain.models.parts import FIGURES, IGNORED, MLP, Head, LayerNorm, classify
-from dtrain.shards import is_dtensor
+from dtrain.models.layers import FIGURES, IGNORED, MLP, Head, LayerNorm, classify
+from dtrain.util.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 EPS = 1e-12  # of all norms, as published
-MASKED = 0.15  # of the tokens are asked for, as published: only for the count of operations
+MASKED = 0.15  # share of tokens to predict, as published: only for the FLOP count
 
 
 class Attention(nn.Module):
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class MaskedHead(Head):
-    """Logits over the vocabulary, or loss and figures. A module, so that a plan can name it."""
+    """Logits over the vocabulary, or loss and metrics. A module, so that a plan can name it."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor, targets: Tensor | None = None) -> Tensor:  # type: ignore[override]
         if targets is not None and self.training and self.is_fused(x):
@@ -64,14 +64,14 @@ class MaskedHead(Head):
         logits: Any = F.linear(x, weight, bias)
         if targets is None:
             return logits
-        if not self.training and is_dtensor(logits):  # the best five of all need all; only of the tokens asked for
+        if not self.training and is_dtensor(logits):  # top 5 needs all logits; only of the predicted tokens
             logits = logits.full_tensor()
         return classify(logits, targets, self.training)
 
 
 class Bert(nn.Module):
     figures = FIGURES
-    stream = torch.float32  # the type of the residual stream: what flows from block to block (precision.stream)
+    stream = torch.float32  # dtype of the residual stream between blocks (precision.stream)
 
     def __init__(
         self,
@@ -96,14 +96,14 @@ class Bert(nn.Module):
         self.task, self.num_classes, self.pad_id = task, num_classes, pad_id
         self.perplexity = task == "mlm"  # whether exp(loss) means something
         padded = math.ceil(vocab_size / vocab_multiple) * vocab_multiple
-        self.is_first = self.is_last = True  # of the pipeline; a whole model is both
+        self.is_first = self.is_last = True  # of the pipeline; an unsplit model is both
         self.embed: nn.Embedding | None = nn.Embedding(padded, dim)
         self.positions: nn.Embedding | None = nn.Embedding(seq_len, dim)
         self.segments: nn.Embedding | None = nn.Embedding(2, dim)
         self.embed_norm: LayerNorm | None = LayerNorm(dim, eps=EPS)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleDict({str(i): Block(dim, num_heads, dropout) for i in range(num_layers)})
-        self.encoded = nn.Identity()  # what the layers give, for a plan to name: the heads want the whole sequence
+        self.encoded = nn.Identity()  # the layers' output, for a plan to name: the heads need the full sequence
         num_padding = (padded - vocab_size) * dim
         if task == "mlm":
             self.transform: nn.Linear | None = nn.Linear(dim, dim)
@@ -115,14 +115,14 @@ class Bert(nn.Module):
             self.pooler: nn.Linear | None = nn.Linear(dim, dim)
             self.classifier: nn.Linear | None = nn.Linear(dim, num_classes)
             self.task_head = ("pooler", "classifier")  # trained beside adapters, too
-        # as published: what only pads the vocabulary is not counted
+        # as published: vocabulary padding is not counted
         self.num_parameters = sum(p.numel() for p in self.parameters()) - num_padding
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, source: Tensor | None = None) -> Tensor:
-        """`source`: the tokens, where a stage before this one has made `inputs` of them."""
+        """`source`: the tokens, if `inputs` are an earlier stage's hidden states."""
         source = inputs if source is None else source
         tokens = source[..., 0] if source.dim() == 3 else source
-        mask = None  # the fastest kernel: masked tokens are asked for in full windows, without padding
+        mask = None  # the fastest kernel: masked LM uses full windows, without padding
         if self.task == "classify" and self.pad_id is not None:
             mask = (tokens != self.pad_id)[:, None, None, :]
         x = self.embedded(tokens, source) if self.is_first else inputs
@@ -148,7 +148,7 @@ class Bert(nn.Module):
             if targets.dim() != 2:
                 rule = f"needs a target or {IGNORED} for each token, and targets are {list(targets.shape)}"
                 raise bad("model.task", self.task, rule, "data=stdlib-mlm or mlm, or model.task=classify")
-            asked = (targets.flatten() != IGNORED).nonzero()[:, 0]  # a seventh of the tokens: so much less to compute
+            asked = (targets.flatten() != IGNORED).nonzero()[:, 0]  # a seventh of the tokens: computes that much less
             if len(asked) == targets.numel():
                 rule = "sees the whole text, and this data asks for the next token of each, which is there to be copied"
                 raise bad("model.task", self.task, rule, "data=stdlib-mlm or mlm, or a model that reads forwards: gpt2")
@@ -171,23 +171,24 @@ class Bert(nn.Module):
     # ---- the plans -------------------------------------------------------------------------------------------
 
     def init_weights(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
-        """Fill one whole weight. Called per name with its own generator, so order and sharding do not matter."""
+        """Fill one full weight. Called per name with its own generator, so order and sharding do not matter."""
         if name.endswith("bias"):
             weight.zero_()
         elif "norm" in name:
             weight.fill_(1.0)
-        else:  # as published: a normal distribution of 0.02, drawn again beyond two of it
+        else:  # as published: a normal distribution with std 0.02, truncated at two std
             nn.init.trunc_normal_(weight, std=0.02, a=-0.04, b=0.04, generator=generator)
 
     def fsdp_units(self) -> list[nn.Module]:
-        """The modules gathered one at a time under fsdp; also the unit of activation checkpointing."""
+        """Return the modules gathered one at a time under fsdp; also the units of activation checkpointing."""
         return list(self.layers.values())
 
     def tp_plan(self, sequence_parallel: bool = False, loss_parallel: bool = False) -> dict[str, ParallelStyle]:
-        """How the tensor-parallel ranks share each module that this (stage of the) model has.
+        """Return the tensor-parallel style of each module that this (stage of the) model has.
 
-        Each block's matrices are cut. Sequence parallel also cuts, along the sequence, what lies between them, and
-        gathers the sequence before the head. Loss parallel cuts embedding, output bias and logits by the vocabulary.
+        Each block's matrices are sharded. Sequence parallel also shards the activations between them along the
+        sequence, and gathers the sequence before the head. Loss parallel shards embedding, output bias and logits by
+        the vocabulary.
         """
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor.parallel import (
@@ -203,7 +204,7 @@ class Bert(nn.Module):
             rule = f"cuts logits by the vocabulary, and model.task=classify has {self.num_classes} classes"
             raise bad("strategy.loss_parallel", "true", rule, "strategy.loss_parallel=false")
         between = Shard(1) if sequence_parallel else Replicate()
-        # q, k and v are given one distributed tensor: the three sums of its gradient become one message
+        # q, k and v get one DTensor, so its gradient needs one all-reduce instead of three
         whole: dict[str, Any] = {"input_layouts": between, "desired_input_layouts": Replicate()}
         plan: dict[str, ParallelStyle] = {}
         for i in self.layers:
@@ -253,9 +254,9 @@ class Bert(nn.Module):
         return self
 
     def flops_per_sample(self) -> float:
-        """Forward and backward of one sequence: 6 per weight of a product, 12·layers·dim·length a token for attention.
+        """FLOPs (forward, backward) of one sequence: 6 per GEMM weight, 12·layers·dim·length per token for attention.
 
-        The head is only computed where a token is asked for (15%, as published), or once a sample.
+        The head is computed only for predicted tokens (15%, as published), or once per sample.
         """
         layers = self.num_layers * (12 * self.dim**2 + 9 * self.dim)  # with their 9·dim biases
         tokens = self.seq_len * (6.0 * layers + 12.0 * self.num_layers * self.dim * self.seq_len)

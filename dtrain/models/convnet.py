@@ -1,4 +1,4 @@
-"""A small convolutional network for small pictures (MNIST, digits): three convolutions and two linear layers."""
+"""A small convolutional network for small images (MNIST, digits): three convolutions and two linear layers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dtrain.models.parts import FIGURES, classify
+from dtrain.models.layers import FIGURES, classify
 from dtrain.models.resnet import conv_flops
 
 NUM_LAYERS = 3
 
 
 class Layer(nn.Module):
-    """A 3x3 convolution, and the largest of each 2x2 pixels."""
+    """A 3x3 convolution and 2x2 max pooling."""
 
     def __init__(self, ins: int, outs: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class ConvNet(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         x = inputs
-        if x.is_cuda:  # what tensor cores read; all that follows keeps the order
+        if x.is_cuda:  # the layout that tensor cores need; later ops keep it
             x = x.contiguous(memory_format=torch.channels_last)
         for layer in self.layers.values():
             x = layer(x)
@@ -64,23 +64,23 @@ class ConvNet(nn.Module):
     # ---- the plans -------------------------------------------------------------------------------------------
 
     def init_weights(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
-        """Fill one whole weight: of the size that keeps the size of what flows through a ReLU."""
+        """Fill one full weight, with the std that preserves the variance through a ReLU."""
         if name.endswith("bias"):
             weight.zero_()
         else:
             weight.normal_(0.0, math.sqrt(2 / math.prod(weight.shape[1:])), generator=generator)
 
     def fsdp_units(self) -> list[nn.Module]:
-        """The modules gathered one at a time under fsdp; also the unit of activation checkpointing."""
+        """Return the modules gathered one at a time under fsdp; also the units of activation checkpointing."""
         return list(self.layers.values())
 
     def convolutions(self) -> Iterator[tuple[nn.Conv2d, int]]:
-        """Every convolution, with the side of its result in pixels."""
+        """Yield every convolution, with the side of its output in pixels."""
         for i, layer in enumerate(self.layers.values()):
             assert isinstance(layer, Layer)
             yield layer.conv, self.image_size >> i
 
     def flops_per_sample(self) -> float:
-        """Forward and backward of one picture."""
+        """FLOPs, forward and backward, of one image."""
         linear = sum(layer.in_features * layer.out_features for layer in (self.hidden, self.head))
         return conv_flops(self.convolutions(), linear)

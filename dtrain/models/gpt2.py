@@ -1,8 +1,8 @@
 """GPT-2 (Radford et al., 2019): pre-norm transformer, learned positions, the head tied to the embedding.
 
-A plain module. `model(tokens)` gives logits, `model(tokens, targets)` the mean loss: head and loss lie behind one
-call, so they can become one fused operation without any strategy noticing. The methods at the end are the plans
-that only the model can know.
+A plain module. `model(tokens)` returns logits, `model(tokens, targets)` the mean loss. Head and loss are one call, so
+they can become one fused op without changing any strategy. The methods at the end are the parallelism plans that only
+the model can know.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from dtrain.models.parts import MLP, Cache, Extend, Head, LayerNorm, attend, is_packed, places, transformer_tp_plan
+from dtrain.models.layers import MLP, Cache, Extend, Head, LayerNorm, attend, is_packed, places, transformer_tp_plan
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -25,9 +25,8 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = dim // num_heads
         self.dropout = dropout
-        self.qkv = nn.Linear(
-            dim, 3 * dim
-        )  # rows ordered head by head (q, k, v of head 0, ...): a cut by rows keeps heads whole
+        # rows ordered head by head (q, k, v of head 0, ...), so that row-wise sharding keeps heads whole
+        self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, extend: Extend | None = None) -> Tensor:
@@ -54,8 +53,8 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    perplexity = True  # exp(loss) means something
-    stream = torch.float32  # the type of the residual stream: what flows from block to block (precision.stream)
+    perplexity = True  # exp(loss) is meaningful
+    stream = torch.float32  # dtype of the residual stream between blocks (precision.stream)
 
     def __init__(
         self,
@@ -70,14 +69,14 @@ class GPT2(nn.Module):
         super().__init__()
         self.num_layers, self.dim, self.seq_len, self.vocab_size = num_layers, dim, seq_len, vocab_size
         padded = math.ceil(vocab_size / vocab_multiple) * vocab_multiple
-        self.is_first = self.is_last = True  # of the pipeline; a whole model is both
+        self.is_first = self.is_last = True  # of the pipeline; an unsplit model is both
         self.embed: nn.Embedding | None = nn.Embedding(padded, dim)
         self.positions: nn.Embedding | None = nn.Embedding(seq_len, dim)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleDict({str(i): Block(dim, num_heads, dropout) for i in range(num_layers)})
         self.norm: LayerNorm | None = LayerNorm(dim)
         self.head = Head()
-        # as published: the rows that only pad the vocabulary are not counted
+        # as published: vocabulary padding is not counted
         self.num_parameters = sum(p.numel() for p in self.parameters()) - (padded - vocab_size) * dim
 
     def forward(
@@ -87,10 +86,10 @@ class GPT2(nn.Module):
         source: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Logits, or with targets the mean loss, of tokens or packed documents (parts.places).
+        """Return logits, or with targets the mean loss, of tokens or packed documents (layers.places).
 
-        `source` is the tokens where `inputs` is what an earlier stage gave. With a `cache` the tokens follow those that
-        are in it, and are added to it.
+        `source`: the tokens, if `inputs` are an earlier stage's hidden states. With a `cache`, the tokens continue
+        those in it, and are added to it.
         """
         positions, mask = places(inputs if source is None else source, cache)
         x = inputs
@@ -116,7 +115,7 @@ class GPT2(nn.Module):
     # ---- the plans -------------------------------------------------------------------------------------------
 
     def init_weights(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
-        """Fill one whole weight. Called per name with its own generator, so order and sharding do not matter."""
+        """Fill one full weight. Called per name with its own generator, so order and sharding do not matter."""
         if name.endswith("bias"):
             weight.zero_()
         elif "norm" in name:
@@ -127,11 +126,11 @@ class GPT2(nn.Module):
             weight.normal_(0.0, std, generator=generator)
 
     def fsdp_units(self) -> list[nn.Module]:
-        """The modules gathered one at a time under fsdp; also the unit of activation checkpointing."""
+        """Return the modules gathered one at a time under fsdp; also the units of activation checkpointing."""
         return list(self.layers.values())
 
     def tp_plan(self, sequence_parallel: bool = False, loss_parallel: bool = False) -> dict[str, ParallelStyle]:
-        """How the tensor-parallel ranks share each module: the heads and the MLP's width are dealt out."""
+        """Return the tensor-parallel plan: heads and the MLP's width are sharded."""
         return transformer_tp_plan(
             self,
             columns=("attention.qkv", "mlp.up"),
@@ -159,5 +158,5 @@ class GPT2(nn.Module):
         return self
 
     def flops_per_sample(self) -> float:
-        """Forward and backward of one sequence: 6 per parameter and token, and 12·layers·dim·length for attention."""
+        """FLOPs (forward, backward) of one sequence: 6 per parameter and token, 12·layers·dim·length for attention."""
         return self.seq_len * (6.0 * self.num_parameters + 12.0 * self.num_layers * self.dim * self.seq_len)

@@ -1,4 +1,4 @@
-"""Parts that models share. Norms compute in float32 in every precision; head and loss are one call."""
+"""Modules that models share. Norms compute in fp32 in every precision; head and loss are one call."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class LayerNorm(nn.LayerNorm):
-    """In float32 in every precision, also where fsdp has gathered 16-bit weights; in fp32 the casts do nothing.
+    """LayerNorm in fp32 in every precision, even if fsdp has gathered 16-bit weights; under fp32 the casts do nothing.
 
-    What comes out has the type of the residual stream that went in: the product that follows would round it anyway.
+    The output has the dtype of the residual stream: the following matmul would round it anyway.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -29,16 +29,16 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """In float32 in every precision, as LayerNorm."""
+    """RMSNorm in fp32 in every precision, like LayerNorm."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
 
 
 class MLP(nn.Module):
-    """Two linear layers, the inner one four times as wide, with a GELU between: exact, or by its tanh approximation."""
+    """Two linear layers, the inner one four times as wide, with a GELU between: exact, or the tanh approximation."""
 
-    fuses = True  # GELU with the bias before it (kernels/gelu.py); set to False where the layer is computed again
+    fuses = True  # fuse GELU with the bias before it (kernels/gelu.py); False if the layer is recomputed
 
     def __init__(self, dim: int, approximate: str = "none") -> None:
         super().__init__()
@@ -57,9 +57,8 @@ class MLP(nn.Module):
 class Head(nn.Module):
     """Logits, or the mean loss, from the last hidden states and a matrix. A module, so that a plan can name it."""
 
-    fused: bool | None = (
-        None  # loss without whole logits (kernels/cross_entropy.py); None: on a GPU, where it is faster
-    )
+    # compute the loss without full logits (kernels/cross_entropy.py); None: on a GPU, where it is faster
+    fused: bool | None = None
 
     def is_fused(self, x: Tensor) -> bool:
         return x.is_cuda if self.fused is None else self.fused
@@ -71,13 +70,13 @@ class Head(nn.Module):
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-FIGURES = ("accuracy", "top5")  # what `classify` gives after the loss
+FIGURES = ("accuracy", "top5")  # metrics that `classify` returns after the loss
 
 
 def classify(logits: Tensor, targets: Tensor, training: bool) -> Tensor:
-    """The mean loss over the targets that count; in evaluation also the shares that are right, and among the best 5.
+    """Return the mean loss over the targets that count; in evaluation also accuracy and top-5 accuracy.
 
-    `logits` has one dimension more than `targets`.
+    `logits` has one more dimension than `targets`.
     """
     logits, targets = logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1)
     loss = F.cross_entropy(logits, targets)
@@ -91,22 +90,22 @@ def classify(logits: Tensor, targets: Tensor, training: bool) -> Tensor:
 # ---- attention of language models ----------------------------------------------------------------------------
 
 
-Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # Cache.extend of one layer, as the layer is given it
+Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # Cache.extend bound to one layer
 
 
 class Cache:
-    """Keys and values of the tokens so far, while a model generates: the next token costs one token, not all of them.
+    """KV cache for generation: the next token costs one token, not all of them.
 
-    Room for `capacity` tokens is taken in one piece, at a layer's first tokens.
+    Memory for `capacity` tokens is allocated at once, at a layer's first tokens.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.length = 0  # tokens in it; the model raises it when all of its layers have theirs
+        self.length = 0  # tokens in it; the model increases it after all its layers
         self.kept: dict[str, tuple[Tensor, Tensor]] = {}
 
     def extend(self, layer: str, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add [batch, heads, length, head_dim] of new tokens; give those of all tokens."""
+        """Add [batch, heads, length, head_dim] of new tokens; return those of all tokens."""
         end = self.length + keys.shape[2]
         assert end <= self.capacity, f"{end} tokens, and room for {self.capacity}"
         if layer not in self.kept:
@@ -118,20 +117,20 @@ class Cache:
         return kept_keys[:, :, :end], kept_values[:, :, :end]
 
     def clear(self) -> None:
-        """Begin anew in the same memory."""
+        """Restart in the same memory."""
         self.length = 0
 
 
 def is_packed(inputs: Tensor) -> bool:
-    """Has each token its position within its document beside it? Hidden states have three dimensions, too."""
+    """Return whether each token has its position in its document beside it. Hidden states are 3-D, too."""
     return inputs.ndim == 3 and not inputs.is_floating_point()
 
 
 def places(inputs: Tensor, cache: Cache | None = None) -> tuple[Tensor, Tensor | None]:
-    """(positions, mask) of tokens [batch, length], or of packed documents [batch, length, 2].
+    """Return (positions, mask) of tokens [batch, length], or of packed documents [batch, length, 2].
 
-    The positions are [length] or, packed, [batch, length]. The mask is true where a query (row) sees a key; it is None
-    where "all that came before" says it, which has the faster kernel.
+    Positions are [length] or, if packed, [batch, length]. The mask is true where a query (row) sees a key. It is None
+    if plain causal attention is enough, which has the faster kernel.
     """
     if is_packed(inputs):
         assert cache is None, "packed documents are for training"
@@ -146,13 +145,13 @@ def places(inputs: Tensor, cache: Cache | None = None) -> tuple[Tensor, Tensor |
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
-    """Causal attention of [batch, heads, length, head_dim], or what the mask says; [batch, length, dim] comes out.
+    """Causal or masked attention of [batch, heads, length, head_dim]; return [batch, length, dim].
 
-    There may be fewer heads of keys and values than of queries: neighbours then share one. The queries may be one
-    token after a cache, which sees all keys.
+    There may be fewer key and value heads than query heads: neighbours then share one. The queries may be one token
+    after a cache, which sees all keys.
     """
     shared = q.shape[1] // k.shape[1]
-    if shared > 1 and mask is not None:  # on a GPU only the kernel without a mask knows shared heads
+    if shared > 1 and mask is not None:  # on a GPU only the kernel without a mask supports shared heads
         k, v = (x[:, :, None].expand(-1, -1, shared, -1, -1).flatten(1, 2) for x in (k, v))
     out = F.scaled_dot_product_attention(
         q, k, v, mask, dropout, is_causal=mask is None and q.shape[2] > 1, enable_gqa=q.shape[1] != k.shape[1]
@@ -171,12 +170,12 @@ def transformer_tp_plan(
     sequence_parallel: bool,
     loss_parallel: bool,
 ) -> dict[str, ParallelStyle]:
-    """How the tensor-parallel ranks share the modules that this (stage of a) language model has.
+    """Return the tensor-parallel style of each module that this (stage of a) language model has.
 
-    Each block's matrices are cut, `columns` by their outputs and `rows` by their inputs: two all-reduces a block and
-    direction. Sequence parallel also cuts, along the sequence, what lies between them (norms, dropout, the residual
-    stream): each all-reduce becomes a gather and a scatter. Loss parallel cuts `vocabulary` (embedding and head) by
-    the tokens, so that no rank ever has whole logits.
+    Each block's matrices are sharded, `columns` by their outputs and `rows` by their inputs: two all-reduces per block
+    and direction. Sequence parallel also shards the activations between them (norms, dropout, the residual stream)
+    along the sequence: each all-reduce becomes an all-gather and a reduce-scatter. Loss parallel shards `vocabulary`
+    (embedding and head) by tokens, so that no rank ever has full logits.
 
     The model has `layers` of norm1, attention, norm2 and mlp, `dropout` after the embedding, `norm` and `head`.
     """
@@ -198,7 +197,7 @@ def transformer_tp_plan(
         for norm, module in (("norm1", "attention"), ("norm2", "mlp")):
             if sequence_parallel:
                 plan[f"{block}.{norm}"] = SequenceParallel()
-            # q, k and v, or gate and up, are given one distributed tensor: the sums of its gradient are one message
+            # q, k and v, or gate and up, get one DTensor, so its gradient needs one all-reduce
             plan[f"{block}.{module}"] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
         plan |= {f"{block}.{name}": ColwiseParallel() for name in columns}
         plan |= {f"{block}.{name}": RowwiseParallel(output_layouts=between) for name in rows}
@@ -206,7 +205,7 @@ def transformer_tp_plan(
         if isinstance(getattr(model, name), nn.Embedding):
             plan[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
         elif getattr(model, name) is not None:
-            plan[name] = ColwiseParallel()  # only for its weight: the head is called with it
+            plan[name] = ColwiseParallel()  # only for its weight, which is passed to the head
     if model.is_first and sequence_parallel:
         plan["dropout"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
     if model.is_last and sequence_parallel:

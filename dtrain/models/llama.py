@@ -1,7 +1,7 @@
 """Llama (Touvron et al., 2023; Grattafiori et al., 2024): RMS norms, rotary positions, a gated MLP, shared key heads.
 
-A plain module, as GPT2 beside it. The rotation pairs element i of a head with element i + half, as Hugging Face's files
-are laid out: weights from there fit as they are. Every Llama from 1 to 3.2 is a set of values for this constructor
+A plain module, like GPT2. The rotation pairs element i of a head with element i + half, as in Hugging Face's files, so
+their weights fit unchanged. Every Llama from 1 to 3.2 is a set of values for this constructor
 (conf/model/llama-*.yaml).
 """
 
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dtrain.models.parts import Cache, Extend, Head, RMSNorm, attend, is_packed, places, transformer_tp_plan
+from dtrain.models.layers import Cache, Extend, Head, RMSNorm, attend, is_packed, places, transformer_tp_plan
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Turn each pair of [batch, heads, length, head_dim] by its position's angle; in float32, then as it came."""
+    """Rotate each pair of [batch, heads, length, head_dim] by its position's angle, in fp32; keep the input's dtype."""
     cos, sin = rotary
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
@@ -76,8 +76,8 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    perplexity = True  # exp(loss) means something
-    stream = torch.float32  # the type of the residual stream: what flows from block to block (precision.stream)
+    perplexity = True  # exp(loss) is meaningful
+    stream = torch.float32  # dtype of the residual stream between blocks (precision.stream)
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Llama(nn.Module):
         self.rope_theta, self.rope_factor, self.rope_original_len = rope_theta, rope_factor, rope_original_len
         self.rope_low_freq_factor, self.rope_high_freq_factor = rope_low_freq_factor, rope_high_freq_factor
         padded = math.ceil(vocab_size / vocab_multiple) * vocab_multiple
-        self.is_first = self.is_last = True  # of the pipeline; a whole model is both
+        self.is_first = self.is_last = True  # of the pipeline; an unsplit model is both
         self.tied = tied
         self.embed: nn.Embedding | None = nn.Embedding(padded, dim)
         self.dropout = nn.Dropout(dropout)
@@ -118,7 +118,7 @@ class Llama(nn.Module):
         # tied: no second matrix, and no tie for a wrapper to break
         self.output: nn.Linear | None = None if tied else nn.Linear(dim, padded, bias=False)
         self.head = Head()
-        # as published: the rows that only pad the vocabulary are not counted
+        # as published: vocabulary padding is not counted
         padding = (padded - vocab_size) * dim * (1 if tied else 2)
         self.num_parameters = sum(p.numel() for p in self.parameters()) - padding
 
@@ -129,10 +129,10 @@ class Llama(nn.Module):
         source: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Logits, or with targets the mean loss, of tokens or packed documents (parts.places).
+        """Return logits, or with targets the mean loss, of tokens or packed documents (layers.places).
 
-        `source` is the tokens where `inputs` is what an earlier stage gave. With a `cache` the tokens follow those that
-        are in it, and are added to it.
+        `source`: the tokens, if `inputs` are an earlier stage's hidden states. With a `cache`, the tokens continue
+        those in it, and are added to it.
         """
         positions, mask = places(inputs if source is None else source, cache)
         rotary = self.rotary(positions)
@@ -156,12 +156,12 @@ class Llama(nn.Module):
         return x.to(self.stream)
 
     def rotary(self, positions: Tensor) -> Tensor:
-        """Cosines and sines [2, (batch, 1,) length, head_dim / 2] of each pair's angle, in float32.
+        """Return cosines and sines [2, (batch, 1,) length, head_dim / 2] of each pair's angle, in fp32.
 
-        Made anew in every pass, which is nothing beside a layer: no buffer that a checkpoint would carry. Llama 3.1
-        stretches a model of `rope_original_len` tokens: pairs that turn fewer than `rope_low_freq_factor` times in
-        these turn `rope_factor` times slower, those that turn more than `rope_high_freq_factor` times stay, and those
-        between are a mixture.
+        They are recomputed in every pass, which is cheap compared with a layer, so no checkpoint holds them as a
+        buffer. Llama 3.1 stretches a model of `rope_original_len` tokens: pairs that turn fewer than
+        `rope_low_freq_factor` times within it turn `rope_factor` times slower, those that turn more than
+        `rope_high_freq_factor` times are unchanged, and those between are interpolated.
         """
         halves = torch.arange(0, self.head_dim, 2, device=positions.device).float()
         frequency = 1.0 / self.rope_theta ** (halves / self.head_dim)
@@ -170,7 +170,7 @@ class Llama(nn.Module):
             low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
             stays = ((turns - low) / (high - low)).clamp(0.0, 1.0)
             frequency = frequency * (stays + (1.0 - stays) / self.rope_factor)
-        # a product element by element: a matrix product would be in 16 bits under autocast
+        # an elementwise product: a matmul would run in 16 bits under autocast
         angle = positions[..., None].float() * frequency
         if positions.ndim == 2:
             angle = angle[:, None]  # one table for all heads
@@ -179,7 +179,7 @@ class Llama(nn.Module):
     # ---- the plans -------------------------------------------------------------------------------------------
 
     def init_weights(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
-        """Fill one whole weight. Called per name with its own generator, so order and sharding do not matter."""
+        """Fill one full weight. Called per name with its own generator, so order and sharding do not matter."""
         if "norm" in name:
             weight.fill_(1.0)
         else:
@@ -188,11 +188,11 @@ class Llama(nn.Module):
             weight.normal_(0.0, std, generator=generator)
 
     def fsdp_units(self) -> list[nn.Module]:
-        """The modules gathered one at a time under fsdp; also the unit of activation checkpointing."""
+        """Return the modules gathered one at a time under fsdp; also the units of activation checkpointing."""
         return list(self.layers.values())
 
     def tp_plan(self, sequence_parallel: bool = False, loss_parallel: bool = False) -> dict[str, ParallelStyle]:
-        """How the tensor-parallel ranks share each module: heads (of keys, too) and the MLP's width are dealt out."""
+        """Return the tensor-parallel plan: heads (of keys, too) and the MLP's width are sharded."""
         return transformer_tp_plan(
             self,
             columns=("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up"),
@@ -218,10 +218,10 @@ class Llama(nn.Module):
         return self
 
     def flops_per_sample(self) -> float:
-        """Forward and backward of one sequence: 6 per multiplied weight and token, 12·layers·dim·length for attention.
+        """FLOPs (forward, backward) of one sequence: 6 per GEMM weight and token, 12·layers·dim·length for attention.
 
-        An embedding that is only looked up is not multiplied. Attention counts whole, without the half that causality
-        saves, as for GPT-2.
+        A lookup-only embedding is not a GEMM. Attention counts in full, without the half that causality saves, as for
+        GPT-2.
         """
         multiplied = self.num_parameters - (0 if self.tied else self.vocab_size * self.dim)
         return self.seq_len * (6.0 * multiplied + 12.0 * self.num_layers * self.dim * self.seq_len)

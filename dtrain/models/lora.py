@@ -1,7 +1,7 @@
-"""LoRA (Hu et al., 2021): the weights stay frozen; beside chosen linear layers, two thin matrices are trained.
+"""LoRA (Hu et al., 2021): the weights stay frozen; two thin matrices beside chosen linear layers are trained.
 
-A layer keeps its names: beside `X.weight` there are `X.lora_a` and `X.lora_b`, and nothing else moves. So every plan of
-the model (what is gathered, how it is cut) holds for the model with adapters, too.
+A layer keeps its names: `X.lora_a` and `X.lora_b` are added beside `X.weight`, and nothing else changes. So every plan
+of the model (what is gathered, how it is sharded) also holds for the model with adapters.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dtrain.config import bad
+from dtrain.errors import bad
 
 
 class LoRALinear(nn.Linear):
-    """y = W x + alpha / rank · B A x, where only A and B are trained. Made from an nn.Linear by `attach`."""
+    """y = W x + alpha / rank · B A x, where only A and B are trained. `attach` makes it from an nn.Linear."""
 
     lora_a: nn.Parameter
     lora_b: nn.Parameter
@@ -29,18 +29,18 @@ class LoRALinear(nn.Linear):
         x = once_cast(x)
         y = F.linear(x, self.weight, self.bias)
         inner = F.linear(x, self.lora_a) * self.scale
-        # one kernel that adds its product to y, and not two passes over y more
+        # one kernel that adds its matmul to y, instead of two more passes over y
         return torch.addmm(y.view(-1, self.out_features), inner.view(-1, inner.shape[-1]), self.lora_b.t()).view_as(y)
 
 
 def once_cast(x: Tensor) -> Tensor:
-    """What autocast would do for each of the two products with x, done once."""
+    """Do the cast of autocast once for both matmuls with x."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def apply(model: nn.Module, rank: int, alpha: float, targets: list[str]) -> None:
-    """Freeze the model, and give linear layers of its blocks adapters: those that `targets` names, or all if [].
+    """Freeze the model, and add adapters to linear layers of its blocks: those that `targets` names, or all if [].
 
     A target is the end of a name: `qkv`, `attention.qkv`, `layers.0.attention.qkv`.
     """
@@ -49,23 +49,23 @@ def apply(model: nn.Module, rank: int, alpha: float, targets: list[str]) -> None
     for linear in chosen.values():
         attach(linear, rank, alpha)
     if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
-        torch.backends.mha.set_fastpath_enabled(False)  # in evaluation it reads the weights, and asks no adapter
-    for name in getattr(model, "task_head", ()):  # begins anew with every task: frozen, it would stay random
+        torch.backends.mha.set_fastpath_enabled(False)  # in evaluation it would bypass the adapters
+    for name in getattr(model, "task_head", ()):  # new for every task: frozen, it would stay random
         model.get_submodule(name).requires_grad_(True)
     model.init_weights = functools.partial(init_weights, model.init_weights)  # type: ignore[assignment, arg-type]
     if hasattr(model, "flops_per_sample"):
-        # A frozen weight needs no gradient, one of the three products it takes part in. Attention has no weights and
-        # is still done whole, so this is a little less than is done.
+        # A frozen weight needs no gradient, one of its three GEMMs. Attention has no weights and still runs in full, so
+        # this slightly underestimates.
         whole = model.flops_per_sample
         model.flops_per_sample = functools.partial(share_of, whole, 2 / 3)  # type: ignore[assignment, arg-type]
     model.num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)  # type: ignore[assignment]
 
 
 def choose(model: nn.Module, targets: list[str]) -> dict[str, nn.Linear]:
-    """The linear layers that get adapters, by name: called as they are, in the model's blocks.
+    """Return the linear layers that get adapters, by name: plain nn.Linear layers in the model's blocks.
 
-    A subclass has a forward pass of its own, and of a layer outside (a head) the model may use the weight alone: an
-    adapter there would never be asked.
+    A subclass has its own forward pass, and the model may use only the weight of a layer outside the blocks (a head):
+    an adapter there would never run.
     """
     units: list[nn.Module] = model.fsdp_units() if hasattr(model, "fsdp_units") else [model]  # type: ignore[operator]
     inside = {id(module) for unit in units for module in unit.modules()}
@@ -86,7 +86,7 @@ def ends(name: str, target: str) -> bool:
 
 
 def attach(linear: nn.Linear, rank: int, alpha: float) -> None:
-    """In place, so that whoever refers to the layer has the one with adapters."""
+    """Convert in place, so that all references to the layer see the adapter."""
     linear.__class__ = LoRALinear
     options: dict[str, Any] = {"device": linear.weight.device, "dtype": torch.float32}
     linear.lora_a = nn.Parameter(torch.empty(rank, linear.in_features, **options))
@@ -95,9 +95,9 @@ def attach(linear: nn.Linear, rank: int, alpha: float) -> None:
 
 
 def init_weights(inner: Callable[..., None], name: str, weight: Tensor, generator: torch.Generator) -> None:
-    """The first A is drawn and the first B is 0: so the model begins as the one it was made from."""
+    """Draw A at random and set B to 0, so the model starts equal to the one it was made from."""
     if name.endswith(".lora_a"):
-        bound = 1 / math.sqrt(weight.shape[1])  # as a linear layer's weight is in torch
+        bound = 1 / math.sqrt(weight.shape[1])  # like torch's init of a linear layer's weight
         weight.uniform_(-bound, bound, generator=generator)
     elif name.endswith(".lora_b"):
         weight.zero_()
@@ -109,7 +109,7 @@ def share_of(figure: Callable[[], float], share: float) -> float:
     return figure() * share
 
 
-# ---- the base: every weight that adapters leave as it was ----------------------------------------------------
+# ---- the base: every weight that adapters leave unchanged ----------------------------------------------------
 
 
 def is_adapter(name: str) -> bool:
@@ -117,9 +117,9 @@ def is_adapter(name: str) -> bool:
 
 
 def base_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights that are frozen for adapters; none where there are no adapters.
+    """Return names and shapes of the weights that are frozen for adapters; none if there are no adapters.
 
-    A model that a user has frozen in part is no such case: what else happens to its weights nobody here knows.
+    This excludes models that a user froze in part: their weights may still change in other ways.
     """
     if not any(isinstance(module, LoRALinear) for module in model.modules()):
         return {}
@@ -127,9 +127,9 @@ def base_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def hold(model: nn.Module, dtype: torch.dtype) -> None:
-    """Hold the base's linear weights in the type of the products, while the model has no memory yet.
+    """Store the base's linear weights in the matmul dtype, while the model is on the meta device.
 
-    Autocast would round them to it at every use: the same maths, in half the memory. Embeddings and norms stay float32.
+    Autocast would round them at every use: the same math in half the memory. Embeddings and norms stay fp32.
     """
     if not base_of(model):
         return
@@ -143,9 +143,9 @@ def hold(model: nn.Module, dtype: torch.dtype) -> None:
 def merged(
     weights: Iterator[tuple[str, Tensor]], adapters: Mapping[str, Tensor], scale: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model without adapters that computes what this one does: W + alpha / rank · B A, one at a time.
+    """Yield the weights of an equivalent model without adapters: W + alpha / rank · B A, one at a time.
 
-    In float32, or in the base's own type if that is wider.
+    In fp32, or in the base's own dtype if that is wider.
     """
     for name, weight in weights:
         layer = name.removesuffix(".weight")

@@ -1,36 +1,34 @@
-"""Losses for models that only give outputs: `loss(outputs, targets)`. Ours, and many, give the loss themselves.
+"""Losses for models that only return outputs: `loss(outputs, targets)`. Ours, and many others, return the loss.
 
-This file is also read by the launcher, which does not import torch.
+The launcher also imports this file, and must not import torch.
 """
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dtrain.config import bad
-from dtrain.schema import class_source
+from dtrain.errors import bad
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-OWN = "dtrain.losses.own"
+OWN = "dtrain.models.losses.own"
 FIX = "loss=cross_entropy, loss=mse or one of your own (docs/your-own.md), or forward(inputs, targets) that gives it"
 
 
 def own() -> None:
-    """The model gives its loss itself, when it is called with targets."""
+    """The model itself returns its loss when it is called with targets."""
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor, training: bool = True, label_smoothing: float = 0.0) -> Tensor:
-    """The mean over the targets that are not -100; in evaluation without smoothing, and with accuracy and top 5.
+    """Return the mean over the targets that are not -100; in evaluation without smoothing, plus accuracy and top 5.
 
-    Classes lie along the last dimension of the outputs, or, as torch has them, along the second.
+    Classes are along the outputs' last dimension or, as in torch, the second.
     """
     from torch.nn import functional as F
 
-    from dtrain.models import parts
+    from dtrain.models import layers
 
     scores = outputs
     if scores.shape[:-1] != targets.shape and scores.dim() > 2:
@@ -40,7 +38,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor, training: bool = True, label
             "cross_entropy", outputs, targets, "scores of classes and, for each set of them, one whole number"
         )
     if not training or not label_smoothing:
-        return parts.classify(scores, targets, training)
+        return layers.classify(scores, targets, training)
     flat = scores.reshape(-1, scores.shape[-1]).float()
     return F.cross_entropy(flat, targets.reshape(-1), label_smoothing=label_smoothing)
 
@@ -49,10 +47,10 @@ cross_entropy.figures = ("accuracy", "top5")  # type: ignore[attr-defined]  # af
 
 
 def mse(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean of the squared differences; a last dimension of size 1 may be missing from the targets."""
+    """Return the mean squared error; the targets may lack a last dimension of size 1."""
     from torch.nn import functional as F
 
-    if outputs.shape == (*targets.shape, 1):  # else torch would take every output with every target
+    if outputs.shape == (*targets.shape, 1):  # otherwise torch would broadcast every output against every target
         targets = targets.unsqueeze(-1)
     if outputs.shape != targets.shape:
         raise mismatch("mse", outputs, targets, "a number for each output")
@@ -65,44 +63,12 @@ def mismatch(name: str, outputs: Tensor, targets: Tensor, wanted: str) -> ValueE
 
 
 def ready(loss: Any) -> Callable[..., Tensor] | None:
-    """What config.build made of the loss section, as loss(outputs, targets); None when the model has its own.
+    """Return the loss section's object as loss(outputs, targets); None if the model has its own loss.
 
-    A class is made with its settings, as torch's losses are; a function is called with them.
+    A class is instantiated with its settings, like torch's losses; a function is called with them.
     """
     function = getattr(loss, "func", loss)
     if loss is None or function is own:
         return None
     made: Callable[..., Tensor] = loss() if isinstance(function, type) else loss
     return made
-
-
-# ---- before the launch ---------------------------------------------------------------------------------------
-
-
-def check(config: dict[str, Any]) -> None:
-    """Refuse a model that gives no loss, and a loss where only the model's own can be."""
-    loss, model, strategy = config["loss"], config["model"]["_target_"], config["strategy"]
-    smoothing = loss.get("label_smoothing")
-    if isinstance(smoothing, (int, float)) and not 0 <= smoothing < 1:
-        raise bad("loss.label_smoothing", smoothing, "must be at least 0 and less than 1", "loss.label_smoothing=0.1")
-    chosen = config["choices"].get("loss") or loss["_target_"]
-    if loss["_target_"] == OWN:
-        names = None if model.startswith("dtrain.") else arguments_of(model, "forward")
-        if names is not None and len(names) == 1:
-            rule = f"{model.rpartition('.')[2]}.forward({names[0]}) takes no targets, so nothing gives a loss"
-            raise bad("loss", "own", rule, FIX)
-    elif strategy.get("loss_parallel"):
-        rule = f"cuts the outputs, and loss={chosen} needs them whole"
-        raise bad("strategy.loss_parallel", "true", rule, "strategy.loss_parallel=false, or loss=own")
-    elif "schedule" in strategy and strategy.get("pp") != 1:
-        rule = "the last stage of a pipeline must give the loss itself"
-        raise bad("loss", chosen, rule, "loss=own with a model that does, strategy.pp=1, or strategy=fsdp")
-
-
-def arguments_of(target: str, method: str) -> list[str] | None:
-    """The arguments of a class's method, less self, from its source; None: cannot be told without importing it."""
-    found = class_source(target)
-    for item in found.body if found else ():
-        if isinstance(item, ast.FunctionDef) and item.name == method and not item.args.vararg:
-            return [a.arg for a in (*item.args.posonlyargs, *item.args.args)][1:]
-    return None

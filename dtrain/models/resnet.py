@@ -1,7 +1,7 @@
-"""ResNet (He et al., 2015, arXiv:1512.03385) with the stride on the 3x3 convolution, as it is trained today.
+"""ResNet (He et al., 2015, arXiv:1512.03385) with the stride on the 3x3 convolution, as is common today.
 
-Convolutions, then the mean over the picture, then a linear layer. It has no plan for tensor or pipeline parallel:
-its ranks are data ranks, which is also what the batch norm counts on (dtrain/models/batchnorm.py).
+Convolutions, then the mean over the image, then a linear layer. It has no tensor or pipeline plan: all its ranks are
+data ranks, which the batch norm relies on (dtrain/models/batchnorm.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dtrain.models.batchnorm import BatchNorm, average_statistics
-from dtrain.models.parts import FIGURES, classify
+from dtrain.models.layers import FIGURES, classify
 
 
 def conv(ins: int, outs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
@@ -78,39 +78,39 @@ class ResNet(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         x = inputs
-        if x.is_cuda:  # what tensor cores read; all that follows keeps the order
+        if x.is_cuda:  # the layout that tensor cores need; later ops keep it
             x = x.contiguous(memory_format=torch.channels_last)
         x = F.relu(self.stem_norm(self.stem(x)))
         if self.large_stem:
             x = F.max_pool2d(x, 3, 2, 1)
         for layer in self.layers.values():
             x = layer(x)
-        logits = self.head(x.float().mean(dim=(2, 3)))  # a mean: the pooling layer's backward pass is not deterministic
+        logits = self.head(x.float().mean(dim=(2, 3)))  # the backward pass of a pooling layer is not deterministic
         average_statistics(self)
         return logits if targets is None else classify(logits, targets, self.training)
 
     # ---- the plans -------------------------------------------------------------------------------------------
 
     def init_weights(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
-        """Fill one whole weight or running statistic, each with a generator of its own."""
+        """Fill one full weight or running statistic, each with its own generator."""
         if name.endswith("bias") or name.endswith("running_mean"):
             weight.zero_()
-        elif "norm" in name:  # of 1 at first; at the end of a block 0 if asked for, so that it begins as its shortcut
+        elif "norm" in name:  # 1; or 0 at the end of a block if zero_init, so that the block starts as its shortcut
             last = next(iter(self.layers.values())).norms
             assert isinstance(last, nn.ModuleList)
             weight.fill_(0.0 if self.zero_init and name.endswith(f"norms.{len(last) - 1}.weight") else 1.0)
-        elif weight.dim() == 4:  # keeps the size of gradients through a ReLU (He et al., 2015, arXiv:1502.01852)
+        elif weight.dim() == 4:  # preserves the gradients' variance through a ReLU (He et al., 2015, arXiv:1502.01852)
             outs, _, height, across = weight.shape
             weight.normal_(0.0, math.sqrt(2 / (outs * height * across)), generator=generator)
         else:
             weight.normal_(0.0, 0.01, generator=generator)
 
     def fsdp_units(self) -> list[nn.Module]:
-        """The modules gathered one at a time under fsdp; also the unit of activation checkpointing."""
+        """Return the modules gathered one at a time under fsdp; also the units of activation checkpointing."""
         return list(self.layers.values())
 
     def convolutions(self) -> Iterator[tuple[nn.Conv2d, int]]:
-        """Every convolution, with the side of its result in pixels."""
+        """Yield every convolution, with the side of its output in pixels."""
         side = -(-self.image_size // 2) if self.large_stem else self.image_size
         yield self.stem, side
         side = -(-side // 2) if self.large_stem else side
@@ -125,12 +125,12 @@ class ResNet(nn.Module):
                 yield block.shortcut, -(-before // block.shortcut.stride[0])
 
     def flops_per_sample(self) -> float:
-        """Forward and backward of one picture: 2 a multiplication, three times; the picture needs no gradient."""
+        """FLOPs, forward and backward, of one image: 2 per multiplication, three times; the image needs no gradient."""
         return conv_flops(self.convolutions(), self.head.in_features * self.head.out_features)
 
 
 def conv_flops(convolutions: Iterator[tuple[nn.Conv2d, int]], linear: int) -> float:
-    """Forward and backward: each convolution and `linear` products three times, the first convolution twice."""
+    """FLOPs, forward and backward: three times all convolutions and `linear`, but the first convolution twice."""
     forward = [
         side**2 * layer.out_channels * layer.in_channels * layer.kernel_size[0] ** 2 for layer, side in convolutions
     ]

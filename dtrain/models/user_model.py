@@ -1,7 +1,7 @@
-"""What a plain module lacks, filled in: its loss, its first weights, and plans that have an answer for every model.
+"""Complete a plain module: its loss, its initial weights, and default plans that work for every model.
 
-Everything is attached to the module itself and nothing wraps it, so parameter names stay. What is attached are bound
-methods: a copy of the module (a pipeline stage) has its own.
+Everything is attached to the module itself and nothing wraps it, so parameter names stay. The attached methods are
+bound: a copy of the module (a pipeline stage) has its own.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dtrain import losses
-from dtrain.config import bad
+from dtrain.errors import bad
+from dtrain.models import losses
 
 log = logging.getLogger("dtrain")
 
 
 def construct(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """The module on the meta device; by way of the CPU if its constructor works with the values of tensors."""
+    """Build the module on the meta device; via the CPU if its constructor needs tensor values."""
     try:
         with torch.device("meta"):
             model = build()
@@ -37,16 +37,16 @@ def construct(build: Callable[[], nn.Module], seed: int) -> nn.Module:
             raise
         why = f"{type(error).__name__}: {error}"
     if why:
-        model = on_cpu(build, seed)  # what is wrong on every device is told from here
+        model = on_cpu(build, seed)  # errors that occur on every device are raised here
         log.info("the model cannot be built without memory, so it was built on the CPU first (%s)", why)
         to_meta(model)
     return model
 
 
 def complete(model: Any, loss: Any, build: Callable[[], nn.Module], seed: int) -> None:
-    """Give a model what it does not say itself. `build` makes it once more, with values."""
+    """Add what a model does not define itself. `build` builds it again, with values."""
     for module in model.modules():
-        module._non_persistent_buffers_set.clear()  # a checkpoint has every buffer, and whoever loads one takes all
+        module._non_persistent_buffers_set.clear()  # a checkpoint has every buffer, and loading needs all of them
         if type(module) in NORMS:
             module.forward = MethodType(norm, module)
     function = losses.ready(loss)
@@ -55,7 +55,7 @@ def complete(model: Any, loss: Any, build: Callable[[], nn.Module], seed: int) -
     elif not takes(model.forward, 2):
         rule = f"{type(model).__name__}.forward{inspect.signature(model.forward)} takes no targets"
         raise bad("loss", "own", f"{rule}, so nothing gives a loss", losses.FIX)
-    # a name that means something else in a user's module, or in a library's, is not the plan of that name
+    # a user's or a library's method of the same name with another signature is not the plan
     if not takes(getattr(model, "init_weights", None), 3):
         model.init_weights = FromConstructor(build, seed)
     if not takes(getattr(model, "fsdp_units", None), 0):
@@ -67,14 +67,14 @@ def complete(model: Any, loss: Any, build: Callable[[], nn.Module], seed: int) -
 
 
 def takes(method: Any, count: int) -> bool:
-    """Can it be called with so many values?"""
+    """Return whether it can be called with this many arguments."""
     if not callable(method):
         return False
     try:
         inspect.signature(method).bind(*range(count))
     except TypeError:
         return False
-    except ValueError:  # no signature to be had: it will be seen when it is called
+    except ValueError:  # no signature available: the call itself will show
         return True
     return True
 
@@ -83,7 +83,7 @@ def takes(method: Any, count: int) -> bool:
 
 
 def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
-    """Make it model(inputs, targets=None): outputs, or their loss, and with figures in evaluation if it has any."""
+    """Make it model(inputs, targets=None): return outputs, or their loss, in evaluation with metrics if it has any."""
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         rule = "has weights, and only the model's are trained and saved"
         raise bad("loss", type(loss).__name__, rule, "make it a part of the model, which then gives its loss itself")
@@ -96,7 +96,7 @@ def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
         if targets is None:
             return outputs
         if isinstance(loss, nn.Module):
-            loss.to(outputs.device)  # weights of classes, say
+            loss.to(outputs.device)  # for example class weights
         value = loss(outputs, targets, **({"training": self.training} if knows_mode else {}))
         if value.shape != ((1 + len(figures),) if figures and not self.training else ()):
             rule = f"gave a tensor of {list(value.shape)}, and not one number"
@@ -105,14 +105,14 @@ def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
 
     model.forward = MethodType(forward, model)
     if function is not losses.cross_entropy:
-        model.perplexity = False  # exp(loss) of the model's own loss means something, and of another one nothing
+        model.perplexity = False  # only exp of the model's own loss or of cross-entropy is a perplexity
     if figures or hasattr(model, "figures"):
         model.figures = figures
 
 
 # ---- 16 bits -------------------------------------------------------------------------------------------------
 
-# torch's own, and no subclass, which may do something else
+# torch's own classes only: a subclass may do something else
 NORMS = (
     nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
@@ -120,7 +120,7 @@ NORMS = (
 
 
 def norm(self: nn.Module, x: Tensor) -> Tensor:
-    """A norm's forward pass; in float32 where fsdp or zero hold its weights in 16 bits, which torch refuses to mix."""
+    """A norm's forward pass; in fp32 if fsdp or zero hold its weights in 16 bits: torch refuses to mix dtypes."""
     weight = self.weight
     if isinstance(weight, Tensor) and weight.dtype != torch.float32:
         return type(self).forward(Wide(self), x.float())
@@ -128,7 +128,7 @@ def norm(self: nn.Module, x: Tensor) -> Tensor:
 
 
 class Wide:
-    """A module as its forward pass sees it, with its weights in float32."""
+    """A module as its forward pass sees it, with its weights in fp32."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -138,14 +138,14 @@ class Wide:
         return value.float() if isinstance(value, nn.Parameter) else value
 
 
-# ---- first weights -------------------------------------------------------------------------------------------
+# ---- initial weights -----------------------------------------------------------------------------------------
 
 
 class FromConstructor:
-    """init_weights of a module without one: the values that its constructor gives under the run's seed.
+    """init_weights for a module without one: the values that its constructor produces under the run's seed.
 
-    So all ranks and strategies begin alike. Each rank builds the whole module in host memory when the first value is
-    asked for, and lets go of each tensor as it is taken.
+    So all ranks and strategies start alike. Each rank builds the full module in host memory when the first value is
+    requested, and frees each tensor once it is taken.
     """
 
     def __init__(self, build: Callable[[], nn.Module], seed: int) -> None:
@@ -159,11 +159,11 @@ class FromConstructor:
         weight.copy_(self.values.pop(name))
 
     def __deepcopy__(self, memo: Any) -> FromConstructor:
-        return self  # a pipeline stage asks for its own part of the same values
+        return self  # a pipeline stage takes its own part of the same values
 
 
 def on_cpu(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """The module with the values that its constructor gives, the same in every process."""
+    """Build the module with its constructor's values, the same in every process."""
     drawn = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -177,7 +177,7 @@ def on_cpu(build: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 def tensors_beside(model: nn.Module) -> list[str]:
-    """Tensors that a module keeps as plain attributes: on the meta device they have no values, and nothing else has."""
+    """Return tensors kept as plain attributes: on the meta device they have no values, and nothing can restore them."""
     found = []
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
@@ -190,7 +190,7 @@ def tensors_beside(model: nn.Module) -> list[str]:
 
 
 def to_meta(model: nn.Module) -> None:
-    """Let go of the memory. What is one weight under two names stays one, to be found out (shared.materialize)."""
+    """Free the memory. A weight under two names stays one, so that strategies/materialize.py can detect it."""
 
     @functools.cache
     def parameter(p: nn.Parameter) -> nn.Parameter:
@@ -207,9 +207,9 @@ def to_meta(model: nn.Module) -> None:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers: of the modules that a list, dict or sequence holds several of, the kind with most parameters.
+    """Return the layers: among modules repeated in a list, dict or sequential, the type with the most parameters.
 
-    The whole model if there is no such kind.
+    Return the whole model if there is no such type.
     """
     kinds: dict[type, list[nn.Module]] = defaultdict(list)
     for container in model.modules():
@@ -217,7 +217,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
             children = list(container.children())
             for kind in dict.fromkeys(map(type, children)):
                 if issubclass(kind, (nn.ModuleList, nn.ModuleDict)):
-                    continue  # nobody calls one
+                    continue  # these are never called
                 same = [child for child in children if type(child) is kind]
                 if len(same) > 1:
                     kinds[kind] += same
@@ -227,7 +227,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def outermost(modules: list[nn.Module]) -> list[nn.Module]:
-    """Each once, less those that lie in another one."""
+    """Return each module once, without those inside another one."""
     unique = list(dict.fromkeys(modules))
     inside = {id(part) for module in unique for part in module.modules() if part is not module}
     return [module for module in unique if id(module) not in inside]
@@ -238,5 +238,5 @@ def num_parameters(modules: list[nn.Module]) -> int:
 
 
 def six_per_parameter(model: nn.Module) -> float:
-    """Forward and backward of one sample in which every weight is used once: 2 and 4 operations a parameter."""
+    """FLOPs, forward and backward, of one sample that uses every weight once: 2 and 4 per parameter."""
     return 6.0 * int(model.num_parameters)  # type: ignore[arg-type]

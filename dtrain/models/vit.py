@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dtrain.models.parts import FIGURES, MLP, LayerNorm, classify
+from dtrain.models.layers import FIGURES, MLP, LayerNorm, classify
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -18,12 +18,12 @@ EPS = 1e-6
 
 
 class Patches(nn.Module):
-    """A picture as a row of tokens: one for the class, then one a patch, with their positions."""
+    """An image as a sequence of tokens: one for the class, then one per patch, with their positions."""
 
     def __init__(self, image_size: int, channels: int, patch_size: int, dim: int) -> None:
         super().__init__()
         self.patch_size = patch_size
-        self.proj = nn.Linear(channels * patch_size**2, dim)  # what a convolution with this stride computes
+        self.proj = nn.Linear(channels * patch_size**2, dim)  # equals a convolution with this stride
         self.class_token = nn.Parameter(torch.empty(dim))
         self.positions = nn.Parameter(torch.empty((image_size // patch_size) ** 2 + 1, dim))
 
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = dim // num_heads
         self.dropout = dropout
-        self.qkv = nn.Linear(dim, 3 * dim)  # rows ordered head by head, so that a cut by rows keeps heads whole
+        self.qkv = nn.Linear(dim, 3 * dim)  # rows ordered head by head, so that row-wise sharding keeps heads whole
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,8 +67,8 @@ class Block(nn.Module):
 
 class ViT(nn.Module):
     figures = FIGURES
-    stream = torch.float32  # the type of the residual stream: what flows from block to block (precision.stream)
-    task_head = ("head",)  # trained beside adapters, too
+    stream = torch.float32  # dtype of the residual stream between blocks (precision.stream)
+    task_head = ("head",)  # also trained beside adapters
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class ViT(nn.Module):
         self.num_layers, self.dim, self.patch_inputs = num_layers, dim, channels * patch_size**2
         self.num_tokens = (image_size // patch_size) ** 2 + 1
         self.num_classes = num_classes
-        self.is_first = self.is_last = True  # of the pipeline; a whole model is both
+        self.is_first = self.is_last = True  # of the pipeline; an unsplit model is both
         self.patches: Patches | None = Patches(image_size, channels, patch_size, dim)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleDict({str(i): Block(dim, num_heads, dropout) for i in range(num_layers)})
@@ -115,14 +115,14 @@ class ViT(nn.Module):
     # ---- the plans -------------------------------------------------------------------------------------------
 
     def init_weights(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
-        """Fill one whole weight. Called per name with its own generator, so order and sharding do not matter."""
-        if name.endswith(("bias", "class_token", "head.weight")):  # a head of zeros: every class is as likely at first
+        """Fill one full weight. Called per name with its own generator, so order and sharding do not matter."""
+        if name.endswith(("bias", "class_token", "head.weight")):  # a zero head: all classes start equally likely
             weight.zero_()
         elif "norm" in name:
             weight.fill_(1.0)
         elif name.endswith("positions"):
-            # As large as patches are, nearly. With the 0.02 of the paper vit-tiny knew 84% of the held-out digits after
-            # 200 steps, with this 97%. Fixed sines have 0.7, and were found better, too (arXiv:2205.01580).
+            # Almost as large as the patches. With the paper's 0.02, vit-tiny reached 84% on the held-out digits after
+            # 200 steps; with this, 97%. Fixed sines have 0.7, and were also found better (arXiv:2205.01580).
             weight.normal_(0.0, 0.5, generator=generator)
         else:
             fan_out, fan_in = weight.shape
@@ -132,11 +132,11 @@ class ViT(nn.Module):
             weight.normal_(0.0, std, generator=generator)
 
     def fsdp_units(self) -> list[nn.Module]:
-        """The modules gathered one at a time under fsdp; also the unit of activation checkpointing."""
+        """Return the modules gathered one at a time under fsdp; also the units of activation checkpointing."""
         return list(self.layers.values())
 
     def tp_plan(self, sequence_parallel: bool = False, loss_parallel: bool = False) -> dict[str, ParallelStyle]:
-        """How the tensor-parallel ranks share each block's matrices: two all-reduces a block and direction."""
+        """Return the tensor-parallel plan of each block's matrices: two all-reduces per block and direction."""
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
         if sequence_parallel:
@@ -171,7 +171,7 @@ class ViT(nn.Module):
         return self
 
     def flops_per_sample(self) -> float:
-        """Forward and backward of one picture: 2 a multiplication, three times; the picture needs no gradient."""
+        """FLOPs, forward and backward, of one image: 2 per multiplication, three times; the image needs no gradient."""
         patches = (self.num_tokens - 1) * self.patch_inputs * self.dim
         block = 12 * self.dim**2 * self.num_tokens + 2 * self.num_tokens**2 * self.dim
         return 2.0 * (2 * patches + 3 * (self.num_layers * block + self.dim * self.num_classes))

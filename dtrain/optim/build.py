@@ -1,4 +1,4 @@
-"""Optimizers, made from named parameters, and the rule that scales the learning rate with the batch."""
+"""Optimizers, created from named parameters, and the rule that scales the learning rate with the batch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dtrain.kernels import rounding
-from dtrain.shards import chunks_of, is_dtensor
+from dtrain.kernels import stochastic_rounding
+from dtrain.util.dtensor import chunks_of, is_dtensor, local
 
-KINDS = (torch.float32, torch.bfloat16)  # of tensors that the kernel knows
-MAX_PLANS = 16  # that are remembered; DeepSpeed may step its weights in several parts
+KINDS = (torch.float32, torch.bfloat16)  # dtypes that the kernel supports
+MAX_PLANS = 16  # cached plans; DeepSpeed may step its weights in several parts
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW with its state and its formula; on a GPU one kernel, and bfloat16 parameters rounded by chance.
+    """torch's AdamW, with its state and formula; on a GPU one kernel, with stochastic rounding of bf16 parameters.
 
-    On a CPU, float32 parameters take torch's own step, to the bit. `seed` is that of the rounding: with it, the step,
-    the parameter and the place in it every random number is settled, so copies of a model stay copies.
+    On a CPU, fp32 parameters use torch's own step, bit for bit. `seed` seeds the rounding: every random number depends
+    on the seed, the step, the parameter and the element's index, so replicas stay identical.
     """
 
     seed = 0
@@ -43,7 +43,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step_if(self, finite: Tensor, factor: Tensor | None = None) -> None:
-        """Step with all gradients times `factor`, unless `finite` is false. On a GPU the host asks for neither."""
+        """Step with all gradients times `factor`, unless `finite` is false. On a GPU there is no host sync."""
         plan = self._plan()
         if plan.fits:
             self._launch(plan, finite, factor)
@@ -55,7 +55,7 @@ class AdamW(torch.optim.AdamW):
             self.step()
 
     def _plan(self) -> Plan:
-        """What is to be stepped, with this step's gradients. Looking all of it up anew takes 10 µs a parameter."""
+        """Return what to step, with this step's gradients. It is cached: rebuilding takes 10 µs per parameter."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters]
         has = [g is not None for g in gradients]
@@ -69,7 +69,7 @@ class AdamW(torch.optim.AdamW):
         return plan
 
     def _new_plan(self, parameters: list[nn.Parameter], has: list[bool]) -> Plan:
-        """For every parameter with a gradient its state, made if there is none, in torch's own way."""
+        """Build a plan: each parameter with a gradient and its state, which is created as torch does if missing."""
         number = {id(p): i for i, p in enumerate(parameters)}
         steps = []
         for i, group in enumerate(self.param_groups):
@@ -88,13 +88,13 @@ class AdamW(torch.optim.AdamW):
         for batch, chosen in plan.batches():
             gradients = [plan.steps[i].matching(plan.gradients[i]) for i in chosen]
             batch.step(gradients, self._settings(), finite, factor, self.seed)
-        plan.gradients = []  # held until the next step, they would be there twice
+        plan.gradients = []  # kept until the next step, gradients would be in memory twice
 
     def _settings(self) -> list[tuple[float, ...]]:
         return [(g["lr"], g["weight_decay"], *g["betas"], g["eps"]) for g in self.param_groups]
 
     def sender(self) -> Callable[[], None]:
-        """Of the step that was recorded just now (strategies/recorded.py): what sends it the settings of today."""
+        """Return the function that sends the current settings to the step just captured (strategies/cuda_graph.py)."""
         launches = [(b, b.places, b.fresh) for plan in (self._plans or {}).values() for b, *_ in plan.launches]
 
         def send() -> None:
@@ -105,12 +105,12 @@ class AdamW(torch.optim.AdamW):
         return send
 
     def is_on_device(self) -> bool:
-        """Whether its last steps were launches that ask the host for nothing."""
+        """Return whether its last steps were kernel launches without a host sync."""
         plans = list((self._plans or {}).values())
         return bool(plans) and all(plan.fits for plan in plans)
 
     def _step_by_chance(self, plan: Plan) -> None:
-        """The kernel's step with plain operations."""
+        """The kernel's step, written with plain ops."""
         for s, gradient in zip(plan.steps, plan.gradients, strict=True):
             group = self.param_groups[s.group]
             lr, eps, (beta1, beta2) = group["lr"], group["eps"], group["betas"]
@@ -122,8 +122,12 @@ class AdamW(torch.optim.AdamW):
             root = v.sqrt() * (1 - beta2**count) ** -0.5 + eps
             p = s.values.float() * (1 - lr * group["weight_decay"]) - lr / (1 - beta1**count) * (m / root)
             if s.values.dtype == s.first.dtype == torch.bfloat16:
-                noise = rounding.words(p.numel(), self.seed, count, s.number, s.offset, p.device).view(p.shape)
-                p, m, v = (rounding.by_chance(t, noise >> at & 0xFFFF) for t, at in ((p, 0), (m, 8), (v, 16)))
+                noise = stochastic_rounding.words(p.numel(), self.seed, count, s.number, s.offset, p.device).view(
+                    p.shape
+                )
+                p, m, v = (
+                    stochastic_rounding.by_chance(t, noise >> at & 0xFFFF) for t, at in ((p, 0), (m, 8), (v, 16))
+                )
             s.values.copy_(p)
             s.first.copy_(m)
             s.second.copy_(v)
@@ -131,17 +135,17 @@ class AdamW(torch.optim.AdamW):
 
 
 class Step:
-    """One parameter to be stepped: this rank's part of it and of its moments."""
+    """One parameter to step: this rank's shard of it and of its moments."""
 
     def __init__(self, parameter: Tensor, slots: dict[str, Tensor], group: int, number: int) -> None:
-        """`number`: among all parameters."""
+        """`number`: its index among all parameters."""
         self.parameter, self.slots, self.group, self.number = parameter, slots, group, number
         self.moments, self.count = (slots["exp_avg"], slots["exp_avg_sq"]), slots["step"]
         self.values, self.first, self.second = local(parameter), *map(local, self.moments)
 
     @property
     def fits(self) -> bool:
-        """Whether the kernel can step it: on a GPU, of a type that it knows, and without gaps in memory."""
+        """Return whether the kernel can step it: on a GPU, of a supported dtype, and dense in memory."""
         p = self.values
         dense = p.is_contiguous() or (p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last))
         alike = p.stride() == self.first.stride() == self.second.stride()
@@ -149,14 +153,14 @@ class Step:
 
     @property
     def offset(self) -> int:
-        """At which element of the whole parameter this part begins; rows are what is cut."""
+        """Return at which element of the whole parameter this shard begins; sharding is by rows."""
         if not is_dtensor(self.parameter):
             return 0
         strides = torch.empty(self.parameter.shape, device="meta").stride()
         return sum(o * n for o, n in zip(chunks_of(self.parameter.detach())[0].offset, strides, strict=True))
 
     def matching(self, gradient: Tensor) -> Tensor:
-        """The gradient, its elements in the order of the parameter's."""
+        """Return the gradient with the parameter's memory order."""
         if gradient.stride() == self.values.stride():
             return gradient
         return torch.empty_like(self.values, dtype=gradient.dtype).copy_(gradient)
@@ -164,10 +168,10 @@ class Step:
 
 @dataclass
 class Plan:
-    """What a step is about, for as long as parameters and state are the same objects, at the same places."""
+    """What a step works on, valid while parameters and state are the same objects in the same memory."""
 
-    parameters: list[nn.Parameter]  # all of the optimizer's; held, so that their ids stay theirs
-    has: list[bool]  # a gradient
+    parameters: list[nn.Parameter]  # all of the optimizer's; held, so that their ids are not reused
+    has: list[bool]  # which have a gradient
     state: Any
     num_states: int
     steps: list[Step]
@@ -184,7 +188,7 @@ class Plan:
         )  # fmt: skip
 
     def batches(self) -> Iterator[tuple[Any, list[int]]]:
-        """What the kernel steps at once, parameters and gradients of one set of types: usually all."""
+        """Yield what the kernel steps in one launch, grouped by dtypes: usually everything."""
         from dtrain.kernels.adamw import Batch
 
         kinds = defaultdict(list)
@@ -203,16 +207,9 @@ class Plan:
             yield batch, chosen
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor as it is."""
-    if type(tensor) in (Tensor, nn.Parameter):  # to look for an attribute in vain takes 0.5 µs, times thousands
-        return tensor
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-
-
 @functools.cache
 def has_kernel() -> bool:
-    """Triton comes with torch where there is a GPU."""
+    """Triton comes with torch on machines with a GPU."""
     return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 
 
@@ -226,7 +223,7 @@ def adamw(
     base_batch_size: int = 256,
     global_batch_size: int = 256,
 ) -> AdamW:
-    """AdamW with decay on matrices only; one fused kernel over all parameters where there is a GPU."""
+    """AdamW with weight decay on matrices only; one fused kernel over all parameters on a GPU."""
     peak = scaled_lr(lr, lr_scaling, global_batch_size, base_batch_size)
     groups, fused = grouped(named_parameters, weight_decay, peak)
     return AdamW(groups, lr=peak, betas=(betas[0], betas[1]), eps=eps, fused=fused)
@@ -242,7 +239,7 @@ def sgd(
     base_batch_size: int = 256,
     global_batch_size: int = 256,
 ) -> torch.optim.SGD:
-    """SGD with momentum, as convolutional nets are often trained; decay on matrices and kernels only."""
+    """SGD with momentum, common for convolutional nets; weight decay on matrices and kernels only."""
     peak = scaled_lr(lr, lr_scaling, global_batch_size, base_batch_size)
     groups, fused = grouped(named_parameters, weight_decay, peak)
     return torch.optim.SGD(groups, lr=peak, momentum=momentum, nesterov=nesterov, fused=fused)
@@ -251,12 +248,12 @@ def sgd(
 def grouped(
     named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float, peak: float
 ) -> tuple[list[dict[str, Any]], bool]:
-    """The trained parameters in groups with and without decay, and whether a fused kernel can take them.
+    """Group the trained parameters by weight decay; also return whether a fused kernel supports them.
 
     Each group keeps its peak rate under "peak_lr"; the loop sets "lr" from it before every step.
     """
     trained = [p for _, p in named_parameters if p.requires_grad]
-    # a kernel over many parameters wants them of one kind: plain tensors, or DTensors of one mesh
+    # a fused kernel needs parameters of one kind: plain tensors, or DTensors of one mesh
     groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
     for p in trained:
         groups.setdefault((p.dim() >= 2, getattr(p, "device_mesh", None)), []).append(p)

@@ -1,4 +1,4 @@
-"""Precision: which type products, residual stream and parameters have, and the loss scale that float16 needs."""
+"""Precision: the dtypes of matmuls, residual stream and parameters, and the loss scale that fp16 needs."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ import contextlib
 import dataclasses
 import importlib.util
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from dtrain.config import bad
+from dtrain.errors import bad
 
 log = logging.getLogger("dtrain")
-FLOAT8_MULTIPLE = 16  # of both sides of a matrix, or there is no float8 product of it
-MIN_SCALE = 2.0**-14  # below this an overflow is no matter of scale: the loss itself is broken
+FLOAT8_MULTIPLE = 16  # both dimensions of a matrix must be multiples of it for float8 GEMMs
+MIN_SCALE = 2.0**-14  # below this an overflow is not due to the scale: the loss itself is broken
 
 
 class Precision:
     """One option of conf/precision; docs/performance.md has the table.
 
-    `stream` is the type of the residual stream, what flows from block to block; `parameters` that of the weights, of
-    their gradients and of the optimizer's moments; `float8` says how the linear layers of the blocks are scaled.
+    `stream` is the dtype of the residual stream; `parameters` that of the weights, their gradients and the optimizer's
+    moments; `float8` is how the linear layers of the blocks are scaled.
 
-    The loss scale is plain arithmetic on one number. Whether a step overflowed is read from the global gradient
-    norm, the same on all ranks under every strategy; so no strategy needs a scaler of its own.
+    The loss scale is plain arithmetic on one number. A step overflowed if the global gradient norm, the same on all
+    ranks under every strategy, is not finite; so no strategy needs its own scaler.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Precision:
         return torch.autocast(device_type, self.dtype)
 
     def apply(self, model: nn.Module, device: torch.device, compiled: bool = True) -> None:
-        """Give a model that has no memory yet the types that it is to be held and computed in."""
+        """Convert a meta-device model to the dtypes of its weights and matmuls."""
         if self.parameters != torch.float32:
             for p in model.parameters():
                 p.data = p.data.to(self.parameters)
@@ -63,7 +65,7 @@ class Precision:
             to_float8(model, self.float8)
 
     def update(self, finite: bool) -> bool:
-        """Adapt the scale after a step. True if a non-finite step was only an overflow that a smaller scale cures."""
+        """Adapt the scale after a step. Return True if a non-finite step was an overflow that a smaller scale cures."""
         if not self.scaled:
             return False
         if finite:
@@ -79,12 +81,12 @@ class Precision:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        if self.scaled and state.get("scale", 1.0) != 1.0:  # a run that was not fp16 before keeps its fresh scale
+        if self.scaled and state.get("scale", 1.0) != 1.0:  # a run that was not fp16 before keeps its initial scale
             self.scale, self.good_steps = state["scale"], int(state.get("good_steps", 0))
 
 
 def check_float8(device: torch.device) -> None:
-    """What only a rank can know: which GPU there is."""
+    """Check what only a rank can know: its GPU."""
     if importlib.util.find_spec("torchao") is None:
         raise bad("precision", "fp8", "torchao is not installed", "pip install 'dtrain[fp8]', or precision=bf16")
     if device.type != "cuda":
@@ -95,9 +97,9 @@ def check_float8(device: torch.device) -> None:
 
 
 def to_float8(model: nn.Module, scaling: str, emulate: bool = False) -> None:
-    """Let torchao replace the linear layers of the model's blocks. Weights keep their names, and stay as they are.
+    """Let torchao replace the linear layers of the model's blocks. Weights keep their names and values.
 
-    `emulate` rounds to float8 and multiplies in float32, which any device can.
+    `emulate` rounds to float8 and multiplies in fp32, which any device can do.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -114,9 +116,21 @@ def to_float8(model: nn.Module, scaling: str, emulate: bool = False) -> None:
 
 
 def suits_float8(module: nn.Module) -> bool:
-    """A plain linear layer (an adapter's has a forward pass of its own) of a size that there are products for."""
+    """Return whether a module is a plain linear layer (not an adapter's) with dimensions that float8 GEMMs support."""
     return (
         type(module) is nn.Linear
         and module.in_features % FLOAT8_MULTIPLE == 0
         and module.out_features % FLOAT8_MULTIPLE == 0
     )
+
+
+def autocast_inside(
+    forward: Callable[..., Any], autocast: Callable[[], AbstractContextManager[Any]]
+) -> Callable[..., Any]:
+    """Return a forward pass with its own autocast, for engines that run forward and backward passes for us."""
+
+    def wrapped(*inputs: Any, **named: Any) -> Any:
+        with autocast():
+            return forward(*inputs, **named)
+
+    return wrapped

@@ -1,7 +1,7 @@
 """Learning-rate schedules: pure functions from the step to a share of the peak rate.
 
-`step` counts from 0; warm-up rises linearly and reaches 1 at step `warmup_steps`; the last step's share is
-`min_ratio`. Being pure, a schedule has no state to save.
+`step` counts from 0; warm-up rises linearly and reaches 1 at step `warmup_steps`; the last step's share is `min_ratio`.
+Schedules are pure, so they have no state to save.
 """
 
 from __future__ import annotations
@@ -27,5 +27,5 @@ def _warmup(step: int, warmup_steps: int) -> float:
 
 
 def _progress(step: int, steps: int, warmup_steps: int) -> float:
-    """0 until the warm-up ends, 1 at the last step."""
+    """Return 0 until the warm-up ends, 1 at the last step."""
     return min(1.0, max(0.0, (step - warmup_steps) / max(1, steps - 1 - warmup_steps)))

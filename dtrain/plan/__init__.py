@@ -1,1 +1,1 @@
-"""Will it fit, how fast, what does it cost, which strategy: answered before anything is queued, without torch."""
+"""Does it fit, how fast, at what cost, which strategy: answered before anything is queued, without torch."""

@@ -1,7 +1,7 @@
-"""No launch on this machine's CPUs of a model that its memory cannot hold: the kernel would kill it (SIGKILL).
+"""Reject a CPU launch of a model that this machine's memory cannot hold: the kernel would kill it (SIGKILL).
 
-Only weights, gradients and optimizer state are held against the memory, and nothing in them is an estimate:
-activations, copies and the processes themselves come on top.
+Only weights, gradients and optimizer state count, and none of them is an estimate. Activations, copies and the
+processes themselves come on top.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dtrain.config import bad, gpus_per_node, ranks_per_node
-from dtrain.explain import options_of
-from dtrain.host_memory import described, total_bytes
-from dtrain.plan.counts import held_parameters
+from dtrain.checks.validate import validate
+from dtrain.config.files import options_of
+from dtrain.config.hardware import gpus_per_node, ranks_per_node
+from dtrain.errors import bad
 from dtrain.plan.layout import Layout, layout_of
-from dtrain.plan.passes import rank_stages
+from dtrain.plan.memory.pipeline import rank_stages
+from dtrain.plan.memory.states import Held, gradient_bytes, held_by, held_convolutions, optimizer_bytes, weight_bytes
+from dtrain.plan.model_shape import Transformer, shape_of
+from dtrain.plan.parameters import held_parameters
 from dtrain.plan.predict import GIB, HOST_SHARE
+from dtrain.plan.run_prediction import FAULT, NO_GPU, asked_for, foreign, left_out, strict
 from dtrain.plan.sections import model_section, strategy_section
-from dtrain.plan.shape import Transformer, shape_of
-from dtrain.plan.states import Held, gradient_bytes, held_by, held_convolutions, optimizer_bytes, weight_bytes
-from dtrain.plan.trust import FAULT, NO_GPU, asked_for, foreign, left_out, strict
-from dtrain.validate import validate
-from dtrain.words import gib
+from dtrain.util.format import gib
+from dtrain.util.host_memory import described, total_bytes
 
-OTHER_GPUS = (Path("/dev/dxg"), Path("/dev/kfd"))  # WSL's and AMD's: count_gpus does not see them, and torch may
+OTHER_GPUS = (Path("/dev/dxg"), Path("/dev/kfd"))  # WSL's and AMD's: count_gpus does not see them, but torch may
 
 log = logging.getLogger("dtrain")
 
 
 def check_host(config: Mapping[str, Any]) -> None:
-    """Refuse a run whose states alone exceed this machine's memory."""
+    """Reject a run whose states alone exceed this machine's memory."""
     try:
         error = refusal(config)
     except Exception as fault:
@@ -47,7 +48,7 @@ def check_host(config: Mapping[str, Any]) -> None:
 
 
 def refusal(config: Mapping[str, Any]) -> ValueError | None:
-    """What to say to it; None: it may fit, it is none of ours, or it does not run on this machine's CPUs."""
+    """Return the error; None: it may fit, its code is not ours, or it does not run on this machine's CPUs."""
     if config["force"] or config.get("dry_run") or not on_this_cpu(config["cluster"]):
         return None
     needs, has, ranks = states_of(config), machine_bytes(), ranks_per_node(config["cluster"])
@@ -61,8 +62,8 @@ def refusal(config: Mapping[str, Any]) -> ValueError | None:
 
 
 def on_this_cpu(cluster: Mapping[str, Any]) -> bool:
-    """Do the ranks run here, and without a GPU?"""
-    if cluster["_target_"] != "dtrain.launchers.local.Local" or cluster["nodes"] != 1 or gpus_per_node(cluster):
+    """Do the ranks run on this machine, without a GPU?"""
+    if cluster["_target_"] != "dtrain.launch.local.Local" or cluster["nodes"] != 1 or gpus_per_node(cluster):
         return False
     return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not any(path.exists() for path in OTHER_GPUS)
 
@@ -72,7 +73,7 @@ def machine_bytes() -> int:
 
 
 def states_of(config: Mapping[str, Any]) -> float | None:
-    """Bytes of weights, gradients and optimizer state over all ranks; None: something here is somebody's own."""
+    """Bytes of weights, gradients and optimizer state over all ranks; None: a user's own code is involved."""
     shape = shape_of(config)
     if shape is None or foreign(config):
         return None
@@ -85,8 +86,8 @@ def states_of(config: Mapping[str, Any]) -> float | None:
 
 
 def rank_bytes(held: Held, layout: Layout, forgets: bool) -> float:
-    """Of one rank, wherever they wait between steps, but for what lies on a disk. forgets: SGD without momentum."""
-    held = replace(held, largest=0)  # fairscale deals out whole weights: uneven shares, of the same sum
+    """State bytes of one rank, wherever stored between steps, except on disk. forgets: SGD without momentum."""
+    held = replace(held, largest=0)  # fairscale distributes whole weights: uneven shares, same sum
     weights = 0.0 if layout.offload_params == "nvme" else weight_bytes(held, layout)
     if layout.offload == "nvme":
         return weights
@@ -94,31 +95,32 @@ def rank_bytes(held: Held, layout: Layout, forgets: bool) -> float:
 
 
 def leaner(config: Mapping[str, Any], has: float) -> str:
-    """The smallest change with which the same arithmetic leaves room for all else, as words to type."""
+    """Return the smallest change with which the states leave enough room, as overrides."""
     try:
         for words, variant in lean_changes(config):
             if needs := accepted(variant, HOST_SHARE * has):
                 return f"{' '.join(words)}{left_out(config, words)} ({gib(needs / GIB)})"
-    except Exception:  # the refusal is right also without a way out
+    except Exception as fault:  # the rejection is right even without a suggestion
         if strict():
             raise
+        log.warning("%s (%s: %s), so no layout that fits is named", FAULT, type(fault).__name__, fault)
     return "a machine with GPUs or more memory, or a smaller model"
 
 
 def accepted(config: Mapping[str, Any], limit: float) -> float | None:
-    """The states' bytes, where they are within the limit and the launcher would take it."""
+    """Return the states' bytes if they are within the limit and the launcher accepts the configuration."""
     try:
         needs = states_of(config)
         if needs is None or needs > limit:
             return None
-        validate(dict(config))  # e.g. a batch that does not divide by so many ranks
+        validate(dict(config))  # e.g. a batch that does not divide by that many ranks
     except ValueError:
         return None
     return needs
 
 
 def lean_changes(config: Mapping[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Words and the configuration that they make: shards instead of copies, fewer copies, then smaller models."""
+    """Yield overrides and the resulting configuration: shards instead of replicas, fewer replicas, smaller models."""
     fewer, is_cut = range(ranks_per_node(config["cluster"]) - 1, 0, -1), config["choices"]["strategy"] == "fsdp"
     cut = {"strategy": strategy_section("fsdp"), "choices": {**config["choices"], "strategy": "fsdp"}}
     for name, model in [(None, config["model"]), *smaller_models(config)]:
@@ -132,7 +134,7 @@ def lean_changes(config: Mapping[str, Any]) -> Iterator[tuple[list[str], dict[st
 
 
 def with_model(config: Mapping[str, Any], model: dict[str, Any]) -> dict[str, Any]:
-    """With the sizes of data that follow the model (seq_len: ${model.seq_len}), unless somebody gave them."""
+    """Replace the model; data sizes that follow it (seq_len: ${model.seq_len}) change too, unless given explicitly."""
     data = dict(config["data"])
     follow = [key for key in data if key in model and data[key] == config["model"].get(key)]
     sizes = {key: model[key] for key in follow if not asked_for(config, f"data.{key}")}
@@ -140,7 +142,7 @@ def with_model(config: Mapping[str, Any], model: dict[str, Any]) -> dict[str, An
 
 
 def smaller_models(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Those of conf/model that learn the same with fewer parameters, the largest first; none where sizes were typed."""
+    """List models of conf/model for the same task with fewer parameters, largest first; none if sizes were typed."""
     now, found = shape_of(config), []
     for name in [] if asked_for(config, "model.") else options_of("model"):
         model = model_section(name)

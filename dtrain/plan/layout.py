@@ -1,4 +1,4 @@
-"""How a model is spread: the strategy, its degrees and everything else that memory and time depend on."""
+"""How a model is distributed: the strategy, its degrees and everything else that memory and time depend on."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain import mesh
-from dtrain.config import gpus_per_node, ranks_per_node
-from dtrain.strategies.rules import MOST_PASSES, stages_of_rank
+from dtrain.config import mesh
+from dtrain.config.hardware import gpus_per_node, ranks_per_node
+from dtrain.strategies.stage_layout import MOST_PASSES, stages_of_rank
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to train. The degrees multiply to the world size; a data rank makes micro_batches passes a step.
+    """One way to train. The degrees multiply to the world size; a data rank runs micro_batches passes per step.
 
-    What is not said of stream, compile and the fused ones is as in the software of published tables, and as ours was
-    when the first rows of benchmarks/planner were measured; `layout_of` says what a configuration means today.
+    The defaults of stream, compile and the fused settings match the software of published tables, and dtrain when the
+    first rows of benchmarks/planner were measured; `layout_of` returns the current meaning of a configuration.
     """
 
     strategy: str  # ddp fsdp zero1 zero2 zero3 fairscale local_sgd tensor pipeline 3d
@@ -26,25 +26,25 @@ class Layout:
     pp: int = 1
     dp: int = 1
     micro_batch_size: int = 1
-    micro_batches: int = 1  # per data rank and step: accumulation, or what flows through a pipeline
-    data: str = "ddp"  # how data ranks share: ddp | fsdp | grad_op | zero1 | zero2 | zero3 | oss | sharded_ddp
-    replica_size: int | None = None  # fsdp hybrid: so many ranks hold one copy of the model; None: all dp ranks
+    micro_batches: int = 1  # per data rank and step: gradient accumulation, or pipeline micro-batches
+    data: str = "ddp"  # how data ranks shard: ddp | fsdp | grad_op | zero1 | zero2 | zero3 | oss | sharded_ddp
+    replica_size: int | None = None  # fsdp hybrid: ranks per copy of the model; None: all dp ranks
     schedule: str = "1f1b"  # gpipe | 1f1b | interleaved_1f1b | zbv
     stages_per_rank: int = 1
     sequence_parallel: bool = False
     loss_parallel: bool = False
     activation_checkpointing: str = "none"  # none | ops | selective | full
     activation_checkpointing_every: int = 2
-    offload: str = "none"  # optimizer state (fsdp: weights and gradients, too): none | cpu | nvme
+    offload: str = "none"  # optimizer state (fsdp: also weights and gradients): none | cpu | nvme
     offload_params: str = "none"
     precision: str = "bf16"  # bf16 | bf16-pure | fp8 | fp16 | fp32
-    stream: str = "float32"  # the type of the residual stream
+    stream: str = "float32"  # dtype of the residual stream
     compile: str = "none"  # none | blocks | whole
-    # each large product of a compiled graph has the fastest kernel, and gives weight gradients in float32; a chunked
-    # head has that also where nothing is compiled, which is left out
+    # each large matmul of a compiled graph uses the fastest kernel and returns fp32 weight gradients; a chunked head
+    # does so without compilation too, which is not modeled
     fast_products: bool = False
-    one_launch: bool = False  # where the GPU would wait for the host, a step of few passes is (strategies/recorded.py)
-    fused_loss: bool = False  # head and loss are one operation, whose logits are never whole in memory
+    one_launch: bool = False  # a launch-bound step is captured as a CUDA graph (strategies/cuda_graph.py)
+    fused_loss: bool = False  # head and loss are one operation that never materializes all logits
     optimizer: str = "adamw"  # adamw | sgd
     fused_update: bool = False  # one kernel clips and updates
     bucket_mb: int = 25
@@ -63,8 +63,8 @@ class Layout:
 
 
 def layout_of(config: Mapping[str, Any]) -> Layout:
-    """The layout that a composed configuration means, its degrees and batch filled in. ValueError: none is meant."""
-    from dtrain.validate import batch_sizes  # 20 ms of imports that a search over layouts does not need
+    """Return the layout of a composed configuration, with degrees and batch filled in. ValueError: it is invalid."""
+    from dtrain.config.mesh import batch_sizes  # 20 ms of imports that a search over layouts does not need
 
     strategy, cluster = config["strategy"], config["cluster"]
     name = config["choices"]["strategy"]
@@ -106,7 +106,7 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
 
 
 def on_gpu(config: Mapping[str, Any]) -> bool:
-    """Will the ranks have GPUs? By what is said of the hardware; where nothing is, by what this machine has."""
+    """Will the ranks have GPUs? According to the hardware settings; if there are none, by this machine's GPUs."""
     hardware = config.get("hardware") or {}
     if any(hardware.get(key) for key in ("gpu", "gpu_memory_gib", "usable_memory_gib")):
         return True
@@ -114,17 +114,17 @@ def on_gpu(config: Mapping[str, Any]) -> bool:
 
 
 def precision_of(section: Mapping[str, Any]) -> str:
-    """By what a section of conf/precision says: its name may be a user's own."""
+    """Name a section of conf/precision by its content: its file name may be the user's own."""
     if section.get("parameters", "float32") != "float32":
         return "bf16-pure"
     return "fp8" if section.get("float8", "none") != "none" else PRECISIONS[section.get("dtype", "float32")]
 
 
 def compile_of(config: Mapping[str, Any], ranks: int) -> str:
-    """none, blocks or whole, as strategies/shared.compile_mode and the strategies have it."""
+    """none, blocks or whole, following strategies/compile.compile_mode and the strategies."""
     wanted, strategy = config["compile"], config["strategy"]
     is_alone = holds_all(strategy, ranks)
-    # what sends messages between layers, or has hooks around them, is compiled by block
+    # strategies with collectives or hooks between layers are compiled per block
     by_block = bool({"stage", "sharding", "tp", "schedule"} & set(strategy)) and not is_alone
     if wanted == "auto":
         split = strategy.get("schedule") == "zbv"
@@ -137,18 +137,18 @@ def compile_of(config: Mapping[str, Any], ranks: int) -> str:
 
 
 def is_recorded(config: Mapping[str, Any]) -> bool:
-    """As Strategy.can_be_recorded has it."""
+    """Mirrors Strategy.can_be_recorded."""
     usual = config["precision"].get("dtype") != "float16" and str(config["optim"]["_target_"]).endswith(".adamw")
     return usual and config["model"].get("task") != "mlm" and config.get("cuda_graphs", "none") == "auto"
 
 
 def updates_itself(strategy: Mapping[str, Any]) -> bool:
-    """DeepSpeed and fairscale clip for themselves; what is offloaded is updated on the host."""
+    """DeepSpeed and fairscale clip themselves; offloaded parameters are updated on the host."""
     return not {"stage", "mode"} & set(strategy) and strategy.get("offload", "none") == "none"
 
 
 def holds_all(strategy: Mapping[str, Any], ranks: int) -> bool:
-    """Is it fsdp or ZeRO on one rank? There is nothing to cut, so it runs as ddp; not with DeepSpeed's own settings."""
+    """Is it fsdp or ZeRO on one rank? Nothing to shard, so it runs as ddp, except with DeepSpeed's own settings."""
     offloads = {strategy.get("offload", "none"), strategy.get("offload_params", "none")} != {"none"}
     return (
         ranks == 1
@@ -158,7 +158,7 @@ def holds_all(strategy: Mapping[str, Any], ranks: int) -> bool:
 
 
 def data_of(strategy: Mapping[str, Any]) -> str:
-    """How the data ranks of a strategy's section share weights, gradients and optimizer state."""
+    """How the data ranks of a strategy shard weights, gradients and optimizer state."""
     if "stage" in strategy:
         return f"zero{strategy['stage']}"
     if "sharding" in strategy:

@@ -1,4 +1,4 @@
-"""Figures that add up, each with its arithmetic: what a table sums, and what --explain shows."""
+"""Values that add up, each with its arithmetic: for the sums of a table and for --explain."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One figure (bytes or seconds) of a part, and how it came about: a template and its numbers, joined on demand."""
+    """One value (bytes or seconds) of a part, with its arithmetic: a template and its numbers, formatted on demand."""
 
     part: str  # memory: parameters gradients optimizer activations logits buffers fragmentation; time: as in step.py
     name: str
@@ -22,17 +22,17 @@ class Item:
 
 
 def total(items: Iterable[Item], part: str | None = None) -> float:
-    """The sum of one part, or of everything."""
+    """Sum one part, or everything."""
     return sum(item.value for item in items if part is None or item.part == part)
 
 
-# What a script may ask for, whether a layout has it or not.
+# Keys that --json always has, whether a layout uses them or not.
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "fragmentation")
 TIME_PARTS = ("compute", "communication", "bubble", "optimizer", "data")
 
 
 def by_part(items: Iterable[Item], named: Iterable[str] = ()) -> dict[str, float]:
-    """{"total": …, part: …}: the named parts, 0 where there is nothing, and others as they appear."""
+    """{"total": …, part: …}: the named parts, 0 if unused, and other parts as they appear."""
     parts = {"total": 0.0} | dict.fromkeys(named, 0.0)
     for item in items:
         parts[item.part] = parts.get(item.part, 0.0) + item.value

@@ -1,7 +1,7 @@
-"""What a model is made of: the sizes that memory and time follow from. No torch; the counts are exact.
+"""The sizes of a model that determine memory and time. No torch; the counts are exact.
 
-`shape_of` reads the `model` section of a configuration. Every transformer of ours (GPT-2, Llama, BERT, ViT) is one
-`Transformer`; ResNet and ConvNet are a list of convolutions. How many parameters each part has is in counts.py.
+`shape_of` reads the `model` section of a configuration. Each of our transformers (GPT-2, Llama, BERT, ViT) is one
+`Transformer`; ResNet and ConvNet are a list of convolutions. parameters.py counts the parameters of each part.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-MASKED = 0.15  # of BERT's tokens are asked for, as published (dtrain/models/bert.py)
+MASKED = 0.15  # share of BERT's tokens that are masked, as published (dtrain/models/bert.py)
 CONVNET_LAYERS = 3  # dtrain/models/convnet.py
 
 
@@ -21,28 +21,28 @@ class Transformer:
     num_layers: int
     dim: int
     num_heads: int
-    num_kv_heads: int  # heads of keys and values; fewer than num_heads where neighbours share them
+    num_kv_heads: int  # KV heads; fewer than num_heads with grouped-query attention
     hidden_dim: int  # of the MLP
-    seq_len: int  # tokens of a sample; for a picture its patches and one more
-    vocab_size: int  # rows of the head (and embedding), padded; for a classifier its classes
+    seq_len: int  # tokens per sample; for an image its patches plus one
+    vocab_size: int  # rows of the head (and embedding), with padding; for a classifier its classes
     gated: bool = False  # a third matrix in the MLP (SwiGLU)
     biased: bool = True  # linear layers have biases, norms too
     causal: bool = True
     tied: bool = True  # the head is the embedding
-    rotary: bool = False  # positions turn queries and keys; else they are learned and added
+    rotary: bool = False  # rotary positions; otherwise learned positions are added
     dropout: float = 0.0
     asked: float = 1.0  # share of a sample's tokens whose logits are computed: BERT 0.15, a classifier 1 / seq_len
-    # ---- what the defaults of suffice for a plain GPT or Llama --------------------------------------------------
+    # ---- the defaults below are enough for a plain GPT or Llama -------------------------------------------------
     kind: str = "language"  # language | bert (post-norm, segments) | vit (patches)
     task: str = "next"  # next (token) | mlm | classify
-    fused_qkv: bool = True  # one matrix gives queries, keys and values, and casts its input once
+    fused_qkv: bool = True  # one matrix computes q, k and v, and casts its input once
     padding: int = 0  # rows of embedding (and head) that only pad the vocabulary: in memory, not in num_parameters
-    embed_rows: int | None = None  # of the embedding, where they are not the head's; 0: nothing is looked up
-    num_positions: int | None = None  # learned ones; None: seq_len
-    patch_inputs: int = 0  # numbers in a patch of a picture
-    packed: bool = False  # documents in a sample see only themselves: attention reads a mask
-    lora_rank: int = 0  # of adapters beside frozen weights; 0: all weights are trained
-    lora_targets: tuple[str, ...] = ()  # ends of names of the linear layers that have adapters; (): all
+    embed_rows: int | None = None  # rows of the embedding, if different from the head's; 0: no embedding table
+    num_positions: int | None = None  # learned positions; None: seq_len
+    patch_inputs: int = 0  # numbers per image patch
+    packed: bool = False  # documents in a sample attend only to themselves: attention reads a mask
+    lora_rank: int = 0  # rank of adapters beside frozen weights; 0: all weights are trained
+    lora_targets: tuple[str, ...] = ()  # name suffixes of the linear layers with adapters; (): all
 
     @property
     def head_dim(self) -> int:
@@ -54,7 +54,7 @@ class Transformer:
 
     @property
     def rows(self) -> int:
-        """Of the embedding table."""
+        """Rows of the embedding table."""
         return self.vocab_size if self.embed_rows is None else self.embed_rows
 
     @property
@@ -66,17 +66,17 @@ class Transformer:
 
 @dataclass(frozen=True)
 class Convolution:
-    """One convolution with its batch norm and activation, for one picture."""
+    """One convolution with its batch norm and activation, for one image."""
 
     in_channels: int
     out_channels: int
     kernel: int
     stride: int
-    out_size: int  # pixels a side that come out
-    unit: int = -1  # which block it is in: what fsdp gathers and checkpointing recomputes at a time; -1: none
-    norm: bool = True  # a batch norm follows; else it has a bias
-    shortcut: bool = False  # beside a block's other convolutions
-    last: bool = False  # of its block: what the block began with is added after its norm
+    out_size: int  # output pixels per side
+    unit: int = -1  # its block: the unit of fsdp's all-gather and of recomputation; -1: none
+    norm: bool = True  # a batch norm follows; otherwise the convolution has a bias
+    shortcut: bool = False  # parallel to a block's other convolutions
+    last: bool = False  # last of its block: the residual is added after its norm
 
     @property
     def parameters(self) -> int:
@@ -89,19 +89,19 @@ class Convolution:
 
     @property
     def outputs(self) -> int:
-        """Numbers that come out for one picture."""
+        """Output elements for one image."""
         return self.out_size**2 * self.out_channels
 
 
 @dataclass(frozen=True)
 class Convolutions:
-    """A convolutional network: its convolutions in order, and the linear layers at its end as (in, out)."""
+    """A convolutional network: its convolutions in order, and its final linear layers as (in, out)."""
 
     layers: tuple[Convolution, ...]
     linear: tuple[tuple[int, int], ...]
     image_size: int
     channels: int
-    pooled: str = "stem"  # where a pooling halves a side: stem (3x3, after the first) | each (2x2) | none
+    pooled: str = "stem"  # where pooling halves a side: stem (3x3, after the first) | each (2x2) | none
     dropout: float = 0.0
 
 
@@ -112,7 +112,7 @@ Shape = Transformer | Convolutions
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape | None:
-    """What the configured model is made of; None for a user's own, which only Python could say."""
+    """Return the shape of the configured model; None for a user's own model, which would have to be built."""
     model, data = config["model"], config.get("data") or {}
     readers: dict[str, Callable[..., Shape]] = {
         "dtrain.models.gpt2.GPT2": gpt2,
@@ -130,13 +130,13 @@ def shape_of(config: Mapping[str, Any]) -> Shape | None:
 
 
 def padded_vocabulary(model: Mapping[str, Any]) -> int:
-    """Rows of the embedding: the vocabulary, up to a multiple of vocab_multiple."""
+    """Rows of the embedding: the vocabulary, rounded up to a multiple of vocab_multiple."""
     multiple = int(model.get("vocab_multiple", 128))
     return -(-int(model["vocab_size"]) // multiple) * multiple
 
 
 def text(model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes that every model of tokens has."""
+    """Return the sizes that every token model has."""
     rows = padded_vocabulary(model)
     return {
         "num_layers": model["num_layers"],

@@ -1,8 +1,8 @@
-"""How many parameters each part of a model has, and how many of them a rank holds. Exact; the tests build the models.
+"""Count the parameters of each part of a model, and how many a rank holds. Exact; the tests build the models.
 
-A transformer is its first end (embedding, positions), equal blocks, and its last end (norm, head). Tensor ranks cut the
-blocks' matrices, and with loss parallel also embedding and head; pipeline stages have whole blocks and the ends that
-belong to them.
+A transformer has a first end (embedding, positions), equal blocks, and a last end (norm, head). Tensor parallelism
+shards the blocks' matrices, and with loss parallel also embedding and head; pipeline stages hold whole blocks and the
+ends that belong to them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from dtrain.plan.shape import Convolutions, Shape, Transformer
-from dtrain.strategies.rules import balance
+from dtrain.plan.model_shape import Convolutions, Shape, Transformer
+from dtrain.strategies.stage_layout import balance
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer of a block, and how tensor ranks cut it: by its outputs (column) or by its inputs (row)."""
+    """A linear layer of a block, and how tensor parallelism shards it: by outputs (column) or by inputs (row)."""
 
     name: str
     ins: int
@@ -25,19 +25,19 @@ class Linear:
     column: bool
 
     def parameters(self, tp: int = 1) -> int:
-        """On one tensor rank. A bias is cut with the outputs, and whole where the inputs are cut."""
+        """Parameters on one tensor-parallel rank. The bias is sharded with the outputs, and whole in a row layer."""
         bias = (self.outs // tp if self.column else self.outs) if self.biased else 0
         return self.ins * self.outs // tp + bias
 
     def adapter(self, rank: int, tp: int = 1) -> int:
-        """The two thin matrices beside it; the one on the side that is not cut is whole on every rank."""
+        """LoRA's two thin matrices; the one on the side that is not sharded is whole on every rank."""
         ins, outs = (self.ins, self.outs // tp) if self.column else (self.ins // tp, self.outs)
         return rank * (ins + outs)
 
 
 @functools.lru_cache(maxsize=256)
 def block_linears(shape: Transformer) -> tuple[Linear, ...]:
-    """The linear layers of one block, by the names that they have in the models."""
+    """Return the linear layers of one block, with their names in the models."""
     d, h, kv, b = shape.dim, shape.hidden_dim, shape.kv_dim, shape.biased
     if shape.fused_qkv:
         attention = [Linear("attention.qkv", d, d + 2 * kv, b, True)]
@@ -55,13 +55,13 @@ def block_linears(shape: Transformer) -> tuple[Linear, ...]:
 
 @dataclass(frozen=True)
 class Parts:
-    """Parameters of each part of a transformer on one tensor rank."""
+    """Parameters of each part of a transformer on one tensor-parallel rank."""
 
-    embed: int  # the table that tokens are looked up in
-    positions: int  # and what else is only at the beginning: segments and their norm, patches
+    embed: int  # the token embedding table
+    positions: int  # and other parameters at the input: segments and their norm, patches
     block: int
-    norm: int  # the last one
-    head: int  # what it has beside a tied embedding: the untied matrix, a bias, BERT's transform
+    norm: int  # the final one
+    head: int  # besides a tied embedding: the untied matrix, a bias, BERT's transform
 
     @property
     def first(self) -> int:
@@ -70,7 +70,7 @@ class Parts:
 
 @functools.lru_cache(maxsize=1024)
 def parts(shape: Transformer, tp: int = 1, loss_parallel: bool = False) -> Parts:
-    """Parameters of each part that one of `tp` tensor ranks holds; adapters are not among them."""
+    """Parameters of each part on one of `tp` tensor-parallel ranks, without adapters."""
     d = shape.dim
     one_norm = 2 * d if shape.biased else d
     rows = shape.rows // tp if loss_parallel else shape.rows
@@ -81,7 +81,7 @@ def parts(shape: Transformer, tp: int = 1, loss_parallel: bool = False) -> Parts
         norm = 0  # each block ends in one
         head = d * d + d  # transform or pooler
         if shape.task == "mlm":
-            head += one_norm + shape.vocab_size  # the output bias is never cut in memory
+            head += one_norm + shape.vocab_size  # the output bias is never sharded in memory
         else:
             head += d * shape.vocab_size + shape.vocab_size
     elif shape.kind == "vit":
@@ -94,14 +94,14 @@ def parts(shape: Transformer, tp: int = 1, loss_parallel: bool = False) -> Parts
 
 
 def adapters(shape: Transformer, tp: int = 1) -> int:
-    """Trained parameters that LoRA adds to one block, on one tensor rank."""
+    """Trained parameters that LoRA adds to one block, on one tensor-parallel rank."""
     if not shape.lora_rank:
         return 0
     return sum(linear.adapter(shape.lora_rank, tp) for linear in block_linears(shape) if is_target(shape, linear))
 
 
 def is_target(shape: Transformer, linear: Linear) -> bool:
-    """Has this layer an adapter? A target is the end of a name, or the whole name of one layer."""
+    """Does this layer have an adapter? A target is a name suffix, or the full name of one layer."""
     targets = [t.split(".", 2)[2] if t.startswith("layers.") else t for t in shape.lora_targets]
     return not targets or any(linear.name == t or linear.name.endswith(f".{t}") for t in targets)
 
@@ -110,7 +110,7 @@ def is_target(shape: Transformer, linear: Linear) -> bool:
 
 
 def num_parameters(shape: Shape) -> int:
-    """As published: rows that only pad a vocabulary are not counted, nor are adapters."""
+    """Parameters as published: without vocabulary padding and adapters."""
     if isinstance(shape, Convolutions):
         return held_parameters(shape)
     tables = 1 if shape.tied or shape.kind != "language" else 2
@@ -122,7 +122,7 @@ def num_parameters(shape: Shape) -> int:
 
 
 def held_parameters(shape: Shape) -> int:
-    """As memory sees them: with padding and adapters."""
+    """Parameters in memory: with padding and adapters."""
     if isinstance(shape, Convolutions):
         linear = sum(ins * outs + outs for ins, outs in shape.linear)
         return sum(layer.parameters for layer in shape.layers) + linear
@@ -131,7 +131,7 @@ def held_parameters(shape: Shape) -> int:
 
 
 def trained_parameters(shape: Shape) -> int:
-    """What has gradients and optimizer state: everything, or adapters and a head that is new with every task."""
+    """Parameters with gradients and optimizer state: all, or with LoRA the adapters and a classifier's new head."""
     if isinstance(shape, Convolutions) or not shape.lora_rank:
         return held_parameters(shape)
     head = parts(shape).head if shape.task == "classify" else 0
@@ -139,7 +139,7 @@ def trained_parameters(shape: Shape) -> int:
 
 
 def flops_per_sample(shape: Shape) -> float:
-    """Forward and backward of one sample, as the models' own flops_per_sample() count them, for MFU."""
+    """FLOPs of forward and backward for one sample, counted like the models' own flops_per_sample(), for MFU."""
     if isinstance(shape, Convolutions):
         linear = sum(ins * outs for ins, outs in shape.linear)
         forward = [layer.multiplications for layer in shape.layers]
@@ -159,12 +159,12 @@ def flops_per_sample(shape: Shape) -> float:
     return flops * (2 / 3) if shape.lora_rank else flops
 
 
-# ---- what a pipeline rank holds ------------------------------------------------------------------------------
+# ---- pipeline stages -----------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=1024)
 def stage_bounds(shape: Transformer, num_stages: int) -> tuple[tuple[int, int], ...]:
-    """Which blocks each stage has: balanced by parameters before tensor ranks cut them, as stages.split_points does."""
+    """Blocks of each stage: balanced by parameters before tensor sharding, like pipeline_stages.split_points."""
     if num_stages == 1:
         return ((0, shape.num_layers),)
     p = parts(shape)
@@ -174,20 +174,20 @@ def stage_bounds(shape: Transformer, num_stages: int) -> tuple[tuple[int, int], 
 
 
 def has_tied_copy(shape: Transformer) -> bool:
-    """Does the last stage hold the embedding, too, because it is the head?"""
+    """Does the last stage also hold the embedding, because it is the head?"""
     return shape.tied and shape.task != "classify"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Parameters of one pipeline stage on one tensor rank."""
+    """Parameters of one pipeline stage on one tensor-parallel rank."""
 
     layers: int
     is_first: bool
     is_last: bool
     blocks: int  # parameters of all its blocks, without adapters
     adapters: int
-    ends: int  # embedding, positions, last norm, head: what is there of them
+    ends: int  # embedding, positions, last norm and head, as far as the stage has them
 
     @property
     def parameters(self) -> int:
@@ -196,7 +196,7 @@ class Stage:
 
 @functools.lru_cache(maxsize=4096)
 def stages(shape: Transformer, num_stages: int, tp: int = 1, loss_parallel: bool = False) -> tuple[Stage, ...]:
-    """What each stage holds on one tensor rank."""
+    """Return what each stage holds on one tensor-parallel rank."""
     p, extra = parts(shape, tp, loss_parallel), adapters(shape, tp)
     made = []
     for low, high in stage_bounds(shape, num_stages):

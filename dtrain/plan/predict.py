@@ -1,4 +1,4 @@
-"""One configuration's memory, step time and cost, brought together: a row of `dtrain plan`."""
+"""Combine memory, step time and cost of one configuration: a row of `dtrain plan`."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dtrain.config import build, ranks_per_node
-from dtrain.hardware import Hardware
-from dtrain.plan.activations import GIB as GIB
-from dtrain.plan.activations import product_bytes
-from dtrain.plan.counts import flops_per_sample
+from dtrain.config.build import build
+from dtrain.config.hardware import Hardware, ranks_per_node
 from dtrain.plan.layout import Layout, layout_of
 from dtrain.plan.ledger import MEMORY_PARTS, TIME_PARTS, Item, by_part, total
-from dtrain.plan.shape import Shape, Transformer, shape_of
-from dtrain.plan.states import gradient_bytes, held_whole, optimizer_bytes, sharing, weight_bytes
+from dtrain.plan.memory.activations import GIB as GIB
+from dtrain.plan.memory.activations import product_bytes
+from dtrain.plan.memory.states import gradient_bytes, held_whole, optimizer_bytes, sharing, weight_bytes
+from dtrain.plan.model_shape import Shape, Transformer, shape_of
+from dtrain.plan.parameters import flops_per_sample
 
-# For several nodes, where the hardware's file says nothing about a network: InfiniBand of the GPU's time, one adapter
-# each; Ethernet for GPUs that are not made for more. A remark says which was taken.
+# The network between nodes if the hardware file defines none: InfiniBand of the GPU's generation, one adapter per GPU;
+# Ethernet for smaller GPUs. A note reports the assumption.
 NETWORKS = {
     "A100": "selene", "H100": "h100-ndr", "H200": "h200-ib", "B200": "aws-p6-b200", "V100": "dgx-2", "L4": "gcp-a2",
     "4090": "gcp-a2",
 }  # fmt: skip
-HOST_SHARE = 0.85  # of a node's memory: the rest is for the system, the ranks' own processes and reading data
-USABLE = 0.98  # of the memory as it is sold, where a hardware file does not say what torch can have
+HOST_SHARE = 0.85  # of a node's memory: the rest is for the system, the ranks' processes and data loading
+USABLE = 0.98  # of the nominal memory, if a hardware file does not define what torch can use
 
 
 @dataclass(frozen=True)
 class Task:
-    """What every layout of one question shares: the model, the nodes, the batch and how long the run is."""
+    """What all layouts of one request share: the model, the nodes, the batch and the length of the run."""
 
     shape: Shape
     hardware: Hardware
     global_batch_size: int
-    tokens_per_sample: int  # 1 where a sample has one target: a picture, a text to classify
-    flops_per_sample: float  # forward and backward, without what checkpointing computes twice
-    samples: float  # of the whole run
-    stack: str | None = None  # whose software is timed, by its name in stacks.py; None: ours
+    tokens_per_sample: int  # 1 if a sample has one target: an image, a text to classify
+    flops_per_sample: float  # forward and backward, without recomputation
+    samples: float  # in the whole run
+    stack: str | None = None  # whose software is timed, a name in time/stack.py; None: ours
 
     @property
     def unit(self) -> str:
@@ -45,35 +45,35 @@ class Task:
 
     @property
     def limit(self) -> float | None:
-        """Bytes of a GPU that torch and all beside it can have; None: not known, or a CPU."""
+        """Bytes of a GPU that torch and everything beside it can use; None: unknown, or a CPU."""
         sold, usable = self.hardware.gpu_memory_gib, self.hardware.usable_memory_gib
         return usable * GIB if usable else sold * USABLE * GIB if sold else None
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is expected of one layout. Bytes and seconds are those of the fullest and the slowest rank."""
+    """The prediction for one layout. Bytes and seconds are those of the fullest and the slowest rank."""
 
     layout: Layout
     memory: list[Item]  # bytes
-    time: list[Item] | None  # seconds of a step; None: too little is known of the hardware
+    time: list[Item] | None  # seconds of a step; None: the hardware is not known well enough
     task: Task
-    reserve: float = 0.0  # bytes that the driver, NCCL and the allocator take beside
+    reserve: float = 0.0  # bytes that the driver, NCCL and the allocator take in addition
 
     @property
     def memory_bytes(self) -> float:
-        """What the allocator must hold at the worst moment: beside the measured peak_mem_gib in a summary."""
+        """Peak bytes that the allocator must hold; comparable with the measured peak_mem_gib in a summary."""
         return total(self.memory)
 
     @property
     def room(self) -> float | None:
-        """Bytes left on the fullest GPU, less than 0 when it does not fit; None: its memory is not known."""
+        """Bytes left on the fullest GPU, negative if it does not fit; None: its memory is unknown."""
         limit = self.task.limit
         return None if limit is None else limit - self.memory_bytes - self.reserve
 
     @property
     def host_room(self) -> float | None:
-        """Bytes left in a node's own memory beside what is offloaded; None: nothing is, or its memory is not known."""
+        """Bytes left in a node's host memory after offloading; None: no offload, or its memory is unknown."""
         layout, hardware = self.layout, self.task.hardware
         if "cpu" not in (layout.offload, layout.offload_params) or not hardware.host_memory_gib:
             return None
@@ -82,7 +82,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool | None:
-        """None: a memory that it depends on is not known, the GPU's or, with offload, the node's."""
+        """None: a required memory size is unknown, the GPU's or, with offload, the node's."""
         host, room = self.host_room, self.room
         if (host is not None and host < 0) or (room is not None and room < 0):
             return False
@@ -95,13 +95,13 @@ class Prediction:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens a second over all GPUs, or samples where a sample has one target."""
+        """Tokens per second over all GPUs, or samples if a sample has one target."""
         per_step = self.task.global_batch_size * self.task.tokens_per_sample
         return per_step / self.step_s if self.step_s else None
 
     @property
     def mfu(self) -> float | None:
-        """The share of the GPUs' 16-bit peak that the model's own arithmetic takes, as a run's metrics have it."""
+        """Share of the GPUs' 16-bit peak that the model's own FLOPs use, like in a run's metrics."""
         peak = self.task.hardware.peak_bf16_tflops
         if not self.step_s or not peak:
             return None
@@ -110,7 +110,7 @@ class Prediction:
 
     @property
     def run_s(self) -> float | None:
-        """Seconds of the whole run's steps; starting, saving and evaluating are not in it."""
+        """Seconds of the whole run's steps, without startup, saving and evaluation."""
         return self.step_s * self.task.samples / self.task.global_batch_size if self.step_s else None
 
     @property
@@ -124,7 +124,7 @@ class Prediction:
         return self.gpu_hours * price if self.gpu_hours is not None and price is not None else None
 
     def row(self) -> dict[str, Any]:
-        """The object of `--json` and plan.json."""
+        """Return the object for `--json` and plan.json."""
         layout, limit = self.layout, self.task.limit
         memory: dict[str, float | None] = {
             part: value / GIB for part, value in by_part(self.memory, MEMORY_PARTS).items()
@@ -163,10 +163,10 @@ class Prediction:
 
 
 def host_bytes(shape: Shape, layout: Layout) -> float:
-    """Bytes of one rank in its node's memory under offload to the CPU. No strategy with a pipeline offloads.
+    """Bytes of one rank in its node's memory with CPU offload. No strategy with a pipeline offloads.
 
-    fsdp: all that it holds of weights, gradients and optimizer state. ZeRO: its share of masters, moments and float32
-    gradients; with its parameters offloaded also the 16-bit weights. Frozen weights have no gradients and no state.
+    fsdp: all its weights, gradients and optimizer state. ZeRO: its share of fp32 master weights, moments and gradients;
+    with offloaded parameters also the 16-bit weights. Frozen weights have no gradients and no state.
     """
     held, share, size = held_whole(shape, layout), sharing(layout), 0.0
     if layout.offload == "cpu" and share.zero:
@@ -179,13 +179,13 @@ def host_bytes(shape: Shape, layout: Layout) -> float:
 
 
 def predict(config: Mapping[str, Any]) -> Prediction | None:
-    """What is expected of a composed configuration; None when the model or the hardware is not known: `why_not`."""
+    """Predict a composed configuration; None if the model or the hardware is unknown: see `why_not`."""
     task = task_of(config)
     return None if task is None else predict_layout(layout_of(config), task)
 
 
 def why_not(config: Mapping[str, Any]) -> str:
-    """Why nothing can be predicted, in a sentence; "" when it can."""
+    """Explain why nothing can be predicted, in a sentence; "" if a prediction is possible."""
     if shape_of(config) is None:
         name = config["choices"].get("model")
         return f"model={name} is not one of dtrain's: its sizes are not known without building it"
@@ -195,12 +195,12 @@ def why_not(config: Mapping[str, Any]) -> str:
 
 
 def hardware_of(config: Mapping[str, Any]) -> Hardware | None:
-    """The figures of the nodes as this run uses them; None when neither the GPUs' memory nor their rate is known."""
+    """Return the nodes as this run uses them; None if neither the GPUs' memory nor their rate is known."""
     section = dict(config["hardware"])
     used, there = ranks_per_node(config["cluster"]), section.get("gpus_per_node") or 0
     if there and used != there:
         section["gpus_per_node"] = used
-        for key in ("network_busbw_gb_s", "network_max_gb_s"):  # adapters belong to GPUs: fewer of these use fewer
+        for key in ("network_busbw_gb_s", "network_max_gb_s"):  # adapters belong to GPUs: fewer GPUs use fewer
             section[key] = section[key] and section[key] * min(1.0, used / there)
     hardware = build(section | assumed_network(config))
     assert isinstance(hardware, Hardware)
@@ -208,14 +208,14 @@ def hardware_of(config: Mapping[str, Any]) -> Hardware | None:
 
 
 def assumed_network(config: Mapping[str, Any]) -> dict[str, float]:
-    """Between nodes whose network is not said: what such GPUs usually have, scaled to those of a node that are used."""
+    """Return the usual network for these GPUs if none is given, scaled to the used GPUs of a node."""
     section = config["hardware"]
     if config["cluster"]["nodes"] == 1 or section.get("network_max_gb_s") or section.get("network_busbw_gb_s"):
         return {}
     name = usual_network(config)
     if name is None:
         return {}
-    from dtrain.config import section as read
+    from dtrain.config.files import section as read
 
     other = read("hardware", name)
     share = ranks_per_node(config["cluster"]) / (other.get("gpus_per_node") or 8)
@@ -224,13 +224,13 @@ def assumed_network(config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def usual_network(config: Mapping[str, Any]) -> str | None:
-    """The file of conf/hardware whose network nodes with these GPUs usually have; None: nothing is known of them."""
+    """Name the conf/hardware file with the usual network of nodes with these GPUs; None: unknown GPU."""
     gpu = str(config["hardware"].get("gpu"))
     return next((name for word, name in NETWORKS.items() if re.search(rf"\b{word}\b", gpu)), None)
 
 
 def task_of(config: Mapping[str, Any], tokens: float | None = None) -> Task | None:
-    """What the layouts of a configuration share; None: the model or the hardware is not known. tokens: of the run."""
+    """Return what all layouts of a configuration share; None: unknown model or hardware. tokens: of the whole run."""
     shape, hardware = shape_of(config), hardware_of(config)
     if shape is None or hardware is None:
         return None
@@ -242,8 +242,8 @@ def task_of(config: Mapping[str, Any], tokens: float | None = None) -> Task | No
 
 
 def predict_layout(layout: Layout, task: Task, timed: bool = True) -> Prediction:
-    """The prediction for one layout; timed=False leaves out the time, e.g. of what does not fit."""
-    from dtrain.plan.memory import memory, reserve
+    """Predict one layout; timed=False skips the time, e.g. for a layout that does not fit."""
+    from dtrain.plan.memory.peak import memory, reserve
 
     items = memory(task.shape, layout)
     prediction = Prediction(layout, items, None, task, reserve(layout, total(items)))
@@ -251,16 +251,16 @@ def predict_layout(layout: Layout, task: Task, timed: bool = True) -> Prediction
 
 
 def with_time(prediction: Prediction) -> Prediction:
-    """The same with its step time, where enough is known of the hardware."""
+    """Add the step time, if the hardware is known well enough."""
     if prediction.time is not None:
         return prediction
     return replace(prediction, time=time_of(prediction.layout, prediction.task))
 
 
 def time_of(layout: Layout, task: Task) -> list[Item] | None:
-    """The step time of a layout, whether it fits or not; None: too little is known of the hardware."""
-    from dtrain.plan.stacks import STACKS
-    from dtrain.plan.step import knows_enough, step_time
+    """Step time of a layout, whether it fits or not; None: the hardware is not known well enough."""
+    from dtrain.plan.time.stack import STACKS
+    from dtrain.plan.time.step import knows_enough, step_time
 
     if not knows_enough(task.hardware, layout):
         return None

@@ -1,4 +1,4 @@
-"""A plan as a person reads it: the table, the lines below it, and the arithmetic of --explain."""
+"""A plan in human-readable form: the table, the lines below it, and the arithmetic of --explain."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dtrain.config import world_size
-from dtrain.plan.counts import num_parameters
+from dtrain.config.hardware import world_size
 from dtrain.plan.ledger import Item, by_part
+from dtrain.plan.parameters import num_parameters
 from dtrain.plan.predict import GIB, Prediction
-from dtrain.words import duration, gib, number, percent, si
-from dtrain.words import step_time as short_time
+from dtrain.util.format import duration, gib, number, percent, si
+from dtrain.util.format import step_time as short_time
 
 HEADINGS = {
     "strategy": "strategy", "degrees": "degrees", "micro": "micro", "checkpointing": "checkpoint", "more": "with",
@@ -21,16 +21,16 @@ HEADINGS = {
 }  # fmt: skip
 NUMBERS = {"micro", "memory", "states", "activations", "logits", "rest", "step", "compute", "communication", "bubble",
            "optimizer", "tokens", "mfu", "time", "hours", "cost"}  # fmt: skip
-# a narrow terminal loses these first
+# columns that a narrow terminal drops first
 LEAST_NEEDED = ("rest", "logits", "optimizer", "bubble", "states", "activations", "compute", "communication", "hours",
                 "time", "cost", "more", "mfu")  # fmt: skip
-RESERVED = "CUDA, NCCL and holes"  # what memory.reserve counts
-TIGHT = 0.04  # of a card: with less to spare, another process or an unlucky allocation ends the run
+RESERVED = "CUDA, NCCL and holes"  # what peak.reserve counts
+TIGHT = 0.04  # of a card: with less room, another process or fragmentation can end the run
 TOP, UNFIT = 5, 3  # rows: the best of all and of each strategy, and a few that do not fit
 
 
 def shown(found: Sequence[Prediction], everything: bool = False) -> list[Prediction]:
-    """The best few and the best of each strategy, in their order."""
+    """Return the best few and the best of each strategy, in order."""
     if everything:
         return list(found)
     firsts = {p.layout.strategy: p for p in reversed(found)}
@@ -42,7 +42,7 @@ def shown(found: Sequence[Prediction], everything: bool = False) -> list[Predict
 
 
 def row(prediction: Prediction) -> dict[str, str]:
-    """One line of the table, as text by column."""
+    """Return one line of the table, as text by column."""
     layout, memory = prediction.layout, by_part(prediction.memory)
     time = by_part(prediction.time) if prediction.time is not None else {}
     states = sum(memory.get(part, 0.0) for part in ("parameters", "gradients", "optimizer"))
@@ -75,13 +75,13 @@ def row(prediction: Prediction) -> dict[str, str]:
 
 
 def step_time(value: object) -> str:
-    """A step's time with three digits up to 100 seconds: the parts of a step are compared with each other."""
+    """Format a step's time with three digits up to 100 seconds, so that the parts can be compared."""
     seconds = number(value)
     return f"{seconds:.1f}s" if seconds is not None and 10 <= seconds < 100 else short_time(value)
 
 
 def lacking(prediction: Prediction) -> str:
-    """`yes`, `tight`, or how much memory is missing, and where; offload needs a host whose memory is known."""
+    """`yes`, `tight`, or how much memory is missing, and where; with offload the host's memory must be known."""
     room, host = prediction.room, prediction.host_room
     if room is not None and room < 0:
         return f"lacks {gib(-room / GIB)}"
@@ -93,13 +93,13 @@ def lacking(prediction: Prediction) -> str:
 
 
 def tight(prediction: Prediction) -> bool:
-    """Does it fit with next to nothing to spare?"""
+    """Does it fit with almost no room left?"""
     room, limit = prediction.room, prediction.task.limit
     return room is not None and limit is not None and 0 <= room < TIGHT * limit
 
 
 def host_known(prediction: Prediction) -> bool:
-    """Is nothing offloaded, or the memory known that it goes to?"""
+    """Is nothing offloaded, or is the host's memory known?"""
     offloads = (prediction.layout.offload, prediction.layout.offload_params)
     return "cpu" not in offloads or prediction.host_room is not None
 
@@ -109,7 +109,7 @@ def short_gib(value: float) -> str:
 
 
 def variants(prediction: Prediction) -> str:
-    """What else is special about a layout, in short."""
+    """Describe other special features of a layout briefly."""
     layout = prediction.layout
     words = [
         "grad_op" if layout.data == "grad_op" else "",
@@ -129,10 +129,10 @@ def variants(prediction: Prediction) -> str:
 def print_table(
     columns: Mapping[str, str], rows: Sequence[Mapping[str, str]], right: set[str], drop: Sequence[str]
 ) -> None:
-    """Rows of text by column: full lines into a file, and on a terminal only as many columns as fit."""
+    """Print rows of text by column: full lines to a file; on a terminal only the columns that fit."""
     if sys.stdout.isatty():
-        from dtrain.console import stdout_console
-        from dtrain.tables import print_table as rich_table
+        from dtrain.ui.console import stdout_console
+        from dtrain.ui.tables import print_table as rich_table
 
         rich_table(stdout_console(), dict(columns), [dict(r) for r in rows], drop, 0)
         return
@@ -144,7 +144,7 @@ def print_table(
 
 def print_predictions(predictions: Sequence[Prediction]) -> None:
     rows = [row(p) for p in predictions]
-    # a column that says nothing in any row is noise
+    # drop columns that are empty in every row
     empty = {key for key in HEADINGS if all(r[key] in ("-", "none", "0.0", "0 ms") for r in rows)}
     keep = {"memory", "checkpointing", "step"}
     columns = {key: heading for key, heading in HEADINGS.items() if key not in empty or key in keep}
@@ -154,7 +154,7 @@ def print_predictions(predictions: Sequence[Prediction]) -> None:
 
 
 def heading(prediction: Prediction, config: Mapping[str, Any]) -> str:
-    """What is planned for, in a line."""
+    """Describe the planned configuration in one line."""
     task, cluster, choices = prediction.task, config["cluster"], config["choices"]
     size = f" ({gib(task.limit / GIB)} usable)" if task.limit else ""
     gpus = f"{world_size(config)} × {task.hardware.gpu or choices['hardware']}{size}"
@@ -170,7 +170,7 @@ def heading(prediction: Prediction, config: Mapping[str, Any]) -> str:
 
 
 def details(prediction: Prediction) -> list[str]:
-    """Memory and time of one layout with all their parts, in two lines."""
+    """Return memory and time of one layout with all their parts, in two lines."""
 
     def parts(values: dict[str, float], text: Any) -> str:
         return " + ".join(f"{part} {text(value)}" for part, value in values.items() if part != "total" and value)
@@ -186,7 +186,7 @@ def details(prediction: Prediction) -> list[str]:
 
 
 def explained(prediction: Prediction) -> list[str]:
-    """Every figure with the arithmetic that it came from."""
+    """Return every value with its arithmetic."""
     each = "GPU" if prediction.task.hardware.gpu else "rank"
     lines = [f"memory of the fullest {each}, GiB:"]
     lines += [explained_item(item, f"{item.value / GIB:9.3f}") for item in prediction.memory]

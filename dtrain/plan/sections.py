@@ -1,6 +1,6 @@
-"""Sections of a configuration without composing one, and the launcher's rules for a strategy's degrees.
+"""Read configuration sections without composing, and apply the launcher's rules for a strategy's degrees.
 
-Without Hydra: the ranks import what holds a run against its prediction, and that needs these.
+Does not import Hydra: the ranks need this to compare a run with its prediction.
 """
 
 from __future__ import annotations
@@ -9,23 +9,24 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from dtrain import validate
-from dtrain.config import section
-from dtrain.host_memory import total_bytes
-from dtrain.mesh import MeshSizes
-from dtrain.strategies import rules, zero_config
+from dtrain.checks import strategy as rules
+from dtrain.checks import validate
+from dtrain.config.files import section
+from dtrain.config.mesh import MeshSizes
+from dtrain.strategies import deepspeed_config
+from dtrain.util.host_memory import total_bytes
 
-# the settings of conf/strategy that a layout decides; a typed one is kept
+# the settings of conf/strategy that a layout decides; typed ones are kept
 CHOSEN = ("tp", "pp", "dp", "schedule", "stages_per_rank", "data", "sequence_parallel", "loss_parallel", "sharding",
           "replica_size", "offload", "offload_params", "mode")  # fmt: skip
 
 
-# typed, they are about another GPU than this machine's; a price or a rate is about whichever it is
+# if typed, they describe a GPU other than this machine's; a price or a rate applies to either
 ANOTHER_GPU = ("gpu", "gpu_memory_gib", "usable_memory_gib")
 
 
 def strategy_section(name: str) -> dict[str, Any]:
-    """The defaults of a strategy, from conf/strategy/NAME.yaml."""
+    """Return the defaults of a strategy from conf/strategy/NAME.yaml."""
     return dict(section("strategy", name))
 
 
@@ -34,12 +35,12 @@ def model_section(name: str) -> dict[str, Any]:
 
 
 def with_detected(config: dict[str, Any]) -> dict[str, Any]:
-    """On cluster=local, where nobody has said what this machine is: the figures of its GPUs, under those typed."""
+    """On cluster=local without a hardware setting: use the detected GPU's values; typed values take precedence."""
     if config["choices"]["hardware"] != "unknown" or config["choices"]["cluster"] != "local":
         return config
     if any(config["hardware"].get(key) for key in ANOTHER_GPU):
         return config
-    from dtrain.hardware import detect
+    from dtrain.config.hardware import detect
 
     name = detect()
     if name is None:
@@ -50,14 +51,14 @@ def with_detected(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def this_host(name: str) -> dict[str, float]:
-    """This machine's own memory, for what is offloaded: a file can only say what hosts of such GPUs usually have."""
+    """Return this machine's own memory for offloading: a file only has what hosts of such GPUs usually have."""
     if name == "cpu":
         return {}
     return {"host_memory_gib": total_bytes() / 2**30}
 
 
 def missing_package(strategy: str) -> str | None:
-    """The package that a strategy needs and this machine has not; None: it can be started here."""
+    """Return the package that a strategy needs and that is missing here; None: nothing is missing."""
     package = rules.EXTRAS.get(strategy_section(strategy)["_target_"].rpartition(".")[0])
     return None if package is None or importlib.util.find_spec(package) else package
 
@@ -66,16 +67,16 @@ def missing_package(strategy: str) -> str | None:
 
 
 def check_layout(config: dict[str, Any], sizes: MeshSizes, micro_batches: int, plans: bool = True) -> None:
-    """The launcher's rules for a strategy's degrees, without what only the launching machine can say.
+    """Apply the launcher's rules for a strategy's degrees, except those that depend on the launching machine.
 
-    plans: whether the model's class says how it is cut; its source is read for that, so a search asks once.
+    plans: check that the model's class defines its sharding; this reads its source, so a search does it once.
     """
     if config["model"]["_target_"].startswith("dtrain."):
         validate.check_model(config["model"], sizes)
     strategy = config["strategy"]
     rules.check_precision_of(config)
     if "stage" in strategy:
-        zero_config.check(without_disk(config), sizes)
+        deepspeed_config.check(without_disk(config), sizes)
     if plans:
         rules.check_plans(config, sizes)
     rules.check_tensor(strategy, config["model"], config["data"], config["cluster"], sizes)
@@ -86,7 +87,7 @@ def check_layout(config: dict[str, Any], sizes: MeshSizes, micro_batches: int, p
 
 
 def without_disk(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with nvme spelt as cpu: the folder is looked at by the launch, on the machine that has it."""
+    """Replace nvme with cpu: only the launch, on the machine with that disk, checks the folder."""
     strategy = config["strategy"]
     if strategy["stage"] < 3 or "nvme" not in (strategy.get("offload"), strategy.get("offload_params")):
         return dict(config)

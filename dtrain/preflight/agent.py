@@ -1,6 +1,6 @@
-"""The agent of a preflight, one on each node: `python -m dtrain.comm.node`, with its plan in the environment.
+"""The preflight agent, one per node: `python -m dtrain.preflight.agent`, with its plan in the environment.
 
-It looks at its node, tells the coordinator, then tries the other nodes. No torch: it answers in a second or two.
+It checks its node, reports to the coordinator, then tries to reach the other nodes. No torch: it takes 1 to 2 seconds.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dtrain import file_handles, host_memory
-from dtrain.comm import checks, gpus, versions
-from dtrain.comm.channel import Link, Messages
-from dtrain.comm.checks import Finding, finding
-from dtrain.comm.interfaces import Interface, interfaces, is_ipv6
-from dtrain.comm.peers import Peer
-from dtrain.words import as_dict
+from dtrain.preflight import gpus, node_checks, versions
+from dtrain.preflight.channel import Link, Messages
+from dtrain.preflight.interfaces import Interface, interfaces, is_ipv6
+from dtrain.preflight.node_checks import Finding, finding
+from dtrain.preflight.reachability import Peer
+from dtrain.util import file_handles, host_memory
+from dtrain.util.format import as_dict
 
-PLAN = "DTRAIN_PREFLIGHT"  # the environment variable; not an argument, because others can read those
+PLAN = "DTRAIN_PREFLIGHT"  # an environment variable: other users can read a process's arguments
 
 
 def node_name(environ: Mapping[str, str] = os.environ) -> str:
-    """This node by the name that the coordinator uses: SLURM's, or what the starter said."""
+    """Return this node's name as the coordinator knows it: SLURM's, or the one that the starter set."""
     return environ.get("DTRAIN_NODE") or environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -55,12 +55,12 @@ def main() -> int:
         reached = {n: addresses[n] for n, why in result["reach"].items() if not why}
         result["streams"] = peer.streams(reached, order, plan["reach_s"] / 2)
         link.post("result", result)
-        link.wait("done", began + plan["timeout_s"])  # until then the others may still want to connect
+        link.wait("done", began + plan["timeout_s"])  # until then other nodes may still connect
     return 0
 
 
 def look(plan: dict[str, Any], found: dict[str, Interface]) -> dict[str, Any]:
-    """Everything about this node alone: {"checks": findings, "versions": name → version}."""
+    """Check this node on its own: {"checks": findings, "versions": name → version}."""
     seen: list[dict[str, str]] = []
 
     def gpu_findings() -> list[Finding]:
@@ -70,21 +70,21 @@ def look(plan: dict[str, Any], found: dict[str, Interface]) -> dict[str, Any]:
     run_dir, shared = Path(plan["run_dir"]), Path(plan["messages"])
     transport = plan["transport"]
     findings = [
-        *checks.guarded("interface", lambda: checks.interface(plan["interface"], found)),
-        *checks.guarded("adapters", lambda: checks.adapters(transport, plan["hca"], os.environ)),
-        *checks.guarded("gpus", gpu_findings),
-        *checks.guarded(
+        *node_checks.guarded("interface", lambda: node_checks.interface(plan["interface"], found)),
+        *node_checks.guarded("adapters", lambda: node_checks.adapters(transport, plan["hca"], os.environ)),
+        *node_checks.guarded("gpus", gpu_findings),
+        *node_checks.guarded(
             "run folder",
-            lambda: checks.run_folder(
+            lambda: node_checks.run_folder(
                 run_dir, plan["needed_bytes"], plan["why_unknown"], shared if plan["shared"] else None
             ),
         ),
-        *checks.guarded("shm", lambda: checks.shared_memory(plan["min_shm_gib"])),
-        *checks.guarded("memlock", lambda: checks.memlock(transport)),
-        *checks.guarded("file handles", lambda: checks.handles(plan["world_size"])),
-        *checks.guarded(
+        *node_checks.guarded("shm", lambda: node_checks.shared_memory(plan["min_shm_gib"])),
+        *node_checks.guarded("memlock", lambda: node_checks.memlock(transport)),
+        *node_checks.guarded("file handles", lambda: node_checks.handles(plan["world_size"])),
+        *node_checks.guarded(
             "host memory",
-            lambda: checks.host_memory(
+            lambda: node_checks.host_memory(
                 plan["host_bytes"], host_memory.total_bytes(), host_memory.limit_bytes() is not None
             ),
         ),
@@ -94,7 +94,7 @@ def look(plan: dict[str, Any], found: dict[str, Interface]) -> dict[str, Any]:
 
 
 def clock(plan: dict[str, Any], link: Link) -> list[Finding]:
-    """Reaching the coordinator, and how far the clocks are apart; the coordinator judges that over all nodes."""
+    """Check the connection to the coordinator and the clock skew, which the coordinator judges over all nodes."""
     measured = link.skew()
     if measured is None:
         why = "; ".join(link.problems) or "the connection was lost"
@@ -106,8 +106,8 @@ def clock(plan: dict[str, Any], link: Link) -> list[Finding]:
 
 
 def open_peers(plan: dict[str, Any], node: str, link: Link, found: dict[str, Interface]) -> list[Peer]:
-    """Listen where the others will look: on the profile's interface, or on the one that the coordinator was reached
-    from, on an address of IPv4 and one of IPv6. Nowhere if it is down: nobody else is to blame for that."""
+    """Listen where the others connect: on the profile's interface, or on the one used to reach the coordinator, on one
+    IPv4 and one IPv6 address. Nowhere if the interface is down: other nodes must not be blamed for that."""
     addresses: tuple[str, ...] = ()
     if plan["interface"] is not None:
         named = found.get(plan["interface"])
@@ -118,7 +118,7 @@ def open_peers(plan: dict[str, Any], node: str, link: Link, found: dict[str, Int
     peers = []
     for ipv6 in (False, True):
         address = next((a for a in addresses if is_ipv6(a) == ipv6), None)
-        with contextlib.suppress(OSError):  # it cannot be used, which the interface's check says in words
+        with contextlib.suppress(OSError):  # unusable; the interface check reports why
             peers += [Peer(address, plan["token"], node)] if address else []
     return peers
 

@@ -1,7 +1,7 @@
-"""How the coordinator and the agents talk: JSON lines over TCP, and files in the run folder where the network fails.
+"""Communication between coordinator and agents: JSON lines over TCP, and files in the run folder as a fallback.
 
-A node that cannot be reached over the network can still say why, as long as it sees the run folder; and on a full disk
-the network still works. A random token, passed in the environment, keeps strangers out. Nothing is unpickled.
+A node without network can still report why, as long as it sees the run folder; and on a full disk the network still
+works. A random token, passed in the environment, keeps strangers out. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dtrain.comm.interfaces import is_ipv6
-from dtrain.rundir import look_again, read_json, write_json
-from dtrain.words import as_dict
+from dtrain.preflight.interfaces import is_ipv6
+from dtrain.runs.folder import look_again, read_json, write_json
+from dtrain.util.format import as_dict
 
 CONNECT_S = 3.0
-CHOICE_S = 0.3  # how long after one connection another may still turn out better
-MOST_BYTES = 1 << 20  # of one line: whoever sends more is not one of ours
+CHOICE_S = 0.3  # how long after the first connection to wait for a preferred one
+MOST_BYTES = 1 << 20  # longest line: a sender of more is not one of ours
 POLL_S = 0.2
-WANT_S = 0.3  # an agent that waits for news also looks into the folder so often
+WANT_S = 0.3  # a waiting agent also checks the folder this often
 
 
 def send(stream: socket.socket, message: dict[str, Any]) -> None:
@@ -33,7 +33,7 @@ def send(stream: socket.socket, message: dict[str, Any]) -> None:
 
 
 def receive(file: BinaryIO) -> dict[str, Any]:
-    """The next message, or {} at the end."""
+    """Return the next message, or {} at the end."""
     line = file.readline(MOST_BYTES)
     try:
         return as_dict(json.loads(line)) if line else {}
@@ -42,27 +42,27 @@ def receive(file: BinaryIO) -> dict[str, Any]:
 
 
 def admitted(file: BinaryIO, token: str) -> dict[str, Any]:
-    """The first message, if it carries the token; else {}."""
+    """Return the first message if it has the token; otherwise {}."""
     hello = receive(file)
     return hello if hmac.compare_digest(str(hello.get("token", "")).encode(), token.encode()) else {}
 
 
 def listen(address: str = "") -> socket.socket:
-    """A listening socket on an address, or on all of IPv4 and IPv6."""
+    """Open a listening socket on one address, or on all of IPv4 and IPv6."""
     if address:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, 0), family=family, backlog=512)
     if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # compiled in, and switched off on this host
+        with contextlib.suppress(OSError):  # compiled in, but disabled on this host
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=512)
     return socket.create_server(("", 0), backlog=512)
 
 
 def serve(listener: socket.socket, handle: Callable[[socket.socket], None]) -> None:
-    """Answer connections, a thread each, until the listener is closed."""
+    """Handle connections, one thread each, until the listener is closed."""
 
     def one(stream: socket.socket) -> None:
-        with stream, contextlib.suppress(OSError, ValueError):  # the other side has gone: it says so itself
+        with stream, contextlib.suppress(OSError, ValueError):  # the other side is gone and reports it itself
             handle(stream)
 
     def loop() -> None:
@@ -77,7 +77,7 @@ def serve(listener: socket.socket, handle: Callable[[socket.socket], None]) -> N
 
 
 class Messages:
-    """The folder of one preflight: `NODE.KIND.json` from an agent, `KIND.json` from the coordinator."""
+    """The message folder of one preflight: `NODE.KIND.json` from an agent, `KIND.json` from the coordinator."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -89,7 +89,7 @@ class Messages:
     def write(self, kind: str, value: dict[str, Any], node: str = "") -> bool:
         try:
             write_json(self.path(kind, node), value)
-        except OSError:  # a full disk, or not seen from here: the network must do
+        except OSError:  # disk full or folder not visible here: rely on the network
             return False
         return True
 
@@ -101,7 +101,7 @@ class Messages:
 
 
 class Desk:
-    """The coordinator's side: takes what agents post, hands out what it publishes, and tells the time."""
+    """The coordinator's side: receives posts of agents, serves published messages, and answers clock requests."""
 
     def __init__(self, token: str, messages: Messages) -> None:
         self.token, self.messages = token, messages
@@ -146,13 +146,13 @@ class Desk:
         self.messages.write(kind, value)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # closing alone would leave the thread in accept(), and the port taken
+        with contextlib.suppress(OSError):  # close() alone would leave the thread in accept(), and the port in use
             self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
 
 
 class Link:
-    """An agent's side: over TCP if any of the coordinator's addresses answers, else through the run folder."""
+    """An agent's side: over TCP if any of the coordinator's addresses answers, otherwise through the run folder."""
 
     def __init__(self, addresses: list[tuple[str, int]], token: str, node: str, messages: Messages) -> None:
         self.node, self.messages = node, messages
@@ -161,7 +161,7 @@ class Link:
             self.file = self.stream.makefile("rb")
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message and its answer; {} when the connection is gone, and from then on."""
+        """Send a message and return the answer; {} once the connection is lost."""
         if self.stream is None:
             return {}
         try:
@@ -175,7 +175,7 @@ class Link:
         return answer
 
     def skew(self, clock: Callable[[], float] = time.time) -> tuple[float, float] | None:
-        """(how far this clock is ahead of the coordinator's, half the way there and back), the best of five tries."""
+        """(this clock's lead over the coordinator's, half the round trip time), the best of five tries."""
         tries = []
         for _ in range(5):
             before, began = clock(), time.monotonic()
@@ -190,7 +190,7 @@ class Link:
             self.messages.write(kind, value, self.node)
 
     def wait(self, kind: str, until: float) -> dict[str, Any]:
-        """What the coordinator publishes under this name; {} when that takes too long (by the monotonic clock)."""
+        """Wait for the coordinator to publish this kind of message; {} on timeout (monotonic clock)."""
         while time.monotonic() < until:
             found = as_dict(self._ask({"want": kind}).get("value")) or self.messages.read(kind)
             if found:
@@ -201,9 +201,9 @@ class Link:
 
 
 def first_choice(addresses: list[tuple[str, int]], hello: dict[str, Any]) -> tuple[socket.socket | None, list[str]]:
-    """A connection to the first address that answers, IPv4 before IPv6, and why others did not.
+    """Connect to the first address in order that answers, IPv4 before IPv6; also return why others did not.
 
-    Not to the quickest one, so that all nodes take the same way; but nobody waits for a network that leads nowhere.
+    Not to the fastest one, so that all nodes use the same route; but a dead network does not delay it.
     """
     answers: queue.Queue[tuple[int, socket.socket | str]] = queue.Queue()
 
@@ -235,7 +235,7 @@ def first_choice(addresses: list[tuple[str, int]], hello: dict[str, Any]) -> tup
 def greet(
     address: tuple[str, int], hello: dict[str, Any], source: str = "", timeout: float = CONNECT_S
 ) -> socket.socket:
-    """A connection to one of ours, who has answered. An OSError names the address."""
+    """Connect to one of our processes and wait for its answer. An OSError names the address."""
     try:
         stream = socket.create_connection(address, timeout, source_address=(source, 0) if source else None)
     except OSError as error:
@@ -253,7 +253,7 @@ def greet(
 
 
 def waiting(until: float, every: float = POLL_S) -> Iterator[None]:
-    """Once at once, then again and again until the monotonic clock says so."""
+    """Yield at once, then repeatedly until the monotonic clock reaches `until`."""
     yield
     while time.monotonic() < until:
         time.sleep(every)

@@ -1,5 +1,5 @@
-"""The full preflight's coordinator: starts the measuring ranks on the good nodes, and holds their figures against what
-the hardware section expects and against each other."""
+"""The full preflight's coordinator: starts the measuring ranks on the good nodes, and compares their results with the
+hardware section and with each other."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from dtrain.comm import profile, transport
-from dtrain.comm.channel import Desk, Messages, waiting
-from dtrain.comm.interfaces import interfaces, usable
-from dtrain.comm.pairs import Hunt
-from dtrain.comm.probe import PLAN
-from dtrain.comm.report import Check, Report
-from dtrain.comm.starters import Starter, end, python_command, tail
-from dtrain.config import gpus_per_node, ranks_per_node
-from dtrain.contract import LOST_PEER
-from dtrain.hardware import Hardware
-from dtrain.words import as_dict, number, three_digits
+from dtrain.config.hardware import Hardware, gpus_per_node, ranks_per_node
+from dtrain.preflight import nccl_log, network_env
+from dtrain.preflight.channel import Desk, Messages, waiting
+from dtrain.preflight.interfaces import interfaces, usable
+from dtrain.preflight.probe import PLAN
+from dtrain.preflight.report import Check, Report
+from dtrain.preflight.slow_nodes import Hunt
+from dtrain.preflight.start import Starter, end, python_command, tail
+from dtrain.runs.protocol import LOST_PEER
+from dtrain.util.format import as_dict, number, three_digits
 
 if TYPE_CHECKING:
-    from dtrain.comm.preflight import Preflight
+    from dtrain.preflight.settings import Settings
 
-# Of a data sheet's rates, what good code reaches: 80% to 87% in the best matrix products, about 90% in a copy.
+# Share of a data sheet's rates that good code reaches: 80% to 87% in the best matmuls, about 90% in a copy.
 MATMUL_PART, MEMORY_PART = 0.8, 0.9
-CPU_NOISE = 0.4  # on CPUs, shared with others, figures of equal nodes differ by a factor: only gross outliers count
+CPU_NOISE = 0.4  # results of equal CPU nodes, shared with others, differ by a factor: only gross outliers count
 LABELS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 
 
 def measure(
-    settings: Preflight, config: dict[str, Any], run_dir: Path, report: Report, addresses: dict[str, str],
+    settings: Settings, config: dict[str, Any], run_dir: Path, report: Report, addresses: dict[str, str],
     start: Starter, stop: Callable[[], bool],
 ) -> None:  # fmt: skip
     """Add the measurements of the good nodes to the report."""
@@ -47,7 +46,7 @@ def measure(
 
 class Full:
     def __init__(
-        self, settings: Preflight, config: dict[str, Any], run_dir: Path, report: Report, addresses: dict[str, str]
+        self, settings: Settings, config: dict[str, Any], run_dir: Path, report: Report, addresses: dict[str, str]
     ) -> None:
         self.settings, self.config, self.report, self.nodes = settings, config, report, report.good
         self.folder = run_dir / "preflight"
@@ -65,14 +64,14 @@ class Full:
             "token": self.desk.token, "port": self.desk.port, "addresses": usable(interfaces(), interface),
             "messages": str(messages.folder), "folder": str(self.folder), "nodes": self.nodes, "tasks": self.tasks,
             "gpus": self.gpus, "store_host": addresses.get(self.nodes[0]) or "127.0.0.1",
-            # 256 MiB take a CPU's gloo seconds, and tell no more than 16
+            # 256 MiB take gloo seconds on a CPU, and show no more than 16
             "sizes_mib": settings.sizes_mib if self.gpus else [s for s in settings.sizes_mib if s <= 16] or [1],
             "join_s": min(60.0, settings.measure_s / 4), "outlier": self.outlier,
             "least_across": None if across is None else settings.tolerance * across,
         }  # fmt: skip
 
     def expectations(self, hardware: Hardware) -> tuple[Hardware, str]:
-        """What holds here: a CPU is not compared with a GPU's figures, nor half a node with a whole one's."""
+        """Return the applicable values: a CPU is not compared with a GPU, nor half a node with a whole one."""
         if not self.gpus:
             network = hardware.network_busbw_gb_s if hardware.gpu is None else None
             return Hardware(network_busbw_gb_s=network), "the ranks are on CPUs, and the hardware section is about GPUs"
@@ -86,8 +85,8 @@ class Full:
 
     def run(self, start: Starter, stop: Callable[[], bool]) -> None:
         began, processes, died = time.monotonic(), {}, ""
-        env = profile.environment(self.config, os.environ) | {PLAN: json.dumps(self.plan)}
-        argv = python_command(self.config, "dtrain.comm.probe")
+        env = network_env.environment(self.config, os.environ) | {PLAN: json.dumps(self.plan)}
+        argv = python_command(self.config, "dtrain.preflight.probe")
         try:
             for node in self.nodes:
                 self.log(node).unlink(missing_ok=True)
@@ -97,7 +96,7 @@ class Full:
                 if store and "store" not in self.desk.published:
                     self.desk.publish("store", store)
                 if any(p.poll() for p in processes.values()):
-                    time.sleep(1)  # the others end of it, too, and say that they lost a peer
+                    time.sleep(1)  # the other ranks fail too, and report a lost peer
                     died = self.who_broke([n for n, p in processes.items() if p.poll()])
                 if died or stop() or all(p.poll() == 0 for p in processes.values()):
                     break
@@ -129,7 +128,7 @@ class Full:
     def explain_end(
         self, died: str, unfinished: list[str], processes: dict[str, subprocess.Popen[bytes]], seconds: float
     ) -> None:
-        """It did not finish: who broke, or who was behind when the time was up."""
+        """Explain an unfinished measurement: which node broke, or which was behind at the timeout."""
         if died:
             said = tail(self.log(died)) or f"see {self.log(died)}"
             text = f"the measuring ranks ended with code {processes[died].poll()}: {said}"
@@ -142,7 +141,7 @@ class Full:
         since = {
             n: min(number(self.get(n, "stage", i).get("time")) or 0.0 for i in range(self.tasks)) for n in unfinished
         }
-        first = min(since.values())  # whoever entered its stage long before the others is the one they wait for
+        first = min(since.values())  # the others wait for the node that entered its stage long before them
         behind = [n for n in unfinished if since[n] <= first + 1]
         for node in behind:
             text = f"did not finish within {seconds:.0f} s; its ranks were at: {', '.join(sorted(set(stages[node])))}"
@@ -154,10 +153,10 @@ class Full:
                 f"see {self.log(node)}; a longer preflight.measure_s if it is only slow",
             )
 
-    # ---- judging ---------------------------------------------------------------------------------------------
+    # ---- evaluation ------------------------------------------------------------------------------------------
 
     def judge_devices(self) -> None:
-        """Each GPU against the data sheet and against the median of all."""
+        """Compare each GPU with the data sheet and with the median of all."""
         what = "GPU" if self.gpus else "rank"
         for key, label, unit, expected in (
             ("matmul_tflops", "matmul", "TFLOP/s", (self.hardware.peak_bf16_tflops or 0) * MATMUL_PART),
@@ -185,7 +184,7 @@ class Full:
                     self.add(node, label, "ok", f"the slowest {what} reaches {short}", short=short)
 
     def problem(self, value: float, expected: float | None, middle: float, count: int, what: str = "median") -> str:
-        """Why a figure is bad, or ""."""
+        """Return why a value is bad, or ""."""
         if expected and value < self.settings.tolerance * expected:
             part = f"preflight.tolerance={self.settings.tolerance:g}"
             source = self.hardware.source or "data sheet"
@@ -217,7 +216,7 @@ class Full:
         across = self.get(self.nodes[0], "across")
         figures = {name: value for name in LABELS if (value := figure_of(across.get(name))) is not None}
         if not figures:
-            return  # explain_end has said why
+            return  # explain_end reported why
         least = self.plan["least_across"]
         said = ", ".join(f"{LABELS[name]} {three_digits(value)} GB/s" for name, value in figures.items())
         pairs = [tuple(p) for p in self.get(self.nodes[0], "pairs").get("pairs", [])]
@@ -248,19 +247,19 @@ class Full:
             self.add(node, "across", "bad", text, fix)
 
     def judge_transport(self) -> None:
-        """What NCCL itself says that it uses, in the ranks' logs."""
+        """Check the transport that NCCL reports in the ranks' logs."""
         for node in self.nodes if self.gpus else []:
             text = ""
             for path in sorted(self.folder.glob(f"nccl-{node}-*.log")):
                 with contextlib.suppress(OSError):
                     text += path.read_text(errors="replace")
-            wrong = transport.mismatch(self.config, text) if len(self.nodes) > 1 else None
-            used, inner = transport.chosen(text) if len(self.nodes) > 1 else None, transport.inside(text)
+            wrong = nccl_log.mismatch(self.config, text) if len(self.nodes) > 1 else None
+            used, inner = nccl_log.chosen(text) if len(self.nodes) > 1 else None, nccl_log.inside(text)
             if wrong:
                 what, _, fix = wrong.partition("\n  fix: ")
                 self.add(node, "transport", "bad", what, fix)
             elif used or inner:
-                how = [f"{used} between nodes{' with GPUDirect' if transport.direct(text) else ''}" if used else ""]
+                how = [f"{used} between nodes{' with GPUDirect' if nccl_log.direct(text) else ''}" if used else ""]
                 how.append(f"{inner} inside" if inner else "")
                 self.add(node, "transport", "ok", ", ".join(filter(None, how)), short=used or inner or "")
             else:
@@ -268,5 +267,5 @@ class Full:
 
 
 def figure_of(value: Any) -> float | None:
-    """The GB/s of a posted (GB/s, MiB)."""
+    """Return the GB/s of a posted (GB/s, MiB)."""
     return number(value[0]) if isinstance(value, (list, tuple)) and value else None

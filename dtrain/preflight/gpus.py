@@ -1,4 +1,4 @@
-"""GPUs of a node through nvidia-smi: how many, which driver, memory errors, slowed clocks, memory that others hold."""
+"""GPUs of a node through nvidia-smi: count, driver, memory errors, throttled clocks, memory used by others."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
-from dtrain.comm.checks import Finding, finding
-from dtrain.config import count_gpus
+from dtrain.config.hardware import count_gpus
+from dtrain.preflight.node_checks import Finding, finding
 
 FIELDS = ("index", "name", "driver_version", "memory.used", "memory.total", "ecc.errors.uncorrected.volatile.total")
-# what NVML calls the reasons for a lower clock; idle, a chosen clock and the power cap are no defects
+# NVML's reasons for a lower clock; idle, a chosen clock and the power cap are not defects
 SLOWED = {0x8: "hardware slowdown", 0x20: "too hot", 0x40: "too hot (hardware)", 0x80: "power brake"}
-OTHERS_MIB = 1024  # the driver itself holds up to some 600 MiB of a large card
+OTHERS_MIB = 1024  # the driver itself holds up to about 600 MiB of a large card
 Query = Callable[[str], str | None]
 
 
 def nvidia_smi(fields: str) -> str | None:
-    """One query as csv, or None where there is no nvidia-smi or it does not know a field. A sick driver hangs."""
+    """Run one query as csv; None if nvidia-smi is missing or does not know a field. With a broken driver it hangs."""
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=15)
@@ -30,7 +30,7 @@ def nvidia_smi(fields: str) -> str | None:
 
 
 def look(query: Query = nvidia_smi, visible: str | None = None) -> list[dict[str, str]]:
-    """Every GPU that is ours as field → text; empty where there is none. visible: CUDA_VISIBLE_DEVICES."""
+    """Return our GPUs as field → text; empty if there are none. visible: CUDA_VISIBLE_DEVICES."""
     rows = csv.reader((query(",".join(FIELDS)) or "").splitlines(), skipinitialspace=True)
     found = [dict(zip(FIELDS, row, strict=True)) for row in rows if len(row) == len(FIELDS)]
     for name in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):  # new and old drivers
@@ -44,7 +44,7 @@ def look(query: Query = nvidia_smi, visible: str | None = None) -> list[dict[str
 
 
 def gpus(needed: int, found: list[dict[str, str]], present: int | None = None) -> list[Finding]:
-    """Findings about the GPUs that a node needs; every GPU with a defect is named."""
+    """Return findings about the required GPUs; every GPU with a defect is named."""
     if needed == 0:
         return [finding("gpus", "skipped", "this configuration uses none")]
     number = len(found) or (count_gpus() if present is None else present)
@@ -68,7 +68,7 @@ def gpus(needed: int, found: list[dict[str, str]], present: int | None = None) -
 
 
 def defects_of(gpu: dict[str, str]) -> list[tuple[str, str]]:
-    """(what is wrong, what to do) of one GPU; a field that the card does not have ("[N/A]") says nothing."""
+    """(problem, fix) for each defect of one GPU; a field that the card does not have ("[N/A]") is ignored."""
     label, found = f"GPU {gpu['index']} ({gpu['name']})", []
     errors = number_of(gpu["ecc.errors.uncorrected.volatile.total"])
     if errors:
@@ -93,7 +93,7 @@ def defects_of(gpu: dict[str, str]) -> list[tuple[str, str]]:
 
 
 def number_of(text: Any) -> float | None:
-    """12, 0x40, "[N/A]" → None."""
+    """Parse 12 or 0x40; "[N/A]" → None."""
     try:
         return float(int(str(text), 0)) if str(text).startswith("0x") else float(text)
     except (TypeError, ValueError):

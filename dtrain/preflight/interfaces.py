@@ -1,6 +1,6 @@
-"""The network interfaces of this node, asked of the kernel for this process's own network.
+"""The network interfaces of this node, from the kernel, for this process's own network namespace.
 
-Not from /sys/class/net: inside a network namespace that still shows the interfaces of whoever mounted it.
+Not from /sys/class/net: inside a network namespace it still shows the interfaces of the namespace that mounted it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ ETHTOOL_GSET = 1
 class Interface:
     name: str
     up: bool  # switched on
-    running: bool  # and with a link
+    running: bool  # has a link
     addresses: tuple[str, ...] = ()  # IPv4 first; no link-local ones
-    speed_mb_s: float | None = None  # megabytes a second by the driver's own word
+    speed_mb_s: float | None = None  # megabytes per second, as the driver reports
 
     def __str__(self) -> str:
         state = "down" if not self.up else "no link" if not self.running else "up" if self.addresses else "no address"
@@ -43,7 +43,7 @@ def interfaces(proc: Path = Path("/proc")) -> dict[str, Interface]:
 
 
 def describe(found: dict[str, Interface]) -> str:
-    """All but lo, without addresses: the same words on every node make one message for all of them."""
+    """List all except lo, without addresses: equal text on every node is reported once."""
     return ", ".join(str(i) for i in found.values() if i.name != "lo") or "none but lo"
 
 
@@ -52,7 +52,7 @@ def is_ipv6(address: str) -> bool:
 
 
 def usable(found: dict[str, Interface], preferred: str | None) -> list[str]:
-    """Addresses that others may reach us at, the preferred interface's first; loopback where there is nothing else."""
+    """Return addresses where others may reach this node, the preferred interface first; loopback as a last resort."""
     ordered = sorted(found.values(), key=lambda i: (i.name != preferred, i.name == "lo"))
     addresses = [a for i in ordered if i.up and i.name != "lo" for a in i.addresses]
     return list(dict.fromkeys(addresses)) or ["127.0.0.1"]
@@ -85,7 +85,7 @@ def _ipv6(path: Path, name: str) -> tuple[str, ...]:
 
 
 def _speed(asker: socket.socket, name: str) -> float | None:
-    """What the driver says of the link, by the old ethtool request that every kernel still answers."""
+    """Return the link speed from the driver, by the old ethtool request that every kernel still supports."""
     command = array.array("B", struct.pack("I", ETHTOOL_GSET) + bytes(60))
     address, _ = command.buffer_info()
     try:

@@ -1,4 +1,4 @@
-"""Which network NCCL really chose, read from its own log (NCCL_DEBUG=INFO), and whether that is what the profile asks.
+"""Read from NCCL's log (NCCL_DEBUG=INFO) which network it chose, and whether the profile asks for it.
 
 NCCL falls back from InfiniBand to sockets without a warning; the run then works, at a tenth of the speed.
 """
@@ -9,16 +9,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dtrain.words import as_dict
+from dtrain.util.format import as_dict
 
-# A channel's way is the truth ("0[0] -> 8[0] [send] via NET/IB/0/GDRDMA"); the announcements tell before there is one.
+# A channel's line is reliable ("0[0] -> 8[0] [send] via NET/IB/0/GDRDMA"); announcements come before any channel.
 CHANNEL = re.compile(r"NCCL INFO Channel \d+(?:/\d+)? ?:.* via NET/([^/\n]+)/\d+")
 ANNOUNCED = re.compile(
     r"NCCL INFO (?:Using network|Assigned NET plugin) ([^\n]+?)(?: to comm\b[^\n]*)?\s*$", re.MULTILINE
 )
 INSIDE = re.compile(r"NCCL INFO Channel \d+(?:/\d+)? ?:.* via (P2P|SHM|NVLS|MNNVL)\b")
 GDR = re.compile(r"via NET/[^\n]*/(?:GDRDMA|GDR)\b|GPU Direct RDMA Enabled")
-# why a network was not taken, in NCCL's words
+# NCCL's messages about a network that it did not use
 REASONS = re.compile(
     r"NCCL (?:INFO|WARN) ((?:NET/\w+ ?:? ?)?[^\n]*(?:No device found|Failed to open lib|Could not find: ?lib|"
     r"ibv_\w+ failed|No eligible providers|failed to initialize|[Ff]ailed to load|NCCL_IB_DISABLE set by environment|"
@@ -35,13 +35,13 @@ FIXES = {
 
 
 def chosen(text: str) -> str | None:
-    """The network between nodes: socket, ib, efa, gib, …; None where the log does not say. Sockets anywhere win."""
+    """Return the network between nodes: socket, ib, efa, gib, …; None if not logged. Sockets anywhere win."""
     used = [network(name) for name in CHANNEL.findall(text)] or [network(name) for name in ANNOUNCED.findall(text)][-1:]
     return "socket" if "socket" in used else used[-1] if used else None
 
 
 def network(name: str) -> str:
-    """NCCL's name for a network as our word."""
+    """Map NCCL's name of a network to ours."""
     name = name.strip().lower()
     if name in ("aws libfabric", "libfabric", "ofi"):
         return "efa"
@@ -49,17 +49,17 @@ def network(name: str) -> str:
 
 
 def inside(text: str) -> str | None:
-    """The way between GPUs of one node: "P2P" (NVLink or PCIe), "SHM" (through host memory), "P2P and SHM"; or None."""
+    """Transport between GPUs of a node: "P2P" (NVLink or PCIe), "SHM" (host memory), "P2P and SHM"; or None."""
     return " and ".join(sorted(set(INSIDE.findall(text)))) or None
 
 
 def direct(text: str) -> bool:
-    """Do the adapters read GPU memory themselves (GPUDirect RDMA)?"""
+    """Do the adapters access GPU memory directly (GPUDirect RDMA)?"""
     return bool(GDR.search(text))
 
 
 def mismatch(config: Mapping[str, Any], text: str) -> str | None:
-    """What was asked for and what is used instead, why, and a fix; None when they agree or the log does not say."""
+    """Describe a network other than the requested one, why, and a fix; None if they match or nothing was logged."""
     asked = as_dict(config["cluster"].get("fabric")).get("transport")
     used = chosen(text)
     if asked not in SAME or used is None or used in SAME[asked]:

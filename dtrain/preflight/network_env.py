@@ -1,7 +1,7 @@
-"""What the ranks get in their environment: the fabric's profile and what every rank needs, each with its reason.
+"""The ranks' environment: the fabric's profile and variables that every rank needs, each with its reason.
 
-The profile is data in conf/cluster/*.yaml. A name that the user has set is never overwritten, only shown. No torch and,
-but for `main`, no Hydra: the supervisor inside a job imports this.
+The profile is data in conf/cluster/*.yaml. A variable that the user has set is never overwritten, only shown. No torch
+and no Hydra: the supervisor inside a job imports this.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain.comm.rules import check as check
-from dtrain.config import gpus_per_node, ranks_per_node
-from dtrain.redaction import hide
-from dtrain.words import as_dict
+from dtrain.checks.network import check as check
+from dtrain.config.hardware import gpus_per_node, ranks_per_node
+from dtrain.config.redaction import hide
+from dtrain.util.format import as_dict
 
 
 @dataclass(frozen=True)
 class Export:
-    """One variable, why it is set, and what the user's environment says instead, where that differs."""
+    """One variable, why it is set, and the user's own value, if it differs."""
 
     name: str
     value: str
@@ -29,7 +29,7 @@ class Export:
 
 
 def exports(config: Mapping[str, Any], environ: Mapping[str, str]) -> list[Export]:
-    """Every variable that we would set, the profile's own first; the profile wins over what holds everywhere."""
+    """List every variable to set, the profile's first; the profile takes precedence over the common ones."""
     env = as_dict(as_dict(config["cluster"].get("fabric")).get("env"))
     wanted = {name: (str(entry["value"]), str(entry["why"])) for name, entry in env.items()}
     for name, entry in common(config, environ).items():
@@ -42,7 +42,7 @@ def exports(config: Mapping[str, Any], environ: Mapping[str, str]) -> list[Expor
 
 
 def common(config: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """What any fabric needs. TORCH_NCCL_ASYNC_ERROR_HANDLING is not here: its default ends a hung collective."""
+    """Variables for any fabric. TORCH_NCCL_ASYNC_ERROR_HANDLING is not set: its default ends a hung collective."""
     wanted = {}
     ranks, cores = ranks_per_node(config["cluster"]), cores_per_node(config, environ)
     if cores:
@@ -62,12 +62,12 @@ def common(config: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, t
 
 
 def environment(config: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
-    """What to add to the environment: only names that the user has not set."""
+    """Return the variables to add: only those that the user has not set."""
     return {e.name: e.value for e in exports(config, environ) if e.name not in environ}
 
 
 def differences(config: Mapping[str, Any], environ: Mapping[str, str]) -> list[str]:
-    """One line for each variable where the user's own value is used instead of the profile's."""
+    """Return one line for each variable where the user's value is used instead of the profile's."""
     return [
         f"{e.name}={quote(e.theirs)} (yours) instead of {quote(e.value)}: {e.why}"
         for e in exports(config, environ)
@@ -76,13 +76,13 @@ def differences(config: Mapping[str, Any], environ: Mapping[str, str]) -> list[s
 
 
 def quote(value: str) -> str:
-    """For any shell: zsh would take =eth0 at the beginning of a value for the name of a program."""
+    """Quote for any shell: zsh would expand =eth0 at the start of a value to the path of a program."""
     value = hide(value)
     return value if re.fullmatch(r"[\w.,:/+-]+", value, re.ASCII) else "'" + value.replace("'", "'\"'\"'") + "'"
 
 
 def cores_per_node(config: Mapping[str, Any], environ: Mapping[str, str]) -> int | None:
-    """Cores for all ranks of a node, where they can be known: from the submission, inside the job, or on this node."""
+    """Cores for all ranks of a node, if known: from the submission, inside the job, or on this node."""
     cluster = config["cluster"]
     if cluster.get("cpus_per_task"):
         return int(cluster["cpus_per_task"]) * ranks_per_node(config["cluster"])
@@ -90,18 +90,3 @@ def cores_per_node(config: Mapping[str, Any], environ: Mapping[str, str]) -> int
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     here = environ.get("SLURM_CPUS_ON_NODE", "")
     return int(here) if here.isdigit() else None
-
-
-def main(argv: list[str]) -> int:
-    """`dtrain env …`: the exports, for `eval "$(dtrain env cluster=NAME)"`."""
-    from dtrain.compose import compose
-
-    config = compose(argv)
-    for export in exports(config, os.environ):
-        print(f"# {export.why}")
-        if export.theirs is None:
-            print(f"export {export.name}={quote(export.value)}")
-        else:
-            # a value of theirs may hold a line break, which would end the comment
-            print(f"# not exported: yours is {hide(export.theirs)!r} instead of {export.value!r}, and yours wins")
-    return 0

@@ -1,6 +1,6 @@
-"""What a node can say about itself in a second, without torch: each function gives findings, never an exception.
+"""Checks of one node that take about a second, without torch: each returns findings and never raises.
 
-Paths of the system are parameters, so that tests can show a node that we do not have.
+System paths are parameters, so that tests can simulate other nodes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dtrain import file_handles
-from dtrain.comm.interfaces import Interface, describe
-from dtrain.words import as_dict, three_digits
+from dtrain.preflight.interfaces import Interface, describe
+from dtrain.util import file_handles
+from dtrain.util.format import as_dict, three_digits
 
 Finding = dict[str, str]  # a Check without its node
 EFA_FOLDERS = (
@@ -36,7 +36,7 @@ def finding(name: str, state: str, text: str, fix: str = "", short: str = "") ->
 
 
 def interface(wanted: str | None, found: dict[str, Interface]) -> Finding:
-    """The profile's interface: present, up, with a link and an address."""
+    """Check the profile's interface: present, up, with a link and an address."""
     if wanted is None:
         return finding("interface", "skipped", f"cluster.fabric.interface is null; there is {describe(found)}")
     here, setting = found.get(wanted), f"cluster.fabric.interface={wanted}"
@@ -60,7 +60,7 @@ def interface(wanted: str | None, found: dict[str, Interface]) -> Finding:
 def adapters(
     transport: str | None, hca: str | None, environ: Mapping[str, str], sys_path: Path = Path("/sys")
 ) -> Finding:
-    """InfiniBand adapters with an active port, or EFA devices and the plugin, when the profile asks for them."""
+    """Check for InfiniBand adapters with an active port, or EFA devices and the plugin, if the profile needs them."""
     if transport not in ("ib", "efa"):
         return finding("adapters", "skipped", f"cluster.fabric.transport={transport or 'null'} needs none")
     folder = sys_path / "class" / "infiniband"
@@ -143,7 +143,7 @@ def find_plugin(folders: Iterable[str]) -> Path | None:
 
 
 def run_folder(run_dir: Path, needed: int | None, why_unknown: str, shared: Path | None) -> list[Finding]:
-    """Seen from this node: is it the same folder, can it be written to, and is there room for the checkpoints?"""
+    """Check from this node: same folder, writable, enough space for the checkpoints."""
     if shared is not None and not shared.is_dir():
         return [
             finding(
@@ -175,13 +175,13 @@ def run_folder(run_dir: Path, needed: int | None, why_unknown: str, shared: Path
 
 
 def write_something(folder: Path) -> None:
-    """Quotas, read-only mounts and the last full block show only here."""
+    """Write a file: quotas, read-only mounts and a full disk show only here."""
     path = folder / f".dtrain-write-{os.getpid()}-{os.uname().nodename}"
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
         try:
             left = 65536
-            while left:  # on the last blocks of a disk less is written, without an error
+            while left:  # near the end of a disk, write() writes less without an error
                 left -= os.write(descriptor, bytes(left))
             os.fsync(descriptor)
         finally:
@@ -199,8 +199,8 @@ def disk_free(path: Path) -> int:
 
 
 def checkpoint_bytes(config: Mapping[str, Any], run_dir: Path) -> tuple[int | None, str]:
-    """Bytes that the checkpoints still to come need at most: 4 a weight and 8 for Adam, keep of them and one being
-    written; or None, and why it cannot be told."""
+    """Bytes that future checkpoints need at most: 4 per weight and 8 for Adam, times `keep` plus one being written; or
+    None, and why it is unknown."""
     model = as_dict(config.get("model"))
     if model.get("_target_") != "dtrain.models.gpt2.GPT2":
         return None, f"the number of parameters of {model.get('_target_')} is known only once it is built"
@@ -209,12 +209,12 @@ def checkpoint_bytes(config: Mapping[str, Any], run_dir: Path) -> tuple[int | No
     vocabulary = math.ceil(int(model["vocab_size"]) / multiple) * multiple
     weights = (vocabulary + length + 2) * dim + layers * (12 * dim * dim + 13 * dim)
     keep = int(config["checkpoint"]["keep"])
-    there = len(list((run_dir / "checkpoints").glob("step-*")))  # of a run that goes on
+    there = len(list((run_dir / "checkpoints").glob("step-*")))  # of a resumed run
     return weights * 12 * (keep + 1 - min(there, keep)), ""
 
 
 def shared_memory(least_gib: float, path: Path = Path("/dev/shm")) -> Finding:
-    """NCCL and data loaders pass tensors through it; a container's default of 64 MiB ends in a bus error."""
+    """NCCL and data loaders pass tensors through /dev/shm; a container's default of 64 MiB ends in a bus error."""
     if sys.platform != "linux":
         return finding("shm", "skipped", "only Linux has it")
     try:
@@ -230,7 +230,7 @@ def shared_memory(least_gib: float, path: Path = Path("/dev/shm")) -> Finding:
 
 
 def memlock(transport: str | None, limit: Callable[[int], tuple[int, int]] = resource.getrlimit) -> Finding:
-    """RDMA pins memory; with a limit its registration fails, late and with an unclear message."""
+    """RDMA pins memory; with a limit its registration fails late, with an unclear message."""
     if transport not in ("ib", "efa"):
         return finding("memlock", "skipped", "only RDMA needs it")
     soft, _ = limit(resource.RLIMIT_MEMLOCK)
@@ -243,7 +243,7 @@ def memlock(transport: str | None, limit: Callable[[int], tuple[int, int]] = res
 
 
 def host_memory(needed: int | None, total: int, limited: bool) -> Finding:
-    """What is trained on CPUs lies in the host's memory, of which a container or a job may have only a part."""
+    """CPU training needs host memory, of which a container or a job may have only a part."""
     whose = "the memory limit of this container or job" if limited else "this node's memory"
     has = f"{total / GIB:.1f} GiB"
     if needed is not None and needed > total:
@@ -253,7 +253,7 @@ def host_memory(needed: int | None, total: int, limited: bool) -> Finding:
 
 
 def handles(world_size: int) -> Finding:
-    """A rank holds connections to all others."""
+    """Check the limit: a rank holds connections to all others."""
     if why := file_handles.problem(world_size):
         fix = file_handles.FIX.format(needed=file_handles.needed(world_size))
         return finding("file handles", "bad", why, fix)
@@ -263,7 +263,7 @@ def handles(world_size: int) -> Finding:
 
 
 def guarded(name: str, function: Callable[[], Finding | list[Finding]]) -> list[Finding]:
-    """A check that breaks is a finding, too: what it could not look at, and why."""
+    """Turn an exception of a check into a finding: what could not be checked, and why."""
     try:
         found = function()
     except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:

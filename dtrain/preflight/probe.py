@@ -1,7 +1,7 @@
-"""A rank of the full preflight: `python -m dtrain.comm.probe`, as many on each node as the run will have.
+"""A rank of the full preflight: `python -m dtrain.preflight.probe`, as many per node as the run will have.
 
-It measures its device, then the collectives inside its node, across all nodes and, to find who is slow, between pairs.
-Before each stage it tells the coordinator, so that who hangs can be named.
+It measures its device, then the collectives inside its node, across all nodes and, to find slow nodes, between pairs.
+It reports each stage to the coordinator in advance, so that a hanging rank can be named.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from dtrain import file_handles
-from dtrain.comm.channel import Link, Messages
-from dtrain.comm.node import node_name
-from dtrain.comm.pairs import MOST_ROUNDS, Hunt
+from dtrain.preflight.agent import node_name
+from dtrain.preflight.channel import Link, Messages
+from dtrain.preflight.slow_nodes import MOST_ROUNDS, Hunt
+from dtrain.util import file_handles
 
 PLAN = "DTRAIN_PROBE"
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
@@ -26,11 +26,11 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 def main() -> int:
     file_handles.raise_limit()
     plan, node, local = json.loads(os.environ[PLAN]), node_name(), int(os.environ.get("SLURM_LOCALID", "0"))
-    if plan["gpus"]:  # its own words about the network it takes: only a file keeps them apart
+    if plan["gpus"]:  # NCCL logs the network that it uses; a file keeps this output separate
         log = Path(plan["folder"]) / f"nccl-{node}-{local}.log"
         log.unlink(missing_ok=True)
         os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", "NCCL_DEBUG_FILE": str(log)}
-    warnings.simplefilter("ignore", FutureWarning)  # torch renames collectives; a log's end is for what went wrong
+    warnings.simplefilter("ignore", FutureWarning)  # torch renames collectives; the end of a log must show the error
     messages = Messages(Path(plan["messages"]))
     link = Link([(host, plan["port"]) for host in plan["addresses"]], plan["token"], f"{node}:{local}", messages)
     Rank(plan, node, local, link).run()
@@ -50,17 +50,20 @@ class Rank:
         if plan["gpus"]:
             self.device = torch.device("cuda", local % max(1, torch.cuda.device_count()))
             torch.cuda.set_device(self.device)
-        elif "OMP_NUM_THREADS" not in os.environ:  # each rank with a thread on every core would measure their quarrel
+        elif "OMP_NUM_THREADS" not in os.environ:  # with a thread per core in each rank, contention would be measured
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.tasks))
 
     def stage(self, link: Link, name: str) -> None:
         link.post("stage", {"name": name, "time": time.time()})
 
     def run(self) -> None:
-        from dtrain.comm import rates
+        from dtrain.util import device_rates
 
         self.stage(self.link, "measuring its device")
-        figures = {"matmul_tflops": rates.matmul_tflops(self.device), "memory_gb_s": rates.memory_gb_s(self.device)}
+        figures = {
+            "matmul_tflops": device_rates.matmul_tflops(self.device),
+            "memory_gb_s": device_rates.memory_gb_s(self.device),
+        }
         self.link.post("rates", figures)
         if len(self.nodes) * self.tasks == 1:
             self.link.post("inside", {"done": True})
@@ -77,7 +80,7 @@ class Rank:
         self.stage(self.link, "done")
 
     def join(self) -> None:
-        """The world of all ranks, and a group over the CPU for what they tell each other."""
+        """Join the world of all ranks; on GPUs it also has a gloo backend for the CPU."""
         import torch.distributed as dist
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -97,22 +100,22 @@ class Rank:
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=size, timeout=timeout)
 
     def measure(self, nodes: list[str], names: tuple[str, ...], stage: str) -> dict[str, tuple[float, int]]:
-        """Bus bandwidth of collectives over all ranks of these nodes, of which this rank is one."""
-        from dtrain.comm import rates
+        """Measure bus bandwidth of collectives over all ranks of these nodes, including this one."""
+        from dtrain.util import device_rates
 
         self.stage(self.link, stage)
         group, control = self.groups(nodes)
         found = {}
         for name in names:
             self.stage(self.link, f"{stage}: {name}")
-            found[name] = rates.bus_bandwidth(name, self.plan["sizes_mib"], group, control, self.device)
+            found[name] = device_rates.bus_bandwidth(name, self.plan["sizes_mib"], group, control, self.device)
         return found
 
     def groups(self, nodes: list[str]) -> tuple[Any, Any]:
-        """All ranks of these nodes, over what they compute on and over their CPUs.
+        """Create groups of all ranks of these nodes: one on their compute device, and one on their CPUs.
 
-        torch names a group by its ranks and by how many groups there are in this process, and the name is where the
-        ranks meet: so every rank makes as many groups as any other, and none is destroyed before the end.
+        torch names a group by its ranks and by the number of groups in this process, and ranks meet under that name: so
+        every rank must create equally many groups, and none is destroyed before the end.
         """
         import torch.distributed as dist
 
@@ -123,7 +126,7 @@ class Rank:
         return dist.new_group(ranks, backend="nccl", **more) if self.plan["gpus"] else control, control
 
     def hunt(self, across: float) -> None:
-        """Pairs of nodes, when the whole is too slow, or when nobody knows how fast it should be."""
+        """Measure pairs of nodes if the whole is too slow, or if the expected rate is unknown."""
         import torch.distributed as dist
 
         least = self.plan["least_across"]
@@ -152,4 +155,4 @@ class Rank:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # threads of groups that are still there can abort the process when Python ends
+    os._exit(0)  # threads of remaining groups can abort the process when Python exits

@@ -1,8 +1,8 @@
-"""The quick preflight's coordinator, which runs where the supervisor does.
+"""The quick preflight's coordinator, which runs beside the supervisor.
 
-It starts an agent a node, each with a process of its own (one srun for all would end with the first node that does not
-answer), gathers what they say, and judges what only shows in comparison: versions, clocks, pairs. It always ends within
-its time limit, and names who is missing.
+It starts one agent per node, each in its own process (a single srun would end with the first node that does not
+answer), collects their reports, and compares versions, clocks and pairs across nodes. It always ends within its time
+limit, and names missing nodes.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from dtrain.comm import checks, peers, versions
-from dtrain.comm.channel import Desk, Messages, waiting
-from dtrain.comm.interfaces import interfaces, usable
-from dtrain.comm.node import PLAN, node_name
-from dtrain.comm.report import Check, Report, as_check
-from dtrain.comm.starters import Starter, end, python_command, tail
-from dtrain.config import gpus_per_node, ranks_per_node
-from dtrain.words import as_dict
+from dtrain.config.hardware import gpus_per_node, ranks_per_node
+from dtrain.preflight import node_checks, reachability, versions
+from dtrain.preflight.agent import PLAN, node_name
+from dtrain.preflight.channel import Desk, Messages, waiting
+from dtrain.preflight.interfaces import interfaces, usable
+from dtrain.preflight.report import Check, Report, as_check
+from dtrain.preflight.start import Starter, end, python_command, tail
+from dtrain.util.format import as_dict
 
 if TYPE_CHECKING:
-    from dtrain.comm.preflight import Preflight
+    from dtrain.preflight.settings import Settings
 
-ANSWER_PART = 0.65  # of the time limit, until a node must have answered; nearly all of the rest is for the pairs
+ANSWER_PART = 0.65  # of the time limit, until a node must have answered; most of the rest is for the pairs
 END_PART = 0.96
 NO_CONTROLLER = re.compile(r"Unable to contact slurm controller")
 UNREACHABLE = re.compile(r"Communication connection failure|Unable to contact|No route to host|Socket timed out")
 
 
 class Quick:
-    """One quick preflight: start the agents, gather, hand round who is there, gather again, judge."""
+    """One quick preflight: start the agents, collect reports, publish the peers, collect results, evaluate."""
 
     def __init__(
-        self, settings: Preflight, config: Mapping[str, Any], run_dir: Path, nodes: list[str], start: Starter,
+        self, settings: Settings, config: Mapping[str, Any], run_dir: Path, nodes: list[str], start: Starter,
         stop: Callable[[], bool],
     ) -> None:  # fmt: skip
         self.settings, self.config, self.run_dir, self.nodes, self.stop = settings, config, run_dir, nodes, stop
@@ -55,7 +55,7 @@ class Quick:
         with contextlib.suppress(OSError):
             self.messages.folder.mkdir(mode=0o700)
         self.desk = Desk(secrets.token_hex(16), self.messages)
-        needed, why_unknown = checks.checkpoint_bytes(config, run_dir)
+        needed, why_unknown = node_checks.checkpoint_bytes(config, run_dir)
         self.plan = {
             "token": self.desk.token, "port": self.desk.port, "addresses": usable(interfaces(), self.interface),
             "messages": str(self.messages.folder), "shared": self.messages.folder.is_dir() and len(nodes) > 1,
@@ -73,7 +73,7 @@ class Quick:
             for node in self.nodes:
                 if node not in answers and not self.stop():
                     report.checks += self.silent(node, agents[node])
-            listening = peers.same_family({n: a["peers"] for n, a in answers.items() if a.get("peers")})
+            listening = reachability.same_family({n: a["peers"] for n, a in answers.items() if a.get("peers")})
             self.addresses = {node: str(address[0]) for node, address in listening.items()}
             self.desk.publish("peers", {"peers": listening})
             until = self.began + END_PART * self.settings.timeout_s
@@ -81,7 +81,7 @@ class Quick:
             self.desk.publish("done", {"done": True})
             report.stopped = self.stop()
         finally:
-            end((a for n, a in agents.items() if n not in self.addresses), patience_s=0)  # they know no more
+            end((a for n, a in agents.items() if n not in self.addresses), patience_s=0)  # nothing more to report
             end(agents.values())
             self.desk.close()
             shutil.rmtree(self.messages.folder, ignore_errors=True)
@@ -95,20 +95,20 @@ class Quick:
                 text = "answered at first, and did not come back from connecting to the other nodes"
                 report.checks.append(Check(node, "reach", "bad", text, f"see {self.log(node)}"))
         pairs = {n: as_dict(r) | {"speed_mb_s": answers[n].get("speed_mb_s")} for n, r in results.items()}
-        self.add(report, peers.judge_reach(pairs, self.interface))
-        self.add(report, peers.judge_streams(pairs, self.interface))
+        self.add(report, reachability.judge_reach(pairs, self.interface))
+        self.add(report, reachability.judge_streams(pairs, self.interface))
 
-    def add(self, report: Report, found: dict[str, list[checks.Finding]]) -> None:
+    def add(self, report: Report, found: dict[str, list[node_checks.Finding]]) -> None:
         report.checks += [as_check(node, finding) for node, findings in found.items() for finding in findings]
 
     def log(self, node: str) -> Path:
         return self.run_dir / "preflight" / f"{node.replace('/', '_')}.log"
 
     def launch(self, node: str) -> subprocess.Popen[bytes] | str:
-        """The agent's process, or why there is none."""
-        argv, env = python_command(self.config, "dtrain.comm.node"), {PLAN: json.dumps(self.plan)}
+        """Return the agent's process, or why it could not be started."""
+        argv, env = python_command(self.config, "dtrain.preflight.agent"), {PLAN: json.dumps(self.plan)}
         why = ""
-        for log in (self.log(node), Path(os.devnull)):  # on a full disk without a log: the agent itself will say why
+        for log in (self.log(node), Path(os.devnull)):  # on a full disk without a log: the agent itself reports why
             try:
                 with contextlib.suppress(OSError):
                     self.log(node).unlink(missing_ok=True)
@@ -120,7 +120,7 @@ class Quick:
     def gather(
         self, kind: str, agents: Mapping[str, subprocess.Popen[bytes] | str], until: float
     ) -> dict[str, dict[str, Any]]:
-        """What each node posts, until all have, or are dead, or the time is up."""
+        """Collect what each node posts, until all have posted or died, or the time is up."""
         found: dict[str, dict[str, Any]] = {}
         dead: dict[str, float] = {}
         for _ in waiting(until):
@@ -129,14 +129,14 @@ class Quick:
                 if answer:
                     found[node] = answer
                 elif isinstance(agent, str) or agent.poll() is not None:
-                    dead.setdefault(node, time.monotonic())  # its file may be seen a moment later
+                    dead.setdefault(node, time.monotonic())  # its file may become visible a moment later
             given_up = {n for n, since in dead.items() if time.monotonic() > since + 0.7}
             if set(agents) <= set(found) | given_up or self.stop():
                 break
         return {node: found[node] for node in agents if node in found}
 
     def silent(self, node: str, agent: subprocess.Popen[bytes] | str) -> list[Check]:
-        """A node that never answered: it could not be started, its agent broke, or nothing was heard."""
+        """Explain a node that never answered: it could not be started, its agent broke, or nothing arrived."""
         seconds = time.monotonic() - self.began
         said = tail(self.log(node))
         fix = f"sinfo -n {node}; is it up, and does it see {self.run_dir}? cluster.exclude={node} to go without it"
@@ -145,12 +145,12 @@ class Quick:
         own = []
         if isinstance(agent, str):
             text = f"the agent could not be started: {agent}"
-        elif NO_CONTROLLER.search(said):  # it is not the node's fault
+        elif NO_CONTROLLER.search(said):  # not the node's fault
             here = node_name()
             text = f"not looked at: {here}, where this runs, cannot reach SLURM's controller, so no agent was started"
             fix = f"ip -br addr and ip route on {here}, scontrol ping there: is its link down, or the controller?"
             if node == here:
-                found = checks.guarded("interface", lambda: checks.interface(self.interface, interfaces()))
+                found = node_checks.guarded("interface", lambda: node_checks.interface(self.interface, interfaces()))
                 own = [as_check(node, finding) for finding in found if finding["state"] == "bad"]
         elif UNREACHABLE.search(said):
             text = f"SLURM cannot reach it: the node is down, or its link is ({said})"
@@ -162,17 +162,17 @@ class Quick:
 
 
 def host_bytes(config: Mapping[str, Any], num_nodes: int) -> int | None:
-    """What the ranks of a node hold in its memory for certain; None: they use GPUs, or nobody can tell."""
+    """Bytes that the ranks of a node certainly hold in its memory; None: they use GPUs, or it is unknown."""
     if gpus_per_node(config["cluster"]):
         return None
-    from dtrain.plan.host import states_of  # only here: it brings the planner with it
+    from dtrain.plan.host_memory import states_of  # imported late: it loads the planner
 
     total = states_of(config)
     return None if total is None else math.ceil(total / num_nodes)
 
 
-def judge_clocks(answers: dict[str, dict[str, Any]], most: float) -> dict[str, list[checks.Finding]]:
-    """Each clock against the middle one: with three nodes or more, the coordinator's may be the wrong one."""
+def judge_clocks(answers: dict[str, dict[str, Any]], most: float) -> dict[str, list[node_checks.Finding]]:
+    """Compare each clock with the median: with three nodes or more, the coordinator's may be the wrong one."""
     skews: dict[str, tuple[float, float]] = {}
     for node, answer in answers.items():
         for found in answer.get("checks", []):
@@ -189,8 +189,10 @@ def judge_clocks(answers: dict[str, dict[str, Any]], most: float) -> dict[str, l
             way = "ahead of" if away > 0 else "behind"
             text = f"its clock is {abs(away):.1f} s {way} {against} (preflight.max_skew_s={most:g})"
             judged[node] = [
-                checks.finding("clock", "bad", text, "chronyc tracking on the node; systemctl restart chronyd")
+                node_checks.finding("clock", "bad", text, "chronyc tracking on the node; systemctl restart chronyd")
             ]
         else:
-            judged[node] = [checks.finding("clock", "ok", f"{1000 * away:+.1f} ms", short=f"{1000 * away:+.1f} ms")]
+            judged[node] = [
+                node_checks.finding("clock", "ok", f"{1000 * away:+.1f} ms", short=f"{1000 * away:+.1f} ms")
+            ]
     return judged

@@ -1,7 +1,7 @@
-"""Every node against every other over the profile's interface: can they connect, and how fast does a stream flow?
+"""Test every pair of nodes over the profile's interface: can they connect, and how fast is a stream?
 
-A TCP stream of half a second from Python says little about a fabric's best, and enough about a link that is broken: a
-10 Gb/s port that fell back to 100 Mb/s, a lossy cable, a throttled virtual network.
+A TCP stream of half a second from Python does not show a fabric's best rate, but it shows a broken link: a 10 Gb/s port
+that fell back to 100 Mb/s, a lossy cable, a throttled virtual network.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from dtrain.comm.channel import admitted, greet, listen, receive, send, serve
-from dtrain.comm.checks import Finding, finding
-from dtrain.comm.interfaces import is_ipv6
-from dtrain.words import as_dict, number, three_digits
+from dtrain.preflight.channel import admitted, greet, listen, receive, send, serve
+from dtrain.preflight.interfaces import is_ipv6
+from dtrain.preflight.node_checks import Finding, finding
+from dtrain.util.format import as_dict, number, three_digits
 
 STREAM_S = 0.5
-ROUNDS = 3  # each node sends to its next so many neighbours: enough to tell a slow node from a slow pair
-# A stream below this part of what the driver says of the link is slow; more than 250 MB/s is never asked of Python.
+ROUNDS = 3  # each node sends to this many neighbors: enough to tell a slow node from a slow pair
+# A stream below this part of the link's nominal rate is slow; Python is never required to reach more than 250 MB/s.
 LINK_PART, MOST_ASKED_MB_S = 0.05, 250.0
-OUTLIER_PART = 0.1  # and so is one below this part of the upper quartile: a slow node of three has 4 of the 6 streams
-TRIES = 3  # of a stream that looks slow, as a busy host may be why
+OUTLIER_PART = 0.1  # or below this part of the upper quartile: one slow node of three has 4 of the 6 streams
+TRIES = 3  # for a stream that seems slow, because the host may be busy
 Address = tuple[str, int]
 
 
 class Peer:
-    """What a node shows to the others: it answers with its name, and swallows streams."""
+    """A node's server for the others: it answers with its name, and reads streams."""
 
     def __init__(self, address: str, token: str, node: str) -> None:
         self.token, self.node, self.source = token, node, address
@@ -48,7 +48,7 @@ class Peer:
         send(stream, {"node": self.node})
         if hello.get("stream"):
             send(stream, {"mb_s": swallow(stream)})
-            while stream.recv(1 << 20):  # closing with unread bytes would take back the answer
+            while stream.recv(1 << 20):  # closing with unread bytes would discard the answer
                 pass
 
     def connect(self, address: Address, timeout: float, **more: Any) -> socket.socket:
@@ -57,7 +57,7 @@ class Peer:
         return greet(address, {"token": self.token, "from": self.node, **more}, self.source, timeout)
 
     def reach(self, others: dict[str, Address], timeout: float) -> dict[str, str]:
-        """Other node → why it cannot be reached, or "". All at once: a lost packet costs the whole time limit."""
+        """Other node → why it cannot be reached, or "". In parallel: a lost packet costs the whole time limit."""
 
         def one(address: Address) -> str:
             try:
@@ -70,7 +70,7 @@ class Peer:
             return dict(zip(others, pool.map(one, others.values()), strict=True))
 
     def stream(self, address: Address, timeout: float) -> float | None:
-        """Megabytes a second that arrive there, or None."""
+        """Megabytes per second that arrive there, or None."""
         try:
             stream = self.connect(address, timeout, stream=True)
         except OSError:
@@ -80,13 +80,13 @@ class Peer:
             threading.Thread(target=_pour, args=(stream,), daemon=True).start()
             with stream.makefile("rb") as file:
                 answer = number(receive(file).get("mb_s"))
-            # what is still in the buffers of a slow link must not keep us
+            # do not wait for data still in the buffers of a slow link
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             return answer
         return None
 
     def streams(self, others: dict[str, Address], order: list[str], timeout: float) -> dict[str, float]:
-        """Send to the next few nodes in the order of all; the best of some tries, 0 when no byte was acknowledged."""
+        """Send to the next few nodes in the common order; the best of some tries, 0 if no byte was acknowledged."""
         mine = order.index(self.node)
         found = {}
         for step in range(1, min(ROUNDS, len(order) - 1) + 1):
@@ -102,7 +102,7 @@ class Peer:
 
 
 def swallow(stream: socket.socket) -> float:
-    """Read for half a second from the first byte on; megabytes a second."""
+    """Read for half a second from the first byte on; return megabytes per second."""
     buffer, total = bytearray(1 << 20), 0
     stream.recv_into(buffer)
     began = now = time.monotonic()
@@ -121,16 +121,16 @@ def swallow(stream: socket.socket) -> float:
 
 def _pour(stream: socket.socket) -> None:
     block = bytes(1 << 20)
-    with contextlib.suppress(OSError):  # the answer has come, and the stream was closed
+    with contextlib.suppress(OSError):  # the answer arrived and the stream was closed
         while True:
             stream.sendall(block)
 
 
-# ---- what the coordinator makes of it ------------------------------------------------------------------------
+# ---- evaluation by the coordinator ---------------------------------------------------------------------------
 
 
 def same_family(offered: dict[str, list[Address]]) -> dict[str, Address]:
-    """An address of each node: all IPv4 where every node has one, else all IPv6, else what there is."""
+    """Choose one address per node: all IPv4 if every node has one, otherwise all IPv6, otherwise any."""
     for ipv6 in (False, True):
         chosen = {node: a for node, addresses in offered.items() for a in addresses if is_ipv6(a[0]) == ipv6}
         if len(chosen) == len(offered):
@@ -139,7 +139,7 @@ def same_family(offered: dict[str, list[Address]]) -> dict[str, Address]:
 
 
 def judge_reach(reports: dict[str, dict[str, Any]], interface: str | None) -> dict[str, list[Finding]]:
-    """Node → findings, from each node's {other: why not}. Who fails in most pairs is to blame."""
+    """Node → findings, from each node's {other: why not}. The node that fails in most pairs is blamed."""
     failed: dict[tuple[str, str], str] = {}
     for node, report in reports.items():
         for other, why in as_dict(report.get("reach")).items():
@@ -162,7 +162,7 @@ def judge_reach(reports: dict[str, dict[str, Any]], interface: str | None) -> di
 
 
 def blame(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """The nodes that explain bad pairs, worst first; where two explain a pair equally well, both."""
+    """Return the nodes that explain the bad pairs, worst first; both nodes if they explain a pair equally well."""
     left, guilty = list(pairs), []
     while left:
         counts = Counter(node for pair in left for node in set(pair))
@@ -174,7 +174,7 @@ def blame(pairs: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def judge_streams(reports: dict[str, dict[str, Any]], interface: str | None) -> dict[str, list[Finding]]:
-    """Node → findings, from each node's {other: MB/s}. Slow against the link's own rate, or against the other pairs."""
+    """Node → findings, from each node's {other: MB/s}. Slow compared to the link's rate or to the other pairs."""
     flows: dict[tuple[str, str], float] = {}
     for node, report in reports.items():
         for other, rate in as_dict(report.get("streams")).items():
@@ -209,7 +209,7 @@ def judge_streams(reports: dict[str, dict[str, Any]], interface: str | None) -> 
 
 
 def blame_streams(slow: Iterable[tuple[str, str]], flows: Iterable[tuple[str, str]]) -> list[str]:
-    """Who sends slowly to all, or receives slowly from all, explains the rest; else whoever is in most slow pairs."""
+    """A node that sends or receives slowly with all others explains the rest; otherwise the one in most slow pairs."""
     slow, flows = set(slow), set(flows)
     nodes = dict.fromkeys(node for pair in flows for node in pair)
     guilty = []

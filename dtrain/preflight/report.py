@@ -1,4 +1,4 @@
-"""What a preflight found: one table, and every bad finding in words: what was expected, what is there, what to do."""
+"""The result of a preflight: one table, and for every bad finding what was expected, what was found, and a fix."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dtrain.rundir import write_json
-from dtrain.words import clean
+from dtrain.runs.folder import write_json
+from dtrain.util.format import clean
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,7 @@ State = Literal["ok", "bad", "skipped"]
 
 @dataclass(frozen=True)
 class Check:
-    """One finding about one node. `short` stands in the table, `text` and `fix` under it when the state is bad."""
+    """One finding about one node. `short` is shown in the table, `text` and `fix` below it if the state is bad."""
 
     node: str
     name: str
@@ -30,7 +30,7 @@ class Check:
 
 
 def as_check(node: str, values: dict[str, Any]) -> Check:
-    """A check as an agent sent it: only the keys we know, all of them text without control characters."""
+    """Convert an agent's check: only known keys, all of them text without control characters."""
     texts = {key: clean(str(values.get(key) or ""))[:2000] for key in ("name", "text", "fix", "short")}
     state: State = "bad" if values.get("state") == "bad" else "ok" if values.get("state") == "ok" else "skipped"
     return Check(node, texts["name"], state, texts["text"], texts["fix"], texts["short"])
@@ -42,7 +42,7 @@ class Report:
     nodes: list[str]
     checks: list[Check] = field(default_factory=list)
     seconds: float = 0.0
-    stopped: bool = False  # somebody asked for a stop, so that not all was looked at
+    stopped: bool = False  # a stop was requested, so not everything was checked
 
     @property
     def bad(self) -> dict[str, list[str]]:
@@ -67,7 +67,7 @@ class Report:
         return next((s for s in ("bad", "ok", "skipped") if s in states), None)
 
     def write(self, path: Path) -> None:
-        """preflight.json; on a full disk there is none, and the table must do."""
+        """Write preflight.json; on a full disk only the table is shown."""
         values = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "level": self.level, "ok": self.ok, "seconds": self.seconds,
             "nodes": self.nodes, "bad": self.bad, "checks": [asdict(c) for c in self.checks],
@@ -78,18 +78,18 @@ class Report:
             path.with_name(f".{path.name}.tmp").unlink(missing_ok=True)
 
     def print(self, console: Console | None = None) -> None:
-        from dtrain.console import say, stdout_console
+        from dtrain.ui.console import say, stdout_console
 
         console = console or stdout_console()
         for parts in self.parts():
             say(console, *parts)
 
     def lines(self) -> list[str]:
-        """The same without colours, for a log."""
+        """Return the same lines without colors, for a log."""
         return ["".join(clean(text) for text, _ in parts).rstrip() for parts in self.parts()]
 
     def parts(self) -> list[list[tuple[str, str]]]:
-        """Lines of (text, style)."""
+        """Return lines of (text, style)."""
         lines = self.table()
         for nodes, check in grouped(c for c in self.checks if c.state == "bad"):
             lines.append([(f"{self.who(nodes)}: {check.name}", "bold red"), (f": {check.text}", "")])
@@ -108,7 +108,7 @@ class Report:
         return "all nodes" if len(nodes) == len(self.nodes) > 1 else ", ".join(nodes)
 
     def table(self) -> list[list[tuple[str, str]]]:
-        """One line a node, one column a check; cells padded by hand, so that no terminal's width cuts one."""
+        """One line per node, one column per check; padded by hand, so that no terminal truncates a cell."""
         names = list(dict.fromkeys(c.name for c in self.checks))
         rows = [["node", *names]]
         for node in self.nodes:
@@ -131,7 +131,7 @@ class Report:
 
 
 def grouped(checks: Iterable[Check]) -> list[tuple[list[str], Check]]:
-    """The same finding on many nodes is said once."""
+    """Merge equal findings of several nodes."""
     groups: dict[tuple[str, str, str], tuple[list[str], Check]] = {}
     for check in checks:
         nodes, _ = groups.setdefault((check.name, check.text, check.fix), ([], check))

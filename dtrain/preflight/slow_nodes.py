@@ -1,6 +1,6 @@
-"""Who is slow? Pairs of nodes are measured; who is slow beside good nodes is named. A few rounds do for any number.
+"""Find slow nodes by measuring pairs: a node that is slow with good nodes is named. A few rounds are always enough.
 
-The pairs of a round are disjoint and measured at the same time. All ranks decide the same from the same figures.
+The pairs of a round are disjoint and measured at the same time. All ranks reach the same decisions from the same data.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ MOST_ROUNDS = 8
 
 @dataclass(frozen=True)
 class Verdict:
-    nodes: list[str]  # slow beside a good node, or with everybody
+    nodes: list[str]  # slow with a good node, or with all nodes
     links: list[Pair]  # slow only between these two
     all_slow: bool  # no pair is good: the fabric or the profile, not one node
 
 
 class Hunt:
-    """What was measured so far. `least`: what a pair must reach; without it, a part of the best pair's figure."""
+    """The measurements so far. `least`: what a pair must reach; without it, a part of the best pair's rate."""
 
     def __init__(self, nodes: list[str], least: float | None, outlier: float) -> None:
         self.nodes, self.least, self.outlier = nodes, least, outlier
@@ -39,29 +39,29 @@ class Hunt:
         return self.figures[self.key(pair)] < least
 
     def good(self) -> set[str]:
-        """Nodes with at least one pair that is not slow: a slow node has none."""
+        """Return nodes with at least one pair that is not slow: a slow node has none."""
         return {node for pair in self.figures if not self.slow(pair) for node in pair}
 
     def settled(self) -> set[str]:
-        """Good nodes, and nodes that were slow beside two good ones: beside one, the link between may be why."""
+        """Return good nodes, and nodes that are slow with two good ones: with one, the link may be the cause."""
         good = self.good()
         beside = [node for pair in self.figures for node, other in (pair, pair[::-1]) if other in good]
         return good | {node for node in beside if beside.count(node) > 1}
 
     def next_round(self) -> list[Pair]:
-        """Disjoint pairs to measure now; [] when all is known that pairs can tell."""
+        """Return disjoint pairs to measure now; [] if pairs can show nothing more."""
         if not self.figures:
             return list(zip(self.nodes[::2], self.nodes[1::2], strict=False))
-        if self.least is None and len(self.figures) < 3:  # one figure is always the best: several make a measure
+        if self.least is None and len(self.figures) < 3:  # a single result is always the best: compare at least three
             return self.disjoint(combinations(self.nodes, 2))
         good, settled = self.good(), self.settled()
         open_nodes = [node for node in self.nodes if node not in settled]
-        # beside a good node the answer is certain; without one, a new combination of the others may find one
+        # with a good node the result is certain; without one, a new combination of the others may find one
         partners = [node for node in self.nodes if node in good] + open_nodes
         return self.disjoint((node, other) for node in open_nodes for other in partners if node != other)
 
     def disjoint(self, wanted: Iterable[Pair]) -> list[Pair]:
-        """Of the wanted pairs, as many new ones as can be measured at once, the first ones first."""
+        """Return as many new, disjoint pairs as possible, in order."""
         free, chosen = set(self.nodes), []
         for pair in map(self.key, wanted):
             if pair not in self.figures and set(pair) <= free:

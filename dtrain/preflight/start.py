@@ -1,6 +1,6 @@
-"""Starting a preflight's programs on nodes, and ending them for certain.
+"""Start preflight programs on nodes, and make sure that they end.
 
-As a program, `python -m dtrain.comm.starters N COMMAND …`, it is to this machine what srun is to a node: N tasks.
+As a program, `python -m dtrain.preflight.start N COMMAND …`, it replaces srun on this machine: N tasks.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dtrain import start as starting
-from dtrain.contract import die_with_parent
-from dtrain.words import clean
+from dtrain.runs.protocol import die_with_parent
+from dtrain.util.format import clean
 
 
 class Starter(Protocol):
-    """Starts argv `tasks_per_node` times on each of the nodes, with more environment, its output in a log."""
+    """Starts argv `tasks_per_node` times on each node, with more environment variables and its output in a log."""
 
     def __call__(
         self, argv: list[str], nodes: list[str], tasks_per_node: int, env: dict[str, str], log: Path
@@ -30,14 +30,14 @@ class Starter(Protocol):
 def local_starter(
     argv: list[str], nodes: list[str], tasks_per_node: int, env: dict[str, str], log: Path
 ) -> subprocess.Popen[bytes]:
-    """Start on this machine, which is one node."""
+    """Start on this machine, as one node."""
     assert len(nodes) == 1, "one machine is one node"
     command, here = argv, {"DTRAIN_NODE": nodes[0], "SLURM_LOCALID": "0"}
     if tasks_per_node > 1:
-        command = [*starting.command("dtrain.comm.starters"), str(tasks_per_node), *argv]
+        command = [*starting.command("dtrain.preflight.start"), str(tasks_per_node), *argv]
     try:
         file = open(log, "ab")  # noqa: SIM115
-    except OSError:  # a full disk: what it says is lost, what it finds is not
+    except OSError:  # a full disk: its output is lost, its findings are not
         file = open(os.devnull, "ab")  # noqa: SIM115
     with file:
         return subprocess.Popen(
@@ -47,7 +47,7 @@ def local_starter(
 
 
 def python_command(config: Mapping[str, Any], module: str) -> list[str]:
-    """How a node starts a module of ours: with this Python, or with the one that cluster.python or a container has."""
+    """Return the command for one of our modules on a node: this Python, cluster.python, or a container's."""
     cluster = config["cluster"]
     if not cluster.get("python") and not cluster.get("container_image"):
         return starting.command(module)
@@ -55,7 +55,7 @@ def python_command(config: Mapping[str, Any], module: str) -> list[str]:
 
 
 def end(processes: Iterable[subprocess.Popen[bytes] | str], patience_s: float = 2.0) -> None:
-    """Wait a moment for those that are about to end, ask the rest, then kill: an srun may hang for its node."""
+    """Wait briefly for processes that are about to end, terminate the rest, then kill: srun may hang with its node."""
     left = [p for p in processes if isinstance(p, subprocess.Popen)]
     for act, wait_s in ((None, patience_s), (subprocess.Popen.terminate, 2.0), (subprocess.Popen.kill, 2.0)):
         for process in left:
@@ -67,7 +67,7 @@ def end(processes: Iterable[subprocess.Popen[bytes] | str], patience_s: float = 
 
 
 def tail(log: Path, lines: int = 3) -> str:
-    """The last lines of a log as one, for a message; "" when there is none."""
+    """Return the last lines of a log as one line, for a message; "" if there is no log."""
     try:
         text = clean(log.read_bytes()[-4000:].decode(errors="replace"))
     except OSError:
@@ -76,7 +76,7 @@ def tail(log: Path, lines: int = 3) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command N times at once, each with its SLURM_LOCALID; the first failure ends all."""
+    """Run the command N times in parallel, each with its SLURM_LOCALID; the first failure ends all."""
     number = int(argv[0])
     tasks: list[subprocess.Popen[bytes]] = []
     for i in range(number):

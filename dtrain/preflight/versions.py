@@ -1,4 +1,4 @@
-"""What must be the same on every node, read without importing torch, and who differs."""
+"""Versions that must be equal on every node, read without importing torch, and which nodes differ."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import importlib.metadata
 from collections import Counter
 from pathlib import Path
 
-from dtrain.comm.checks import Finding, finding, python_version
+from dtrain.preflight.node_checks import Finding, finding, python_version
 
 LABELS = {"python": "Python", "torch": "torch", "nccl": "NCCL", "deepspeed": "DeepSpeed", "code": "dtrain's code"}
 
 
 def versions(gpu_names: list[str], drivers: list[str]) -> dict[str, str]:
-    """Name → version of this node. `code` is a digest: a version number stays the same while one edits."""
+    """Name → version of this node. `code` is a digest, because the version number does not change while editing."""
     found = {"python": python_version(), "torch": installed("torch"), "deepspeed": installed("deepspeed")}
     nccl = [installed(f"nvidia-nccl-{cuda}") for cuda in ("cu13", "cu12", "cu11")]
     found["nccl"] = next((v for v in nccl if v != "none"), "none")
@@ -39,7 +39,7 @@ def code_digest(folder: Path | None = None) -> str:
 
 
 def compare(by_node: dict[str, dict[str, str]]) -> dict[str, list[Finding]]:
-    """Node → findings. Named is who differs from most nodes or, without a majority, from the first."""
+    """Node → findings. Names the nodes that differ from most nodes or, without a majority, from the first."""
     found: dict[str, list[Finding]] = {node: [] for node in by_node}
     for name in dict.fromkeys(key for values in by_node.values() for key in values):
         values = {node: versions.get(name, "not said") for node, versions in by_node.items()}

@@ -1,9 +1,9 @@
-"""Where a step goes: every instant of the recorded steps given to one part, so that the parts add up to the step.
+"""Attribute every instant of the recorded steps to one part, so that the parts add up to the step.
 
-The input is the Chrome trace that torch.profiler writes. On a GPU an instant belongs to the kernel that runs then:
-compute before communication before copies, so communication counts only where nothing covers it. When the GPU runs
-nothing, it belongs to what the host does meanwhile. On a CPU the operations of the main thread take the kernels' place.
-Streams and nested operations overlap, so durations are never summed: the timeline is walked once.
+The input is torch.profiler's Chrome trace. On a GPU an instant belongs to the kernel that runs then: compute before
+communication before copies, so communication counts only where no compute overlaps it. If the GPU is idle, the instant
+belongs to what the CPU does meanwhile. On a CPU the main thread's ops take the kernels' place. Streams and nested ops
+overlap, so durations are never summed: the timeline is walked once.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PARTS = (
 )  # fmt: skip
 TOP = 20  # kernels in the table
 
-# The first that is found in a kernel's or an operation's name decides. Compiled (Triton) kernels come first: they carry
-# the names of what they were fused with, so one that only prepares an attention's input is called after it, too. Then
-# attention before matrix products: the names of its kernels often have both.
+# The first pattern that matches a kernel's or op's name decides. Compiled (Triton) kernels come first: their names list
+# all fused ops, so one that only prepares attention's input also has attention in its name. Attention comes before
+# GEMMs, because its kernel names often contain both.
 KINDS = (
     ("softmax_and_loss", r"triton_(poi|red|per)_.*(softmax|nll_loss|cross_entropy|logsumexp)"),
     ("norms_and_elementwise", r"triton_(poi|red|per)_"),
@@ -48,13 +48,13 @@ _KINDS = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in KINDS]
 
 
 def kind_of(name: str) -> str:
-    """What a kernel or an operation does, by its name."""
+    """Return the kind of a kernel or an op, by its name."""
     return next((kind for kind, pattern in _KINDS if pattern.search(name)), "other_compute")
 
 
 @dataclass(frozen=True)
 class Item:
-    """Something that takes time. At an instant the one of the highest level counts, of those the one begun last."""
+    """Something that takes time. At each instant the highest level counts; among equals, the one that began last."""
 
     start: float
     end: float
@@ -67,26 +67,27 @@ WORK, SENDING, COPYING, WAITING, HOST, LOOP = 5, 4, 3, 2, 1, 0
 
 
 class Host:
-    """What the main thread did when, from the ranges around the phases and the backward pass of autograd."""
+    """What the main thread did when, from the ranges around the phases and from autograd's backward pass."""
 
     def __init__(self, events: list[dict[str, Any]]) -> None:
         marks = [e for e in events if e["name"].startswith(MARK) and e.get("cat") == "user_annotation"]
         self.thread = marks[0]["tid"] if marks else None
         self.phases = sorted((start(e), end(e), PHASES[e["name"].removeprefix(MARK)]) for e in marks)
-        # autograd's engine: here on a CPU, in a thread of its own on a GPU. Between two of its nodes it is still there.
+        # autograd's engine: in this thread on a CPU, in its own on a GPU. A gap between two nodes still counts as
+        # backward.
         nodes = [(start(e), end(e)) for e in events if e["name"].startswith("autograd::engine::evaluate_function")]
         self.backward = merged(nodes, gap=1000.0)
         self.ends = [e for _, e, phase in self.phases if phase == "optimizer"]
 
     def phase(self, time: float) -> str:
-        """data, forward, backward, optimizer, or between_steps for what the loop does besides."""
+        """Return data, forward, backward, optimizer, or between_steps for the rest of the loop."""
         i = bisect.bisect_right(self.phases, (time, float("inf"), "")) - 1
         if i < 0 or self.phases[i][1] <= time:
             return "between_steps"
         return "backward" if self.phases[i][2] == "forward" and inside(time, self.backward) else self.phases[i][2]
 
     def items(self) -> Iterable[Item]:
-        """The lowest levels of the timeline: what the host does when nothing is computed, sent or copied."""
+        """Yield the timeline's lowest levels: what the CPU does while nothing is computed, communicated or copied."""
         for begin, stop, phase in self.phases:
             yield Item(begin, stop, HOST, "data_wait" if phase == "data" else "host_gaps", phase)
             if phase == "forward":
@@ -96,10 +97,10 @@ class Host:
 
 
 def table(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The steps of a trace as parts and phases, in ms of a mean step and in %, with the longest kernels.
+    """Return a trace's steps as parts and phases, in ms of a mean step and in %, with the longest kernels.
 
-    The trace has one step more than is counted: its update only says where the first one begins. What a GPU still
-    has to do of it when the host goes on is not counted either, but what it has to do at the end is.
+    The trace has one extra step, whose update only marks where the first counted step begins. GPU work that remains
+    from it is not counted, but GPU work that remains at the end is.
     """
     events = [e for e in events if e.get("ph") == "X"]
     host = Host(events)
@@ -116,7 +117,7 @@ def table(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     wall = last - first
     kernels: dict[str, list[tuple[str, float]]] = defaultdict(list)
     for item, name in work:
-        if first <= item.start < last:  # an operation of a CPU holds others, which have their own line: not in its time
+        if first <= item.start < last:  # on a CPU, an op's time excludes nested ops, which have their own line
             nested = not on_gpu and item.level == WORK
             kernels[name].append((item.part, counted[id(item)] if nested else item.end - item.start))
 
@@ -144,7 +145,7 @@ Named = tuple[Item, str]
 
 
 def _on_gpu(events: list[dict[str, Any]], host: Host) -> tuple[list[Named], float, float]:
-    """Kernels and copies with the phase in which the host launched them, and when the first and last step end."""
+    """Return kernels and copies with the phase in which the CPU launched them, and when the first and last step end."""
     launched = {
         e["args"]["correlation"]: start(e)
         for e in events
@@ -164,16 +165,16 @@ def _on_gpu(events: list[dict[str, Any]], host: Host) -> tuple[list[Named], floa
         level = {"communication": SENDING, "copies": COPYING}.get(kind, WORK)
         work.append((_item(e, level, kind, host.phase(launch)), e["name"]))
     last = max(last, host.ends[-1])
-    # collectives that the host carries itself, as gloo does: they count while the GPU has nothing to do
+    # collectives on the CPU, such as gloo's: they count while the GPU is idle
     work += [named for named in _collectives(events, host, WAITING) if not named[1].startswith("nccl")]
     return work, first, last
 
 
 def _on_cpu(events: list[dict[str, Any]], host: Host) -> tuple[list[Named], float, float]:
-    """The main thread's operations; what autograd and Python do around them is left, and counts as host gaps."""
+    """Return the main thread's ops; the time of autograd and Python around them counts as host gaps."""
     work = []
     for e in events:
-        compiled = "CompiledFxGraph" in e["name"]  # its C++ kernels leave no events of their own
+        compiled = "CompiledFxGraph" in e["name"]  # its C++ kernels have no events of their own
         is_op = e.get("cat") == "cpu_op" and re.match(r"aten::|fsdp::|mkldnn", e["name"])
         if e["tid"] == host.thread and (is_op or compiled):
             work.append((_item(e, WORK, kind_of(e["name"]), host.phase(start(e))), e["name"]))
@@ -181,7 +182,7 @@ def _on_cpu(events: list[dict[str, Any]], host: Host) -> tuple[list[Named], floa
 
 
 def _collectives(events: list[dict[str, Any]], host: Host, level: int) -> Iterable[Named]:
-    """Collectives as the host sees them. Not those of the loop itself: its vote waits for nobody but other ranks."""
+    """Yield collectives as the CPU sees them, except the loop's own: its vote only waits for other ranks."""
     for e in events:
         if re.match(r"c10d::|gloo:", e["name"]) and host.phase(start(e)) != "between_steps":
             yield _item(e, level, "communication", host.phase(start(e))), e["name"]
@@ -191,13 +192,13 @@ def _item(event: dict[str, Any], level: int, kind: str, phase: str) -> Item:
     part = "exposed_communication" if kind == "communication" else kind
     if phase == "optimizer" and kind not in ("communication", "copies"):
         part = "optimizer"
-    if phase == "between_steps" and kind != "copies":  # an evaluation, for one
+    if phase == "between_steps" and kind != "copies":  # for example an evaluation
         part = "between_steps"
     return Item(start(event), end(event), level, part, phase)
 
 
 def start(event: dict[str, Any]) -> float:
-    """Microseconds."""
+    """In microseconds."""
     return float(event["ts"])
 
 
@@ -206,7 +207,7 @@ def end(event: dict[str, Any]) -> float:
 
 
 def walk(items: Iterable[Item], first: float, last: float) -> Iterable[tuple[float, Item]]:
-    """The stretches between `first` and `last`, each with the item that counts there; together they fill all of it."""
+    """Yield the intervals between `first` and `last`, each with the item that counts there; they cover all of it."""
     items = sorted((i for i in items if i.end > first and i.start < last and i.end > i.start), key=lambda i: i.start)
     times = sorted({first, last, *(t for i in items for t in (i.start, i.end) if first < t < last)})
     active: list[tuple[int, float, int, Item]] = []
@@ -223,7 +224,7 @@ def walk(items: Iterable[Item], first: float, last: float) -> Iterable[tuple[flo
 
 
 def merged(intervals: Iterable[tuple[float, float]], gap: float = 0.0) -> list[tuple[float, float]]:
-    """Intervals as a union: sorted, and those that overlap or lie closer than `gap` made one."""
+    """Return the union of intervals, sorted; those that overlap or are closer than `gap` are merged."""
     union: list[tuple[float, float]] = []
     for low, high in sorted(intervals):
         if union and low <= union[-1][1] + gap:

@@ -1,4 +1,4 @@
-"""Which lines of code hold the memory at its peak, from torch's history of the GPU's allocations."""
+"""Which lines of code hold the memory at its peak, from torch's history of GPU allocations."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from collections import defaultdict
 from typing import Any
 
-from dtrain.config import bad
+from dtrain.errors import bad
 
 TOP = 20
 UNKNOWN = "the backward pass, or before the history began"  # autograd's threads have no Python frames
-# Frames that tell nothing: torch itself, what it generates, and Python's own helpers.
+# Uninformative frames: torch itself, code that it generates, and Python's own helpers.
 NOT_OURS = re.compile(r"/torch/|torchinductor|^<|^\?\?$|/(contextlib|functools|threading)\.py$|dtrain/profile/")
 
 
@@ -20,9 +20,9 @@ def no_gpu() -> ValueError:
 
 
 def table(snapshot: dict[str, Any], device: int) -> dict[str, Any]:
-    """The peak in the history, and the largest holders at that moment, by the line that asked for them.
+    """Return the peak in the history, and the largest allocations at that moment, by the line that made them.
 
-    The history may have lost its beginning, but what is held at its end is known. So it is walked backwards from there.
+    The history may lack its beginning, but the state at its end is known. So it is walked backwards from there.
     """
     segments = [s for s in snapshot["segments"] if s.get("device", device) == device]
     held: dict[int, tuple[int, str]] = {}
@@ -36,9 +36,9 @@ def table(snapshot: dict[str, Any], device: int) -> dict[str, Any]:
     now = peak = sum(size for size, _ in held.values())
     traces = snapshot.get("device_traces", [])
     history = traces[device] if device < len(traces) else []
-    # Who asked for what was freed later: known where the history has the allocation, too.
+    # The line that allocated what was freed later: known if the history also has the allocation.
     asked: dict[int, str] = {}
-    origin: dict[int, str] = {}  # position of a free → who had asked
+    origin: dict[int, str] = {}  # index of a free → the allocating line
     for i, event in enumerate(history):
         if event["action"] == "alloc":
             asked[event["addr"]] = where(event.get("frames", []))
@@ -74,7 +74,7 @@ def table(snapshot: dict[str, Any], device: int) -> dict[str, Any]:
 
 
 def where(frames: list[dict[str, Any]]) -> str:
-    """file:line function of the innermost frame that is not torch's own."""
+    """Return "file:line function" of the innermost frame that is not torch's own."""
     for frame in frames:
         if not NOT_OURS.search(frame["filename"]):
             path = frame["filename"].split("/site-packages/")[-1]

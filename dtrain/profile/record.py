@@ -1,6 +1,6 @@
-"""In a rank: records the chosen steps, by putting itself around the phases of a step for as long as that takes.
+"""In a rank: record the chosen steps by temporarily wrapping the methods that are a step's phases.
 
-The loop knows nothing of it. When there is nothing to record nothing is put anywhere, so a step costs nothing more.
+The loop does not know about it. If nothing is recorded, nothing is wrapped, so steps have no overhead.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtrain.profile import attribute, memory
-from dtrain.rundir import write_json
+from dtrain.runs.folder import write_json
 
 log = logging.getLogger("dtrain")
-FOLDER = "profiles"  # of a run
+FOLDER = "profiles"  # in the run folder
 MAX_ENTRIES = 200_000  # allocations and frees that torch keeps: a step of a large model has about 10,000
 
 
 class Profile:
-    """conf/profile: what is recorded of which steps on which ranks."""
+    """conf/profile: what to record of which steps on which ranks."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Profile:
         self.kind, self.ranks, self.start, self.num_steps = kind, [0] if ranks is None else ranks, start, num_steps
 
     def begin(self, run_dir: Path, rank: int, device: Any, nsys: bool = False) -> Recorder:
-        """Before anything is built: what stands around the steps later. A history of memory begins here."""
+        """Before anything is built: return the recorder for the later steps. A memory history begins here."""
         if self.kind == "memory":
             return Memory(self, run_dir, rank, device)
         if rank in self.ranks and self.kind == "torch":
@@ -48,18 +48,18 @@ class Profile:
 
 
 class Recorder:
-    """Records nothing: of a rank that was not chosen, and the base of those that do record."""
+    """Records nothing: for ranks that are not chosen, and the base class of the other recorders."""
 
     def __init__(self, profile: Profile, run_dir: Path, rank: int, device: Any) -> None:
         self.profile, self.folder, self.rank, self.device = profile, run_dir / FOLDER, rank, device
         self.wrapped: list[tuple[Any, str]] = []
-        self.step = 0  # of this launch, from 1
+        self.step = 0  # in this launch, from 1
 
     def attach(self, strategy: Any, loader: Any, first_step: int, num_left: int) -> None:
-        """Before the loop: put the recording around its phases. num_left: steps that are to come."""
+        """Before the loop: wrap its phases for recording. num_left: steps that remain."""
 
     def watch(self, strategy: Any, loader: Any, first_step: int, num_left: int) -> None:
-        """Stand around the methods of this strategy and this loader that are the phases of a step."""
+        """Wrap the methods of this strategy and this loader that are the phases of a step."""
         self.first_step = first_step + self.profile.start
         if num_left < self.profile.start + self.profile.num_steps - 1:
             log.warning(
@@ -68,7 +68,7 @@ class Recorder:
             )  # fmt: skip
             return
         self.folder.mkdir(exist_ok=True)
-        strategy.is_profiled = True  # a step that is one launch has no phases
+        strategy.is_profiled = True  # a captured step has no phases
         self.wrapped.append((strategy, "is_profiled"))
         self.put_around(loader, "batch", "data", before=self.on_start)
         self.put_around(strategy, "forward_backward", "forward_backward")
@@ -88,7 +88,7 @@ class Recorder:
                 after()
             return result
 
-        setattr(owner, name, recorded)  # of this one object; the class keeps its own
+        setattr(owner, name, recorded)  # on this object only; the class is unchanged
         self.wrapped.append((owner, name))
 
     def range(self, label: str) -> Any:
@@ -106,17 +106,17 @@ class Recorder:
                 delattr(owner, name)
             try:
                 self.finish()
-            except Exception:  # a full disk, say: a run of days does not end for want of a table
+            except Exception:  # for example a full disk: a failed profile must not end a run of days
                 log.exception("profile: it could not be written; the training goes on")
 
     def before_step(self) -> None:
-        """Just before a step's data is asked for."""
+        """Called just before a step's data is read."""
 
     def finish(self) -> None:
-        """The last chosen step was made."""
+        """Called after the last chosen step."""
 
     def note(self, kind: str, values: dict[str, Any]) -> None:
-        """One table in the run folder, where `dtrain profile` finds it."""
+        """Write one table to the run folder, where `dtrain profile` finds it."""
         steps = [self.first_step, self.first_step + self.profile.num_steps - 1]
         write_json(
             self.folder / f"{kind}-rank-{self.rank}.json", {"kind": kind, "rank": self.rank, "steps": steps} | values
@@ -125,13 +125,13 @@ class Recorder:
 
 
 class Trace(Recorder):
-    """torch.profiler: a Chrome trace, and the table of where the steps go."""
+    """torch.profiler: a Chrome trace, and the table of where the time of the steps goes."""
 
     def attach(self, strategy: Any, loader: Any, first_step: int, num_left: int) -> None:
         from torch.profiler import ProfilerActivity, profile, schedule
 
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
-        # one step in which the profiler warms up, and one whose end is where the first one of the table begins
+        # one step to warm up the profiler, and one whose end is where the table's first step begins
         when = schedule(wait=0, warmup=1, active=self.profile.num_steps + 1, repeat=1)
         self.profiler = profile(activities=kinds, schedule=when, on_trace_ready=self.write)
         self.times: list[float] = []
@@ -154,18 +154,18 @@ class Trace(Recorder):
         profiler.export_chrome_trace(str(path))
         with gzip.open(path, "rt", errors="replace") as file:
             table = attribute.table(json.load(file)["traceEvents"])
-        # What the profiler itself costs: the steps before it began, but for the first, which compiles.
+        # Step time without the profiler: the steps before it began, except the first, which compiles.
         plain = [after - before for before, after in itertools.pairwise(self.times[1 : self.profile.start - 2])]
         usual = {"step_ms_without_profiler": 1000 * statistics.median(plain) if plain else None}
         self.note("torch", table | usual | {"trace": path.name})
 
 
 class Memory(Recorder):
-    """torch's history of GPU memory from the first weight on; written after the chosen steps and when memory ends."""
+    """torch's history of GPU memory from the first weight on; written after the chosen steps and on out-of-memory."""
 
     def __init__(self, profile: Profile, run_dir: Path, rank: int, device: Any) -> None:
         super().__init__(profile, run_dir, rank, device)
-        self.first_step = profile.start  # until the loop says where it begins
+        self.first_step = profile.start  # until `attach` gives the real one
         if device.type != "cuda":
             raise memory.no_gpu()
         import torch
@@ -185,7 +185,7 @@ class Memory(Recorder):
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def on_out_of_memory(self, device: int, asked: int, total: int, free: int) -> None:
-        """Called by the allocator on every rank, wherever it happens; whatever goes wrong here, the error goes on."""
+        """Called by the allocator on any rank that runs out of memory; a failure here must not hide that error."""
         try:
             self.write("out-of-memory", asked)
         except Exception as error:
@@ -196,14 +196,14 @@ class Memory(Recorder):
 
         snapshot = torch.cuda.memory._snapshot()
         path = self.folder / f"{name}-rank-{self.rank}.pickle"
-        with open(path, "wb") as file:  # torch's own format, for pytorch.org/memory_viz; nothing of ours reads it
+        with open(path, "wb") as file:  # torch's own format, for pytorch.org/memory_viz; our code does not read it
             pickle.dump(snapshot, file)
         table = memory.table(snapshot, self.device.index or 0) | {"snapshot": path.name, "asked_bytes": asked}
         self.note("memory" if asked is None else "out-of-memory", table | ({} if asked is None else {"steps": None}))
 
 
 class Nsys(Recorder):
-    """nsys=true: tells Nsight Systems, which started this process, where the chosen steps begin and end."""
+    """nsys=true: tell Nsight Systems, which started this process, where the chosen steps begin and end."""
 
     def attach(self, strategy: Any, loader: Any, first_step: int, num_left: int) -> None:
         self.watch(strategy, loader, first_step, num_left)
@@ -223,5 +223,5 @@ class Nsys(Recorder):
     def finish(self) -> None:
         import torch
 
-        torch.cuda.synchronize()  # else kernels of the last step come after the end
+        torch.cuda.synchronize()  # otherwise kernels of the last step would run after the end
         torch.cuda.profiler.stop()

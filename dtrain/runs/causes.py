@@ -1,4 +1,4 @@
-"""Why an attempt of a run ended: what the error itself proves, and every cause on one line.
+"""Why an attempt of a run ended: classify the error, and format each cause on one line.
 
 Launcher and ranks import this file, so it does not import torch.
 """
@@ -7,24 +7,25 @@ from __future__ import annotations
 
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from opcode import opmap
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dtrain.contract import LOST_PEER
+from dtrain.errors import chain
+from dtrain.runs.protocol import LOST_PEER
 
-GLOO = re.compile(r"\[[^\]\n]*\bgloo/[^\]\n]*:\d+\]")  # gloo's errors begin with their place in its C++ source
+GLOO = re.compile(r"\[[^\]\n]*\bgloo/[^\]\n]*:\d+\]")  # gloo's errors start with their C++ source location
 RAISE = opmap["RAISE_VARARGS"]
-FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')  # of a traceback that is text
+FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')  # in a traceback that is text
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Did a collective of torch.distributed fail because another rank's connection ended?
+    """Did a torch.distributed collective fail because another rank's connection ended?
 
-    The words of a message prove nothing: data code of the user meets "Connection reset by peer", too. So it must be an
-    error that torch's C++ code raised, of c10d's own types or with gloo's place in front, not a Python statement.
+    The message text alone proves nothing: a user's data code can raise "Connection reset by peer" too. The error must
+    come from torch's C++ code: one of c10d's own types, or a gloo source location in front, and no Python `raise`.
     """
     return any(_is_of_collective(e) and LOST_PEER.search(str(e)) for e in chain(error))
 
@@ -36,7 +37,7 @@ def _is_of_collective(error: BaseException) -> bool:
 
 
 def _raised_by_python(error: BaseException) -> bool:
-    """Is the innermost frame at a `raise`? What C++ code throws comes out of a call."""
+    """Is the innermost frame at a `raise`? An error from C++ code comes out of a call instead."""
     innermost = _innermost(error.__traceback__)
     return innermost is None or innermost.tb_frame.f_code.co_code[innermost.tb_lasti] == RAISE
 
@@ -47,27 +48,18 @@ def _innermost(traceback: TracebackType | None) -> TracebackType | None:
     return traceback
 
 
-def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and those that led to it."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 def own_line(error: BaseException) -> str:
-    """`file:line, in function` of the user's own code that raised it; "" when no such code is in its traceback."""
+    """`file:line, in function` of the user's code that raised the error; "" if the traceback has no user code."""
     frames = []
     traceback = error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code
         frames.append((code.co_filename, str(traceback.tb_lineno), code.co_name))
         traceback = traceback.tb_next
-    for text in getattr(error, "__notes__", []):  # a loader's process: its traceback travels as text
+    for text in getattr(error, "__notes__", []):  # a loader process sends its traceback as text
         frames += FRAME.findall(text)
     paths = sysconfig.get_paths()
-    theirs = ("<", str(Path(__file__).parent), *(paths[key] for key in ("stdlib", "purelib", "platlib")))
+    theirs = ("<", str(Path(__file__).parent.parent), *(paths[key] for key in ("stdlib", "purelib", "platlib")))
     own = [frame for frame in frames if not frame[0].startswith(theirs)]
     return f"{own[-1][0]}:{own[-1][1]}, in {own[-1][2]}" if own else ""
 
@@ -81,7 +73,7 @@ def one_line(failure: dict[str, Any]) -> str:
 
 
 def distinct(failures: Sequence[dict[str, Any]]) -> list[str]:
-    """The cause of each attempt; those that several had in common once."""
+    """List the cause of each attempt; attempts with the same cause share one line."""
     attempts: dict[str, list[int]] = {}
     for number, failure in enumerate(failures, 1):
         attempts.setdefault(one_line(failure), []).append(number)

@@ -1,4 +1,4 @@
-"""Files of a run folder: written so that a reader never sees half of one, read so that a broken one does no harm."""
+"""Files of a run folder: writes are atomic, and reading a broken file is harmless."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from dtrain import diskspace
-from dtrain.contract import ATTEMPTS_FILE
-from dtrain.redaction import hidden
-from dtrain.words import as_dict
+from dtrain.config.redaction import hidden
+from dtrain.runs.protocol import ATTEMPTS_FILE
+from dtrain.util import disk_space
+from dtrain.util.format import as_dict, finite
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a small JSON file so that a reader sees the old one or the new one, never half; and no secret."""
+    """Write a small JSON file atomically, with secrets redacted."""
     temporary = path.with_name(f".{path.name}.tmp")
     text = json.dumps(hidden(values), indent=1) + "\n"
     try:
         temporary.write_text(text)
         os.replace(temporary, path)
     except OSError as error:
-        raise diskspace.describe(error, path, len(text)) from error
+        raise disk_space.describe(error, path, len(text)) from error
 
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Hold a run folder: two launchers in one would spoil each other's checkpoints. The kernel frees it at death."""
+    """Lock a run folder: two launchers would corrupt each other's checkpoints. The kernel frees the lock at exit."""
     with open(run_dir / ".lock", "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -46,11 +46,11 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def file_clock(folder: Path) -> float:
-    """The time by the clock that stamps files in this folder: a file server's may be minutes away from ours.
+    """Return the time by the clock that stamps files in this folder: a file server's clock may be minutes off.
 
-    Ours where we may not write.
+    Falls back to the local clock if the folder is not writable.
     """
-    import tempfile  # 4 ms that most commands need not wait for
+    import tempfile  # takes 4 ms; most commands do not need it
 
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -60,9 +60,9 @@ def file_clock(folder: Path) -> float:
 
 
 def look_again(folder: Path) -> None:
-    """Before a file is read that another node may have made since we last asked for it.
+    """Refresh the folder's cache before reading a file that another node may have created.
 
-    A network file system may go on answering "no such file" for a minute; a change of our own makes it ask the server.
+    A network file system may report "no such file" for up to a minute; a local change makes it ask the server.
     """
     mine = folder / f".look-{os.uname().nodename}-{os.getpid()}"
     with contextlib.suppress(OSError):
@@ -71,7 +71,7 @@ def look_again(folder: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in the file, or {} when it is missing, half-written or something else."""
+    """Return the object in the file, or {} if it is missing, half-written or not an object."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -80,13 +80,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def last_launch(launch: dict[str, Any]) -> dict[str, Any]:
-    """launch.json seen from its newest launch: that one's keys over the file's own."""
+    """Return launch.json with the keys of its newest launch on top."""
     launches = launch.get("launches")
     return {**launch, **as_dict(launches[-1] if isinstance(launches, list) and launches else {})}
 
 
 def launch_time(launch: dict[str, Any]) -> float | None:
-    """When the run was last launched, in seconds since the epoch."""
+    """Return when the run was last launched, in seconds since the epoch."""
     try:
         return datetime.fromisoformat(last_launch(launch)["time"]).timestamp()
     except (KeyError, TypeError, ValueError):
@@ -94,13 +94,13 @@ def launch_time(launch: dict[str, Any]) -> float | None:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """summary.json; while it says running its figures are not written yet, and come from metrics.jsonl."""
+    """Read summary.json; while its status is "running", take the metrics from metrics.jsonl."""
     summary = read_json(run_dir / "summary.json")
     return summary | newest_figures(run_dir) if summary.get("status") == "running" else summary
 
 
 def newest_figures(run_dir: Path) -> dict[str, Any]:
-    """What metrics.jsonl says last, by the names of the summary."""
+    """Return the newest metrics of metrics.jsonl, under the names of the summary."""
     newest: dict[str, Any] = {}
     try:
         with open(run_dir / "metrics.jsonl", "rb") as file:
@@ -109,7 +109,7 @@ def newest_figures(run_dir: Path) -> dict[str, Any]:
             for line in file.read().splitlines():
                 newest.update(parse_line(line))
     except OSError:
-        pass  # no step was made yet
+        pass  # no step yet
     names = {"step": "steps", "loss": "train_loss", "mem_gib": "peak_mem_gib"}
     same = ("val_loss", "val_accuracy", "val_top5", "val_perplexity", "tokens_per_s", "mfu")
     names.update({key: key for key in same})
@@ -125,13 +125,13 @@ def parse_line(line: bytes) -> dict[str, Any]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first. A save's rename came last, so each was whole once."""
+    """List the checkpoints in a folder, newest first. A save renames its folder last, so each was once complete."""
     found = [p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8,18}", p.name, re.ASCII) and p.is_dir()]
     return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest checkpoint that has its manifest, for people to see: only a load finds out whether it is whole."""
+    """Return the newest checkpoint with a manifest, for display: only loading verifies that it is intact."""
     return next((p for p in checkpoints(run_dir / "checkpoints") if (p / "manifest.json").is_file()), None)
 
 
@@ -141,22 +141,22 @@ def newest_step(run_dir: Path) -> int:
 
 
 def note_attempt(run_dir: Path, event: Literal["start", "end"], **values: Any) -> None:
-    """Add a line to attempts.jsonl. On a full disk there is none: that must not end what is about to report it."""
+    """Append a line to attempts.jsonl. On a full disk drop it: the caller must survive to report the cause."""
     line = {"event": event, "time": time.time(), "step": newest_step(run_dir), **values}
     with suppress(OSError), open(run_dir / ATTEMPTS_FILE, "a") as file:
         file.write(json.dumps(line) + "\n")
 
 
 class Tail:
-    """New lines of a file that another process appends to, cuts short or replaces."""
+    """Reads new lines of a file that another process appends to, truncates or replaces."""
 
     def __init__(self, path: Path):
         self.path = path
         self.offset = 0
-        self.before = b""  # the bytes just before offset: when they changed, this is another file
+        self.before = b""  # the bytes before offset; if they change, the file was replaced
 
     def read(self, final: bool = False) -> tuple[list[bytes], bool]:
-        """New lines, and whether the file was read again from its start. final: also a line without end."""
+        """Return new lines, and whether the file was read again from its start. final: include an incomplete line."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.offset - len(self.before))
@@ -167,10 +167,23 @@ class Tail:
                     data, self.before, self.offset = file.read(), b"", 0
                 else:
                     data = data[len(self.before) :]
-        except OSError:  # not there yet, or between two names
+        except OSError:  # does not exist yet, or is being renamed
             return [], False
         if not final:
-            data = data[: data.rfind(b"\n") + 1]  # the rest is still being written
+            data = data[: data.rfind(b"\n") + 1]  # the last line is still being written
         self.offset += len(data)
         self.before = (self.before + data)[-64:]
         return data.splitlines(), again
+
+
+def predicted(run_dir: Path) -> dict[str, float] | None:
+    """Return the metrics of plan.json that a summary has too, by name; None: there was no prediction."""
+    plan = read_json(run_dir / PLAN)
+    if as_dict(plan.get("memory_gib")).get("limit") is None:  # on a CPU the process is measured, not its tensors
+        plan.pop("memory_gib", None)
+    values = {key: as_dict(plan.get(key)).get("total", plan.get(key)) for key in FIGURES}
+    return {key: figure for key, value in values.items() if (figure := finite(value)) is not None} or None
+
+
+PLAN = "plan.json"
+FIGURES = ("tokens_per_s", "step_s", "mfu", "memory_gib")  # no wall time: startup, saving and evaluation are left out

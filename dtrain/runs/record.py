@@ -1,4 +1,4 @@
-"""What is known of a run: its files, what SLURM says of its job, and the status that follows from both."""
+"""State of a run: its files, its SLURM job, and the status that follows from both."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dtrain.contract import ATTEMPTS_FILE, CANCELLED_FILE
-from dtrain.rundir import file_clock, last_launch, launch_time, parse_line, read_json, read_summary
-from dtrain.squeue import Job, query
-from dtrain.words import as_dict, number
+from dtrain.runs.folder import file_clock, last_launch, launch_time, parse_line, read_json, read_summary
+from dtrain.runs.protocol import ATTEMPTS_FILE, CANCELLED_FILE
+from dtrain.runs.slurm_queue import Job, query
+from dtrain.util.format import as_dict, number
 
 ROOTS = ("outputs", "multirun")
-QUIET_S = 600  # a running run that wrote nothing for this long is doubted: compiling or saving takes less
+QUIET_S = 600  # a running run that wrote nothing for this long gets a `?`: compiling or saving takes less
 SKEW_S = 300  # clocks of a login node and of the controller differ by less
 FIGURES = ("train_loss", "val_loss", "val_accuracy", "tokens_per_s", "mfu", "peak_mem_gib", "wall_s")
-ERRORS = ("step_error", "memory_error")  # of the prediction
+ERRORS = ("step_error", "memory_error")  # errors of the prediction
 
 
 def run_folders(root: Path, levels: int = 4) -> Iterator[Path]:
-    """The folders with a launch.json at or below root; not inside one, where a checkpoint has many files."""
+    """Yield the folders with a launch.json at or below root; never descend into one: checkpoints have many files."""
     if (root / "launch.json").is_file():
         yield root
         return
@@ -34,37 +34,37 @@ def run_folders(root: Path, levels: int = 4) -> Iterator[Path]:
     try:
         with os.scandir(root) as entries:
             folders = [e.path for e in entries if e.name[0] != "." and e.is_dir(follow_symlinks=False)]
-    except OSError:  # not there, or not ours to read
+    except OSError:  # missing or not readable
         return
     for folder in sorted(folders):
         yield from run_folders(Path(folder), levels - 1)
 
 
 def started(run_dir: Path, launches: dict[str, Any] | None = None) -> float:
-    """When a run was last launched, in seconds since the epoch."""
+    """Return when a run was last launched, in seconds since the epoch."""
     path = run_dir / "launch.json"
     try:
         written = path.stat().st_mtime
-    except OSError:  # removed while we look
+    except OSError:  # removed in the meantime
         return 0.0
     said = launch_time(read_json(path) if launches is None else launches)
-    # The file's time orders two launches of one second; it is only right while the folder was not copied.
+    # The mtime orders two launches within one second; it is only valid if the folder was not copied.
     return written if said is None or abs(written - said) < 2 else said
 
 
 def run_name(run_dir: Path) -> str:
-    """The folder's name without the time of day in front of it."""
+    """Return the folder's name without the leading time of day."""
     return re.sub(r"^\d\d-?\d\d-?\d\d(-\d+)?-(?=.)", "", run_dir.name)
 
 
 @dataclass(eq=False)
 class Record:
-    """One run. Without config.yaml, which takes 20 times longer to read than the rest."""
+    """One run. config.yaml is not read: it takes 20 times longer than the rest."""
 
     run_dir: Path
     launches: dict[str, Any]  # launch.json
     summary: dict[str, Any]
-    job: Job | None = None  # None: it has none, it need not be asked for, or nobody could say
+    job: Job | None = None  # None: no job, no need to ask, or SLURM gave no answer
 
     @classmethod
     def read(cls, run_dir: Path) -> Record:
@@ -86,7 +86,7 @@ class Record:
 
     @cached_property
     def attempts(self) -> list[dict[str, Any]]:
-        """Each start of the run's job with its end; `ended` is None when it was killed, or is still at it."""
+        """Each start of the run's job with its end; `ended` is None if it was killed or is still running."""
         found: list[dict[str, Any]] = []
         try:
             lines = (self.run_dir / ATTEMPTS_FILE).read_bytes().splitlines()
@@ -103,14 +103,14 @@ class Record:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the newest launch has started: until then the files speak of the one before."""
+        """Whether the newest launch has started: until then the files describe the previous one."""
         if self.job_id is None or (not self.attempts and self.num_launches < 2):
             return bool(self.summary)
         return any(str(a["job_id"]) == self.job_id for a in self.attempts)
 
     @property
     def said(self) -> str | None:
-        """The status that the newest launch wrote, if it came to that."""
+        """The status that the newest launch wrote, if any."""
         if self.job_id is not None and not self.has_begun:
             return None
         status = self.summary.get("status")
@@ -118,23 +118,23 @@ class Record:
 
     @property
     def interrupted(self) -> bool:
-        """It said that it stopped with a checkpoint, and was not started again since."""
+        """Whether it reported a stop with a checkpoint and was not started again since."""
         return self.said == "preempted" and (not self.attempts or self.attempts[-1]["ended"] is not None)
 
     @property
     def cancel_asked(self) -> float | None:
-        """When `dtrain cancel` was typed for this launch; one from before a resume does not count."""
+        """When `dtrain cancel` was run for this launch; a cancel from before a resume does not count."""
         asked = read_json(self.run_dir / CANCELLED_FILE)
         return number(asked.get("time")) if asked.get("launches") == self.num_launches else None
 
     @property
     def is_open(self) -> bool:
-        """Whether only SLURM knows how the run is."""
+        """Whether only SLURM knows the run's state."""
         return self.job_id is not None and self.said not in ("done", "failed") and not self.interrupted
 
     @property
     def is_final(self) -> bool:
-        """Whether, by its own word, nothing more comes of the newest launch."""
+        """Whether the newest launch reported that it is finished for good."""
         if self.said != "failed":
             return self.said == "done"
         if self.job_id is not None:
@@ -143,20 +143,20 @@ class Record:
 
     @property
     def is_live(self) -> bool:
-        """Whether it runs, or will run without anybody doing anything. Of a job: as far as SLURM was asked."""
+        """Whether it runs, or will run without user action. For a job: as far as SLURM was asked."""
         if self.is_final:
             return False
         if self.job:
             return not self.job.ended
         if self.job_id is not None:
-            return self.said != "failed"  # nobody could say: two jobs in a folder are worse than one that waits
+            return self.said != "failed"  # unknown: assume alive, since two jobs in one folder are worse than waiting
         return self.status.rstrip("?") in ("queued", "starting", "running")
 
     @property
     def status(self) -> str:
-        """queued, starting, running, preempted, failed, done, cancelled or died: what a reader should believe.
+        """The most likely status: queued, starting, running, preempted, failed, done, cancelled or died.
 
-        `died`: it said running, and its process or job is gone. `?`: nobody could say, and it was quiet for long.
+        `died`: it reported running, but its process or job is gone. `?`: unknown, and no file changed for long.
         """
         said, job = self.said, self.job
         if said in ("done", "failed"):
@@ -167,7 +167,7 @@ class Record:
             return str(said)
         if self.job_id is None or job is None:
             word = self._without_slurm(said)
-            over = self.job_id is not None or word == "died"  # a local one may still be saving
+            over = self.job_id is not None or word == "died"  # a local run may still be saving
             return "cancelled" if over and self.cancel_asked else word
         if job.queued:
             return "preempted" if self.has_begun else "queued"
@@ -177,16 +177,16 @@ class Record:
             return "cancelled"
         if said is None and job.state in ("FAILED", "BOOT_FAIL", "OUT_OF_MEMORY", "TIMEOUT", "DEADLINE"):
             return "failed"
-        # SLURM queues a job again some seconds after it has lost a node.
+        # SLURM requeues a job some seconds after it lost a node.
         return "preempted" if job.state in ("PREEMPTED", "NODE_FAIL") else "died"
 
     def _without_slurm(self, said: str | None) -> str:
         launch, cluster = self.launch, as_dict(self.launch.get("cluster"))
         word = "running" if said else "starting" if self.job_id is None else "queued"
         pid = launch.get("pid")
-        # A submitted job outlives the process that submitted it, so that pid says nothing.
+        # A submitted job outlives the process that submitted it, so that pid is irrelevant.
         ours = "local" in str(cluster.get("_target_", "local")) or cluster.get("launcher") == "torchrun"
-        # One that was never submitted does not outlive its launcher, either.
+        # A run that was never submitted ends with its launcher.
         ours = (ours or said is None) and self.job_id is None and launch.get("host") == socket.gethostname()
         if ours and isinstance(pid, int) and pid > 0:
             try:
@@ -199,7 +199,7 @@ class Record:
 
     @property
     def last_sign(self) -> float:
-        """When the run last wrote something, in seconds since the epoch."""
+        """When the run last wrote a file, in seconds since the epoch."""
         times = [0.0]
         for name in ("summary.json", "metrics.jsonl", "launch.json"):
             try:
@@ -210,11 +210,11 @@ class Record:
 
     @property
     def quiet_s(self) -> float:
-        """For how long it wrote nothing, by the clock that dates its files."""
+        """Seconds since it last wrote a file, by the clock that stamps its files."""
         return file_clock(self.run_dir) - self.last_sign
 
     def row(self) -> dict[str, Any]:
-        """The run by the keys of the tables."""
+        """Return the run as a table row."""
         run: dict[str, Any] = {
             "path": str(self.run_dir),
             "name": self.summary.get("name") or self.launches.get("name") or run_name(self.run_dir),
@@ -232,14 +232,14 @@ class Record:
 
 
 def errors(summary: dict[str, Any]) -> dict[str, float | None]:
-    """How far the prediction was off, as a part of what was measured: 0.1 is a tenth too long, or too much."""
+    """Relative error of the prediction: 0.1 means 10% more time or memory than measured."""
     predicted = as_dict(summary.get("predicted"))
 
     def apart(guess: object, measured: object) -> float | None:
         a, b = number(guess), number(measured)
         return a / b - 1 if a and b else None
 
-    # of two rates the other way round: half of the speed is twice the time
+    # inverted for rates: half the speed is twice the time
     return {
         "step_error": apart(summary.get("tokens_per_s"), predicted.get("tokens_per_s")),
         "memory_error": apart(predicted.get("memory_gib"), summary.get("peak_mem_gib")),
@@ -247,9 +247,9 @@ def errors(summary: dict[str, Any]) -> dict[str, float | None]:
 
 
 def load(run_dirs: Sequence[Path], ask_all: bool = False) -> tuple[list[Record], str]:
-    """Read the runs, with one question to SLURM for all whose files do not say enough; and why it did not answer.
+    """Read the runs, with one SLURM query for all whose files are not conclusive; also return why SLURM failed.
 
-    ask_all: also for the jobs of runs that say they have ended.
+    ask_all: also query the jobs of runs that report they have ended.
     """
     records = [Record.read(Path(d)) for d in run_dirs]
     asked = [r for r in records if r.job_id and (ask_all or r.is_open)]
@@ -257,10 +257,10 @@ def load(run_dirs: Sequence[Path], ask_all: bool = False) -> tuple[list[Record],
     for i, record in enumerate(records):
         if record not in asked or not (job := jobs.get(str(record.job_id))):
             continue
-        if job.ended:  # perhaps after we read the files
+        if job.ended:  # it may have ended after the files were read
             record = records[i] = Record.read(record.run_dir)
         since = launch_time(record.launches)
-        # Ids start again on a new cluster: a job from before this launch is another one.
+        # A new cluster counts job ids from 1 again: a job older than this launch is a different one.
         alien = since is not None and job.submitted is not None and job.submitted < since - SKEW_S
         record.job = Job(job.id, "GONE") if alien else job
     return records, jobs.problem
@@ -271,7 +271,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
 
 
 def all_runs(roots: Sequence[str | Path] = ROOTS) -> list[Path]:
-    """Every run below the roots, the newest launch first."""
-    # A root inside another one must not list its runs twice.
+    """List every run below the roots, newest launch first."""
+    # A root inside another root must not list its runs twice.
     folders = {os.path.abspath(run): run for root in roots for run in run_folders(Path(root))}
     return sorted(folders.values(), key=started, reverse=True)

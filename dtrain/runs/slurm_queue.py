@@ -1,4 +1,4 @@
-"""What SLURM says of jobs: asked of squeue, then of sacct and scontrol, whichever the site has and that answers."""
+"""Query SLURM for jobs: squeue first, then sacct and scontrol, as far as the site has them and they answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-ANSWER_S = 5  # a dead controller takes squeue 9 s, a dead database sacct minutes; nobody waits that long for a table
+ANSWER_S = 5  # with a dead controller squeue takes 9 s, with a dead database sacct takes minutes: too long for a table
 QUEUED = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "CONFIGURING"}
 ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
@@ -20,16 +20,16 @@ _silent: set[str] = set()  # commands that failed in this process: a site withou
 
 @dataclass(frozen=True)
 class Job:
-    """A job, or one task of an array, as SLURM last saw it. GONE: it answered, and does not know this id any more."""
+    """A job, or one array task, as SLURM last reported it. GONE: SLURM answered, but no longer knows this id."""
 
-    id: str  # 12, or 12_3 of an array
+    id: str  # 12, or 12_3 in an array
     state: str
-    reason: str = ""  # why it waits, in SLURM's word
-    nodes: str = ""  # as SLURM writes them: node[1-4]
+    reason: str = ""  # why it is pending, as SLURM names it
+    nodes: str = ""  # in SLURM's notation: node[1-4]
     elapsed: float | None = None  # seconds
-    limit: float | None = None  # seconds; None = unknown, or none
+    limit: float | None = None  # seconds; None: unknown or unlimited
     submitted: float | None = None  # since the epoch; a requeue counts as a submission
-    started: float | None = None  # of a job that waits: when SLURM expects it to start
+    started: float | None = None  # for a pending job: the start that SLURM expects
     exit: str | None = None  # "code:signal"
 
     @property
@@ -42,18 +42,18 @@ class Job:
 
     @property
     def active(self) -> bool:
-        """On its nodes. A state that we have never heard of counts as that: nobody is called dead by mistake."""
+        """Whether it is on its nodes. An unknown state counts as active: a live job must not be reported as dead."""
         return not self.queued and not self.ended
 
 
 class Jobs(dict[str, Job]):
-    """Jobs by id; an id is missing when nobody could say. problem: what the command that failed had to say."""
+    """Jobs by id; an id is missing if no command knew it. problem: the message of the command that failed."""
 
     problem: str = ""
 
 
 class NoAnswer(Exception):
-    """A SLURM command is not here, failed, or took too long."""
+    """A SLURM command is missing, failed, or took too long."""
 
     def __init__(self, message: str, missing: bool = False):
         super().__init__(message)
@@ -61,9 +61,9 @@ class NoAnswer(Exception):
 
 
 def call(command: Sequence[str], seconds: float | None = None) -> str:
-    """The output of a SLURM command; NoAnswer with its own message."""
+    """Return the output of a SLURM command; raise NoAnswer with the command's message."""
     seconds = seconds or ANSWER_S
-    # SQUEUE_STATES and the like would hide jobs, and a time format of one's own could not be read back.
+    # SQUEUE_STATES etc. would hide jobs, and a custom time format could not be parsed.
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SQUEUE_", "SACCT_"))}
     env["SLURM_TIME_FORMAT"] = "standard"
     try:
@@ -81,7 +81,7 @@ def call(command: Sequence[str], seconds: float | None = None) -> str:
 
 
 def query(job_ids: Iterable[object]) -> Jobs:
-    """The jobs with these ids. On a machine without SLURM none is known, which is no problem."""
+    """Return the jobs with these ids. Without SLURM on this machine the result is empty, and `problem` too."""
     wanted = list(dict.fromkeys(i for i in map(str, job_ids) if re.fullmatch(r"\d+(_\d+)?", i)))
     jobs = Jobs()
     if not wanted:
@@ -90,7 +90,7 @@ def query(job_ids: Iterable[object]) -> Jobs:
     try:
         jobs.update(_squeue(wanted))
     except NoAnswer as error:
-        # One id that it has forgotten, alone or (in some versions) among others, makes squeue fail as a whole.
+        # One forgotten id makes squeue fail as a whole, alone or (in some versions) among others.
         refused = answered = "nvalid job id" in str(error)
         if not answered and not error.missing:
             jobs.problem = str(error)
@@ -106,12 +106,12 @@ def query(job_ids: Iterable[object]) -> Jobs:
 
 
 def show(job_id: str) -> Job | None:
-    """One job from scontrol, which alone says how it ended where there is no accounting."""
+    """Get one job from scontrol: without accounting, only scontrol knows how a job ended."""
     try:
         text = call(["scontrol", "show", "job", "-o", job_id])
     except NoAnswer:
         return None
-    # A job's name is any text and comes first: the last of these words are SLURM's.
+    # A job's name is free text and comes first: match the last occurrence of these fields.
     state = re.match(r".* JobState=(\S+) Reason=(\S*) Dependency=", text)
     if not state:
         return None
@@ -136,7 +136,7 @@ def show(job_id: str) -> Job | None:
 
 
 def _squeue(job_ids: list[str]) -> dict[str, Job]:
-    # No job names: they may hold any separator. -r: waiting tasks one by one, not as 12_[3-5].
+    # No job names: they may contain any separator. -r: list pending tasks one by one, not as 12_[3-5].
     output = call(["squeue", "-h", "-r", "-t", "all", "-j", ",".join(job_ids), "-o", "%i|%T|%N|%M|%l|%V|%S|%r"])
     jobs = {}
     for line in output.splitlines():
@@ -173,7 +173,7 @@ def _word(text: str) -> str:
 
 
 def _seconds(text: str) -> float | None:
-    """SLURM's [days-][hours:]minutes:seconds."""
+    """Parse SLURM's [days-][hours:]minutes:seconds."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if not found:
         return None  # UNLIMITED, INVALID, Partition_Limit

@@ -1,7 +1,7 @@
-"""The seam between the loop and a way to parallelise: one optimizer step over a data rank's whole batch.
+"""The interface between the loop and a parallelism strategy: one optimizer step over a data rank's whole batch.
 
-A strategy gets the whole batch of its data rank, never a micro-batch: a pipeline schedule and DeepSpeed's engine
-split it their own way. Most strategies override only `parallelize`, `wrap` and `no_sync`.
+A strategy receives the whole batch of its data rank, not a micro-batch, because pipeline schedules and DeepSpeed's
+engine split it their own way. Most strategies override only `parallelize`, `wrap` and `no_sync`.
 """
 
 from __future__ import annotations
@@ -16,42 +16,33 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from dtrain import mesh
+from dtrain.checkpoint.initial_weights import Drawn
+from dtrain.config import mesh
+from dtrain.errors import CheckpointError
 from dtrain.kernels import cublaslt
-from dtrain.manifest import CheckpointError
 from dtrain.models import lora
-from dtrain.models.parts import IGNORED
-from dtrain.optim import AdamW
-from dtrain.precision import Precision
-from dtrain.shards import Held
-from dtrain.strategies import frozen
-from dtrain.strategies.recorded import RecordedStep
-from dtrain.strategies.rules import MOST_PASSES
-from dtrain.strategies.shared import (
-    Compile,
-    checkpoint_layers,
-    clip_factor,
-    compile_mode,
-    compile_model,
-    init_optimizer_state,
-    init_weights,
-    local,
-    materialize,
-    merged,
-    scale_gradients,
-    set_stream,
-    total_norm,
-)
-from dtrain.weights import Drawn
+from dtrain.models.layers import IGNORED
+from dtrain.optim.build import AdamW
+from dtrain.optim.precision import Precision
+from dtrain.strategies import lora_base
+from dtrain.strategies.compile import Compile, compile_mode, compile_model
+from dtrain.strategies.cuda_graph import RecordedStep
+from dtrain.strategies.grad_norm import clip_factor, scale_gradients, total_norm
+from dtrain.strategies.materialize import init_weights, materialize, set_stream
+from dtrain.strategies.optimizer_state import init_optimizer_state, merged
+from dtrain.strategies.recompute import checkpoint_layers
+from dtrain.strategies.stage_layout import MOST_PASSES
+from dtrain.util.dtensor import Held, local
 
 
 @dataclass
 class StepResult:
     loss: float  # mean over the global batch
     grad_norm: float  # over the whole model, before clipping
-    updated: bool  # False: loss or gradient was not finite, and weights and optimizer were left alone
-    overflow: bool = False  # not updated only because the fp16 loss scale was too large; it is smaller now
+    updated: bool  # False: loss or gradient was not finite; weights and optimizer are unchanged
+    overflow: bool = False  # skipped only because the fp16 loss scale was too large; the scale is smaller now
     late = False
 
     def read(self) -> StepResult:
@@ -59,7 +50,7 @@ class StepResult:
 
 
 class LateResult:
-    """A step's figures on their way from a GPU, which is not made to wait for whoever reads them."""
+    """A step's metrics, still on the GPU. `read` waits for this step only, not for later ones."""
 
     late = True
 
@@ -70,29 +61,30 @@ class LateResult:
         self.arrived.record()
 
     def read(self) -> StepResult:
-        self.arrived.synchronize()  # with this step, and not with the one that was begun after it
+        self.arrived.synchronize()
         loss, norm, finite = self.figures.tolist()
         return StepResult(loss, norm, updated=bool(finite))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.read(), name)
-
 
 class Strategy:
-    """One process per data rank and nothing spread: the base that every strategy's maths must equal."""
+    """One process per data rank, nothing sharded: the reference result that every strategy must match."""
 
-    # How far the losses of `dtrain verify` may be from one process. None: what its precision allows, as the maths is
-    # the same. A strategy with other maths states its own figure, and why.
+    # How far the losses of `dtrain verify` may be from one process. None: what the precision allows, because the math
+    # is the same. A strategy with different math states its own tolerance and why.
     tolerance: float | None = None
-    compiles = "whole"  # or by blocks, where messages lie between them
-    recorded: RecordedStep | None = None  # the step as one launch, where it can be
-    is_profiled = False  # by someone who wants to tell its parts from each other
+    compiles = "whole"  # "blocks" if the strategy communicates between layers
+    recorded: RecordedStep | None = None  # the step captured as a CUDA graph, if it can be
+    is_profiled = False  # True while a profiler needs to tell the parts of a step apart
 
     def __init__(self, pp: int = 1, dp: int = -1, tp: int = 1) -> None:
         self.axes = {"pp": pp, "dp": dp, "tp": tp}
 
     def resolve_mesh(self, world_size: int, node_size: int | None = None) -> mesh.MeshSizes:
         return mesh.resolve(world_size, node_size, **self.axes)
+
+    def for_world(self, world_size: int) -> Strategy:
+        """Return the strategy to use on this many ranks: the base one if a single rank would shard nothing."""
+        return self
 
     def setup(
         self,
@@ -110,36 +102,37 @@ class Strategy:
         cuda_graphs: Literal["auto", "none"] = "none",
         masked: bool = False,
     ) -> None:
-        """Spread a model that was built on the meta device, give it its first weights, make its optimizer.
+        """Parallelize a model on the meta device, fill in its initial weights, and create its optimizer.
 
-        `masked`: some targets are IGNORED, and not as many in every sample.
+        `masked`: some targets are IGNORED, and their number differs between samples.
         """
         self.precision, self.device = precision, device
-        # older torch cuts no graph at DDP's buckets that has recomputation in it (pytorch issue 104674; 2.13 does)
+        # before 2.13, torch does not split a graph with recomputation at DDP's buckets (pytorch issue 104674)
         split = activation_checkpointing != "none" and dist.get_world_size() > 1
         self.compile = compile_mode(compile, "blocks" if split else self.compiles, device, model)
-        if self.compile == "whole" and self.compiles == "blocks":  # whose messages, or hooks, lie between layers
+        if self.compile == "whole" and self.compiles == "blocks":  # its collectives or hooks sit between layers
             self.compile = "blocks"
-        if device.type == "cuda":  # what autocast leaves in float32 may be TF32; under fp32 products are what they say
+        if device.type == "cuda":  # TF32 for what autocast leaves in fp32; true fp32 under precision=fp32
             torch.set_float32_matmul_precision("highest" if precision.dtype == torch.float32 else "high")
-        self.first, self.masked = frozen.First(first, model), masked
+        self.first, self.masked = lora_base.First(first, model), masked
         self.micro_batch_size, self.max_grad_norm = micro_batch_size, max_grad_norm
         self.node_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         self.sizes = self.resolve_mesh(dist.get_world_size(), self.node_size)
-        self.mesh = mesh.device_mesh(self.sizes, device.type)
-        self.data_rank = self.random_rank = self.mesh.get_local_rank("dp")  # of which samples, of which random draws
+        axes = {"pp": self.sizes.pp, "dp": self.sizes.dp, "tp": self.sizes.tp}
+        self.mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        self.data_rank = self.random_rank = self.mesh.get_local_rank("dp")  # picks samples, random draws
         self.data_group = self.mesh.get_group("dp")
         set_stream(model, precision.stream)
         lora.hold(model, precision.dtype)
         cublaslt.copies_stay_alike = self.sizes.tp > 1
         precision.apply(model, device, compiled=self.compile != "none")
         checkpoint_layers(model, activation_checkpointing, activation_checkpointing_every)
-        self.module = self.parallelize(model)  # the bare module: its parameter names are the canonical ones
+        self.module = self.parallelize(model)  # the unwrapped module: its parameter names are the canonical ones
         self.materialize(self.module)
-        self.base = self.first.fingerprint()  # of what adapters leave as it was
+        self.base = self.first.fingerprint()  # identifies the frozen base weights of adapters
         self.model = self.wrap(self.module)
         self.optimizer = make_optimizer(self.module.named_parameters())
-        if hasattr(self.optimizer, "seed"):  # of what it rounds by chance: another for each run
+        if hasattr(self.optimizer, "seed"):  # seeds stochastic rounding, differently for each run
             self.optimizer.seed = getattr(first, "seed", 0)
         if cuda_graphs == "auto" and self.can_be_recorded():
             self.recorded = RecordedStep(self.step_on_device, self.optimizer, device)
@@ -147,21 +140,21 @@ class Strategy:
     # ---- what most strategies override -----------------------------------------------------------------------
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        """Cut the model while its weights have no memory yet."""
+        """Shard the model while it is still on the meta device."""
         return model
 
     def materialize(self, model: nn.Module) -> None:
-        """Give the model memory and its first weights."""
+        """Allocate the model's memory and fill in its initial weights."""
         materialize(model, self.device)
         init_weights(model, self.first, self.device)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Wrap the model once its weights are there. What comes back is what is called."""
+        """Wrap the model once its weights exist. The loop calls the returned module."""
         compile_model(model, self.compile)
         return model
 
     def no_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Around one micro-batch: hold gradient communication back unless it is the last one."""
+        """Context for one micro-batch: defer gradient communication unless it is the last one."""
         return contextlib.nullcontext()
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -169,7 +162,7 @@ class Strategy:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Around a pass that only prepares something: gradients, random draws and changed buffers are thrown away."""
+        """Context for a warm-up pass: gradients, random draws and buffer changes are discarded."""
         buffers = [b.clone() for b in self.module.buffers()]
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             yield
@@ -178,19 +171,19 @@ class Strategy:
             buffer.copy_(before)
 
     def in_step(self) -> bool:
-        """Whether ranks that hold the same weights hold the same bits now. Of a strategy that is not ours: at saves."""
+        """Return whether replicas hold the same bits after this step. User strategies are only compared at saves."""
         return type(self).__module__.startswith("dtrain.strategies.")
 
     # ---- a step ----------------------------------------------------------------------------------------------
 
     def set_lr(self, share: float) -> float:
-        """Set every group's rate to its share of the peak; give the first one for the log."""
+        """Set each group's rate to `share` of its peak; return the first group's rate for the log."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * share
         return float(self.optimizer.param_groups[0]["lr"])
 
     def train_step(self, inputs: Tensor, targets: Tensor) -> StepResult | LateResult:
-        if not self.model.training:  # walking all modules takes 0.1 ms
+        if not self.model.training:  # train() walks all modules: 0.1 ms
             self.model.train()
         self.count_targets(targets)
         num_passes = len(inputs) / self.micro_batch_size
@@ -204,7 +197,7 @@ class Strategy:
         return result
 
     def count_targets(self, targets: Tensor) -> None:
-        """Before a step: how many targets a micro-batch has on average over all data ranks, where some are ignored."""
+        """Before a step with ignored targets: compute the mean count of targets per micro-batch over all data ranks."""
         if self.masked:
             count = (targets != IGNORED).sum().float()
             if self.sizes.dp > 1:
@@ -212,14 +205,14 @@ class Strategy:
             self.mean_count = count * self.micro_batch_size / (len(targets) * self.sizes.dp)
 
     def weight(self, targets: Tensor) -> Tensor | float:
-        """What a micro-batch's mean loss counts in the mean over the global batch: as much as it has targets.
+        """Return a micro-batch's weight in the global mean loss: its number of targets relative to the average.
 
-        So the loss is one mean over all targets of the global batch, however that is cut.
+        So the loss is one mean over all targets of the global batch, however the batch is split.
         """
         return (targets != IGNORED).sum() / self.mean_count if self.masked else 1.0
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Accumulate gradients over the micro-batches; give the mean loss of this data rank."""
+        """Accumulate gradients over the micro-batches; return this data rank's mean loss."""
         micro_batches = list(
             zip(inputs.split(self.micro_batch_size), targets.split(self.micro_batch_size), strict=True)
         )
@@ -233,7 +226,7 @@ class Strategy:
         return total
 
     def update(self, loss: Tensor) -> StepResult | LateResult:
-        """Unscale, clip, and step, unless something is not finite. All ranks decide on the same numbers."""
+        """Unscale, clip, and step if everything is finite. All ranks decide on the same numbers."""
         if self.decides_on_device():
             return LateResult(self.update_on_device(loss))
         parameters = [p for p in self.module.parameters() if p.grad is not None]
@@ -241,21 +234,21 @@ class Strategy:
             torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], 1.0 / self.precision.scale)
         norm = self.clip(parameters)
         loss, norm = self.agreed(loss, norm.to(loss.device))  # offloaded gradients have their norm on the CPU
-        loss_value, norm_value = torch.stack([loss.float(), norm.float()]).tolist()  # the one host sync of a step
+        loss_value, norm_value = torch.stack([loss.float(), norm.float()]).tolist()  # the only host sync of a step
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         if finite:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        # a loss that is not finite is no matter of the scale, which only gradients see
+        # a non-finite loss does not come from the loss scale, which only affects gradients
         overflow = math.isfinite(loss_value) and self.precision.update(finite)
         return StepResult(loss_value, norm_value, updated=finite, overflow=overflow)
 
     def agreed(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean loss over the data ranks, and the norm. If either is not finite on one rank, it is so on all.
+        """Return the mean loss over the data ranks and the norm. If either is non-finite on one rank, it is on all.
 
         Under ddp each rank computes the norm of its own copy of the gradients. A NaN in one copy (a faulty GPU) must
-        not make that rank skip an update which the others make. The flag rides on the all-reduce of the loss, as its
-        second element, so that the loss keeps its place in the reduction, and its bits.
+        not make only that rank skip the update. The flag is the second element of the loss all-reduce, so the loss
+        keeps its position in the reduction, and therefore its bits.
         """
         world_size, num_data_ranks = dist.get_world_size(), self.sizes.dp
         if world_size == 1:
@@ -264,7 +257,7 @@ class Strategy:
         if num_data_ranks > 1:
             dist.all_reduce(values, group=self.data_group)  # gloo has no AVG
         loss, broken = values[0] / num_data_ranks, values[1] > 0
-        if num_data_ranks < world_size:  # tensor and pipeline ranks have a loss each, which no collective compares
+        if num_data_ranks < world_size:  # tensor and pipeline ranks: no collective has compared their losses
             flags = torch.stack([~torch.isfinite(loss), broken]).float()
             dist.all_reduce(flags, dist.ReduceOp.MAX)
             loss = torch.where((flags[0] > 0) & torch.isfinite(loss), torch.nan, loss)
@@ -272,9 +265,9 @@ class Strategy:
         return loss, torch.where(broken & torch.isfinite(norm), torch.nan, norm)
 
     def can_be_recorded(self) -> bool:
-        """Whether nothing of a step is up to the host, or to another rank.
+        """Return whether a step depends on neither the host nor another rank.
 
-        What is not ours may draw from Python's random numbers, or count its calls: only the eighth would be heard.
+        User code may use Python's random numbers or count its calls: a graph would repeat the captured step's values.
         """
         usual = (type(self).update, type(self).forward_backward) == (Strategy.update, Strategy.forward_backward)
         ours = type(self).__module__.startswith("dtrain.strategies.") and type(self.optimizer) is AdamW
@@ -289,12 +282,12 @@ class Strategy:
     def step_on_device(self, inputs: Tensor, targets: Tensor) -> Tensor:
         try:
             return self.update_on_device(self.forward_backward(inputs, targets))
-        except Exception:  # what cannot be recorded has left gradients that were never computed
+        except Exception:  # a failed capture leaves gradients that were never computed
             self.optimizer.zero_grad(set_to_none=True)
             raise
 
     def update_on_device(self, loss: Tensor) -> Tensor:
-        """Loss, norm, and whether both are finite; if not, the GPU itself has left the update out."""
+        """Return loss, norm, and whether both are finite. If not, the GPU skips the update."""
         loss, norm = self.agreed(loss, self.norm([p for p in self.module.parameters() if p.grad is not None]))
         ended_well = torch.isfinite(loss) & torch.isfinite(norm)
         self.optimizer.step_if(ended_well, clip_factor(norm, self.max_grad_norm))  # type: ignore[attr-defined]
@@ -302,25 +295,25 @@ class Strategy:
         return torch.stack([loss.float(), norm.float(), ended_well.float()])
 
     def decides_on_device(self) -> bool:
-        """Whether the GPU itself can leave an update out. The loss scale of fp16 is the host's, who must know."""
+        """Return whether the GPU itself can skip an update. It cannot under fp16: the host keeps the loss scale."""
         on_device = self.device.type == "cuda" and getattr(self, "offload", "none") == "none"
-        # a strategy that clips in its own way is asked to
+        # a strategy with its own clip() must have it called
         clips = type(self).clip is Strategy.clip and hasattr(self.optimizer, "step_if")
         return on_device and clips and not self.precision.scaled
 
     def norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        """One norm over the gradients of the whole model."""
+        """Return one norm over the gradients of the whole model."""
         return total_norm(parameters)
 
     def clip(self, parameters: list[nn.Parameter]) -> Tensor:
-        """Clip by one norm over the whole model, and give that norm."""
+        """Clip by one norm over the whole model, and return that norm."""
         norm = self.norm(parameters)
         scale_gradients(parameters, clip_factor(norm, self.max_grad_norm))
         return norm
 
     @torch.no_grad()
     def eval_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss over the global batch, without gradients; after it the model's own figures if it has any."""
+        """Return the mean loss over the global batch, without gradients, followed by the model's own metrics if any."""
         self.share_buffers()
         self.model.eval()
         self.count_targets(targets)
@@ -331,9 +324,9 @@ class Strategy:
         return self.mean_over_data_ranks(torch.stack(figures).mean(dim=0))
 
     def share_buffers(self) -> None:
-        """Before an evaluation or a save: all data ranks have the first one's buffers.
+        """Before an evaluation or a save: copy data rank 0's buffers to all data ranks.
 
-        Ours are equal anyway. A user's batch norm has other statistics on each rank, and a checkpoint has one of each.
+        Our models' buffers are equal anyway. A user's batch norm differs on each rank, but a checkpoint holds one copy.
         """
         if self.sizes.dp > 1 and self.module.training:
             for buffer in self.module.buffers():
@@ -348,10 +341,10 @@ class Strategy:
     # ---- state: canonical names, whatever the layout ---------------------------------------------------------
 
     def state_dict(self) -> dict[str, Held]:
-        """What this rank holds of every tensor to save, by canonical name: `model.NAME`, `optim.NAME.KEY`.
+        """Return this rank's part of every tensor to save, by canonical name: `model.NAME`, `optim.NAME.KEY`.
 
-        The values are the live ones: a load fills them in place. All ranks call it. What adapters leave as it was is
-        not among them: the first weights bring it back.
+        The tensors are the live ones: loading fills them in place. All ranks must call it. Frozen base weights of
+        adapters are not included, because the initial weights restore them.
         """
         init_optimizer_state(self.optimizer)
         self.share_buffers()
@@ -369,9 +362,9 @@ class Strategy:
         return state
 
     def extra_state(self) -> dict[str, Any]:
-        """The state that is no tensor of a weight's shape: update counts of each weight, the loss scale, which base.
+        """Return the state that is not a weight-shaped tensor: update counts, the loss scale, the base's fingerprint.
 
-        All ranks call it: no rank need know every weight.
+        All ranks must call it, because a rank need not know every weight.
         """
         counts: dict[str, dict[str, float]] = {}
         for name, p in self.module.named_parameters():
@@ -386,14 +379,14 @@ class Strategy:
         return extra | ({"base": self.base} if self.base else {})
 
     def needed_to_resume(self) -> tuple[str, ...]:
-        """What the manifest of a checkpoint must have beside the tensors. A strategy of a user's may save less."""
+        """Return the keys that a checkpoint's manifest must have. A user's strategy may save less."""
         ours = type(self).__module__.startswith("dtrain.strategies.")
         return ("samples", "data", "extra", *(("extra.optimizer", "extra.precision") if ours else ()))
 
     def load_state_dict(self, state: dict[str, Held], extra: dict[str, Any]) -> None:
-        """After a load has filled the values of `state_dict()`: take over the rest."""
-        frozen.check(extra.get("base"), self.base)
-        if self.recorded is not None:  # state that is made anew lies elsewhere
+        """Load the remaining state, after a load has filled the tensors of `state_dict()`."""
+        lora_base.check(extra.get("base"), self.base)
+        if self.recorded is not None:  # the captured step holds the old addresses of state that was recreated
             self.recorded.forget()
         for name, p in self.module.named_parameters():
             slots, counts = self.optimizer.state.get(p, {}), extra["optimizer"].get(name, {})
@@ -408,4 +401,4 @@ class Strategy:
         self.precision.load_state_dict(extra["precision"])
 
     def close(self) -> None:
-        """At the end of a run: let go of what would outlive the process, as files on a disk."""
+        """At the end of a run: release what would outlive the process, such as files on disk."""

@@ -1,14 +1,13 @@
-"""A whole step as one launch: recorded once as a CUDA graph, then replayed.
+"""Capture a whole step as one CUDA graph, then replay it.
 
-A step of gpt2-124m is 950 kernels. Python must keep ahead of the GPU to launch them, which it cannot where batches are
-small: on an H200 a batch of 4 took 27 ms, of which the GPU worked for 10. A replay is the same kernels at the same
-addresses, so the same bits, and takes those 10. Where Python does keep ahead nothing is gained (a batch of 32: 59.2 and
-59.7 ms), and the memory of a recording is better left to the allocator: so the first steps are watched, and decide.
+A step of gpt2-124m is 950 kernels. With small batches the step is launch-bound: on an H200 a batch of 4 took 27 ms, of
+which the GPU worked for 10. A replay runs the same kernels at the same addresses, so it gives the same bits, and takes
+those 10 ms. A step that is not launch-bound gains nothing (a batch of 32: 59.2 and 59.7 ms), and the graph's memory is
+better left to the allocator. So the first steps are timed, and decide.
 
-What a graph cannot have, a step must not do: wait for the GPU, or depend on what Python decides anew. So only our own
-models are recorded. Learning rates are sent before each replay (`AdamW.sender`), batches are copied to where the
-recorded one lay, and torch itself sends the random seed. Such a graph keeps its memory: an evaluation between two steps
-takes other memory.
+A captured step must not wait for the GPU or depend on new decisions in Python. So only our own models are captured.
+Before each replay, learning rates are sent (`AdamW.sender`), the batch is copied into the captured batch's memory, and
+torch sends the random seed. The graph keeps its memory, so an evaluation between two steps uses other memory.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from torch import Tensor
 from dtrain.kernels import cublaslt
 
 log = logging.getLogger("dtrain")
-NUMBER = 8  # of the step that is recorded: all is compiled, each product has its kernel, the allocator its blocks
-STEPS_WATCHED = 3  # just before it: in all of these Python must have been the slower one
-_broken: list[torch.cuda.CUDAGraph] = []  # torch 2.11 goes on asking a recording that broke: it must not be freed
+NUMBER = 8  # the step to capture: by then all is compiled, each GEMM has its kernel, the allocator its blocks
+STEPS_WATCHED = 3  # steps before it, all of which must be launch-bound
+_broken: list[torch.cuda.CUDAGraph] = []  # torch 2.11 keeps querying a graph whose capture failed: it must not be freed
 
 
 class RecordedStep:
-    """`step(inputs, targets)` gives the figures of a step, which ends with the optimizer's update."""
+    """`step(inputs, targets)` runs a step, including the optimizer's update, and returns its metrics."""
 
     def __init__(self, step: Callable[[Tensor, Tensor], Tensor], optimizer: Any, device: torch.device) -> None:
         self.step, self.optimizer, self.device = step, optimizer, device
         self.forget()
 
     def forget(self) -> None:
-        """Before weights or state lie elsewhere: record anew."""
+        """Drop the graph before weights or state move to other memory; capture again."""
         self.graph: torch.cuda.CUDAGraph | None = None
         self.batch: tuple[Tensor, ...] = ()
         self.figures = torch.empty(0)
@@ -47,7 +46,7 @@ class RecordedStep:
         self.ended: torch.cuda.Event | None = None
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
-        """The figures of the step; None: it is to be made the usual way."""
+        """Return the step's metrics, or None if the step must run without a graph."""
         if self.graph is None:
             self.began = time.perf_counter()
             self.number += 1
@@ -64,9 +63,10 @@ class RecordedStep:
         return self.figures
 
     def watch(self, ended: torch.cuda.Event) -> None:
-        """A step was launched kernel by kernel. If the one before it has ended by now, the GPU waits for Python.
+        """Call after an eager step. If the step before it has already ended, the GPU is waiting for Python.
 
-        Or for data, an evaluation, a save: then launching is not most of what lies between two steps' ends.
+        It may also wait for data, an evaluation or a save: then launching takes less than half of the time between
+        steps.
         """
         before, self.launched = self.launched, time.perf_counter()
         is_late = self.ended is not None and self.ended.query()
@@ -75,10 +75,10 @@ class RecordedStep:
         self.ended = ended
 
     def record(self, inputs: Tensor, targets: Tensor) -> bool:
-        """Whether the step could be recorded. Nothing runs while it is, so the weights are as before."""
+        """Capture the step; return whether that succeeded. Capture runs no kernels, so the weights do not change."""
         free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
         held, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
-        if 2 * peak - held > 0.9 * free:  # what is between steps, as an evaluation, may need as much as a step
+        if 2 * peak - held > 0.9 * free:  # work between steps, such as an evaluation, may need as much as a step
             log.info("cuda_graphs: the GPU has not twice the memory of a step, so kernels are launched one by one")
             return False
         if not self.optimizer.is_on_device():
@@ -90,17 +90,17 @@ class RecordedStep:
         graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
         cublaslt.reserve(self.device, stream)
         try:
-            # The stream is left also when the recording breaks, which torch.cuda.graph does not do. Other threads go
-            # on meanwhile: the loader's asks for pinned memory.
+            # torch.cuda.graph does not leave the stream if capture fails, so we do. Other threads continue meanwhile:
+            # the loader's allocates pinned memory.
             with (
                 torch.cuda.stream(stream),
                 torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
             ):
                 self.figures = self.step(*self.batch)
         except Exception as error:
-            # torch 2.11 leaves its allocator and its generator recording (pytorch pull request 180395)
+            # torch 2.11 leaves its allocator and generator in capture mode (pytorch pull request 180395)
             graph.reset()
-            with contextlib.suppress(RuntimeError):  # where it has ended them after all
+            with contextlib.suppress(RuntimeError):  # if torch has ended them after all
                 torch._C._cuda_endAllocateToPool(index, pool)
                 torch._C._cuda_releasePool(index, pool)
             generator.graphsafe_set_state(drawn)
@@ -115,7 +115,7 @@ class RecordedStep:
 
 
 def cause(error: BaseException) -> str:
-    """The first line of what went wrong first: the last error says only that there was another."""
+    """Return the first line of the root error: later errors only say that another one occurred."""
     while isinstance(error.__context__, Exception):
         error = error.__context__
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

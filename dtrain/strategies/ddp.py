@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.strategies.base import LateResult, StepResult, Strategy
-from dtrain.strategies.shared import compile_model
+from dtrain.strategies.compile import compile_model
 
 
 class DDP(Strategy):
@@ -26,24 +26,24 @@ class DDP(Strategy):
                 model,
                 process_group=self.data_group,
                 bucket_cap_mb=self.bucket_mb,
-                gradient_as_bucket_view=True,  # gradients live in the buckets: one copy of them less
+                gradient_as_bucket_view=True,  # gradients are views of the buckets: one copy of them less
             )
-        if self.compile == "whole":  # outside DDP, so that torch cuts the graph at the buckets and overlaps
+        if self.compile == "whole":  # outside DDP, so that torch splits the graph at the buckets and overlaps
             compile_model(model, "whole")
         return model
 
     def train_step(self, inputs: Tensor, targets: Tensor) -> StepResult | LateResult:
         if not self.settled and isinstance(self.model, DistributedDataParallel):
-            # a whole micro-batch: another shape would be compiled for itself, and a batch norm refuses one sample
+            # a full micro-batch: another shape would be compiled separately, and batch norm refuses one sample
             self.settle_buckets(inputs[: self.micro_batch_size], targets[: self.micro_batch_size])
         return super().train_step(inputs, targets)
 
     def settle_buckets(self, inputs: Tensor, targets: Tensor) -> None:
-        """One backward pass whose gradients are thrown away, at the start of every process.
+        """Run one backward pass and discard its gradients, at the start of every process.
 
-        DDP arranges its buckets anew after its first backward pass, and with three or more ranks the order in which an
-        element is summed depends on its place in a bucket. Without this, the first step after a resume would round
-        differently from the same step of a run that was never interrupted.
+        DDP rebuilds its buckets after its first backward pass, and with three or more ranks the order in which an
+        element is summed depends on its place in a bucket. Without this pass, the first step after a resume would round
+        differently from the same step of an uninterrupted run.
         """
         with self.rehearsal(), self.autocast():
             self.model.train()

@@ -1,7 +1,7 @@
-"""ZeRO (DeepSpeed): optimizer state (1), gradients too (2), weights too (3) cut over the data ranks as flat runs.
+"""ZeRO (DeepSpeed): optimizer state (1), gradients too (2), weights too (3) sharded over data ranks as flat tensors.
 
-DeepSpeed's engine reduces, clips and steps. What stays ours: the optimizer, the learning rate, the loss scale, the
-first weights and the checkpoint, so that a run may come from and go to any other strategy.
+DeepSpeed's engine reduces, clips and steps. dtrain keeps the optimizer, the learning rate, the loss scale, the initial
+weights and the checkpoint, so that a run can switch from and to any other strategy.
 """
 
 from __future__ import annotations
@@ -20,18 +20,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtrain.hardware import no_cpu_fp16
-from dtrain.shards import Held, chunks_of
-from dtrain.strategies import frozen, zero_config
+from dtrain.config.hardware import no_cpu_fp16
+from dtrain.optim.precision import autocast_inside
+from dtrain.strategies import deepspeed_config as zero_config
+from dtrain.strategies import lora_base
 from dtrain.strategies.base import StepResult, Strategy
-from dtrain.strategies.shared import autocast_inside, compile_layers, materialize
-from dtrain.strategies.zero_state import Masters, cpu_accepts_fp16, import_deepspeed, optimizer_of_shapes, partition
+from dtrain.strategies.compile import compile_layers
+from dtrain.strategies.deepspeed_state import (
+    Masters,
+    cpu_accepts_fp16,
+    import_deepspeed,
+    optimizer_of_shapes,
+    partition,
+)
+from dtrain.strategies.materialize import materialize
+from dtrain.util.dtensor import Held, chunks_of
 
 
 def preload() -> None:
-    """In the fork server of dtrain/world.py: 1,200 modules, for which each rank would take 3 s.
+    """Import DeepSpeed in the fork server of dtrain/commands/verify/world.py: 1,200 modules, 3 s for each rank.
 
-    DeepSpeed settles on a device when it is imported: only where torch knows of no other.
+    DeepSpeed picks its accelerator at import, so this is done only where torch has no GPU support.
     """
     if torch.version.cuda or torch.version.hip:
         return
@@ -40,10 +49,10 @@ def preload() -> None:
 
 
 def look_once(zero: Any) -> None:
-    """Let DeepSpeed look at gradients once a step, all of them at a time, to know their norm and whether it is finite.
+    """Make DeepSpeed compute one gradient norm per step over all gradients, and derive overflow from it.
 
-    It asks every gradient whether it is finite, and then for its norm, which says so, too: for gpt2-1.5b 5,000 calls,
-    half of the host's time in a step. A norm that is not finite is an overflow to it already.
+    By default it checks whether each gradient is finite and then computes its norm, which already shows that: for
+    gpt2-1.5b 5,000 calls, half of the CPU time of a step. DeepSpeed already treats a non-finite norm as an overflow.
     """
 
     def norm(gradients: list[Tensor], parameters: Any, norm_type: float = 2) -> Tensor:
@@ -52,7 +61,7 @@ def look_once(zero: Any) -> None:
         if counted:
             square = torch.stack(torch._foreach_norm(counted, dtype=torch.float32)).square().sum()
         dist.all_reduce(square, group=zero.dp_process_group)
-        return torch.where(torch.isfinite(square), square.sqrt(), -1.0)  # -1 is its sign for one that is not finite
+        return torch.where(torch.isfinite(square), square.sqrt(), -1.0)  # DeepSpeed's code for a non-finite norm is -1
 
     zero.has_overflow = lambda partition_gradients=True: False
     zero.get_grad_norm_direct = norm
@@ -82,24 +91,24 @@ class Zero(Strategy):
         }  # fmt: skip
         self.user_config = zero_config.read(deepspeed_config) if deepspeed_config else {}
 
+    def for_world(self, world_size: int) -> Strategy:
+        needed = zero_config.needs_engine(self.settings, self.user_config, world_size)
+        return self if needed or type(self) is not Zero else Strategy()
+
     def setup(
         self,
         model: nn.Module,
         make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
         **options: Any,
     ) -> None:
-        needed = zero_config.needs_engine(self.settings, self.user_config, dist.get_world_size())
-        if type(self) is Zero and not needed:
-            self.__class__ = Strategy  # type: ignore[assignment]
-            return self.setup(model, make_optimizer, **options)
         self.deepspeed = import_deepspeed(options["device"])
         is_half = options["precision"].dtype == torch.float16
         if is_half and options["device"].type == "cpu" and not cpu_accepts_fp16(self.deepspeed):
             raise no_cpu_fp16(f"zero{self.stage}")
         if self.stage == 3 and options.get("compile") == "auto":
-            options["compile"] = "none"  # its hooks inside a graph compute wrong gradients (zero_config.check)
+            options["compile"] = "none"  # its hooks compute wrong gradients inside a graph (zero_config.check)
         super().setup(model, functools.partial(optimizer_of_shapes, make_optimizer), **options)
-        with contextlib.redirect_stdout(io.StringIO()):  # what it prints is not logged: warnings still show
+        with contextlib.redirect_stdout(io.StringIO()):  # discards what DeepSpeed prints; warnings still show
             self.engine, self.zero, _, _ = self.deepspeed.initialize(
                 model=self.module, optimizer=self.optimizer, config=self.config, dist_init_required=False
             )
@@ -112,7 +121,7 @@ class Zero(Strategy):
                 self.first.fill(self.module, name.removeprefix("model."), held, self.device)
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        # of what is frozen DeepSpeed has no float32 values that could be saved; a base of adapters is not saved at all
+        # DeepSpeed keeps no fp32 values of frozen weights that we could save; adapters' base weights need no saving
         others = [n for n, p in model.named_parameters() if not p.requires_grad and n not in self.first.base]
         if others:
             raise ValueError(
@@ -121,16 +130,16 @@ class Zero(Strategy):
             )
         if self.settings["nvme_path"]:
             self.settings["nvme_path"] = str(zero_config.swap_folder(self.settings["nvme_path"]))
-        # Where a step ends we tell the engine at every micro-batch, so it need not count them.
+        # We mark the gradient accumulation boundary at every micro-batch, so the engine need not count them.
         dtype, batches = str(self.precision.dtype).removeprefix("torch."), (self.micro_batch_size, 1)
         ours = zero_config.generate(self.settings, dtype, self.sizes.dp, *batches, self.max_grad_norm)
         self.config = zero_config.merged(ours, self.user_config)
-        if self.settings["offload_params"] == "nvme":  # each buffer must hold the largest weight's part
+        if self.settings["offload_params"] == "nvme":  # each buffer must hold the largest weight's shard
             largest = max(-(-p.numel() // self.sizes.dp) for p in model.parameters())
             self.config["zero_optimization"]["offload_param"].setdefault("buffer_size", largest)
-        if self.compile != "none":  # block by block: the engine's hooks around the model cannot be part of a graph
+        if self.compile != "none":  # layer by layer: the engine's hooks around the model cannot be in a graph
             compile_layers(model)
-        # The engine switches off an autocast that it finds around itself; so ours is inside.
+        # The engine disables any autocast around itself, so ours goes inside.
         model.forward = autocast_inside(model.forward, super().autocast)
         return model
 
@@ -138,10 +147,10 @@ class Zero(Strategy):
         return contextlib.nullcontext()
 
     def materialize(self, model: nn.Module) -> None:
-        """Memory, in the type that the weights are held in; under zero3 never for more than one module at a time.
+        """Allocate the weights in their compute dtype; under zero3 for no more than one module at a time.
 
-        First values are drawn into the float32 masters, which would else be 16-bit values. What is frozen has none:
-        only that gets its values here.
+        Initial values go into the fp32 masters, because here they would be rounded to 16 bits. Frozen weights have no
+        masters, so only they are filled here.
         """
         materialize(model, torch.device("meta"))
         for p in model.parameters():
@@ -155,7 +164,7 @@ class Zero(Strategy):
             if first is None:
                 first = own[0]
                 self.deepspeed.zero.Init(nn.ParameterList(own), config_dict_or_path=self.config, dtype=first.dtype)
-            else:  # not another Init: each has its own buffers, and clears the disk
+            else:  # another Init would allocate its own buffers and clear the disk
                 first.convert_to_zero_parameters(param_list=own)
         for name, buffer in model.named_buffers():
             self.first.fill(model, name, buffer, self.device)
@@ -165,7 +174,7 @@ class Zero(Strategy):
                 self.first.fill(model, name, held, self.device)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        return model  # the engine wraps it, once there is an optimizer
+        return model  # the engine wraps it, once the optimizer exists
 
     # ---- a step ----------------------------------------------------------------------------------------------
 
@@ -180,8 +189,8 @@ class Zero(Strategy):
             self.engine.set_gradient_accumulation_boundary(i == len(xs) - 1)
             loss = self.engine(x, y) * self.weight(y) / len(xs)
             total += loss.detach()
-            # The engine itself skips a step whose gradient is not finite, under every precision, before it touches
-            # masters or state. It knows nothing of the loss; so one that is not finite makes the gradient NaN.
+            # The engine skips a step with a non-finite gradient, under every precision, before it changes masters or
+            # state. It does not check the loss, so a non-finite loss makes the gradient NaN.
             self.engine.backward(loss * (1.0 + 0.0 * loss.detach()), scale_wrt_gas=False)
         return total
 
@@ -199,7 +208,7 @@ class Zero(Strategy):
         self.share_buffers()
         state: dict[str, Held] = {f"model.{name}": b for name, b in self.module.named_buffers()}
         for name, chunks in self.masters.walk():
-            if self.settings["offload"] == "nvme":  # in memory only while it is looked at
+            if self.settings["offload"] == "nvme":  # in memory only during the walk
                 chunks = [dataclasses.replace(c, values=c.values.clone()) for c in chunks]
             state[name] = chunks
         return state
@@ -208,7 +217,7 @@ class Zero(Strategy):
         return self.extra(self.masters.counts())
 
     def load_state_dict(self, state: dict[str, Held], extra: dict[str, Any]) -> None:
-        frozen.check(extra.get("base"), self.base)
+        lora_base.check(extra.get("base"), self.base)
         for name, chunks in self.masters.walk(write=True):
             for mine, filled in zip(chunks, chunks_of(state[name]), strict=True):
                 if mine.values.data_ptr() != filled.values.data_ptr():

@@ -1,7 +1,7 @@
-"""DeepSpeed's configuration, made from ours: what zero.py gives the engine and the launcher shows, without torch.
+"""Generate DeepSpeed's configuration from our settings, for deepspeed.py and for the launcher, without torch.
 
-A user's own DeepSpeed file may tune what dtrain has no setting for. What dtrain's settings say, it must say too, or
-leave out, or leave to us with "auto": one run never has two truths.
+A user's own DeepSpeed file may tune what dtrain has no setting for. Any value that dtrain also sets must match, be left
+out, or be "auto": a run never has two conflicting values.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dtrain.config import bad, flatten
-from dtrain.mesh import MeshSizes
-from dtrain.rundir import file_clock
+from dtrain.config.files import flatten
+from dtrain.config.mesh import MeshSizes
+from dtrain.errors import bad
+from dtrain.runs.folder import file_clock
 
 TUNING = (
     "overlap_comm", "reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size",
     "stage3_param_persistence_threshold", "max_in_cpu", "steps_per_print",
 )  # fmt: skip
-OURS_ALONE = ("optimizer", "scheduler", "fp16", "bf16")  # a file may repeat what they say, and that is all
+OURS_ALONE = ("optimizer", "scheduler", "fp16", "bf16")  # a user's file may only repeat our values in these sections
 ABANDONED_S = 1800.0
-NVME_OPS = ("async_io", "pin_memory")  # what DeepSpeed builds, or looks at under a lock, for offload to nvme
+NVME_OPS = ("async_io", "pin_memory")  # ops that DeepSpeed builds, or checks under a lock, for offload to nvme
 SCHEDULES = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}
 
-# Sections and switches that would change the maths, the parallelism or where the masters lie; false or {} is no wish.
+# Sections and switches that would change the math, the parallelism or where the masters are. False or {} is allowed.
 REFUSED = (
     "gradient_allreduce_op", "gradient_predivide_factor", "prescale_gradients", "managed_gradient_accumulation",
     "torch_autocast", "tensor_parallel", "sequence_parallel_size", "expert_parallel", "data_efficiency", "pipeline",
@@ -50,7 +51,7 @@ def generate(
     strategy: Mapping[str, Any], dtype: str, dp: int, micro_batch_size: int, accumulation: int, max_grad_norm: Any
 ) -> dict[str, Any]:
     """The engine's configuration for these settings of conf/strategy/zero*.yaml."""
-    megabyte = 2**20 // 4  # DeepSpeed counts elements; ours are float32 when they travel
+    megabyte = 2**20 // 4  # DeepSpeed counts elements; ours are communicated in fp32
     zero: dict[str, Any] = {
         "stage": strategy["stage"],
         "overlap_comm": strategy["overlap_comm"],
@@ -65,38 +66,38 @@ def generate(
         if device != "none":
             zero[section] = {"device": device} | ({"nvme_path": strategy["nvme_path"]} if device == "nvme" else {})
     if strategy["offload_params"] == "nvme":
-        zero["offload_param"]["max_in_cpu"] = 0  # else up to 1e9 elements would quietly stay in host memory
+        zero["offload_param"]["max_in_cpu"] = 0  # otherwise up to 1e9 elements would silently stay in host memory
     config: dict[str, Any] = {
         "train_batch_size": micro_batch_size * accumulation * dp,
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": max_grad_norm or 0.0,
         "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,  # torch's AdamW, the one of every strategy
-        "zero_force_ds_cpu_optimizer": False,  # and not DeepSpeed's own with offload, which has to be compiled
+        "zero_allow_untested_optimizer": True,  # torch's AdamW, as under every strategy
+        "zero_force_ds_cpu_optimizer": False,  # not DeepSpeed's own CPU optimizer, which has to be compiled
         "steps_per_print": None,
-        "timers": {"throughput": {"enabled": False}},  # it waits for the GPU at every forward pass
+        "timers": {"throughput": {"enabled": False}},  # it synchronizes with the GPU at every forward pass
     }
     if dtype == "bfloat16":
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
     elif dtype == "float16":
-        config["fp16"] = {"enabled": True, "loss_scale": 1.0}  # static: the scale is ours, see Precision
-    if dtype != "float32":  # gradients are reduced and summed up in 32 bits, as under fsdp
+        config["fp16"] = {"enabled": True, "loss_scale": 1.0}  # static: Precision manages the loss scale
+    if dtype != "float32":  # gradients are reduced and accumulated in fp32, as under fsdp
         config |= {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
     return config
 
 
 def needs_engine(strategy: Mapping[str, Any], user_config: Mapping[str, Any], world_size: int) -> bool:
-    """Whether DeepSpeed trains at all. One rank holds everything: there is nothing to shard, and DeepSpeed's hooks on
-    every gradient take as long as the rest of a step of gpt2-1.5b. With offload, or with a configuration of the user's
-    own, DeepSpeed is what was asked for.
+    """Return whether DeepSpeed is used at all. One rank has nothing to shard, and DeepSpeed's hooks on every gradient
+    take as long as the rest of a step of gpt2-1.5b. With offload, or with a user's own configuration, the user asked
+    for DeepSpeed.
     """
     offloads = {strategy.get("offload", "none"), strategy.get("offload_params", "none")} != {"none"}
     return world_size > 1 or offloads or bool(user_config)
 
 
 def merged(ours: dict[str, Any], user: Mapping[str, Any]) -> dict[str, Any]:
-    """Our values, and a user's for what we have none for or only a default."""
+    """Return our values, overridden by the user's where we have none or only a default."""
     out = dict(ours)
     for key, value in user.items():
         mine = ours.get(key, {})
@@ -125,16 +126,16 @@ def read(path: str) -> dict[str, Any]:
 
 
 def check(config: Mapping[str, Any], sizes: MeshSizes) -> dict[str, Any]:
-    """Raise a ValueError for the first rule that a run under zero1, zero2 or zero3 breaks; give DeepSpeed's config."""
-    # what only zero3's yaml lists
+    """Raise a ValueError for the first rule that a zero1, zero2 or zero3 run breaks; return DeepSpeed's config."""
+    # only zero3's yaml has these keys
     strategy: dict[str, Any] = {"offload_params": "none", "nvme_path": None, "whole_below": 0} | config["strategy"]
     check_offload(strategy)
     if strategy["offload_params"] == "nvme" and config.get("lora", {}).get("rank"):
         rule = "frozen weights get their values where they lie, and that cannot be a disk"
         raise bad("strategy.offload_params", "nvme", rule, "strategy.offload_params=cpu, or strategy=fsdp")
     if config["compile"] not in ("auto", "none", False) and strategy["stage"] == 3:
-        # Hooks gather each layer's weights inside the graph. On an H200 (torch 2.11, DeepSpeed 0.19.8) the loss was 0.5
-        # off after 12 steps, with no error; on a CPU it was right.
+        # Hooks gather each layer's weights inside the graph. On an H200 (torch 2.11, DeepSpeed 0.19.8) the loss was off
+        # by 0.5 after 12 steps, without an error; on a CPU it was right.
         rule = "strategy=zero3 computes wrong gradients under torch.compile on a GPU"
         raise bad("compile", str(config["compile"]).lower(), rule, "compile=none, or strategy=fsdp")
     per_rank = config["train"]["global_batch_size"] // sizes.dp
@@ -189,7 +190,7 @@ def check_offload(strategy: Mapping[str, Any]) -> None:
 
 
 def abandoned_lock() -> Path | None:
-    """Of torch's builds of extensions, which nobody takes away; a build that goes on is younger (2 to 5 minutes)."""
+    """Return a stale lock of torch's extension builds, which nothing removes; running builds take 2 to 5 minutes."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions")
     for lock in (path for name in NVME_OPS for path in (*root.glob(f"{name}/lock"), *root.glob(f"*/{name}/lock"))):
@@ -200,7 +201,7 @@ def abandoned_lock() -> Path | None:
 
 
 def wanted(config: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """DeepSpeed's name of each thing that our settings say: our value, and our setting's name."""
+    """Return, for each DeepSpeed key that our settings determine, our value and our setting's name."""
     train, optim, schedule, precision = (config[section] for section in ("train", "optim", "schedule", "precision"))
     dtype, zero = precision.get("dtype", "float32"), ours["zero_optimization"]
     out = {
@@ -230,9 +231,9 @@ def wanted(config: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tupl
     for section, key in (("offload_optimizer", "offload"), ("offload_param", "offload_params")):
         out[f"zero_optimization.{section}.device"] = (zero.get(section, {}).get("device", "none"), f"strategy.{key}")
         out[f"zero_optimization.{section}.nvme_path"] = (config["strategy"].get("nvme_path"), "strategy.nvme_path")
-    if dtype == "float16":  # in a section that is not enabled these mean nothing
+    if dtype == "float16":  # in a disabled section these keys have no effect
         out |= {
-            "fp16.loss_scale": (0, ""),  # in DeepSpeed's words: dynamic
+            "fp16.loss_scale": (0, ""),  # DeepSpeed's value for dynamic scaling
             "fp16.initial_scale_power": (math.log2(precision["init_scale"]), "precision.init_scale"),
             "fp16.loss_scale_window": (precision["growth_interval"], "precision.growth_interval"),
             "fp16.hysteresis": (1, ""),
@@ -244,7 +245,7 @@ def wanted(config: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tupl
 
 
 def check_agreement(user: Mapping[str, Any], wanted: Mapping[str, tuple[Any, str]], path: str) -> None:
-    """Raise one ValueError that names every key of a user's file that says something else than our settings."""
+    """Raise one ValueError that names every key of a user's file that contradicts our settings."""
     conflicts, changes = {}, []
     for key, value in user.items():
         rival, setting = wanted.get(key, (None, ""))
@@ -274,19 +275,19 @@ def in_our_words(key: str, value: Any) -> Any:
     return words.get(key, value)
 
 
-# ---- on each rank: a place on the disk -----------------------------------------------------------------------
+# ---- on each rank: the swap folder ---------------------------------------------------------------------------
 
 
 def swap_folder(nvme_path: str) -> Path:
-    """A fresh folder for this rank's swap files, locked while the rank lives; those of dead ranks are removed.
+    """Create a new folder for this rank's swap files, locked while the rank lives; remove those of dead ranks.
 
-    DeepSpeed names its files by rank only, so two runs would write over each other, and a killed one leaves its own.
+    DeepSpeed names its files by rank only, so two runs would overwrite each other, and a killed run leaves its files.
     """
     for old in Path(nvme_path).glob("dtrain-swap-*"):
-        with contextlib.suppress(OSError), open(old / "lock") as lock:  # another rank may be removing it, too
+        with contextlib.suppress(OSError), open(old / "lock") as lock:  # another rank may also be removing it
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(old, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f".new-{os.getpid()}-", dir=nvme_path))
-    mine = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)  # held until the process ends, however it ends
+    mine = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)  # held until the process ends for any reason
     fcntl.flock(mine, fcntl.LOCK_EX)
     return folder.rename(folder.with_name(f"dtrain-swap{folder.name.removeprefix('.new')}"))

@@ -1,4 +1,4 @@
-"""Where DeepSpeed and dtrain meet: its import, an optimizer for cut weights, its flat masters by canonical names."""
+"""The interface to DeepSpeed: its import, an optimizer for partitioned weights, its flat masters by canonical name."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.checkpoint import CheckpointError
-from dtrain.hardware import fake_cpu_fp16
-from dtrain.shards import Chunk, flat_chunks
-from dtrain.strategies.shared import init_optimizer_state
+from dtrain.checkpoint.store import CheckpointError
+from dtrain.config.hardware import fake_cpu_fp16
+from dtrain.strategies.optimizer_state import init_optimizer_state
+from dtrain.util.dtensor import Chunk, flat_chunks
 
 
 def import_deepspeed(device: torch.device) -> Any:
     os.environ["DS_ACCELERATOR"] = device.type  # read once, at the first import
-    if device.type == "cuda":  # DeepSpeed takes it for the number of the GPU, which ranks may share
+    if device.type == "cuda":  # DeepSpeed uses it as the GPU index, and ranks may share a GPU
         os.environ["LOCAL_RANK"] = str(device.index)
     import deepspeed
 
-    # torch 2.13 has new names for what DeepSpeed calls, and says so at every step
+    # DeepSpeed calls functions that torch 2.13 has renamed, which would warn at every step
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)
-    # On a CPU it would compile a kernel for messages in shared memory, for minutes, before the first step.
+    # On a CPU it would spend minutes compiling a kernel for shared-memory collectives before the first step.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_init_required=False)  # it takes over the process group that is there
+    deepspeed.init_distributed(dist_init_required=False)  # it uses the existing process group
     return deepspeed
 
 
 def cpu_accepts_fp16(deepspeed: Any) -> bool:
-    """DeepSpeed's own answer on a rank without a GPU; it raises an error of its own if training starts all the same."""
+    """Return DeepSpeed's own answer on a CPU rank; it raises its own error if training starts anyway."""
     accelerator, fake = deepspeed.get_accelerator(), fake_cpu_fp16()
     if fake is not None:
         accelerator.is_fp16_supported = lambda: fake
@@ -42,7 +42,7 @@ def optimizer_of_shapes(
     make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
     named_parameters: Iterable[tuple[str, nn.Parameter]],
 ) -> torch.optim.Optimizer:
-    """An optimizer groups weights by their shapes, which partitioned ones do not show: it is made of stand-ins."""
+    """Create the optimizer from stand-ins: it groups weights by shape, which partitioned weights do not show."""
     stand_ins: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
     for name, p in named_parameters:
         shape = getattr(p, "ds_shape", p.shape)
@@ -55,14 +55,14 @@ def optimizer_of_shapes(
 
 
 def partition(p: Any, data_rank: int) -> list[Chunk]:
-    """What this rank holds of a weight that zero3 has cut: every weight evenly, with padding at the end."""
+    """Return this rank's shard of a zero3 weight: every weight is sharded evenly, with padding at the end."""
     size = p.ds_tensor.numel()
     begin = size * data_rank
     return flat_chunks(p.ds_tensor.detach()[: max(0, min(size, p.ds_numel - begin))], tuple(p.ds_shape), begin)
 
 
 class Masters:
-    """The float32 masters and the optimizer state, which DeepSpeed keeps as flat runs."""
+    """The fp32 masters and the optimizer state, which DeepSpeed keeps as flat tensors."""
 
     def __init__(
         self, zero: Any, optimizer: torch.optim.Optimizer, module: nn.Module, stage: int, data_rank: int
@@ -71,10 +71,10 @@ class Masters:
         self.stage, self.data_rank = stage, data_rank
 
     def walk(self, write: bool = False) -> Iterator[tuple[str, list[Chunk]]]:
-        """What this rank holds of every master weight and of its optimizer state, flat group by flat group.
+        """Yield this rank's part of every master weight and of its optimizer state, one flat group at a time.
 
-        A group that lies on disk is in memory only while its own are given. What a caller writes reaches the weights
-        that the model computes with at the end. All ranks go through all of it.
+        A group on disk is in memory only while it is yielded. Values that the caller writes are copied to the model's
+        compute weights at the end. All ranks must iterate over everything.
         """
         if write and self.stage == 3:
             self.zero._partition_all_parameters()
@@ -96,7 +96,7 @@ class Masters:
             if swapped:
                 self.zero._optimizer_states_and_gradient_swap_out(i)
         if write and self.stage == 3:
-            self.zero._post_step(set())  # gathers the weights that stay whole
+            self.zero._post_step(set())  # gathers the weights that are not sharded
         elif write:
             self.zero.update_lp_params()
 
@@ -109,19 +109,19 @@ class Masters:
         return [group["params"][0] for group in self.optimizer.param_groups]
 
     def place(self, p: Any) -> tuple[int, int, int, int]:
-        """Where this rank's part of a weight lies: which flat group, from where, how much; and where in the weight."""
-        if self.stage == 3:  # every weight is cut evenly; the end is padded
+        """Return this rank's part of a weight: flat group, offset, length, and offset in the weight."""
+        if self.stage == 3:  # every weight is sharded evenly; the end is padded
             group, at, size = self.zero.grad_position[self.zero.get_param_id(p)]
             begin = size * self.data_rank
             return group, at, max(0, min(size, p.ds_numel - begin)), begin
-        mapping = p._hp_mapping  # all weights of a group are laid end to end and cut once
-        if mapping is None:  # all of it lies with other ranks
+        mapping = p._hp_mapping  # all weights of a group are concatenated and sharded as one
+        if mapping is None:  # other ranks hold all of it
             return -1, 0, 0, 0
         master, weight = mapping.hp_fragment_address, mapping.lp_fragment_address
         return mapping.param_group_index, master.start, master.numel, weight.start
 
     def optimizer_state(self, i: int, flat: Tensor) -> dict[str, Any]:
-        if self.stage == 3:  # which shows its optimizer one group at a time
+        if self.stage == 3:  # zero3 shows its optimizer one group at a time
             group = self.optimizer.param_groups[self.zero.sub_group_to_group_id[i]]
             group["params"] = [flat]
             init_optimizer_state(self.optimizer)
@@ -130,7 +130,7 @@ class Masters:
             init_optimizer_state(self.optimizer)
         return self.optimizer.state[flat]
 
-    # ---- DeepSpeed counts updates by flat group, we by weight ------------------------------------------------
+    # ---- DeepSpeed counts updates per flat group, we per weight ----------------------------------------------
 
     def counts(self) -> dict[str, dict[str, float]]:
         counts = {}

@@ -1,9 +1,9 @@
-"""FairScale's sharded data parallel: every rank has all weights, but the optimizer state of its own share only.
+"""FairScale's sharded data parallel: every rank has all weights, but only its own share of the optimizer state.
 
-OSS deals whole weights out to the ranks, balanced by size; an owner updates its weights and sends them to the others.
-Under `sharded_ddp` a gradient, too, is summed at its owner only, and freed everywhere else (ZeRO-2); under `oss` the
-gradients are DDP's (ZeRO-1). FairScale's own FSDP is refused by the launcher: it needs NCCL, so a GPU for every rank,
-and torch's (strategy=fsdp) is its successor.
+OSS assigns whole weights to ranks, balanced by size; the owner updates its weights and broadcasts them. Under
+`sharded_ddp` each gradient is reduced only to its owner and freed elsewhere (ZeRO-2); under `oss` DDP all-reduces the
+gradients (ZeRO-1). The launcher refuses FairScale's own FSDP: it needs NCCL, so one GPU per rank, and torch's FSDP
+(strategy=fsdp) is its successor.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from fairscale.nn.data_parallel import ShardedDataParallel
 from fairscale.optim import OSS
 from torch import Tensor, nn
 
-from dtrain.shards import Held
+from dtrain.strategies.compile import compile_model
 from dtrain.strategies.ddp import DDP
-from dtrain.strategies.shared import compile_model
+from dtrain.util.dtensor import Held
 
 
 class FairScale(DDP):
@@ -42,27 +42,27 @@ class FairScale(DDP):
         super().setup(model, sharded, **options)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Make the optimizer first: it says which rank owns which weight, and so where a gradient is sent."""
+        """Create the optimizer first: it decides which rank owns each weight, and so where a gradient is reduced."""
         self.oss = self.shard(self.make_whole_optimizer(model.named_parameters()))
         if self.mode == "oss" or self.sizes.dp == 1:
             return super().wrap(model)
-        compile_model(model, self.compile)  # inside: the wrapper's forward pass sets up hooks
+        compile_model(model, self.compile)  # inside the wrapper, whose forward pass sets up hooks
         return ShardedDataParallel(
             model,
             self.oss,
             process_group=self.data_group,
             sync_models_at_startup=False,  # all ranks drew the same weights
-            # Else small gradients live in buffers that zero_grad(set_to_none=True) cuts them off from: what is then
-            # reduced is not what is stepped on. The buffers would also keep what other ranks own.
+            # Otherwise small gradients are views of buffers, and zero_grad(set_to_none=True) detaches them: the reduced
+            # values are then not the ones that the optimizer uses. The buffers would also keep what other ranks own.
             reduce_buffer_size=0,
-            # Else every change between train() and eval() would move all weights to new memory.
+            # Otherwise every switch between train() and eval() would move all weights to new memory.
             auto_refresh_trainable=False,
         )
 
     def shard(self, whole: torch.optim.Optimizer) -> OSS:
-        """The same optimizer over this rank's weights only. Its groups carry every setting, so it needs no others."""
+        """Return the same optimizer over this rank's weights only. Its param groups carry all settings."""
         oss = OSS(whole.param_groups, type(whole), group=self.data_group)
-        oss.state = oss.optim.state  # its own stays empty; this way it is a plain optimizer's, of this rank's weights
+        oss.state = oss.optim.state  # OSS's own is empty; the inner one has this rank's weights
         self.owned = {p for group in oss.optim.param_groups for p in group["params"]}
         return oss
 
@@ -73,7 +73,7 @@ class FairScale(DDP):
         return super().no_sync(last)
 
     def clip(self, parameters: list[nn.Parameter]) -> Tensor:
-        """Clip what this rank owns, by one norm: the squares are summed over the owners."""
+        """Clip the gradients that this rank owns by one norm: the squares are all-reduced over the owners."""
         owned = [p for p in parameters if p in self.owned]
         square = nn.utils.get_total_norm([p.grad for p in owned if p.grad is not None]).square().to(self.device)
         dist.all_reduce(square, group=self.data_group)
@@ -83,7 +83,7 @@ class FairScale(DDP):
         return norm
 
     def state_dict(self) -> dict[str, Held]:
-        """Of the optimizer inside, which has this rank's weights only: others' moments are left out, and not made."""
+        """Use the inner optimizer, which has only this rank's weights: other ranks' moments are not created."""
         self.optimizer = self.oss.optim
         try:
             return super().state_dict()

@@ -1,4 +1,4 @@
-"""Fully sharded data parallel (FSDP2): weights, gradients and optimizer state cut over the data ranks."""
+"""Fully sharded data parallel (FSDP2): weights, gradients and optimizer state sharded over the data ranks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from dtrain.strategies.base import Strategy
-from dtrain.strategies.shared import compile_layers, init_weights, materialize
+from dtrain.strategies.compile import compile_layers
+from dtrain.strategies.materialize import init_weights, materialize
 
 
 class FSDP(Strategy):
@@ -32,11 +32,9 @@ class FSDP(Strategy):
         self.sharding, self.replica_size, self.offload = sharding, replica_size, offload
         self.forward_prefetch, self.backward_prefetch = forward_prefetch, backward_prefetch
 
-    def setup(self, model: nn.Module, make_optimizer: Any, **options: Any) -> None:
-        if type(self) is FSDP and dist.get_world_size() == 1 and self.offload == "none":
-            self.__class__ = Strategy  # type: ignore[assignment]  # one rank holds all of it: there is nothing to cut
-            return self.setup(model, make_optimizer, **options)
-        super().setup(model, make_optimizer, **options)
+    def for_world(self, world_size: int) -> Strategy:
+        sharded = type(self) is not FSDP or world_size > 1 or self.offload != "none"
+        return self if sharded else Strategy()
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         if self.compile != "none":
@@ -47,7 +45,7 @@ class FSDP(Strategy):
             data_mesh(self.mesh, replica_size),
             self.precision.dtype,
             reshard_after_forward=self.sharding != "grad_op",
-            # pages that a GPU can read at once must be pinned; without a GPU there is nothing to pin them for
+            # direct GPU access needs pinned pages; without a GPU, pinning has no use
             offload=CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offload == "cpu" else None,
         )
         for i, unit in enumerate(units):
@@ -65,10 +63,10 @@ class FSDP(Strategy):
     @contextlib.contextmanager
     def no_sync(self, last: bool) -> Iterator[None]:
         assert isinstance(self.model, FSDPModule)
-        if self.sharding == "grad_op":  # whole weights stay, so whole gradients may
+        if self.sharding == "grad_op":  # full weights stay in memory, so full gradients may, too
             self.model.set_requires_gradient_sync(last)
-        else:  # else they are cut in every pass: whole ones, in float32, would be larger than all that is cut
-            self.model.set_requires_all_reduce(last)  # only hybrid's copies wait with their sum
+        else:  # reduce-scatter in every pass: full fp32 gradients would be larger than all shards
+            self.model.set_requires_all_reduce(last)  # only hybrid's replicas defer their all-reduce
         yield
 
     def eval_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -81,16 +79,16 @@ class FSDP(Strategy):
 
 
 def data_mesh(mesh: DeviceMesh, replica_size: int) -> DeviceMesh:
-    """The data-parallel axis, in groups of neighbours that hold one copy of the model together.
+    """Return the data-parallel axis, split into groups of neighbouring ranks that together hold one copy of the model.
 
-    One group: everything is cut over all data ranks. Groups of one: every rank has all of its part, as under ddp.
+    One group: everything is sharded over all data ranks. Groups of one: every rank holds a full copy, as under ddp.
     """
     size = mesh["dp"].size()
     if replica_size == size:
         return mesh["dp"]
     names, axes = ("replicate", "shard"), mesh.mesh_dim_names
     assert axes is not None
-    # by its number: torch 2.11 refuses every name that there is (pytorch issue 176443)
+    # by index: torch 2.11 refuses every existing name (pytorch issue 176443)
     return mesh._unflatten(axes.index("dp"), (size // replica_size, replica_size), names)[names]
 
 
@@ -101,7 +99,7 @@ def shard_layers(
     reshard_after_forward: bool = True,
     offload: OffloadPolicy | None = None,
 ) -> list[FSDPModule]:
-    """Cut each layer, and then the rest, over the data ranks; give the layers."""
+    """Shard each layer, and then the rest, over the data ranks; return the layers."""
     if not hasattr(model, "fsdp_units"):
         raise ValueError(
             f"strategy=fsdp: {type(model).__name__} does not say what to gather at a time\n"
@@ -110,20 +108,20 @@ def shard_layers(
     if dtype == torch.float32:
         policy = MixedPrecisionPolicy()
     else:
-        # Weights are gathered in 16 bits, half the traffic; gradients are reduced in 32. What flows between layers
-        # is left to autocast, as under ddp: products and the residual stream in 16 bits, norms in 32.
+        # All-gathers use 16 bits, half the traffic; gradients are reduced in fp32. Activations are left to autocast, as
+        # under ddp: matmuls and the residual stream in 16 bits, norms in fp32.
         policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload or OffloadPolicy()}
     units: list[Any] = model.fsdp_units()  # type: ignore[operator]
-    for unit in (u for u in units if u is not model):  # a model without layers is one unit, as below
+    for unit in (u for u in units if u is not model):  # a model without layers is one unit, sharded below
         fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
-    # The rest is needed last in one pass and first in the next: not let go between them, nor gathered twice.
+    # The rest is used last in one pass and first in the next, so it is neither freed between them nor gathered twice.
     fully_shard(model, reshard_after_forward=False, **options)
     return units
 
 
 def free_layers(model: nn.Module) -> None:
-    """Let go of gathered layers. After an evaluation nothing else does, and a save would take them for the weights."""
+    """Free all-gathered layers: nothing else does after an evaluation, and a save would take them for the weights."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtrain.shards import Held
 from dtrain.strategies.base import StepResult, Strategy
+from dtrain.util.dtensor import Held
 
 
 class LocalSGD(Strategy):

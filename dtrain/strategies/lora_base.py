@@ -1,7 +1,7 @@
-"""The base of a model with adapters: filled like every weight, never saved, and known again by a fingerprint.
+"""The frozen base of a model with adapters: filled like every weight, never saved, identified by a fingerprint.
 
-What is never changed need not be saved: the first weights (a seed, or init_from) bring it back. A checkpoint has the
-fingerprint, so adapters never meet another base than the one that they were trained on.
+Frozen weights need not be saved: the initial weights (a seed, or init_from) restore them. A checkpoint holds their
+fingerprint, so adapters are only ever loaded onto the base that they were trained on.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dtrain.checkpoint.initial_weights import Drawn
 from dtrain.models import lora
-from dtrain.shards import Chunk, Held, chunks_of
-from dtrain.weights import Drawn
+from dtrain.util.dtensor import Chunk, Held, chunks_of
 
 NARROW = (torch.bfloat16, torch.float16)
-SAMPLES = 16  # elements of each weight that make the fingerprint: one differs as soon as a weight was trained on
+SAMPLES = 16  # sampled elements per weight for the fingerprint: training a weight changes at least one
 
 
 class First:
-    """First weights that remember what they made the base of. Without adapters there is none."""
+    """Initial weights that sample the base as they fill it. Without adapters there is no base."""
 
     def __init__(self, source: Drawn, model: nn.Module) -> None:
         self.source = source
-        self.base = dict(sorted(lora.base_of(model).items()))  # shapes, of the whole model: the same on every rank
+        self.base = dict(sorted(lora.base_of(model).items()))  # shapes in the whole model: the same on every rank
         # the bits of each sampled element plus 1; 0: another rank holds it
         self.seen = {name: [0] * SAMPLES for name in self.base}
 
     @torch.no_grad()
     def fill(self, model: nn.Module, name: str, held: Held, device: torch.device) -> None:
-        """Give a weight or buffer its first value. One of 16 bits is made in float32, and rounded to what it is."""
+        """Fill a weight or buffer with its initial value. 16-bit ones are computed in fp32 and then rounded."""
         chunks = chunks_of(held)
         wide = [
             dataclasses.replace(c, values=torch.empty_like(c.values, dtype=torch.float32))
@@ -48,7 +48,7 @@ class First:
                 chunk.values.copy_(made.values)
 
     def look(self, name: str, chunk: Chunk) -> None:
-        """Keep those of the weight's samples that lie in a chunk."""
+        """Keep the weight's samples that are in this chunk."""
         places = {}
         for i in range(SAMPLES):
             place = unravel(sample(name, i) % math.prod(chunk.whole_shape), chunk.whole_shape)
@@ -61,20 +61,20 @@ class First:
                 self.seen[name][i] = (value & 0xFFFFFFFF) + 1
 
     def fingerprint(self) -> str | None:
-        """Tells one base from another, whatever layout and type it is held in; None if there is no base. Collective."""
+        """Return the base's fingerprint, the same for every layout and dtype; None if there is no base. Collective."""
         if not self.base:
             return None
         seen = torch.tensor(list(self.seen.values()))
         if dist.is_initialized() and dist.get_world_size() > 1:
             seen = seen.to("cuda") if dist.get_backend() == "nccl" else seen
-            dist.all_reduce(seen, op=dist.ReduceOp.MAX)  # whoever holds an element holds the same
+            dist.all_reduce(seen, op=dist.ReduceOp.MAX)  # all holders of an element hold the same value
         assert bool((seen > 0).all()), "a weight of the base was not filled"
         text = f"{self.base}{seen.tolist()}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check(expected: str | None, found: str | None) -> None:
-    """Refuse to put a checkpoint's adapters on another base than its own."""
+    """Refuse to load a checkpoint's adapters onto a different base."""
     if expected != found:
         raise ValueError(
             "init_from: the frozen weights are not those that this run's adapters were trained on "
@@ -89,7 +89,7 @@ def sample(name: str, i: int) -> int:
 
 
 def unravel(at: int, shape: tuple[int, ...]) -> list[int]:
-    """The place of an element of the flattened whole."""
+    """Return the index of an element, given its offset in the flattened tensor."""
     place: list[int] = []
     for size in reversed(shape):
         at, x = divmod(at, size)

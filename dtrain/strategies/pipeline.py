@@ -1,4 +1,4 @@
-"""Pipeline parallel: each rank holds some layers, micro-batches flow through. With tensor and data parallel: 3d."""
+"""Pipeline parallel: each rank holds some layers, and micro-batches flow through. With tensor and data parallel: 3d."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.tensor.parallel import loss_parallel
 
-from dtrain.models.parts import Head
-from dtrain.shards import Held
+from dtrain.models.layers import Head
+from dtrain.optim.precision import autocast_inside
 from dtrain.strategies.base import Strategy
+from dtrain.strategies.compile import compile_layers
 from dtrain.strategies.fsdp import data_mesh, free_layers, shard_layers
-from dtrain.strategies.rules import stages_of_rank
-from dtrain.strategies.shared import autocast_inside, compile_layers, total_norm
-from dtrain.strategies.stages import Stages, TiedWeights, split_points, stage_of
+from dtrain.strategies.grad_norm import total_norm
+from dtrain.strategies.pipeline_stages import Stages, TiedWeights, split_points, stage_of
+from dtrain.strategies.stage_layout import stages_of_rank
 from dtrain.strategies.tensor import cut_layers, finish_sums
+from dtrain.util.dtensor import Held
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -31,7 +33,7 @@ SCHEDULES: dict[str, Any] = {
 
 class TorchStage(pipelining.PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Before the first step: torch 2.11 also greets the stages of this very rank, for which gloo has no way."""
+        """Before the first step: skip torch 2.11's send/recv to stages on this same rank, which gloo cannot do."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
@@ -53,8 +55,8 @@ class Pipeline(Strategy):
         super().__init__(pp=pp, dp=dp, tp=tp)
         self.schedule, self.stages_per_rank, self.split, self.data = schedule, stages_per_rank, split, data
         self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
-        # One schedule trains and one evaluates: one that does both prepares itself anew at every change, with a forward
-        # pass that draws random numbers.
+        # Separate schedules for training and evaluation: a shared one would prepare itself again at every switch, with
+        # a forward pass that draws random numbers.
         self.schedules: dict[bool, Any] = {}
 
     def parallelize(self, model: nn.Module) -> nn.Module:
@@ -64,15 +66,15 @@ class Pipeline(Strategy):
                 "  fix: add pipeline_split() to the model, or strategy=fsdp, zero3 or ddp"
             )
         self.num_figures = len(getattr(model, "figures", ()))
-        if self.schedule == "zbv":  # which splits the backward pass: no graph can
+        if self.schedule == "zbv":  # zbv splits the backward pass, which a compiled graph cannot do
             self.compile = "none"
-            if torch.__version__ < "2.13":  # nor an autograd function, which head and loss in one are
+            if torch.__version__ < "2.13":  # nor can an autograd function, such as the fused head and loss
                 for head in (part for part in model.modules() if isinstance(part, Head)):
                     head.fused = False
-        # what a mask is made of is in the inputs, which only the first stage is given as such
+        # the mask depends on the inputs, which are passed as such only to the first stage
         self.wants_source = "source" in inspect.signature(model.forward).parameters
         self.pp_rank, self.pp_group = self.mesh.get_local_rank("pp"), self.mesh.get_group("pp")
-        self.random_rank += self.sizes.dp * self.pp_rank  # or the layers of two stages would drop the same elements
+        self.random_rank += self.sizes.dp * self.pp_rank  # else two stages would use the same dropout masks
         self.data_mesh = data_mesh(self.mesh, self.sizes.dp if self.data == "fsdp" else 1)
         self.stage_ids, self.num_stages = stages_of_rank(
             self.pp_rank, self.sizes.pp, self.schedule, self.stages_per_rank
@@ -88,12 +90,12 @@ class Pipeline(Strategy):
         return Stages([self.parallelize_stage(stage_of(model, *bounds[i])) for i in self.stage_ids])
 
     def parallelize_stage(self, stage: nn.Module) -> nn.Module:
-        """Tensor and data parallel inside a stage, as without a pipeline."""
+        """Apply tensor and data parallel inside a stage, as without a pipeline."""
         cut_layers(stage, self.mesh["tp"], self.sequence_parallel, self.loss_parallel)
         if self.compile != "none":
             compile_layers(stage)
-        stage.forward = autocast_inside(stage.forward, self.autocast)  # the schedule's backward pass is outside
-        if self.sizes.dp > 1:  # layers stay gathered: every micro-batch would gather them again
+        stage.forward = autocast_inside(stage.forward, self.autocast)  # not around the backward pass
+        if self.sizes.dp > 1:  # layers stay gathered: otherwise every micro-batch would gather them again
             shard_layers(stage, self.data_mesh, self.precision.dtype, reshard_after_forward=False)
         return stage
 
@@ -104,10 +106,10 @@ class Pipeline(Strategy):
     # ---- a step ----------------------------------------------------------------------------------------------
 
     def run(self, inputs: Tensor, targets: Tensor, train: bool) -> Tensor:
-        """Let the schedule take the micro-batches through all stages; give the mean loss to all of them."""
+        """Run the micro-batches through all stages; return the mean loss on every stage."""
         if train not in self.schedules:
             self.schedules[train] = self.make_schedule(len(inputs) // self.micro_batch_size, train)
-            if train:  # its first pass asks every stage for its shapes, once more with a forward pass
+            if train:  # its first pass infers each stage's shapes with an extra forward pass
                 with self.rehearsal():
                     self.run(inputs, targets, train)
         is_first, is_last = 0 in self.stage_ids, self.num_stages - 1 in self.stage_ids
@@ -137,13 +139,13 @@ class Pipeline(Strategy):
         one_stage = self.schedule in ("gpipe", "1f1b")
 
         def share_of_loss(output: Tensor, targets: Tensor) -> Tensor:
-            """The last stage gives the mean loss itself. Scaled here as without a pipeline, and not by the schedule."""
+            """The last stage returns the mean loss. Scale it here, as without a pipeline, not in the schedule."""
             return output * self.weight(targets) / num_micro_batches * self.precision.scale
 
         schedule = SCHEDULES[self.schedule](
             stages[0] if one_stage else stages, num_micro_batches, share_of_loss, scale_grads=False
         )
-        if not train and not one_stage:  # torch's own eval() walks into a backward pass that is not there
+        if not train and not one_stage:  # torch's own eval() runs into a backward pass that does not exist
             for rank, actions in schedule.pipeline_order_with_comms.items():
                 forward = [a for a in actions if a.computation_type.value not in ("I", "W", "B", "SEND_B", "RECV_B")]
                 schedule.pipeline_order_with_comms[rank] = forward

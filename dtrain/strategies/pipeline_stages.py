@@ -1,4 +1,4 @@
-"""A model cut into pipeline stages: which layers each has, a rank's stages as one module, weights on two of them."""
+"""A model split into pipeline stages: their layers, a rank's stages as one module, weights tied across stages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtrain.strategies.rules import balance
-from dtrain.strategies.shared import local
+from dtrain.strategies.stage_layout import balance
+from dtrain.util.dtensor import local
 
 
 def split_points(model: nn.Module, num_stages: int, split: list[int] | None) -> list[tuple[int, int]]:
-    """Which layers each stage has: as asked for, or such that the largest stage has the fewest parameters."""
+    """Return each stage's layers: as requested, or such that the largest stage has the fewest parameters."""
     layers = [num_parameters(unit) for unit in model.fsdp_units()]  # type: ignore[operator]
     if split is not None:
         return list(pairwise([0, *split, len(layers)]))
@@ -38,7 +38,7 @@ def num_parameters(module: nn.Module) -> int:
 
 
 class Stages(nn.ModuleList):
-    """The stages of a rank as one module, whose weights have their canonical names."""
+    """A rank's stages as one module, whose weights keep their canonical names."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         for stage in self:
@@ -53,14 +53,14 @@ class Stages(nn.ModuleList):
 
 
 class TiedWeights:
-    """Weights that are on two stages under one name: one weight, with one gradient, that counts once in the norm."""
+    """Weights that are on two stages under one name: one weight with one gradient, counted once in the norm."""
 
     def __init__(self, module: nn.Module, rank: int, num_ranks: int, group: dist.ProcessGroup) -> None:
         self.module, self.rank, self.group = module, rank, group
         names: list[Any] = [None] * num_ranks
         dist.all_gather_object(names, [name for name, _ in module.named_parameters()], group=group)
         copies = Counter(name for held in names for name in held)
-        # name → the pipeline ranks that have it; two copies may be on one rank
+        # name → the pipeline ranks that have it; both copies may be on one rank
         self.holders = {n: [r for r, held in enumerate(names) if n in held] for n, count in copies.items() if count > 1}
         for name, holders in self.holders.items():
             if len(holders) > 2:
@@ -73,7 +73,7 @@ class TiedWeights:
         return [p for n, p in self.module.named_parameters() if n == name]
 
     def sum_gradients(self) -> None:
-        """Each copy has the gradient of its own use; give all copies the sum, the same bits."""
+        """Give all copies the sum of their gradients, with the same bits."""
         for name, holders in self.holders.items():
             copies = self.copies(name)
             if not copies or copies[0].grad is None:  # on other ranks, or frozen
@@ -92,14 +92,14 @@ class TiedWeights:
                 gradient.copy_(total)
 
     def counted_elsewhere(self) -> set[int]:
-        """Of the copies here, the ids of those that are not the first there is."""
+        """Return the ids of the copies on this rank that are not the first copy of their weight."""
         return {
             id(p) for name, holders in self.holders.items() for i, p in enumerate(self.copies(name))
             if i > 0 or holders[0] != self.rank
         }  # fmt: skip
 
     def copy_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Of two copies on this rank a checkpoint fills the last: make the other one the same."""
+        """A checkpoint fills only the last of two copies on this rank: copy it to the other."""
         for name in self.holders:
             *others, filled = self.copies(name) or [nn.Parameter()]
             for p in others:

@@ -1,10 +1,10 @@
-"""Replicas agree, or the run stops: ranks that hold the same tensors compare checksums of the bits.
+"""Compare replicas, and stop the run if they differ: ranks that hold the same tensors compare checksums of the bits.
 
-A flipped bit, a faulty GPU or a missed update makes two models out of one. No loss shows it, and a checkpoint, which
-takes each tensor from one of its holders, would mix the two. So every rank computes a checksum of each tensor that
-another rank holds as well, and one small all-reduce per mesh axis compares them. A placement says along which axes a
-tensor is replicated; values that are equal along each of these axes are equal on all holders. So no rank lists what
-others hold, and a check is O(tensors) on each rank.
+A flipped bit, a faulty GPU or a missed update makes replicas diverge. The loss does not show it, and a checkpoint,
+which takes each tensor from one of its holders, would mix the two models. So every rank computes a checksum of each
+tensor that another rank also holds, and one small all-reduce per mesh axis compares them. A DTensor's placements give
+the axes along which it is replicated; values that are equal along each of these axes are equal on all holders. So no
+rank lists what others hold, and a check is O(tensors) on each rank.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.shards import Held, chunks_of, is_dtensor
 from dtrain.strategies.base import Strategy
-from dtrain.strategies.shared import local
+from dtrain.util.dtensor import Held, chunks_of, is_dtensor, local
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by the bytes of an element
 ROW = 4096  # elements that share one set of multipliers
-# Elements at a time: their products take 8 bytes each. On a CPU they stay in its cache, on a GPU they fill its cores.
+# Elements per block: each product takes 8 bytes. On a CPU a block fits in cache; on a GPU it fills the cores.
 BLOCK = {"cpu": 2**16, "cuda": 2**22}
 NOTHING = torch.iinfo(torch.int64).min  # neutral under MAX: this rank does not hold the tensor
 DATA_AXES = {"dp", "replicate", "shard"}  # names of the data-parallel axis, whole or split into replicas and shards
-MAX_REPORTED = 8  # tensors, and ranks, that a message is made of
+MAX_REPORTED = 8  # tensors and ranks named in an error message
 
 
 class ReplicaError(RuntimeError):
@@ -42,11 +41,12 @@ class ReplicaError(RuntimeError):
 
 
 def checksums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """For each tensor an int64 that depends on every bit of it and on the order of its elements, on `device`.
+    """Return one int64 per tensor, on `device`, that depends on every bit and on the order of the elements.
 
-    The sum modulo 2^64 of the elements' bits, each times an odd number that depends on its position. An odd multiplier
-    loses no bit. Elements have at most 32 bits: of 64-bit ones, two flipped signs would cancel out at the top.
-    Short tensors, two thirds of a transformer's, are summed together: each kernel of a GPU costs some microseconds.
+    It is the sum modulo 2^64 of the elements' bits, each times an odd number that depends on its position. An odd
+    multiplier loses no bit. Elements are read as at most 32 bits: with 64-bit ones, two flipped sign bits would cancel
+    out. Short tensors, two thirds of a transformer's, are summed together, because each GPU kernel costs some
+    microseconds.
     """
     sums = torch.empty(len(tensors), dtype=torch.int64, device=device)
     short: dict[Any, list[tuple[int, Tensor]]] = defaultdict(list)
@@ -67,7 +67,7 @@ def checksums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def long_sum(bits: Tensor) -> Tensor:
-    """Of more than a row of elements: a sum for each row, then the rows' sums times odd numbers of their own."""
+    """Checksum of more than one row of elements: one sum per row, then the sum of the row sums times odd numbers."""
     whole = len(bits) // ROW * ROW
     odd = multipliers(ROW + len(bits) // ROW + 1, bits.device)
     rows = bits[:whole].view(-1, ROW).split(BLOCK.get(bits.device.type, BLOCK["cpu"]) // ROW)
@@ -80,7 +80,7 @@ def long_sum(bits: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def short_tables(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """For tensors of these sizes, end to end: the multipliers, and where each begins and ends."""
+    """Return the multipliers for concatenated tensors of these sizes, and where each tensor begins and ends."""
     odd = torch.cat([multipliers(ROW, device)[:size] for size in sizes])
     ends = torch.tensor(sizes).cumsum(0)
     return odd, (ends - torch.tensor(sizes)).to(device), ends.to(device)
@@ -92,7 +92,7 @@ def multipliers(count: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _multipliers(count: int, device: torch.device) -> Tensor:
-    """Odd numbers without a pattern: positions mixed as splitmix64 does."""
+    """Return pseudo-random odd numbers: positions hashed with splitmix64."""
     x = torch.arange(1, count + 1) * -0x61C8864680B583EB
     x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
@@ -109,28 +109,28 @@ class Axis:
     group: dist.ProcessGroup
     boxes: list[str]  # tensors that several ranks of the group hold; the same list on all of them
     held: list[int]  # which of these this rank holds
-    places: list[int]  # where in the vector of checksums they are
+    places: list[int]  # their indices in the vector of checksums
 
 
 class Replicas:
-    """Compares the replicas of one strategy. All ranks have one and call it after the same steps."""
+    """Compares the replicas of one strategy. Every rank has one and calls it after the same steps."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
         self.layouts: dict[tuple[bool, int], tuple[list[str], list[Axis]]] = {}
 
     def check(self, step: int, state: Mapping[str, Held] | None = None) -> None:
-        """Raise ReplicaError on all ranks if replicas differ. `state`: what is about to be saved.
+        """Raise ReplicaError on all ranks if replicas differ. `state`: the tensors about to be saved.
 
-        Without it, weights and optimizer state are compared: buffers may differ until they are shared (a user's batch
-        norm), and weights, too, under a strategy that says so (local_sgd).
+        Without `state`, only weights and optimizer state are compared: buffers may differ until they are shared (a
+        user's batch norm), and so may weights under a strategy that says so (local_sgd).
         """
         if dist.get_world_size() == 1 or (state is None and not self.strategy.in_step()):
             return
         tensors = held_tensors(self.strategy, state)
-        key = (state is not None, len(tensors))  # the optimizer makes its state at its first update
+        key = (state is not None, len(tensors))  # the optimizer creates its state at its first update
         is_new = torch.tensor([key not in self.layouts], dtype=torch.int32)
-        dist.all_reduce(is_new, dist.ReduceOp.MAX)  # the layout is made by all ranks, or by none
+        dist.all_reduce(is_new, dist.ReduceOp.MAX)  # lay_out() is collective: all ranks call it or none
         if is_new.item():
             self.layouts[key] = lay_out(self.strategy, tensors)
         names, axes = self.layouts[key]
@@ -139,15 +139,15 @@ class Replicas:
         differing = [compare(axis, sums) for axis in axes]
         found = torch.cat([torch.zeros(1, dtype=torch.bool, device=device), *differing]).any().int()
         if [dist.get_world_size(axis.group) for axis in axes] != [dist.get_world_size()]:
-            dist.all_reduce(found, dist.ReduceOp.MAX)  # all ranks stop, or none
+            dist.all_reduce(found, dist.ReduceOp.MAX)  # all ranks stop or none
         if found.item():
             raise ReplicaError(describe(self.strategy, step, axes, differing, sums))
 
 
 def held_tensors(strategy: Strategy, state: Mapping[str, Held] | None) -> dict[str, Tensor]:
-    """What this rank holds, by name: weights, also frozen ones, optimizer state, counters, and what is to be saved.
+    """Return what this rank holds, by name: all weights, optimizer state, counters, and the state to be saved.
 
-    Under zero the weights are those that the model computes with: masters and optimizer state have one holder each.
+    Under zero these are the weights that the model computes with: masters and optimizer state have one holder each.
     """
     tensors: dict[str, Tensor] = {}
     counters: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -159,7 +159,7 @@ def held_tensors(strategy: Strategy, state: Mapping[str, Held] | None) -> dict[s
             else:
                 counters[key][name] = value
     tensors |= {name: held for name, held in (state or {}).items() if isinstance(held, Tensor)}
-    for key, values in counters.items():  # of all weights at once: one kernel instead of hundreds
+    for key, values in counters.items():  # stacks the counters of all weights: one kernel instead of hundreds
         of = hashlib.sha256("\n".join(values).encode()).hexdigest()[:16]
         scalars = [
             local(value) if isinstance(value, Tensor) else torch.tensor(float(value)) for value in values.values()
@@ -170,7 +170,7 @@ def held_tensors(strategy: Strategy, state: Mapping[str, Held] | None) -> dict[s
 
 
 def lay_out(strategy: Strategy, tensors: dict[str, Tensor]) -> tuple[list[str], list[Axis]]:
-    """Which tensors other ranks hold as well, and along which axes. Collective, and done once."""
+    """Find which tensors other ranks also hold, and along which axes. Collective, and done once."""
     sizes, mesh = strategy.sizes, strategy.mesh
     buffers = {f"model.{name}" for name, _ in strategy.module.named_buffers()}
     along: dict[str, list[str]] = defaultdict(list)
@@ -181,7 +181,7 @@ def lay_out(strategy: Strategy, tensors: dict[str, Tensor]) -> tuple[list[str], 
             own["dp"] = strategy.data_group
         if sizes.tp > 1 and "tp" not in covered:
             own["tp"] = mesh.get_group("tp")
-        if sizes.pp > 1 and name not in buffers:  # a weight may be tied across two stages; a buffer is a stage's own
+        if sizes.pp > 1 and name not in buffers:  # weights may be tied across two stages; buffers are not shared
             own["pp"] = mesh.get_group("pp")
         groups |= own
         for axis in own:
@@ -196,11 +196,11 @@ def lay_out(strategy: Strategy, tensors: dict[str, Tensor]) -> tuple[list[str], 
 
 
 def own_axes(tensor: Tensor) -> tuple[dict[str, dist.ProcessGroup], set[str]]:
-    """The axes of a DTensor's mesh along which it is replicated, and the names of all axes of that mesh."""
+    """Return the mesh axes along which a DTensor is replicated, and the names of all axes of its mesh."""
     if not is_dtensor(tensor):
         return {}, set()
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
-    if not mesh.mesh_dim_names:  # of a user's strategy: taken for a plain tensor, whose boxes are compared
+    if not mesh.mesh_dim_names:  # from a user's strategy: treated as a plain tensor, whose boxes are compared
         return {}, set()
     placements: Any = tensor.placements  # type: ignore[attr-defined]
     groups = {
@@ -214,10 +214,10 @@ def own_axes(tensor: Tensor) -> tuple[dict[str, dist.ProcessGroup], set[str]]:
 def shared_boxes(
     names: list[str], tensors: Mapping[str, Tensor], group: dist.ProcessGroup
 ) -> tuple[dict[int, str], list[str]]:
-    """The boxes that several ranks of the group hold, and the names of those that this rank holds, by their index.
+    """Return this rank's names by box index, and the list of boxes that several ranks of the group hold.
 
-    Usually all ranks hold the same boxes, and one all-reduce shows it. If not (stages of a pipeline, the optimizer
-    state of fairscale) the ranks exchange their lists.
+    Usually all ranks hold the same boxes, and one all-reduce confirms it. Otherwise (pipeline stages, fairscale's
+    optimizer state) the ranks all-gather their lists.
     """
     chunks = [chunks_of(tensors[name])[0] for name in names]
     boxes = [f"{n} {c.values.dtype} {c.offset} {c.shape}" for n, c in zip(names, chunks, strict=True)]
@@ -234,7 +234,7 @@ def shared_boxes(
 
 
 def compare(axis: Axis, sums: Tensor) -> Tensor:
-    """Which tensors are not the same on all ranks of the axis' group that hold them."""
+    """Return which tensors differ between the ranks of the axis' group that hold them."""
     high = torch.full((len(axis.boxes),), NOTHING, device=sums.device)
     low = high.clone()
     held = torch.tensor(axis.held, device=sums.device)
@@ -245,7 +245,7 @@ def compare(axis: Axis, sums: Tensor) -> Tensor:
 
 
 def differ(high: Tensor, low: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Where the largest value over the ranks is not the smallest: MAX of x and of ~x, which orders the other way."""
+    """Return where max and min over the ranks differ: one MAX of x and of ~x, which reverses the order."""
     both = torch.cat([high, low])
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     high, low = both.chunk(2)
@@ -256,7 +256,7 @@ def differ(high: Tensor, low: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def describe(strategy: Strategy, step: int, axes: list[Axis], differing: list[Tensor], sums: Tensor) -> str:
-    """Which ranks hold other values than most do, and of which tensors. Collective: all ranks say the same."""
+    """Describe which ranks differ from the majority, and in which tensors. Collective: the same text on all ranks."""
     mine: dict[str, int] = {}
     for axis, differs in zip(axes, differing, strict=True):
         wrong = [(i, place) for i, place in zip(axis.held, axis.places, strict=True) if differs[i]]
@@ -286,7 +286,7 @@ def describe(strategy: Strategy, step: int, axes: list[Axis], differing: list[Te
 
 
 def minority(sums: Mapping[int, int]) -> tuple[int, ...]:
-    """The ranks that do not hold what most hold; all of them if there is no majority."""
+    """Return the ranks that do not hold the majority's value; all ranks if there is no majority."""
     ((value, count),) = Counter(sums.values()).most_common(1)
     return tuple(sums) if 2 * count <= len(sums) else tuple(rank for rank, mine in sums.items() if mine != value)
 

@@ -1,4 +1,4 @@
-"""Tensor parallel: each layer's matrices cut over ranks that compute it together; data parallel over the rest."""
+"""Tensor parallel: each layer's matrices sharded over ranks that compute it together; data parallel over the rest."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn import functional as F
 
 from dtrain.models.lora import LoRALinear, once_cast
-from dtrain.shards import is_dtensor
 from dtrain.strategies.base import Strategy
+from dtrain.strategies.compile import compile_layers
 from dtrain.strategies.fsdp import data_mesh, free_layers, shard_layers
-from dtrain.strategies.shared import compile_layers
+from dtrain.util.dtensor import is_dtensor
 
 
 class TensorParallel(Strategy):
@@ -50,7 +50,7 @@ class TensorParallel(Strategy):
 
     @contextlib.contextmanager
     def no_sync(self, last: bool) -> Iterator[None]:
-        if isinstance(self.model, FSDPModule):  # cut in every pass, as under fsdp; whole ones are summed in the last
+        if isinstance(self.model, FSDPModule):  # reduce-scatter in every pass, all-reduce only in the last
             self.model.set_requires_all_reduce(last)
         yield
 
@@ -68,7 +68,7 @@ class TensorParallel(Strategy):
 
 
 def cut_layers(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool, loss_parallel: bool) -> None:
-    """Cut the model's matrices as its plan says."""
+    """Shard the model's matrices as its tp_plan says."""
     if mesh.size() == 1:
         return
     if not hasattr(model, "tp_plan"):
@@ -80,18 +80,18 @@ def cut_layers(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool, loss
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     parallelize_module(model, mesh, plan, src_data_rank=None)
     for name, p in model.named_parameters():
-        p.requires_grad_(name not in frozen)  # some styles make trained weights of what they cut
+        p.requires_grad_(name not in frozen)  # some parallel styles set requires_grad on frozen weights
     for module in model.modules():
         if isinstance(module, LoRALinear) and is_dtensor(module.weight):
             cut_adapter(module, mesh)
 
 
 def cut_adapter(linear: LoRALinear, mesh: DeviceMesh) -> None:
-    """Cut an adapter as its layer is cut, so that it needs no message of its own in the forward pass.
+    """Shard an adapter like its layer, so that it needs no collective of its own in the forward pass.
 
-    By columns: every rank has all of A, and the rows of B that make its outputs. By rows: the columns of A that its
-    inputs meet, and all of B, whose products are summed with the layer's own. What every rank has whole, it has its
-    own part of the gradient of; those are summed at the end of the step (finish_sums, or fsdp).
+    Column-wise: every rank has all of A, and the rows of B for its outputs. Row-wise: the columns of A for its inputs,
+    and all of B, whose partial outputs are all-reduced with the layer's own. Each rank has only a partial gradient of a
+    replicated factor; these are all-reduced at the end of the step (finish_sums, or fsdp).
     """
     by_columns = linear.weight.placements[0].is_shard(0)  # type: ignore[attr-defined]
     places = {"lora_a": Replicate() if by_columns else Shard(1), "lora_b": Shard(0) if by_columns else Replicate()}
@@ -103,16 +103,16 @@ def cut_adapter(linear: LoRALinear, mesh: DeviceMesh) -> None:
 
 
 class CutLoRALinear(LoRALinear):
-    """The same over tensor-parallel ranks, with the adapter's products done on what each rank holds.
+    """LoRALinear over tensor-parallel ranks, with the adapter's matmuls on local shards.
 
-    Left to DTensor, the gradient that the inputs get from A would be summed over the ranks for itself.
+    With plain DTensor ops, the gradient of the inputs through A would need its own all-reduce.
     """
 
     def forward(self, x: Any) -> Any:
         x = once_cast(x)
         y: Any = F.linear(x, self.weight, self.bias)
         weight, a, b = (cast(Any, p) for p in (self.weight, self.lora_a, self.lora_b))
-        # of the output, and of the gradients of x, A and B, on each rank
+        # placements of the output, and of the gradients of x, A and B
         places: list[Any] = (
             [Shard(y.ndim - 1), Partial(), Partial(), Shard(0)]
             if weight.placements[0].is_shard(0)
@@ -126,14 +126,14 @@ class CutLoRALinear(LoRALinear):
 
 
 def finish_sums(model: nn.Module) -> None:
-    """Add up, in one message, what each tensor-parallel rank has of the gradients of weights that all of them hold.
+    """All-reduce, in one collective, the partial gradients of weights that all tensor-parallel ranks hold.
 
-    Under sequence parallel a norm sees a part of the sequence on each rank, and DTensor leaves the sum of its gradients
-    for later. fsdp finishes it by itself.
+    Under sequence parallel each rank's norm sees a part of the sequence, and DTensor leaves its gradients Partial. fsdp
+    reduces them by itself.
     """
     cut: list[Any] = [p for p in model.parameters() if is_dtensor(p) and p.grad is not None]
     partial = [p for p in cut if any(placement.is_partial() for placement in p.grad.placements)]
-    for p in cut:  # an embedding cut by its vocabulary, and only looked up, has its gradient whole on every rank
+    for p in cut:  # the gradient of a vocabulary-sharded, lookup-only embedding is full on every rank
         if p.grad.to_local().shape != p.to_local().shape:
             p.grad = p.grad.redistribute(placements=p.placements)
     if not partial:

@@ -10,20 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtrain import config
-from dtrain.agreement import from_rank_0
-from dtrain.models import lora, parts, plain
-from dtrain.rundir import latest_checkpoint
-from dtrain.weights import Drawn, Loaded, log, source_of
+from dtrain.checkpoint.initial_weights import Drawn, Loaded, log, source_of
+from dtrain.config.build import build
+from dtrain.models import layers, lora, user_model
+from dtrain.runs.folder import latest_checkpoint
+from dtrain.util.collective import from_rank_0
 
 
 def make(cfg: Any, trust: Iterable[str] = ()) -> nn.Module:
     """The model on the meta device, without memory; with its loss, and with adapters if it has any."""
-    build = functools.partial(config.build, cfg.model, trust)
-    model = plain.construct(build, cfg.train.seed)
-    plain.complete(model, config.build(cfg.get("loss"), trust), build, cfg.train.seed)  # old runs have no such section
+    build_model = functools.partial(build, cfg.model, trust)
+    model = user_model.construct(build_model, cfg.train.seed)
+    loss = build(cfg.get("loss"), trust)  # old runs have no such section
+    user_model.complete(model, loss, build_model, cfg.train.seed)
     for module in model.modules():
-        if isinstance(module, parts.Head):
+        if isinstance(module, layers.Head):
             module.fused = {"auto": None}.get(cfg.get("fused_loss", "auto"), cfg.get("fused_loss"))
     with torch.device("meta"):
         if cfg.get("lora", {}).get("rank"):
@@ -32,16 +33,16 @@ def make(cfg: Any, trust: Iterable[str] = ()) -> nn.Module:
 
 
 def first_weights(cfg: Any) -> Drawn:
-    """Where the weights of a run that begins or goes on come from. All its ranks call it."""
-    frozen = cfg.get("lora", {}).get("rank")  # the weights beside adapters, which no checkpoint has
+    """Return the source of the weights for a new or resumed run. All ranks must call it."""
+    frozen = cfg.get("lora", {}).get("rank")  # frozen base weights are not in any checkpoint
     run_dir = Path(cfg.run_dir)
     if not frozen and from_rank_0(lambda: latest_checkpoint(run_dir) is not None, f"reading {run_dir}"):
-        return Drawn(cfg.train.seed)  # a resume overwrites them all, and init_from may be gone
+        return Drawn(cfg.train.seed)  # resuming overwrites all weights, and the init_from files may be gone
     return original_weights(cfg, cfg.trust)
 
 
 def original_weights(cfg: Any, trust: Iterable[str]) -> Drawn:
-    """Where a run's weights came from when it began: drawn, or read from init_from."""
+    """Return the source of a run's initial weights: random initialization, or init_from."""
     if not cfg.get("init_from"):
         return Drawn(cfg.train.seed)
     source = source_of(Path(cfg.init_from).expanduser(), cfg.model)

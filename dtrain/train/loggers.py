@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from dtrain.redaction import redact
+from dtrain.config.redaction import redact
 
 
 class NoLogger:
@@ -19,7 +19,7 @@ class NoLogger:
 
 
 class Wandb(NoLogger):
-    """Weights & Biases. The run id is the run folder's name, so a resumed run goes on in the same page."""
+    """Weights & Biases. The run id is the run folder's name, so a resumed run continues on the same page."""
 
     def __init__(self, project: str = "dtrain", mode: Literal["online", "offline", "disabled"] = "online") -> None:
         self.project, self.mode = project, mode

@@ -1,4 +1,4 @@
-"""What a run leaves for people and scripts to read: metrics.jsonl, and the figures in it."""
+"""A run's output for people and scripts: metrics.jsonl and the metrics in it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from dtrain import diskspace
 from dtrain.data.loader import Loader
+from dtrain.util import disk_space
 
-# Dense 16-bit matrix rate by NVIDIA's data sheets, FLOP/s. MFU is measured against it.
+# Peak dense 16-bit matmul FLOP/s from NVIDIA's data sheets. MFU is relative to it.
 PEAK_FLOPS = {
     "B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "V100": 125e12, "L40S": 362e12, "L4": 121e12,
     "4090": 165e12, "T4": 65e12,
@@ -26,7 +26,7 @@ _encode = json.JSONEncoder(allow_nan=False).encode
 
 
 class Recorder:
-    """Appends to metrics.jsonl and tells the logger. On a resume, steps that will be done again are dropped first."""
+    """Append metrics to metrics.jsonl and the logger. On resume, first drop the steps that will be repeated."""
 
     def __init__(self, run_dir: Path, start_step: int, logger: Any) -> None:
         self.logger = logger
@@ -35,14 +35,14 @@ class Recorder:
         temporary = run_dir / ".metrics.jsonl.tmp"
         temporary.write_text("".join(_dump(line) for line in kept))
         os.replace(temporary, path)
-        # open until the process ends; line-buffered, so that a reader sees each step at once
+        # open until the process ends; line-buffered, so that a reader sees each step immediately
         self.file = open(path, "a", buffering=1)  # noqa: SIM115
 
     def write(self, **values: Any) -> None:
         try:
             self.file.write(_dump(values))
         except OSError as error:
-            raise diskspace.describe(error, Path(self.file.name), 1000) from error
+            raise disk_space.describe(error, Path(self.file.name), 1000) from error
         self.logger.log(values)
 
 
@@ -51,22 +51,22 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     for text in path.read_text().splitlines() if path.exists() else []:
         try:
             lines.append(json.loads(text))
-        except ValueError:  # the half line of a run that was killed
+        except ValueError:  # an incomplete last line, left by a killed run
             continue
     return lines
 
 
 def _dump(values: dict[str, Any]) -> str:
-    """One JSON line. Python writes floats so that they read back exactly; NaN and Inf are not JSON, so null."""
+    """Return one JSON line. Floats round-trip exactly. NaN and Inf are not valid JSON, so they become null."""
     try:
         return _encode(values) + "\n"
-    except ValueError:  # which is rare: to look at every value first took a fifth of the time
+    except ValueError:  # rare; checking every value up front took a fifth of the time
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         return _encode(finite) + "\n"
 
 
 class Rate:
-    """Turns the seconds of a step into tokens a second and MFU. A token is whatever has a target of its own."""
+    """Convert step time to tokens per second and MFU. A token is anything that has its own target."""
 
     def __init__(
         self, model: Any, data: Loader, batch_size: int, device: torch.device, dtype: torch.dtype, world_size: int
@@ -86,17 +86,17 @@ class Rate:
 
 
 def figures(model: Any, values: list[float]) -> dict[str, float]:
-    """What an evaluation found, by name: the loss, the figures that the model gives after it, and what follows."""
+    """Return an evaluation's metrics by name: the loss, the metrics that the model returns, and perplexity."""
     names = ("loss", *getattr(model, "figures", ()))
     found = {f"val_{name}": value for name, value in zip(names, values, strict=True)}
     if getattr(model, "perplexity", False):
-        found["val_perplexity"] = math.exp(min(found["val_loss"], 700.0))  # beyond it a float ends
+        found["val_perplexity"] = math.exp(min(found["val_loss"], 700.0))  # exp overflows a float beyond this
     return found
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The device's 16-bit peak, or None where none is published (every CPU) or meant (fp32): MFU is null then."""
-    if dtype != torch.float32:  # its rate depends on whether TF32 is on
+    """Return the device's 16-bit peak, or None (MFU is null) if none is published (CPUs) or the dtype is fp32."""
+    if dtype != torch.float32:  # fp32's peak depends on whether TF32 is on
         for word, peak in PEAK_FLOPS.items():
             if re.search(rf"\b{word}\b", device_name(device)):
                 return peak
@@ -108,9 +108,9 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_gib(device: torch.device) -> float:
-    """The most memory this rank has held: of the GPU's allocator, or of the process on a CPU."""
+    """Return this rank's peak memory: of the CUDA allocator, or of the process on a CPU."""
     if device.type == "cuda":
-        # torch.cuda.max_memory_allocated sorts all of the allocator's hundred figures first: 80 µs more
+        # torch.cuda.max_memory_allocated first sorts all hundred allocator statistics: 80 µs more
         figures = torch.cuda.memory_stats_as_nested_dict(device)
         return float(figures["allocated_bytes"]["all"]["peak"]) / 2**30 if figures else 0.0
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,4 +1,4 @@
-"""What surrounds the loop in each rank: log file, process group, stop requests, and the report when it fails."""
+"""What surrounds the loop in each rank: log file, process group, stop requests, and the failure report."""
 
 from __future__ import annotations
 
@@ -23,39 +23,42 @@ import torch.distributed as dist
 from torch import Tensor
 
 import dtrain
-from dtrain import agreement, causes, config, diskspace
-from dtrain.contract import STOP_FILE, STOP_SIGNALS
-from dtrain.redaction import hide
-from dtrain.rundir import write_json
+from dtrain.config import run_file
+from dtrain.config.redaction import hide
+from dtrain.errors import bad
+from dtrain.runs import causes
+from dtrain.runs.folder import write_json
+from dtrain.runs.protocol import STOP_FILE, STOP_SIGNALS
+from dtrain.util import collective, disk_space
 
 log = logging.getLogger("dtrain")
-VOTE_S = 0.1  # between two votes on stopping, about; who asks for it waits for at least some seconds
-MOST_STEPS = 10  # between two votes: steps may become slow all at once
+VOTE_S = 0.1  # approximate seconds between stop votes; callers tolerate a few seconds
+MOST_STEPS = 10  # most steps between two votes, because steps can suddenly become slow
 Vote = tuple[Tensor, dist.Work | None]
 
 
 class Redacted(logging.Formatter):
-    """A log line, with its traceback, without the values of secret-like variables."""
+    """Format a log line and its traceback without the values of secret-like variables."""
 
     def format(self, record: logging.LogRecord) -> str:
         return hide(super().format(record))
 
 
 def redirect_output(run_dir: Path, rank: int) -> None:
-    """Send this rank's stdout and stderr, also of C++ code, to logs/rank-N.log."""
-    # the launcher has made the folder: a thousand ranks need not ask for it
+    """Send this rank's stdout and stderr, including those of C++ code, to logs/rank-N.log."""
+    # the launcher has already created the folder, so that a thousand ranks need not
     descriptor = os.open(run_dir / "logs" / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
     logging.getLogger().handlers[0].setFormatter(Redacted("%(asctime)s %(levelname)s %(message)s"))
-    log.info("rank %d, process %d on %s", rank, os.getpid(), socket.gethostname())  # a supervisor looks for this sign
+    log.info("rank %d, process %d on %s", rank, os.getpid(), socket.gethostname())  # the supervisor waits for this line
 
 
 def join_process_group(deterministic: bool = False) -> torch.device:
-    """Join the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; give this rank's device.
+    """Join the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; return this rank's device.
 
-    CPU tensors travel over gloo, CUDA tensors over NCCL, in one group. NCCL refuses two ranks on one GPU; there gloo
+    One group uses gloo for CPU tensors and NCCL for CUDA tensors. NCCL refuses two ranks on one GPU; in that case gloo
     carries both.
     """
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -65,14 +68,14 @@ def join_process_group(deterministic: bool = False) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % num_gpus)
     torch.cuda.set_device(device)
-    if deterministic:  # without it a resume at 1024 tokens differed in the last bits
+    if deterministic:  # without it, a resume at 1024 tokens differed in the last bits
         if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):  # torch refuses all others
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        torch.use_deterministic_algorithms(True)  # not warn_only: attention in bf16 would warn, and differ
-        # we read no memory that nothing wrote, so it need not be filled first
+        torch.use_deterministic_algorithms(True)  # not warn_only: bf16 attention would warn and differ
+        # we never read uninitialized memory, so torch need not fill it
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     else:
-        torch.backends.cudnn.benchmark = True  # the first step tries each convolution's algorithms; shapes never change
+        torch.backends.cudnn.benchmark = True  # benchmarks convolutions at the first step; shapes never change
     if local_size > num_gpus:
         log.warning("%d ranks share %d GPUs: NCCL refuses that, so gloo is used, which is slow", local_size, num_gpus)
         dist.init_process_group("gloo")
@@ -82,15 +85,15 @@ def join_process_group(deterministic: bool = False) -> torch.device:
 
 
 def check_same_start(run_dir: Path, train_set: Any, val_set: Any) -> str:
-    """Refuse ranks that would train on other data, with other settings or other code; give the data's identity."""
+    """Raise if ranks differ in data, settings or code version; return the data's identity."""
     train, val = (
         "none" if data is None else f"{len(data)} samples {getattr(data, 'fingerprint', '')}".strip()
         for data in (train_set, val_set)
     )
     copy = "copy the same files to {host}, or read them from a shared file system"
-    agreement.require_same(
+    collective.require_same(
         {
-            "config.yaml": (config.fingerprint(run_dir), "put run_dir on a file system that all nodes share"),
+            "config.yaml": (run_file.fingerprint(run_dir), "put run_dir on a file system that all nodes share"),
             "dtrain": (dtrain.__version__, "install the same version on {host}"),
             "torch": (torch.__version__, "install the same version on {host}"),
             "data": (train, copy),
@@ -101,10 +104,10 @@ def check_same_start(run_dir: Path, train_set: Any, val_set: Any) -> str:
 
 
 def seed_everything(seed: int, step: int, data_rank: int) -> None:
-    """Every random draw of a step depends on (seed, step, data rank) and on nothing that came before."""
+    """Seed all generators, so that every random draw of a step depends only on (seed, step, data rank)."""
     digest = hashlib.blake2b(f"{seed} {step} {data_rank}".encode(), digest_size=16).digest()
     for_torch, for_others = struct.unpack("<2Q", digest)
-    torch.default_generator.manual_seed(for_torch)  # torch.manual_seed asks every backend there is: 0.1 ms
+    torch.default_generator.manual_seed(for_torch)  # torch.manual_seed seeds every backend: 0.1 ms
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(for_torch)
     np.random.seed(for_others % 2**32)
@@ -112,20 +115,20 @@ def seed_everything(seed: int, step: int, data_rank: int) -> None:
 
 
 class StopRequest:
-    """Signals and the stop file only set a flag; the ranks vote, so that all stop after the same step.
+    """Signals and the stop file only set a flag. The ranks vote, so that all stop after the same step.
 
-    Where steps are short they do not vote at each of them, but about every VOTE_S seconds: a vote of two ranks took
-    150 µs, a look for the file 20. The vote itself carries how long the steps took, and the longest counts, so all
-    ranks reckon the same number of steps until the next one.
+    Short steps do not vote every time, but about every VOTE_S seconds: a vote of two ranks took 150 µs, and checking
+    for the file 20 µs. Each vote also all-reduces the longest step time, so all ranks compute the same number of steps
+    until the next vote.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        # one rank of a node looks, for all: they share what the kernel knows of a network file system, and its load
+        # one rank per node checks the file: ranks share the kernel's cache of a network file system
         self.file = run_dir / STOP_FILE if os.environ.get("LOCAL_RANK", "0") == "0" else None
         self.requested = False
-        self.voted = -math.inf  # when; before the first vote steps count as long
-        self.steps = 0  # since then
-        self.interval = 1  # steps from that vote to the next
+        self.voted = -math.inf  # time of the last vote; -inf makes steps before the first vote count as long
+        self.steps = 0  # since the last vote
+        self.interval = 1  # steps from the last vote to the next
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
 
@@ -133,7 +136,7 @@ class StopRequest:
         self.requested = True
 
     def start_vote(self) -> Vote | None:
-        """Before a step: begin a vote if one is due; it travels while the step computes."""
+        """Before a step: start a vote if one is due. Its all-reduce overlaps with the step."""
         self.steps += 1
         if self.steps < self.interval:
             return None
@@ -145,9 +148,9 @@ class StopRequest:
         return vote, dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True) if dist.get_world_size() > 1 else None
 
     def read_vote(self, vote: Vote | None) -> bool:
-        """After the step: shall the run stop here?"""
+        """After the step: return whether the run stops here."""
         if vote is None:
-            return self.requested and dist.get_world_size() == 1  # who is alone need not wait for a vote
+            return self.requested and dist.get_world_size() == 1  # a single rank need not wait for a vote
         figures, work = vote
         if work is not None:
             work.wait()
@@ -157,26 +160,26 @@ class StopRequest:
 
 
 def explained(error: BaseException) -> BaseException:
-    """What a setting of ours made torch refuse, as a message about that setting."""
+    """Turn a torch error caused by one of our settings into a message about that setting."""
     found = re.search(r"([\w.:]+)(?: CUDA| with [^\n]*?)? does not have a deterministic implementation", str(error))
     if found is None:
         return error
     rule = f"{found[1]} has no kernel that gives the same bits every time"
-    refused = config.bad("deterministic", True, rule, "deterministic=false, or another operation in the model")
+    refused = bad("deterministic", True, rule, "deterministic=false, or another operation in the model")
     refused.__cause__ = error
     return refused
 
 
 def report_failure(run_dir: Path, rank: int, error: BaseException, exit_code: int) -> None:
-    """Leave a note that the launcher reads: of all ranks' notes the earliest is the cause."""
+    """Write a failure note for the launcher, which reports the earliest of all ranks' notes as the cause."""
     log.error("rank %d failed", rank, exc_info=error)
     note = {
         "time": time.time(), "rank": rank, "type": type(error).__name__, "exit_code": exit_code,
-        "message": diskspace.explain(error, run_dir), "where": causes.own_line(error),
+        "message": disk_space.explain(error, run_dir), "where": causes.own_line(error),
         "lost_peer": causes.is_lost_peer(error),
         "log": f"logs/rank-{rank}.log", "traceback": "".join(traceback.format_exception(error)),
     }  # fmt: skip
     try:
         write_json(run_dir / "logs" / f"failure-{rank}.json", note)
-    except OSError as full:  # the log above is all there is, then
+    except OSError as full:  # then the log above is the only record
         log.error("and it could not be noted: %s", full)

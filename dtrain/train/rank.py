@@ -1,4 +1,4 @@
-"""What torchrun or srun starts for each rank: tie its life to its parent's, and only then import torch (seconds)."""
+"""The entry point that torchrun or srun starts for each rank: tie it to its parent, then import torch (seconds)."""
 
 import gc
 import os
@@ -6,9 +6,17 @@ import signal
 import sys
 from pathlib import Path
 
-from dtrain import file_handles
-from dtrain.contract import DONE, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent, name_slurm_rank, remove_sockets
+from dtrain.runs.protocol import (
+    DONE,
+    PREEMPTED,
+    STOP_FILE,
+    STOP_SIGNALS,
+    die_with_parent,
+    name_slurm_rank,
+    remove_sockets,
+)
 from dtrain.start import import_folders
+from dtrain.util import file_handles
 
 if __name__ == "__main__":
     import_folders()
@@ -17,23 +25,23 @@ if __name__ == "__main__":
     if on_slurm:
         name_slurm_rank(os.environ)
     die_with_parent()
-    # that works from now on; if torchrun died before, we have another parent already
+    # this takes effect from now on; if torchrun died earlier, this process already has another parent
     parent = Path(f"/proc/{os.getppid()}/cmdline")
     if not on_slurm and parent.exists() and b"torch" not in parent.read_bytes():
         sys.exit(1)
-    for number in STOP_SIGNALS:  # until the loop listens: a stop that comes while torch is imported is kept for it
+    for number in STOP_SIGNALS:  # keep stop requests that arrive before the loop handles signals
         signal.signal(number, lambda *_: (run_dir / STOP_FILE).touch())
 
-    file_handles.raise_limit()  # srun passes on the limit of the shell that submitted the job
-    gc.disable()  # imports leave next to nothing to collect; looking for it takes a fifth of their time
-    from dtrain import train, worker
+    file_handles.raise_limit()  # srun inherits the limit of the shell that submitted the job
+    gc.disable()  # imports create almost no garbage, and collections would take a fifth of the import time
+    from dtrain.train import loop, process
 
-    gc.freeze()  # nor do collections while training look at what was imported
+    gc.freeze()  # collections during training skip imported objects, too
     gc.enable()
-    worker.redirect_output(run_dir, int(os.environ["RANK"]))
-    code = train.main(run_dir)
+    process.redirect_output(run_dir, int(os.environ["RANK"]))
+    code = loop.main(run_dir)
     sys.stdout.flush()
     remove_sockets()
-    # srun ends the whole step when a task ends with anything but 0; the supervisor reads summary.json
+    # srun ends the whole job step when a task exits with anything but 0; the supervisor reads summary.json
     code = DONE if on_slurm and code == PREEMPTED else code
-    os._exit(code)  # a failed rank must not wait for its peers in the destructor of its process group
+    os._exit(code)  # a failed rank must not wait for its peers in the process group's destructor

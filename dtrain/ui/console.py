@@ -1,6 +1,6 @@
-"""What a person sees: lines, errors, and the summary at the end of a run (monitor.py: while it goes).
+"""Terminal output: lines, errors, and the summary at the end of a run (progress.py: during a run).
 
-The launcher process imports this, so it stays quick: no torch, and rich (about 55 ms) only inside functions.
+The launcher imports this, so it must load fast: no torch, and rich (about 55 ms) only inside functions.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain.config import typed_trust
-from dtrain.redaction import hide
-from dtrain.rundir import latest_checkpoint, read_json, read_summary
-from dtrain.words import (
+from dtrain.config.build import typed_trust
+from dtrain.config.redaction import hide
+from dtrain.runs.folder import latest_checkpoint, read_json, read_summary
+from dtrain.util.format import (
     as_dict,
     clean,
     duration,
@@ -38,14 +38,14 @@ LAUNCH = "python launch.py" if Path("launch.py").exists() else "dtrain launch"  
 
 
 def stdout_console() -> Console:
-    """A console for stdout. A pipe stays plain even under FORCE_COLOR, or progress bars end up in CI logs."""
+    """Return a console for stdout. A pipe stays plain even under FORCE_COLOR, to keep progress bars out of CI logs."""
     from rich.console import Console
 
     return Console(force_terminal=None if sys.stdout.isatty() else False)
 
 
 def say(console: Console, *parts: str | tuple[str, str]) -> None:
-    """One line of text or (text, style) parts, never wrapped or cut by rich and never read as markup."""
+    """Print one line of text or (text, style) parts, never wrapped or truncated by rich and never read as markup."""
     from rich.text import Text
 
     text = Text.assemble(*(hide(clean(p)) if isinstance(p, str) else (hide(clean(p[0])), p[1]) for p in parts))
@@ -53,14 +53,14 @@ def say(console: Console, *parts: str | tuple[str, str]) -> None:
 
 
 def print_error(message: str) -> None:
-    """`error: …` on stderr, red on a terminal. Without rich: the answer to a typing mistake comes at once."""
+    """Print `error: …` to stderr, red on a terminal. Without rich, so that a typo is reported at once."""
     colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     label = "\x1b[1;31merror:\x1b[0m" if colour else "error:"
     print(label, hide(clean(message)), file=sys.stderr, flush=True)
 
 
 def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(label, measured, predicted or "") of a summary; what is not known is left out."""
+    """(label, measured, predicted or "") of a summary; unknown values are left out."""
     get = summary.get
     predicted = as_dict(get("predicted"))
 
@@ -88,7 +88,7 @@ def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str
         ("step time", step_time(tokens / speed if tokens and speed else None), step_time(forecast("step_s"))),
         ("MFU", percent(get("mfu")), percent(forecast("mfu"))),
         ("peak memory", gib(get("peak_mem_gib")), gib(forecast("peak_mem_gib", "memory_gib"))),
-        ("wall time", duration(get("wall_s")), "-"),  # a plan is of the steps alone
+        ("wall time", duration(get("wall_s")), "-"),  # a plan covers only the steps
         ("saves", saves_text(summary), "-"),
         ("checkpoint", short_path(checkpoint) if checkpoint else "-", "-"),
     ]
@@ -96,7 +96,7 @@ def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str
 
 
 def saves_text(summary: dict[str, Any]) -> str:
-    """How often was saved, what the training waited for a save, and how fast they were written."""
+    """Describe the number of saves, how long training blocked for them, and how fast they were written."""
     saves, seconds, size = (number(summary.get(key)) for key in ("saves", "save_s", "save_gib"))
     if not saves:
         return "-"
@@ -107,9 +107,9 @@ def saves_text(summary: dict[str, Any]) -> str:
 
 
 def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[str]:
-    """What to type next."""
+    """Suggest the next commands."""
     resume = f"{LAUNCH} {resume_argument(run_dir)}"
-    own = typed_trust()  # in the process that was told so; never what a run folder says: it may come from elsewhere
+    own = typed_trust()  # typed for this process; never read from a run folder, which is untrusted
     resume += f" 'trust=[{','.join(own)}]'" if own else ""
     if status in ("failed", "preempted", "died", "cancelled"):
         return [resume]
@@ -119,7 +119,7 @@ def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[s
     longer = f"{resume} train.steps={2 * total:.0f} 'resume_allow=[train.steps]'"
     if (number(summary.get("steps")) or total) < total:  # train.stop_after ended it early
         longer = resume
-    # a language model has a perplexity; what classifies, or fills gaps, has an accuracy, too
+    # a language model has a perplexity; classifiers and masked models also have an accuracy
     writes = summary.get("val_accuracy") is None and number(summary.get("val_perplexity")) is not None
     look = f'dtrain sample {run} "def "' if writes else f"dtrain evaluate {run}"
     trust = f" --trust {' '.join(own)}" if own else ""
@@ -134,9 +134,9 @@ def print_summary(
     failure: dict[str, Any] | None = None,
     attempts: Sequence[str] = (),
 ) -> None:
-    """The end of a run on one screen: its figures, what failed, and what to type next.
+    """Print the end of a run on one screen: its metrics, what failed, and the next commands.
 
-    status, failure: what the caller knows better than the files, of a run that was killed, or on a full disk.
+    status, failure: override the files if the caller knows better (a killed run, a full disk).
     attempts: why each attempt of this launch failed.
     """
     console, run_dir = console or stdout_console(), Path(run_dir)
@@ -162,7 +162,7 @@ def print_summary(
     for i, line in enumerate(attempts):
         say(console, (label("" if i else "attempts"), "dim"), line)
     if failure.get("exit_code") == 2 and not latest_checkpoint(run_dir):
-        return  # a bad configuration, and nothing to go on with
+        return  # a bad configuration, and nothing to resume
     for i, command in enumerate(next_commands(run_dir, status, summary)):
         say(console, (label("" if i else "next"), "dim"), (command, "cyan"))
 

@@ -1,6 +1,6 @@
-"""What a person sees of a run while it goes: the header, then a live line on a terminal, or a line now and then.
+"""Terminal output during a run: the header, then a live line on a terminal, or occasional lines in a pipe.
 
-The launcher process imports this, so it stays quick: no torch, and rich (about 55 ms) only inside functions.
+The launcher imports this, so it must load fast: no torch, and rich (about 55 ms) only inside functions.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain.console import say, stdout_console
-from dtrain.rundir import Tail, parse_line, read_json
-from dtrain.words import as_dict, duration, gib, loss_text, number, percent, perplexity, short_path, si
+from dtrain.runs.folder import Tail, parse_line, read_json
+from dtrain.ui.console import say, stdout_console
+from dtrain.util.format import as_dict, duration, gib, loss_text, number, percent, perplexity, short_path, si
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 
 def header_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """What is about to run, as (label, text); what the summary does not say is left out."""
+    """Describe the run as (label, text); values missing in the summary are left out."""
     get = summary.get
 
     def join(*texts: object) -> str:
         return " · ".join(str(t) for t in texts if t)
 
-    # An axis of size 1 does nothing, but dp is what people look for first.
+    # Axes of size 1 are hidden, except dp, which users look for first.
     mesh = {axis: size for axis, size in as_dict(get("mesh")).items() if size != 1 or axis == "dp"}
     axes = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
     parameters = get("parameters") and f"{si(get('parameters'))} parameters"
@@ -35,9 +35,11 @@ def header_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str]]
     tokens = get("tokens_per_step") and f"{si(get('tokens_per_step'))} {get('unit') or 'tokens'} per step"
     start = number(get("start_step")) or 0
     compiling = get("compile") not in (None, "none") and "the first compiles the model, and takes longer"
+    plain = get("effective_strategy") not in (None, get("strategy"))
+    effective = plain and f"runs as {get('effective_strategy')}: one rank has nothing to shard"
     rows = [
         ("model", join(get("model"), parameters, get("precision"))),
-        ("strategy", join(get("strategy"), axes, device)),
+        ("strategy", join(get("strategy"), effective, axes, device)),
         ("batch", join(batch_text(summary), tokens)),
         ("steps", join(get("total_steps"), start > 0 and f"resuming from step {start:.0f}", compiling)),
         ("run", short_path(run_dir)),
@@ -53,7 +55,7 @@ def batch_text(summary: dict[str, Any]) -> str | None:
         return None
     if not micro or not accumulation or whole % (micro * accumulation):
         return f"{whole:.0f}"
-    ranks = whole / (micro * accumulation)  # by arithmetic: a mesh may split its data axis in two
+    ranks = whole / (micro * accumulation)  # computed: a mesh may split its data axis in two
     parts = f"{micro:.0f} micro × {accumulation:.0f} accumulation × {ranks:.0f} data rank"
     return f"{whole:.0f} = {parts}" + ("" if ranks == 1 else "s")
 
@@ -87,16 +89,16 @@ class Monitor:
         self.summary: dict[str, Any] = {}
         self.header: list[tuple[str, str]] = []
         self.row: dict[str, Any] = {}  # the newest metrics line
-        self.printed: dict[str, Any] = {}  # the newest one that was printed (plain output)
+        self.printed: dict[str, Any] = {}  # the newest printed one (plain output)
         self.printed_at = 0.0
         self.refreshed_at = -1.0
         self.first: tuple[float, float] | None = None  # (step, clock) of the first line seen, for the ETA
         self.tail = Tail(self.run_dir / "metrics.jsonl")
         self.summary_path = self.run_dir / "summary.json"
         self.summary_seen: tuple[int, int, int] | None = None
-        # A resumed run starts with the files of its last attempt, perhaps with "running" in them when that
-        # was killed. They are history until they change. The launch is dated by its file's time, not by what the
-        # file says: that is the launcher's clock, which may be a minute away from the file server's.
+        # A resumed run starts with the files of its last attempt, which may still say "running" if that was killed.
+        # They are ignored until they change. The launch is dated by its file's mtime, not by its content: that has the
+        # launcher's clock, which may be a minute off the file server's.
         launched = self._signature(self.run_dir / "launch.json")
         self.history = {}
         for path in (self.summary_path, self.tail.path):
@@ -111,7 +113,7 @@ class Monitor:
         self.finish()
 
     def poll(self) -> None:
-        """Show what is new. Costs two stat calls and a 64-byte read when nothing is."""
+        """Show new output. Costs two stat calls and a 64-byte read if there is none."""
         if self.finished:
             return
         if self.live_wanted and self.live is None:
@@ -125,17 +127,17 @@ class Monitor:
             self.live.refresh()
 
     def message(self, text: str) -> None:
-        """A line above the progress."""
+        """Print a line above the progress."""
         say(self.console, (text, "yellow"))
 
     def finish(self) -> None:
-        """Show the last of it and give the terminal back. Calling it again does nothing."""
+        """Show the last output and release the terminal. Further calls do nothing."""
         if self.finished:
             return
         self._update(final=True)
         self.finished = True
         if self.live:
-            self.live.transient = not self.row  # a bar that never moved is not worth keeping
+            self.live.transient = not self.row  # do not keep a bar that never moved
             self.live.stop()
         elif not self.live_wanted and self.row is not self.printed:
             self._print_row(self.row)
@@ -146,9 +148,9 @@ class Monitor:
             return
         lines, again = self.tail.read(final)
         start = number(self.summary.get("start_step")) or 0
-        # Left out: bad lines, and those from before this resume.
+        # Skip bad lines, and those from before this resume.
         rows = [row for row in map(parse_line, lines) if (number(row.get("step")) or 0) > start]
-        if again:  # a restart cut the file back; its lines were shown before, so only where it is now is news
+        if again:  # a restart truncated the file; its lines were already shown, so show only the newest
             self.row = {}
             rows = [row for row in rows if "loss" in row][-1:]
         for row in rows:
@@ -170,7 +172,7 @@ class Monitor:
             return  # half-written: the next poll reads it
         self.summary, self.summary_seen = summary, signature
         header = header_rows(self.run_dir, summary)
-        # Again after a restart that changed something (start step, ranks); a run that failed before it had a
+        # Print it again after a restart that changed something (start step, ranks). A run that failed before it had a
         # model has no header.
         if header != self.header and (summary.get("model") or summary.get("status") == "running"):
             self.header = header
@@ -189,7 +191,7 @@ class Monitor:
         return number(self.summary.get("total_steps")) or 0
 
     def _due(self, step: float) -> bool:
-        """Plain output: about 50 lines for a short run, one each 10 s for a slow one; always the first."""
+        """Plain output: about 50 lines for a short run, one every 10 s for a slow one; always the first."""
         if not self.printed or step < self.printed["step"]:
             return True
         every = self._total() * 0.02
@@ -201,7 +203,7 @@ class Monitor:
             say(self.console, "  ".join(text for _, text in self._fields(row)))
 
     def _fields(self, row: dict[str, Any]) -> list[tuple[str, str]]:
-        """(name, text) of a metrics line; what it does not have (MFU on a CPU) is left out."""
+        """(name, text) of a metrics line; missing values (MFU on a CPU) are left out."""
         total = self._total()
         step = f"{row['step']:>{len(f'{total:.0f}')}}/{total:.0f}" if total else row["step"]
         unit = {"tokens": "tok"}.get(str(self.summary.get("unit") or "tokens"), "samples")
@@ -223,7 +225,7 @@ class Monitor:
         if step is None or step >= total:
             return None
         seconds = number(row.get("step_s"))
-        # The clock counts evaluations and checkpoints too, but is only fair after a while.
+        # The clock includes evaluations and checkpoints, but is only representative after a while.
         if self.first and step > self.first[0] and self.clock() - self.first[1] > 10:
             seconds = (self.clock() - self.first[1]) / (step - self.first[0])
         return None if seconds is None else seconds * (total - step)

@@ -1,4 +1,4 @@
-"""Tables of runs: list them, compare them, and one line a point of a sweep."""
+"""Tables of runs: list them, compare them, and one line per point of a sweep."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain.console import say, stdout_console
-from dtrain.records import ERRORS, FIGURES, load
-from dtrain.rundir import last_launch, read_json
-from dtrain.words import as_dict, clean, duration, gib, loss_text, number, percent, short_path, si
+from dtrain.runs.folder import last_launch, read_json
+from dtrain.runs.record import ERRORS, FIGURES, load
+from dtrain.ui.console import say, stdout_console
+from dtrain.util.format import as_dict, clean, duration, gib, loss_text, number, percent, short_path, si
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,12 +24,12 @@ LARGE_IS_GOOD = ("tokens_per_s", "mfu", "steps", "total_steps", "world_size", "s
 
 
 def signed(error: object) -> str:
-    """A prediction's error: +3.1% was predicted too long, or too much."""
+    """Format a prediction's error: +3.1% means that too much time or memory was predicted."""
     n = number(error)
     return "-" if n is None else f"{100 * n:+.1f}%"
 
 
-# Heading and format of each key of a run, in the order of the table.
+# Heading and format of each key of a run, in table order.
 COLUMNS: dict[str, tuple[str, Any]] = {
     "path": ("run", lambda path: short_path(Path(path))),
     "name": ("name", str),
@@ -53,7 +53,7 @@ COLUMNS: dict[str, tuple[str, Any]] = {
     "started": ("started", lambda text: datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M")),
 }
 DEFAULT_COLUMNS = tuple(key for key in COLUMNS if key not in ("name", "total_steps", "started"))
-# A narrow terminal loses these first.
+# Columns that a narrow terminal drops first.
 LEAST_NEEDED = (
     "precision", "wall_s", "memory_error", "peak_mem_gib", "step_error", "world_size", "mfu", "model", "tokens_per_s",
     "job_id",
@@ -69,7 +69,7 @@ STYLES = {
 
 
 def sort_runs(runs: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Best first: small losses, large speeds, new runs; unknown values last."""
+    """Sort best first: small losses, large speeds, new runs; unknown values last."""
     if key not in COLUMNS:
         near = difflib.get_close_matches(key, COLUMNS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
@@ -78,7 +78,7 @@ def sort_runs(runs: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     def value(run: dict[str, Any]) -> float | str | None:
         n = number(run.get(key))
         if key in ERRORS and n is not None:
-            n = abs(n)  # the best is the nearest, on whichever side
+            n = abs(n)  # the best is the closest to 0, on either side
         if key in (*FIGURES, *ERRORS) or key in ("world_size", "steps", "total_steps"):
             return None if n is None or math.isnan(n) else n
         return None if run.get(key) is None else str(run[key])
@@ -89,26 +89,26 @@ def sort_runs(runs: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
 
 
 def flat_config(run_dir: Path) -> dict[str, Any] | None:
-    """config.yaml as {"train.steps": 100, …}, a list being one value; None when it cannot be read."""
-    import yaml  # 28 ms, and OmegaConf behind the other: only a comparison needs them
+    """Return config.yaml as {"train.steps": 100, …}, with a list as one value; None if it cannot be read."""
+    import yaml  # imported late: 28 ms, and OmegaConf with the other; only comparisons need them
 
-    from dtrain.config import flatten, yaml_loader
-    from dtrain.untrusted_config import read_text
+    from dtrain.config.files import flatten, yaml_loader
+    from dtrain.config.untrusted import read_text
 
     try:
         tree = yaml.load(read_text(run_dir / "config.yaml"), yaml_loader())
     except (OSError, ValueError, yaml.YAMLError):
         return None
     flat = flatten(as_dict(tree))
-    flat.pop("run_dir", None)  # differs always, and is the heading of the table
+    flat.pop("run_dir", None)  # always differs, and is the table's heading
     return flat
 
 
 def compare(run_dirs: Sequence[Path]) -> dict[str, Any]:
-    """What differs between the runs' settings, and their results: lists in the order of the runs.
+    """Return the settings that differ between the runs, and their results: lists in the order of the runs.
 
     {"runs": [path, …], "settings": {key: [value, …]}, "results": {key: [value, …]}, "unreadable": [path, …]};
-    a setting that a run does not have is None there.
+    a missing setting is None.
     """
     dirs = [Path(d) for d in run_dirs]
     configs = [flat_config(d) for d in dirs]
@@ -141,7 +141,7 @@ def print_table(
     droppable: Sequence[str] = (),
     best: int | None = None,
 ) -> None:
-    """Rows of text by column. A terminal hides droppable columns that do not fit; a file gets full lines."""
+    """Print rows of text by column. A terminal hides droppable columns that do not fit; a file gets full lines."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -186,10 +186,10 @@ def print_runs(
     sort: str | None = None,
     columns: Sequence[str] = DEFAULT_COLUMNS,
 ) -> None:
-    """One line a run. sort: a key of COLUMNS, best first; otherwise in the order given."""
+    """Print one line per run. sort: a key of COLUMNS, best first; otherwise in the given order."""
     console = console or stdout_console()
     runs = sort_runs(runs, sort) if sort else runs
-    # A column that no run fills (MFU on CPUs) or that nobody asked for is noise; the sorted one is not.
+    # Drop columns that no run fills (MFU on CPUs) or that were not requested; keep the sorted one.
     keys = [k for k in COLUMNS if (k in columns or k == sort) and any(run.get(k) is not None for run in runs)]
     if not runs:
         say(console, "no runs here yet: start one with `python launch.py`")
@@ -202,10 +202,10 @@ def print_runs(
 
 
 def print_compare(run_dirs: Sequence[Path], console: Console | None = None) -> None:
-    """The settings that differ and the results, a column a run."""
+    """Print the settings that differ and the results, one column per run."""
     console = console or stdout_console()
     data = compare(run_dirs)
-    # By position, as two runs may have one name.
+    # By position, because two runs may have the same name.
     columns = {"key": ""} | {str(i): name for i, name in enumerate(_headings(data["runs"]))}
     rows = []
     for part, note in (("settings", "settings that differ"), ("results", "results")):
@@ -227,13 +227,13 @@ def _setting(value: Any) -> str:
 
 
 def _headings(paths: list[str]) -> list[str]:
-    """The runs' paths without the folders that all of them share."""
+    """Return the runs' paths without their common parent folders."""
     common = os.path.commonpath([os.path.dirname(os.path.abspath(p)) for p in paths])
     return [os.path.relpath(os.path.abspath(p), common) for p in paths]
 
 
 def print_sweep(run_dirs: Sequence[Path], console: Console | None = None) -> None:
-    """One line a point of a sweep: what was varied and what came of it; the best loss is marked."""
+    """Print one line per point of a sweep: its overrides and results; the best loss is marked."""
     console = console or stdout_console()
     records, problem = load(sorted((Path(d) for d in run_dirs), key=point))
     print_points([record.row() for record in records], console)
@@ -241,7 +241,7 @@ def print_sweep(run_dirs: Sequence[Path], console: Console | None = None) -> Non
 
 
 def point(run_dir: Path) -> tuple[float, str]:
-    """For sorting: the number that a sweep puts before a folder's name, so that 2 comes before 10."""
+    """Sort key: the number before a folder's name in a sweep, so that 2 comes before 10."""
     prefix = re.match(r"(\d+)(-|$)", run_dir.name)
     return (int(prefix[1]) if prefix else math.inf), run_dir.name
 
@@ -272,7 +272,7 @@ def print_points(runs: list[dict[str, Any]], console: Console) -> None:
 
 
 def say_problem(problem: str, console: Console) -> None:
-    """Why the statuses are only what the files say, when SLURM could not be asked."""
+    """Report that SLURM did not answer, so that the statuses come from the files only."""
     if problem:
         say(console, (f"SLURM did not answer, so this is what the files say: {problem}", "yellow"))
 

@@ -1,7 +1,7 @@
-"""How ranks agree on what came out of a piece of work that each of them did a part of.
+"""Collective operations by which ranks agree on the result of work that they share.
 
-Every function is collective: all ranks of `group` call it (None: the group of all that the training uses). Work that
-goes on beside the training has a group of its own, as messages of two threads in one group would get mixed up.
+Every function is collective: all ranks of `group` call it (None: the default group, which training uses). Background
+work needs its own group, because collectives of two threads in one group would get mixed up.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtrain.config import bad
-from dtrain.manifest import CheckpointError as CheckpointError
+from dtrain.errors import CheckpointError as CheckpointError
+from dtrain.errors import bad
 
 Group = dist.ProcessGroup | None
 
@@ -35,7 +35,7 @@ def world_size() -> int:
 
 
 def gather(value: Any, group: Group = None) -> list[Any]:
-    """Every rank's value, on every rank."""
+    """Return every rank's value, on every rank."""
     values: list[Any] = [value] * world_size()
     if world_size() > 1:
         dist.all_gather_object(values, value, group=group)
@@ -43,7 +43,7 @@ def gather(value: Any, group: Group = None) -> list[Any]:
 
 
 def broadcast(value: Any, group: Group = None) -> Any:
-    """Rank 0's value, on every rank."""
+    """Return rank 0's value, on every rank."""
     box = [value]
     if world_size() > 1:
         dist.broadcast_object_list(box, src=0, group=group)
@@ -51,10 +51,10 @@ def broadcast(value: Any, group: Group = None) -> Any:
 
 
 def from_rank_0(ask: Callable[[], Any], what: str, group: Group = None) -> Any:
-    """What rank 0 does or sees in the file system, told to every rank; its error is raised on all of them.
+    """Run `ask` on rank 0 and broadcast its result; its error is raised on all ranks.
 
-    A network file system caches for seconds that a path does not exist. A rank that asks too early would not see what
-    another rank makes a moment later.
+    For file system access: a network file system caches for seconds that a path does not exist. A rank that looks too
+    early would not see what another rank creates a moment later.
     """
     answer, problem, cause = None, "", None
     if rank() == 0:
@@ -69,7 +69,7 @@ def from_rank_0(ask: Callable[[], Any], what: str, group: Group = None) -> Any:
 
 
 def exchange(parcels: Mapping[int, Any], group: Group = None) -> dict[int, Any]:
-    """Send a JSON value to each of some ranks; give what came in, by sender. Each rank handles only its own share."""
+    """Send a JSON value to some ranks; return what arrived, by sender. Each rank handles only its own share."""
     if world_size() == 1:
         return {0: json.loads(json.dumps(parcels[0]))} if 0 in parcels else {}
     texts = [json.dumps(parcels[r]).encode() if r in parcels else b"" for r in range(world_size())]
@@ -84,14 +84,14 @@ def exchange(parcels: Mapping[int, Any], group: Group = None) -> dict[int, Any]:
 
 
 def collect(value: Any, group: Group = None) -> list[Any]:
-    """Every rank's JSON value, on rank 0; the other ranks get nothing."""
+    """Return every rank's JSON value on rank 0; nothing on the other ranks."""
     return list(exchange({0: value}, group).values())
 
 
 def distinct(value: Any, group: Group = None) -> list[Any]:
-    """The different JSON values that the ranks have, on every rank.
+    """Return the distinct JSON values of all ranks, on every rank.
 
-    All ranks of most layouts have the same one, or one per pipeline stage: only hashes travel from each of them.
+    In most layouts all ranks have the same value, or one per pipeline stage: each rank sends only a hash.
     """
     if world_size() == 1:
         return [value]
@@ -106,9 +106,9 @@ def distinct(value: Any, group: Group = None) -> list[Any]:
 
 
 def require_same(facts: dict[str, tuple[str, str]]) -> None:
-    """Refuse a run whose ranks do not start from the same facts: setting or name → (this rank's value, the fix).
+    """Reject a run whose ranks do not start from the same facts: setting or name → (this rank's value, the fix).
 
-    One small all-reduce compares hashes, at any number of ranks; only if they differ do ranks exchange the values.
+    One small all-reduce compares hashes, for any number of ranks; the ranks exchange the values only if they differ.
     """
     hashes = [int.from_bytes(hashlib.sha256(value.encode()).digest()[:7]) for value, _ in facts.values()]
     extremes = torch.tensor([*hashes, *(-h for h in hashes)])
@@ -130,7 +130,7 @@ def require_same(facts: dict[str, tuple[str, str]]) -> None:
 
 @contextmanager
 def agreed(what: str, clean_up: Path | None = None, group: Group = None) -> Iterator[None]:
-    """Run the block on every rank; if it failed on one, fail on all with that error, leaving nothing half done."""
+    """Run the block on every rank; if one rank fails, all raise its error and nothing half-done remains."""
     problem, cause = "", None
     try:
         yield
@@ -140,12 +140,12 @@ def agreed(what: str, clean_up: Path | None = None, group: Group = None) -> Iter
     if problems:
         if rank() == 0 and clean_up is not None:
             shutil.rmtree(clean_up, ignore_errors=True)
-        gather(None, group)  # only then do the others go on: on a full disk, that room is needed to note the failure
+        gather(None, group)  # wait for the cleanup: on a full disk its space is needed for the failure note
         raise CheckpointError(f"{what} failed on {problems[0]}") from cause
 
 
 def failpoint(name: str) -> None:
-    """For crash tests: die here, as from a power loss, at the n-th passage when DTRAIN_FAILPOINT is "name:n"."""
+    """For crash tests: kill this process, as in a power loss, at the n-th call if DTRAIN_FAILPOINT is "name:n"."""
     wanted, _, count = os.environ.get("DTRAIN_FAILPOINT", "").partition(":")
     if wanted == name:
         os.environ["DTRAIN_FAILPOINT"] = f"{name}:{int(count or 1) - 1}"

@@ -1,4 +1,4 @@
-"""How fast: matrix products and memory of one device, and collectives over a group, as (figure, message size)."""
+"""Measure matmuls and memory of one device, and collectives over a group, as (rate, message size)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 MIB = 2**20
-BUDGET_S = 1.0  # of one collective at one size
-Group = Any  # torch's type of a process group is private in parts
-# what the bus carries for each byte of the message, by the number of ranks (nccl-tests, doc/PERFORMANCE.md)
+BUDGET_S = 1.0  # for one collective at one size
+Group = Any  # torch's process group type is partly private
+# bus bytes per message byte, by the number of ranks (nccl-tests, doc/PERFORMANCE.md)
 BUS = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -26,7 +26,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def best_time(step: Callable[[], object], device: torch.device, repeats: int, steps: int) -> float:
-    """Seconds a step, the best of some repeats: whatever else the host does only makes one slower."""
+    """Seconds per step, the best of several repeats: other load on the host only slows it down."""
     step()
     best = float("inf")
     for _ in range(repeats):
@@ -40,7 +40,7 @@ def best_time(step: Callable[[], object], device: torch.device, repeats: int, st
 
 
 def matmul_tflops(device: torch.device) -> float:
-    """A square product: bf16 where there is a GPU, fp32 on a CPU."""
+    """Measure a square matmul: bf16 on a GPU, fp32 on a CPU."""
     cuda = device.type == "cuda"
     size = 8192 if cuda else 768
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
@@ -50,7 +50,7 @@ def matmul_tflops(device: torch.device) -> float:
 
 
 def memory_gb_s(device: torch.device) -> float:
-    """A copy: every byte is read once and written once."""
+    """Measure a copy: every byte is read once and written once."""
     source = torch.zeros((1024 if device.type == "cuda" else 64) * MIB, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = best_time(lambda: target.copy_(source), device, 3, 10 if device.type == "cuda" else 2)
@@ -58,7 +58,7 @@ def memory_gb_s(device: torch.device) -> float:
 
 
 def collective(name: str, num_bytes: int, group: Group, device: torch.device) -> Callable[[], object]:
-    """One collective over whole messages of so many bytes, ready to be called again and again."""
+    """Return one collective over messages of this size, ready to be called repeatedly."""
     size = dist.get_world_size(group)
     whole = torch.zeros(num_bytes // 4 // size * size, device=device)
     if name == "all_reduce":
@@ -72,9 +72,9 @@ def collective(name: str, num_bytes: int, group: Group, device: torch.device) ->
 def bus_bandwidth(
     name: str, sizes_mib: list[int], group: Group, control: Group, device: torch.device
 ) -> tuple[float, int]:
-    """(GB/s on the bus, MiB of the message): the largest size that the time allows, as a slow link must not hang us.
+    """(GB/s on the bus, MiB of the message): the largest size that the time allows; a slow link must not hang it.
 
-    Every rank waits for the slowest through `control`, a group over the CPU of the same ranks, so all go the same way.
+    Every rank waits for the slowest through `control`, a CPU group of the same ranks, so all take the same branches.
     """
     seconds, size = float("inf"), sizes_mib[0]
     for i, size in enumerate(sizes_mib):

@@ -1,4 +1,4 @@
-"""Why nothing more can be written: bytes, inodes, a quota or shared memory, with the path and a fix.
+"""Explain why nothing more can be written: bytes, inodes, a quota or shared memory, with the path and a fix.
 
 "No space left on device" has several causes, and `df` shows room for most of them. Launcher and ranks import this
 file, so it does not import torch.
@@ -11,25 +11,25 @@ import os
 import re
 from pathlib import Path
 
-from dtrain.causes import chain
+from dtrain.errors import chain
 
 SHARED_MEMORY = Path("/dev/shm")
 FULL = (errno.ENOSPC, errno.EDQUOT)
-# What torch, NCCL and a loader whose process died of SIGBUS report when /dev/shm is full. Triton's "shared memory" is
-# memory of a GPU, so these two words are not enough.
+# What torch, NCCL and a loader killed by SIGBUS report when /dev/shm is full. Triton's "shared memory" is GPU memory,
+# so these two words alone are not enough.
 OF_SHARED_MEMORY = re.compile(
     r"killed by signal: Bus error|/dev/shm|shared memory\(shm\)|shared memory (object|file|segment)|</?torch_\d+", re.I
 )
 
 
 def shortage(path: Path, needed: int = 1) -> str:
-    """What the file system of `path` has run out of, with a fix; "" while it has room for `needed` bytes."""
+    """Return what the file system of `path` has run out of, with a fix; "" if it has room for `needed` bytes."""
     while not path.exists() and path != path.parent:
         path = path.parent
     try:
         usage = os.statvfs(path)
     except OSError:
-        return ""  # it does not even answer: then the error itself must do
+        return ""  # not even statvfs works: the error itself must do
     free = usage.f_bavail * usage.f_frsize
     if _is_shared_memory(path) and (free < needed or _no_inodes(usage)):
         return shared_memory()
@@ -44,7 +44,7 @@ def shortage(path: Path, needed: int = 1) -> str:
 
 
 def _no_inodes(usage: os.statvfs_result) -> bool:
-    return usage.f_files > 0 and usage.f_favail == 0  # btrfs and others count none: f_files is 0
+    return usage.f_files > 0 and usage.f_favail == 0  # btrfs and others do not count inodes: f_files is 0
 
 
 def _is_shared_memory(path: Path) -> bool:
@@ -52,7 +52,7 @@ def _is_shared_memory(path: Path) -> bool:
 
 
 def shared_memory() -> str:
-    """The size of /dev/shm and what to do about it."""
+    """Describe the size of /dev/shm, with a fix."""
     try:
         usage = os.statvfs(SHARED_MEMORY)
     except OSError:
@@ -70,19 +70,19 @@ def _size(num_bytes: int) -> str:
 
 
 def describe(error: OSError, path: Path, needed: int | None = None) -> OSError:
-    """The error as it is, or, of a full file system, one that says what ran out, where, and what to do."""
+    """Return the error, or for a full file system one that says what ran out, where, and how to fix it."""
     if error.errno not in FULL:
         return error
     text = shortage(path, needed or 1)
     if not text and error.errno == errno.EDQUOT:
         text = "a quota is used up, of bytes or of files. Fix: make room (`quota -s` shows both)"
-    if not text:  # others have made room since
+    if not text:  # space was freed in the meantime
         text = f"there was no room{f' for {needed:,} bytes' if needed else ''}. Fix: make room, or another folder"
     return OSError(error.errno, text, str(path))
 
 
 def explain(error: BaseException, run_dir: Path) -> str:
-    """The message of an error; where a full file system is behind it, also which one."""
+    """Return the message of an error; if a full file system is the cause, also which one."""
     text = str(error)
     for cause in chain(error):
         if isinstance(cause, OSError) and cause.errno in FULL and "Fix: " not in str(cause):

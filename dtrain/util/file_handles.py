@@ -1,35 +1,35 @@
-"""File handles: every rank holds a connection to every other one, and the usual limit of 1,024 ends near 300 ranks.
+"""File handles: every rank holds a connection to every other, so the usual limit of 1,024 is hit near 300 ranks.
 
-The usual limit is the soft one, which a process may raise by itself up to the hard one. So ranks raise it, and only the
-hard limit is checked.
+The usual limit is the soft one, which a process may raise up to the hard one. So ranks raise it, and only the hard
+limit is checked.
 """
 
 from __future__ import annotations
 
 import resource
 
-from dtrain.config import bad
+from dtrain.errors import bad
 
-# Counted at 2 to 24 ranks: 16 + 2 N (a pair of sockets per peer: gloo for the training, gloo for saves beside it), and
-# 25 + 3 N in rank 0 under srun, where it hosts the store of all. 40 are left for the run's own files and loaders.
+# Counted at 2 to 24 ranks: 16 + 2 N (two sockets per peer: gloo for training, gloo for background saves), and 25 + 3 N
+# in rank 0 under srun, where it hosts the store. 40 are left for the run's own files and loaders.
 PER_RANK, ALWAYS = 3, 64
-MOST = 1 << 16  # not without end: some programs close every handle that there may be, one by one
+MOST = 1 << 16  # bounded: some programs close every possible handle, one by one
 FIX = "ulimit -Hn {needed} as root, LimitNOFILE={needed} for slurmd, or docker run --ulimit nofile={needed}"
 
 
 def needed(world_size: int) -> int:
-    """How many handles a rank of such a world may hold."""
+    """File handles that a rank of this world may hold."""
     return ALWAYS + PER_RANK * world_size
 
 
 def hard_limit() -> int | None:
-    """The most that this process may raise its limit to; None: there is none."""
+    """The maximum to which this process may raise its limit; None: unlimited."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return None if hard == resource.RLIM_INFINITY else hard
 
 
 def raise_limit() -> None:
-    """Use what the hard limit allows, here and in all processes that are started from here."""
+    """Raise the soft limit to the hard limit, for this process and its children."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(MOST, hard_limit() or MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -37,7 +37,7 @@ def raise_limit() -> None:
 
 
 def problem(world_size: int) -> str:
-    """Why this machine's hard limit is too low for a rank of such a world, or ""."""
+    """Explain why this machine's hard limit is too low for a rank of this world, or return ""."""
     limit = hard_limit()
     if limit is None or limit >= needed(world_size):
         return ""
@@ -45,6 +45,6 @@ def problem(world_size: int) -> str:
 
 
 def check(setting: str, value: int, world_size: int) -> None:
-    """Refuse a world on this machine that would end in "too many open files"."""
+    """Reject a world on this machine that would fail with "too many open files"."""
     if why := problem(world_size):
         raise bad(setting, value, why, FIX.format(needed=needed(world_size)))

@@ -1,6 +1,6 @@
-"""Values as words: numbers, durations, losses and paths as a person reads or types them.
+"""Format numbers, durations, losses and paths for people to read or type.
 
-Every format takes any object and gives "-" for what it cannot use: run files come from other versions and crashed runs.
+Every format accepts any object and returns "-" if it cannot use it: files come from other versions and crashed runs.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 
 def number(value: object) -> float | None:
-    """The value as a float, or None: run files come from other versions and from crashed writers."""
+    """Return the value as a float, or None: run files come from other versions and from crashed writers."""
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def finite(value: object) -> float | None:
-    """The same, and None also for NaN and the infinities: what is computed with must be a figure."""
+    """Like `number`, but None also for NaN and the infinities: use it for calculations."""
     figure = number(value)
     return figure if figure is not None and math.isfinite(figure) else None
 
 
 def without_nan(value: Any) -> Any:
-    """A value as JSON has it: null in the place of NaN and the infinities, which are no JSON for other programs."""
+    """Replace NaN and the infinities by null, because they are not valid JSON."""
     if isinstance(value, dict):
         return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -38,7 +38,7 @@ def as_dict(value: object) -> dict[str, Any]:
 
 
 def si(value: object) -> str:
-    """124.4M, 1.56B, 65.5K, 512."""
+    """Format as 124.4M, 1.56B, 65.5K, 512."""
     n = number(value)
     if n is None:
         return "-"
@@ -48,7 +48,7 @@ def si(value: object) -> str:
         return f"{n:.3g}"
     units = ["", "K", "M", "B", "T"]
     unit = 0
-    # 999.95 and not 1000, because it would be rounded to 1000.0.
+    # 999.95 instead of 1000, because it would be rounded to 1000.0.
     while abs(n) >= 999.95 and unit < len(units) - 1:
         n, unit = n / 1000, unit + 1
     text = f"{n:.2f}" if abs(n) < 9.995 else f"{n:.1f}"
@@ -56,12 +56,12 @@ def si(value: object) -> str:
 
 
 def three_digits(value: float) -> str:
-    """0.123, 4.56, 789, and 4,190, which `.3g` would write as 4.19e+03."""
+    """Format as 0.123, 4.56, 789, and 4,190, which `.3g` would write as 4.19e+03."""
     return f"{value:.3g}" if abs(value) < 999.5 or not math.isfinite(value) else f"{value:,.0f}"
 
 
 def duration(seconds: object) -> str:
-    """4.2s, 42s, 1m 23s, 2h 05m, 3d 04h."""
+    """Format as 4.2s, 42s, 1m 23s, 2h 05m, 3d 04h."""
     s = number(seconds)
     if s is None or not math.isfinite(s) or s < 0:
         return "-"
@@ -78,7 +78,7 @@ def duration(seconds: object) -> str:
 
 
 def step_time(seconds: object) -> str:
-    """A step's time: milliseconds below ten seconds, where `duration` is too coarse."""
+    """Format a step's time more precisely than `duration` below ten seconds: milliseconds below one."""
     s = number(seconds)
     return duration(s) if s is None or not 0 <= s < 10 else f"{three_digits(1000 * s)} ms" if s < 1 else f"{s:.2f}s"
 
@@ -102,36 +102,36 @@ def gib(value: object) -> str:
 
 def perplexity(value: object) -> str:
     n = number(value)
-    return si(n) if n is not None and n < 5e8 else "-"  # above e^20 the figure says nothing
+    return si(n) if n is not None and n < 5e8 else "-"  # above e^20 the number is meaningless
 
 
 def clean(text: str) -> str:
-    """Text of unknown origin without colour codes and control characters, which confuse terminals."""
+    """Strip color codes and control characters from untrusted text: they confuse terminals."""
     text = re.sub(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)", "", text)
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
 
 
 def short_path(path: Path) -> str:
-    """The path as a person would type it: relative when inside the current folder. Not quoted."""
+    """Return the path as a user would type it: relative if inside the current folder. Not quoted."""
     full, here = Path(os.path.abspath(path)), Path.cwd()
     return str(full.relative_to(here)) if full.is_relative_to(here) else str(full)
 
 
 def shell_path(path: Path) -> str:
-    """`short_path` ready to paste into a shell."""
+    """Return `short_path`, ready to paste into a shell."""
     text = short_path(path)
     return shlex.quote("./" + text if text.startswith("-") else text)
 
 
 def resume_argument(path: Path) -> str:
-    """`resume=PATH` ready to paste: quoted for Hydra's grammar first, then for the shell.
+    """Return `resume=PATH`, ready to paste: quoted for Hydra's grammar first, then for the shell.
 
-    A sweep folder's name holds `=` and `,`, which Hydra refuses or reads as a sweep unless quoted.
+    A sweep folder's name contains `=` and `,`, which Hydra rejects or reads as a sweep unless quoted.
     """
     text = short_path(path)
     if "/" not in text:
-        text = "./" + text  # so that a folder called `12` or `null` is not read as a number or as nothing
+        text = "./" + text  # so that a folder named `12` or `null` is not read as a number or as null
     if not re.fullmatch(r"[A-Za-z0-9_./-]+", text):
-        # Hydra: backslashes are ordinary, except in front of a quote.
+        # Hydra: a backslash is literal, except before a quote.
         text = '"' + re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + ('\\"' if m[2] else ""), text) + '"'
     return shlex.quote(f"resume={text}")

@@ -1,7 +1,7 @@
-"""How much memory of this host we may use: what the machine has, less what a container or a job is not given.
+"""Memory of this host that we may use: the machine's, limited by a container or a job.
 
-A process lies in a tree of cgroups. The limit of its own group and of every group above it counts, in version 1
-(docker, SLURM on older systems) and in version 2. No torch: the launcher asks before every run.
+A process belongs to a tree of cgroups. The limits of its own group and of every group above it apply, in version 1
+(docker, SLURM on older systems) and in version 2. No torch: the launcher calls this before every run.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-ROOT = Path("/")  # tests show a host that we do not have
-# per version: the limit, what is used, and the page cache inside it (which the kernel gives back), by the names of
-# memory.stat. Not "file" or "cache": those count shared memory, too. memory.high is no limit: above it things get slow.
+ROOT = Path("/")  # tests simulate other hosts
+# per version: the limit, the usage, and the page cache inside it (which the kernel can reclaim), by the names of
+# memory.stat. Not "file" or "cache": those include shared memory. memory.high is no limit: above it processes slow
+# down.
 FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
     2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
@@ -20,12 +21,12 @@ FILES = {
 
 
 def total_bytes(root: Path = ROOT) -> int:
-    """What this process and its children may use at most."""
+    """The maximum that this process and its children may use."""
     return limit_bytes(root) or physical_bytes()
 
 
 def described(total: int) -> str:
-    """What that number of bytes is, for a message that goes on with the number."""
+    """Describe that number of bytes, for a message that continues with the number."""
     return "the memory limit of this container or job is" if total == limit_bytes() else "this machine has"
 
 
@@ -34,7 +35,7 @@ def physical_bytes() -> int:
 
 
 def limit_bytes(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> int | None:
-    """The limit of a container or a job; None where there is none below what the machine has."""
+    """The limit of a container or a job; None if there is none below the machine's memory."""
     limits = [limit for limit, _ in groups(root)]
     if (asked := slurm_bytes(environ)) is not None:
         limits.append(asked)
@@ -43,7 +44,7 @@ def limit_bytes(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> i
 
 
 def free_bytes(root: Path = ROOT) -> int | None:
-    """What can still be had; None where the kernel does not say."""
+    """Bytes that are still available; None if the kernel does not report them."""
     try:
         fields = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024
@@ -53,7 +54,7 @@ def free_bytes(root: Path = ROOT) -> int | None:
 
 
 def slurm_bytes(environ: Mapping[str, str] = os.environ) -> int | None:
-    """What a SLURM job asked for on this node (MB): not every site enforces it by a cgroup. 0 means all of it."""
+    """Memory that a SLURM job requested on this node (MB): not every site enforces it by cgroup. 0 means all."""
     if "SLURM_JOB_ID" not in environ:
         return None
     per_node, per_cpu, cpus = (
@@ -64,7 +65,7 @@ def slurm_bytes(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def groups(root: Path = ROOT) -> Iterator[tuple[int, int]]:
-    """(limit, used) in bytes of this process's cgroup and of each above it, where there is a limit."""
+    """(limit, used) in bytes of this process's cgroup and of each above it that has a limit."""
     for version, folder in folders(root):
         limit_file, used_file, cached = FILES[version]
         try:

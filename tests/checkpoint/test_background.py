@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from dtrain import checkpoint, saving, shards, world
-from dtrain.checkpoint import CheckpointError
-from dtrain.saving import Saver
-from dtrain.world import World
+from dtrain.checkpoint import background as saving
+from dtrain.checkpoint import shards, store
+from dtrain.checkpoint.background import Saver
+from dtrain.checkpoint.store import CheckpointError
+from dtrain.commands.verify import world
+from dtrain.commands.verify.world import World
 from tests.models import vision
 from tests.world import make_run, metrics, start_server, summary, train
 
@@ -39,10 +41,10 @@ def state(value: float, device: str = "cpu") -> dict[str, torch.Tensor]:
 
 def held(folder: Path) -> dict[str, torch.Tensor]:
     """What the newest checkpoint of a folder holds."""
-    found = checkpoint.newest_good(folder, lambda text: pytest.fail(text))
+    found = store.newest_good(folder, lambda text: pytest.fail(text))
     assert found is not None
     target = {name: torch.zeros_like(t) for name, t in state(0.0).items() if t.numel()}
-    checkpoint.load(found[0], found[1], target)
+    store.load(found[0], found[1], target)
     return target
 
 
@@ -81,7 +83,7 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pyt
         gate.open.set()
         assert saver.wait() == tmp_path / "step-00000002"
     assert equal(held(tmp_path), state(2.0))
-    assert checkpoint.read_manifest(tmp_path / "step-00000002")["extra"] == {"count": 1}
+    assert store.read_manifest(tmp_path / "step-00000002")["extra"] == {"count": 1}
     (figures,) = saver.finished()
     assert figures["save_step"] == 2 and figures["save_gib"] > 0 and figures["save_gib_per_s"] > 0
     assert 0 < figures["save_stall_s"] < figures["save_s"], "the loop did not wait for what it held back"
@@ -89,7 +91,7 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_same_bits_as_a_save_that_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "FILE_BYTES", 60)  # several files
+    monkeypatch.setattr(store, "FILE_BYTES", 60)  # several files
     for name, background in (("after", False), ("beside", True)):
         with Saver(tmp_path / name, 3, background) as saver:
             for step in (1, 2):
@@ -136,7 +138,7 @@ def test_buffers_are_used_again_and_grow(tmp_path: Path) -> None:
             saver.wait()
             places.append(saver.buffers.tensors["rank-00000.safetensors"].data_ptr())
     assert places[0] == places[1] != places[2]
-    (weight,) = (t for _, t in checkpoint.weights(tmp_path / "step-00000003"))
+    (weight,) = (t for _, t in store.weights(tmp_path / "step-00000003"))
     assert torch.equal(weight, torch.full((4000, 7), 3.0))
 
 
@@ -163,7 +165,7 @@ def test_a_save_makes_its_buffers_if_they_could_not_be_made_before(
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return empty(size)
 
-    monkeypatch.setattr(checkpoint, "FILE_BYTES", 64)  # several files
+    monkeypatch.setattr(store, "FILE_BYTES", 64)  # several files
     with Saver(tmp_path, keep=3) as saver:
         with monkeypatch.context() as patch:
             patch.setattr(saving, "empty", not_twice)
@@ -197,7 +199,7 @@ def test_an_error_is_raised_by_the_next_save_with_the_same_words(
     gate = Gate(monkeypatch, OSError(number, "cannot"))
     gate.open.set()
     with pytest.raises(CheckpointError) as waited_for:
-        checkpoint.save(tmp_path, 2, state(2.0), META, 3)
+        store.save(tmp_path, 2, state(2.0), META, 3)
     with Saver(tmp_path, keep=3) as saver:
         saver.save(2, state(2.0), META)
         while not saver.failed:
@@ -224,7 +226,7 @@ def test_nothing_is_pruned_if_the_new_one_does_not_read_back(tmp_path: Path, mon
     with Saver(tmp_path, keep=1) as saver:
         saver.save(1, state(1.0), META)
         saver.wait()
-        monkeypatch.setattr(checkpoint, "verify", lambda *_: "rank-00000.safetensors does not match its checksum")
+        monkeypatch.setattr(store, "verify", lambda *_: "rank-00000.safetensors does not match its checksum")
         saver.save(2, state(2.0), META)
         with pytest.raises(CheckpointError, match="older checkpoints are kept"):
             saver.wait()
@@ -290,7 +292,7 @@ def test_a_run_saves_the_same_bits_while_it_goes_on(options: list[str], tmp_path
         assert [p.name for p in sorted(ours.iterdir())] == [p.name for p in sorted(theirs.iterdir())]
         for file in ours.glob("*.safetensors"):
             assert file.read_bytes() == (theirs / file.name).read_bytes(), f"{file.name} of step {step}"
-        contents = [checkpoint.read_manifest(p) for p in (ours, theirs)]
+        contents = [store.read_manifest(p) for p in (ours, theirs)]
         for content in contents:
             del content.meta["config_sha256"]
         assert contents[0] == contents[1]
@@ -330,6 +332,6 @@ def test_copies_of_a_gpu_are_of_one_step_and_pinned(tmp_path: Path, monkeypatch:
         saver.wait()
         (figures,) = saver.finished()
         assert figures["save_stall_s"] > 0
-    (large,) = (t for name, t in checkpoint.weights(tmp_path / "step-00000002") if name == "large")
+    (large,) = (t for name, t in store.weights(tmp_path / "step-00000002") if name == "large")
     assert torch.equal(large, torch.full((2**27,), 52.0))
     assert not saver.buffers.pinned

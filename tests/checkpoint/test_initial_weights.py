@@ -18,11 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from dtrain import checkpoint, config, init_from
-from dtrain.config import build
-from dtrain.models import build as models
-from dtrain.shards import flat_chunks
-from dtrain.weights import HuggingFace
+from dtrain.checkpoint import store
+from dtrain.checkpoint.initial_weights import HuggingFace
+from dtrain.checks import init_from
+from dtrain.config import run_file
+from dtrain.config.build import build
+from dtrain.train import build as models
+from dtrain.util.dtensor import flat_chunks
 from tests.hf import CASES, VOCAB, apart, load, make, save, tokens, transformers
 from tests.world import spawn, summary, train
 
@@ -44,7 +46,7 @@ def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], dict[str, tor
 
 def _save_layouts(run_dirs: list[Path]) -> None:
     for run_dir in run_dirs:
-        cfg = config.load(run_dir)
+        cfg = run_file.load(run_dir)
         strategy = build(cfg.strategy)
         strategy.setup(
             models.make(cfg),
@@ -55,7 +57,7 @@ def _save_layouts(run_dirs: list[Path]) -> None:
             micro_batch_size=1,
         )
         meta = {"samples": 0, "data": "", "extra": {}, "size": dist.get_world_size()}
-        checkpoint.save(run_dir / "checkpoints", 1, strategy.state_dict(), meta, keep=1)
+        store.save(run_dir / "checkpoints", 1, strategy.state_dict(), meta, keep=1)
 
 
 def test_every_layout_begins_with_the_same_weights(tmp_path: Path) -> None:
@@ -72,8 +74,8 @@ def test_every_layout_begins_with_the_same_weights(tmp_path: Path) -> None:
     spawn(2, _save_layouts, list(runs.values()))
     for name, layouts in LAYOUTS.items():
         alone = make(tmp_path / f"{name}-alone", name, f"init_from={tmp_path / name}")
-        expected = checkpoint.weights_sha256(save(alone, load(alone)))
-        found = {x: checkpoint.weights_sha256(runs[name, x] / "checkpoints" / "step-00000001") for x in layouts}
+        expected = store.weights_sha256(save(alone, load(alone)))
+        found = {x: store.weights_sha256(runs[name, x] / "checkpoints" / "step-00000001") for x in layouts}
         assert found == dict.fromkeys(layouts, expected)
 
 
@@ -100,7 +102,7 @@ def _gpt2_source(factory: pytest.TempPathFactory) -> tuple[HuggingFace, dict[str
         CASES["gpt2"].make(folder / "hf")
         run = make(folder / "run", "gpt2", f"init_from={folder / 'hf'}")
         wholes = {name: p.detach() for name, p in load(run).named_parameters() if not name.startswith("layers.1")}
-        _made.append((HuggingFace(folder / "hf", config.load(run).model), wholes))
+        _made.append((HuggingFace(folder / "hf", run_file.load(run).model), wholes))
     return _made[0]
 
 
@@ -181,7 +183,7 @@ def test_a_new_task_draws_its_head_and_says_so(tmp_path: Path, caplog: pytest.Lo
 def test_other_classes_draw_a_new_head(tmp_path: Path) -> None:
     CASES["bert-classify"].make(tmp_path / "hf")
     run = make(tmp_path / "run", "bert-classify", f"init_from={tmp_path / 'hf'}", "model.num_classes=5")
-    source = models.original_weights(config.load(run), [])
+    source = models.original_weights(run_file.load(run), [])
     assert source.drawn == ["classifier.weight", "classifier.bias"]
     assert load(run).pooler.bias.abs().max() > 0, "the rest is read: a drawn bias is 0"
 
@@ -207,13 +209,13 @@ def test_a_run_begins_where_another_ended_and_a_resume_needs_it_no_more(tmp_path
     )  # fmt: skip
     assert train(first, 2) == [0, 0]
     shutil.rmtree(tmp_path / "hf")
-    cfg = config.load(first)
+    cfg = run_file.load(first)
     cfg.train["stop_after"] = None
-    config.save(first, cfg)
+    run_file.save(first, cfg)
     assert train(first) == [0], "the checkpoint wins, and init_from is gone"
     assert summary(first)["start_step"] == 2
 
-    trained = dict(checkpoint.weights(first / "checkpoints" / "step-00000004"))
+    trained = dict(store.weights(first / "checkpoints" / "step-00000004"))
     for path in (first, first / "checkpoints" / "step-00000004"):
         second = load(make(tmp_path / f"second-{path.name}", "gpt2", f"init_from={path}"))
         assert all(torch.equal(p, trained[name]) for name, p in second.named_parameters())
@@ -225,7 +227,7 @@ def test_a_run_of_another_task_and_a_damaged_one(tmp_path: Path) -> None:
     run = make(tmp_path / "mlm", "bert")
     folder = save(run, load(run))
     ours = load(make(tmp_path / "classify", "bert-classify", f"init_from={run}"))
-    assert torch.equal(ours.embed.weight, dict(checkpoint.weights(folder))["embed.weight"])
+    assert torch.equal(ours.embed.weight, dict(store.weights(folder))["embed.weight"])
     file = folder / "rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x55")
     with pytest.raises(ValueError, match=r"damaged .*checksum"):
@@ -398,6 +400,6 @@ def test_a_resume_asks_for_nothing_but_frozen_weights(tmp_path: Path) -> None:
 def test_the_path_is_kept_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     CASES["gpt2"].make(tmp_path / "hf")
     monkeypatch.chdir(tmp_path)
-    assert config.load(make(tmp_path / "run", "gpt2", "init_from=hf")).init_from == str(tmp_path / "hf")
+    assert run_file.load(make(tmp_path / "run", "gpt2", "init_from=hf")).init_from == str(tmp_path / "hf")
     text = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert text["model_type"] == "gpt2"

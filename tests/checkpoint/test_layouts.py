@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain import layouts
-from dtrain.layouts import Box, LayoutError, Piece
+from dtrain.checkpoint import layouts
+from dtrain.checkpoint.layouts import Box, LayoutError, Piece
 
 SHAPES = st.lists(st.integers(1, 6), max_size=3).map(tuple)
 

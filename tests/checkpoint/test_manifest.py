@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from dtrain import checkpoint, manifest, shards
-from dtrain.checkpoint import CheckpointError
+from dtrain.checkpoint import manifest, shards, store
+from dtrain.checkpoint.store import CheckpointError
+from dtrain.util import dtensor
 from tests.world import ROOT, make_run, metrics, spawn, summary, train
 
 OLD_RUNS = ROOT / "tests" / "old_runs"
@@ -38,20 +39,20 @@ def state(scale: float) -> dict[str, torch.Tensor]:
 
 def sharded(scale: float) -> dict[str, Any]:
     """What one of two ranks holds: rows of some, all of others, a run of the flattened last one."""
-    from dtrain.agreement import rank
+    from dtrain.util.collective import rank
 
     r, whole = rank(), state(scale)
     rows = [slice(0, 3), slice(3, 5)][r]
     run = whole["optim.weight.exp_avg"].flatten()[[slice(0, 13), slice(13, 36)][r]].clone()
     return whole | {
-        "model.weight": [shards.Chunk(whole["model.weight"][rows].clone(), (5, 7), (3 * r, 0))],
-        "optim.weight.exp_avg": shards.flat_chunks(run, (4, 9), 13 * r),
+        "model.weight": [dtensor.Chunk(whole["model.weight"][rows].clone(), (5, 7), (3 * r, 0))],
+        "optim.weight.exp_avg": dtensor.flat_chunks(run, (4, 9), 13 * r),
     }
 
 
 def save_both(folder: Path) -> None:
     for step in (1, 2):
-        checkpoint.save(folder, step, sharded(float(step)), META, keep=10)
+        store.save(folder, step, sharded(float(step)), META, keep=10)
 
 
 @pytest.fixture(scope="module")
@@ -71,23 +72,23 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change a manifest as an attacker would: with the right checksum."""
     values = json.loads((path / "manifest.json").read_text())
     change(values)
-    checkpoint.write_manifest(path, values)
+    store.write_manifest(path, values)
 
 
 def loaded(folder: Path, say: Callable[[str], object] = lambda text: None) -> float:
     """The scale of the checkpoint that a run would resume from, all of its values checked."""
     (folder.parent / "launch.json").write_text(json.dumps({"id": "a" * 32}))
-    found = checkpoint.newest_good(folder, say, needed=NEEDED)
+    found = store.newest_good(folder, say, needed=NEEDED)
     assert found is not None
     target = {name: torch.full_like(t, 77.0) for name, t in state(0.0).items()}
-    checkpoint.load(*found, target)
+    store.load(*found, target)
     scale = float(target["model.scalar"]) / 3.5
     assert all(torch.equal(target[name], t) for name, t in state(scale).items()), "values of no checkpoint"
     return scale
 
 
 def test_what_two_ranks_saved_is_read_whole(folder: Path) -> None:
-    saved = checkpoint.read_manifest(folder / "step-00000002")
+    saved = store.read_manifest(folder / "step-00000002")
     kinds = {name: tensor.layout.kind for name, tensor in saved.tensors.items()}
     assert kinds == {
         "model.weight": "grid",
@@ -190,7 +191,7 @@ def test_a_sparse_shard_is_refused_by_its_header_and_not_hashed(folder: Path, mo
     sparse(folder / "step-00000002" / SHARD)
     rewrite(folder / "step-00000002", lambda v: v["files"][SHARD].update(size=20 * 10**9))
     monkeypatch.setattr(shards, "sha256", lambda path: pytest.fail("hashing 20 GB takes 17 s"))
-    assert "header" in checkpoint.verify(folder / "step-00000002")
+    assert "header" in store.verify(folder / "step-00000002")
 
 
 def test_strays_and_renamed_folders_do_not_win(folder: Path) -> None:
@@ -218,7 +219,7 @@ def test_a_run_saves_its_id_and_refuses_the_checkpoints_of_another(tmp_path: Pat
     run = make_run(tmp_path / "run", "cluster.processes=1", "train.steps=4", "train.stop_after=2")
     (run / "launch.json").write_text('{"id": "mine"}')
     assert train(run) == [0]
-    assert checkpoint.read_manifest(run / "checkpoints" / "step-00000002")["run"] == "mine"
+    assert store.read_manifest(run / "checkpoints" / "step-00000002")["run"] == "mine"
     make_run(run, "cluster.processes=1", "train.steps=4")
     (run / "launch.json").write_text('{"id": "another"}')
     assert train(run) == [3]
@@ -255,7 +256,7 @@ def test_a_run_of_an_older_version_resumes(strategy: str, tmp_path: Path) -> Non
     ends = []
     for size in (1, 2):
         run = Path(shutil.copytree(OLD_RUNS / strategy, tmp_path / str(size)))
-        assert checkpoint.weights_sha256(run / "checkpoints" / "step-00000002") == stored["weights_sha256"]
+        assert store.weights_sha256(run / "checkpoints" / "step-00000002") == stored["weights_sha256"]
         options = ["model.num_layers=2", "model.dim=8", "model.num_heads=2", "train.steps=4"]
         make_run(run, *options, "checkpoint.every=2", f"strategy={strategy}", f"cluster.processes={size}")
         assert train(run, size) == [0] * size
@@ -267,7 +268,7 @@ def test_a_run_of_an_older_version_resumes(strategy: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("fault", ["no chunks", "a chunk too few", "a chunk twice", "../", "/etc/hostname", "a key"])
 def test_the_first_format_is_checked_as_well(fault: str, tmp_path: Path) -> None:
     path = Path(shutil.copytree(OLD_RUNS / "fsdp" / "checkpoints", tmp_path / "checkpoints")) / "step-00000002"
-    assert checkpoint.verify(path) == ""
+    assert store.verify(path) == ""
 
     def change(values: dict[str, Any]) -> None:
         chunks = values["tensors"]["model.layers.0.mlp.up.weight"]["chunks"]
@@ -283,7 +284,7 @@ def test_the_first_format_is_checked_as_well(fault: str, tmp_path: Path) -> None
             chunks[0]["file"] = fault + SHARD if fault == "../" else fault
 
     rewrite(path, change)
-    assert checkpoint.verify(path) != ""
+    assert store.verify(path) != ""
 
 
 # ---- fuzz ----------------------------------------------------------------------------------------------------
@@ -368,37 +369,37 @@ def test_a_run_neither_counts_nor_deletes_nor_takes_what_another_run_saved(tmp_p
     folder = tmp_path / "checkpoints"
     (tmp_path / "launch.json").write_text('{"id": "another"}')
     for step in (100, 900):
-        checkpoint.save(folder, step, state(9.0), {}, keep=9)
+        store.save(folder, step, state(9.0), {}, keep=9)
     (tmp_path / "launch.json").write_text('{"id": "mine"}')
     for step in (50, 75, 100):  # the last one where the other run has one, too
-        checkpoint.save(folder, step, state(float(step)), {}, keep=2)
+        store.save(folder, step, state(float(step)), {}, keep=2)
     own = {"step-00000075", "step-00000100"}
     assert {p.name for p in folder.glob("step-????????")} == {*own, "step-00000900"}
     assert len(list(folder.glob("step-00000100.other-run-*"))) == 1
-    found = checkpoint.newest_good(folder, lambda text: None)
+    found = store.newest_good(folder, lambda text: None)
     assert found is not None and found[0].name == "step-00000100" and found[1]["run"] == "mine"
     target = {name: torch.zeros_like(t) for name, t in state(0.0).items()}
-    checkpoint.load(*found, target)
+    store.load(*found, target)
     assert torch.equal(target["model.weight"], state(100.0)["model.weight"])
 
 
 def test_what_a_load_would_call_damaged_is_never_saved(tmp_path: Path) -> None:
-    saved_first = checkpoint.save(tmp_path, 1, state(1.0), {}, keep=2)
+    saved_first = store.save(tmp_path, 1, state(1.0), {}, keep=2)
     with pytest.raises(CheckpointError, match="samples is no whole number"):
-        checkpoint.save(tmp_path, 2, state(2.0), {"samples": -1}, keep=2)
+        store.save(tmp_path, 2, state(2.0), {"samples": -1}, keep=2)
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == [saved_first.name]
     own = {"extra": {"precision": {"scale": 2.0, "growth_tracker": 3}}}  # of a precision that is a user's
-    checkpoint.save(tmp_path, 3, state(3.0), own, keep=2)
-    assert checkpoint.newest_good(tmp_path, pytest.fail) is not None
+    store.save(tmp_path, 3, state(3.0), own, keep=2)
+    assert store.newest_good(tmp_path, pytest.fail) is not None
 
 
 def test_a_box_of_other_dimensions_falls_back(folder: Path) -> None:
     """In the header of a shard, with the right checksums everywhere."""
     path = folder / "step-00000002"
     values = {name: t.clone() for name, t in state(2.0).items()}
-    chunks = {(n, n): shards.Chunk(t, tuple(t.shape), (0,) * t.dim()) for n, t in values.items()}
+    chunks = {(n, n): dtensor.Chunk(t, tuple(t.shape), (0,) * t.dim()) for n, t in values.items()}
     flat = values["optim.weight.exp_avg"].flatten()
-    chunks["optim.weight.exp_avg", "optim.weight.exp_avg"] = shards.Chunk(flat, (4, 9), (0,))
+    chunks["optim.weight.exp_avg", "optim.weight.exp_avg"] = dtensor.Chunk(flat, (4, 9), (0,))
     for file in path.glob("*.safetensors"):
         file.unlink()
     size, digest = shards.write(path / SHARD, {k: c.values for (_, k), c in chunks.items()}, shards.metadata(chunks))
@@ -419,7 +420,7 @@ def test_a_file_elsewhere_with_the_right_bytes_falls_back(absolute: bool, folder
     shutil.move(path / SHARD, elsewhere)
     name = str(elsewhere) if absolute else f"../../{SHARD}"
     rewrite(path, lambda v: v["files"].update({name: v["files"].pop(SHARD)}))
-    assert "is no name of a file of a checkpoint" in checkpoint.verify(path)
+    assert "is no name of a file of a checkpoint" in store.verify(path)
     assert loaded(folder) == 1.0
 
 
@@ -428,20 +429,20 @@ def test_a_link_to_the_right_bytes_falls_back(name: str, folder: Path) -> None:
     path, elsewhere = folder / "step-00000002", folder.parent / name
     shutil.move(path / name, elsewhere)
     (path / name).symlink_to(elsewhere)
-    assert "a symbolic link" in checkpoint.verify(path)
+    assert "a symbolic link" in store.verify(path)
     assert loaded(folder) == 1.0
 
 
 def test_a_manifest_that_is_too_large_is_not_read(folder: Path) -> None:
     path = folder / "step-00000002"
     os.truncate(path / "manifest.json", 3 * manifest.BASE_BYTES)
-    assert "more than any save writes" in checkpoint.verify(path)
+    assert "more than any save writes" in store.verify(path)
 
 
 def test_a_manifest_without_the_file_of_a_rank_falls_back(folder: Path) -> None:
     """No file is left that could disagree with the layouts; a load would look for what rank 1 wrote."""
     rewrite(folder / "step-00000002", drop("files", "rank-00001.safetensors"))
-    assert "a rank without files" in checkpoint.verify(folder / "step-00000002")
+    assert "a rank without files" in store.verify(folder / "step-00000002")
     assert loaded(folder) == 1.0
 
 
@@ -454,4 +455,4 @@ def test_tensors_that_the_files_cannot_hold_are_refused_by_the_manifest_alone(fo
 
     rewrite(folder / "step-00000002", change)
     with pytest.raises(manifest.Damaged, match="larger than the files"):
-        checkpoint.read_manifest(folder / "step-00000002")
+        store.read_manifest(folder / "step-00000002")

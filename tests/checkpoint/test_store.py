@@ -21,9 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from dtrain import checkpoint, layouts, manifest, shards
-from dtrain.checkpoint import CheckpointError
-from dtrain.manifest import Manifest
+from dtrain.checkpoint import layouts, manifest, shards, store
+from dtrain.checkpoint.manifest import Manifest
+from dtrain.checkpoint.store import CheckpointError
+from dtrain.util import dtensor
 from tests.patience import patience
 from tests.world import ROOT, SMALL, make_run, metrics, spawn, start, summary, train
 
@@ -43,12 +44,12 @@ def state(scale: float = 1.0) -> dict[str, torch.Tensor]:
 
 def saved(folder: Path, *steps: int, keep: int = 10) -> None:
     for step in steps:
-        checkpoint.save(folder, step, state(float(step)), {"samples": step * 8, "extra": {}}, keep)
+        store.save(folder, step, state(float(step)), {"samples": step * 8, "extra": {}}, keep)
 
 
 def assert_holds(path: Path, content: Manifest, scale: float) -> None:
     target = {name: torch.zeros_like(t) for name, t in state().items()}
-    checkpoint.load(path, content, target)
+    store.load(path, content, target)
     assert all(torch.equal(target[name], t) for name, t in state(scale).items())
 
 
@@ -58,7 +59,7 @@ def assert_holds(path: Path, content: Manifest, scale: float) -> None:
 def test_round_trip_and_latest(tmp_path: Path) -> None:
     saved(tmp_path, 3, 7)
     assert (tmp_path / "latest").read_text() == "step-00000007\n"
-    found = checkpoint.newest_good(tmp_path)
+    found = store.newest_good(tmp_path)
     assert found is not None and found[1]["step"] == 7 and found[1]["samples"] == 56
     assert_holds(*found, 7.0)
     assert not list(tmp_path.glob(".attempt*"))
@@ -73,7 +74,7 @@ def test_files_are_plain_safetensors(tmp_path: Path) -> None:
 def test_nothing_is_pickled(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     assert {p.suffix for p in (tmp_path / "step-00000001").iterdir()} == {".safetensors", ".json"}
-    source = "".join(Path(m.__file__ or "").read_text() for m in (checkpoint, shards))
+    source = "".join(Path(m.__file__ or "").read_text() for m in (store, shards))
     assert "torch.load" not in source and "pickle.load" not in source and "import pickle" not in source
 
 
@@ -84,7 +85,7 @@ def test_keep_prunes_the_oldest(tmp_path: Path) -> None:
 
 def test_prune_waits_for_a_newer_one_that_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, 1, 2)
-    monkeypatch.setattr(checkpoint, "verify", lambda *_: "rank-00000.safetensors does not match its checksum")
+    monkeypatch.setattr(store, "verify", lambda *_: "rank-00000.safetensors does not match its checksum")
     with pytest.raises(CheckpointError, match="older checkpoints are kept"):
         saved(tmp_path, 3, keep=1)
     assert {"step-00000001", "step-00000002"} <= {p.name for p in tmp_path.glob("step-*")}
@@ -104,13 +105,13 @@ def test_any_cut_is_read_as_any_other(
     for i, (low, high) in enumerate(pairwise(cuts)):
         part = whole.narrow(dim, low, high - low)
         offset = tuple(low if d == dim else 0 for d in range(len(shape)))
-        chunk = shards.Chunk(part, tuple(shape), offset)
+        chunk = dtensor.Chunk(part, tuple(shape), offset)
         files[f"rank-{i:05d}.safetensors"] = {"size": 0}
         shards.write(folder / f"rank-{i:05d}.safetensors", {"t": part}, shards.metadata({("t", "t"): chunk}))
         pieces.append((i, offset, tuple(part.shape)))
     box = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
     values = torch.full([hi - lo for lo, hi in box], float("nan"))
-    target = shards.Chunk(values, tuple(shape), tuple(lo for lo, _ in box))
+    target = dtensor.Chunk(values, tuple(shape), tuple(lo for lo, _ in box))
     tensor = manifest.Tensor(tuple(shape), "float32", layouts.of(tuple(shape), pieces))
     with shards.Reader(folder, Manifest({}, files, {"t": tensor})) as reader:
         reader.fill("t", target)
@@ -124,7 +125,7 @@ def test_a_run_of_elements_is_a_few_boxes(shape: list[int], data: st.DataObject)
     whole = torch.arange(math.prod(shape), dtype=torch.float32)
     begin, end = sorted(data.draw(st.tuples(*[st.integers(0, whole.numel())] * 2)))
     run = whole[begin:end].clone()
-    boxes = shards.flat_chunks(run, tuple(shape), begin)
+    boxes = dtensor.flat_chunks(run, tuple(shape), begin)
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
     for box in boxes:
         assert torch.equal(box.values, whole.view(shape)[box.box])
@@ -133,12 +134,12 @@ def test_a_run_of_elements_is_a_few_boxes(shape: list[int], data: st.DataObject)
 
 
 def _save_replicated(folder: Path) -> None:
-    checkpoint.save(folder, 1, state(), {"extra": {}}, keep=1)
+    store.save(folder, 1, state(), {"extra": {}}, keep=1)
 
 
 def test_what_all_ranks_hold_is_written_once_and_shared_out(tmp_path: Path) -> None:
     spawn(3, _save_replicated, tmp_path)
-    content = checkpoint.read_manifest(tmp_path / "step-00000001")
+    content = store.read_manifest(tmp_path / "step-00000001")
     assert all(len(tensor.layout.ranks) == 1 for tensor in content.tensors.values())
     assert {tensor.layout.ranks[0] for tensor in content.tensors.values()} == {0, 1, 2}
     assert_holds(tmp_path / "step-00000001", content, 1.0)
@@ -163,20 +164,20 @@ def test_300_flips_in_a_shard_are_300_detected(tmp_path: Path) -> None:
     for _ in range(300):
         bit = rng.randrange(shard.stat().st_size * 8)
         flip(shard, bit)
-        detected += checkpoint.verify(tmp_path / "step-00000001") != ""
+        detected += store.verify(tmp_path / "step-00000001") != ""
         flip(shard, bit)
     assert detected == 300
-    assert checkpoint.verify(tmp_path / "step-00000001") == ""
+    assert store.verify(tmp_path / "step-00000001") == ""
 
 
 def test_every_flip_in_the_manifest_is_detected_or_harmless(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     path = tmp_path / "step-00000001" / "manifest.json"
-    good = checkpoint.read_manifest(path.parent)
+    good = store.read_manifest(path.parent)
     for bit in range(0, path.stat().st_size * 8, 5):
         flip(path, bit)
         try:
-            assert checkpoint.read_manifest(path.parent) == good, f"bit {bit} changed the content unseen"
+            assert store.read_manifest(path.parent) == good, f"bit {bit} changed the content unseen"
         except CheckpointError:
             pass
         flip(path, bit)
@@ -195,7 +196,7 @@ def test_a_damaged_one_is_put_aside_and_the_older_used(damage: str, tmp_path: Pa
     else:
         (tmp_path / "step-00000002" / "manifest.json").write_text("{")
     said: list[str] = []
-    found = checkpoint.newest_good(tmp_path, said.append)
+    found = store.newest_good(tmp_path, said.append)
     assert found is not None and found[1]["step"] == 1
     assert_holds(*found, 1.0)
     assert "step-00000002 is damaged" in said[0]
@@ -205,12 +206,12 @@ def test_a_damaged_one_is_put_aside_and_the_older_used(damage: str, tmp_path: Pa
 def test_a_folder_that_lost_its_manifest_is_damaged_and_no_fresh_start(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
     (tmp_path / "step-00000002" / "manifest.json").unlink()
-    found = checkpoint.newest_good(tmp_path, lambda text: None)
+    found = store.newest_good(tmp_path, lambda text: None)
     assert found is not None and found[1]["step"] == 1
     saved(tmp_path, 2)
     (tmp_path / "step-00000002" / "manifest.json").unlink()
     saved(tmp_path, 2)  # a save never gives way to a damaged folder of the same name
-    assert checkpoint.verify(tmp_path / "step-00000002") == ""
+    assert store.verify(tmp_path / "step-00000002") == ""
     assert len(list(tmp_path.glob("step-00000002.corrupt-*"))) == 2
 
 
@@ -222,24 +223,24 @@ def test_a_disk_that_does_not_answer_is_no_damage(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(shards, "sha256", broken)
     with pytest.raises(CheckpointError, match="Input/output error"):
-        checkpoint.newest_good(tmp_path)
+        store.newest_good(tmp_path)
     monkeypatch.undo()
-    assert checkpoint.newest_good(tmp_path) is not None
+    assert store.newest_good(tmp_path) is not None
 
 
 def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     content = json.loads((tmp_path / "step-00000001" / "manifest.json").read_text())
-    checkpoint.write_manifest(tmp_path / "step-00000001", content | {"format": "dtrain-9"})
+    store.write_manifest(tmp_path / "step-00000001", content | {"format": "dtrain-9"})
     with pytest.raises(CheckpointError, match="has the format dtrain-9, this version of dtrain reads dtrain-2"):
-        checkpoint.newest_good(tmp_path)
+        store.newest_good(tmp_path)
     assert (tmp_path / "step-00000001").is_dir()
 
 
 def test_a_reader_puts_nothing_aside(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
     flip(tmp_path / "step-00000002" / "rank-00000.safetensors", 999)
-    found = checkpoint.newest_good(tmp_path, lambda text: None, quarantine=False)
+    found = store.newest_good(tmp_path, lambda text: None, quarantine=False)
     assert found is not None and found[1]["step"] == 1 and (tmp_path / "step-00000002").is_dir()
 
 
@@ -248,7 +249,7 @@ def test_all_damaged_is_an_error_and_never_a_fresh_start(tmp_path: Path) -> None
     flip(tmp_path / "step-00000001" / "rank-00000.safetensors", 999)
     for _ in range(2):  # also the second time, when only the .corrupt folder is left
         with pytest.raises(CheckpointError, match="no good checkpoint is left"):
-            checkpoint.newest_good(tmp_path, lambda text: None)
+            store.newest_good(tmp_path, lambda text: None)
 
 
 def test_a_run_falls_back_on_all_ranks_and_says_so(tmp_path: Path) -> None:
@@ -277,7 +278,7 @@ def test_sigkill_at_each_phase_loses_no_acknowledged_checkpoint(background: str,
     world = start(run, 2, env={"DTRAIN_FAILPOINT": f"{phase}:3"})  # the third save dies; two were acknowledged
     assert -9 in world.join()
     assert summary(run)["status"] == "running"
-    good = checkpoint.newest_good(run / "checkpoints", lambda text: pytest.fail(text))
+    good = store.newest_good(run / "checkpoints", lambda text: pytest.fail(text))
     assert good is not None and good[1]["step"] >= 4
     assert train(run, 2) == [0, 0]
     assert summary(run)["start_step"] == good[1]["step"] and summary(run)["steps"] == 30
@@ -303,7 +304,7 @@ def test_50_random_kills_lose_no_acknowledged_checkpoint(tmp_path: Path) -> None
         world.kill()
         acknowledged = int(pointer.read_text()[5:])
         assert acknowledged > reached
-        good = checkpoint.newest_good(folder, lambda text: pytest.fail(text))
+        good = store.newest_good(folder, lambda text: pytest.fail(text))
         assert good is not None and good[1]["step"] >= acknowledged
         reached = good[1]["step"]
 
@@ -342,7 +343,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_says_what_is_needed(background
     assert train(run, 2) == [3, 3]
     notes = [json.loads((run / "logs" / f"failure-{r}.json").read_text()) for r in (0, 1)]
     assert all(" is full" in n["message"] and "bytes needed" in n["message"] for n in notes), "agreed by all ranks"
-    good = checkpoint.newest_good(run / "checkpoints", lambda text: pytest.fail(text))
+    good = store.newest_good(run / "checkpoints", lambda text: pytest.fail(text))
     assert good is not None and good[1]["step"] >= 2
     assert not list((run / "checkpoints").glob(".attempt*")), "the failed attempt gave its room back"
 
@@ -385,7 +386,7 @@ def test_weights_hash_is_of_the_values_not_of_the_layout(tmp_path: Path) -> None
             files[name] = {"size": size, "sha256": digest}
             chunks.append({"file": name, "offset": [low, 0], "shape": [high - low, 4]})
         tensors = {"model.w": {"shape": [5, 4], "dtype": "float32", "chunks": chunks}}
-        checkpoint.write_manifest(folder, {"format": "dtrain-1", "step": 1, "files": files, "tensors": tensors})
-        hashes.add(checkpoint.weights_sha256(folder))
+        store.write_manifest(folder, {"format": "dtrain-1", "step": 1, "files": files, "tensors": tensors})
+        hashes.add(store.weights_sha256(folder))
     assert len(hashes) == 1
     shutil.rmtree(tmp_path / "0")

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain import layouts, writers
-from dtrain.saving import Saver
-from dtrain.writers import Entry, Part
+from dtrain.checkpoint import layouts, writers
+from dtrain.checkpoint.background import Saver
+from dtrain.checkpoint.writers import Entry, Part
 
 
 def delivered(parcels: dict[int, dict[int, Any]]) -> dict[int, dict[int, Any]]:

@@ -16,10 +16,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from dtrain import init_from
-from dtrain.models import hf
-from dtrain.shards import Chunk
-from dtrain.weights import HuggingFace
+from dtrain.checkpoint.initial_weights import HuggingFace
+from dtrain.formats import huggingface, huggingface_folder
+from dtrain.util.dtensor import Chunk
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 4},
@@ -40,12 +39,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def make(folder: Path, kind: str) -> dict[str, Any]:
     """A whole folder in two files; the settings of our model for it."""
-    family, config = hf.FAMILIES[kind], {"model_type": kind, **CONFIGS[kind]}
+    family, config = huggingface.FAMILIES[kind], {"model_type": kind, **CONFIGS[kind]}
     settings = family.settings(config)
     state = {}
     for i, name in enumerate(family.needed(settings)):
-        shape = hf.shape_of(name, settings)
-        shape = shape if family.change(name) == hf.SAME else shape[::-1]
+        shape = huggingface.shape_of(name, settings)
+        shape = shape if family.change(name) == huggingface.SAME else shape[::-1]
         state[family.full(name)] = np.full(shape, i + 0.5, np.float32)
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -53,13 +52,13 @@ def make(folder: Path, kind: str) -> dict[str, Any]:
     for i, part in enumerate((names[::2], names[1::2]), 1):
         save_file({name: state[name] for name in part}, folder / f"model-{i}.safetensors")
         places |= dict.fromkeys(part, f"model-{i}.safetensors")
-    (folder / init_from.INDEX).write_text(json.dumps({"weight_map": places}))
+    (folder / huggingface_folder.INDEX).write_text(json.dumps({"weight_map": places}))
     return {"_target_": family.target, "dropout": 0.0, "seq_len": 4, "task": "mlm", **settings}
 
 
 def refused(folder: Path, model: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as caught:
-        init_from.check_folder(folder, model)
+        huggingface_folder.check_folder(folder, model)
     message = str(caught.value)
     assert message.startswith("init_from=") and "\n  fix: " in message and words in message, message[:500]
     assert len(message) < 1500
@@ -71,15 +70,15 @@ ODD = (0, -1, True, "8", None, [8], {}, 1.5, 1e30, 10**30, float("nan"))
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_sizes_that_no_model_has(kind: str, tmp_path: Path) -> None:
     model = make(tmp_path, kind)
-    init_from.check_folder(tmp_path, model)
+    huggingface_folder.check_folder(tmp_path, model)
     config = json.loads((tmp_path / "config.json").read_text())
-    for key in [key for key, _ in hf.FAMILIES[kind].sizes.values()]:
+    for key in [key for key, _ in huggingface.FAMILIES[kind].sizes.values()]:
         for value in ODD:
             if (key, value) in (("num_key_value_heads", None), ("tie_word_embeddings", True), ("rms_norm_eps", 1.5)):
                 continue  # as many as there are heads; other models
             (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
             refused(tmp_path, model, f"its config.json says {key}=")
-    (tmp_path / "config.json").write_text(json.dumps(config | {hf.FAMILIES[kind].sizes["num_heads"][0]: 3}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {huggingface.FAMILIES[kind].sizes["num_heads"][0]: 3}))
     refused(tmp_path, model, "3 attention heads")
 
 
@@ -105,11 +104,11 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     model = make(folder, "gpt2")
     (tmp_path / "outside.safetensors").write_bytes((folder / "model-1.safetensors").read_bytes())
-    index = json.loads((folder / init_from.INDEX).read_text())
+    index = json.loads((folder / huggingface_folder.INDEX).read_text())
     one = next(iter(index["weight_map"]))
 
     def with_index(value: Any, words: str) -> None:
-        (folder / init_from.INDEX).write_text(value if isinstance(value, str) else json.dumps(value))
+        (folder / huggingface_folder.INDEX).write_text(value if isinstance(value, str) else json.dumps(value))
         refused(folder, model, words)
 
     for odd in ("../outside.safetensors", str(tmp_path / "outside.safetensors"), 1, None, ["model-1.safetensors"]):
@@ -118,7 +117,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         with_index({"weight_map": index["weight_map"] | {one: odd}}, "")
     for text in ("[" * 10**5, '{"weight_map": ' * 10**4, '{"a": 1, "a": 2}', "[]", "{}", '{"weight_map": [1]}'):
         with_index(text, "model.safetensors.index.json")
-    sparse(folder / init_from.INDEX, b"{", 20 * 2**30)
+    sparse(folder / huggingface_folder.INDEX, b"{", 20 * 2**30)
     refused(folder, model, "has more than")
     with_index(index["weight_map"] and {"weight_map": index["weight_map"] | {one: "model-2.safetensors"}}, "in no file")
 
@@ -136,7 +135,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     whole = part.read_bytes()
     part.unlink()
     part.symlink_to(tmp_path / "outside.safetensors")  # as in a cache of the Hub
-    init_from.check_folder(tmp_path / "again", model)
+    huggingface_folder.check_folder(tmp_path / "again", model)
     part.unlink()
     sparse(part, whole[:8], 20 * 2**30)
     refused(tmp_path / "again", model, "model-1.safetensors is no safetensors file")
@@ -195,7 +194,7 @@ def loaded(folder: Path, model: dict[str, Any]) -> dict[str, np.ndarray]:
     source = HuggingFace(folder, model)
     made = {}
     for name in source.family.needed(model):
-        wanted = hf.shape_of(name, model)
+        wanted = huggingface.shape_of(name, model)
         if source.shape(name, wanted) == wanted:
             values = torch.empty(wanted)
             source.read(name, Chunk(values, wanted, (0,) * len(wanted)))
@@ -232,7 +231,7 @@ def test_a_mutated_folder_is_refused_or_gives_what_it_holds(
                 continue
             accepted += 1
             held = {k: v for part in (1, 2) for k, v in load_file(folder / f"model-{part}.safetensors").items()}
-            family = hf.FAMILIES[kind]
+            family = huggingface.FAMILIES[kind]
             held = {family.bare(name): values for name, values in held.items()}
             for name, values in made.items():
                 there = held[family.bare(name)]

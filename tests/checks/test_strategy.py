@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.hardware import CPU_FP16
-from dtrain.strategies import rules
+from dtrain.checks import strategy as rules
+from dtrain.config.hardware import CPU_FP16
+from dtrain.strategies import stage_layout
 from tests.world import make_run
 
 REFUSED = [
@@ -88,7 +89,7 @@ def test_deepspeed_in_fp16_needs_a_cpu_for_it(
 
 
 def test_a_pipeline_needs_a_gpu_for_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dtrain.config.count_gpus", lambda: 1)
+    monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 1)
     with pytest.raises(ValueError, match="gloo, which passes no GPU tensors"):
         make_run(tmp_path / "run", "model.num_layers=4", "cluster.processes=2", "strategy=pipeline")
     with pytest.raises(ValueError, match="crashed under it"):
@@ -98,7 +99,7 @@ def test_a_pipeline_needs_a_gpu_for_every_rank(tmp_path: Path, monkeypatch: pyte
 def test_what_is_not_installed_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: None)
     for strategy, package in (("zero2", "deepspeed"), ("fairscale", "fairscale")):
-        section = {"_target_": f"dtrain.strategies.{strategy.rstrip('123')}.X"}
+        section = {"_target_": f"dtrain.strategies.{package}.X"}
         config = {"strategy": section, "model": {}, "choices": {"strategy": strategy}}
         fix = re.escape(f"pip install 'dtrain[{package}]'")
         with pytest.raises(ValueError, match=f"strategy={strategy}: {package} is not installed\n  fix: {fix}"):
@@ -110,7 +111,7 @@ def test_what_is_not_installed_says_how_to_get_it(tmp_path: Path, monkeypatch: p
 
 @given(st.integers(1, 8), st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", "zbv"]), st.integers(2, 4))
 def test_every_stage_is_on_one_rank(pp: int, schedule: str, stages_per_rank: int) -> None:
-    held = [rules.stages_of_rank(rank, pp, schedule, stages_per_rank) for rank in range(pp)]
+    held = [stage_layout.stages_of_rank(rank, pp, schedule, stages_per_rank) for rank in range(pp)]
     assert len({total for _, total in held}) == 1
     assert sorted(i for stages, _ in held for i in stages) == list(range(held[0][1]))
 
@@ -124,7 +125,7 @@ def test_balance_makes_the_largest_stage_as_small_as_it_can_be(
     def largest(bounds: list[tuple[int, int]]) -> int:
         return max(sum(layers[a:b]) + (first if a == 0 else 0) + (last if b == len(layers) else 0) for a, b in bounds)
 
-    bounds = rules.balance(layers, first, last, num_stages)
+    bounds = stage_layout.balance(layers, first, last, num_stages)
     assert [a for a, _ in bounds] == [0, *(b for _, b in bounds[:-1])] and bounds[-1][1] == len(layers)
     assert len(bounds) == num_stages and all(a < b for a, b in bounds)
     cuts = itertools.combinations(range(1, len(layers)), num_stages - 1)

@@ -9,21 +9,24 @@ import re
 from pathlib import Path
 from typing import Any
 
-import hydra
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from dtrain import arguments, explain, validate
-from dtrain.config import CONF, RECIPES, flatten
+from dtrain.checks import validate
+from dtrain.checks.resume import FREE_ON_RESUME, check_resume
+from dtrain.checks.validate import LINEAR_LAYERS
+from dtrain.config import files
+from dtrain.config.build import build
+from dtrain.config.files import CONF, RECIPES, flatten, options_of
+from dtrain.config.mesh import MeshSizes, batch_sizes
+from dtrain.config.ranges import AT_LEAST, AT_MOST, LESS_THAN, MORE_THAN
+from dtrain.config.schema import REQUIRED, check_section, fits, signature
 from dtrain.data.tokens import prepare
-from dtrain.mesh import MeshSizes
-from dtrain.ranges import AT_LEAST, AT_MOST, LESS_THAN, MORE_THAN
-from dtrain.resume import FREE_ON_RESUME, check_resume
-from dtrain.schema import REQUIRED, check_section, fits, signature, unknown
-from dtrain.validate import batch_sizes
-from tests.test_config import compose
+from dtrain.errors import unknown
+from dtrain.launch import arguments
+from tests.config.test_files import compose
 
 OPTIONS = sorted(CONF.glob("*/*.yaml"))
 IDS = [f"{path.parent.name}={path.stem}" for path in OPTIONS]
@@ -32,7 +35,7 @@ IDS = [f"{path.parent.name}={path.stem}" for path in OPTIONS]
 @pytest.fixture(autouse=True)
 def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dtrain.config.count_gpus", lambda: 0)
+    monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 0)
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +114,7 @@ def test_every_option_composes_and_validates(path: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("path", OPTIONS, ids=IDS)
 def test_a_typo_in_any_option_is_found(path: Path) -> None:
     """So no option's constructor swallows what it does not know, and the signature reader reads them all."""
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        section = OmegaConf.to_container(hydra.compose("config", [f"{path.parent.name}={path.stem}"])[path.parent.name])
-    assert isinstance(section, dict)
+    section = files.section(path.parent.name, path.stem)
     with pytest.raises(ValueError, match=rf"{path.parent.name}\.zzz: there is no such setting"):
         check_section(path.parent.name, {"zzz": 1} | section, [])
 
@@ -127,8 +128,9 @@ def test_every_recipe_validates(path: Path) -> None:
 # ---- the signature reader ------------------------------------------------------------------------------------
 
 TORCH_FREE = [
-    "dtrain.schedule.constant", "dtrain.schedule.linear", "dtrain.schedule.cosine", "dtrain.launchers.local.Local",
-    "dtrain.loggers.Wandb", "dtrain.loggers.NoLogger", "dtrain.data.text.Text", "dtrain.data.tokens.Tokens",
+    "dtrain.optim.schedule.constant", "dtrain.optim.schedule.linear", "dtrain.optim.schedule.cosine",
+    "dtrain.launch.local.Local",
+    "dtrain.train.loggers.Wandb", "dtrain.train.loggers.NoLogger", "dtrain.data.text.Text", "dtrain.data.tokens.Tokens",
     "dtrain.data.stdlib.Stdlib", "dtrain.data.synthetic.Synthetic",
 ]  # fmt: skip
 
@@ -151,7 +153,7 @@ def test_the_signature_read_from_source_is_the_real_one(target: str) -> None:
 def test_the_signature_reader_reads_awkward_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine_xyz.py").write_text(
         "import nothing_that_exists\n"
-        "from dtrain.loggers import Wandb as W\n"
+        "from dtrain.train.loggers import Wandb as W\n"
         "from subprocess import Popen\n"
         "class Plain: pass\n"
         "class Base:\n    def __init__(self, a): ...\n"
@@ -167,7 +169,7 @@ def test_the_signature_reader_reads_awkward_sources(tmp_path: Path, monkeypatch:
     assert signature("mine_xyz.keyword", "x", trust) == {
         "a": ("", REQUIRED), "b": ("int", "1"), "c": ("str", REQUIRED), "d": ("", "None")
     }  # fmt: skip
-    assert signature("mine_xyz.W", "x", trust) == signature("dtrain.loggers.Wandb", "x")
+    assert signature("mine_xyz.W", "x", trust) == signature("dtrain.train.loggers.Wandb", "x")
     for target in ("mine_xyz.Popen", "mine_xyz.nothing_that_exists", "mine_xyz.nope", "mine_xyz", "mine_abc.X"):
         with pytest.raises(ValueError, match=rf"model\._target_=(subprocess|{target.partition('.')[0]}).*\n  fix: "):
             signature(target, "model._target_", trust)
@@ -347,7 +349,7 @@ def test_what_is_taken_out_is_missed(base: dict[str, Any], key: str) -> None:
     ],
 )  # fmt: skip
 def test_did_you_mean(typed: str, meant: str) -> None:
-    text = str(unknown(typed, explain.known_settings()))
+    text = str(unknown(typed, files.known_settings()))
     assert text.startswith(f"{typed}: there is no such setting\n  fix: did you mean {meant}")
 
 
@@ -477,3 +479,17 @@ def test_adapters_of_layers_that_there_are(model: str, names: str) -> None:
     with pytest.raises(ValueError, match=r"lora.targets=\['qq'\]: .*no linear layer") as error:
         compose(f"model={model}", "lora.rank=2", "lora.targets=[qq]", "cluster.processes=1")
     assert all(name in str(error.value) for name in names.split())
+
+
+def test_the_table_of_linear_layers_is_that_of_the_models() -> None:
+    import torch
+    from torch import nn
+
+    found: dict[str, set[str]] = {}
+    for option in options_of("model"):
+        section = files.section("model", option)
+        with torch.device("meta"):
+            model = build(section | ({"num_layers": 2} if "num_layers" in section else {}), [])
+        names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        found.setdefault(section["_target_"], set()).update(names)
+    assert found == {target: set(names) for target, names in LINEAR_LAYERS.items()}

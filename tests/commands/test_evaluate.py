@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from dtrain.cli import main
-from dtrain.config import build
-from dtrain.evaluate import evaluate
-from dtrain.sample import load_model
+from dtrain.commands.evaluate import evaluate
+from dtrain.config.build import build
+from dtrain.inference.sample import load_model
 from tests.world import make_run, summary, train
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from dtrain import logs
-from dtrain.cancel import main as cancel_main
-from dtrain.logs import main as logs_main
-from dtrain.records import load
-from dtrain.status import main as status_main
+from dtrain.commands import logs
+from dtrain.commands.cancel import main as cancel_main
+from dtrain.commands.logs import main as logs_main
+from dtrain.commands.status import main as status_main
+from dtrain.runs.record import load
 from tests import rundirs
 from tests.patience import patience
 from tests.rundirs import HERE, LOCAL, Fakes, job, list_runs, make, note, row

@@ -3,20 +3,26 @@
 import functools
 import importlib
 import inspect
+import itertools
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from dtrain import config as config_module
-from dtrain import explain, launch
-from dtrain.config import CONF, SECRET, allowed, bad, build, count_gpus, fingerprint, flatten, load, locate, save
+from dtrain.config import files
+from dtrain.config.build import allowed, build, locate, untrusted
+from dtrain.config.files import CONF, SECRET, flatten, read_yaml, yaml_loader
+from dtrain.config.hardware import count_gpus
+from dtrain.config.run_file import fingerprint, load, save
+from dtrain.errors import bad
+from dtrain.launch import app as launch
+from dtrain.launch.compose import hydra_config
 
 # yaml has no control characters
 texts = st.text(st.characters(exclude_categories=("Cc", "Cs", "Zl", "Zp")), max_size=8)
@@ -31,8 +37,7 @@ trees = st.dictionaries(
 def compose(*overrides: str) -> dict[str, Any]:
     """What the launcher would write to config.yaml, without starting anything."""
     OmegaConf.register_new_resolver("dtrain.slug", launch.slug, replace=True)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return launch.resolve(hydra_compose("config", list(overrides), return_hydra_config=True))
+    return launch.resolve(hydra_config(overrides))
 
 
 # ---- flatten -------------------------------------------------------------------------------------------------
@@ -75,7 +80,10 @@ def test_a_name_is_allowed_by_its_whole_first_parts(trust: list[str], parts: lis
     assert not allowed(f"dtrain.{target}", [*trust, "dtrain"]), "of dtrain's own: what conf/ names, and no more"
 
 
-TORCH_FREE = ["cli", "config", "launch", "launchers.local", "mesh", "runs", "validate"]
+TORCH_FREE = [
+    "cli", "config.files", "config.build", "launch.app", "launch.local", "config.mesh", "commands.runs",
+    "checks.validate",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("module_name", TORCH_FREE)
@@ -94,9 +102,9 @@ def test_nothing_that_a_module_merely_imported_can_be_reached_through_it(module_
 @pytest.mark.parametrize(
     "target",
     [
-        "os.system", "builtins.eval", "eval", "", "dtrain", "dtrain.launchers.local.subprocess.Popen",
-        "dtrain.launchers.local.os.system", "dtrain.config.importlib.import_module", "dtrainer.evil",
-        "dtrain.nowhere.X", "dtrain.config.nothing", "dtrain.schedule.cosine.__globals__",
+        "os.system", "builtins.eval", "eval", "", "dtrain", "dtrain.launch.local.subprocess.Popen",
+        "dtrain.launch.local.os.system", "dtrain.config.files.importlib.import_module", "dtrainer.evil",
+        "dtrain.nowhere.X", "dtrain.config.files.nothing", "dtrain.optim.schedule.cosine.__globals__",
     ],
 )  # fmt: skip
 def test_a_target_outside_is_refused_and_not_called(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,18 +125,18 @@ def test_trust_opens_a_module_and_no_other() -> None:
 def test_a_hint_names_the_users_own_file_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine_pqr.py").write_text("raise SystemExit('was imported')")
     monkeypatch.chdir(tmp_path)
-    hint = str(config_module.untrusted("model._target_", "mine_pqr.Net", ["json"]))
+    hint = str(untrusted("model._target_", "mine_pqr.Net", ["json"]))
     assert f"trust=[json,mine_pqr] if that module is yours ({tmp_path}" in hint
-    for target in ("os.system", "torch.load", "nowhere_pqr.X", "yaml.load", "dtrain.config.build", "sys.exit"):
-        assert target.partition(".")[0] + "]" not in str(config_module.untrusted("model._target_", target, []))
+    for target in ("os.system", "torch.load", "nowhere_pqr.X", "yaml.load", "dtrain.config.build.build", "sys.exit"):
+        assert target.partition(".")[0] + "]" not in str(untrusted("model._target_", target, []))
 
 
 def test_build_binds_and_calls_as_conf_says() -> None:
-    from dtrain.schedule import linear
+    from dtrain.optim.schedule import linear
 
-    node = OmegaConf.create({"n": 3, "s": {"_target_": "dtrain.schedule.linear", "warmup_steps": "${n}"}})
+    node = OmegaConf.create({"n": 3, "s": {"_target_": "dtrain.optim.schedule.linear", "warmup_steps": "${n}"}})
     assert build(node.s)(1, 10) == linear(1, 10, 3), "bound, whether the file says so or not"
-    assert build({"_target_": "dtrain.schedule.linear", "_partial_": False}, steps=10)(1) == linear(1, 10)
+    assert build({"_target_": "dtrain.optim.schedule.linear", "_partial_": False}, steps=10)(1) == linear(1, 10)
     assert build(None) is None
     for none in ({}, {"a": 1}, [], "x", 1, {"_target_": ["os.system"]}):
         with pytest.raises(ValueError, match="must name what to build"):
@@ -152,7 +160,7 @@ def test_what_is_no_secret_is_not_taken_for_one(key: str) -> None:
 
 
 def test_every_setting_that_exists_is_no_secret() -> None:
-    assert [key for key in explain.known_settings() if SECRET.search(key)] == []
+    assert [key for key in files.known_settings() if SECRET.search(key)] == []
 
 
 @settings(max_examples=40)
@@ -175,7 +183,7 @@ def test_the_fingerprint_is_of_the_values(tmp_path: Path) -> None:
 
 def test_what_the_launcher_writes_is_complete_and_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dtrain.config.count_gpus", lambda: 0)
+    monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 0)
     config = compose("strategy=fsdp", "model.seq_len=64")
     assert "${" not in str(config)
     assert config["data"]["seq_len"] == 64
@@ -199,7 +207,7 @@ def test_what_the_launcher_writes_is_complete_and_resolved(tmp_path: Path, monke
 )  # fmt: skip
 def test_count_gpus(present: int, visible: str | None, want: int, monkeypatch: pytest.MonkeyPatch) -> None:
     devices = [Path(f"/dev/nvidia{i}") for i in range(present)] + [Path("/dev/nvidiactl"), Path("/dev/nvidia-uvm")]
-    monkeypatch.setattr(config_module.Path, "glob", lambda self, pattern: iter(devices))
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(devices))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -208,3 +216,29 @@ def test_count_gpus(present: int, visible: str | None, want: int, monkeypatch: p
 
 def test_a_refusal_names_setting_value_rule_and_fix() -> None:
     assert str(bad("a.b", None, "must be 1", "a.b=1")) == "a.b=null: must be 1\n  fix: a.b=1"
+
+
+# ---- yaml ----------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.floats(allow_nan=False, allow_infinity=False), st.integers(-9, 9), st.sampled_from(["{}e{}", "{}E{}", "{}.e{}"])
+)
+def test_numbers_in_files_are_read_as_omegaconf_reads_them(number: float, power: int, form: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.yaml"
+        path.write_text(f"a: {number!r}\nb: {form.format(int(number) % 100, power)}\nc: 1e5x\nd: 7\n")
+        assert repr(read_yaml(path)) == repr(OmegaConf.to_container(OmegaConf.load(path)))
+
+
+def test_every_file_reads_alike_with_both_readers() -> None:
+    for path in itertools.chain(CONF.glob("*.yaml"), CONF.glob("*/*.yaml")):
+        assert repr(read_yaml(path)) == repr(OmegaConf.to_container(OmegaConf.load(path))), path
+
+
+def test_without_libyaml_it_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = {path: read_yaml(path) for path in CONF.glob("model/*.yaml")}
+    yaml_loader.cache_clear()
+    monkeypatch.delattr(yaml, "CSafeLoader", raising=False)
+    assert {path: read_yaml(path) for path in fast} == fast
+    yaml_loader.cache_clear()

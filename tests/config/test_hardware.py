@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dtrain import hardware
-from dtrain.compose import compose
-from dtrain.config import CONF, section
-from dtrain.hardware import CPU_FP16, Hardware, detect, driver_name, load, option_of, smi_name
+from dtrain.config import hardware
+from dtrain.config.files import CONF, section
+from dtrain.config.hardware import CPU_FP16, Hardware, detect, driver_name, load, option_of, smi_name
+from dtrain.launch.compose import compose
 
 FILES = sorted(path.stem for path in (CONF / "hardware").glob("*.yaml"))
 SETTINGS = set(inspect.signature(Hardware).parameters)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.mesh import MeshSizes, resolve
+from dtrain.config.mesh import MeshSizes, resolve
 
 AXES = ("pp", "dp", "tp")
 sizes = st.integers(-3, 9)

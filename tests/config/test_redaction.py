@@ -10,17 +10,19 @@ from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from dtrain.cli import main
-from dtrain.redaction import check, check_arguments, hidden, hide, redact, secrets
-from dtrain.rundir import read_json, write_json
+from dtrain.config.redaction import check, check_arguments, hidden, hide, redact, secrets
+from dtrain.launch.app import Gate
+from dtrain.runs.folder import read_json, write_json
 from tests.world import ROOT, SMALL
 
 CANARY = "canary/7d1f'5b9e"  # with what shells, JSON and folder names escape
 NAMES = ("WANDB_API_KEY", "HF_TOKEN", "DB_PASSWORD", "AWS_SECRET_ACCESS_KEY", "MY_CREDENTIALS")
 TINY = [*SMALL, "cluster.processes=1", "train.steps=2", "data=synthetic", "data.num_samples=64"]
 LAUNCH = [sys.executable, str(ROOT / "launch.py"), *TINY]
-EVIL = {"_target_": "dtrain.comm.starters.local_starter", "nodes": ["here"], "tasks_per_node": 1, "env": {}}
+EVIL = {"_target_": "dtrain.preflight.start.local_starter", "nodes": ["here"], "tasks_per_node": 1, "env": {}}
 
 
 @pytest.fixture(autouse=True)
@@ -92,15 +94,22 @@ def test_a_run_and_all_that_reads_it_leak_nothing_and_run_nothing(
         ["name=${oc.decode:'${oc.env:HF_TOKEN}'}", *slurm],
         ["run_dir=out/${oc.env:DB_PASSWORD}"],
         ["cluster.account=${oc.env:HF_TOKEN}", *slurm],
+        ["resume_allow=[${oc.env:PLAIN}]", "run_dir=new", "dry_run=true"],  # known once it is composed
         ["train.steps=${oc.env:HF_TOKEN}"],
         ["-m", "train.seed=1,2", "hydra.sweep.dir=m/${oc.env:HF_TOKEN}"],
         ["logger=wandb", "logger.project=${oc.env:MY_CREDENTIALS}"],
         [f"name=\"{CANARY}0\"", *slurm],
         ["--cfg", "job", "--resolve", "name=${oc.env:WANDB_API_KEY}"],
     ]  # fmt: skip
+    monkeypatch.setenv("PLAIN", f"{CANARY}1")  # a secret under a name that does not say so
     for words in typed:
         assert main(["launch", *SMALL, *words]) == 2, words
         assert "fix: " in capfd.readouterr().err, words
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere" / f"{CANARY}0"
+    elsewhere.mkdir(parents=True)
+    monkeypatch.chdir(elsewhere)  # a run folder would have the secret in its path
+    assert main(["launch", *SMALL, "run_dir=new", "dry_run=true"]) == 2 and "run_dir" in capfd.readouterr().err
+    monkeypatch.chdir(tmp_path)
     for word in ("name", "lora.targets"):
         tree: Any = {}
         for key in reversed(word.split(".")):
@@ -143,7 +152,7 @@ def test_a_run_and_all_that_reads_it_leak_nothing_and_run_nothing(
         assert "trust" not in out + err and "resume=" in out
     # a rank of a folder that was changed after the launch
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    code = f"from pathlib import Path; from dtrain import train; raise SystemExit(train.main(Path({str(run)!r})))"
+    code = f"from pathlib import Path; from dtrain.train import loop; raise SystemExit(loop.main(Path({str(run)!r})))"
     rank = subprocess.run([sys.executable, "-c", code], env=os.environ | ranks, capture_output=True, text=True)
     assert rank.returncode == 2 and "model._target_=os.system" in rank.stderr, rank
     assert not flag.exists() and not Path("new").exists()
@@ -153,25 +162,34 @@ def test_a_run_and_all_that_reads_it_leak_nothing_and_run_nothing(
     clean(tmp_path, done.stdout, done.stderr, refused.stderr, rank.stderr, out.out, out.err)
 
 
+def test_a_search_that_knows_no_point_yet_refuses_a_secret_in_its_folder() -> None:
+    search = OmegaConf.create({"hydra": {"sweep": {"dir": f"m/{CANARY}0"}, "sweeper": {"_target_": "a.Search"}}})
+    with pytest.raises(SystemExit) as stopped:
+        Gate().on_multirun_start(search)
+    assert "hydra.sweep.dir" in str(stopped.value.__cause__)
+
+
 def test_every_place_that_shows_or_writes_something_hides_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Each place by itself: a message of the user's own code, or of a library, may hold one."""
     from types import SimpleNamespace
 
-    from dtrain import config, console, loggers
-    from dtrain.comm import profile
-    from dtrain.launchers import batch
+    from dtrain.config import run_file
+    from dtrain.launch import slurm_job
+    from dtrain.preflight import network_env
+    from dtrain.train import loggers
+    from dtrain.ui import console
 
     text, said = f"a {CANARY}0 b", []
     console.print_error(text)
     console.say(console.stdout_console(), text, (text, "red"))
-    batch.say(text)
+    slurm_job.say(text)
     out, err = capfd.readouterr()
     assert out.count("a <redacted> b") == 3 and err.count("a <redacted> b") == 1 and "7d1f" not in out + err
-    assert profile.quote(text) == "'a <redacted> b'"
+    assert network_env.quote(text) == "'a <redacted> b'"
 
-    config.save(tmp_path, {"name": text, "list": [{"x": text}]})
+    run_file.save(tmp_path, {"name": text, "list": [{"x": text}]})
     assert (tmp_path / "config.yaml").read_text().count("a <redacted> b") == 2
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: said.append(given["config"])))
@@ -180,8 +198,8 @@ def test_every_place_that_shows_or_writes_something_hides_secrets(
 
     (tmp_path / "logs").mkdir()
     log = (
-        "import logging, sys; from pathlib import Path; from dtrain import worker\n"
-        "worker.redirect_output(Path('.'), 0)\n"
+        "import logging, sys; from pathlib import Path; from dtrain.train import process\n"
+        "process.redirect_output(Path('.'), 0)\n"
         "try: raise ValueError(sys.argv[1])\n"
         "except ValueError: logging.getLogger('mine').exception('it broke: %s', sys.argv[1])\n"
     )

@@ -19,15 +19,19 @@ from typing import Any
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from dtrain import arguments, config, launch, schema
 from dtrain.cli import main
-from dtrain.config import CONF, GROUPS, build, flatten
-from dtrain.explain import options_of
-from dtrain.sample import load_model
+from dtrain.config import files as config
+from dtrain.config import run_file, schema
+from dtrain.config.build import build, typed_trust
+from dtrain.config.files import CONF, GROUPS, flatten, options_of
+from dtrain.config.hydra_errors import MISTAKES, explain
+from dtrain.inference.sample import load_model
+from dtrain.launch import app as launch
+from dtrain.launch import arguments
+from dtrain.launch.compose import hydra_config
+from tests.patience import patience
 from tests.world import SMALL
 
 CANARY = "canary-5f0c1d77"
@@ -50,18 +54,18 @@ def code(flag: Path) -> list[dict[str, Any]]:
     system = {"_target_": "os.system", "command": f"touch {flag}"}
     node = {"nodes": ["here"], "tasks_per_node": 1, "env": {}, "log": f"{flag}.log"}
     return [
-        {"_target_": "dtrain.comm.starters.local_starter", "argv": touch, **node},
-        {"_target_": "dtrain.comm.preflight.local_starter", "argv": touch, **node},
+        {"_target_": "dtrain.preflight.start.local_starter", "argv": touch, **node},
+        {"_target_": "dtrain.preflight.run.local_starter", "argv": touch, **node},
         system,
         {"_target_": "subprocess.Popen", "args": touch},
         {"_target_": "builtins.eval", "_args_": [f"open({str(flag)!r}, 'w')"]},
         {"_target_": "importlib.import_module", "name": "antigravity"},
         {"_target_": "functools.partial", "_partial_": True, "func": system},
-        {"_target_": "dtrain.config.build", "section": system, "trust": ["os"]},
-        {"_target_": "dtrain.config.locate", "target": "os.system", "trust": ["os"]},
-        {"_target_": "dtrain.comm.starters.main", "argv": ["1", *touch]},
-        {"_target_": "dtrain.launchers.local.subprocess.Popen", "args": touch},
-        {"_target_": "dtrain.losses.own", "_recursive_": True, "more": system},
+        {"_target_": "dtrain.config.build.build", "section": system, "trust": ["os"]},
+        {"_target_": "dtrain.config.build.locate", "target": "os.system", "trust": ["os"]},
+        {"_target_": "dtrain.preflight.start.main", "argv": ["1", *touch]},
+        {"_target_": "dtrain.launch.local.subprocess.Popen", "args": touch},
+        {"_target_": "dtrain.models.losses.own", "_recursive_": True, "more": system},
         {"_target_": "torch.load", "f": str(flag), "weights_only": False},
         {"_target_": ["os.system"], "command": f"touch {flag}"},
         {"plain": [{"deep": [system]}]},
@@ -123,11 +127,9 @@ class World:
         self.flag, self.folder, self.run = folder / "flag", folder, folder / "run"
         OmegaConf.register_new_resolver("dtrain.slug", launch.slug, replace=True)
         words = [*SMALL, "cluster.processes=1", f"run_dir={folder}/new"]
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            self.cfg = compose("config", words, return_hydra_config=True)
-        HydraConfig.instance().set_config(self.cfg)
+        self.cfg = hydra_config(words)
         self.run.mkdir()
-        config.save(self.run, launch.resolve(self.cfg) | {"run_dir": str(self.run)})
+        run_file.save(self.run, launch.resolve(self.cfg) | {"run_dir": str(self.run)})
         self.config: dict[str, Any] = yaml.safe_load((self.run / "config.yaml").read_text())
 
     def merged(self, group: str, name: str) -> DictConfig:
@@ -159,7 +161,7 @@ class World:
 
     def as_rank(self, tree: Any) -> None:
         (self.run / "config.yaml").write_text(yaml.safe_dump(tree))
-        cfg = config.Settings(config.completed(config.load(self.run)) | {"trust": config.typed_trust()})
+        cfg = run_file.Settings(run_file.completed(run_file.load(self.run)) | {"trust": typed_trust()})
         schema.check_run(cfg, cfg.trust, GROUPS)
         build(cfg.schedule, cfg.trust, steps=1)
         build(cfg.optim, cfg.trust, global_batch_size=1)
@@ -175,19 +177,22 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield World(folder)
 
 
+class TooLate(BaseException):
+    """No answer in 10 s. Not an Exception: the code under test turns some of those into a refusal."""
+
+
 def attempt(ask: Any, tree: Any) -> str:
     """The refusal, or "" when it was taken; any other exception, or 10 s without an answer, is a failure."""
 
     def too_long(number: int, frame: object) -> None:
-        raise TimeoutError("no answer in 10 s")
+        raise TooLate
 
     before = signal.signal(signal.SIGALRM, too_long)
-    signal.alarm(10)
+    signal.alarm(round(patience(10)))
     try:
         ask(tree)
-    except launch.MISTAKES as error:
-        assert not isinstance(error, TimeoutError), tree
-        return launch.explain(error)
+    except MISTAKES as error:
+        return explain(error)
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
@@ -239,7 +244,7 @@ def fuzz(world: World, seed: int, count: int) -> None:
 
 
 def test_nothing_in_a_file_runs_or_reads_the_environment(world: World) -> None:
-    fuzz(world, seed=20, count=400)
+    fuzz(world, seed=20, count=200)
 
 
 @pytest.mark.slow
@@ -309,7 +314,7 @@ def test_a_small_file_cannot_fill_memory_or_take_for_ever(
 
 def test_a_recipe_may_still_refer_to_other_settings_and_to_what_conf_has(world: World) -> None:
     for tree in (
-        {"train": {"eval_every": "${train.log_every}"}, "optim": {"_target_": "dtrain.optim.sgd", "betas": None}},
+        {"train": {"eval_every": "${train.log_every}"}, "optim": {"_target_": "dtrain.optim.build.sgd", "betas": None}},
         {"name": "${hydra:runtime.choices.model}-${hydra:runtime.choices.strategy}"},
         {"data": {"seq_len": "${model.seq_len}"}, "defaults": [{"override /model": "gpt2-tiny"}, "_self_"]},
     ):
@@ -347,7 +352,7 @@ def test_a_runs_choices_are_names(option: Any, world: World) -> None:
     ],
 )  # fmt: skip
 def test_a_search_space_in_a_recipe_types_no_more_than_a_recipe_may(word: str, world: World, tmp_path: Path) -> None:
-    from dtrain.search import read_request
+    from dtrain.commands.search import read_request
 
     file = tmp_path / "theirs.yaml"
     file.write_text(yaml.safe_dump({"search": {"space": [word]}}))
@@ -363,7 +368,7 @@ def test_a_resolver_cannot_be_put_together_from_harmless_parts(setting: str, wor
 
 
 def test_what_ranks_would_not_read_is_refused_by_the_launcher() -> None:
-    from dtrain.untrusted_config import LONGEST, MOST_IN_A_RUN, check_own
+    from dtrain.config.untrusted import LONGEST, MOST_IN_A_RUN, check_own
 
     check_own({"data": {"files": ["x"] * 2500}, "name": "x" * LONGEST})
     with pytest.raises(ValueError, match=r"data\.files=….*items"):
@@ -372,23 +377,36 @@ def test_what_ranks_would_not_read_is_refused_by_the_launcher() -> None:
         check_own({"name": "x" * (LONGEST + 1)})
 
 
-NESTED = {"_target_": "dtrain.comm.starters.local_starter"}
+def test_the_launcher_asks_whether_ranks_would_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", *SMALL, f"name={'x' * 5000}", "run_dir=run"]) == 2
+    assert "name=…" in (err := capsys.readouterr().err) and "characters" in err and not Path("run").exists()
+
+
+ADAMW = "dtrain.optim.build.adamw"
+NESTED = {"_target_": "dtrain.preflight.start.local_starter"}
 
 
 @pytest.mark.parametrize(
     ("tree", "setting"),
     [
-        ({"optim": {"_target_": "dtrain.optim.adamw", "named_parameters": NESTED}}, "optim.named_parameters._target_"),
+        ({"optim": {"_target_": ADAMW, "named_parameters": NESTED}}, "optim.named_parameters._target_"),
         ({"train": {"steps": [{"deep": NESTED}]}}, "train.steps.deep._target_"),
         ({"model": NESTED}, "model._target_"),  # of dtrain's, and no model
-        ({"_target_": "dtrain.optim.adamw"}, "_target_"),
-        ({"optim": {"_target_": "dtrain.optim.adamw", "_args_": []}}, "optim._args_"),
+        ({"_target_": ADAMW}, "_target_"),
+        ({"optim": {"_target_": ADAMW, "_args_": []}}, "optim._args_"),
+        ({"optim": {"_target_": ADAMW, "_partial_": "yes"}}, "optim._partial_"),
+        ({"optim": {"_target_": ADAMW, "_partial_": False}}, "optim._partial_"),  # conf/optim/ has it with true
+        ({"optim": {"_partial_": [NESTED]}}, "optim._partial_"),
+        ({"model": {"_target_": "mine.Net", "_partial_": "yes"}}, "model._partial_"),
     ],
 )  # fmt: skip
 def test_a_target_out_of_place_is_refused_by_its_place_alone(tree: dict[str, Any], setting: str) -> None:
     """Before anything asks whether there is such a setting, or what type it has."""
-    from dtrain.untrusted_config import check_targets
+    from dtrain.config.untrusted import check_targets
 
-    check_targets({"optim": {"_target_": "dtrain.optim.adamw", "lr": 1}, "train": {"steps": [1]}})
+    check_targets({"optim": {"_target_": ADAMW, "lr": 1}, "train": {"steps": [1]}})
     with pytest.raises(ValueError, match=rf"^{re.escape(setting)}="):
         check_targets(tree)

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.data import digits
+from dtrain.data.counter_rng import sample_keys
 from dtrain.data.digits import Digits
-from dtrain.data.draws import sample_keys
 from dtrain.data.loader import Loader
-from dtrain.data.pixels import Moves, PixelDataset, uniform
+from dtrain.data.small_images import Moves, PixelDataset, uniform
 
 
 def test_they_are_scikit_learns() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtrain.data import labelled, mnist
+from dtrain.data import mnist, text_classification
 from dtrain.data.images import Images
 from dtrain.data.text import Text
 from dtrain.data.tokens import Tokens, prepare
@@ -105,7 +105,7 @@ def test_labels(tmp_path: Path, seeds: int) -> None:
     file.write_text("\n".join(lines))
 
     def read(path: Path) -> None:
-        for records in labelled.read_splits(str(path), 0.2).values():
+        for records in text_classification.read_splits(str(path), 0.2).values():
             assert all(isinstance(r.text, str) and r.text and isinstance(r.label, (str, int)) for r in records)
 
     fuzz([file], read, seeds, least=20)

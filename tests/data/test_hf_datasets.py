@@ -73,7 +73,7 @@ def test_a_saved_dataset_that_cannot_be_used_is_refused(saved: Path, tmp_path: P
 
 
 def test_without_the_package_the_extra_is_named(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dtrain.data.saved.find_spec", lambda name: None)
+    monkeypatch.setattr("dtrain.data.hf_datasets.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'dtrain\[datasets\]'"):
         text.check(path=str(saved / "one"))
 

@@ -29,7 +29,7 @@ def text(path: Path, **settings: Any) -> None:
 
 
 def labelled(path: Path) -> None:
-    from dtrain.data.labelled import read_splits
+    from dtrain.data.text_classification import read_splits
 
     read_splits(str(path), 0.1)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from dtrain.data import images
-from dtrain.data.draws import sample_keys
+from dtrain.data.counter_rng import sample_keys
 from dtrain.data.images import Images, middle, part
 from tests.patience import patience
 

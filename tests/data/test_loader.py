@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.data.draws import sample_keys
+from dtrain.data.counter_rng import sample_keys
 from dtrain.data.loader import Loader, permutation
 
 SIZES = st.integers(1, 60)

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.data import masked, tokens
-from dtrain.data.draws import sample_keys
+from dtrain.data import masked_lm, tokens
+from dtrain.data.counter_rng import sample_keys
 from dtrain.data.loader import Loader
-from dtrain.data.masked import BYTE_MASK, IGNORED, Masked, MaskedDataset
+from dtrain.data.masked_lm import BYTE_MASK, IGNORED, Masked, MaskedDataset
 from dtrain.data.windows import TokenDataset
-from dtrain.models import parts
+from dtrain.models import layers
 from tests.data.conftest import SENTENCE
 
 
@@ -78,7 +78,7 @@ def test_draws_come_from_the_keys_alone() -> None:
     some_inputs, some_targets = dataset.batch(order, keys[order])
     assert torch.equal(some_inputs, inputs[order]) and torch.equal(some_targets, targets[order])
     assert not torch.equal(dataset.batch(np.arange(8), sample_keys(0, 1, np.arange(8)))[1], targets), "another epoch"
-    assert IGNORED == parts.IGNORED
+    assert IGNORED == layers.IGNORED
 
 
 def test_validation_has_the_same_masks_every_time_and_training_new_ones() -> None:
@@ -94,7 +94,7 @@ def test_validation_has_the_same_masks_every_time_and_training_new_ones() -> Non
 
 def test_the_standard_library_as_masked_bytes() -> None:
     data = Masked(seq_len=64)
-    assert data.vocab_size == BYTE_MASK + 1 == masked.check(seq_len=64)["vocab_size"]
+    assert data.vocab_size == BYTE_MASK + 1 == masked_lm.check(seq_len=64)["vocab_size"]
     dataset = data.dataset("val")
     assert len(dataset) > 1000 and dataset.fingerprint == data.source.dataset("val").fingerprint
     inputs, targets = dataset.batch(np.arange(4), sample_keys(0, 0, np.arange(4)))
@@ -116,19 +116,19 @@ def test_files_and_token_folders_with_a_tokenizer(folder: Path, bert_tokenizer: 
 
 def test_what_cannot_work_is_refused(folder: Path, tokenizer_file: str, bert_tokenizer: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"(?s)data.tokenizer=.*has no token \[MASK\].*fix: .*data.tokenizer=null"):
-        masked.check(16, str(folder), tokenizer_file)
+        masked_lm.check(16, str(folder), tokenizer_file)
     with pytest.raises(ValueError, match=r"(?s)data.share=0.15: .*model.seq_len=3\n  fix: model.seq_len=8"):
-        masked.check(3)
+        masked_lm.check(3)
     with pytest.raises(ValueError, match=r"data.share=1.5: must be between 0 and 1"):
-        masked.check(16, share=1.5)
+        masked_lm.check(16, share=1.5)
     with pytest.raises(ValueError, match=r"does not exist"):
-        masked.check(16, str(tmp_path / "nothing"))
+        masked_lm.check(16, str(tmp_path / "nothing"))
     tokens.prepare(folder, tmp_path / "out")
     with pytest.raises(ValueError, match=r"(?s)data.tokenizer=.*its own\n  fix: data.tokenizer=null"):
-        masked.check(16, str(tmp_path / "out"), bert_tokenizer)
+        masked_lm.check(16, str(tmp_path / "out"), bert_tokenizer)
 
 
 def test_the_check_imports_no_torch() -> None:
-    code = "from dtrain.data import lines, masked; masked.check(16); lines.check(16, 0)"
+    code = "from dtrain.data import masked_lm, stdlib_lines; masked_lm.check(16); stdlib_lines.check(16, 0)"
     code += "; import sys; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.data import packed
-from dtrain.data.corpus import Tokens
 from dtrain.data.packed import IGNORED, PackedDataset, best_fit
 from dtrain.data.stdlib import Stdlib
-from dtrain.models import parts
+from dtrain.data.token_stream import Tokens
+from dtrain.models import layers
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=40)
 ROOM = st.integers(1, 16)
@@ -125,4 +125,4 @@ def test_the_library_has_hardly_any_padding() -> None:
 
 
 def test_ignored_is_the_models_own() -> None:
-    assert IGNORED == parts.IGNORED
+    assert IGNORED == layers.IGNORED

@@ -18,9 +18,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.contract import STOP_SIGNALS, short_tmp
-from dtrain.data import ahead
+from dtrain.data import prefetch
 from dtrain.data.loader import Loader
+from dtrain.runs.protocol import STOP_SIGNALS, short_tmp
 from tests.data.test_loader import Drawn, Numbers
 from tests.patience import patience
 
@@ -117,7 +117,7 @@ def test_processes_leave_the_models_draws_alone() -> None:
 
 
 def children_of(loader: Loader) -> list[int]:
-    assert isinstance(loader._ahead, ahead.Processes)
+    assert isinstance(loader._ahead, prefetch.Processes)
     return [child.pid for child in loader._ahead._children]
 
 
@@ -272,7 +272,7 @@ LOADER = (
     "from dtrain.data.loader import Loader; from tests.data.test_loader import Numbers\n"
     "loader = Loader(Numbers(8), 4, 0, workers=2); assert len(loader.batch(0)[0]) == 4; loader.close()\n"
 )
-SERVER = "from dtrain import world; world.start_server()\n"
+SERVER = "from dtrain.commands.verify import world; world.start_server()\n"
 
 
 @pytest.mark.parametrize("code", [LOADER, SERVER])

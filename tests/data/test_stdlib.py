@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.data import corpus
+from dtrain.data import token_stream
 from dtrain.data.stdlib import SKIPPED, Stdlib
 
 
@@ -26,7 +26,7 @@ def test_documents_are_the_library_without_tests_and_packages(data: Stdlib) -> N
 
 def test_train_and_val_are_whole_and_different_files(data: Stdlib) -> None:
     root, names = data.source().root, data.source().names
-    train, val = corpus.split_documents(names, 0.05)
+    train, val = token_stream.split_documents(names, 0.05)
     for split, files in (("train", train), ("val", val)):
         written = b"\0".join(d for name in files if (d := (root / name).read_bytes()))
         assert data.dataset(split).tokens.tobytes() == written

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dtrain.data import lines
-from dtrain.data.lines import LABELS, SHORTEST, Lines, lines_of
+from dtrain.data import stdlib_lines
+from dtrain.data.stdlib_lines import LABELS, SHORTEST, Lines, lines_of
 
 SOURCE = '''"""What this module is for.
 
@@ -56,6 +56,6 @@ def test_the_library_gives_equally_many_of_each_once() -> None:
 
 
 def test_what_the_model_must_have() -> None:
-    assert lines.check(seq_len=64, pad_id=0, val_fraction=0.1) == {"vocab_size": 259, "num_classes": 3}
+    assert stdlib_lines.check(seq_len=64, pad_id=0, val_fraction=0.1) == {"vocab_size": 259, "num_classes": 3}
     with pytest.raises(ValueError, match=r"model.pad_id=5: .*\n  fix: model.pad_id=0"):
-        lines.check(seq_len=64, pad_id=5)
+        stdlib_lines.check(seq_len=64, pad_id=5)

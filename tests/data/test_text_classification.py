@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.data import labelled
-from dtrain.data.labelled import BYTE_CLS, BYTE_PAD, BYTE_SEP, Labelled, Record, cut, split
-from tests.data.test_masked import bert_tokenizer  # noqa: F401  (a fixture)
+from dtrain.data import text_classification
+from dtrain.data.text_classification import BYTE_CLS, BYTE_PAD, BYTE_SEP, Labelled, Record, cut, split
+from tests.data.test_masked_lm import bert_tokenizer  # noqa: F401  (a fixture)
 
 ROWS = [{"text": f"text number {n}", "label": ("no", "yes", "maybe")[n % 3]} for n in range(60)]
 
@@ -42,7 +42,7 @@ def test_bytes_between_marks_padded_to_one_length(tmp_path: Path) -> None:
     assert sorted(found) == sorted(expected)
     assert 1 <= len(data.dataset("val")) <= 25
     assert data.dataset("train").batch(np.array([0]))[0].dtype == torch.int64
-    assert labelled.check(str(tmp_path / "a.jsonl"), 20, 0) == {"vocab_size": 259, "num_classes": 3}
+    assert text_classification.check(str(tmp_path / "a.jsonl"), 20, 0) == {"vocab_size": 259, "num_classes": 3}
 
 
 def test_a_text_stays_on_its_side_whatever_else_is_there() -> None:
@@ -50,10 +50,10 @@ def test_a_text_stays_on_its_side_whatever_else_is_there() -> None:
     sides = split(records, 0.1)
     assert 5 <= len(sides["val"]) <= 40 and len(sides["train"]) + len(sides["val"]) == 200
     again = split([*records[::-1], *records[:50], *[Record(f"other {n}", None, 0) for n in range(100)]], 0.1)
-    extreme = {min(records, key=labelled.share_of), max(records, key=labelled.share_of)}
+    extreme = {min(records, key=text_classification.share_of), max(records, key=text_classification.share_of)}
     assert set(sides["val"]) - extreme <= set(again["val"]) and set(sides["train"]) - extreme <= set(again["train"])
     assert not set(again["train"]) & set(again["val"]), "copies are on one side"
-    assert again["val"] == sorted(again["val"], key=labelled.share_of), "and not in the order of the file"
+    assert again["val"] == sorted(again["val"], key=text_classification.share_of), "and not in the order of the file"
 
 
 @settings(deadline=None, max_examples=30)
@@ -97,14 +97,14 @@ def test_a_tokenizer_brings_its_own_marks(tmp_path: Path, bert_tokenizer: str) -
     data = Labelled(path, 6, pad_id=1, tokenizer=bert_tokenizer)
     found = {target: sample for s in ("train", "val") for sample, target in rows_of(data, s)}
     assert found[0] == [2, *data.tokenizer.encode("the cat sat"), 3, 1]
-    assert labelled.check(path, 6, 1, bert_tokenizer) == {"vocab_size": 15, "num_classes": 2}
+    assert text_classification.check(path, 6, 1, bert_tokenizer) == {"vocab_size": 15, "num_classes": 2}
     with pytest.raises(ValueError, match=r"(?s)model.pad_id=0: .*fix: model.pad_id=1"):
-        labelled.check(path, 6, 0, bert_tokenizer)
+        text_classification.check(path, 6, 0, bert_tokenizer)
 
 
 def test_a_tokenizer_without_the_marks_is_refused(tmp_path: Path, tokenizer_file: str) -> None:
     with pytest.raises(ValueError, match=r"(?s)has no token \[CLS\] or \[SEP\] or \[PAD\]\n  fix: "):
-        labelled.check(str(write(tmp_path / "a.jsonl", ROWS)), 16, 0, tokenizer_file)
+        text_classification.check(str(write(tmp_path / "a.jsonl", ROWS)), 16, 0, tokenizer_file)
 
 
 def test_a_folder_has_its_own_split(tmp_path: Path) -> None:
@@ -117,10 +117,10 @@ def test_a_folder_has_its_own_split(tmp_path: Path) -> None:
     assert Labelled(str(tmp_path), 16, 0).dataset("train").fingerprint != before, "the label is data, too"
     write(tmp_path / "val.jsonl", [{"text": "x", "label": "new"}])
     with pytest.raises(ValueError, match=r"val.jsonl has the label 'new', which train.jsonl has not"):
-        labelled.check(str(tmp_path), 16, 0)
+        text_classification.check(str(tmp_path), 16, 0)
     (tmp_path / "val.jsonl").unlink()
     with pytest.raises(ValueError, match=r"is a folder without val.jsonl"):
-        labelled.check(str(tmp_path), 16, 0)
+        text_classification.check(str(tmp_path), 16, 0)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_folder_has_its_own_split(tmp_path: Path) -> None:
 def test_bad_lines_are_refused_by_number(row: Any, message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [*ROWS[:2], "", row, *ROWS[2:]])
     with pytest.raises(ValueError) as error:
-        labelled.check(str(path), 16, 0)
+        text_classification.check(str(path), 16, 0)
     assert message in str(error.value) and "\n  fix: " in str(error.value)
 
 
@@ -165,22 +165,22 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         ((str(write(tmp_path / "d.jsonl", ROWS[::3])), 16, 0), "all texts have the label 'no'"),
     ):
         with pytest.raises(ValueError, match=message):
-            labelled.check(*arguments)  # type: ignore[arg-type]
+            text_classification.check(*arguments)  # type: ignore[arg-type]
     (tmp_path / "e.jsonl").write_bytes(b'{"text": "caf\xe9", "label": 1}\n')
     with pytest.raises(ValueError, match=r"line 1 of e.jsonl is no JSON \('utf-8'"):
-        labelled.check(str(tmp_path / "e.jsonl"), 16, 0)
+        text_classification.check(str(tmp_path / "e.jsonl"), 16, 0)
 
 
 def test_a_class_of_few_texts_is_trained(tmp_path: Path) -> None:
     """Held out by their hashes, all of a rare class could be in val, and nobody would ever learn it."""
-    rare = min((f"rare {n}" for n in range(50)), key=lambda t: labelled.share_of(Record(t, None, "rare")))
+    rare = min((f"rare {n}" for n in range(50)), key=lambda t: text_classification.share_of(Record(t, None, "rare")))
     sides = split([Record(r["text"], None, r["label"]) for r in ROWS] + [Record(rare, None, "rare")], 0.1)
     assert {r.label for r in sides["train"]} == {"no", "yes", "maybe", "rare"} and sides["val"]
 
 
 def test_a_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
-    read_records = labelled.read_records
-    monkeypatch.setattr(labelled, "read_records", lambda file: read.append(file) or read_records(file))  # type: ignore[func-returns-value]
+    read_records = text_classification.read_records
+    monkeypatch.setattr(text_classification, "read_records", lambda file: read.append(file) or read_records(file))  # type: ignore[func-returns-value]
     data = Labelled(str(write(tmp_path / "a.jsonl", ROWS)), 16, 0)
     assert len(data.dataset("train")) + len(data.dataset("val")) == 60 and len(read) == 1

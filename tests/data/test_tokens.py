@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtrain.data import corpus, documents, tokens
+from dtrain.data import documents, token_stream, tokens
 from dtrain.data.packed import PackedDataset
 from dtrain.data.text import Text
 from dtrain.data.tokens import Tokens, prepare, read_meta
@@ -66,21 +66,21 @@ def test_the_folder_stands_alone(folder: Path, tmp_path: Path, tokenizer_file: s
 
 @pytest.mark.parametrize("vocab_size, dtype", [(256, "uint16"), (65536, "uint16"), (65537, "uint32")])
 def test_the_type_holds_the_largest_id(vocab_size: int, dtype: str) -> None:
-    assert corpus.token_dtype(vocab_size).name == dtype
-    assert np.iinfo(corpus.token_dtype(vocab_size)).max >= vocab_size - 1
+    assert token_stream.token_dtype(vocab_size).name == dtype
+    assert np.iinfo(token_stream.token_dtype(vocab_size)).max >= vocab_size - 1
 
 
 def test_prepare_does_not_hold_the_corpus(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are on disk before the next batch of documents is read."""
     written: list[int] = []
-    read = corpus.read_pieces
+    read = token_stream.read_pieces
 
-    def watch(path: Path) -> Iterator[corpus.Piece]:
+    def watch(path: Path) -> Iterator[token_stream.Piece]:
         written.append(sum(file.stat().st_size for file in tmp_path.glob(".out.partial-*/*.bin")))
         return read(path)
 
-    monkeypatch.setattr(corpus, "BATCH_BYTES", 1)
-    monkeypatch.setattr(corpus, "read_pieces", watch)
+    monkeypatch.setattr(token_stream, "BATCH_BYTES", 1)
+    monkeypatch.setattr(token_stream, "read_pieces", watch)
     for path in folder.rglob("*.txt"):
         path.write_bytes(path.read_bytes() * 100)  # 33 kB: more than a file object buffers
     prepare(folder, tmp_path / "out")
@@ -204,7 +204,7 @@ def test_prepare_takes_json_lines_and_streams_them(tmp_path: Path, monkeypatch: 
         written.append(sum(file.stat().st_size for file in tmp_path.glob(".out.partial-*/*.bin")))
         return real(*arguments)
 
-    monkeypatch.setattr(corpus, "BATCH_BYTES", 1)
+    monkeypatch.setattr(token_stream, "BATCH_BYTES", 1)
     monkeypatch.setattr(documents, "document", watch)
     meta = prepare(tmp_path / "a.jsonl", tmp_path / "out", val_fraction=0.2, field="body")
     assert len(set(written)) > 10, "tokens are on disk before the last line is read"

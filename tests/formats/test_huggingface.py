@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain import config
-from dtrain.models import build as models
-from dtrain.models import hf
-from dtrain.weights import by_head, by_part
+from dtrain.checkpoint.initial_weights import by_head, by_part
+from dtrain.config import run_file
+from dtrain.formats import huggingface
+from dtrain.train import build as models
 from tests.hf import CASES, VOCAB, apart, load, make
 
 
@@ -29,8 +29,8 @@ def test_logits_are_theirs(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_every_weight_has_one_name_there(name: str, tmp_path: Path) -> None:
     theirs = CASES[name].make(tmp_path / "hf")
-    cfg = config.load(make(tmp_path / "run", name))
-    family = hf.of_target(cfg.model["_target_"])
+    cfg = run_file.load(make(tmp_path / "run", name))
+    family = huggingface.of_target(cfg.model["_target_"])
     assert family is not None
     shapes = {n: tuple(p.shape) for n, p in models.make(cfg).named_parameters()}
     ours = list(shapes)
@@ -41,18 +41,18 @@ def test_every_weight_has_one_name_there(name: str, tmp_path: Path) -> None:
     assert family.theirs("layers.0.attention.lora_a") is None
     assert set(ours) <= set(family.names(2)), "and what it looks at is all of that"
     for n, shape in shapes.items():
-        rows = VOCAB if n in hf.VOCABULARY else shape[0]
-        assert n.startswith("classifier") or hf.shape_of(n, cfg.model) == (rows, *shape[1:]), n
+        rows = VOCAB if n in huggingface.VOCABULARY else shape[0]
+        assert n.startswith("classifier") or huggingface.shape_of(n, cfg.model) == (rows, *shape[1:]), n
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_settings_and_config_are_inverse(name: str, tmp_path: Path) -> None:
-    model = config.load(make(tmp_path / "run", name)).model
-    family = hf.of_target(model["_target_"])
+    model = run_file.load(make(tmp_path / "run", name)).model
+    family = huggingface.of_target(model["_target_"])
     assert family is not None
     back = family.settings(family.config(model))
     assert back == {k: model[k] for k in back}
-    assert hf.cannot(family, family.config(model)) == ""
+    assert huggingface.cannot(family, family.config(model)) == ""
 
 
 def test_both_spellings_of_rope() -> None:
@@ -60,9 +60,12 @@ def test_both_spellings_of_rope() -> None:
                "original_max_position_embeddings": 8192}  # fmt: skip
     old = {"rope_theta": 5e5, "rope_scaling": scaling}
     new = {"rope_parameters": scaling | {"rope_theta": 5e5}}
-    assert hf.LLAMA.settings(old) == hf.LLAMA.settings(new)
-    assert hf.LLAMA.settings(old)["rope_factor"] == 8.0 and hf.LLAMA.settings(old)["rope_original_len"] == 8192
-    assert hf.LLAMA.settings({"rope_scaling": None})["rope_factor"] == 1.0
+    assert huggingface.LLAMA.settings(old) == huggingface.LLAMA.settings(new)
+    assert (
+        huggingface.LLAMA.settings(old)["rope_factor"] == 8.0
+        and huggingface.LLAMA.settings(old)["rope_original_len"] == 8192
+    )
+    assert huggingface.LLAMA.settings({"rope_scaling": None})["rope_factor"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -80,7 +83,7 @@ def test_both_spellings_of_rope() -> None:
     ],
 )
 def test_what_ours_does_not_do_is_told(family: str, values: dict[str, object], word: str) -> None:
-    assert word in hf.cannot(hf.FAMILIES[family], values)
+    assert word in huggingface.cannot(huggingface.FAMILIES[family], values)
 
 
 @given(heads=st.integers(1, 5), width=st.integers(1, 4), columns=st.integers(0, 4))
@@ -96,16 +99,16 @@ def test_heads_and_parts_are_inverse(heads: int, width: int, columns: int) -> No
 
 
 def test_old_names_are_known() -> None:
-    assert hf.BERT.bare("bert.embeddings.LayerNorm.gamma") == hf.BERT.theirs("embed_norm.weight")
-    assert hf.BERT.bare("embeddings.LayerNorm.beta") == hf.BERT.theirs("embed_norm.bias")
-    assert hf.GPT2.layer_of("h.11.ln_1.weight") == 11 and hf.GPT2.layer_of("wte.weight") is None
+    assert huggingface.BERT.bare("bert.embeddings.LayerNorm.gamma") == huggingface.BERT.theirs("embed_norm.weight")
+    assert huggingface.BERT.bare("embeddings.LayerNorm.beta") == huggingface.BERT.theirs("embed_norm.bias")
+    assert huggingface.GPT2.layer_of("h.11.ln_1.weight") == 11 and huggingface.GPT2.layer_of("wte.weight") is None
 
 
 def test_no_torch_is_imported_for_a_check(tmp_path: Path) -> None:
     CASES["gpt2"].make(tmp_path / "hf")
-    model = dict(config.load(make(tmp_path / "run", "gpt2")).model)
+    model = dict(run_file.load(make(tmp_path / "run", "gpt2")).model)
     script = (
-        "import sys, json; from dtrain import init_from\n"
+        "import sys, json; from dtrain.checks import init_from\n"
         f"init_from.check({{'init_from': {str(tmp_path / 'hf')!r}, 'model': json.loads({json.dumps(model)!r})}})\n"
         "assert 'torch' not in sys.modules and 'safetensors' not in sys.modules"
     )

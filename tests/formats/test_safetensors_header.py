@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 from safetensors.numpy import save_file
 
-from dtrain.safetensors_header import LONGEST, Entry, HeaderError, read_header
+from dtrain.formats.safetensors_header import LONGEST, Entry, HeaderError, read_header
 
 NUMPY = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "F16": "float16", "U32": "uint32",
@@ -170,7 +170,7 @@ def test_a_sparse_file_of_20_gb_is_not_read(tmp_path: Path) -> None:
         os.truncate(file, 20 * 2**30)
         names.append(str(file))
     code = (
-        "import sys; from pathlib import Path; from dtrain.safetensors_header import HeaderError, read_header\n"
+        "import sys; from pathlib import Path; from dtrain.formats.safetensors_header import HeaderError, read_header\n"
         "for name in sys.argv[1:]:\n"
         "    try: read_header(Path(name)); sys.exit('read')\n"
         "    except HeaderError as error: print(error)\n"

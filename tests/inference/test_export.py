@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from dtrain import checkpoint, config
+from dtrain.checkpoint import store
 from dtrain.cli import main
-from dtrain.export import export_file, export_hf, final_weights
-from dtrain.models import build as models
+from dtrain.config import run_file
+from dtrain.inference.export import export_file, export_hf, final_weights
+from dtrain.inference.sample import load_model
 from dtrain.models import lora
-from dtrain.sample import load_model
-from dtrain.strategies import frozen
+from dtrain.strategies import lora_base
+from dtrain.train import build as models
 from tests.hf import CASES, VOCAB, apart, load, make, save, transformers
 
 
@@ -105,7 +106,7 @@ def test_one_file_is_written_weight_by_weight(tmp_path: Path, monkeypatch: pytes
 
         return give
 
-    monkeypatch.setattr(frozen, "check", lambda *_: None)  # a checkpoint that was not trained has no fingerprint
+    monkeypatch.setattr(lora_base, "check", lambda *_: None)  # a checkpoint that was not trained has no fingerprint
     for case in ([], ["lora.rank=2"]):
         run = make(tmp_path / f"run-{len(case)}", "gpt2", *case)
         save(run, load(run))
@@ -115,7 +116,7 @@ def test_one_file_is_written_weight_by_weight(tmp_path: Path, monkeypatch: pytes
             if case:
                 patch.setattr(lora, "merged", watched(lora.merged))
             else:
-                patch.setattr(checkpoint, "weights", watched(checkpoint.weights))
+                patch.setattr(store, "weights", watched(store.weights))
             file = export_file(run, tmp_path / "deep" / "weights.safetensors")
         assert len(most) > 20 and max(most) <= 2, "one that is written, and the next"
         found = load_file(file)
@@ -126,13 +127,13 @@ def test_one_file_is_written_weight_by_weight(tmp_path: Path, monkeypatch: pytes
 def test_one_file_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make(tmp_path / "run", "gpt2")
     save(run, load(run))
-    whole = checkpoint.weights
+    whole = store.weights
 
     def broken(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield next(iter(whole(path)))
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(checkpoint, "weights", broken)
+    monkeypatch.setattr(store, "weights", broken)
     with pytest.raises(OSError, match="is gone"):
         export_file(run, tmp_path / "out" / "weights.safetensors")
     assert not list((tmp_path / "out").iterdir())
@@ -208,8 +209,8 @@ def test_crafted_adapters_are_not_multiplied_out(tmp_path: Path, capsys: pytest.
     layer.lora_a, layer.lora_b = original
     shutil.rmtree(run / "checkpoints")
     save(run, model)
-    cfg = config.load(run)
-    config.save(run, {**cfg, "model": {**cfg.model, "vocab_size": 2**40}})
+    cfg = run_file.load(run)
+    run_file.save(run, {**cfg, "model": {**cfg.model, "vocab_size": 2**40}})
     for command in (["export", str(run), str(tmp_path / "out")], ["sample", str(run)]):
         assert main(command) == 2
         assert "GiB of memory, and" in capsys.readouterr().err
@@ -226,7 +227,7 @@ def test_the_tokenizer_and_its_end_token_travel_along(tmp_path: Path, caplog: py
     tokenizers = pytest.importorskip("tokenizers")
     run = make(tmp_path / "run", "gpt2")
     save(run, load(run))
-    cfg = config.load(run)
+    cfg = run_file.load(run)
     (tmp_path / "tokens").mkdir()
     for end, data in (
         (1, {"path": str(tmp_path / "tokens")}),
@@ -235,7 +236,7 @@ def test_the_tokenizer_and_its_end_token_travel_along(tmp_path: Path, caplog: py
         source = Path(data["tokenizer"]) if "tokenizer" in data else tmp_path / "tokens" / "tokenizer.json"
         words = {"a": 0, "</s>": end, "b": 3 - end}
         tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a")).save(str(source))
-        config.save(run, {**cfg, "data": {**cfg.data, **data}})
+        run_file.save(run, {**cfg, "data": {**cfg.data, **data}})
         assert written(run, tmp_path / f"out-{end}")["eos_token_id"] == end
         assert (tmp_path / f"out-{end}" / "tokenizer.json").read_text() == source.read_text()
     source.write_text("{}")
@@ -269,8 +270,8 @@ def test_refused_exports_leave_nothing_behind(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "full" / "mine.txt").write_text("mine")
     assert main(["export", str(run), str(tmp_path / "full"), "--format", "hf"]) == 2
     assert "is not overwritten" in capsys.readouterr().err
-    cfg = config.load(run)
-    config.save(run, {**cfg, "model": {**cfg.model, "_target_": "my.Model"}})
+    cfg = run_file.load(run)
+    run_file.save(run, {**cfg, "model": {**cfg.model, "_target_": "my.Model"}})
     assert main(["export", str(run), str(tmp_path / "out"), "--format", "hf"]) == 2
     message = capsys.readouterr().err
     assert "no counterpart of my.Model" in message and "--format safetensors" in message
@@ -291,7 +292,7 @@ def test_final_weights_and_the_original_ones(tmp_path: Path) -> None:
     now = dict(final_weights(run))
     assert now.keys() == began.keys() and all(torch.equal(w, began[n] + 1.0) for n, w in now.items())
     assert all(torch.equal(p.cpu(), began[n] + 1.0) for n, p in load_model(run, [])[0].named_parameters())
-    cfg = config.load(run)
+    cfg = run_file.load(run)
     model, source = models.make(cfg), models.original_weights(cfg, [])
     for name, weight in began.items():
         again = torch.empty_like(weight)

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from dtrain import checkpoint
+from dtrain.checkpoint import store
+from dtrain.checkpoint.initial_weights import Drawn
 from dtrain.cli import main
+from dtrain.inference.sample import generate, pick, sample
 from dtrain.models.gpt2 import GPT2
+from dtrain.models.layers import Cache
 from dtrain.models.llama import Llama
-from dtrain.models.parts import Cache
-from dtrain.sample import generate, pick, sample
-from dtrain.strategies.shared import init_weights
-from dtrain.weights import Drawn
+from dtrain.strategies.materialize import init_weights
 from tests.world import make_run, train
 
 
@@ -160,7 +160,7 @@ def test_a_run_of_something_else_writes_no_text(tmp_path: Path, capsys: pytest.C
 def test_export_loads_without_dtrain(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "out" / "model.safetensors"
     assert main(["export", str(run), str(target)]) == 0
-    expected = dict(checkpoint.weights(run / "checkpoints" / "step-00000030"))
+    expected = dict(store.weights(run / "checkpoints" / "step-00000030"))
     loaded = load_file(target)
     assert loaded.keys() == expected.keys() and all(torch.equal(loaded[k], v) for k, v in expected.items())
     script = f"import sys, safetensors.torch as s; s.load_file({str(target)!r}); assert 'dtrain' not in sys.modules"

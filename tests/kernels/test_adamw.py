@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtrain.kernels import rounding
-from dtrain.optim import AdamW
+from dtrain.kernels import stochastic_rounding
+from dtrain.optim.build import AdamW
 
 CPU = torch.device("cpu")
 SHAPES = [(64, 100), (3,), (17, 33), (2048,), (3 * 4096,), (5, 5, 5), (0, 4), (1,)]
@@ -28,15 +28,15 @@ def words(*names: int) -> list[Tensor]:
      (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
 ])  # fmt: skip
 def test_philox_gives_its_authors_known_answers(counter: Any, key: int, answer: Any) -> None:
-    assert tuple(int(w) for w in rounding.philox(key, tuple(words(*counter)))) == answer  # type: ignore[arg-type]
+    assert tuple(int(w) for w in stochastic_rounding.philox(key, tuple(words(*counter)))) == answer  # type: ignore[arg-type]
 
 
 def test_a_part_gets_the_random_words_of_its_place() -> None:
     """A shard that begins at element 400 rounds as the whole tensor does there."""
-    whole = rounding.words(1000, seed=7, step=3, tensor=2, first=0, device=CPU)
-    assert torch.equal(rounding.words(300, 7, 3, 2, 400, CPU), whole[400:700])
+    whole = stochastic_rounding.words(1000, seed=7, step=3, tensor=2, first=0, device=CPU)
+    assert torch.equal(stochastic_rounding.words(300, 7, 3, 2, 400, CPU), whole[400:700])
     for other in ({"seed": 8}, {"step": 4}, {"tensor": 1}):
-        changed = rounding.words(1000, **{"seed": 7, "step": 3, "tensor": 2} | other, first=0, device=CPU)
+        changed = stochastic_rounding.words(1000, **{"seed": 7, "step": 3, "tensor": 2} | other, first=0, device=CPU)
         assert (changed == whole).sum() < 2
     assert int(whole.min()) >= 0 and int(whole.max()) < 2**32 and len(whole.unique()) > 990
 
@@ -45,8 +45,8 @@ def test_a_part_gets_the_random_words_of_its_place() -> None:
 def test_rounding_by_chance_is_right_in_the_mean(sign: float) -> None:
     """0.3 of the way from 1 to its upper neighbour is that neighbour in 30 of 100 cases."""
     x = torch.full((200_000,), sign * (1 + 0.3 * 2**-7))
-    noise = rounding.words(len(x), 1, 1, 0, 0, CPU) & 0xFFFF
-    rounded = rounding.by_chance(x, noise).float()
+    noise = stochastic_rounding.words(len(x), 1, 1, 0, 0, CPU) & 0xFFFF
+    rounded = stochastic_rounding.by_chance(x, noise).float()
     assert set(rounded.abs().unique().tolist()) == {1.0, 1 + 2**-7}
     assert (rounded.abs() > 1).float().mean().item() == pytest.approx(0.3, abs=0.01)
 
@@ -54,9 +54,9 @@ def test_rounding_by_chance_is_right_in_the_mean(sign: float) -> None:
 def test_what_bfloat16_can_hold_is_left_alone_and_nan_stays_nan() -> None:
     values = torch.tensor([0.0, 1.0, -2.5, 3e38, float("inf"), float("-inf")]).bfloat16()
     most = torch.full((len(values),), 0xFFFF)
-    assert torch.equal(rounding.by_chance(values.float(), most), values)
+    assert torch.equal(stochastic_rounding.by_chance(values.float(), most), values)
     nan = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
-    assert rounding.by_chance(nan, most[:2]).isnan().all()
+    assert stochastic_rounding.by_chance(nan, most[:2]).isnan().all()
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.kernels import gelu
-from dtrain.models import parts
-from dtrain.strategies.shared import checkpoint_layers
+from dtrain.models import layers
+from dtrain.strategies.recompute import checkpoint_layers
 
 APPROXIMATE = ["tanh", "none"]
 
@@ -53,9 +53,9 @@ def test_in_a_compiled_layer_with_and_without_recomputation(
 ) -> None:
     """As on a GPU: the layer is compiled with its recomputation, and has the fused path in it."""
     torch.manual_seed(0)
-    mlp, x = parts.MLP(16, approximate), 2 * torch.randn(2, 7, 16)
+    mlp, x = layers.MLP(16, approximate), 2 * torch.randn(2, 7, 16)
     plain = gradients(mlp, mlp, x)
-    monkeypatch.setattr(parts, "can_fuse", lambda linear, x: True)
+    monkeypatch.setattr(layers, "can_fuse", lambda linear, x: True)
     torch._dynamo.reset()
     layer = copy.deepcopy(mlp)
     layer.fsdp_units = lambda: [layer]  # type: ignore[assignment]
@@ -84,7 +84,7 @@ def test_a_graph_that_ddp_cuts_at_its_buckets(monkeypatch: pytest.MonkeyPatch) -
     class Layers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(parts.MLP(256, "tanh") for _ in range(4))
+            self.layers = nn.ModuleList(layers.MLP(256, "tanh") for _ in range(4))
 
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:
@@ -94,7 +94,7 @@ def test_a_graph_that_ddp_cuts_at_its_buckets(monkeypatch: pytest.MonkeyPatch) -
     torch.manual_seed(0)
     model, x = Layers(), torch.randn(2, 4, 256)
     plain = gradients(model, model, x)
-    monkeypatch.setattr(parts, "can_fuse", lambda linear, x: True)
+    monkeypatch.setattr(layers, "can_fuse", lambda linear, x: True)
     torch._dynamo.reset()
     optimizers: list[Any] = []
     compile_fn = DDPOptimizer.compile_fn
@@ -138,7 +138,7 @@ def test_the_kernel_against_float64(approximate: str, shape: tuple[int, int]) ->
 @pytest.mark.parametrize("approximate", APPROXIMATE)
 def test_a_compiled_layer_on_a_gpu(approximate: str) -> None:
     torch.manual_seed(0)
-    mlp, x = parts.MLP(1600, approximate).cuda(), torch.randn(4, 128, 1600, device="cuda")
+    mlp, x = layers.MLP(1600, approximate).cuda(), torch.randn(4, 128, 1600, device="cuda")
     plain = gradients(mlp, mlp, x)
     layer = copy.deepcopy(mlp)
     layer.compile()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from dtrain.kernels import cublaslt
-from dtrain.kernels.products import FastestProducts, fastest_products
-from dtrain.strategies.shared import compile_options
+from dtrain.kernels.gemm_pass import FastestProducts, fastest_products
+from dtrain.strategies.compile import compile_options
 
 
 class Seen(FastestProducts):

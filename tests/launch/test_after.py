@@ -13,15 +13,16 @@ from typing import Any
 
 import pytest
 
-from dtrain import logs, squeue
-from dtrain.cancel import main as cancel_main
-from dtrain.logs import main as logs_main
-from dtrain.records import Record, load
-from dtrain.runs import main as runs_main
-from dtrain.squeue import query
-from dtrain.status import describe
+from dtrain.commands import logs
+from dtrain.commands.cancel import main as cancel_main
+from dtrain.commands.logs import main as logs_main
+from dtrain.commands.runs import main as runs_main
+from dtrain.commands.status import describe
+from dtrain.runs import slurm_queue
+from dtrain.runs.record import Record, load
+from dtrain.runs.slurm_queue import query
 from tests import rundirs, slurm
-from tests.launchers.test_slurm_odd import in_front
+from tests.launch.test_slurm_odd import in_front
 from tests.patience import patience
 from tests.patience import until as wait_until
 from tests.rundirs import list_runs, make
@@ -30,12 +31,12 @@ from tests.slurm_runs import said
 from tests.world import ROOT, SMALL, metrics
 
 cluster, accounting_cluster, in_tmp_path = slurm.cluster, slurm.accounting_cluster, rundirs.in_tmp_path
-SETTINGS = {"_target_": "dtrain.launchers.slurm.Slurm", "nodes": 2, "processes": 1, "requeue": True}
+SETTINGS = {"_target_": "dtrain.launch.slurm.Slurm", "nodes": 2, "processes": 1, "requeue": True}
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(squeue, "_silent", set())
+    monkeypatch.setattr(slurm_queue, "_silent", set())
     monkeypatch.setattr(logs, "ASK_S", 1.0)
     monkeypatch.setattr(logs, "LOOK_S", 0.1)
 
@@ -83,13 +84,13 @@ def test_statuses_of_many_jobs_from_one_question(
     submitted("outputs/done", "9998", status="done")
     for job_id, state in ((big, "RUNNING"), (bad, "FAILED"), (outside, "CANCELLED")):
         free.wait(job_id, state)
-    asked, original = [], squeue.call
+    asked, original = [], slurm_queue.call
 
     def counted(command: list[str], seconds: float | None = None) -> str:
         asked.append(command[0])
         return original(command, seconds)
 
-    monkeypatch.setattr(squeue, "call", counted)
+    monkeypatch.setattr(slurm_queue, "call", counted)
     found = {run["path"].split("/")[1]: run["status"] for run in list_runs()}
     assert found == {
         "big": "running", "array0": "running", "array1": "queued", "array2": "queued", "array3": "queued",
@@ -203,7 +204,7 @@ def test_with_accounting_the_past_is_known(
     wait_until(lambda: known_there in it.run(*task).stdout, known_there, 15, lambda: it.run(*task).stdout)
     it.stop_controller()
     try:
-        monkeypatch.setattr(squeue, "ANSWER_S", 0.5)
+        monkeypatch.setattr(slurm_queue, "ANSWER_S", 0.5)
         known = query([jobs["bad"], f"{jobs['array']}_1", "9999"])
         bad = known[jobs["bad"]]
         assert (bad.state, bad.exit, bad.nodes, bad.limit) == ("FAILED", "3:0", "node1", 1800)

@@ -15,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from dtrain import arguments, launch
-from dtrain.arguments import prepare_arguments, quote
 from dtrain.cli import main
-from dtrain.explain import options_of, probably_meant
-from dtrain.launch import resolve, slug
-from dtrain.launchers.local import Local
+from dtrain.config.files import options_of
+from dtrain.config.hydra_errors import probably_meant
+from dtrain.launch import app as launch
+from dtrain.launch import arguments
+from dtrain.launch.app import resolve, slug
+from dtrain.launch.arguments import prepare_arguments, quote
+from dtrain.launch.local import Local
 from tests.test_bad_inputs import COMPOSE_ONCE
 
 NAMED = "hydra.job.config.override_dirname.exclude_keys="
@@ -86,7 +88,7 @@ def test_the_exit_code_is_the_launchers(code: int, monkeypatch: pytest.MonkeyPat
 
 def test_a_cluster_of_ones_own(started: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_cluster_xyz.py").write_text(
-        "from dtrain.launchers.local import Local\n"
+        "from dtrain.launch.local import Local\n"
         "class Mine(Local):\n"
         "    def __init__(self, nodes: int, processes: int, max_restarts: int, grace_s: int):\n"
         "        super().__init__(1, processes)\n"
@@ -180,7 +182,7 @@ def test_a_sweep(started: list[Path], tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_sweep_over_all_options_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
     run("-m", "strategy=glob(*)", "cluster.processes=4", "dry_run=true")
-    commands = [c for c in capsys.readouterr().out.splitlines() if "dtrain.rank" in c]
+    commands = [c for c in capsys.readouterr().out.splitlines() if "dtrain.train.rank" in c]
     assert len(commands) == len(options_of("strategy")) > 1
 
 
@@ -188,7 +190,7 @@ def test_a_dry_sweep_shows_each_command_and_starts_none(
     started: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("-m", "train.seed=1,2", "dry_run=true", "hydra.sweep.dir=sweep")
-    commands = [shlex.split(c) for c in capsys.readouterr().out.splitlines() if "dtrain.rank" in c]
+    commands = [shlex.split(c) for c in capsys.readouterr().out.splitlines() if "dtrain.train.rank" in c]
     assert [Path(c[-1]).parent for c in commands] == [tmp_path / "sweep"] * 2
     assert [Path(c[-1]).name.partition("-")[0] for c in commands] == ["0", "1"]
     assert started == [] and not list(tmp_path.iterdir())
@@ -277,7 +279,7 @@ def test_how_a_run_is_run_may_change_on_resume(old: Path, started: list[Path]) -
     ("change", "shown"),
     [
         ("train.steps=20", "train.steps: 9 → 20"),
-        ("schedule=cosine", "schedule._target_: dtrain.schedule.linear → dtrain.schedule.cosine"),
+        ("schedule=cosine", "schedule._target_: dtrain.optim.schedule.linear → dtrain.optim.schedule.cosine"),
     ],
 )
 def test_what_is_computed_may_change_only_by_name(

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import dtrain
-from dtrain.arguments import STAND_IN
 from dtrain.cli import main
-from dtrain.explain import options_of
-from dtrain.launchers.local import Local
-from dtrain.plan import auto
+from dtrain.config.files import options_of
+from dtrain.launch import auto
+from dtrain.launch.arguments import STAND_IN
+from dtrain.launch.local import Local
 from dtrain.plan.sections import missing_package, strategy_section
-from dtrain.rundir import read_json
+from dtrain.runs.folder import read_json
 from tests.test_bad_inputs import COMPOSE_ONCE
 
 CLUSTER = ["cluster=infiniband", "data=synthetic", "precision=bf16"]
@@ -54,7 +54,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_the_run_has_the_layout_and_not_the_word(
     started: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dtrain.config.count_gpus", lambda: 2)
+    monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 2)
     assert main(["launch", "strategy=auto", "model=gpt2-124m", "hardware=h100", "precision=bf16"]) == 0
     config, plan = read(started[0]), read_json(started[0] / "plan.json")
     strategy = config["choices"]["strategy"]
@@ -72,7 +72,7 @@ def test_the_run_has_the_layout_and_not_the_word(
 
 
 def test_the_words_that_it_names_give_the_same_run(started: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dtrain.config.count_gpus", lambda: 2)
+    monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 2)
     words = ["model=llama-1b", "hardware=h100", "data=synthetic", "precision=bf16"]
     assert main(["launch", "strategy=auto", *words, "run_dir=auto"]) == 0
     chosen = read(started[0])["choices"]["auto"].partition("As words: ")[2].split()
@@ -86,7 +86,7 @@ def test_the_words_that_it_names_give_the_same_run(started: list[Path], monkeypa
 def test_it_is_the_first_line_of_the_plan(
     more: list[str], started: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dtrain.config.count_gpus", lambda: 8)
+    monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 8)
     words = ["model=llama-1b", "hardware=h100", "data=synthetic", "precision=bf16", "cluster.processes=8", *more]
     assert main(["plan", *words, "strategy=auto", "--json"]) == 0
     first = next(row for row in json.loads(capsys.readouterr().out) if not missing_package(row["strategy"]))

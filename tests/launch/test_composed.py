@@ -11,7 +11,7 @@ from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from omegaconf import OmegaConf
 
 from dtrain.cli import main
-from dtrain.launchers.local import Local
+from dtrain.launch.local import Local
 
 
 @pytest.fixture

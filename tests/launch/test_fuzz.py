@@ -19,10 +19,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from dtrain.arguments import quote
+from dtrain.checks.validate import check_text
 from dtrain.cli import main
-from dtrain.launchers.slurm import Slurm
-from dtrain.validate import check_text
+from dtrain.launch.arguments import quote
+from dtrain.launch.slurm import Slurm
 from tests import slurm, slurm_runs
 from tests.slurm import Cluster
 from tests.slurm_runs import NODES_1, attempts, job_id, said, submit

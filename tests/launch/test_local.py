@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.launchers.local import killed_ranks
-from dtrain.launchers.supervisor import first_failure, origin
+from dtrain.launch.local import killed_ranks
+from dtrain.launch.supervisor import first_failure, origin
 from tests.patience import patience, until
 from tests.world import ROOT, SMALL, losses, metrics, summary
 
@@ -87,7 +87,7 @@ def ranks_of(run: Path) -> list[int]:
                 command = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if b"dtrain.rank" in command and str(run).encode() in command:
+            if b"dtrain.train.rank" in command and str(run).encode() in command:
                 found.append(int(entry.name))
     return found
 

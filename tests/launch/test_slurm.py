@@ -18,13 +18,14 @@ from pathlib import Path
 import pytest
 
 from dtrain.cli import main
-from dtrain.config import load, save
-from dtrain.contract import CANCELLED_FILE
-from dtrain.launch import wait_for_node_0
-from dtrain.launchers import batch
-from dtrain.rundir import note_attempt
+from dtrain.config.run_file import load, save
+from dtrain.launch import slurm_job
+from dtrain.launch.app import wait_for_node_0
+from dtrain.runs.folder import note_attempt
+from dtrain.runs.protocol import CANCELLED_FILE
 from tests import slurm, slurm_runs
-from tests.launchers.test_local import assert_no_orphans, ranks_of
+from tests.launch.test_local import assert_no_orphans, ranks_of
+from tests.long_tests import is_long
 from tests.patience import patience
 from tests.slurm import Cluster
 from tests.slurm_runs import NODES_1, NODES_2, attempts, exact, failure, job_id, said, submit, until, until_step
@@ -73,8 +74,12 @@ class Begun:
 
 
 @pytest.fixture(scope="module")
-def begun(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Begun]:
-    """A 2-node × 2-rank job of each strategy, one that is interrupted, and one that gets nowhere."""
+def begun(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Begun]:
+    """A 2-node × 2-rank job of each strategy that is tested, one that is interrupted, and one that gets nowhere."""
+    test = f"launch/test_slurm.py::{test_two_nodes_of_two_ranks_compute_what_four_local_ranks_do.__name__}"
+    names = [name for name in STRATEGIES if request.config.getoption("--all") or not is_long(f"{test}[{name}]")]
     folder = tmp_path_factory.mktemp("begun")
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as pool:
         slurm_runs.at_home(cluster, folder, patch)
@@ -82,7 +87,7 @@ def begun(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         blows = [pool.submit(strike, cluster, interrupted, QUICK)]  # now: it lasts only some seconds
         nowhere = submit(*NODES_2, SLEEP, "cluster.max_idle_starts=2", run="nowhere")
         four = [*NODES_2, "cluster.processes=2", SHORT]
-        strategies = {name: submit(*four, f"strategy={name}", *more, run=name) for name, more in STRATEGIES.items()}
+        strategies = {name: submit(*four, f"strategy={name}", *STRATEGIES[name], run=name) for name in names}
         patch.undo()
         blows.append(pool.submit(get_nowhere, cluster, nowhere))
         yield Begun(strategies, interrupted, nowhere, blows)
@@ -91,7 +96,9 @@ def begun(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def test_jobs_are_queued(begun: Begun, cluster: Cluster) -> None:
     jobs = [cluster.job(job_id(run)) for run in begun.strategies.values()]
-    assert [(job["JobName"], job["NumTasks"]) for job in jobs] == [(f"gpt2-tiny-{name}", "4") for name in STRATEGIES]
+    assert [(job["JobName"], job["NumTasks"]) for job in jobs] == [
+        (f"gpt2-tiny-{name}", "4") for name in begun.strategies
+    ]
 
 
 # ---- submission ----------------------------------------------------------------------------------------------
@@ -123,7 +130,7 @@ def test_dry_run_prints_the_exact_script(here: Path, capsys: pytest.CaptureFixtu
     submitted = (submit(*command) / "submit.sbatch").read_text()
     assert "#SBATCH --hold" in submitted and "#SBATCH --time=1590" in submitted
     assert without_numbers(submitted) in without_numbers(printed)
-    assert re.search(r"srun .*--ntasks=4 .*--kill-on-bad-exit=1 .* -m dtrain.rank .*/run", printed)
+    assert re.search(r"srun .*--ntasks=4 .*--kill-on-bad-exit=1 .* -m dtrain.train.rank .*/run", printed)
 
 
 def without_numbers(script: str) -> str:
@@ -500,7 +507,7 @@ def test_a_node_says_which_one_it_is(
     ],
 )
 def test_the_first_rank_that_was_killed(said: str, found: list[tuple[int, str]]) -> None:
-    assert batch.killed_ranks(said) == found
+    assert slurm_job.killed_ranks(said) == found
 
 
 @pytest.mark.parametrize(
@@ -515,29 +522,29 @@ def test_the_first_rank_that_was_killed(said: str, found: list[tuple[int, str]])
     ],
 )
 def test_a_node_whose_ranks_were_killed_at_once(said: str, ranks: int, found: str) -> None:
-    assert batch.killed_node(said, ranks) == found
+    assert slurm_job.killed_node(said, ranks) == found
 
 
 def test_a_node_is_lost_if_none_of_its_ranks_left_a_note(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     for rank in (0, 3):
         (tmp_path / "logs" / f"failure-{rank}.json").write_text("{}")
-    assert batch.silent_nodes(tmp_path, ["a", "b", "c"], 2) == ["c"]
-    assert batch.silent_nodes(tmp_path, ["a", "b"], 2) == []
+    assert slurm_job.silent_nodes(tmp_path, ["a", "b", "c"], 2) == ["c"]
+    assert slurm_job.silent_nodes(tmp_path, ["a", "b"], 2) == []
 
 
 def test_a_restart_inside_of_a_job_is_no_idle_start(tmp_path: Path) -> None:
     for attempt in (0, 1, 2):
         note_attempt(tmp_path, "start", job_id="7", attempt=attempt)
-    assert batch.idle_starts(tmp_path) == 1
+    assert slurm_job.idle_starts(tmp_path) == 1
     note_attempt(tmp_path, "start", job_id="7")
-    assert batch.idle_starts(tmp_path) == 2
+    assert slurm_job.idle_starts(tmp_path) == 2
 
 
 def test_the_port_of_rank_0_is_not_one_for_outgoing_connections() -> None:
     """Seconds pass before rank 0 listens there, and another process must not be given it meanwhile."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    ports = [batch.free_port() for _ in range(20)]
+    ports = [slurm_job.free_port() for _ in range(20)]
     assert not [port for port in ports if first <= port <= last] and len(set(ports)) > 10
     with socket.socket() as server:
         server.bind(("", ports[0]))

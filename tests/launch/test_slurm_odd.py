@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from dtrain.cli import main
-from dtrain.hardware import CPU_FP16, no_cpu_fp16
-from dtrain.records import read_run
+from dtrain.config.hardware import CPU_FP16, no_cpu_fp16
+from dtrain.runs.record import read_run
 from tests import slurm
 from tests.patience import patience
 from tests.slurm import Cluster
@@ -138,7 +138,7 @@ def test_an_sbatch_that_does_not_answer_is_named(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     in_front(here, monkeypatch, "sbatch", "exec sleep 60")
-    monkeypatch.setattr("dtrain.launchers.slurm.TEST_S", 1)
+    monkeypatch.setattr("dtrain.launch.slurm.TEST_S", 1)
     assert main(["launch", *NODES_1, "run_dir=run"]) == 2
     said = capsys.readouterr().err
     assert "cluster=slurm: `sbatch --test-only` did not answer within 1 s\n  fix: scontrol ping" in said

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import slurm
-from tests.launchers import shadows
+from tests.launch import shadows
 from tests.slurm_runs import NODES_1, here, said, submit, until
 from tests.world import summary
 

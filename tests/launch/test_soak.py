@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests import slurm, slurm_runs
-from tests.launchers.test_local import assert_no_orphans, ranks_of
-from tests.launchers.test_slurm import BLOWS, supervisors_of
+from tests.launch.test_local import assert_no_orphans, ranks_of
+from tests.launch.test_slurm import BLOWS, supervisors_of
 from tests.slurm import Cluster
 from tests.slurm_runs import NODES_2, attempts, exact, job_id, said, submit, until
 from tests.world import make_run, metrics, summary, train

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from dtrain import config, start
-from dtrain.launchers.local import Local
-from tests.launchers import shadows
+from dtrain import start
+from dtrain.config import build, run_file
+from dtrain.launch.local import Local
+from tests.launch import shadows
 from tests.world import ROOT, SMALL, summary
 
 COMMON = [*SMALL, *shadows.OVERRIDES, "train.steps=2", "cluster.processes=2", "train.loader_workers=1"]
@@ -47,11 +48,11 @@ def test_what_dry_run_prints_works_when_it_is_pasted(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")  # as for a user: nothing of ours
     monkeypatch.setattr(sys, "path", [*sys.path[1:], str(tmp_path)])
-    monkeypatch.setenv(config.TRUST, "mine")  # as if typed
+    monkeypatch.setenv(build.TRUST, "mine")  # as if typed
     from tests.world import make_run
 
     folder = make_run(tmp_path / "run", *COMMON)
-    Local().dry_run(folder, config.load(folder))
+    Local().dry_run(folder, run_file.load(folder))
     run("bash", "-c", capsys.readouterr().out, cwd=tmp_path)
     assert summary(folder)["status"] == "done"
 
@@ -61,7 +62,7 @@ def test_a_world_of_verify(tmp_path: Path) -> None:
     script = (
         "import sys; sys.path.append(sys.argv[1])\n"
         "import mine\n"
-        "from dtrain.world import World\n"
+        "from dtrain.commands.verify.world import World\n"
         "if __name__ == '__main__':\n"
         "    with World(1, mine.check, sys.argv[1]) as world:\n"
         "        sys.exit(world.join()[0])\n"
@@ -82,7 +83,7 @@ def test_the_users_own_paths_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert start.environment(argv=()) == wanted
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "a"))
     monkeypatch.setattr(start, "_installed", lambda checkout: False)
-    own = start.environment(start.command("dtrain.rank", ["singularity", "run", "python"]))
+    own = start.environment(start.command("dtrain.train.rank", ["singularity", "run", "python"]))
     assert own == wanted | {"PYTHONPATH": f"{tmp_path / 'a'}{os.pathsep}{ROOT}"}, "a container must find it, too"
     monkeypatch.setenv("PYTHONSAFEPATH", "")
     assert start.environment(argv=())["PYTHONSAFEPATH"] == ""

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.launchers import attempt_files
-from dtrain.launchers.attempt_files import AttemptFiles
-from dtrain.launchers.supervisor import Supervisor, first_failure
+from dtrain.launch import attempt_files
+from dtrain.launch.attempt_files import AttemptFiles
+from dtrain.launch.supervisor import Supervisor, first_failure
 
 # What a rank writes, dated by a file server whose clock is SKEW seconds away from the supervisor's.
 RANK = """
@@ -73,7 +73,7 @@ def test_ranks_that_never_start_are_noticed_whatever_the_clocks_say(skew: int, t
 
 
 def test_a_failed_rank_ends_peers_that_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dtrain.launchers.supervisor.PEERS_S", 0.2)
+    monkeypatch.setattr("dtrain.launch.supervisor.PEERS_S", 0.2)
     note = {"time": 1.0, "rank": 7, "type": "E", "message": "it broke", "exit_code": 3, "log": "l", "traceback": ""}
     fails = f"write('logs/failure-7.json', {json.dumps(note)!r})\ntime.sleep(600)"
     ranks = Ranks(HEALTHY.partition("time.sleep")[0] + fails, -60, start_s=10)

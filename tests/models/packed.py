@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtrain.models.parts import IGNORED
+from dtrain.models.layers import IGNORED
 
 
 class PackedDataset:

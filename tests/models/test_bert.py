@@ -19,14 +19,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn import functional as F
 
-from dtrain.config import CONF, build
-from dtrain.data.lines import Lines
+from dtrain.checkpoint.initial_weights import Drawn
+from dtrain.config.build import build
+from dtrain.config.files import CONF
 from dtrain.data.stdlib import Stdlib
+from dtrain.data.stdlib_lines import Lines
 from dtrain.models.bert import Bert
-from dtrain.models.parts import IGNORED
-from dtrain.strategies.shared import init_weights
+from dtrain.models.layers import IGNORED
+from dtrain.strategies.materialize import init_weights
 from dtrain.strategies.tensor import finish_sums
-from dtrain.weights import Drawn
 from tests.world import make_run, spawn, summary, train
 
 PUBLISHED = {
@@ -34,7 +35,7 @@ PUBLISHED = {
     ("bert-large", "mlm"): 335_174_458, ("bert-large", "classify"): 335_143_938,
 }  # fmt: skip
 PAD = 0
-THEIRS = {  # for one comparison; dtrain.models.hf is tested by itself
+THEIRS = {  # for one comparison; dtrain.formats.huggingface is tested by itself
     "embed": "embeddings.word_embeddings", "positions": "embeddings.position_embeddings",
     "segments": "embeddings.token_type_embeddings", "embed_norm": "embeddings.LayerNorm",
     "attention.q": "attention.self.query", "attention.k": "attention.self.key", "attention.v": "attention.self.value",

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from dtrain.arguments import prepare_arguments
+from dtrain.checkpoint.initial_weights import Drawn
+from dtrain.launch.arguments import prepare_arguments
 from dtrain.models.convnet import ConvNet
-from dtrain.strategies.shared import init_weights
-from dtrain.weights import Drawn
+from dtrain.strategies.materialize import init_weights
 from tests.models.vision import make_run
 from tests.world import summary, train
 

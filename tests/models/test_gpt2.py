@@ -11,10 +11,11 @@ from omegaconf import OmegaConf
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from dtrain.config import CONF, build
+from dtrain.checkpoint.initial_weights import Drawn
+from dtrain.config.build import build
+from dtrain.config.files import CONF
 from dtrain.models.gpt2 import GPT2
-from dtrain.strategies.shared import init_weights
-from dtrain.weights import Drawn
+from dtrain.strategies.materialize import init_weights
 from tests.world import spawn
 
 PUBLISHED = {

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from dtrain.config import CONF
-from dtrain.world import World
+from dtrain.commands.verify.world import World
+from dtrain.config.files import CONF
 from tests.world import start_server
 
 FLOAT32 = 4
@@ -31,9 +31,9 @@ def _cut(strategy: dict[str, Any], model: str, world_size: int, ranks: list[int]
     from omegaconf import OmegaConf
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from dtrain.config import build
-    from dtrain.precision import Precision
-    from dtrain.weights import Drawn
+    from dtrain.checkpoint.initial_weights import Drawn
+    from dtrain.config.build import build
+    from dtrain.optim.precision import Precision
 
     def stop(module: torch.nn.Module) -> None:
         raise Reached

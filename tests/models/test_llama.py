@@ -15,11 +15,12 @@ from omegaconf import OmegaConf
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
-from dtrain import parity
-from dtrain.config import CONF, build
+from dtrain.checkpoint.initial_weights import Drawn
+from dtrain.commands.verify import compare
+from dtrain.config.build import build
+from dtrain.config.files import CONF
 from dtrain.models.llama import Llama, rotate
-from dtrain.strategies.shared import init_weights
-from dtrain.weights import Drawn
+from dtrain.strategies.materialize import init_weights
 from tests.world import losses, spawn, start_server, summary
 
 PUBLISHED = {
@@ -225,9 +226,9 @@ def test_llama_tiny_learns_real_text(tmp_path: Path) -> None:
     """From 5.5, which is ln 256, to below 3.0 in 60 steps (2.84 was seen); the frequencies of bytes alone give 3.40."""
     options = ["model=llama-tiny", "strategy=ddp", "train.steps=60", "train.global_batch_size=8", "train.eval_every=0"]
     options += ["train.eval_batches=4", "schedule.warmup_steps=10", "optim.lr=4e-3", "checkpoint.every=0"]
-    case = parity.make_case("ddp", 2, "fp32", parity.compose(options), tmp_path / "run")
+    case = compare.make_case("ddp", 2, "fp32", compare.compose(options), tmp_path / "run")
     assert not case.refused, case.refused
     start_server()
-    assert parity.run(case, timeout=150) == ""
+    assert compare.run(case, timeout=150) == ""
     assert 5.3 < losses(case.run_dir)[1] < 5.8
     assert summary(case.run_dir)["val_loss"] < 3.0

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from dtrain.checkpoint.initial_weights import Drawn
 from dtrain.models import lora
 from dtrain.models.bert import Bert
 from dtrain.models.gpt2 import GPT2
 from dtrain.models.llama import Llama
 from dtrain.models.vit import ViT
-from dtrain.shards import flat_chunks
-from dtrain.strategies.frozen import First, check
-from dtrain.strategies.shared import init_weights
-from dtrain.weights import Drawn
+from dtrain.strategies.lora_base import First, check
+from dtrain.strategies.materialize import init_weights
+from dtrain.util.dtensor import flat_chunks
 
 SIZES: dict[str, Any] = {"num_layers": 2, "dim": 16, "num_heads": 4, "vocab_size": 50, "seq_len": 12}
 

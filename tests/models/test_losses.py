@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from dtrain import losses
-from dtrain.config import CONF, build
-from dtrain.explain import options_of
-from dtrain.launch import resolve
-from dtrain.parity import compose
+from dtrain.commands.verify.compare import compose
+from dtrain.config.build import build
+from dtrain.config.files import CONF, options_of
+from dtrain.launch.app import resolve
+from dtrain.models import losses
 
 
 @settings(deadline=None)  # the first call is slow on a busy machine
@@ -125,7 +125,11 @@ def test_a_model_without_a_loss_is_refused_before_the_launch_if_it_can_be_told(m
     for fine in ("Loud", "Any_", "Elsewhere", "make"):
         resolved(*own(fine))
     config = resolved(*own("Silent"), "loss=cross_entropy", "loss.label_smoothing=0.1")
-    assert config["loss"] == {"_target_": "dtrain.losses.cross_entropy", "_partial_": True, "label_smoothing": 0.1}
+    assert config["loss"] == {
+        "_target_": "dtrain.models.losses.cross_entropy",
+        "_partial_": True,
+        "label_smoothing": 0.1,
+    }
 
 
 @pytest.mark.parametrize(

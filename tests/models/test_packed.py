@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dtrain import parity
+from dtrain.checkpoint.initial_weights import Drawn
+from dtrain.commands.verify import compare
+from dtrain.commands.verify.command import judge
+from dtrain.commands.verify.compare import SMALL, Case, compose, make_case
 from dtrain.models.gpt2 import GPT2
+from dtrain.models.layers import places
 from dtrain.models.llama import Llama
-from dtrain.models.parts import places
-from dtrain.parity import SMALL, Case, compose, make_case
-from dtrain.strategies.shared import init_weights
-from dtrain.verify import judge
-from dtrain.weights import Drawn
+from dtrain.strategies.materialize import init_weights
 from tests.models.packed import PackedDataset
 from tests.world import losses, start_server
 
@@ -97,7 +97,7 @@ def trained(run_dir: Path, strategy: str, size: int, *overrides: str) -> Case:
     case = make_case(strategy, size, "fp32", cfg, run_dir)
     assert not case.refused, case.refused
     start_server()
-    error = parity.run(case, timeout=120)
+    error = compare.run(case, timeout=120)
     assert not error, error
     return case
 

@@ -14,13 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from dtrain import checkpoint, parity
-from dtrain.config import build
+from dtrain.checkpoint import store
+from dtrain.checkpoint.initial_weights import Drawn
+from dtrain.commands.verify import compare
+from dtrain.config.build import build
 from dtrain.models.batchnorm import EPS, MOMENTUM, BatchNorm
 from dtrain.models.resnet import ResNet
-from dtrain.rundir import latest_checkpoint
-from dtrain.strategies.shared import checkpoint_layers, init_weights
-from dtrain.weights import Drawn
+from dtrain.runs.folder import latest_checkpoint
+from dtrain.strategies.materialize import init_weights
+from dtrain.strategies.recompute import checkpoint_layers
 from tests.models.vision import make_run
 from tests.patience import patience
 from tests.world import ROOT, losses, spawn, summary, train
@@ -43,7 +45,7 @@ def small(**changes: object) -> ResNet:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_numbers_of_parameters_and_multiplications(name: str) -> None:
     with torch.device("meta"):
-        model = build(parity.compose([f"model={name}"]).model)
+        model = build(compare.compose([f"model={name}"]).model)
         images = torch.empty(1, 3, 224, 224)
     model.eval()
     parameters, multiplications = PUBLISHED[name]
@@ -205,7 +207,7 @@ def test_two_ranks_follow_one_process(folder: Path, strategy: str) -> None:
     run_dir = folder / strategy
     if strategy != "ddp":
         assert train(make_run(run_dir, *TINY, f"strategy={strategy}"), 2) == [0, 0]
-    found = parity.compare(run_dir, folder / "one")
+    found = compare.compare(run_dir, folder / "one")
     assert found.loss < 1e-5, "also of the validation, which uses the running statistics"
     assert found.weight < 0.01 * found.way
 
@@ -226,7 +228,7 @@ def test_a_resume_is_exact_and_another_strategy_goes_on_with_the_same_statistics
 def statistics(run_dir: Path) -> dict[str, torch.Tensor]:
     path = latest_checkpoint(run_dir)
     assert path is not None
-    found = {name: tensor.clone() for name, tensor in checkpoint.weights(path) if "running" in name}
+    found = {name: tensor.clone() for name, tensor in store.weights(path) if "running" in name}
     assert len(found) == 2 * (1 + 4 * 2 + 3)
     return found
 

@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain import losses as losses_
-from dtrain.arguments import prepare_arguments
-from dtrain.config import load, save
-from dtrain.launch import resolve
-from dtrain.models import build, plain
-from dtrain.parity import compare, compose
-from dtrain.rundir import read_json
-from dtrain.sample import load_model
-from dtrain.strategies.shared import init_weights, materialize
-from dtrain.weights import Drawn
+from dtrain.checkpoint.initial_weights import Drawn
+from dtrain.commands.verify.compare import compare, compose
+from dtrain.config.run_file import load, save
+from dtrain.inference.sample import load_model
+from dtrain.launch.app import resolve
+from dtrain.launch.arguments import prepare_arguments
+from dtrain.models import losses as losses_
+from dtrain.models import user_model
+from dtrain.runs.folder import read_json
+from dtrain.strategies.materialize import init_weights, materialize
+from dtrain.train import build
 from tests.world import losses, metrics, summary, train
 
 
@@ -64,8 +65,8 @@ def made(loss: Any = losses_.cross_entropy, seed: int = 3, **settings: Any) -> A
     def make() -> nn.Module:
         return Net(**settings)
 
-    model = plain.construct(make, seed)
-    plain.complete(model, loss, make, seed)
+    model = user_model.construct(make, seed)
+    user_model.complete(model, loss, make, seed)
     return model
 
 
@@ -110,7 +111,7 @@ def test_a_weight_under_two_names_is_found_out_also_by_way_of_the_cpu() -> None:
         assert model[0].bias.sum().item() != 7.0  # a value
         return model
 
-    model = plain.construct(make, 0)
+    model = user_model.construct(make, 0)
     with pytest.raises(ValueError, match=r"0\.weight and 1\.weight are one weight under two names"):
         materialize(model, torch.device("cpu"))
 
@@ -131,8 +132,8 @@ def test_what_a_model_says_itself_stays() -> None:
         def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
             return super().forward(x).mean()
 
-    model: Any = plain.construct(lambda: Says(2, 2), 0)
-    plain.complete(model, None, lambda: Says(2, 2), 0)
+    model: Any = user_model.construct(lambda: Says(2, 2), 0)
+    user_model.complete(model, None, lambda: Says(2, 2), 0)
     assert set(vars(model)) == set(vars(Says(2, 2)))
     assert filled(model).weight.tolist() == [[2.0, 2.0], [2.0, 2.0]]
 
@@ -195,7 +196,7 @@ def test_a_model_that_gives_no_loss_is_told() -> None:
 )
 def test_a_norm_with_16_bit_weights_computes_in_32(make: Any, shape: tuple[int, ...]) -> None:
     held, expected = nn.Sequential(make()), make()
-    plain.complete(held, losses_.mse, make, 0)
+    user_model.complete(held, losses_.mse, make, 0)
     x = torch.randn(shape)
     assert torch.equal(held(x), expected(x)), "with 32-bit weights as it is"
     held[0].weight = None if expected.weight is None else nn.Parameter(torch.full_like(expected.weight, 0.5).bfloat16())
@@ -214,7 +215,7 @@ def test_a_norm_with_16_bit_weights_computes_in_32(make: Any, shape: tuple[int, 
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
-    return plain.repeated_blocks(model)
+    return user_model.repeated_blocks(model)
 
 
 def test_layers_are_the_largest_kind_of_module_that_is_repeated() -> None:

@@ -13,11 +13,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from dtrain import parity
-from dtrain.config import build
+from dtrain.checkpoint.initial_weights import Drawn
+from dtrain.commands.verify import compare
+from dtrain.config.build import build
 from dtrain.models.vit import ViT
-from dtrain.strategies.shared import init_weights
-from dtrain.weights import Drawn
+from dtrain.strategies.materialize import init_weights
 from tests.models.vision import make_run
 from tests.world import spawn, summary, train
 
@@ -39,7 +39,7 @@ def pictures() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_numbers_of_parameters_and_multiplications(name: str) -> None:
     with torch.device("meta"):
-        model = build(parity.compose([f"model={name}"]).model)
+        model = build(compare.compose([f"model={name}"]).model)
         images = torch.empty(1, 3, 224, 224)
     parameters, multiplications = PUBLISHED[name]
     assert model.num_parameters == parameters

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dtrain.optim import AdamW, adamw, scaled_lr, sgd
+from dtrain.optim.build import AdamW, adamw, scaled_lr, sgd
 
 rates = st.floats(1e-8, 10)
 batches = st.integers(1, 1 << 20)

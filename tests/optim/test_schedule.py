@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.config import build
-from dtrain.schedule import constant, cosine, linear
+from dtrain.config.build import build
+from dtrain.optim.schedule import constant, cosine, linear
 
 DECAYING = [linear, cosine]
 ratios = st.floats(0, 1)
@@ -68,7 +68,7 @@ def test_known_values() -> None:
 def test_a_resumed_run_goes_on_with_the_same_rates(run: tuple[int, int], name: str, data: st.DataObject) -> None:
     """Built anew at any step, as a resume does, it gives what the uninterrupted run would have had."""
     steps, warmup = run
-    node: dict[str, Any] = {"_target_": f"dtrain.schedule.{name}", "_partial_": True, "warmup_steps": warmup}
+    node: dict[str, Any] = {"_target_": f"dtrain.optim.schedule.{name}", "_partial_": True, "warmup_steps": warmup}
     whole = [build(node, steps=steps)(step) for step in range(steps)]
     resumed_at = data.draw(st.integers(0, steps - 1))
     again = build(node, steps=steps)

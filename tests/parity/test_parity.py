@@ -1,6 +1,6 @@
 """Same maths: every strategy of conf/strategy, at every number of ranks that suits it, follows one process.
 
-With the functions of `dtrain verify`, and its tolerances (dtrain/parity.py).
+With the functions of `dtrain verify`, and its tolerances (dtrain/commands/verify/compare.py).
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dtrain import parity
-from dtrain.parity import FEWER_STEPS, SMALL, Case, compose, make_case
-from dtrain.verify import Row, judge
+from dtrain.commands.verify import compare
+from dtrain.commands.verify.command import Row, judge
+from dtrain.commands.verify.compare import FEWER_STEPS, SMALL, Case, compose, make_case
 from tests.world import STRATEGIES, layouts, losses, sizes_of, skip_without_fp16, start_server, summary
 
 
@@ -20,7 +20,7 @@ def trained(strategy: str, size: int, precision: str, run_dir: Path, *overrides:
     case = make_case(strategy, size, precision, cfg, run_dir, accumulate)
     assert not case.refused
     start_server()
-    error = parity.run(case, timeout=150)
+    error = compare.run(case, timeout=150)
     assert not error, error
     return case
 
@@ -64,9 +64,9 @@ def test_follows_one_process(strategy: str, size: int, reference: Case, tmp_path
     assert summary(case.run_dir)["accumulation"] > 1
     row = row_of(case, reference)
     assert row.passed, row.reason
-    stated = parity.stated_tolerance(case.run_dir)
+    stated = compare.stated_tolerance(case.run_dir)
     assert row.tolerance == stated or (stated is None and row.tolerance == 1e-5)
-    assert "val_loss" in parity.steps_of(case.run_dir)[20] and len(losses(case.run_dir)) == 20
+    assert "val_loss" in compare.steps_of(case.run_dir)[20] and len(losses(case.run_dir)) == 20
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_half_precision(strategy: str, precision: str, references: dict[str, Cas
     row = row_of(case, references[precision])
     assert row.passed, row.reason
     # bf16 keeps 8 bits: a relative error of 4e-3 a product; 0.02 on a loss of 4 is little more than one of them
-    assert distance(case, references["fp32"]) < (parity.stated_tolerance(case.run_dir) or 0.02)
+    assert distance(case, references["fp32"]) < (compare.stated_tolerance(case.run_dir) or 0.02)
     full = losses(references["fp32"].run_dir)
     assert losses(case.run_dir) != {s: full[s] for s in losses(case.run_dir)}, "the precision had no effect at all"
 

@@ -11,15 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.cli import main
-from dtrain.config import build, section
-from dtrain.plan import host
+from dtrain.config.build import build
+from dtrain.config.files import section
+from dtrain.plan import host_memory
 from dtrain.plan.layout import layout_of
 from dtrain.plan.ledger import total
-from dtrain.plan.memory import memory
+from dtrain.plan.memory.peak import memory
+from dtrain.plan.model_shape import shape_of
 from dtrain.plan.sections import strategy_section
-from dtrain.plan.shape import shape_of
-from tests.plan import test_trust
-from tests.test_config import compose
+from tests.config.test_files import compose
+from tests.plan import test_run_prediction as test_trust
 
 started = test_trust.started
 
@@ -27,7 +28,7 @@ started = test_trust.started
 @pytest.fixture
 def box(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine has 24 GiB."""
-    monkeypatch.setattr(host, "machine_bytes", lambda: 24 * 2**30)
+    monkeypatch.setattr(host_memory, "machine_bytes", lambda: 24 * 2**30)
 
 
 def fix_of(capsys: pytest.CaptureFixture[str]) -> str:
@@ -67,7 +68,7 @@ def test_a_smaller_llama_is_named(started: list[Path], capsys: pytest.CaptureFix
 def test_a_model_is_named_whose_data_take_its_sizes(
     started: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "machine_bytes", lambda: 8 * 2**30)
+    monkeypatch.setattr(host_memory, "machine_bytes", lambda: 8 * 2**30)
     words = ["launch", "model=llama-7b"]
     assert main(words) == 2
     fix = fix_of(capsys)
@@ -115,7 +116,7 @@ def test_where_sizes_are_typed_no_other_model_is_named() -> None:
     """In a process of its own, with the memory that this machine has: ten thousand layers."""
     sizes = ["model.num_layers=10000", "model.dim=2304"]
     words = ["launch", "model=gpt2-124m", *sizes, "cluster.processes=1"]
-    code = "import sys; from dtrain.cli import main; from dtrain.launchers.local import Local; Local.launch = None; "
+    code = "import sys; from dtrain.cli import main; from dtrain.launch.local import Local; Local.launch = None; "
     code += f"code = main({words}); assert 'torch' not in sys.modules; sys.exit(code)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
@@ -126,24 +127,24 @@ def test_where_sizes_are_typed_no_other_model_is_named() -> None:
 def test_only_what_runs_on_these_cpus_and_is_known_is_judged(
     started: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "machine_bytes", lambda: 1)
+    monkeypatch.setattr(host_memory, "machine_bytes", lambda: 1)
     config = compose()
-    assert host.refusal(config) is not None
-    assert host.refusal(compose("cluster=slurm", "cluster.gpus_per_node=0")) is None, "other machines"
+    assert host_memory.refusal(config) is not None
+    assert host_memory.refusal(compose("cluster=slurm", "cluster.gpus_per_node=0")) is None, "other machines"
     for group in ("strategy", "optim"):
-        assert host.refusal({**config, group: {**config[group], "_target_": "mine.Thing"}}) is None, group
+        assert host_memory.refusal({**config, group: {**config[group], "_target_": "mine.Thing"}}) is None, group
     (tmp_path / "my_net_h.py").write_text("class Net:\n    def __init__(self, dim: int = 4):\n        self.dim = dim\n")
     assert main(["launch", "model=my_net_h.Net", "data=digits", "data.image_size=8", "data.channels=1"]) == 0
     assert len(started) == 1
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr("dtrain.config.count_gpus", lambda: 0)
-    monkeypatch.setattr(host, "OTHER_GPUS", (tmp_path / "dxg",))
-    assert host.refusal(config) is not None
+    monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 0)
+    monkeypatch.setattr(host_memory, "OTHER_GPUS", (tmp_path / "dxg",))
+    assert host_memory.refusal(config) is not None
     (tmp_path / "dxg").touch()
-    assert host.refusal(config) is None, "torch may find a GPU there"
-    monkeypatch.setattr(host, "OTHER_GPUS", ())
-    monkeypatch.setattr("dtrain.config.count_gpus", lambda: 2)
-    assert host.refusal(config) is None
+    assert host_memory.refusal(config) is None, "torch may find a GPU there"
+    monkeypatch.setattr(host_memory, "OTHER_GPUS", ())
+    monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 2)
+    assert host_memory.refusal(config) is None
 
 
 def test_a_fault_while_looking_at_this_machine_does_not_stop_a_launch(
@@ -153,16 +154,18 @@ def test_a_fault_while_looking_at_this_machine_does_not_stop_a_launch(
         raise ValueError("oops")
 
     with monkeypatch.context() as patch:
-        patch.setattr(host, "states_of", broken)
+        patch.setattr(host_memory, "states_of", broken)
         assert main(["launch"]) == 2 and "oops" in capsys.readouterr().err  # in tests it is heard
         patch.delenv("DTRAIN_STRICT")
         assert main(["launch", "run_dir=run"]) == 0 and len(started) == 1
     said = capsys.readouterr().err
     assert said.startswith("the planner failed (ValueError: oops), so whether this machine's memory can hold")
-    monkeypatch.setattr(host, "machine_bytes", lambda: 1)
-    monkeypatch.setattr(host, "smaller_models", broken)
+    monkeypatch.setattr(host_memory, "machine_bytes", lambda: 1)
+    monkeypatch.setattr(host_memory, "smaller_models", broken)
     monkeypatch.delenv("DTRAIN_STRICT")
-    assert main(["launch"]) == 2 and "a smaller model" in fix_of(capsys), "a refusal needs no way out to be right"
+    assert main(["launch"]) == 2, "a refusal needs no way out to be right"
+    logged = capsys.readouterr().err
+    assert logged.startswith("the planner failed (ValueError: oops), so no layout") and "a smaller model" in logged
 
 
 @functools.cache
@@ -177,7 +180,7 @@ def with_ranks(config: dict[str, Any], strategy: str, ranks: int, **given: Any) 
 
 
 def states(config: dict[str, Any]) -> float:
-    found = host.states_of(config)
+    found = host_memory.states_of(config)
     assert found is not None
     return found
 

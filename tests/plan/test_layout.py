@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.explain import options_of
+from dtrain.config.files import options_of
 from dtrain.plan.layout import Layout, data_of, layout_of
 from dtrain.plan.sections import strategy_section
-from tests.plan.questions import applied, question
+from tests.commands.plan.capacity import applied, question
 
 NODES = ("model=llama-7b", "hardware=h100", "cluster.nodes=4", "train.global_batch_size=128")
 

@@ -15,15 +15,16 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.distributed.tensor import parallel as tensor_parallel
 
-from dtrain.config import CONF, build
+from dtrain.config.build import build
+from dtrain.config.files import CONF
 from dtrain.models import lora
-from dtrain.plan import counts
+from dtrain.plan import parameters
 from dtrain.plan.layout import Layout
-from dtrain.plan.shape import Convolutions, Transformer, shape_of
-from dtrain.plan.states import held_whole
-from dtrain.strategies.shared import local
-from dtrain.strategies.stages import split_points, stage_of
+from dtrain.plan.memory.states import held_whole
+from dtrain.plan.model_shape import Convolutions, Transformer, shape_of
+from dtrain.strategies.pipeline_stages import split_points, stage_of
 from dtrain.strategies.tensor import cut_layers
+from dtrain.util.dtensor import local
 
 MODELS = sorted(path.stem for path in Path(CONF, "model").glob("*.yaml"))
 CUT = [name for name in MODELS if not name.startswith(("resnet", "convnet")) and "70b" not in name]
@@ -51,10 +52,10 @@ def test_counts_and_operations_are_the_models_own(name: str) -> None:
     model: Any = module_of(settings)
     shape = shape_of({"model": settings})
     assert shape is not None
-    assert counts.num_parameters(shape) == model.num_parameters
-    assert counts.held_parameters(shape) == numel(model)
-    assert counts.trained_parameters(shape) == numel(model)
-    assert counts.flops_per_sample(shape) == model.flops_per_sample()
+    assert parameters.num_parameters(shape) == model.num_parameters
+    assert parameters.held_parameters(shape) == numel(model)
+    assert parameters.trained_parameters(shape) == numel(model)
+    assert parameters.flops_per_sample(shape) == model.flops_per_sample()
 
 
 def test_a_model_of_ones_own_has_no_shape() -> None:
@@ -87,9 +88,9 @@ def test_stages_are_those_of_the_pipeline(name: str, num_stages: int) -> None:
     shape = shape_of({"model": settings})
     assert isinstance(shape, Transformer)
     bounds = split_points(model, num_stages, None)
-    assert list(counts.stage_bounds(shape, num_stages)) == bounds
+    assert list(parameters.stage_bounds(shape, num_stages)) == bounds
     held = [numel(stage_of(model, *bound)) for bound in bounds]
-    assert [stage.parameters for stage in counts.stages(shape, num_stages)] == held
+    assert [stage.parameters for stage in parameters.stages(shape, num_stages)] == held
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_a_tensor_rank_holds_what_the_models_plan_gives_it(name: str, loss_paral
     assert isinstance(shape, Transformer)
     model = module_of(settings)
     cut_layers(model, two_ranks, False, loss_parallel)
-    (stage,) = counts.stages(shape, 1, tp=2, loss_parallel=loss_parallel)
+    (stage,) = parameters.stages(shape, 1, tp=2, loss_parallel=loss_parallel)
     assert stage.parameters == numel(model)
 
 
@@ -148,10 +149,10 @@ def test_adapters_are_those_that_lora_makes(name: str, targets: list[str], two_r
     shape = shape_of({"model": settings, "lora": {"rank": 4, "targets": targets}})
     assert isinstance(shape, Transformer)
     if any(target.startswith("layers.") for target in targets):  # one block only: the planner counts it in all
-        assert counts.trained_parameters(shape) >= model.num_trained
+        assert parameters.trained_parameters(shape) >= model.num_trained
         return
-    assert counts.trained_parameters(shape) == model.num_trained
-    assert counts.held_parameters(shape) == numel(model)
-    assert counts.flops_per_sample(shape) == model.flops_per_sample()
+    assert parameters.trained_parameters(shape) == model.num_trained
+    assert parameters.held_parameters(shape) == numel(model)
+    assert parameters.flops_per_sample(shape) == model.flops_per_sample()
     cut_layers(model, two_ranks, False, False)
-    assert counts.stages(shape, 1, tp=2)[0].parameters == numel(model)
+    assert parameters.stages(shape, 1, tp=2)[0].parameters == numel(model)

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.config import section
-from dtrain.hardware import Hardware
-from dtrain.plan.counts import num_parameters, parts, trained_parameters
+from dtrain.config.files import section
+from dtrain.config.hardware import Hardware
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item
+from dtrain.plan.model_shape import Transformer
+from dtrain.plan.parameters import num_parameters, parts, trained_parameters
 from dtrain.plan.predict import (
     GIB,
     Prediction,
@@ -26,8 +27,7 @@ from dtrain.plan.predict import (
     usual_network,
     why_not,
 )
-from dtrain.plan.shape import Transformer
-from tests.plan.questions import applied, question
+from tests.commands.plan.capacity import applied, question
 
 NODE = ("model=gpt2-1.5b", "hardware=a100-80gb", "train.global_batch_size=64", "strategy=fsdp")
 SHAPE = Transformer(
@@ -123,7 +123,7 @@ def test_what_cannot_be_known_is_said() -> None:
     own = {**config, "model": {"_target_": "my.Net"}, "choices": {**config["choices"], "model": "my.Net"}}
     assert predict(own) is None and "my.Net" in why_not(own)
     unknown = applied([], config)
-    unknown["hardware"] = {"_target_": "dtrain.hardware.Hardware"}
+    unknown["hardware"] = {"_target_": "dtrain.config.hardware.Hardware"}
     unknown["choices"]["hardware"] = "unknown"
     assert predict(unknown) is None and "hardware=unknown" in why_not(unknown)
 

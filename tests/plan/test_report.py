@@ -4,17 +4,17 @@ import re
 
 import pytest
 
-from dtrain.plan import show
+from dtrain.plan import report
 from dtrain.plan.ledger import Item
 from dtrain.plan.predict import GIB
-from dtrain.plan.search import rank
-from tests.plan.questions import question
+from dtrain.plan.search.search import rank
+from tests.commands.plan.capacity import question
 from tests.plan.test_predict import made
 
 
 def test_a_row_has_a_text_for_every_heading() -> None:
-    row = show.row(made(hardware={"price_per_gpu_hour": 90.0}))
-    assert set(row) == set(show.HEADINGS)
+    row = report.row(made(hardware={"price_per_gpu_hour": 90.0}))
+    assert set(row) == set(report.HEADINGS)
     assert row["memory"] == "30.0 GiB" and row["states"] == "10.0" and row["activations"] == "20.0"
     assert (row["step"], row["compute"], row["communication"]) == ("500 ms", "375 ms", "125 ms")
     assert row["tokens"] == "256" and row["mfu"] == "4.0%" and row["time"] == "50s" and row["cost"] == "5.00"
@@ -22,11 +22,11 @@ def test_a_row_has_a_text_for_every_heading() -> None:
 
 
 def test_what_lacks_memory_says_how_much_and_of_which() -> None:
-    assert show.lacking(made(50.0)) == "lacks 12.0 GiB"
-    assert show.lacking(made(1.0, offload="cpu", hardware={"host_memory_gib": 1e-6})).endswith("of host memory")
-    assert show.lacking(made(1.0, offload="cpu", hardware={"host_memory_gib": None})) == "host memory not known"
-    assert show.lacking(made(1.0, offload="cpu", hardware={"host_memory_gib": 512})) == "yes"
-    assert show.lacking(made(hardware={"gpu_memory_gib": None, "usable_memory_gib": None})) == "-"
+    assert report.lacking(made(50.0)) == "lacks 12.0 GiB"
+    assert report.lacking(made(1.0, offload="cpu", hardware={"host_memory_gib": 1e-6})).endswith("of host memory")
+    assert report.lacking(made(1.0, offload="cpu", hardware={"host_memory_gib": None})) == "host memory not known"
+    assert report.lacking(made(1.0, offload="cpu", hardware={"host_memory_gib": 512})) == "yes"
+    assert report.lacking(made(hardware={"gpu_memory_gib": None, "usable_memory_gib": None})) == "-"
 
 
 @pytest.mark.parametrize(
@@ -34,18 +34,18 @@ def test_what_lacks_memory_says_how_much_and_of_which() -> None:
 )
 def test_what_leaves_less_than_4_percent_of_the_card_is_tight(memory: float, text: str) -> None:
     """39 GiB a GPU, 1 of them for what is beside."""
-    assert show.row(made(memory))["fits"] == text
+    assert report.row(made(memory))["fits"] == text
 
 
 def test_a_cpu_has_no_cuda() -> None:
     cpu = dict.fromkeys(("gpu", "gpu_memory_gib", "usable_memory_gib"))
-    words = "\n".join([*show.explained(made(hardware=cpu)), *show.details(made(hardware=cpu))])
+    words = "\n".join([*report.explained(made(hardware=cpu)), *report.details(made(hardware=cpu))])
     assert "CUDA" not in words and "fullest rank" in words
-    assert "CUDA" in "\n".join(show.explained(made()))
+    assert "CUDA" in "\n".join(report.explained(made()))
 
 
 def test_without_a_time_and_a_price_there_are_dashes() -> None:
-    row = show.row(made(step_s=None))
+    row = report.row(made(step_s=None))
     assert {row[key] for key in ("step", "compute", "tokens", "mfu", "time", "hours", "cost")} == {"-"}
 
 
@@ -64,25 +64,25 @@ def test_without_a_time_and_a_price_there_are_dashes() -> None:
     ],
 )  # fmt: skip
 def test_variants_are_named(layout: dict[str, object], text: str) -> None:
-    assert show.variants(made(**layout)) == text
+    assert report.variants(made(**layout)) == text
 
 
 def test_the_table_is_short_and_has_every_strategy() -> None:
     found = [made(step_s=0.5 + i / 100, strategy="fsdp", micro_batch_size=i + 1) for i in range(9)]
     found += [made(step_s=5.0, strategy="3d", tp=2, dp=2), made(90.0, strategy="ddp", data="ddp")]
     ranked = rank(found)
-    shown = show.shown(ranked)
-    assert [p.layout.strategy for p in shown] == ["fsdp"] * show.TOP + ["3d", "ddp"]
-    assert show.shown(ranked, everything=True) == ranked
+    shown = report.shown(ranked)
+    assert [p.layout.strategy for p in shown] == ["fsdp"] * report.TOP + ["3d", "ddp"]
+    assert report.shown(ranked, everything=True) == ranked
 
 
 def test_of_what_does_not_fit_the_nearest_few_are_shown() -> None:
     ranked = rank([made(50.0 + i, micro_batch_size=i + 1) for i in range(9)])
-    assert show.shown(ranked) == ranked[: show.UNFIT]
+    assert report.shown(ranked) == ranked[: report.UNFIT]
 
 
 def test_plain_tables_align_and_leave_out_what_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    show.print_predictions([made(), made(8.0, 12.0, micro_batch_size=128)])
+    report.print_predictions([made(), made(8.0, 12.0, micro_batch_size=128)])
     heading, *lines = capsys.readouterr().out.splitlines()
     assert "cost" not in heading and "bubble" not in heading and "tok/s" in heading
     assert len(lines) == 2 and "12.0s" in lines[1]
@@ -91,7 +91,7 @@ def test_plain_tables_align_and_leave_out_what_says_nothing(capsys: pytest.Captu
 
 
 def test_details_add_up_to_their_totals() -> None:
-    memory, step = show.details(made())
+    memory, step = report.details(made())
     numbers = [float(n) for n in re.findall(r"([\d.]+) GiB", memory)]
     assert numbers[0] == pytest.approx(sum(numbers[1:3])) and numbers[3:] == [1.0, 39.0]
     assert step == "step    500 ms = compute 375 ms + communication 125 ms"
@@ -100,7 +100,7 @@ def test_details_add_up_to_their_totals() -> None:
 def test_explained_puts_the_numbers_in() -> None:
     prediction = made(hardware={"price_per_gpu_hour": 2.0})
     prediction.memory.append(Item("logits", "logits", GIB, "{} tokens × {} bytes", (2**20, 1024)))
-    text = "\n".join(show.explained(prediction))
+    text = "\n".join(report.explained(prediction))
     assert "1.000  logits, logits: 1048576 tokens × 1024 bytes" in text
     assert "31.000  in all" in text and "500.000  in all" in text
     assert "MFU 4.0% = 1e+12 FLOP a sample × 8 samples ÷ 0.5 s ÷ (4 GPUs × 100 TFLOP/s)" in text
@@ -109,6 +109,6 @@ def test_explained_puts_the_numbers_in() -> None:
 
 def test_the_heading_says_what_is_planned_for() -> None:
     asked = question("model=llama-7b", "hardware=h100", "cluster.nodes=4")
-    text = show.heading(made(), asked.config)
+    text = report.heading(made(), asked.config)
     assert text.startswith("llama-7b, ") and "4 nodes, 32 × X (39.0 GiB usable)" in text
     assert "bf16" in text and "batch 8 × 16 tokens" in text and "100 steps = 12.8K tokens" in text

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.plan.counts import num_parameters
 from dtrain.plan.layout import Layout
-from dtrain.plan.shape import Transformer
+from dtrain.plan.model_shape import Transformer
+from dtrain.plan.parameters import num_parameters
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "planner"))
 

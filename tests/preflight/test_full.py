@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from dtrain.comm.full import Full
-from dtrain.comm.preflight import Preflight, local_starter
-from dtrain.comm.report import Report
-from tests.comm.test_preflight import Starts, config
-from tests.comm.test_profile import CONFIGS
-from tests.comm.test_transport import FELL_BACK, IB
+from dtrain.preflight.full import Full
+from dtrain.preflight.report import Report
+from dtrain.preflight.run import Preflight, local_starter
 from tests.patience import patience
+from tests.preflight.test_nccl_log import FELL_BACK, IB
+from tests.preflight.test_network_env import CONFIGS
+from tests.preflight.test_run import Starts, config
 
 NODES = ["node1", "node2", "node3"]
 
@@ -24,7 +24,7 @@ NODES = ["node1", "node2", "node3"]
 # one import of torch for the ranks of a node: four at once take two cores six seconds
 FORKING = """
 import os, sys, torch.distributed
-from dtrain.comm import probe
+from dtrain.preflight import probe
 for i in range(2):
     os.environ["SLURM_LOCALID"] = str(i)
     if not os.fork():
@@ -41,7 +41,7 @@ class Replaced(Starts):
         self.code = code
 
     def __call__(self, argv: list[str], nodes: list[str], tasks_per_node: int, *more: Any) -> subprocess.Popen[bytes]:
-        if argv[-1] == "dtrain.comm.probe":
+        if argv[-1] == "dtrain.preflight.probe":
             argv, tasks_per_node = [sys.executable, "-c", self.code], 1
         return super().__call__(argv, nodes, tasks_per_node, *more)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dtrain.comm.transport import chosen, direct, inside, mismatch
+from dtrain.preflight.nccl_log import chosen, direct, inside, mismatch
 
 HEAD = "node1:4711:4790 [0] NCCL INFO "
 IB = f"""\

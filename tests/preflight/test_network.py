@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from dtrain.comm.channel import Desk, Link, Messages
-from dtrain.comm.peers import Peer, judge_streams, same_family
+from dtrain.preflight.channel import Desk, Link, Messages
+from dtrain.preflight.reachability import Peer, judge_streams, same_family
 from tests import slurm
 from tests.patience import patience
 from tests.slurm import FINISHED, Cluster

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.comm import profile
-from dtrain.compose import compose
-from dtrain.config import CONF
-from dtrain.hardware import Hardware
+from dtrain.commands import env
+from dtrain.config.files import CONF
+from dtrain.config.hardware import Hardware
+from dtrain.launch.compose import compose
+from dtrain.preflight import network_env
 
 PROFILES = ("gcp-ethernet", "infiniband", "aws-ib", "aws-efa")
 CONFIGS = {name: compose([f"cluster={name}"]) for name in ("slurm", "local", *PROFILES)}
@@ -31,7 +32,7 @@ def changed(cluster: str, **fabric: Any) -> dict[str, Any]:
 
 
 def values(config: dict[str, Any], environ: dict[str, str] | None = None) -> dict[str, str]:
-    return {e.name: e.value for e in profile.exports(config, environ or {})}
+    return {e.name: e.value for e in network_env.exports(config, environ or {})}
 
 
 # ---- the files -----------------------------------------------------------------------------------------------
@@ -40,8 +41,8 @@ def values(config: dict[str, Any], environ: dict[str, str] | None = None) -> dic
 @pytest.mark.parametrize("name", [*CONFIGS])
 def test_every_variable_has_a_reason_and_the_rules_hold(name: str) -> None:
     config = CONFIGS[name]
-    profile.check(config)
-    assert all(export.why.strip() and export.value.strip() for export in profile.exports(config, {}))
+    network_env.check(config)
+    assert all(export.why.strip() and export.value.strip() for export in network_env.exports(config, {}))
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in values(config)
 
 
@@ -94,22 +95,22 @@ def test_tensor_parallel_and_gpus_have_their_variables() -> None:
     assert "PYTORCH_ALLOC_CONF" not in values(compose(["cluster=slurm", "cluster.gpus_per_node=0"]))
 
 
-NAMES = [e.name for e in profile.exports(CONFIGS["gcp-ethernet"], {})]
+NAMES = [e.name for e in network_env.exports(CONFIGS["gcp-ethernet"], {})]
 printable = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
 
 
 @given(st.dictionaries(st.sampled_from([*NAMES, "HOME", "NCCL_OTHER"]), printable))
 def test_the_users_environment_always_wins(environ: dict[str, str]) -> None:
     config = CONFIGS["gcp-ethernet"]
-    added = profile.environment(config, environ)
+    added = network_env.environment(config, environ)
     assert not set(added) & set(environ) and set(NAMES) <= set(added) | set(environ)
-    differing = {e.name: e.theirs for e in profile.exports(config, environ) if e.theirs is not None}
+    differing = {e.name: e.theirs for e in network_env.exports(config, environ) if e.theirs is not None}
     assert differing == {n: v for n, v in environ.items() if n in NAMES and v != values(config)[n]}
-    assert len(profile.differences(config, environ)) == len(differing)
+    assert len(network_env.differences(config, environ)) == len(differing)
 
 
 def test_a_difference_says_whose_value_and_why() -> None:
-    (line,) = profile.differences(CONFIGS["infiniband"], {"NCCL_IB_DISABLE": "1"})
+    (line,) = network_env.differences(CONFIGS["infiniband"], {"NCCL_IB_DISABLE": "1"})
     assert line.startswith("NCCL_IB_DISABLE=1 (yours) instead of 0: InfiniBand stays on")
 
 
@@ -120,7 +121,7 @@ def test_a_shell_can_eval_the_exports(capsys: pytest.CaptureFixture[str], monkey
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_DEBUG", "INFO\nexport NCCL_NET=evil")
-    assert profile.main(["cluster=gcp-ethernet"]) == 0
+    assert env.main(["cluster=gcp-ethernet"]) == 0
     text = capsys.readouterr().out
     shell = subprocess.run(
         ["bash", "-c", f"set -eu\n{text}\nenv -0"], capture_output=True, env={"PATH": os.environ["PATH"]}
@@ -137,8 +138,8 @@ def test_a_shell_can_eval_the_exports(capsys: pytest.CaptureFixture[str], monkey
 def test_quoting_survives_a_shell(value: str) -> None:
     import shlex
 
-    assert shlex.split(profile.quote(value)) == [value]
-    assert not profile.quote(value).startswith("=")  # zsh would look for a program of that name
+    assert shlex.split(network_env.quote(value)) == [value]
+    assert not network_env.quote(value).startswith("=")  # zsh would look for a program of that name
 
 
 # ---- the rules -----------------------------------------------------------------------------------------------
@@ -177,15 +178,15 @@ def test_quoting_survives_a_shell(value: str) -> None:
 )  # fmt: skip
 def test_a_rule_is_said_with_a_fix(cluster: str, fabric: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says) as caught:
-        profile.check(changed(cluster, **fabric))
+        network_env.check(changed(cluster, **fabric))
     assert "\n  fix: " in str(caught.value)
 
 
 def test_allowed_forms_pass() -> None:
-    profile.check(changed("aws-efa", env={"FI_EFA_USE_HUGE_PAGE": "0"}))
-    profile.check(changed("gcp-ethernet", env={"NCCL_SOCKET_IFNAME": "^docker,lo", "NCCL_SOCKET_NTHREADS": 16}))
-    profile.check(changed("gcp-ethernet", env={"NCCL_SOCKET_IFNAME": "^=docker0,lo"}))
-    profile.check(CONFIGS["local"])
+    network_env.check(changed("aws-efa", env={"FI_EFA_USE_HUGE_PAGE": "0"}))
+    network_env.check(changed("gcp-ethernet", env={"NCCL_SOCKET_IFNAME": "^docker,lo", "NCCL_SOCKET_NTHREADS": 16}))
+    network_env.check(changed("gcp-ethernet", env={"NCCL_SOCKET_IFNAME": "^=docker0,lo"}))
+    network_env.check(CONFIGS["local"])
 
 
 def test_an_interface_that_is_not_given_cannot_be_made_into_variables() -> None:
@@ -201,11 +202,11 @@ def test_whatever_passes_the_rules_can_be_exported(env: dict[str, Any]) -> None:
     config = copy.deepcopy(CONFIGS["slurm"])
     config["cluster"]["fabric"]["env"] = env
     try:
-        profile.check(config)
+        network_env.check(config)
     except ValueError as error:
         assert "\n  fix: " in str(error)
         return
-    for export in profile.exports(config, {}):
+    for export in network_env.exports(config, {}):
         assert export.name.isupper() and export.name.isascii()
         assert len(f"{export.value}|{export.why}".splitlines()) == 1
 

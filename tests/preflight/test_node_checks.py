@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dtrain.comm import checks, gpus, versions
-from dtrain.comm.interfaces import Interface, interfaces, usable
 from dtrain.models.gpt2 import GPT2
-from tests.comm.test_profile import CONFIGS
+from dtrain.preflight import gpus, node_checks, versions
+from dtrain.preflight.interfaces import Interface, interfaces, usable
+from tests.preflight.test_network_env import CONFIGS
 
 ETH0 = Interface("eth0", True, True, ("10.0.0.1",), 1250.0)
 LO = Interface("lo", True, True, ("127.0.0.1",))
@@ -31,13 +31,13 @@ LO = Interface("lo", True, True, ("127.0.0.1",))
     ],
 )
 def test_an_interface_that_cannot_be_used(found: dict[str, Interface], says: str, fix: str) -> None:
-    finding = checks.interface("eth0", found)
+    finding = node_checks.interface("eth0", found)
     assert finding["state"] == "bad" and says in finding["text"] and fix in finding["fix"]
 
 
 def test_an_interface_that_can() -> None:
-    assert checks.interface("eth0", {"eth0": ETH0})["state"] == "ok"
-    assert checks.interface(None, {"eth0": ETH0})["state"] == "skipped"
+    assert node_checks.interface("eth0", {"eth0": ETH0})["state"] == "ok"
+    assert node_checks.interface(None, {"eth0": ETH0})["state"] == "skipped"
 
 
 def test_the_interfaces_of_this_machine_are_found() -> None:
@@ -52,7 +52,7 @@ def adapters(tmp_path: Path, transport: str, devices: dict[str, str], hca: str |
         port = tmp_path / "class/infiniband" / name / "ports/1"
         port.mkdir(parents=True)
         (port / "state").write_text(state)
-    return checks.adapters(transport, hca, environ, tmp_path)
+    return node_checks.adapters(transport, hca, environ, tmp_path)
 
 
 ACTIVE, DOWN = "4: ACTIVE\n", "1: DOWN\n"
@@ -87,21 +87,21 @@ def test_efa_needs_devices_and_a_plugin_that_loads(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "disk_free", lambda path: 10**9)
-    assert [f["state"] for f in checks.run_folder(tmp_path, 5 * 10**8, "", None)] == ["ok", "ok"]
-    disk = checks.run_folder(tmp_path / "not" / "yet", 2 * 10**9, "", None)[-1]
+    monkeypatch.setattr(node_checks, "disk_free", lambda path: 10**9)
+    assert [f["state"] for f in node_checks.run_folder(tmp_path, 5 * 10**8, "", None)] == ["ok", "ok"]
+    disk = node_checks.run_folder(tmp_path / "not" / "yet", 2 * 10**9, "", None)[-1]
     assert disk["state"] == "bad" and "2 GB are needed" in disk["text"] and "1 GB are free" in disk["text"]
 
     def full(folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checks, "write_something", full)
-    (folder,) = checks.run_folder(tmp_path, 2 * 10**9, "", None)
+    monkeypatch.setattr(node_checks, "write_something", full)
+    (folder,) = node_checks.run_folder(tmp_path, 2 * 10**9, "", None)
     assert folder["state"] == "bad" and "No space left" in folder["text"] and "need 2 GB" in folder["text"]
 
 
 def test_a_folder_that_is_not_shared(tmp_path: Path) -> None:
-    (found,) = checks.run_folder(tmp_path, 1, "", tmp_path / "elsewhere")
+    (found,) = node_checks.run_folder(tmp_path, 1, "", tmp_path / "elsewhere")
     assert found["state"] == "bad" and "not seen here" in found["text"]
     assert list(tmp_path.iterdir()) == []
 
@@ -110,29 +110,29 @@ def test_checkpoints_are_counted_like_the_model_counts_itself(tmp_path: Path) ->
     config = CONFIGS["local"]
     model = GPT2(**{k: v for k, v in config["model"].items() if k != "_target_"})
     weights = sum(p.numel() for p in model.parameters())
-    assert checks.checkpoint_bytes(config, tmp_path) == (weights * 12 * 4, "")  # keep=3, and one being written
+    assert node_checks.checkpoint_bytes(config, tmp_path) == (weights * 12 * 4, "")  # keep=3, and one being written
     for step in range(5):
         (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
-    assert checks.checkpoint_bytes(config, tmp_path)[0] == weights * 12
-    needed, why = checks.checkpoint_bytes({"model": {"_target_": "my.Model"}}, tmp_path)
+    assert node_checks.checkpoint_bytes(config, tmp_path)[0] == weights * 12
+    needed, why = node_checks.checkpoint_bytes({"model": {"_target_": "my.Model"}}, tmp_path)
     assert needed is None and "my.Model" in why
-    assert checks.run_folder(tmp_path, None, why, None)[-1]["state"] == "skipped"
+    assert node_checks.run_folder(tmp_path, None, why, None)[-1]["state"] == "skipped"
 
 
 def test_shared_memory_and_memlock(tmp_path: Path) -> None:
-    assert checks.shared_memory(1e9, tmp_path)["state"] == "bad"
-    assert checks.shared_memory(0, tmp_path)["state"] == "ok"
-    assert checks.shared_memory(0, tmp_path / "none")["state"] == "bad"
-    assert checks.memlock("ib", lambda _: (8192 * 1024, -1))["text"].startswith("ulimit -l is 8192 KiB")
-    assert checks.memlock("ib", lambda _: (resource.RLIM_INFINITY, -1))["state"] == "ok"
-    assert checks.memlock("socket")["state"] == "skipped"
+    assert node_checks.shared_memory(1e9, tmp_path)["state"] == "bad"
+    assert node_checks.shared_memory(0, tmp_path)["state"] == "ok"
+    assert node_checks.shared_memory(0, tmp_path / "none")["state"] == "bad"
+    assert node_checks.memlock("ib", lambda _: (8192 * 1024, -1))["text"].startswith("ulimit -l is 8192 KiB")
+    assert node_checks.memlock("ib", lambda _: (resource.RLIM_INFINITY, -1))["state"] == "ok"
+    assert node_checks.memlock("socket")["state"] == "skipped"
 
 
 def test_a_check_that_breaks_is_a_finding() -> None:
-    def broken() -> checks.Finding:
+    def broken() -> node_checks.Finding:
         raise OSError("the driver hangs")
 
-    assert "the driver hangs" in checks.guarded("gpus", broken)[0]["text"]
+    assert "the driver hangs" in node_checks.guarded("gpus", broken)[0]["text"]
 
 
 # ---- GPUs ----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -13,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from dtrain.comm import preflight as module
-from dtrain.comm import quick
-from dtrain.comm.channel import Desk, Link, Messages
-from dtrain.comm.preflight import Preflight, local_starter, main
-from dtrain.comm.report import Check, Report, as_check
-from tests.comm.test_profile import CONFIGS
+from dtrain.commands.preflight import main
+from dtrain.preflight import quick
+from dtrain.preflight import run as module
+from dtrain.preflight.channel import Desk, Link, Messages
+from dtrain.preflight.report import Check, Report, as_check
+from dtrain.preflight.run import Preflight, local_starter
 from tests.patience import patience
+from tests.preflight.test_network_env import CONFIGS
 
 NODES = ["node1", "node2", "node3"]
 
@@ -72,7 +74,7 @@ def test_a_node_with_another_torch(tmp_path: Path) -> None:
     odd = [
         sys.executable,
         "-c",
-        f"import sys; sys.path.insert(0, {str(fake.parent)!r}); import dtrain.comm.node as n; n.main()",
+        f"import sys; sys.path.insert(0, {str(fake.parent)!r}); import dtrain.preflight.agent as n; n.main()",
     ]
     report, said = check(tmp_path, Starts("node2", argv=odd))
     assert list(report.bad) == ["node2"] and report.good == ["node1", "node3"]
@@ -112,7 +114,7 @@ def test_a_wrong_interface_on_every_node_is_one_line(tmp_path: Path) -> None:
 def test_a_node_that_cannot_reach_the_coordinator_answers_through_the_folder(tmp_path: Path) -> None:
     """Its plan names an address where nobody listens, as when its link is down."""
     code = (
-        "import json, os, dtrain.comm.node as n; plan = json.loads(os.environ[n.PLAN]);"
+        "import json, os, dtrain.preflight.agent as n; plan = json.loads(os.environ[n.PLAN]);"
         "plan['addresses'] = ['127.0.0.9']; plan['port'] = 1; os.environ[n.PLAN] = json.dumps(plan); n.main()"
     )
     report, said = check(tmp_path, Starts("node2", argv=[sys.executable, "-c", code]), NODES[:2])
@@ -198,17 +200,17 @@ def test_the_command_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 def test_for_a_cluster_the_command_asks_slurm_for_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
-    monkeypatch.setattr(module.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ValueError, match="no salloc on this machine\n  fix: "):
         main(["cluster=slurm", "cluster.nodes=2"])
-    monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     called: list[list[str]] = []
 
     def become(file: str, command: list[str]) -> None:
         called.append(command)
         raise InterruptedError("the real one does not come back")
 
-    monkeypatch.setattr(module.os, "execvp", become)
+    monkeypatch.setattr(os, "execvp", become)
     with pytest.raises(InterruptedError):
         main(["cluster=slurm", "cluster.nodes=2", "cluster.partition=gpu", "cluster.gpus_per_node=4"])
     (command,) = called
@@ -219,6 +221,7 @@ def test_for_a_cluster_the_command_asks_slurm_for_nodes(monkeypatch: pytest.Monk
 
 
 def test_it_starts_without_torch() -> None:
-    code = "import sys, dtrain.comm.preflight, dtrain.comm.node, dtrain.comm.full; sys.exit('torch' in sys.modules)"
+    modules = "dtrain.preflight.run, dtrain.preflight.agent, dtrain.preflight.full"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ).returncode == 0
     assert module.Starter  # what launchers type their starters with

@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.comm import peers
-from dtrain.comm.pairs import MOST_ROUNDS, Hunt
-from dtrain.comm.peers import Peer
+from dtrain.preflight import reachability
+from dtrain.preflight.reachability import Peer
+from dtrain.preflight.slow_nodes import MOST_ROUNDS, Hunt
 
 NODES = ["n1", "n2", "n3", "n4"]
 
@@ -65,30 +65,30 @@ def all_pairs(value: Any) -> dict[tuple[str, str], Any]:
 
 def test_a_node_that_nobody_reaches_is_the_bad_one() -> None:
     pairs = {pair: "timed out" if "n3" in pair else "" for pair in all_pairs("")}
-    found = peers.judge_reach(reports(pairs, "reach"), "eth0")
+    found = reachability.judge_reach(reports(pairs, "reach"), "eth0")
     assert states(found) == {"n1": "ok", "n2": "ok", "n3": "bad", "n4": "ok"}
     assert "no connection over eth0: n1 → n3 (timed out)" in found["n3"][0]["text"]
 
 
 def test_a_single_bad_pair_names_both_ends() -> None:
     pairs = all_pairs("") | {("n1", "n2"): "refused"}
-    assert states(peers.judge_reach(reports(pairs, "reach"), None)) == {
+    assert states(reachability.judge_reach(reports(pairs, "reach"), None)) == {
         "n1": "bad",
         "n2": "bad",
         "n3": "ok",
         "n4": "ok",
     }
-    assert states(peers.judge_reach({"n1": {"reach": {}}}, None)) == {"n1": "skipped"}
+    assert states(reachability.judge_reach({"n1": {"reach": {}}}, None)) == {"n1": "skipped"}
 
 
 def test_a_slow_sender_a_slow_receiver_and_a_slow_pair() -> None:
     for end in (0, 1):
         flows = {pair: 2.0 if pair[end] == "n2" else 900.0 for pair in all_pairs(0)}
-        found = peers.judge_streams(reports(flows, "streams"), "eth0")
+        found = reachability.judge_streams(reports(flows, "streams"), "eth0")
         assert states(found) == {"n1": "ok", "n2": "bad", "n3": "ok", "n4": "ok"}
         assert "MB/s" in found["n2"][0]["text"] and "best of all has 900 MB/s" in found["n2"][0]["text"]
     flows = all_pairs(900.0) | {("n1", "n2"): 2.0}
-    assert states(peers.judge_streams(reports(flows, "streams"), None)) == {
+    assert states(reachability.judge_streams(reports(flows, "streams"), None)) == {
         "n1": "bad",
         "n2": "bad",
         "n3": "ok",
@@ -98,8 +98,10 @@ def test_a_slow_sender_a_slow_receiver_and_a_slow_pair() -> None:
 
 def test_two_nodes_are_held_against_the_links_own_rate() -> None:
     flows = {("n1", "n2"): 3.0, ("n2", "n1"): 900.0}
-    assert set(states(peers.judge_streams(reports(flows, "streams", NODES[:2]), None)).values()) == {"ok"}  # who knows
-    found = peers.judge_streams(reports(flows, "streams", NODES[:2], speed_mb_s=1250.0), "eth0")
+    assert set(states(reachability.judge_streams(reports(flows, "streams", NODES[:2]), None)).values()) == {
+        "ok"
+    }  # who knows
+    found = reachability.judge_streams(reports(flows, "streams", NODES[:2], speed_mb_s=1250.0), "eth0")
     assert set(states(found).values()) == {"bad"} and "eth0 says 10 Gb/s" in found["n1"][0]["text"]
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from dtrain.cli import main
+from dtrain.commands.profile import read_tables
 from dtrain.profile import attribute, memory
 from dtrain.profile.attribute import MARK, kind_of
 from dtrain.profile.record import Profile
-from dtrain.profile.show import read_tables
 from tests.world import SMALL, losses, make_run, spawn, summary, train
 
 RECORD = ["profile=torch", "profile.start=5", "profile.num_steps=2", "train.steps=7"]

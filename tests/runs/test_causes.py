@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from dtrain import causes
 from dtrain.cli import main
-from dtrain.contract import free_port
-from tests.launchers.test_local import launch
+from dtrain.runs import causes
+from dtrain.runs.protocol import free_port
+from tests.launch.test_local import launch
 
 PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
 
@@ -43,7 +43,7 @@ def test_each_attempt_keeps_its_cause(tmp_path: Path, capsys: pytest.CaptureFixt
     """A user's ConnectionResetError, then a real SIGKILL of which gloo tells rank 0, then the first one again."""
     (tmp_path / "mine.py").write_text(MODEL)
     words = ["cluster.processes=2", "model._target_=mine.Odd", "trust=[mine]", "checkpoint.every=2"]
-    env = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[1]}", "STARTS": str(tmp_path / "starts")}
+    env = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "STARTS": str(tmp_path / "starts")}
     process = launch(tmp_path, *words, "cluster.max_restarts=2", env=env)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 3, output
@@ -81,7 +81,7 @@ GROUP = """
 import datetime, os, sys
 import torch.distributed as dist
 from torch import ones
-from dtrain import causes
+from dtrain.runs import causes
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
 dist.all_reduce(ones(1))
 if dist.get_rank() == 1:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from dtrain.runs import find_run, main
-from dtrain.tables import COLUMNS, print_runs
+from dtrain.commands.runs import main
+from dtrain.runs.find import find_run
+from dtrain.ui.tables import COLUMNS, print_runs
 from tests import rundirs
 from tests.rundirs import HERE, list_runs, make, plain, sweep
 
@@ -54,6 +55,13 @@ def test_find_by_part_of_the_name() -> None:
     assert find_run("00-00-gpt") == tiny
     assert find_run("3-optim.lr=0.1") == third
     assert find_run("10-00-02/3-") == third
+
+
+@pytest.mark.parametrize("word", ["lates", "lastest", "Latest"])
+def test_latest_misspelt(word: str) -> None:
+    make("outputs/2025-01-01/10-00-00-gpt2-tiny")
+    with pytest.raises(ValueError, match=r"fix: did you mean latest, which is outputs/2025-01-01/10-00-00-gpt2-tiny\?"):
+        find_run(word)
 
 
 def test_find_ambiguous() -> None:

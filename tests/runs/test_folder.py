@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.rundir import Tail
+from dtrain.runs.folder import Tail
 
 
 def test_tail_reads_each_whole_line_once(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from dtrain import contract
-from dtrain.contract import MOST_PATIENCE, Deadline, slowness
+from dtrain.runs import protocol
+from dtrain.runs.protocol import MOST_PATIENCE, Deadline, slowness
 from tests.patience import until
 
 
@@ -21,15 +21,15 @@ def test_a_machine_is_as_slow_as_its_cores_are_wanted(
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
-    monkeypatch.setattr(contract, "QUIET_S", 1e9)  # the task says nothing
+    monkeypatch.setattr(protocol, "QUIET_S", 1e9)  # the task says nothing
     assert slowness() == expected
-    monkeypatch.setattr(contract, "QUIET_S", 1e-9)  # the task takes far too long
+    monkeypatch.setattr(protocol, "QUIET_S", 1e-9)  # the task takes far too long
     assert slowness() == MOST_PATIENCE
 
 
 def test_a_deadline_moves_while_the_machine_is_busy_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     speed = [1.0]
-    monkeypatch.setattr(contract, "slowness", lambda: speed[0])
+    monkeypatch.setattr(protocol, "slowness", lambda: speed[0])
     deadline = Deadline(100)
     assert 99 < deadline.left() <= 100
     deadline.began -= 150

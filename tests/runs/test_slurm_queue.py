@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from dtrain import squeue
-from dtrain.cancel import main as cancel_main
-from dtrain.runs import main as runs_main
-from dtrain.squeue import query
+from dtrain.commands.cancel import main as cancel_main
+from dtrain.commands.runs import main as runs_main
+from dtrain.runs import slurm_queue
+from dtrain.runs.slurm_queue import query
 from tests import rundirs
 from tests.rundirs import Fakes, job, list_runs, make, note, row
 
@@ -60,7 +60,7 @@ def test_a_squeue_that_fails_because_of_one_unknown_id(fakes: Fakes) -> None:
     "sacct", ["exec sleep 30", "echo 'Slurm accounting storage is disabled' >&2; exit 1", "echo 'a|b'"]
 )
 def test_accounting_that_is_not_there(fakes: Fakes, monkeypatch: pytest.MonkeyPatch, sacct: str) -> None:
-    monkeypatch.setattr(squeue, "ANSWER_S", 0.3)
+    monkeypatch.setattr(slurm_queue, "ANSWER_S", 0.3)
     calls = fakes(squeue="exit 0", sacct=sacct)
     began = time.monotonic()
     for _ in range(2):
@@ -85,7 +85,7 @@ def test_what_accounting_remembers(fakes: Fakes) -> None:
 def test_nobody_dies_because_slurm_is_silent(
     fakes: Fakes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], squeue_says: str | None
 ) -> None:
-    monkeypatch.setattr(squeue, "ANSWER_S", 0.3)
+    monkeypatch.setattr(slurm_queue, "ANSWER_S", 0.3)
     if squeue_says:
         fakes(squeue=squeue_says)
     make("outputs/a", launch=job("7"), status="running")

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from dtrain import checkpoint
-from dtrain.config import build, load
-from dtrain.precision import Precision
-from dtrain.strategies.shared import clip_factor, scale_gradients, total_norm
-from dtrain.weights import Drawn
+from dtrain.checkpoint import store
+from dtrain.checkpoint.initial_weights import Drawn
+from dtrain.config.build import build
+from dtrain.config.run_file import load
+from dtrain.optim.precision import Precision
+from dtrain.strategies.grad_norm import clip_factor, scale_gradients, total_norm
 from tests.world import (
     STRATEGIES,
     layouts,
@@ -69,7 +71,7 @@ def same_weights_everywhere(run_dir: Path) -> None:
     cfg = load(run_dir)
     with torch.device("meta"):
         model = build(cfg.model)
-    strategy = build(cfg.strategy)
+    strategy = build(cfg.strategy).for_world(dist.get_world_size())
     strategy.setup(
         model,
         build(cfg.optim),
@@ -78,7 +80,7 @@ def same_weights_everywhere(run_dir: Path) -> None:
         first=Drawn(5),
         micro_batch_size=1,
     )
-    checkpoint.save(run_dir / "checkpoints", 0, strategy.state_dict(), {"extra": strategy.extra_state()}, keep=1)
+    store.save(run_dir / "checkpoints", 0, strategy.state_dict(), {"extra": strategy.extra_state()}, keep=1)
 
 
 def test_first_weights_are_the_same_whatever_the_layout(tmp_path: Path) -> None:
@@ -88,7 +90,7 @@ def test_first_weights_are_the_same_whatever_the_layout(tmp_path: Path) -> None:
         sizes = ["model.num_heads=6", "model.dim=30", f"train.global_batch_size={4 * size}"]
         run = make_run(tmp_path / f"{strategy}-{size}", f"strategy={strategy}", f"cluster.processes={size}", *sizes)
         spawn(size, same_weights_everywhere, run)
-        hashes[strategy, size] = checkpoint.weights_sha256(run / "checkpoints" / "step-00000000")
+        hashes[strategy, size] = store.weights_sha256(run / "checkpoints" / "step-00000000")
     assert len(set(hashes.values())) == 1, hashes
 
 
@@ -106,9 +108,9 @@ def test_nonfinite_stops_before_the_update_and_is_never_saved(value: str, strate
     assert train(run, size, {"PYTHONPATH": str(tmp_path)}) == [3] * size
     note = json.loads((run / "logs" / "failure-0.json").read_text())
     assert note["type"] == "NonFiniteError" and "step 6" in note["message"] and "Fix:" in note["message"]
-    assert checkpoint.checkpoints(run / "checkpoints")[0].name == "step-00000005"
-    for path in checkpoint.checkpoints(run / "checkpoints"):
-        assert all(t.isfinite().all() for _, t in checkpoint.weights(path))
+    assert store.checkpoints(run / "checkpoints")[0].name == "step-00000005"
+    for path in store.checkpoints(run / "checkpoints"):
+        assert all(t.isfinite().all() for _, t in store.weights(path))
 
 
 def test_nonfinite_skip_leaves_weights_alone_and_goes_on(tmp_path: Path) -> None:
@@ -118,8 +120,8 @@ def test_nonfinite_skip_leaves_weights_alone_and_goes_on(tmp_path: Path) -> None
     assert train(run, 2) == [0, 0]
     assert summary(run)["skipped_steps"] == 1 and summary(run)["steps"] == 20
     folder = run / "checkpoints"
-    assert checkpoint.weights_sha256(folder / "step-00000005") == checkpoint.weights_sha256(folder / "step-00000006")
-    assert checkpoint.weights_sha256(folder / "step-00000006") != checkpoint.weights_sha256(folder / "step-00000007")
+    assert store.weights_sha256(folder / "step-00000005") == store.weights_sha256(folder / "step-00000006")
+    assert store.weights_sha256(folder / "step-00000006") != store.weights_sha256(folder / "step-00000007")
     skipped = next(m for m in metrics(run) if m["step"] == 6)
     assert skipped["loss"] is None, "NaN is not JSON"
     assert losses(run)[20] < losses(run)[1]
@@ -140,7 +142,7 @@ def test_fp16_scale_falls_at_an_overflow_and_training_goes_on(strategy: str, tmp
         "precision.growth_interval=3",
     )
     assert train(run, size) == [0] * size
-    content = checkpoint.read_manifest(run / "checkpoints" / "step-00000012")
+    content = store.read_manifest(run / "checkpoints" / "step-00000012")
     state = content["extra"]["precision"]
     assert 0 < summary(run)["skipped_steps"] < 12 and state["scale"] < 16777216
     counts = {count["step"] for count in content["extra"]["optimizer"].values()}

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.models.gpt2 import GPT2
 from dtrain.models.llama import Llama
-from dtrain.strategies.shared import checkpoint_layers
+from dtrain.strategies.recompute import checkpoint_layers
 from tests.world import losses, make_run, metrics, train
 
 MODES = ["full", "ops", "selective"]

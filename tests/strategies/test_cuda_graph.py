@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtrain.optim import AdamW
+from dtrain.optim.build import AdamW
 from dtrain.strategies.base import Strategy
+from dtrain.strategies.cuda_graph import NUMBER, STEPS_WATCHED, RecordedStep
 from dtrain.strategies.ddp import DDP
-from dtrain.strategies.recorded import NUMBER, STEPS_WATCHED, RecordedStep
-from dtrain.strategies.shared import local
+from dtrain.util.dtensor import local
 
 # ---- which steps are recorded: no GPU is needed to decide that --------------------------------------------------
 
@@ -22,7 +22,7 @@ from dtrain.strategies.shared import local
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr("dtrain.strategies.recorded.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("dtrain.strategies.cuda_graph.time.perf_counter", lambda: self.now)
 
 
 def recorded_at(clock: Clock, has_ended: Any, launch_s: float = 1.0, between_s: float = 0.0) -> list[int]:
@@ -104,15 +104,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def strategy_of(graphs: Literal["auto", "none"], *words: str) -> Strategy:
-    from dtrain.compose import compose
-    from dtrain.config import Settings, build
-    from dtrain.models import build as models
+    from dtrain.config.build import build
+    from dtrain.config.run_file import Settings
+    from dtrain.launch.compose import compose
+    from dtrain.train import build as models
 
     torch.cuda.reset_peak_memory_stats()  # of other tests: what a step takes is asked for
     sizes = ["model.num_layers=2", "model.dim=128", "model.num_heads=2", "model.seq_len=64"]
     model = ["model=gpt2-tiny", *sizes] if "model=resnet18" not in words else []
     cfg = Settings(compose(["precision=bf16", "cluster.processes=1", *model, *words]))
-    strategy: Strategy = build(cfg.strategy)
+    strategy: Strategy = build(cfg.strategy).for_world(1)
     strategy.resolve_mesh(1, 1)
     strategy.setup(
         models.make(cfg), build(cfg.optim, global_batch_size=8), precision=build(cfg.precision),
@@ -132,7 +133,7 @@ def batch_of(step: int, size: int = 8, pictures: bool = False) -> tuple[Tensor, 
 
 def losses_of(strategy: Strategy, steps: int = 17, pictures: bool = False) -> list[Any]:
     """Rates that change, an evaluation, a batch of another size and a step that is not finite among them."""
-    from dtrain.worker import seed_everything
+    from dtrain.train.process import seed_everything
 
     found: list[Any] = []
     torch._dynamo.reset()  # else the second strategy would begin with the graphs of the first, for any batch size

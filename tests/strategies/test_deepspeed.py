@@ -16,12 +16,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain import checkpoint
-from dtrain.config import build, flatten, load
-from dtrain.hardware import CPU_FP16, no_cpu_fp16
-from dtrain.mesh import MeshSizes
-from dtrain.strategies import zero_config
-from dtrain.weights import Drawn
+from dtrain.checkpoint import store
+from dtrain.checkpoint.initial_weights import Drawn
+from dtrain.config.build import build
+from dtrain.config.files import flatten
+from dtrain.config.hardware import CPU_FP16, no_cpu_fp16
+from dtrain.config.mesh import MeshSizes
+from dtrain.config.run_file import load
+from dtrain.strategies import deepspeed_config
 from tests.world import losses, make_run, metrics, skip_without_fp16, spawn, summary, train
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install 'dtrain[deepspeed]'")
@@ -57,7 +59,7 @@ def check(composed: dict[str, Any], tmp_path: Path) -> Callable[..., dict[str, A
         for key, value in settings.items():
             section, _, name = key.rpartition(".")
             (config[section] if section else config)[name] = value
-        return zero_config.check(config, MeshSizes(dp=2))
+        return deepspeed_config.check(config, MeshSizes(dp=2))
 
     return check
 
@@ -123,9 +125,9 @@ def test_no_file_ever_changes_what_our_settings_say(user: dict[str, Any]) -> Non
     strategy = {
         "stage": 2, "overlap_comm": True, "bucket_mb": 1, "gather_mb": 1, "offload": "none", "offload_params": "none",
     }  # fmt: skip
-    ours = zero_config.generate(strategy, "bfloat16", 2, 4, 3, None)
-    merged = flatten(zero_config.merged(ours, user))
-    assert all(merged[k] == v for k, v in flatten(ours).items() if k.rpartition(".")[2] not in zero_config.TUNING)
+    ours = deepspeed_config.generate(strategy, "bfloat16", 2, 4, 3, None)
+    merged = flatten(deepspeed_config.merged(ours, user))
+    assert all(merged[k] == v for k, v in flatten(ours).items() if k.rpartition(".")[2] not in deepspeed_config.TUNING)
     assert "auto" not in merged.values()
 
 
@@ -165,12 +167,12 @@ def test_bad_files_and_settings_are_refused_with_a_fix(
 
 
 def test_swap_folders_of_the_dead_are_removed_and_of_the_living_kept(tmp_path: Path) -> None:
-    living = zero_config.swap_folder(str(tmp_path))
+    living = deepspeed_config.swap_folder(str(tmp_path))
     dead = tmp_path / "dtrain-swap-1-dead"
     dead.mkdir()
     (dead / "lock").touch()
     (tmp_path / "mine").touch()
-    other = zero_config.swap_folder(str(tmp_path))
+    other = deepspeed_config.swap_folder(str(tmp_path))
     assert living.exists() and other.exists() and not dead.exists() and (tmp_path / "mine").exists()
 
 
@@ -187,10 +189,10 @@ def same_curve(run: Path, reference: Path, steps: int) -> None:
 
 def state_of(run: Path, step: int) -> dict[str, Any]:
     """Every tensor of a checkpoint, whole."""
-    from dtrain.shards import Reader
+    from dtrain.checkpoint.shards import Reader
 
     path = run / "checkpoints" / f"step-{step:08d}"
-    content = checkpoint.read_manifest(path)
+    content = store.read_manifest(path)
     with Reader(path, content) as reader:
         return {name: reader.whole(name) for name in content.tensors} | {"extra": content["extra"]["optimizer"]}
 
@@ -227,11 +229,11 @@ def load_and_save(saved: Path, runs: list[Path]) -> None:
         strategy.setup(
             model, build(cfg.optim), precision=build(cfg.precision), device=device, first=Drawn(5), micro_batch_size=1
         )
-        content = checkpoint.read_manifest(saved)
+        content = store.read_manifest(saved)
         state = strategy.state_dict()
-        checkpoint.load(saved, content, state)
+        store.load(saved, content, state)
         strategy.load_state_dict(state, content["extra"])
-        checkpoint.save(run / "checkpoints", 3, strategy.state_dict(), {"extra": strategy.extra_state()}, keep=1)
+        store.save(run / "checkpoints", 3, strategy.state_dict(), {"extra": strategy.extra_state()}, keep=1)
         strategy.close()
 
 
@@ -315,7 +317,7 @@ EXTENSIONS = Path(sys.prefix) / "torch_extensions"  # a build is good for one en
 
 def aio_is_there() -> str:
     try:
-        zero_config.check_offload({"stage": 3, "offload": "nvme", "offload_params": "none", "nvme_path": "/tmp"})
+        deepspeed_config.check_offload({"stage": 3, "offload": "nvme", "offload_params": "none", "nvme_path": "/tmp"})
     except ValueError as error:
         return str(error)
     if locks := list(EXTENSIONS.glob("*/lock")):

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 pytest.importorskip("fairscale", reason="pip install 'dtrain[fairscale]'")
 
-from dtrain import checkpoint
-from dtrain.config import build, load
+from dtrain.checkpoint import store
+from dtrain.checkpoint.initial_weights import Drawn
+from dtrain.config.build import build
+from dtrain.config.run_file import load
 from dtrain.strategies.ddp import DDP
 from dtrain.strategies.fairscale import FairScale
-from dtrain.weights import Drawn
 from tests.world import losses, make_run, metrics, spawn, summary, train
 
 # ---- on ranks of one process group ---------------------------------------------------------------------------
@@ -50,7 +51,7 @@ def each_weight_has_one_owner(run_dir: Path, mode: Literal["oss", "sharded_ddp"]
     state = strategy.state_dict()  # before the first step, as a resume does
     assert {n for n in state if n.startswith("model.")} == {f"model.{n}" for n in named}
     owned = {n for n in named if f"optim.{n}.exp_avg" in state}
-    owners = checkpoint.gather(sorted(owned))
+    owners = store.gather(sorted(owned))
     assert sorted(n for names in owners for n in names) == sorted(named), (
         "each weight's moments on one rank, and on one only"
     )
@@ -62,7 +63,7 @@ def each_weight_has_one_owner(run_dir: Path, mode: Literal["oss", "sharded_ddp"]
     for step in range(4):
         strategy.eval_step(*batch(step))
         places = {n: p.data_ptr() for n, p in named.items()}
-        result, expected = strategy.train_step(*batch(step)), ddp.train_step(*batch(step))
+        result, expected = strategy.train_step(*batch(step)).read(), ddp.train_step(*batch(step)).read()
         assert abs(result.loss - expected.loss) < 1e-6 and abs(result.grad_norm - expected.grad_norm) < 1e-5
         assert result.grad_norm > 0.5, "the clipping must have something to clip"
         assert step == 0 or places == {n: p.data_ptr() for n, p in named.items()}, "evaluating must not move weights"
@@ -78,12 +79,12 @@ def each_weight_has_one_owner(run_dir: Path, mode: Literal["oss", "sharded_ddp"]
 
     before = {n: t.clone() for n, t in strategy.state_dict().items() if isinstance(t, Tensor)}
     hooks = [p.register_hook(lambda g: g * math.nan) for p in list(named.values())[:1] if dist.get_rank() == 1]
-    result = strategy.train_step(*batch(10))
+    result = strategy.train_step(*batch(10)).read()
     for hook in hooks:
         hook.remove()
     assert not result.updated and not math.isfinite(result.grad_norm), "one rank's NaN is every rank's"
     assert all(torch.equal(t, before[n]) for n, t in strategy.state_dict().items() if isinstance(t, Tensor))
-    assert strategy.train_step(*batch(11)).updated
+    assert strategy.train_step(*batch(11)).read().updated
 
 
 @pytest.mark.parametrize("mode", ["oss", "sharded_ddp"])
@@ -106,10 +107,10 @@ def more_ranks_than_weights(run_dir: Path, mode: Literal["oss", "sharded_ddp"]) 
     strategy = set_up(FairScale(mode=mode), run_dir, OneWeight())
     assert len(strategy.state_dict()) == (3 if dist.get_rank() == 0 else 1)
     inputs = torch.ones(4, 17)
-    assert strategy.train_step(inputs, inputs).loss > strategy.train_step(inputs, inputs).loss
+    assert strategy.train_step(inputs, inputs).read().loss > strategy.train_step(inputs, inputs).read().loss
     assert len(strategy.state_dict()) == (3 if dist.get_rank() == 0 else 1)
     assert strategy.extra_state()["optimizer"] == {"weight": {"step": 2.0}}
-    assert len(set(checkpoint.gather(strategy.module.weight.sum().item()))) == 1
+    assert len(set(store.gather(strategy.module.weight.sum().item()))) == 1
 
 
 @pytest.mark.parametrize("mode", ["oss", "sharded_ddp"])

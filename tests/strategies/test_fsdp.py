@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from dtrain.config import build, load
-from dtrain.shards import is_dtensor
+from dtrain.checkpoint.initial_weights import Drawn
+from dtrain.config.build import build
+from dtrain.config.run_file import load
 from dtrain.strategies.fsdp import FSDP
 from dtrain.strategies.tensor import TensorParallel
-from dtrain.weights import Drawn
-from tests.world import make_run, spawn
+from dtrain.util.dtensor import is_dtensor
+from tests.world import make_run, spawn, summary, train
 
 
 def set_up(run_dir: Path, kind: str) -> Any:
@@ -65,3 +66,22 @@ def keeps_the_ends(run_dir: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["full", "tensor"])
 def test_what_is_in_no_layer_stays_gathered_between_the_passes(tmp_path: Path, kind: str) -> None:
     spawn(2, keeps_the_ends, make_run(tmp_path), kind)
+
+
+@pytest.mark.parametrize(
+    ("words", "effective"),
+    [
+        (["strategy=fsdp"], "ddp"),
+        (["strategy=fsdp", "strategy.offload=cpu"], "fsdp"),
+        (["strategy=zero2"], "ddp"),
+        (["strategy=zero1", "strategy.offload=cpu"], "zero1"),
+        (["strategy=ddp"], "ddp"),
+    ],
+)
+def test_one_rank_says_what_really_runs(words: list[str], effective: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path, *words, "cluster.processes=1", "train.steps=1")
+    assert train(run, 1) == [0]
+    said = "has nothing to shard: it runs as ddp" in (run / "logs" / "rank-0.log").read_text()
+    assert summary(run)["effective_strategy"] == effective
+    assert summary(run)["strategy"] == words[0].removeprefix("strategy=")
+    assert said == (effective != summary(run)["strategy"])

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtrain.config import CONF, build, load
+from dtrain.checkpoint.initial_weights import Drawn
+from dtrain.config.build import build
+from dtrain.config.files import CONF
+from dtrain.config.run_file import load
 from dtrain.strategies.base import Strategy
 from dtrain.strategies.ddp import DDP
 from dtrain.strategies.local_sgd import LocalSGD
-from dtrain.weights import Drawn
 from tests.world import ROOT, losses, make_run, spawn, summary, train
 
 
@@ -87,12 +89,12 @@ def averages_when_it_is_time(run_dir: Path) -> None:
     hooks = []
     if dist.get_rank() == 1:  # a gradient that is not finite, on one rank only
         hooks = [p.register_hook(lambda g: g * math.nan) for p in list(strategy.module.parameters())[:1]]
-    result = strategy.train_step(*batch(8))
+    result = strategy.train_step(*batch(8)).read()
     for hook in hooks:
         hook.remove()
     assert not result.updated and math.isfinite(result.loss) and not math.isfinite(result.grad_norm)
     assert torch.equal(weights(strategy), before), "no rank may step when one cannot"
-    assert strategy.train_step(*batch(9)).updated
+    assert strategy.train_step(*batch(9)).read().updated
 
 
 def test_averages_when_it_is_time_and_at_a_save(tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def every_step_is_ddp(run_dir: Path) -> None:
         ours, ddp = (set_up(s, run_dir, make_optimizer) for s in (LocalSGD(every=1), DDP()))
         first = weights(ours).clone()
         for step in range(5):
-            mine, theirs = (s.train_step(*batch(step)) for s in (ours, ddp))
+            mine, theirs = (s.train_step(*batch(step)).read() for s in (ours, ddp))
             if (
                 make_optimizer is sgd
             ):  # the same weights then, and the mean of vectors is shorter than their norms' mean

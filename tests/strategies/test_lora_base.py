@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from dtrain import checkpoint, parity
-from dtrain.config import build, load
-from dtrain.export import export_hf, final_weights
-from dtrain.models import build as models
+from dtrain.checkpoint import store
+from dtrain.commands.verify import compare
+from dtrain.config.build import build
+from dtrain.config.run_file import load
+from dtrain.inference.export import export_hf, final_weights
+from dtrain.inference.sample import load_model
 from dtrain.models import lora
-from dtrain.sample import load_model
+from dtrain.train import build as models
 from tests.world import losses, make_run, spawn, summary, train
 
 LLAMA = ["model=llama-tiny", "model.num_kv_heads=2", "model.hidden_dim=48", "lora.rank=4"]
@@ -46,8 +48,8 @@ def test_the_same_maths(strategy: str, size: int, options: list[str], one: Path,
     where = [f"strategy={strategy}", f"cluster.processes={size}", "train.micro_batch_size=1"]
     run = make_run(tmp_path / "run", *LLAMA, *where, *options)
     assert train(run, size) == [0] * size
-    found = parity.compare(run, one)
-    assert not found.beyond(parity.TOLERANCES["float32"]), found
+    found = compare.compare(run, one)
+    assert not found.beyond(compare.TOLERANCES["float32"]), found
 
 
 def test_adapters_move_between_strategies_and_are_all_that_is_saved(one: Path, tmp_path: Path) -> None:
@@ -58,7 +60,7 @@ def test_adapters_move_between_strategies_and_are_all_that_is_saved(one: Path, t
         assert train(run, 2) == [0, 0]
         found = losses(run)
         assert len(found) == 2 * i and max(abs(found[s] - expected[s]) for s in found) < 1e-5, strategy
-        manifest = checkpoint.read_manifest(run / "checkpoints" / f"step-{2 * i:08d}")
+        manifest = store.read_manifest(run / "checkpoints" / f"step-{2 * i:08d}")
         assert len(manifest.tensors) == 4 * 7 * 2 * 3, "A and B of 7 layers in 4 blocks, and their moments"
         assert all(".lora_" in name for name in manifest.tensors)
         assert set(manifest["extra"]["optimizer"]) == {n[6:] for n in manifest.tensors if n.startswith("model.")}
@@ -123,7 +125,7 @@ def two_ways(run_dir: Path) -> None:
         types[way] = {p.dtype for n, p in strategy.module.named_parameters() if n.endswith("q.weight")}
         batches = [torch.randint(61, (2, 4, 17), generator=torch.Generator().manual_seed(i)) for i in range(3)]
         rows = [b[strategy.data_rank] for b in batches]
-        found[way] = [strategy.train_step(r[:, :-1], r[:, 1:]).loss for r in rows]
+        found[way] = [strategy.train_step(r[:, :-1], r[:, 1:]).read().loss for r in rows]
         found[way] += [p.double().sum().item() for p in strategy.module.parameters() if p.requires_grad]
     assert types == {"16": {strategy.precision.dtype}, "32": {torch.float32}}
     assert found["16"] == found["32"], "the same bits"
@@ -144,7 +146,7 @@ def test_fsdp_gathers_weights_of_two_types(tmp_path: Path) -> None:
         runs.append(make_run(tmp_path / strategy, *LLAMA, *options))
         assert train(runs[-1], 2) == [0, 0]
     apart = [abs(losses(runs[0])[s] - losses(runs[1])[s]) for s in range(1, 5)]
-    assert max(apart) < parity.TOLERANCES["bfloat16"].loss, apart
+    assert max(apart) < compare.TOLERANCES["bfloat16"].loss, apart
 
 
 # ---- what comes out ------------------------------------------------------------------------------------------
@@ -160,7 +162,7 @@ def test_merged_weights_are_what_sampling_and_transformers_load(one: Path, tmp_p
         first.fill(model, name, p, torch.device("cpu"))
     base = model(tokens := torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(0)))
     path = one / "checkpoints" / f"step-{summary(one)['steps']:08d}"
-    model.load_state_dict(dict(checkpoint.weights(path)), strict=False)
+    model.load_state_dict(dict(store.weights(path)), strict=False)
     trained = model(tokens)
     assert (trained - base).abs().max() > 0.01, "training did something"
     merged, _ = load_model(one, [])

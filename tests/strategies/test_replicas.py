@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain import checkpoint
-from dtrain.config import build, load
+from dtrain.checkpoint import store
+from dtrain.checkpoint.initial_weights import Drawn
+from dtrain.commands.verify.world import World
+from dtrain.config.build import build
+from dtrain.config.run_file import load
 from dtrain.strategies import base
 from dtrain.strategies.base import Strategy
 from dtrain.strategies.replicas import ROW, ReplicaError, Replicas, checksums, held_tensors
-from dtrain.strategies.shared import local
-from dtrain.weights import Drawn
-from dtrain.world import World
+from dtrain.util.dtensor import local
 from tests.world import make_run, spawn, start_server, summary
 
 NAN = float("nan")
@@ -109,7 +110,7 @@ MORE: list[Layout] = [
 
 
 def set_up(run_dir: Path) -> Strategy:
-    from dtrain.models import build as models
+    from dtrain.train import build as models
 
     cfg = load(run_dir)
     strategy: Strategy = build(cfg.strategy)
@@ -152,7 +153,7 @@ def skips_on_all_ranks(strategy: Any, where: str) -> None:
     update = strategy.update
     strategy.update = lambda loss: update(poison(strategy, where, loss))
     before = {name: local(t).clone() for name, t in held_tensors(strategy, None).items()}
-    result = strategy.train_step(*batch(strategy, 3))
+    result = strategy.train_step(*batch(strategy, 3)).read()
     strategy.update = update
     assert not result.updated and result.overflow == (where == "gradient" and strategy.precision.scaled)
     for name, tensor in held_tensors(strategy, None).items():
@@ -175,7 +176,7 @@ def agree_in_each_layout(runs: list[tuple[Path, list[tuple[str, list[int]]]]]) -
         strategy = set_up(run_dir)
         replicas = Replicas(strategy)
         for step in (1, 2):
-            assert strategy.train_step(*batch(strategy, step)).updated
+            assert strategy.train_step(*batch(strategy, step)).read().updated
         replicas.check(2)
         replicas.check(2, strategy.state_dict())
         for name, blamed in flips:
@@ -190,7 +191,7 @@ def agree_in_each_layout(runs: list[tuple[Path, list[tuple[str, list[int]]]]]) -
         for where in ("gradient", "loss"):
             if where == "gradient" or not hasattr(strategy, "zero"):  # which takes a NaN loss from its own gradient
                 skips_on_all_ranks(strategy, where)
-        assert strategy.train_step(*batch(strategy, 4)).updated
+        assert strategy.train_step(*batch(strategy, 4)).read().updated
         replicas.check(3)
         replicas.check(3, strategy.state_dict())
 
@@ -209,10 +210,9 @@ def test_ranks_skip_together_and_a_flipped_bit_is_found(layouts: list[Layout], t
 
 def faulty_rank(run_dir: Path, fault: str, on_device: bool = False) -> int:
     """Train; at step 5 the last rank has a NaN, a flipped bit, or misses the update that the others make."""
-    from dtrain import train as loop
-    from dtrain import worker
+    from dtrain.train import loop, process
 
-    worker.redirect_output(run_dir, int(os.environ["RANK"]))
+    process.redirect_output(run_dir, int(os.environ["RANK"]))
     steps: list[int] = []
 
     def update(self: Any, loss: Tensor) -> Any:
@@ -260,7 +260,7 @@ def test_a_nan_on_one_rank_is_skipped_by_all(on_device: bool, tmp_path: Path) ->
     assert codes == [0, 0] and summary(run)["status"] == "done" and summary(run)["skipped_steps"] == 1
     logs = [(run / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
     assert [log.count("weights left alone") for log in logs] == [1, 1]
-    counts = checkpoint.read_manifest(run / "checkpoints" / "step-00000008")["extra"]["optimizer"]
+    counts = store.read_manifest(run / "checkpoints" / "step-00000008")["extra"]["optimizer"]
     assert {count["step"] for count in counts.values()} == {7}
 
 
@@ -282,4 +282,4 @@ def test_replicas_that_differ_are_never_saved(fault: str, every: int, step: int,
     )
     assert "resume" in message and (fault == "missed" or fault in message)
     assert saved(run) == ["step-00000002", "step-00000004"]
-    assert not checkpoint.verify(run / "checkpoints" / "step-00000004"), "the older one is whole"
+    assert not store.verify(run / "checkpoints" / "step-00000004"), "the older one is whole"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.checkpoint import read_manifest
-from dtrain.rundir import latest_checkpoint
+from dtrain.checkpoint.store import read_manifest
+from dtrain.runs.folder import latest_checkpoint
 from tests.world import losses, make_run, metrics, summary, train
 
 OPTIONS = ["model.num_layers=4", "train.steps=6", "train.eval_batches=1", "schedule.warmup_steps=2"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dtrain.world import World
+from dtrain.commands.verify.world import World
 from tests.world import losses, make_run, metrics, start_server, summary, train
 
 OPTIONS = ["train.steps=9", "train.eval_every=4", "train.eval_batches=1", "checkpoint.every=3", "cluster.processes=1"]
@@ -18,8 +18,8 @@ def late_rank(run_dir: Path, broken_step: int) -> int:
     """Train with results that come late; the loss of one step is NaN."""
     from torch import Tensor
 
-    from dtrain import train as loop
     from dtrain.strategies import base
+    from dtrain.train import loop
 
     class Here(base.LateResult):
         def __init__(self, figures: Tensor) -> None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from dtrain.cli import main
-from dtrain.config import build
-from dtrain.sample import load_model
-from dtrain.world import World, train_rank
+from dtrain.commands.verify.world import World, train_rank
+from dtrain.config.build import build
+from dtrain.inference.sample import load_model
 from tests.world import losses, make_run, metrics, start_server, summary, train
 
 KEYS = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "data_s", "mfu", "mem_gib"}

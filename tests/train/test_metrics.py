@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dtrain import metrics
-from dtrain.loggers import NoLogger
+from dtrain.train import metrics
+from dtrain.train.loggers import NoLogger
 
 
 def test_a_line_reads_back_exactly_and_what_is_not_finite_is_null(tmp_path: Path) -> None:

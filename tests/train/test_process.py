@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtrain import worker
+from dtrain.train import process
 from tests.world import spawn
 
 DRAWN = [0.3462744355201721, 0.5922229433084759, 0.6729415317794978]  # by torch, numpy and random
@@ -30,9 +30,9 @@ class Clock:
 
 def steps_with_a_vote(folder: Path, step_s: list[float], stop_at: int = -1) -> tuple[list[int], int]:
     """The steps at which this rank voted, and the one after which it was told to stop (-1: none)."""
-    module: Any = worker
+    module: Any = process
     clock = module.time = Clock()
-    stop = worker.StopRequest(folder)
+    stop = process.StopRequest(folder)
     voted = []
     for step, seconds in enumerate(step_s):
         stop.requested = stop.requested or step == stop_at
@@ -78,7 +78,7 @@ def test_the_draws_of_a_step_are_what_they_always_were() -> None:
     """A run that an older version began must go on with the same draws."""
     before = SimpleNamespace(torch=torch.get_rng_state(), numpy=np.random.get_state(), random=random.getstate())
     try:
-        worker.seed_everything(3, 17, 1)
+        process.seed_everything(3, 17, 1)
         assert [torch.rand(1).item(), np.random.rand(), random.random()] == DRAWN
     finally:
         torch.set_rng_state(before.torch)
@@ -96,8 +96,8 @@ def test_the_draws_of_a_step_are_what_they_always_were() -> None:
 )
 def test_an_operation_without_a_deterministic_kernel_is_a_matter_of_the_setting(message: str) -> None:
     error = RuntimeError(message)
-    told = worker.explained(error)
+    told = process.explained(error)
     assert isinstance(told, ValueError) and told.__cause__ is error  # the line of the model is in the traceback
     assert str(told).startswith("deterministic=True: cumsum_cuda_kernel has no kernel") and "\n  fix: " in str(told)
     other = RuntimeError("out of memory")
-    assert worker.explained(other) is other
+    assert process.explained(other) is other

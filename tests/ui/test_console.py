@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dtrain import console
-from dtrain.console import print_error, print_summary
+from dtrain.ui import console
+from dtrain.ui.console import print_error, print_summary
 from tests.screens import RUNNING, append, lines, metric, plain, text, write
 
 
@@ -158,10 +158,10 @@ def test_error_is_red_on_a_terminal(monkeypatch: pytest.MonkeyPatch, env: dict[s
 
 def test_a_pipe_stays_plain_and_the_import_light() -> None:
     program = (
-        "import sys, dtrain.console, dtrain.runs\n"
+        "import sys, dtrain.ui.console, dtrain.runs.find\n"
         "heavy = {'torch', 'hydra', 'omegaconf', 'rich', 'yaml', 'numpy'} & set(sys.modules)\n"
-        "print(sorted(heavy), dtrain.console.stdout_console().is_terminal)"
+        "print(sorted(heavy), dtrain.ui.console.stdout_console().is_terminal)"
     )
-    env = {**os.environ, "FORCE_COLOR": "1", "PYTHONPATH": str(Path(console.__file__).parents[1])}
+    env = {**os.environ, "FORCE_COLOR": "1", "PYTHONPATH": str(Path(console.__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "[] False\n"

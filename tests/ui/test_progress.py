@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dtrain.monitor import Monitor
-from dtrain.words import duration
+from dtrain.ui.progress import Monitor
+from dtrain.util.format import duration
 from tests.screens import RUNNING, append, lines, metric, plain, screen, terminal, text, write
 
 # ---- in a pipe -----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.tables import compare, print_compare, print_runs, print_sweep, sort_runs
+from dtrain.ui.tables import compare, print_compare, print_runs, print_sweep, sort_runs
 from tests import rundirs
 from tests.rundirs import lines, list_runs, make, plain, sweep, terminal
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dtrain.agreement import require_same
-from dtrain.world import World, train_rank
+from dtrain.commands.verify.world import World, train_rank
+from dtrain.util.collective import require_same
 from tests.world import make_run, spawn, start_server
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from dtrain import diskspace
-from dtrain.explain import explain
-from dtrain.rundir import write_json
-from tests.launchers.test_local import launch
+from dtrain.config.hydra_errors import explain
+from dtrain.runs.folder import write_json
+from dtrain.util import disk_space
+from tests.launch.test_local import launch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -43,9 +43,9 @@ def use_up_inodes(folder: Path) -> None:
 
 
 def test_inodes_are_told_from_bytes(small: Path) -> None:
-    assert diskspace.shortage(small) == ""
+    assert disk_space.shortage(small) == ""
     (small / "large").write_bytes(bytes(900 * 1024))
-    assert "is full: 500,000 bytes needed" in diskspace.shortage(small, 500_000)
+    assert "is full: 500,000 bytes needed" in disk_space.shortage(small, 500_000)
     with pytest.raises(OSError, match=r"is full: .* bytes needed, .* free.*Fix: make room") as bytes_used:
         write_json(small / "summary.json", {"text": "x" * 500_000})
     assert bytes_used.value.errno == errno.ENOSPC and str(small) in str(bytes_used.value)
@@ -59,7 +59,7 @@ def test_inodes_are_told_from_bytes(small: Path) -> None:
     assert f"{small}/log" in explain(plain.value) and "no inodes" in explain(plain.value)
     assert "\n  fix: remove files" in explain(plain.value)
     reset = ConnectionResetError(errno.ECONNRESET, "reset")
-    assert diskspace.describe(reset, small) is reset
+    assert disk_space.describe(reset, small) is reset
 
 
 FILL = """
@@ -94,7 +94,7 @@ LOADER = """
 import json
 from pathlib import Path
 import torch
-from dtrain import diskspace
+from dtrain.util import disk_space
 from dtrain.data.loader import Loader
 
 class Large:
@@ -106,7 +106,7 @@ if __name__ == "__main__":
         Loader(Large(), 1, seed=0, workers=1).batch(0)
         said = "nothing"
     except Exception as error:
-        said = diskspace.explain(error, Path("."))
+        said = disk_space.explain(error, Path("."))
     print(json.dumps(said), flush=True)
     import os
     os._exit(0)
@@ -125,17 +125,17 @@ def test_a_loader_without_shared_memory_names_it(tmp_path: Path) -> None:
 
 
 def test_what_a_rank_killed_by_a_bus_error_hints_at(tmp_path: Path) -> None:
-    from dtrain.launchers.supervisor import first_failure
+    from dtrain.launch.supervisor import first_failure
 
     (tmp_path / "logs").mkdir()
     found = first_failure(tmp_path, [(1, "SIGBUS")])
     assert found and "killed by SIGBUS" in found["message"] and "/dev/shm" in found["message"]
     triton = RuntimeError("out of resource: shared memory, Required: 147456, Hardware limit: 101376. Reducing block")
-    assert diskspace.explain(triton, tmp_path) == str(triton)
+    assert disk_space.explain(triton, tmp_path) == str(triton)
 
 
 def test_the_note_of_a_rank_names_what_ran_out(tmp_path: Path) -> None:
-    from dtrain.worker import report_failure
+    from dtrain.train.process import report_failure
 
     (tmp_path / "logs").mkdir()
     report_failure(tmp_path, 0, RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. "), 3)

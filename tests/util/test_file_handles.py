@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dtrain import file_handles
-from dtrain.world import World, start_server
+from dtrain.commands.verify.world import World, start_server
+from dtrain.util import file_handles
 from tests.world import ROOT, SMALL
 
 
@@ -76,11 +76,11 @@ def test_how_many_a_rank_needs(ranks: int, handles: int) -> None:
 
 RANK = """
 import resource, runpy, sys
-from dtrain import train, worker
-worker.redirect_output = lambda run_dir, rank: None
-train.main = lambda run_dir: print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True) or 0
+from dtrain.train import loop, process
+process.redirect_output = lambda run_dir, rank: None
+loop.main = lambda run_dir: print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True) or 0
 sys.argv = ["rank", "run"]
-runpy.run_module("dtrain.rank", run_name="__main__")
+runpy.run_module("dtrain.train.rank", run_name="__main__")
 """
 
 

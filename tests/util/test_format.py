@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain import console
-from dtrain.words import duration, resume_argument, si, step_time, three_digits
+from dtrain.ui import console
+from dtrain.util.format import duration, resume_argument, si, step_time, three_digits
 
 
 @pytest.mark.parametrize(

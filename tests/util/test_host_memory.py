@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dtrain import host_memory
-from dtrain.comm import checks
-from dtrain.host_memory import free_bytes, limit_bytes, total_bytes
+from dtrain.preflight import node_checks
+from dtrain.util import host_memory
+from dtrain.util.host_memory import free_bytes, limit_bytes, total_bytes
 
 MIB, GIB = 2**20, 2**30
 NONE_V1 = 0x7FFFFFFFFFFFF000  # what the kernel says where there is no limit
@@ -89,9 +89,9 @@ def test_what_a_slurm_job_asked_for_counts(variables: dict[str, str], mib: int |
 
 
 def test_preflight_holds_the_states_against_the_limit() -> None:
-    assert checks.host_memory(None, 8 * GIB, True)["state"] == "ok"
-    assert checks.host_memory(7 * GIB, 8 * GIB, True)["state"] == "ok"
-    found = checks.host_memory(9 * GIB, 8 * GIB, True)
+    assert node_checks.host_memory(None, 8 * GIB, True)["state"] == "ok"
+    assert node_checks.host_memory(7 * GIB, 8 * GIB, True)["state"] == "ok"
+    found = node_checks.host_memory(9 * GIB, 8 * GIB, True)
     assert (
         found["state"] == "bad"
         and "need 9.0 GiB a node, the memory limit of this container or job is 8.0 GiB" in (found["text"])
@@ -108,7 +108,7 @@ def test_a_real_group_of_this_kernel(tmp_path: Path) -> None:
     limit, _, _ = host_memory.FILES[version]
     program = (
         f"from pathlib import Path; Path({str(group / 'cgroup.procs')!r}).write_text('0')\n"
-        "from dtrain import host_memory; print(host_memory.total_bytes(), host_memory.free_bytes(), flush=True)\n"
+        "from dtrain.util import host_memory; print(host_memory.total_bytes(), host_memory.free_bytes(), flush=True)\n"
         "from dtrain.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
     )
     try:

@@ -1,4 +1,4 @@
-"""Three questions beside the plan itself: how many GPUs, how large a model, how large a micro-batch."""
+"""Capacity questions beside the plan: how many GPUs, how large a model, how large a micro-batch."""
 
 from __future__ import annotations
 
@@ -7,36 +7,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dtrain.config import world_size
-from dtrain.explain import options_of
-from dtrain.plan.activations import GIB
-from dtrain.plan.command import launch_command
-from dtrain.plan.counts import num_parameters
+from dtrain.commands.plan.request import SLURM_GPUS, Question, launch_command
+from dtrain.config.files import options_of
+from dtrain.config.hardware import world_size
 from dtrain.plan.layout import Layout
+from dtrain.plan.memory.activations import GIB
+from dtrain.plan.model_shape import Transformer
+from dtrain.plan.parameters import num_parameters
 from dtrain.plan.predict import Prediction, Task, predict_layout, task_of, with_time
-from dtrain.plan.recommend import extras, gpus, name
-from dtrain.plan.search import CHECKPOINTING, candidates, rank, search
+from dtrain.plan.report import print_table, step_time
+from dtrain.plan.search.explain_choice import extras, gpus, name
+from dtrain.plan.search.search import CHECKPOINTING, candidates, rank, search
 from dtrain.plan.sections import model_section
-from dtrain.plan.settings import SLURM_GPUS, Question
-from dtrain.plan.shape import Transformer
-from dtrain.plan.show import print_table, step_time
-from dtrain.words import duration, gib, percent, si, without_nan
+from dtrain.util.format import duration, gib, percent, si, without_nan
 
 MOST_NODES = 4096
 NOTHING_FITS = "nothing fits"
-STEPS = 12  # halvings of the range in which the largest scaled model lies: 0.1% of its size
+STEPS = 12  # bisection steps for the largest scaled model: 0.1% of its size
 
 
 @dataclass
 class Answer:
-    """A sentence, and the rows that it was found in."""
+    """A sentence, and the table rows behind it."""
 
     question: str
     sentence: str
     value: Any
     rows: list[dict[str, Any]]
     columns: dict[str, Any]  # key → (heading, format)
-    command: str | None = None  # the line to launch it, where the answer is a layout
+    command: str | None = None  # the command to launch it, if the answer is a layout
 
 
 def show(answer: Answer, as_json: bool) -> None:
@@ -63,7 +62,7 @@ def show(answer: Answer, as_json: bool) -> None:
 
 
 def gpus_for(question: Question, limit_s: float, tokens: float | None) -> Answer:
-    """The fewest GPUs that end the run in time: parts of a node first, then whole nodes, twice as many each time."""
+    """Find the fewest GPUs that finish the run in time: parts of a node first, then whole nodes, in growing steps."""
     rows: list[dict[str, Any]] = []
     slower = 0
     before = float("inf")
@@ -86,13 +85,13 @@ def gpus_for(question: Question, limit_s: float, tokens: float | None) -> Answer
                 return Answer("gpus_for", text, nodes * ranks, rows, columns, launch_command(sized, best))
             slower = slower + 1 if best.run_s > 0.95 * before else 0
             before = min(before, best.run_s)
-        if slower >= 2:  # more GPUs do not help: the batch is shared out as far as it goes
+        if slower >= 2:  # more GPUs do not help: the batch cannot be divided further
             break
     return Answer("gpus_for", too_slow(rows, limit_s, batch), None, rows, columns)
 
 
 def too_slow(rows: list[dict[str, Any]], limit_s: float, batch: int) -> str:
-    """Why no number of GPUs is the answer."""
+    """Explain why no number of GPUs is enough."""
     timed = [row for row in rows if row.get("run_s")]
     if timed:
         fastest = min(timed, key=lambda row: row["run_s"])
@@ -108,7 +107,7 @@ def too_slow(rows: list[dict[str, Any]], limit_s: float, batch: int) -> str:
 
 
 def cluster_sizes(config: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """(nodes, ranks a node): 1, 2, 4 … GPUs of one node, then 1, 2, 3, 4, 6, 8, 12 … nodes."""
+    """(nodes, ranks per node): 1, 2, 4 … GPUs of one node, then 1, 2, 3, 4, 6, 8, 12 … nodes."""
     node = int(config["cluster"]["processes"])
     sizes = [(1, ranks) for ranks in (1, 2, 4, 8) if ranks < node and node % ranks == 0]
     nodes = sorted({1, *(m * 2**k for k in range(13) for m in (2, 3) if m * 2**k <= MOST_NODES)})
@@ -116,7 +115,7 @@ def cluster_sizes(config: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def with_ranks(question: Question, nodes: int, ranks: int) -> Question:
-    """The same question on a cluster of this size, with the words that launch it there."""
+    """Return the same question for a cluster of this size, with the overrides that launch it there."""
     cluster, choices = question.config["cluster"], question.config["choices"]
     config = {**question.config, "cluster": {**cluster, "nodes": nodes, "processes": ranks}}
     words = [word for word in question.words if word.partition("=")[0] not in ("cluster.nodes", "cluster.processes")]
@@ -134,7 +133,7 @@ def with_ranks(question: Question, nodes: int, ranks: int) -> Question:
 
 
 def best_of(question: Question, tokens: float | None) -> tuple[Prediction | None, str]:
-    """The best layout that fits; or None, and what is in the way."""
+    """Return the best layout that fits; or None, and the reason."""
     config = question.config
     found = search(config, question.typed, task_of(config, tokens), time_unfit=False)
     best = next((p for p in found if p.fits is not False), None)
@@ -159,7 +158,7 @@ def summary(prediction: Prediction | None, lacks: str = NOTHING_FITS) -> dict[st
 
 
 def largest_model(question: Question) -> Answer:
-    """The largest of conf/model with the same class that fits, and how far the one that was named can be scaled."""
+    """Find the largest model of conf/model with the same class that fits, and the largest scaling of the named one."""
     config, rows = question.config, []
     for option in options_of("model"):
         section = model_section(option)
@@ -189,12 +188,12 @@ def largest_model(question: Question) -> Answer:
 
 
 def speed_of(task: Task | None) -> str:
-    """The heading above what a second brings."""
+    """Return the heading of the throughput column."""
     return "samples/s" if task and task.unit == "samples" else "tok/s"
 
 
 def model_row(question: Question, label: str, section: Mapping[str, Any]) -> dict[str, Any]:
-    """Does it fit, and how fast is it then?"""
+    """Return a row: whether the model fits, and how fast it is."""
     lengths = {k: question.config["model"][k] for k in ("seq_len",) if f"model.{k}" in question.typed}
     model = {**section, **lengths}
     data = dict(question.config["data"])
@@ -218,8 +217,8 @@ def model_row(question: Question, label: str, section: Mapping[str, Any]) -> dic
 
 
 def largest_scaled(question: Question) -> dict[str, Any] | None:
-    """The named model grown or shrunk, layers and width alike, to the largest that fits."""
-    low, high = 0.05, 64.0  # of its layers and its width
+    """Scale the named model, layers and width alike, to the largest size that fits."""
+    low, high = 0.05, 64.0  # scale of layers and width
     best = None
     for _ in range(STEPS):
         middle = (low * high) ** 0.5
@@ -235,10 +234,10 @@ def largest_scaled(question: Question) -> dict[str, Any] | None:
 
 
 def scaled_model(model: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """The same model with `factor` times the layers and the width; heads keep their size, so there are more of them."""
+    """Scale the layers and the width by `factor`; heads keep their size, so their number grows."""
     head = model["dim"] // model["num_heads"]
     groups = model["num_heads"] // (model.get("num_kv_heads") or model["num_heads"])
-    unit = 8 if model["num_heads"] * factor >= 16 else 1  # heads that 8 tensor ranks can share
+    unit = 8 if model["num_heads"] * factor >= 16 else 1  # heads that 8 tensor-parallel ranks can share
     heads = max(unit, round(model["num_heads"] * factor / unit) * unit)
     heads = max(groups, heads // groups * groups)
     scaled = {
@@ -258,7 +257,7 @@ def scaled_model(model: Mapping[str, Any], factor: float) -> dict[str, Any]:
 
 
 def largest_micro_batch(question: Question, task: Task) -> Answer:
-    """For the best layout of each strategy: the most samples a pass, with each kind of checkpointing."""
+    """Find the largest micro-batch for the best layout of each strategy, with each kind of activation checkpointing."""
     rows: list[dict[str, Any]] = []
     typed = {*question.typed} - {"train.micro_batch_size"}
     modes = (question.config["activation_checkpointing"],) if "activation_checkpointing" in typed else CHECKPOINTING
@@ -298,14 +297,14 @@ def largest_micro_batch(question: Question, task: Task) -> Answer:
 
 
 def at_size(layout: Layout, size: int, task: Task) -> Prediction:
-    """The layout with micro-batches of this size, and as many of them as its schedule needs: the batch follows."""
+    """Predict the layout with this micro-batch size and as many micro-batches as its schedule needs."""
     count = 4 * layout.pp if layout.pp > 1 else 1
     layout = replace(layout, micro_batch_size=size, micro_batches=count)
     return predict_layout(layout, replace(task, global_batch_size=layout.global_batch_size), timed=False)
 
 
 def most_samples(layout: Layout, task: Task) -> int:
-    """The largest micro-batch that fits; 0: none does."""
+    """Return the largest micro-batch that fits; 0: none fits."""
     high = 1
     while at_size(layout, high, task).fits and high < 2**20:
         high *= 2

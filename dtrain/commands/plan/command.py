@@ -1,4 +1,4 @@
-"""`dtrain plan …`: will it fit, how fast, what does it cost, which strategy. No GPU, no torch, nothing is started."""
+"""`dtrain plan …`: does it fit, how fast, at what cost, which strategy. Needs no GPU and no torch; starts nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from dtrain.config import bad
-from dtrain.words import without_nan
+from dtrain.commands.plan.request import launch_command
+from dtrain.errors import bad
+from dtrain.util.format import without_nan
 
 if TYPE_CHECKING:
+    from dtrain.commands.plan.request import Question
     from dtrain.plan.predict import Prediction, Task
-    from dtrain.plan.settings import Question
 
 USAGE = """usage: dtrain plan [GROUP=OPTION ...] [setting=value ...] [OPTION ...]
        dtrain plan calibrate ...      measure this machine, or one run, for better figures (… --help)
@@ -35,7 +36,7 @@ Settings are those of a launch, a recipe=NAME, too. What is typed stays; what is
   --largest-model           the largest model of this family that fits here
   --largest-micro-batch     the most samples a pass that fit, by strategy and checkpointing
   --stack NAME              time as another program would take it, to compare with published figures: megatron-2021,
-                            llm-foundry, torchtitan, ... (dtrain/plan/stacks.py); memory stays ours
+                            llm-foundry, torchtitan, ... (dtrain/plan/time/stack.py); memory stays ours
   --config-dir DIR          files of your own beside conf/, e.g. DIR/hardware/mine.yaml for hardware=mine
 
 Exit codes: 0 there is a plan (that may say: does not fit), 2 bad configuration."""
@@ -49,7 +50,7 @@ SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 @dataclass
 class Options:
-    """What was asked, beside the settings."""
+    """The options given beside the settings."""
 
     words: list[str]
     json: bool = False
@@ -69,18 +70,18 @@ def main(argv: list[str]) -> int:
         print(USAGE)
         return 0
     if argv[:1] == ["calibrate"]:
-        from dtrain.plan.calibrate import main as calibrate
+        from dtrain.plan.calibrate.command import main as calibrate
 
         return calibrate(argv[1:])
     options = read_options(argv)
-    from dtrain.plan import settings  # Hydra takes 0.2 s, and a mistyped option needs none of it
+    from dtrain.commands.plan import request  # imported late: Hydra takes 0.2 s, and a mistyped option does not need it
 
-    question = settings.compose(options.words, options.config_dir)
+    question = request.compose(options.words, options.config_dir)
     return answer(question, options)
 
 
 def read_options(argv: Sequence[str]) -> Options:
-    """Options out of the words; what remains is for Hydra."""
+    """Separate options from settings; the settings go to Hydra."""
     options, words = Options([]), list(argv)
     while words:
         word = words.pop(0)
@@ -107,7 +108,7 @@ def read_options(argv: Sequence[str]) -> Options:
 
 
 def tokens(name: str, text: str) -> float:
-    """300B, 1.5T, 26e6 or 1000000 as a number."""
+    """Parse 300B, 1.5T, 26e6 or 1000000."""
     found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([KMBGT]?)", text.replace("_", ""), re.IGNORECASE)
     if found is None or float(found[1]) <= 0:
         raise bad(name, text, "must be a number of tokens, or of pictures", f"{name} 300B")
@@ -115,8 +116,8 @@ def tokens(name: str, text: str) -> float:
 
 
 def stack(name: str, text: str) -> str:
-    """The name of a program whose steps can be timed."""
-    from dtrain.plan.stacks import STACKS
+    """Check the name of a software stack whose steps can be timed."""
+    from dtrain.plan.time.stack import STACKS
 
     if text not in STACKS:
         raise bad(name, text, "there is no such stack", f"{name} can be {', '.join(STACKS)}")
@@ -124,7 +125,7 @@ def stack(name: str, text: str) -> str:
 
 
 def seconds(name: str, text: str) -> float:
-    """3d, 12h, 1d12h, 90m as seconds."""
+    """Parse 3d, 12h, 1d12h or 90m as seconds."""
     found = re.fullmatch(r"(?:\d+(?:\.\d+)?[smhdw])+", text)
     value = sum(float(n) * SECONDS[unit] for n, unit in re.findall(r"(\d+(?:\.\d+)?)([smhdw])", text)) if found else 0
     if not value:
@@ -133,9 +134,9 @@ def seconds(name: str, text: str) -> float:
 
 
 def answer(question: Question, options: Options) -> int:
-    """Print what was asked."""
+    """Print the answer."""
     from dtrain.plan.predict import task_of
-    from dtrain.plan.search import search
+    from dtrain.plan.search.search import search
 
     config = question.config
     task = task_of(config, options.tokens)
@@ -146,42 +147,42 @@ def answer(question: Question, options: Options) -> int:
     if asked:
         if len(asked) > 1 or options.stack or options.explain:
             raise bad(asked[0], "", "is a question of its own", f"dtrain plan … {asked[0]} without the other options")
-        from dtrain.plan import questions
+        from dtrain.commands.plan import capacity
 
         if options.gpus_for:
-            found = questions.gpus_for(question, options.gpus_for, options.tokens)
+            found = capacity.gpus_for(question, options.gpus_for, options.tokens)
         elif options.largest_model:
-            found = questions.largest_model(question)
+            found = capacity.largest_model(question)
         else:
-            found = questions.largest_micro_batch(question, task)
-        questions.show(found, options.json)
+            found = capacity.largest_micro_batch(question, task)
+        capacity.show(found, options.json)
         return 0
     if question.is_one_layout:
         predictions = [one_layout(question, task)]
     else:
         predictions = search(config, question.typed, task, everything=options.all)
     if not predictions:
-        one_layout(question, task)  # the launcher's own rules say best what is wrong
+        one_layout(question, task)  # the launcher's own checks explain best what is wrong
         raise none_possible(config)
     if options.json:
         notes = {"notes": question.notes}
         rows = [without_nan(p.row()) | {"command": launch_command(question, p)} | notes for p in predictions]
-        print("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]")  # a line each: indent takes 5 times as long
+        print("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]")  # one line each: indent is 5 times slower
         return 0
     show(question, predictions, options)
     return 0
 
 
 def one_layout(question: Question, task: Task) -> Prediction:
-    """The layout that was typed, checked by the rules of a launch."""
-    from dtrain.mesh import MeshSizes
+    """Predict the layout that was typed, checked by the launcher's rules."""
+    from dtrain.config.mesh import MeshSizes
     from dtrain.plan.layout import layout_of
     from dtrain.plan.predict import predict_layout
     from dtrain.plan.sections import check_layout
 
     layout, strategy = layout_of(question.config), question.config["strategy"]
     few = layout.micro_batches < layout.pp and strategy.get("schedule") == "1f1b"
-    if few and "strategy.schedule" not in question.typed:  # the launcher would refuse it, and say to use this one
+    if few and "strategy.schedule" not in question.typed:  # the launcher would reject it and suggest this one
         strategy["schedule"] = "gpipe"
         layout = layout_of(question.config)
         question.notes.append("strategy.schedule=gpipe, as 1f1b needs as many micro-batches as ranks in a row")
@@ -190,10 +191,10 @@ def one_layout(question: Question, task: Task) -> Prediction:
 
 
 def show(question: Question, predictions: Sequence[Prediction], options: Options) -> None:
-    """The table and what belongs below it."""
-    from dtrain.plan import show as texts
-    from dtrain.plan.recommend import faster_micro_batch, little_room, name, why
-    from dtrain.plan.search import search
+    """Print the table and the lines below it."""
+    from dtrain.plan import report as texts
+    from dtrain.plan.search.explain_choice import faster_micro_batch, little_room, name, why
+    from dtrain.plan.search.search import search
 
     config, best = question.config, predictions[0]
     print(texts.heading(best, config))
@@ -227,8 +228,8 @@ def show(question: Question, predictions: Sequence[Prediction], options: Options
 
 
 def precision_note(best: Prediction) -> list[str]:
-    """What 16 bits would bring, where fp32 was asked for."""
-    from dtrain.hardware import half_precision
+    """Suggest 16 bits if fp32 was requested."""
+    from dtrain.config.hardware import half_precision
     from dtrain.plan.predict import predict_layout
 
     half = half_precision(best.task.hardware.gpu)
@@ -241,8 +242,8 @@ def precision_note(best: Prediction) -> list[str]:
 
 
 def figures_note(best: Prediction) -> list[str]:
-    """What could not be told, where the hardware's file says too little."""
-    from dtrain.plan.show import host_known
+    """List what could not be predicted because the hardware file lacks values."""
+    from dtrain.plan.report import host_known
 
     notes = []
     if not best.time:
@@ -255,7 +256,7 @@ def figures_note(best: Prediction) -> list[str]:
 
 
 def package_note(best: Prediction) -> list[str]:
-    """A package that the first layout needs and this machine has not."""
+    """Name a package that the first layout needs and that is not installed here."""
     from dtrain.plan.sections import missing_package
 
     package = missing_package(best.layout.strategy)
@@ -264,44 +265,15 @@ def package_note(best: Prediction) -> list[str]:
     return [f"{best.layout.strategy} needs {package}, which is not installed here: pip install 'dtrain[{package}]'"]
 
 
-def launch_command(question: Question, prediction: Prediction) -> str:
-    """The whole line to type for a layout: what was typed, less what the layout says itself."""
-    import shlex
-
-    from dtrain.console import LAUNCH
-    from dtrain.plan.search import words
-
-    chosen = words(prediction, question.config)
-    if "precision" not in question.typed and question.config["choices"]["precision"] != "fp32":
-        chosen.append(f"precision={question.config['choices']['precision']}")
-    said = {word.partition("=")[0] for word in chosen}
-    kept = [
-        word
-        for word in question.words
-        if (key := word.partition("=")[0].lstrip("+")) not in said and not key.startswith("strategy")
-    ]
-    typed = [w for w in question.words if w.startswith("strategy.") and w.partition("=")[0] not in said]
-    folder = ["--config-dir", question.config_dir] if question.config_dir else []
-    return f"{LAUNCH} {shlex.join([*folder, *kept, *chosen, *others_of(typed, prediction)])}"
-
-
-def others_of(typed: Sequence[str], prediction: Prediction) -> list[str]:
-    """Typed settings of the strategy that a layout has no word for, e.g. strategy.bucket_mb."""
-    from dtrain.plan.sections import CHOSEN, strategy_section
-
-    section = strategy_section(prediction.layout.strategy)
-    return [w for w in typed if (key := w.partition("=")[0][9:]) in section and key not in CHOSEN]
-
-
 def unknown(config: dict[str, Any], said: str | None = None) -> ValueError:
-    """Why nothing can be planned, with what can be done about it."""
-    from dtrain.explain import options_of
-    from dtrain.plan.settings import own_model
-    from dtrain.plan.shape import shape_of
+    """Explain why nothing can be planned, with a fix."""
+    from dtrain.commands.plan.request import own_model
+    from dtrain.config.files import options_of
+    from dtrain.plan.model_shape import shape_of
 
     if shape_of(config) is None:
         return own_model(config["choices"].get("model"))
-    chosen = said or config["choices"].get("hardware")  # what is said stays, also where a machine was looked at
+    chosen = said or config["choices"].get("hardware")  # a typed hardware stays, even if one was detected
     names = ", ".join(name for name in options_of("hardware") if name not in ("unknown", "cpu"))
     rule = "there is no GPU here to plan for" if chosen == "cpu" else "nothing is known about the GPUs to plan for"
     fix = f"hardware=NAME, where NAME can be {names}; or measure this machine: dtrain plan calibrate"
@@ -309,8 +281,8 @@ def unknown(config: dict[str, Any], said: str | None = None) -> ValueError:
 
 
 def none_possible(config: dict[str, Any]) -> ValueError:
-    """No layout keeps the rules: nearly always the batch."""
-    from dtrain.config import world_size
+    """No layout satisfies the rules: nearly always because of the batch size."""
+    from dtrain.config.hardware import world_size
 
     batch, ranks = config["train"]["global_batch_size"], world_size(config)
     rule = f"no layout of {ranks} GPUs keeps the rules with it and the other settings that are typed"

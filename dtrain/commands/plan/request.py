@@ -1,46 +1,48 @@
-"""A configuration to plan for: composed as the launch would, without what only a launch needs.
+"""Compose the configuration to plan for, like a launch does, but without what only a launch needs.
 
-Data files, submitit, DeepSpeed and a scheduler are not asked for: a plan is made on a login node or a laptop.
+Needs no data files, submitit, DeepSpeed or scheduler: plans are made on a login node or a laptop.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtrain import validate
-from dtrain.config import CONF, bad, flatten, gpus_per_node, ranks_per_node, section, yaml_loader
-from dtrain.explain import GROUPS, explain, options_of
-from dtrain.hardware import half_precision
-from dtrain.mesh import MeshSizes
-from dtrain.plan import quick
-from dtrain.plan.predict import assumed_network, usual_network
+from dtrain.checks import validate
+from dtrain.config.files import flatten, options_of, section, yaml_loader
+from dtrain.config.hardware import gpus_per_node, half_precision, ranks_per_node
+from dtrain.config.hydra_errors import MISTAKES, explain
+from dtrain.config.mesh import MeshSizes
+from dtrain.config.ranges import check_ranges
+from dtrain.config.redaction import check_arguments
+from dtrain.config.untrusted import read_text
+from dtrain.errors import bad
+from dtrain.launch.arguments import built_in, quote
+from dtrain.launch.compose import plain_config
+from dtrain.plan.predict import Prediction, assumed_network, usual_network
 from dtrain.plan.sections import strategy_section, with_detected
-from dtrain.ranges import check_ranges
-from dtrain.redaction import check_arguments
-from dtrain.schema import check_keys_and_types
-from dtrain.untrusted_config import quick_yaml, read_text, resolved
 
 SLURM_GPUS = 8  # conf/cluster/slurm.yaml's gpus_per_node
 
 
 @dataclass
 class Question:
-    """What is to be planned: the composed settings, which of them were typed or come from a recipe, and remarks."""
+    """The request: composed settings, which of them were typed or come from a recipe, and notes."""
 
     config: dict[str, Any]
     typed: frozenset[str]
-    words: list[str]  # as they were typed, to be typed again for a launch
+    words: list[str]  # as typed, to be repeated for a launch
     notes: list[str] = field(default_factory=list)
-    config_dir: str | None = None  # a folder of the user's own beside conf/
+    config_dir: str | None = None  # the user's own folder beside conf/
 
     @property
     def is_one_layout(self) -> bool:
-        """Were a strategy and its degrees given, so that there is one layout to predict and none to look for?
+        """Do the settings fix a strategy and its degrees, so that there is one layout to predict and nothing to search?
 
-        A recipe, or a run that goes on, is complete: unless strategy=auto was typed, it is what it says.
+        A recipe or a resumed run is complete: unless strategy=auto was typed, its strategy is used as it is.
         """
         if "strategy=auto" not in self.words and {"recipe", "resume"} & self.typed:
             return True
@@ -48,15 +50,15 @@ class Question:
             return False
         strategy = self.config["strategy"]
         degrees = [f"strategy.{axis}" for axis in ("tp", "pp") if axis in strategy]
-        if not degrees:  # data parallel only: all ranks, and the batch of each says the rest
+        if not degrees:  # data parallel only: the micro-batch size fixes the rest
             degrees = ["train.micro_batch_size"] if "strategy.dp" not in self.typed else []
         return all(degree in self.typed for degree in degrees)
 
 
 def compose(words: list[str], config_dir: str | None = None) -> Question:
-    """The settings that the words describe, checked for all that matters to a plan.
+    """Compose the settings from the arguments and check everything that matters to a plan.
 
-    config_dir: a folder of one's own with hardware/NAME.yaml or the like, as the launcher's --config-dir.
+    config_dir: the user's own folder with hardware/NAME.yaml etc., like the launcher's --config-dir.
     """
     check_arguments(words)
     given = dict(word.split("=", 1) for word in words if "=" in word)
@@ -70,23 +72,21 @@ def compose(words: list[str], config_dir: str | None = None) -> Question:
     if config_dir is not None:
         if not Path(config_dir).expanduser().is_dir():
             raise bad("--config-dir", config_dir, "there is no such folder", "a folder with hardware/NAME.yaml in it")
-        from dtrain.arguments import quote
-
         asked.append(f"hydra.searchpath=[{quote('file://' + str(Path(config_dir).expanduser().absolute()))}]")
     notes: list[str] = []
     if "strategy" not in typed and (wanted := [k[9:] for k in typed if k.startswith("strategy.")]):
-        asked.append(f"strategy={strategy_with(wanted)}")  # so that what is typed is checked; the search looks at all
+        asked.append(f"strategy={strategy_with(wanted)}")  # to check typed settings; the search covers all strategies
     several = given.get("cluster.nodes", "1") != "1" or "cluster.gpus_per_node" in given
     if implied := several and "cluster" not in typed:
         asked.append("cluster=slurm")
     try:
-        config = composed(asked)
+        config = plain_config(asked)
         default_gpus = config["cluster"].get("gpus_per_node")
         config = with_detected(config)
         set_nodes(config, typed, notes)
         set_precision(config, typed, notes)
         check(config)
-    except mistakes() as error:
+    except MISTAKES as error:
         raise ValueError(explain(error)) from error
     if assumed_network(config):
         name = config["choices"]["hardware"]
@@ -99,7 +99,7 @@ def compose(words: list[str], config_dir: str | None = None) -> Question:
 
 
 def ranks_said(config: dict[str, Any], typed: set[str], default_gpus: int | None) -> list[str]:
-    """The words that give a launch the ranks which were planned: elsewhere its own defaults would count the GPUs."""
+    """Return overrides that give a launch the planned ranks: on another machine the defaults would count its GPUs."""
     cluster = config["cluster"]
     if config["choices"]["cluster"] == "local":
         told = "hardware" not in typed or "cluster.processes" in typed
@@ -113,58 +113,11 @@ def own_model(model: str | None) -> ValueError:
     return bad("model", model, rule, "one of dtrain's with sizes like yours, e.g. model=llama-7b model.num_layers=24")
 
 
-def mistakes() -> tuple[type[Exception], ...]:
-    """A person's, not ours. Asked for when there is one: the imports take 100 ms."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    return HydraException, OmegaConfBaseException, ValueError, OSError
-
-
-def composed(words: list[str]) -> dict[str, Any]:
-    """The composition as plain values, with keys and types checked: by Hydra, unless it is easy."""
-    config = quick.composed(words)
-    return by_hydra(words) if config is None else config
-
-
-def by_hydra(words: list[str]) -> dict[str, Any]:
-    import hydra
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf
-
-    with quick_yaml(), hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = hydra.compose("config", prepare(words), return_hydra_config=True)
-    HydraConfig.instance().set_config(cfg)
-    config = resolved(cfg, words)
-    check_keys_and_types(config)
-    choices: Any = OmegaConf.to_container(cfg.hydra.runtime.choices)
-    return {**config, "choices": {g: choices.get(g) for g in (*GROUPS, "recipe")}}
-
-
-def prepare(words: list[str]) -> list[str]:
-    """Words as Hydra takes them. Reading all recipes takes 90 ms, so only where one is named."""
-    from dtrain.arguments import offer_own, prepare_arguments
-
-    if any(word.startswith(("recipe=", "resume=")) for word in words):
-        return prepare_arguments(words)
-    groups = "|".join(GROUPS)
-    words = [re.sub(rf"^\++({groups})=", r"\1=", word) for word in words]
-    for word in words:
-        group, _, option = word.partition("=")
-        if group in GROUPS and re.search(r"^(null)?$|\[|\.\.|\.ya?ml$", option):
-            raise bad(
-                group, option, f"names one option of conf/{group}/", f"{group} can be {', '.join(options_of(group))}"
-            )
-    return offer_own(words)
-
-
 def recipe_keys(recipe: str | None) -> set[str]:
-    """The settings and groups that a recipe says: as good as typed. What is wrong with it, composing will tell."""
+    """Return the settings and groups that a recipe sets; they count as typed. Composing reports its errors."""
     if not recipe:
         return set()
     import yaml
-
-    from dtrain.arguments import built_in
 
     path = built_in().get(recipe) or Path(recipe).expanduser()
     try:
@@ -180,13 +133,13 @@ def recipe_keys(recipe: str | None) -> set[str]:
 
 
 def strategy_with(settings: list[str]) -> str:
-    """A strategy that has all these settings, or as many as one has."""
+    """Find the strategy that has the most of these settings."""
     sections = {name: strategy_section(name) for name in options_of("strategy")}
     return max(sections, key=lambda name: sum(setting in sections[name] for setting in settings))
 
 
 def set_nodes(config: dict[str, Any], typed: set[str], notes: list[str]) -> None:
-    """Fill in the ranks of a node from the hardware, where the configuration leaves them to the machine."""
+    """Fill in the ranks per node from the hardware, if the configuration leaves them to the machine."""
     cluster, size = config["cluster"], config["hardware"].get("gpus_per_node")
     if config["choices"]["cluster"] == "local":
         if cluster["nodes"] != 1:
@@ -196,15 +149,15 @@ def set_nodes(config: dict[str, Any], typed: set[str], notes: list[str]) -> None
         if cluster["processes"] is None:
             here = 0 if "hardware" in typed else gpus_per_node(cluster)
             cluster["processes"] = here or size or ranks_per_node(cluster)
-        most = size and max(size, 8)  # machines with one such card have brothers with more
+        most = size and max(size, 8)  # similar machines exist with more such cards
     else:
         said, name = cluster.get("gpus_per_node"), config["choices"]["hardware"]
-        # the default is nobody's word; a cluster's own file that says another number is
+        # the default is not a user's choice; a different number in a cluster's own file is
         if "cluster.gpus_per_node" not in typed and said == SLURM_GPUS and size and size != said:
             if size > 1:
                 cluster["gpus_per_node"] = size
                 notes.append(f"a node has {size} GPUs, by hardware={name}; others: cluster.gpus_per_node=…")
-            else:  # a file about one card says nothing about how many of them a node has
+            else:  # a file for one card does not define the number of cards per node
                 notes.append(f"a node with {said} GPUs was taken; others: cluster.gpus_per_node=…")
         cluster["processes"] = ranks_per_node(cluster)
         most = cluster.get("gpus_per_node") or None
@@ -214,7 +167,7 @@ def set_nodes(config: dict[str, Any], typed: set[str], notes: list[str]) -> None
 
 
 def set_precision(config: dict[str, Any], typed: set[str], notes: list[str]) -> None:
-    """16 bits where nobody said otherwise: the default of fp32 is for CPUs, and nobody wants it on these GPUs."""
+    """Choose 16 bits unless a precision was given: the default fp32 is for CPUs, and too slow on these GPUs."""
     gpu = config["hardware"].get("gpu")
     name = half_precision(gpu)
     if name == "fp16" and config["precision"].get("dtype") == "bfloat16":
@@ -227,11 +180,11 @@ def set_precision(config: dict[str, Any], typed: set[str], notes: list[str]) -> 
     notes.append(f"precision={name} was chosen, as you typed none; the launcher's default is fp32")
 
 
-# ---- what a plan needs to be right ---------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------------------
 
 
 def check(config: dict[str, Any]) -> None:
-    """The launcher's rules that do not depend on where a run is started and on which data it reads."""
+    """Apply the launcher's rules that depend neither on the launching machine nor on the data."""
     skipped = ("data.", "cluster.", "run_dir", "name", "init_from", "logger.")
     flat = {key: value for key, value in flatten(config).items() if not key.startswith(skipped)}
     flat |= {f"cluster.{k}": config["cluster"].get(k) for k in ("nodes", "processes", "gpus_per_node")}
@@ -243,3 +196,32 @@ def check(config: dict[str, Any]) -> None:
     if data.get("seq_len") and model.get("seq_len") and data["seq_len"] > model["seq_len"]:
         rule = f"the model takes at most model.seq_len={model['seq_len']} tokens"
         raise bad("data.seq_len", data["seq_len"], rule, f"data.seq_len={model['seq_len']}")
+
+
+def launch_command(question: Question, prediction: Prediction) -> str:
+    """Return the full command line for a layout: the typed overrides, except those that the layout sets itself."""
+    import shlex
+
+    from dtrain.plan.search.search import words
+    from dtrain.ui.console import LAUNCH
+
+    chosen = words(prediction, question.config)
+    if "precision" not in question.typed and question.config["choices"]["precision"] != "fp32":
+        chosen.append(f"precision={question.config['choices']['precision']}")
+    said = {word.partition("=")[0] for word in chosen}
+    kept = [
+        word
+        for word in question.words
+        if (key := word.partition("=")[0].lstrip("+")) not in said and not key.startswith("strategy")
+    ]
+    typed = [w for w in question.words if w.startswith("strategy.") and w.partition("=")[0] not in said]
+    folder = ["--config-dir", question.config_dir] if question.config_dir else []
+    return f"{LAUNCH} {shlex.join([*folder, *kept, *chosen, *others_of(typed, prediction)])}"
+
+
+def others_of(typed: Sequence[str], prediction: Prediction) -> list[str]:
+    """Return typed strategy settings that are not part of a layout, e.g. strategy.bucket_mb."""
+    from dtrain.plan.sections import CHOSEN, strategy_section
+
+    section = strategy_section(prediction.layout.strategy)
+    return [w for w in typed if (key := w.partition("=")[0][9:]) in section and key not in CHOSEN]

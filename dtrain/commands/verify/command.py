@@ -1,7 +1,7 @@
-"""`dtrain verify`: every strategy against one process, on this machine: same seed, same global batch, same numbers.
+"""`dtrain verify`: compare every strategy with one process on this machine: same seed, same global batch.
 
-Each strategy trains a very small model (or the one you name) in a world of its own. Its losses, gradient norms and
-final weights are compared with those of one process, and a table says how far apart they are (dtrain/parity.py).
+Each strategy trains a very small model (or the one you name) in its own world. Its losses, gradient norms and final
+weights are compared with those of one process, and a table shows the differences (compare.py).
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from dtrain import console, parity, world
-from dtrain.arguments import prepare_arguments
-from dtrain.config import bad, flatten
-from dtrain.contract import BAD_CONFIG, DONE, FAILED
-from dtrain.explain import explain, options_of
-from dtrain.launch import MISTAKES
-from dtrain.parity import FEWER_STEPS, FULL, SMALL, Case, compose, make_case
-from dtrain.ranges import check_ranges
-from dtrain.runs import strict_json
-from dtrain.schema import check_section
+from dtrain.commands.verify import compare, world
+from dtrain.commands.verify.compare import FEWER_STEPS, FULL, SMALL, Case, compose, make_case
+from dtrain.config.files import flatten, options_of
+from dtrain.config.hydra_errors import MISTAKES, explain
+from dtrain.config.ranges import check_ranges
+from dtrain.config.schema import check_section
+from dtrain.errors import bad
+from dtrain.launch.arguments import prepare_arguments
+from dtrain.runs.protocol import BAD_CONFIG, DONE, FAILED
+from dtrain.ui import console
+from dtrain.util.format import without_nan
 
-# defaults of ours that go when another setting is given: a model brings data that suits it
+# our defaults that are dropped if another setting is given: a model brings matching data
 TIED_TO = {"optim.lr": "model", "data": "model", "train.stop_after": "train.steps"}
 NOT_HERE = {
     "strategy": "strategies=…", "cluster.processes": "processes=2,4", "run_dir": "--keep DIR",
     **dict.fromkeys(["cluster", "cluster.nodes", "resume", "dry_run", "hydra.run.dir"], "leave it out"),
 }  # fmt: skip
-INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
+INTERRUPTED = 130  # a shell's exit code for Ctrl-C
 HEADINGS = (
     "strategy", "ranks", "mesh", "precision", "loss diff", "norm diff", "weight diff", "tolerance", "seconds", "result",
 )  # fmt: skip
@@ -47,13 +48,13 @@ HEADINGS = (
 def main(argv: list[str]) -> int:
     """Exit codes: 0 all passed, 2 bad input, 3 one did not pass."""
     options = argument_parser().parse_intermixed_args(argv)
-    if os.getcwd() not in sys.path:  # a user's own modules lie there, and the ranks look there too
+    if os.getcwd() not in sys.path:  # the user's own modules are here; the ranks import from here too
         sys.path.append(os.getcwd())
     try:
         with term_is_ctrl_c(), run_folder(options.keep) as folder:
             request = read_request(options)
             references, cases = plan(request, folder)
-            # what nobody named and cannot run here (a package is missing, or a GPU) is told, and is no failure
+            # an unnamed case that cannot run here (missing package or GPU) is reported as left out, not as failed
             left_out = [left_out_row(case) for case in cases if case.refused and not request.names(case)]
             cases = [case for case in cases if not case.refused or request.names(case)]
             targets = {case.config["strategy"]["_target_"] for case in cases if case.config}
@@ -96,13 +97,13 @@ Exit codes: 0 all passed, 2 bad input, 3 one did not pass.""",
 @dataclass(frozen=True)
 class Request:
     strategies: list[str]
-    named: bool  # by the user; else all there are
+    named: bool  # by the user; otherwise all
     sizes: list[int]  # empty: the two smallest of each strategy
-    precisions: list[str]  # empty: fp32 at these sizes, the others at the smallest of them
+    precisions: list[str]  # empty: fp32 at these sizes, the others at the smallest one
     overrides: list[str]
 
     def names(self, case: Case) -> bool:
-        """Whether a case follows from what the user named, and is not only one of all there are."""
+        """Whether the user named this case explicitly, rather than by default."""
         return self.named and (bool(self.precisions) or case.precision == FULL)
 
 
@@ -139,9 +140,9 @@ def read_request(options: argparse.Namespace) -> Request:
 
 
 def settings(overrides: Sequence[str], defaults: Sequence[str]) -> list[str]:
-    """The overrides, after those of the defaults that they leave room for.
+    """Return the overrides, preceded by the defaults that do not conflict with them.
 
-    An option that is chosen for a group brings its own settings, and a recipe brings all of them.
+    An option chosen for a group brings its own settings, and a recipe brings all settings.
     """
     given = {key_of(o) for o in overrides}
 
@@ -155,7 +156,7 @@ def settings(overrides: Sequence[str], defaults: Sequence[str]) -> list[str]:
 
 
 def plan(request: Request, folder: Path) -> tuple[dict[str, Case], list[Case]]:
-    """The one process of each precision, and the cases. What is wrong for any number of ranks is a ValueError."""
+    """Return the one-process case of each precision, and all other cases. Raises if no number of ranks is valid."""
     references: dict[str, Case] = {}
     cases: list[Case] = []
     plain = [o for o in request.overrides if not key_of(o).startswith("strategy.")]
@@ -165,18 +166,18 @@ def plan(request: Request, folder: Path) -> tuple[dict[str, Case], list[Case]]:
         one = make_case("ddp", 1, precision, compose(settings(plain, defaults)), folder / f"one-{precision}")
         if one.refused and (request.precisions or precision == FULL):
             raise ValueError(one.refused)
-        if one.refused:  # fp8 where there is no GPU for it
+        if one.refused:  # e.g. fp8 without a suitable GPU
             cases.append(one)
             continue
         references[precision] = one
         for strategy in request.strategies:
             cfg = compose([f"strategy={strategy}", *settings(request.overrides, defaults)])
-            # every layout accumulates, and the one process takes its batch whole; batch norm is of a micro-batch
+            # each layout accumulates, one process takes the whole batch; not with batch norm, which is per micro-batch
             accumulate = "batch_norm" not in cfg.model and not given & {"recipe", "train.micro_batch_size"}
             section: Any = OmegaConf.to_container(cfg.strategy, resolve=True)
             check_section("strategy", section, cfg.trust)
             check_ranges(flatten({"strategy": section}))
-            sizes = request.sizes or parity.world_sizes(section)[:2]
+            sizes = request.sizes or compare.world_sizes(section)[:2]
             for size in sizes if precision == FULL or request.precisions else sizes[:1]:
                 run_dir = folder / f"{strategy}-{size}-{precision}"
                 cases.append(make_case(strategy, size, precision, cfg, run_dir, accumulate))
@@ -197,7 +198,7 @@ def run_folder(keep: str | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def term_is_ctrl_c() -> Iterator[None]:
-    """A plain kill, too, must end the ranks and remove the folder."""
+    """Treat SIGTERM like Ctrl-C, so that a plain kill also ends the ranks and removes the folder."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -210,16 +211,16 @@ def term_is_ctrl_c() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table; the names are those of `--json`."""
+    """A row of the table; the names are those of `--json`."""
 
     strategy: str
     world_size: int
     precision: str
     max_loss_diff: float | None
-    max_grad_norm_diff: float | None  # as a part of the norm
+    max_grad_norm_diff: float | None  # relative to the norm
     max_weight_diff: float | None
-    tolerance: float | None  # of the losses
-    passed: bool | None  # None: it was left out
+    tolerance: float | None  # for the losses
+    passed: bool | None  # None: left out
     seconds: float
     mesh: str
     reason: str  # why it did not pass
@@ -235,27 +236,27 @@ class Row:
 
 
 def rows(references: dict[str, Case], cases: Sequence[Case], timeout: float) -> Iterator[Row]:
-    """Run world after world. A precision's one process comes before the first case that is compared with it."""
-    # one thread a rank is best for a model this small; who verifies a larger one may say more
+    """Run world after world. The one process of a precision runs before the first case that needs it."""
+    # one thread per rank is best for a model this small; OMP_NUM_THREADS overrides it for larger models
     env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     failed: dict[str, str] = {}
     for case in cases:
         if case.precision not in failed:
-            error = parity.run(references[case.precision], timeout, env)
+            error = compare.run(references[case.precision], timeout, env)
             failed[case.precision] = f"the one process to compare with: {error}" if error else ""
         start = time.monotonic()
-        error = case.refused or failed[case.precision] or parity.run(case, timeout, env)
+        error = case.refused or failed[case.precision] or compare.run(case, timeout, env)
         yield judge(case, references[case.precision], error, round(time.monotonic() - start, 1))
 
 
 def judge(case: Case, one: Case, error: str, seconds: float) -> Row:
-    """The row of a case that was run, or that could not be."""
+    """Build the row of a case that ran, or that could not run."""
     reason = error.splitlines()[0] if error else ""
     row = Row(case.strategy, case.size, case.precision, None, None, None, None, False, seconds, case.mesh, reason)
     if error:
         return row
-    allowed = parity.tolerance(case.config, parity.stated_tolerance(case.run_dir))
-    found = parity.compare(case.run_dir, one.run_dir)
+    allowed = compare.tolerance(case.config, compare.stated_tolerance(case.run_dir))
+    found = compare.compare(case.run_dir, one.run_dir)
     reason = found.beyond(allowed)
     return replace(
         row, max_loss_diff=found.loss, max_grad_norm_diff=found.grad_norm, max_weight_diff=found.weight,
@@ -264,14 +265,14 @@ def judge(case: Case, one: Case, error: str, seconds: float) -> Row:
 
 
 def left_out_row(case: Case) -> Row:
-    """The row of a case that nobody named and that cannot run here: neither passed nor failed."""
+    """Build the row of an unnamed case that cannot run here: neither passed nor failed."""
     reason = case.refused.splitlines()[0]
     empty = dict.fromkeys(("max_loss_diff", "max_grad_norm_diff", "max_weight_diff", "tolerance", "passed"))
     return Row(case.strategy, case.size, case.precision, **empty, seconds=0.0, mesh="", reason="", left_out=reason)
 
 
 def show(cases: Sequence[Case], results: Iterator[Row], left_out: Sequence[Row], as_json: bool) -> int:
-    """Print each row as it comes, to stderr when stdout is for the data; give the exit code."""
+    """Print each row as it arrives, to stderr if stdout has the JSON; return the exit code."""
     from rich.console import Console
 
     out = Console(stderr=True) if as_json else console.stdout_console()
@@ -295,5 +296,5 @@ def show(cases: Sequence[Case], results: Iterator[Row], left_out: Sequence[Row],
     more = f", {len(left_out)} left out" if left_out else ""
     console.say(out, f"{passed} of {len(done)} passed in {time.monotonic() - start:.0f} s{more}")
     if as_json:
-        print(json.dumps(strict_json([asdict(row) for row in (*done, *left_out)]), indent=2))
+        print(json.dumps(without_nan([asdict(row) for row in (*done, *left_out)]), indent=2))
     return DONE if passed == len(done) else FAILED

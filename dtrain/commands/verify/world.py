@@ -1,7 +1,7 @@
-"""Small worlds on this machine: ranks forked from a server that has imported torch once.
+"""Small worlds on this machine: ranks forked from a server that imported torch once.
 
 A fresh Python takes 2 s to import torch; a fork takes 20 ms. `dtrain verify` and the tests start hundreds of ranks.
-Training proper goes through torchrun (launchers/local.py): a fork server is no place for a run of days.
+Real training uses torchrun (launch/local.py): a fork server is not suited to runs of days.
 """
 
 from __future__ import annotations
@@ -12,31 +12,34 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
-from dtrain import file_handles, start
-from dtrain.config import count_gpus
-from dtrain.contract import Deadline, die_with_parent, free_port, place_sockets
-from dtrain.launchers.supervisor import PEERS_S, first_failure
-from dtrain.rundir import newest_figures
+from dtrain import start
+from dtrain.config.hardware import count_gpus
+from dtrain.launch.supervisor import PEERS_S, first_failure
+from dtrain.runs.folder import newest_figures
+from dtrain.runs.protocol import Deadline, die_with_parent, free_port, place_sockets
+from dtrain.util import file_handles
 
 _server = multiprocessing.get_context("forkserver")
 
 
 def start_server(strategy_modules: Iterable[str] = ()) -> None:
-    """Start the fork server, unless there is one; it imports while the caller goes on.
+    """Start the fork server, unless it exists; it imports in the background.
 
-    With GPUs it leaves the strategies to the ranks: an optional package may ask for the GPUs when it is imported, and
-    CUDA does not survive a fork. torch and our own code do not ask.
+    With GPUs, the ranks import the strategies: an optional package may initialize CUDA on import, and CUDA does not
+    survive a fork. torch and our own code do not initialize it.
     """
-    modules = ["torch._dynamo", "dtrain.train", *([] if count_gpus() else strategy_modules)]
+    modules = ["torch._dynamo", "dtrain.train.loop", *([] if count_gpus() else strategy_modules)]
     wanted = start.environment(argv=()) | {"DTRAIN_PRELOAD": " ".join(dict.fromkeys(modules))}
     before_us = {name: os.environ.get(name) for name in wanted}
     os.environ |= wanted
-    _server.set_forkserver_preload(["dtrain.preload"])
-    # blocked, and so in all that it forks: Ctrl-C is for the process that asked for the ranks, and that ends them
+    _server.set_forkserver_preload(["dtrain.commands.verify.preload"])
+    # Only this process handles Ctrl-C and ends the ranks: the server and its forks inherit SIGINT as blocked. The
+    # resource tracker must start first, because it unblocks SIGINT when it starts.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     place_sockets()
     try:
@@ -51,7 +54,7 @@ def start_server(strategy_modules: Iterable[str] = ()) -> None:
 
 @contextlib.contextmanager
 def held_back(*numbers: signal.Signals) -> Iterator[None]:
-    """These signals come when the block is over. A mask is of one thread only: another one would take them."""
+    """Delay these signals until the block ends. Not with a mask: it covers one thread, and another would take them."""
     came: list[int] = []
     before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in numbers}
     try:
@@ -64,9 +67,9 @@ def held_back(*numbers: signal.Signals) -> Iterator[None]:
 
 
 class World:
-    """N ranks that run `function(*arguments)`, which gives an exit code; each has the launcher's environment contract.
+    """N ranks that run `function(*arguments)`, which returns an exit code, with the launcher's environment variables.
 
-    As a context it leaves no rank behind, whatever happens inside.
+    As a context manager it leaves no rank behind, whatever happens inside.
     """
 
     def __init__(
@@ -97,9 +100,9 @@ class World:
         self.kill()
 
     def join(self, timeout: float = 120) -> list[int | None]:
-        """Wait for all ranks; their exit codes, None for one that had to be killed. Peers of a failed one may hang.
+        """Wait for all ranks; return exit codes, None for a killed rank. Peers of a failed rank may hang.
 
-        timeout: seconds on a quiet machine; a busy one has longer.
+        timeout: seconds on an idle machine; longer on a busy one.
         """
         deadline, failed = Deadline(timeout), False
         waiting = {process.sentinel: process for process in self.ranks}
@@ -120,33 +123,34 @@ class World:
 
 
 def _rank(function: Callable[..., Any], arguments: tuple[Any, ...], env: dict[str, str]) -> None:
-    die_with_parent()  # the server, which ends when who started it does
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have loaders
+    die_with_parent()  # the parent is the server, which ends with its own parent
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start loaders
     file_handles.raise_limit()
     import torch
 
     os.environ |= env
-    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # the server has read that variable before
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # the server already read that variable
     code = function(*arguments)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code or 0)  # a failed rank must not wait for its peers in the destructor of its process group
+    os._exit(code or 0)  # a failed rank must not wait for its peers in its process group's destructor
 
 
 def train_rank(run_dir: Path) -> int:
-    """What dtrain.rank does under torchrun: train, with the output in the run folder."""
-    from dtrain import train, worker
+    """Train with the output in the run folder, as dtrain.train.rank does under torchrun."""
+    from dtrain.train import loop
+    from dtrain.train import process as worker
 
     worker.redirect_output(run_dir, int(os.environ["RANK"]))
-    return train.main(run_dir)
+    return loop.main(run_dir)
 
 
 def failure(run_dir: Path, codes: list[int | None]) -> str:
-    """What went wrong in a world that trained, in one line, or ""."""
+    """Describe in one line what went wrong in a world that trained, or return ""."""
     if all(code == 0 for code in codes):
         return ""
     for r, code in enumerate(codes):
-        if code is not None and code < 0:  # it leaves no note, and those of its peers are about the lost connection
+        if code is not None and code < 0:  # it leaves no note, and its peers report only the lost connection
             return f"rank {r} was killed by {signal.Signals(-code).name}"
     if any((run_dir / "logs").glob("failure-*.json")):
         first = first_failure(run_dir) or {}

@@ -26,11 +26,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dtrain.config import CONF, CONTROL, bad, section
-from dtrain.hardware import Hardware, detect
-from dtrain.rundir import read_json
-from dtrain.untrusted_config import read_text
-from dtrain.words import as_dict, finite
+from dtrain.config.files import CONF, CONTROL, section
+from dtrain.config.hardware import Hardware, detect
+from dtrain.config.untrusted import read_text
+from dtrain.errors import bad
+from dtrain.runs.folder import read_json
+from dtrain.util.format import as_dict, finite
 
 MARK = "# Written by `dtrain plan calibrate`"
 OPTIONS = {"out": "NAME", "from": "RUN", "seconds": "40", "json": "FILE"}
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     seconds = positive(options.get("seconds", "40"))
     if "from" in options:
-        from dtrain.runs import find_run
+        from dtrain.runs.find import find_run
 
         name, figures, comments, source = from_run(find_run(options["from"]))
         path = place(options.get("out") or f"{name}-calibrated")
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
         measured = measure(seconds)
         base = section("hardware", name)
         figures, comments, source = base | measured["figures"], measured_comments(measured, name), "measured"
-        if base["peak_bf16_tflops"] is None:  # MFU is then the part of what was measured
+        if base["peak_bf16_tflops"] is None:  # MFU is then relative to the measured rate
             figures["peak_bf16_tflops"] = figures["matmul_tflops"]
             comments["peak_bf16_tflops"] = (
                 "as measured: there is no data sheet's rate for this machine in conf/hardware"
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> int:
             Path(options["json"]).write_text(json.dumps(measured, indent=1) + "\n")
         print("\n".join(table(measured)))
     text = as_yaml(figures | {"source": f"{source} on {time.strftime('%Y-%m-%d')}"}, comments, title)
-    Hardware(**{k: v for k, v in figures.items() if k not in ("_target_", "source")})  # what it would be refused for
+    Hardware(**{k: v for k, v in figures.items() if k not in ("_target_", "source")})  # raises if a value is invalid
     path.write_text(text)
     print(f"wrote {path}")
     found = path.parent.resolve() == (CONF / "hardware").resolve()
@@ -76,7 +77,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> dict[str, str]:
-    """out=NAME, --out=NAME and --out NAME are the same."""
+    """Parse options; out=NAME, --out=NAME and --out NAME are equivalent."""
     options, words = {}, list(argv)
     while words:
         word = words.pop(0)
@@ -105,7 +106,7 @@ def positive(text: str) -> float:
 
 
 def place(out: str) -> Path:
-    """Where to write: conf/hardware/NAME.yaml, or the file named. A file that a person wrote is not replaced."""
+    """Return where to write: conf/hardware/NAME.yaml, or the given file. Never replaces a hand-written file."""
     if os.sep in out and not out.endswith((".yaml", ".yml")):
         raise bad("out", out, "is a name, or a file that ends in .yaml", f"out={out}.yaml")
     path = Path(out).expanduser() if out.endswith((".yaml", ".yml")) else CONF / "hardware" / f"{out}.yaml"
@@ -120,8 +121,8 @@ def place(out: str) -> Path:
 
 
 def measure(seconds: float) -> dict[str, Any]:
-    """All measurements: {"figures": settings, "matmul": rows, "collectives": rows, "more": …, "versions": …}."""
-    from dtrain.plan import curves, measure
+    """Run all measurements: {"figures": settings, "matmul": rows, "collectives": rows, "more": …, "versions": …}."""
+    from dtrain.plan.calibrate import link_fit, measure
 
     import torch  # isort: skip
 
@@ -130,7 +131,7 @@ def measure(seconds: float) -> dict[str, Any]:
     share = 0.7 if ranks > 1 else 1.0
     found = measure.device_rates(seconds * share)
     rows = measure.collective_rows(ranks, seconds * (1 - share)) if ranks > 1 else []
-    figures: dict[str, Any] = {**found["figures"], **curves.link_figures(rows)}
+    figures: dict[str, Any] = {**found["figures"], **link_fit.link_figures(rows)}
     if gpus:
         figures |= {"gpus_per_node": gpus, "gpu": found["more"]["gpu"].removeprefix("NVIDIA ")}
     else:  # what one of two ranks may hold
@@ -149,14 +150,14 @@ def measure(seconds: float) -> dict[str, Any]:
 
 
 def rounded(value: Any, digits: int = 3) -> Any:
-    """Three digits: no time here repeats better. A card's memory is exact."""
+    """Round to three digits: no time here is more repeatable. A card's memory is exact."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.{digits}g}") if value < 1000 else round(value)
 
 
 def measured_comments(measured: Mapping[str, Any], name: str) -> dict[str, str]:
-    """Behind each figure that was measured: how. Behind the others: nothing, as conf/hardware says it."""
+    """Describe how each value was measured; values from conf/hardware have no comment."""
     how = {
         "gpu": "this machine's",
         "gpus_per_node": "of this machine" if measured["more"] else "ranks of a run here, where nothing else is said",
@@ -176,14 +177,14 @@ def measured_comments(measured: Mapping[str, Any], name: str) -> dict[str, str]:
 
 
 def table(measured: Mapping[str, Any]) -> list[str]:
-    """What a person sees: the measurements by shape and by size, then the figures."""
+    """Format the result: the measurements by shape and by size, then the values."""
     figures = {**measured["figures"], **measured["more"]}
     lines = [f"{key:>20}  {value if isinstance(value, str) else f'{value:g}'}" for key, value in figures.items()]
     return [*rows_of(measured), *lines]
 
 
 def rows_of(measured: Mapping[str, Any]) -> list[str]:
-    """The measurements by shape and by size: the head of the file, too."""
+    """Format the measurements by shape and by size; also the head of the file."""
     best = max(row["tflops"] for row in measured["matmul"])
     lines = [
         f"{'rows':>8}{'inner':>8}{'cols':>8}{'us':>12}{'TFLOP/s':>10}{'of best':>9}  ({measured['matmul'][0]['dtype']})"
@@ -205,7 +206,7 @@ def rows_of(measured: Mapping[str, Any]) -> list[str]:
 def from_run(run_dir: Path) -> tuple[str, dict[str, Any], dict[str, str], str]:
     """(hardware's name, its section with `calibration`, comments, source) from a run's plan.json and summary.json.
 
-    All of the difference between the step that was measured and the one predicted is put to compute.
+    The whole difference between the measured and the predicted step is attributed to compute.
     """
     plan, summary = read_json(run_dir / "plan.json"), read_json(run_dir / "summary.json")
     step, measured = as_dict(plan.get("step_s")), finite(summary.get("tokens_per_s"))
@@ -230,14 +231,14 @@ def from_run(run_dir: Path) -> tuple[str, dict[str, Any], dict[str, str], str]:
 
 
 def hardware_of(run_dir: Path, name: object) -> tuple[str, dict[str, Any]]:
-    """The name and the figures that a run was predicted with. Its folder may come from elsewhere, and both are written
-    into a file that the launcher reads: so a name is a plain word, and a figure one that Hardware has."""
+    """Return the hardware's name and values that a run was predicted with. The run folder is untrusted, and both are
+    written into a file that the launcher reads: so the name must be a plain word, and each value one of Hardware's."""
     if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
         fix = "a run of a known hardware; dtrain runs lists them"
         raise bad("from", run_dir, f"its plan.json names no hardware file ({json.dumps(name)})", fix)
     known = inspect.signature(Hardware).parameters
     chosen = {k: v for k, v in as_dict(read_config(run_dir).get("hardware")).items() if k in known}
-    if not chosen.get("gpu_memory_gib"):  # found by the launcher, not typed
+    if not chosen.get("gpu_memory_gib"):  # detected by the launcher, not typed
         if not (CONF / "hardware" / f"{name}.yaml").is_file():
             raise bad("from", run_dir, f"there is no hardware={name} any more", "a run of a hardware in conf/hardware")
         return name, dict(section("hardware", name))
@@ -262,10 +263,10 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 
 def as_yaml(figures: Mapping[str, Any], comments: Mapping[str, str], title: str) -> str:
-    """A complete hardware file: every setting, in the order of Hardware, with how it was found behind it."""
+    """Return a complete hardware file: every setting, in the order of Hardware, each with its origin as a comment."""
     lines = [f"{MARK} on {time.strftime('%Y-%m-%d')}: {title}."]
     lines += [f"# {line}".rstrip() for line in comments.get("", "").splitlines()]
-    lines += ["# What a setting means is in unknown.yaml.", "_target_: dtrain.hardware.Hardware"]
+    lines += ["# What a setting means is in unknown.yaml.", "_target_: dtrain.config.hardware.Hardware"]
     for key in inspect.signature(Hardware).parameters:
         value = figures.get(key)
         text = json.dumps(value, ensure_ascii=False)

@@ -1,6 +1,6 @@
-"""Latency and bandwidth from times by size: a line through what `dtrain plan calibrate` measured of collectives.
+"""Fit latency and bandwidth: a line through the collective times that `dtrain plan calibrate` measured.
 
-The way back from dtrain/plan/collectives.py, which predicts times from the settings found here.
+The inverse of dtrain/plan/time/collectives.py, which predicts times from these settings.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dtrain.plan.collectives import STEPS
+from dtrain.plan.time.collectives import STEPS
 
 
 def bus_bytes(collective: str, ranks: int, num_bytes: float) -> float:
-    """What each link of the ring carries for a message of so many bytes (nccl-tests, doc/PERFORMANCE.md)."""
+    """Bytes that each link of the ring carries for a message of this size (nccl-tests, doc/PERFORMANCE.md)."""
     return STEPS[collective] * (ranks - 1) / ranks * num_bytes
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(seconds at nothing, seconds a byte) through (bytes, seconds): least squares of the error relative to the time.
+    """(seconds at 0 bytes, seconds per byte) fitted to (bytes, seconds): least squares of the relative error.
 
-    Neither is let below 0: then the line goes through the smallest or is flat at the mean.
+    Neither may be negative: the line then goes through the origin or is flat at the mean.
     """
     weights = [1 / seconds**2 for _, seconds in points]
     total = sum(weights)
@@ -38,7 +38,7 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def link_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Settings of Hardware from measured rows of {collective, ranks, bytes, us}; {} without any."""
+    """Return Hardware settings from measured rows of {collective, ranks, bytes, us}; {} without rows."""
     most = max((row["ranks"] for row in rows), default=0)
     figures: dict[str, float] = {}
     for name, link in (("all_reduce", "nvlink"), ("all_gather", "gather")):
@@ -57,9 +57,9 @@ def link_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def latency(start_us: float, ranks: int, of_two_us: float | None = None) -> dict[str, float]:
-    """A collective's time at no bytes as a fixed part and one for each hop: never 0, which would mean unknown.
+    """Split a collective's time at 0 bytes into a fixed part and a part per hop: never 0, which would mean unknown.
 
-    Two ranks and all of them are two equations. Without the first, half is taken for each part.
+    Two ranks and all ranks give two equations. Without the first, each part gets half.
     """
     steps = STEPS["all_reduce"] * (ranks - 1)
     each = start_us / 2 / steps if of_two_us is None else (start_us - of_two_us) / (steps - 2)

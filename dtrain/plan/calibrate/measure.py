@@ -1,6 +1,6 @@
-"""What `dtrain plan calibrate` measures of this machine. torch is imported inside the functions only.
+"""The measurements of `dtrain plan calibrate`. torch is imported inside the functions only.
 
-Times are medians after a warm-up, on random data: zeros run faster than real values do.
+Times are medians after a warm-up, on random data: zeros would run faster than real values.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dtrain.host_memory import total_bytes
+from dtrain.util.host_memory import total_bytes
 
 GIB, MIB, KIB = 2**30, 2**20, 2**10
 Row = dict[str, Any]
-# (rows, inner, cols): squares, what our models multiply (GPT-2 124M and 1.5B, Llama 7B), tall ones, thin ones
+# (rows, inner, cols): squares, our models' matmuls (GPT-2 124M and 1.5B, Llama 7B), tall ones, thin ones
 GPU_SHAPES = (
     (512, 512, 512), (1024, 1024, 1024), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192),
     (2048, 13312, 2048), (32768, 768, 768), (32768, 768, 3072), (32768, 3072, 768), (32768, 768, 50304),
@@ -32,11 +32,11 @@ CPU_SHAPES = (
 GPU_SIZES = (64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB)
 CPU_SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
-ADAM_BYTES = 28  # of fp32: weight, gradient and two moments are read, all but the gradient written
+ADAM_BYTES = 28  # in fp32: weight, gradient and two moments are read, all but the gradient written
 
 
 def seconds_of(step: Callable[[], object], device: Any, budget_s: float) -> float:
-    """Seconds a call: the median of up to 5 rounds that take the budget together."""
+    """Seconds per call: the median of up to 5 rounds that take the budget together."""
     import torch
 
     cuda = device.type == "cuda"
@@ -63,12 +63,12 @@ def seconds_of(step: Callable[[], object], device: Any, budget_s: float) -> floa
 
 
 def device_rates(budget_s: float) -> dict[str, Any]:
-    """Everything about one device: {"figures": settings of Hardware, "matmul": rows, "more": beside}."""
+    """Measure one device: {"figures": settings of Hardware, "matmul": rows, "more": other values}."""
     import torch
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    if not cuda:  # a run without a GPU has two ranks here, and each gets half of the cores
+    if not cuda:  # a run without a GPU has two ranks here, each with half of the cores
         torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
     shapes = GPU_SHAPES if cuda else CPU_SHAPES
     each = 0.5 * budget_s / (len(shapes) + 2)
@@ -76,7 +76,7 @@ def device_rates(budget_s: float) -> dict[str, Any]:
     rows = [matmul(shape, half if cuda else torch.float32, device, each) for shape in shapes]
     best = max(rows, key=lambda row: row["tflops"])
     square = (4096,) * 3 if cuda else (512,) * 3
-    # for long enough that the GPU's power limit lowers its clock, as training does: the second half of two
+    # long enough for the GPU's power limit to lower its clock, as in training: keep the second of two rounds
     shape = (best["rows"], best["inner"], best["cols"]) if cuda else square
     lasting = [matmul(shape, half, device, 0.08 * budget_s) for _ in range(2)]
     rest = 0.34 * budget_s / 5
@@ -90,7 +90,7 @@ def device_rates(budget_s: float) -> dict[str, Any]:
     }
     more: dict[str, Any] = {}
     if not cuda:
-        figures["num_sms"] = 1  # a product is not cut into waves of tiles
+        figures["num_sms"] = 1  # a CPU matmul has no waves of tiles
     else:
         properties = torch.cuda.get_device_properties(device)
         figures |= {
@@ -108,7 +108,7 @@ def device_rates(budget_s: float) -> dict[str, Any]:
 
 
 def matmul(shape: tuple[int, ...], dtype: Any, device: Any, budget_s: float) -> Row:
-    """One product [rows × inner] · [inner × cols], as a row of the table."""
+    """Time one matmul [rows × inner] · [inner × cols], as a row of the table."""
     import torch
 
     rows, inner, cols = shape
@@ -121,7 +121,7 @@ def matmul(shape: tuple[int, ...], dtype: Any, device: Any, budget_s: float) -> 
 
 
 def stream_gb_s(device: Any, budget_s: float) -> float:
-    """A copy too large for any cache: each byte is read once and written once."""
+    """Measure a copy too large for any cache: each byte is read once and written once."""
     import torch
 
     source = torch.randn((GIB if device.type == "cuda" else 128 * MIB) // 4, device=device)
@@ -139,7 +139,7 @@ def pcie_gb_s(device: Any, budget_s: float) -> float:
 
 
 def adam_gb_s(device: Any, budget_s: float) -> float:
-    """torch's fused AdamW in fp32; on the CPU it is as good as DeepSpeed's, which one must compile."""
+    """Measure torch's fused AdamW in fp32; on the CPU it matches DeepSpeed's, which needs compiling."""
     import torch
 
     count = 100_000_000 if device.type == "cuda" else 8_000_000
@@ -155,9 +155,9 @@ def adam_gb_s(device: Any, budget_s: float) -> float:
 
 
 def launch_costs(device: Any, budget_s: float) -> dict[str, float]:
-    """launch_us: host time of a kernel in training, forward and backward; kernel_us: of the shortest kernel.
+    """launch_us: host time per kernel in training, forward and backward; kernel_us: time of the shortest kernel.
 
-    A CPU has no queue between the two, so both are the time of the smallest operation.
+    A CPU has no launch queue, so both are the time of the smallest operation.
     """
     import torch
 
@@ -194,11 +194,11 @@ def launch_costs(device: Any, budget_s: float) -> dict[str, float]:
     return {"launch_us": statistics.median(host) / max(1, kernels) * 1e6, "kernel_us": replay / count * 1e6}
 
 
-# ---- collectives: one process a GPU, or two on a CPU --------------------------------------------------------
+# ---- collectives: one process per GPU, or two on a CPU ------------------------------------------------------
 
 
 def collective_rows(ranks: int, budget_s: float) -> list[Row]:
-    """Times of collectives by size over `ranks` processes here, and of the smallest over two of them."""
+    """Time collectives by size over `ranks` processes here, and the all-reduce over two of them."""
     import torch
     from torch.multiprocessing.spawn import start_processes
 
@@ -223,13 +223,13 @@ def collective_rows(ranks: int, budget_s: float) -> list[Row]:
 
 
 def one_rank(rank: int, size: int, folder: str, names: tuple[str, ...], cuda: bool, budget_s: float) -> None:
-    """One process of `collective_rows`: all go through the same sizes, as often as the slowest has time for."""
+    """One process of `collective_rows`: all run the same sizes, as often as the slowest has time for."""
     import warnings
 
     import torch
     import torch.distributed as dist
 
-    from dtrain.comm import rates
+    from dtrain.util import device_rates as rates
 
     warnings.simplefilter("ignore", FutureWarning)  # torch renames collectives
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")

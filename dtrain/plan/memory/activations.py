@@ -1,19 +1,19 @@
-"""What the backward pass needs of the forward pass, in bytes: what autograd really saves in our models, op by op.
+"""Bytes that the backward pass needs from the forward pass: what autograd saves in our models, op by op.
 
-Norms compute in float32; products are in 2 bytes under bf16 and fp16, the residual stream under bf16 (float32 under the
-others, and in what was measured before). An eager block saves for each token (d: dim, h: hidden_dim, e: bytes of a
-product's numbers):
+Norms compute in fp32; matmuls use 2 bytes under bf16 and fp16; the residual stream uses 2 bytes under bf16 (fp32 under
+the others, and in older measurements). An eager block saves for each token (d: dim, h: hidden_dim, e: bytes of a matmul
+element):
 
-- of a norm its input in float32 (4 d) and its statistics; of a linear layer its input in e bytes. Where the stream is
-  float32 each layer casts for itself, so q, k and v have three copies (autocast remembers casts of weights only);
-- of attention queries, keys, values, its result, and the logarithm of each row's sum (4 bytes a head);
-- of the activation its input and its result; a gated one has the other factor and the product, too.
+- for a norm: its input in fp32 (4 d) and its statistics; for a linear layer: its input in e bytes. If the stream is
+  fp32, each layer casts its own copy, so q, k and v have three copies (autocast caches casts of weights only);
+- for attention: queries, keys, values, its result, and the log-sum-exp of each row (4 bytes per head);
+- for the activation: its input and its result; a gated one also the other factor and their product.
 
-activation_checkpointing=ops keeps the block's input and what products and attention gave, and nothing else.
+activation_checkpointing=ops keeps only the block's input and the results of matmuls and attention.
 
-torch.compile's partitioner keeps less: one cast for all layers that read it, the gate's activation is computed again;
-and block by block it keeps what attention gave in e bytes instead of the float32 sum with it. These lists are those of
-its graphs (torch 2.13, counted in tests/plan/test_activations.py), and the H200's figures agree to 1%.
+torch.compile's partitioner keeps less: one cast for all layers that read it, and the gate's activation is recomputed;
+block by block it keeps attention's result in e bytes instead of the fp32 sum with it. These lists match its graphs
+(torch 2.13, counted in tests/plan/test_activations.py), and measurements on an H200 agree to 1%.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from dtrain.plan.counts import block_linears, is_target
 from dtrain.plan.layout import Layout
-from dtrain.plan.shape import Convolutions, Transformer
+from dtrain.plan.model_shape import Convolutions, Transformer
+from dtrain.plan.parameters import block_linears, is_target
 
-WIDE = 4  # bytes of a float32 number
+WIDE = 4  # bytes of an fp32 element
 MIB = 2**20
 GIB = 2**30
 
 
 def product_bytes(precision: str) -> int:
-    """Of a number that goes through a matrix product."""
+    """Bytes of a matmul element."""
     return 4 if precision == "fp32" else 2
 
 
 def stream_bytes(layout: Layout) -> int:
-    """Of a number of the residual stream."""
+    """Bytes of an element of the residual stream."""
     return WIDE if layout.stream == "float32" else 2
 
 
 def allocated(size: float) -> float:
-    """What CUDA's caching allocator takes for a tensor: from 10 MiB on, pieces of 2 MiB whose rest is only given away
-    if it is more than 1 MiB (torch's kMinLargeAlloc, kRoundLarge and kSmallSize). A tensor of 25 MiB takes 26."""
+    """Bytes that CUDA's caching allocator takes for a tensor: from 10 MiB on it rounds to 2 MiB, but returns a
+    remainder of more than 1 MiB (torch's kMinLargeAlloc, kRoundLarge and kSmallSize). A tensor of 25 MiB takes 26."""
     if size < 10 * MIB:
         return -(-size // 512) * 512
     rest = -size % (2 * MIB)
@@ -51,15 +51,15 @@ def allocated(size: float) -> float:
 
 @dataclass(frozen=True)
 class Way:
-    """How a block is computed, as far as its memory goes."""
+    """How a block is computed, as far as memory is concerned."""
 
-    product: int  # bytes of a number in a product
+    product: int  # bytes of a matmul element
     graph: str  # eager | block (compiled block by block) | whole (the model as one graph)
     tp: int = 1
     sequence_parallel: bool = False
-    wide_inputs: bool = False  # zero3's own linear layer keeps its input as it came, in float32
-    stream: int = WIDE  # bytes of a number of the residual stream
-    ops: bool = False  # only results of products and attention are kept
+    wide_inputs: bool = False  # zero3's own linear layer keeps its input in fp32, as it arrived
+    stream: int = WIDE  # bytes of an element of the residual stream
+    ops: bool = False  # only results of matmuls and attention are kept
 
 
 def way_of(layout: Layout) -> Way:
@@ -72,11 +72,11 @@ def way_of(layout: Layout) -> Way:
 
 @functools.lru_cache(maxsize=4096)
 def block_tensors(shape: Transformer, way: Way) -> tuple[tuple[str, float], ...]:
-    """What one block saves for one token on one tensor rank: names and bytes."""
+    """What one block saves per token on one tensor-parallel rank: names and bytes."""
     if way.ops:
         return kept_tensors(shape, way)
     e, d, tp, eager = way.product, shape.dim, way.tp, way.graph == "eager"
-    between = tp if way.sequence_parallel else 1  # who shares what lies between the products
+    between = tp if way.sequence_parallel else 1  # ranks that shard the activations between the matmuls
     first, second = (WIDE, WIDE) if eager else (way.stream, e if way.graph == "block" else way.stream)
     tensors = [("residual stream", first * d / between), ("residual stream after attention", second * d / between)]
     tensors.append(("statistics of norms", 2 * (8 if shape.biased else 4) / between))
@@ -86,7 +86,7 @@ def block_tensors(shape: Transformer, way: Way) -> tuple[tuple[str, float], ...]
         widths = [("queries", d), ("keys", shape.kv_dim), ("values", shape.kv_dim)]
     tensors += [(name, e * width / tp) for name, width in widths]
     tensors += [("attention's result", e * d / tp), ("log-sums of attention", WIDE * shape.num_heads / tp)]
-    if shape.rotary and saves_input(shape, "attention.proj"):  # its layout is that of the turned queries
+    if shape.rotary and saves_input(shape, "attention.proj"):  # it has the layout of the rotated queries
         tensors.append(("attention's result, head by head", e * d / tp))
     tensors += score_tensors(shape, way)
     hidden = e * shape.hidden_dim / tp
@@ -106,9 +106,9 @@ def block_tensors(shape: Transformer, way: Way) -> tuple[tuple[str, float], ...]
 
 
 def kept_tensors(shape: Transformer, way: Way) -> tuple[tuple[str, float], ...]:
-    """The same under activation_checkpointing=ops. Tensor ranks keep a sum beside their part of it.
+    """Like `block_tensors`, under activation_checkpointing=ops. Tensor-parallel ranks keep both partial and full sums.
 
-    A graph keeps the last product only where a norm follows in the same block; eager contexts cannot know.
+    A compiled graph keeps the last matmul only if a norm follows in the same block; eager contexts cannot know that.
     """
     e, d, tp = way.product, shape.dim, way.tp
     between = tp if way.sequence_parallel else 1
@@ -130,7 +130,7 @@ def kept_tensors(shape: Transformer, way: Way) -> tuple[tuple[str, float], ...]:
 
 
 def input_tensors(shape: Transformer, way: Way) -> list[tuple[str, float]]:
-    """The inputs of a block's first products, of attention and of the MLP; never cut by tensor ranks."""
+    """The inputs of the first matmuls of attention and of the MLP; never sharded by tensor parallelism."""
     e, d, made = way.product, shape.dim, []
     for prefix, names in (("attention", ("qkv",) if shape.fused_qkv else ("q", "k", "v")), ("mlp", ("gate", "up"))):
         kept = [n for n in names if saves_input(shape, f"{prefix}.{n}") and (n != "gate" or shape.gated)]
@@ -144,47 +144,48 @@ def input_tensors(shape: Transformer, way: Way) -> list[tuple[str, float]]:
 
 
 def saves_input(shape: Transformer, name: str) -> bool:
-    """A weight's gradient needs the layer's input; a frozen weight has none, but an adapter beside it does."""
+    """A weight's gradient needs the layer's input; a frozen weight has no gradient, but its adapter does."""
     if not shape.lora_rank:
         return True
     return any(linear.name == name and is_target(shape, linear) for linear in block_linears(shape))
 
 
 def score_tensors(shape: Transformer, way: Way) -> list[tuple[str, float]]:
-    """Where attention has no kernel that forgets its scores, or reads a mask."""
+    """Tensors of attention that reads a mask, or has no kernel that avoids storing its scores."""
     e, tp = way.product, way.tp
-    if shape.packed:  # the mask becomes numbers to add, in every layer anew; shared heads are written out
+    if shape.packed:  # the mask becomes additive values, again in every layer; shared KV heads are expanded
         return [("mask", float(e * shape.seq_len)), ("shared heads", 2.0 * e * (shape.dim - shape.kv_dim) / tp)]
     if e == WIDE and shape.num_kv_heads < shape.num_heads:
-        # no float32 kernel knows shared heads: the softmax of all scores is kept (llama-1b on an H200: 16 GiB of 30)
+        # no fp32 kernel supports shared KV heads: the softmax of all scores is kept (llama-1b on an H200: 16 GiB of 30)
         return [("scores", WIDE * shape.num_heads * shape.seq_len / tp)]
     return []
 
 
 @functools.lru_cache(maxsize=65536)
 def block_bytes(shape: Transformer, way: Way, tokens: int) -> tuple[float, float]:
-    """(saved by one block for so many tokens, what rounding adds to that)."""
+    """(bytes that one block saves for this many tokens, additional bytes from rounding)."""
     sizes = [tokens * size for _, size in block_tensors(shape, way)]
     saved = sum(sizes)
     return saved, sum(allocated(size) for size in sizes) - saved
 
 
 def block_again_bytes(shape: Transformer, way: Way, tokens: int) -> float:
-    """The largest that one block's backward pass makes beside what was saved: gradients inside its MLP, and two of the
-    residual stream. What it has used goes as they come, so of the wide ones one more is there (gated: two)."""
+    """Peak temporary bytes of one block's backward pass, beside saved tensors: gradients inside its MLP, and two of the
+    residual stream. Saved tensors are freed as gradients appear, so only one more MLP-wide gradient exists (gated:
+    two)."""
     hidden = way.product * shape.hidden_dim / way.tp * (2 if shape.gated else 1)
     wide = WIDE if way.graph == "eager" else way.stream
     return tokens * (hidden + 2 * wide * shape.dim)
 
 
 def recomputed_bytes(shape: Transformer, way: Way, tokens: int) -> float:
-    """What one block makes again for its backward pass, with rounding: all that it would save, less what it kept."""
+    """Bytes that one block recomputes for its backward pass, with rounding: what it would save, less what it kept."""
     whole = sum(block_bytes(shape, replace(way, ops=False), tokens))
     return max(0.0, whole - sum(block_bytes(shape, way, tokens))) if way.ops else whole
 
 
 def kept_layers(num_layers: int, layout: Layout) -> tuple[int, int]:
-    """How many layers keep what they save, and how many only their input, to be computed again."""
+    """(layers that keep their saved tensors, layers that keep only their input and are recomputed)."""
     if layout.activation_checkpointing == "full":
         return 0, num_layers
     if layout.activation_checkpointing == "selective":
@@ -194,7 +195,7 @@ def kept_layers(num_layers: int, layout: Layout) -> tuple[int, int]:
 
 
 def end_bytes(shape: Transformer, way: Way, tokens: int, is_first: bool, is_last: bool) -> float:
-    """Saved outside the blocks: by the embedding's dropout and norm, by the last norm and the head's input."""
+    """Bytes saved outside the blocks: by the embedding's dropout and norm, by the last norm, and the head's input."""
     d, e, saved = shape.dim, way.product, 0.0
     if is_first:
         saved += tokens * (d if shape.dropout and way.graph == "eager" else 0)
@@ -204,11 +205,11 @@ def end_bytes(shape: Transformer, way: Way, tokens: int, is_first: bool, is_last
     if is_last:
         asked = tokens * shape.asked
         between = way.tp if way.sequence_parallel else 1
-        # ViT's norm reads the class token only, as a part of all tokens, which it so keeps
+        # ViT's norm reads only the class token, but as a view of all tokens, which stay alive
         before = tokens if shape.kind == "vit" else asked
         norm = WIDE if way.graph == "eager" else way.stream
         saved += before * norm * d / between + asked * (WIDE if way.wide_inputs else e) * d
-        if shape.kind == "bert":  # transform, GELU and norm on the asked tokens, or pooler and tanh
+        if shape.kind == "bert":  # transform, GELU and norm on the masked tokens, or pooler and tanh
             saved += asked * (3 * e * d + WIDE * d)
     return saved
 
@@ -217,11 +218,11 @@ def end_bytes(shape: Transformer, way: Way, tokens: int, is_first: bool, is_last
 
 
 def convolution_bytes(shape: Convolutions, layout: Layout) -> float:
-    """Of one picture, at the worst moment of the backward pass.
+    """Bytes for one image, at the peak of the backward pass.
 
-    A convolution's result is saved by the norm after it, and what the activation makes of that by the activation and
-    the next convolution. A pooling also saves which pixel was the largest: 8 bytes for each that comes out. A unit that
-    is computed again keeps its input; early units are the widest, so the worst moment may be at any unit.
+    The norm saves the convolution's result; the activation and the next convolution save the activation's result.
+    Pooling also saves the index of the largest pixel: 8 bytes per output. A recomputed unit keeps its input; early
+    units are the widest, so the peak can be at any unit.
     """
     e, picture = product_bytes(layout.precision), shape.image_size**2 * shape.channels
     saved: dict[int, float] = {-1: float(e * picture)}
@@ -231,7 +232,7 @@ def convolution_bytes(shape: Convolutions, layout: Layout) -> float:
     for layer in shape.layers:
         unit, out = layer.unit, float(e * layer.outputs)
         inputs.setdefault(unit, before)
-        # beside a shortcut's norm there is no activation; `ops` keeps what convolutions gave
+        # a shortcut's norm has no activation; `ops` keeps the convolutions' results
         kept = out if layer.shortcut or layout.activation_checkpointing == "ops" else 2 * out
         pooled = shape.pooled == "each" or (shape.pooled == "stem" and unit == -1)
         if pooled:
@@ -250,6 +251,6 @@ def convolution_bytes(shape: Convolutions, layout: Layout) -> float:
 
 
 def is_recomputed(index: int, layout: Layout) -> bool:
-    """Is the layer with this number computed again? As shared.checkpoint_layers chooses."""
+    """Is the layer with this index recomputed? Matches recompute.checkpoint_layers."""
     mode = layout.activation_checkpointing
     return mode == "full" or (mode == "selective" and index % layout.activation_checkpointing_every == 0)

@@ -1,23 +1,25 @@
-"""Bytes on the fullest rank at the worst moment of a step: what torch.cuda.max_memory_allocated will say.
+"""Bytes on the fullest rank at the peak of a step: what torch.cuda.max_memory_allocated will report.
 
-Weights and optimizer state are always there. What comes and goes has its worst moment at one of six, and `memory`
-gives the items of that one:
+Weights and optimizer state are always there. Everything else peaks at one of six phases, and `memory` returns the
+items of the worst one:
 
 - scores: the forward pass computes the loss: all activations, the logits in three copies;
-- loss: the backward pass begins: all activations, the log-softmax and two gradients of it;
-- blocks: it has come to the last block: all activations, the block's own gradients, or what is computed again;
-- first: it has come to the first block: nearly all gradients, and the block's own;
-- ends: it has come to the embedding: all gradients and one more of the table;
+- loss: the backward pass starts: all activations, the log-softmax and two of its gradients;
+- blocks: it reaches the last block: all activations, the block's own gradients, or its recomputed tensors;
+- first: it reaches the first block: nearly all gradients, and the block's own;
+- ends: it reaches the embedding: all gradients and one more for the table;
 - update: all gradients, the optimizer's temporaries, no activations.
 
-Between two of them activations leave as gradients come, evenly, so the middle is never the worst. `reserve` says what
-a GPU must have beside. Figures "measured" are those of benchmarks/results/planner-h200.json (torch 2.11).
+Between two phases activations are freed evenly as gradients appear, so the peak is never in between. `reserve` is what
+a GPU needs in addition. "Measured" refers to benchmarks/results/planner-h200.json (torch 2.11).
 """
 
 from __future__ import annotations
 
-from dtrain.plan import moments
-from dtrain.plan.activations import (
+from dtrain.plan.layout import Layout
+from dtrain.plan.ledger import Item, total
+from dtrain.plan.memory import phases
+from dtrain.plan.memory.activations import (
     GIB,
     MIB,
     WIDE,
@@ -30,64 +32,62 @@ from dtrain.plan.activations import (
     stream_bytes,
     way_of,
 )
-from dtrain.plan.counts import Stage
-from dtrain.plan.layout import Layout
-from dtrain.plan.ledger import Item, total
-from dtrain.plan.passes import mailbox_bytes, rank_stages
-from dtrain.plan.shape import Convolutions, Shape, Transformer
-from dtrain.plan.states import Held, held_by, held_convolutions, optimizer_bytes, sharing, weight_bytes
+from dtrain.plan.memory.pipeline import mailbox_bytes, rank_stages
+from dtrain.plan.memory.states import Held, held_by, held_convolutions, optimizer_bytes, sharing, weight_bytes
+from dtrain.plan.model_shape import Convolutions, Shape, Transformer
+from dtrain.plan.parameters import Stage
 
-WORKSPACE = 64 * MIB  # cuBLAS's, for the forward and the backward thread; measured before the first case
-STATE_ROUNDING = 0.005  # of weights and state: measured 0 to 1.4%, by which block of the allocator each one got
+WORKSPACE = 64 * MIB  # cuBLAS, for the forward and the backward thread; measured before the first case
+STATE_ROUNDING = 0.005  # of weights and state: measured 0 to 1.4%, depending on the allocator's blocks
 
 
 def reserve(layout: Layout, peak: float = 0.0) -> float:
-    """Bytes of a GPU that are not for tensors: CUDA's context, NCCL's buffers, holes between allocations.
+    """Bytes of a GPU that tensors cannot use: CUDA's context, NCCL's buffers, fragmentation.
 
-    Measured outside the allocator: 0.69 GiB, 0.76 with NCCL and fsdp, 1.24 with DeepSpeed, 1.62 with its zero3. What
-    NCCL takes among several GPUs was not had here: 1 GiB is assumed. Of the peak, 3% for holes that no tensor fits
-    into: assumed, too. The measured rows reserved more than their peak, 13% at the median and 43% at most, with much
-    of the card free and torch's default blocks. Near the limit torch gives back blocks that nothing is in, and a
-    launched run has expandable_segments, which leave few others (comm/profile.py); how few is not measured yet
-    (`benchmarks/planner/measure.py --groups limits` looks for it).
+    Measured outside the allocator: 0.69 GiB, 0.76 with NCCL and fsdp, 1.24 with DeepSpeed, 1.62 with its zero3. NCCL's
+    memory for several GPUs was not measured: 1 GiB is assumed. 3% of the peak for fragmentation is also assumed. The
+    measured rows reserved more than their peak, 13% at the median and 43% at most, with much of the card free and
+    torch's default blocks. Near the limit torch frees empty blocks, and a launched run uses expandable_segments, which
+    leave few others (preflight/network_env.py); how few is not measured yet (`benchmarks/planner/measure.py --groups
+    limits` looks for it).
     """
     context = {"zero1": 1.24, "zero2": 1.24, "zero3": 1.62}.get(layout.data, 0.76) * GIB
     return context + (1.0 * GIB if layout.world_size > 1 else 0.0) + 0.03 * peak
 
 
 def memory(shape: Shape, layout: Layout) -> list[Item]:
-    """Bytes of each part at the worst moment on the fullest rank."""
+    """Bytes of each part at the peak on the fullest rank."""
     if isinstance(shape, Convolutions):
         return convolutional(shape, layout)
     ranks: dict[tuple[Stage, ...], int] = {}
-    for rank in range(layout.pp):  # of ranks with equal stages the one with the most passes is the fullest
+    for rank in range(layout.pp):  # among ranks with equal stages, the one with the most passes is the fullest
         cut, waiting = rank_stages(shape, layout, rank)
         ranks[cut] = max(waiting, ranks.get(cut, 0))
     return max((of_rank(shape, layout, cut, waiting) for cut, waiting in ranks.items()), key=total)
 
 
-# ---- a transformer: what is always there, and the six moments -----------------------------------------------
+# ---- a transformer: permanent memory, and the six phases ----------------------------------------------------
 
 
 def of_rank(shape: Transformer, layout: Layout, cut: tuple[Stage, ...], waiting: int) -> list[Item]:
-    """The items of one rank's worst moment."""
+    """Return the items of one rank at its peak."""
     held = held_by(shape, layout, cut)
     tokens = layout.micro_batch_size * shape.seq_len
     saved = saved_items(shape, layout, cut, waiting, tokens)
     candidates = [
-        saved + moments.scores_items(shape, layout, held, cut, tokens, waiting),
-        saved + moments.loss_items(shape, layout, held, cut, tokens, waiting),
-        saved + moments.block_items(shape, layout, held, tokens, waiting),
-        moments.first_items(shape, layout, held, tokens),
-        moments.ends_items(shape, layout, held, tokens),
-        moments.update_items(layout, held),
+        saved + phases.scores_items(shape, layout, held, cut, tokens, waiting),
+        saved + phases.loss_items(shape, layout, held, cut, tokens, waiting),
+        saved + phases.block_items(shape, layout, held, tokens, waiting),
+        phases.first_items(shape, layout, held, tokens),
+        phases.ends_items(shape, layout, held, tokens),
+        phases.update_items(layout, held),
     ]
     always = state_items(layout, held) + batch_items(shape, layout, cut, tokens)
     return always + max(candidates, key=total)
 
 
 def state_items(layout: Layout, held: Held) -> list[Item]:
-    """Weights and optimizer state, as far as they are on the GPU, and what is taken once for all steps."""
+    """Weights and optimizer state, if they are on the GPU, and buffers allocated once for all steps."""
     share = sharing(layout)
     weights, state = weight_bytes(held, layout), optimizer_bytes(held, layout)
     away = layout.offload != "none"
@@ -109,7 +109,7 @@ def state_items(layout: Layout, held: Held) -> list[Item]:
 
 
 def batch_items(shape: Transformer, layout: Layout, cut: tuple[Stage, ...], tokens: int) -> list[Item]:
-    """The samples of a whole step, and a pipeline's mailboxes."""
+    """The samples of a whole step, and a pipeline's receive buffers."""
     sample = WIDE * (shape.seq_len - 1) * shape.patch_inputs if shape.kind == "vit" else 16 * shape.seq_len
     samples = layout.micro_batches * layout.micro_batch_size
     items = [Item("buffers", "samples", samples * sample, "{} × {} bytes", (samples, sample))]
@@ -121,7 +121,7 @@ def batch_items(shape: Transformer, layout: Layout, cut: tuple[Stage, ...], toke
 
 
 def saved_items(shape: Transformer, layout: Layout, cut: tuple[Stage, ...], waiting: int, tokens: int) -> list[Item]:
-    """What the passes that wait have saved. A rank with several stages: passes of an average one."""
+    """Activations saved by the passes in flight. For a rank with several stages: passes of an average stage."""
     way = way_of(layout)
     one, rounding = block_bytes(shape, way, tokens)
     kept, again = (sum(pair) / len(cut) for pair in zip(*(kept_layers(s.layers, layout) for s in cut), strict=True))
@@ -144,7 +144,7 @@ def saved_items(shape: Transformer, layout: Layout, cut: tuple[Stage, ...], wait
 
 
 def convolutional(shape: Convolutions, layout: Layout) -> list[Item]:
-    """The same for convolutions, which only data ranks share: somewhere in the backward pass, or the update."""
+    """Like `of_rank`, for convolutions, which only data ranks shard: peak in the backward pass, or in the update."""
     held, share, e = held_convolutions(shape), sharing(layout), product_bytes(layout.precision)
     count = held.parameters
     samples, pictures = layout.micro_batch_size, layout.micro_batch_size * layout.micro_batches
@@ -154,5 +154,5 @@ def convolutional(shape: Convolutions, layout: Layout) -> list[Item]:
     if not share.zero and e != WIDE:
         backward.append(Item("buffers", "weights cast to 16 bits", float(e * count), "{:,} × {}", (count, e)))
     always = [*state_items(layout, held), Item("buffers", "pictures", pictures * images, "{} × {}", (pictures, images))]
-    candidates = [backward + moments.resident_items(layout, held), moments.update_items(layout, held)]
+    candidates = [backward + phases.resident_items(layout, held), phases.update_items(layout, held)]
     return always + max(candidates, key=total)

@@ -1,12 +1,14 @@
-"""The six moments of a step at which memory can be at its worst: what is there then, and at no other time.
+"""The six phases of a step at which memory can peak: what exists only in that phase.
 
-Each gives items in bytes for one rank of a transformer. memory.py names the moments and takes the worst.
+Each function returns items in bytes for one rank of a transformer. peak.py lists the phases and takes the worst.
 """
 
 from __future__ import annotations
 
 from dtrain.kernels import chunk_rows
-from dtrain.plan.activations import (
+from dtrain.plan.layout import Layout
+from dtrain.plan.ledger import Item
+from dtrain.plan.memory.activations import (
     MIB,
     WIDE,
     block_again_bytes,
@@ -16,12 +18,8 @@ from dtrain.plan.activations import (
     stream_bytes,
     way_of,
 )
-from dtrain.plan.counts import Stage
-from dtrain.plan.head import fuses_loss
-from dtrain.plan.layout import Layout
-from dtrain.plan.ledger import Item
-from dtrain.plan.shape import Transformer
-from dtrain.plan.states import (
+from dtrain.plan.memory.head import fuses_loss
+from dtrain.plan.memory.states import (
     MAX_LIVE,
     SUB_GROUP,
     Held,
@@ -32,12 +30,14 @@ from dtrain.plan.states import (
     sharing,
     state_bytes,
 )
+from dtrain.plan.model_shape import Transformer
+from dtrain.plan.parameters import Stage
 
 
 def logit_items(
     shape: Transformer, layout: Layout, cut: tuple[Stage, ...], tokens: int, waiting: int, each: float, why: str
 ) -> list[Item]:
-    """`each` bytes for every logit of one pass; gpipe keeps the log-softmax of the passes before, too."""
+    """`each` bytes for every logit of one pass; gpipe also keeps the log-softmax of earlier passes."""
     if not any(stage.is_last for stage in cut):
         return []
     asked, rows = asked_rows(shape, layout, tokens)
@@ -47,8 +47,8 @@ def logit_items(
 
 
 def asked_rows(shape: Transformer, layout: Layout, tokens: int) -> tuple[int, int]:
-    """(tokens whose logits are asked for, rows of the head on this rank)."""
-    cut_over = layout.tp if layout.loss_parallel and shape.task != "classify" else 1  # a few classes are never cut
+    """(tokens whose logits are computed, rows of the head on this rank)."""
+    cut_over = layout.tp if layout.loss_parallel and shape.task != "classify" else 1  # a few classes are never sharded
     return round(tokens * shape.asked), shape.vocab_size // cut_over
 
 
@@ -56,9 +56,9 @@ def asked_rows(shape: Transformer, layout: Layout, tokens: int) -> tuple[int, in
 
 
 def chunk_items(shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage, ...], tokens: int) -> list[Item]:
-    """A chunk is at hand: its logits, and the gradients so far of the head's input and of its weights, in float32.
+    """One chunk is in memory: its logits, and the fp32 gradients so far of the head's input and of its weights.
 
-    Over a vocabulary that is cut, plain operations have three float32 copies of the chunk beside it.
+    With a sharded vocabulary, plain operations need three more fp32 copies of the chunk.
     """
     if not any(stage.is_last for stage in cut):
         return []
@@ -75,9 +75,9 @@ def chunk_items(shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage
 def waiting_head_items(
     shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage, ...], waiting: int
 ) -> list[Item]:
-    """The backward pass begins: the head's gradient is there, in float32, of every pass that waits for it.
+    """The backward pass starts: every pass in flight has an fp32 gradient of the head.
 
-    One of them is scaled and written in its weight's type.
+    One of them is scaled and cast to its weight's dtype.
     """
     if shape.lora_rank or not any(stage.is_last for stage in cut):
         return []
@@ -87,16 +87,16 @@ def waiting_head_items(
     return [Item("gradients", "of the head", float(each * held.head), "{:,} × {}", (held.head, each))]
 
 
-# ---- the moments ---------------------------------------------------------------------------------------------
+# ---- the phases ----------------------------------------------------------------------------------------------
 
 
 def scores_items(
     shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage, ...], tokens: int, waiting: int
 ) -> list[Item]:
-    """The loss is being computed: logits as the product gave them, in float32, and their log-softmax.
+    """The loss is computed: logits in the matmul's dtype, in fp32, and their log-softmax.
 
-    Compiled as one graph, the float32 ones are never written. Loss parallel has one copy more, here and in the
-    backward pass (measured), each of a rank's own rows.
+    Compiled as one graph, the fp32 logits are never written. Loss parallel has one more copy, here and in the backward
+    pass (measured), each of a rank's own rows.
     """
     if fuses_loss(shape, layout):
         items = chunk_items(shape, layout, held, cut, tokens)
@@ -111,9 +111,9 @@ def scores_items(
 def loss_items(
     shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage, ...], tokens: int, waiting: int
 ) -> list[Item]:
-    """The backward pass begins: the log-softmax, its gradient and the logits' gradient, all float32.
+    """The backward pass starts: the log-softmax, its gradient and the logits' gradient, all in fp32.
 
-    Compiled as one graph there are only 16-bit logits, whose gradient takes their place, beside the head's gradient.
+    Compiled as one graph there are only 16-bit logits, replaced in place by their gradient, beside the head's gradient.
     """
     if fuses_loss(shape, layout):
         items = waiting_head_items(shape, layout, held, cut, waiting)
@@ -128,12 +128,12 @@ def loss_items(
 
 
 def copies_items(layout: Layout, held: Held, cut: tuple[Stage, ...], waiting: int, forward: bool) -> list[Item]:
-    """Weights in the product's type beside those that are held.
+    """Copies of weights in the matmul's dtype, beside the stored weights.
 
-    fsdp gathers the ends for the whole pass, and a block beside (measured: one at the loss); kept whole under grad_op
-    and in pipelines. zero3 keeps what it will use again, up to MAX_LIVE. Autocast remembers every cast until the
-    forward pass ends, but none inside a compiled graph; the graph those of layers that are not computed again; each
-    pass of a pipeline has its own.
+    fsdp gathers the ends for the whole pass, plus one block (measured: one at the loss); grad_op and pipelines keep all
+    weights gathered. zero3 keeps weights that it will use again, up to MAX_LIVE. Autocast caches every cast until the
+    forward pass ends, but none inside a compiled graph; the graph keeps the casts of layers that are not recomputed;
+    each pass of a pipeline has its own.
     """
     e, share = product_bytes(layout.precision), sharing(layout)
     if share.zero == 3:
@@ -153,7 +153,7 @@ def copies_items(layout: Layout, held: Held, cut: tuple[Stage, ...], waiting: in
         layers = sum(stage.layers for stage in cut)
         kept = sum(kept_layers(stage.layers, layout)[0] for stage in cut) / max(layers, 1)
         if layout.activation_checkpointing == "ops":
-            kept = 0.0  # a cast is no product
+            kept = 0.0  # a cast is not a matmul
         cast = round(kept * (cast - held.head)) + (0 if layout.fused_loss and not forward else held.head)
     passes = max(1, round(waiting / len(cut)))
     return [Item("buffers", "weights cast to 16 bits", passes * e * cast, "{} × {:,} × {} bytes", (passes, cast, e))]
@@ -167,9 +167,10 @@ def resident_items(layout: Layout, held: Held) -> list[Item]:
 
 
 def block_items(shape: Transformer, layout: Layout, held: Held, tokens: int, waiting: int) -> list[Item]:
-    """The last block's backward pass: what it computes again, its gradients, and buffers that come with the first.
+    """The last block's backward pass: its recomputed tensors, its gradients, and buffers allocated with the first one.
 
-    zero2 takes its whole share of the gradients and two buckets at the first one (measured, with offload, too).
+    zero2 allocates its whole share of the gradients and two buckets at the first gradient (measured, also with
+    offload).
     """
     way, share, e = way_of(layout), sharing(layout), product_bytes(layout.precision)
     temporary = block_again_bytes(shape, way, tokens)
@@ -178,11 +179,11 @@ def block_items(shape: Transformer, layout: Layout, held: Held, tokens: int, wai
         again = recomputed_bytes(shape, way, tokens)
         items.append(Item("activations", "a block computed again", again, "{:,} tokens", (tokens,)))
     if fuses_loss(shape, layout) and not shape.lora_rank and not share.zero and not resident_gradients(held, layout)[0]:
-        each = e if share.gathers else state_bytes(layout)  # fsdp reduces it with the ends, when they are all there
+        each = e if share.gathers else state_bytes(layout)  # fsdp reduces it with the ends, when all of them are there
         items.append(Item("gradients", "of the head", float(each * held.head), "{:,} × {}", (held.head, each)))
     items += copies_items(layout, held, (), waiting, forward=False) if share.gathers or share.zero else []
     if share.gathers:
-        # the next block is gathered, this one's gradient is there in 16 bits and copied to 32 to be reduced
+        # the next block is gathered; this block's 16-bit gradient is copied to fp32 to be reduced
         beside = (2 * e + WIDE) * held.block
         items.append(Item("buffers", "a block's gradient on its way", beside, "{:,} × {}", (held.block, 2 * e + WIDE)))
     if share.zero == 2:
@@ -194,7 +195,7 @@ def block_items(shape: Transformer, layout: Layout, held: Held, tokens: int, wai
 
 
 def first_items(shape: Transformer, layout: Layout, held: Held, tokens: int) -> list[Item]:
-    """The first block's backward pass, the last of all: nearly all gradients, and what the block computes again."""
+    """The first block's backward pass, the last of all: nearly all gradients, and the block's recomputed tensors."""
     way = way_of(layout)
     items = [Item("activations", "gradients in a block", block_again_bytes(shape, way, tokens), "{:,}", (tokens,))]
     if layout.activation_checkpointing != "none":
@@ -206,9 +207,9 @@ def first_items(shape: Transformer, layout: Layout, held: Held, tokens: int) -> 
 
 
 def first_gathered_items(layout: Layout, held: Held) -> list[Item]:
-    """Under fsdp, at the first block: it and the ends are gathered; its gradient is in 16 bits, and copied to 32.
+    """Under fsdp, at the first block: it and the ends are gathered; its gradient is in 16 bits, and copied to fp32.
 
-    Blocks behind it have been let go, under grad_op, too; a pipeline keeps them all until its last pass is over.
+    Later blocks are already freed, also under grad_op; a pipeline keeps them all until its last pass is over.
     """
     e, block = product_bytes(layout.precision), held.trained * held.block // max(held.parameters, 1)
     count = held.parameters if layout.pp > 1 else held.ends + held.block
@@ -219,13 +220,13 @@ def first_gathered_items(layout: Layout, held: Held) -> list[Item]:
 
 
 def ends_items(shape: Transformer, layout: Layout, held: Held, tokens: int) -> list[Item]:
-    """The backward pass ends: all gradients, and of the embedding one more before the two are added.
+    """The backward pass ends: all gradients, and the embedding's second gradient before the two are added.
 
-    fsdp reduces what is not in blocks as one unit: 16-bit gradients, and these in float32, before its own share is
-    there (measured: llama-8b on 8 ranks). A pipeline's whole gradients are only now cut, unit by unit.
+    fsdp reduces parameters outside blocks as one unit: 16-bit gradients and their fp32 copy exist before its shard does
+    (measured: llama-8b on 8 ranks). A pipeline's full gradients are sharded only now, unit by unit.
     """
     share, e, several = sharing(layout), product_bytes(layout.precision), layout.micro_batches > 1
-    wide = float(stream_bytes(layout) + WIDE)  # as it comes, and in float32 for the embedding
+    wide = float(stream_bytes(layout) + WIDE)  # as it arrives, and in fp32 for the embedding
     items = [Item("activations", "gradient of the first block", tokens * wide * shape.dim, "{:,}", (tokens,))]
     trained = 0 if shape.lora_rank else held.ends
     if share.gathers and layout.pp > 1:
@@ -240,23 +241,23 @@ def ends_items(shape: Transformer, layout: Layout, held: Held, tokens: int) -> l
         return items + all_gradients_items(layout, held, left=trained)
     table = (e if share.zero else state_bytes(layout)) * (0 if shape.lora_rank else held.embed)
     items.append(Item("gradients", "of the embedding, once more", float(table), "{:,}", (held.embed,)))
-    if held.uncut:  # an earlier pass's, too, which it is added to
+    if held.uncut:  # plus that of an earlier pass, to which it is added
         rows = held.uncut * (2 if several else 1)
         items.append(Item("gradients", "of the embedding, other ranks' rows", float(WIDE * rows), "{:,}", (rows,)))
     return items + all_gradients_items(layout, held)
 
 
 def all_gradients_items(layout: Layout, held: Held, left: int = 0) -> list[Item]:
-    """The gradients at the end of the backward pass; those of `left` parameters fsdp has not cut yet in this pass."""
+    """Gradients at the end of the backward pass; fsdp has not sharded those of `left` parameters yet in this pass."""
     share, e, several = sharing(layout), product_bytes(layout.precision), layout.micro_batches > 1
     gradients = gradient_bytes(held, layout) if layout.offload == "none" or share.zero in (1, 2) else 0.0
     if share.gathers and layout.pp > 1:
-        gradients = float(state_bytes(layout) * (held.trained + held.uncut))  # whole until the last pass is over
+        gradients = float(state_bytes(layout) * (held.trained + held.uncut))  # unsharded until the last pass is over
     elif share.gathers:
         if left and not several:
             gradients *= 1 - left / held.trained
         elif not cut_in_every_pass(layout):
-            gradients += state_bytes(layout) * left  # whole ones of earlier passes
+            gradients += state_bytes(layout) * left  # unsharded ones of earlier passes
     items = [Item("gradients", "all", gradients, "{:,} over {}", (held.trained, share.gradients))]
     if share.zero == 1:
         items.append(Item("gradients", "all, in 16 bits", float(e * held.trained), "{:,} × {}", (held.trained, e)))
@@ -264,7 +265,7 @@ def all_gradients_items(layout: Layout, held: Held, left: int = 0) -> list[Item]
 
 
 def update_items(layout: Layout, held: Held) -> list[Item]:
-    """All gradients and no activations. torch's fused AdamW needs nothing beside.
+    """All gradients and no activations. torch's fused AdamW needs nothing else.
 
     zero2 squares its largest weight's gradient in 8 bytes, zero3 copies SUB_GROUP elements at a time (measured).
     """
@@ -272,7 +273,7 @@ def update_items(layout: Layout, held: Held) -> list[Item]:
     gradients = gradient_bytes(held, layout) if layout.offload == "none" or share.zero == 1 else 0.0
     items = [Item("gradients", "all", gradients, "{:,} over {}", (held.trained, share.gradients))]
     mine = held.trained / max(share.optimizer, 1)
-    if held.twin:  # summed before the update: stages.TiedWeights
+    if held.twin:  # summed before the update: pipeline_stages.TiedWeights
         received = WIDE * held.twin / share.gradients
         numbers = (held.twin, share.gradients)
         items.append(Item("gradients", "of the embedding's copy, received", received, "{:,} over {}", numbers))

@@ -1,16 +1,16 @@
-"""Pipelines: which stages a rank holds, how many passes wait there for their backward pass, and its mailboxes."""
+"""Pipelines: the stages of a rank, the passes in flight on it, and its receive buffers."""
 
 from __future__ import annotations
 
-from dtrain.plan.activations import stream_bytes
-from dtrain.plan.counts import Stage, stages
 from dtrain.plan.layout import Layout
-from dtrain.plan.shape import Transformer
-from dtrain.strategies.rules import stages_of_rank
+from dtrain.plan.memory.activations import stream_bytes
+from dtrain.plan.model_shape import Transformer
+from dtrain.plan.parameters import Stage, stages
+from dtrain.strategies.stage_layout import stages_of_rank
 
 
 def rank_stages(shape: Transformer, layout: Layout, rank: int) -> tuple[tuple[Stage, ...], int]:
-    """The stages of a pipeline rank, and how many passes through one of them wait for their backward pass."""
+    """Return the stages of a pipeline rank, and how many passes through one of them wait for their backward pass."""
     if layout.pp == 1:
         return stages(shape, 1, layout.tp, layout.loss_parallel), 1
     ids, count = stages_of_rank(rank, layout.pp, layout.schedule, layout.stages_per_rank)
@@ -19,7 +19,7 @@ def rank_stages(shape: Transformer, layout: Layout, rank: int) -> tuple[tuple[St
 
 
 def in_flight(layout: Layout, rank: int) -> int:
-    """Forward passes through a stage of this rank whose backward pass has not been, at most (torch's schedules)."""
+    """Maximum number of forward passes through a stage of this rank without their backward pass (torch's schedules)."""
     passes, pp, local = layout.micro_batches, layout.pp, layout.stages_per_rank
     if layout.schedule == "gpipe":
         return passes
@@ -32,9 +32,9 @@ def in_flight(layout: Layout, rank: int) -> int:
 
 
 def mailbox_bytes(shape: Transformer, layout: Layout, cut: tuple[Stage, ...], tokens: int) -> float:
-    """Room that torch's pipeline takes at once for what every micro-batch will send: inputs, and gradients of results.
+    """Buffers that torch's pipeline allocates up front to receive every micro-batch: inputs, and gradients of results.
 
-    Of the residual stream's type.
+    Their dtype is the residual stream's.
     """
     one = (
         layout.micro_batches

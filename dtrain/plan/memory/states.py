@@ -1,43 +1,43 @@
-"""Weights, gradients and optimizer state on one rank, in bytes, under each way in which data ranks share them.
+"""Bytes of weights, gradients and optimizer state on one rank, for each way in which data ranks shard them.
 
-ddp and fairscale keep float32 weights and let autocast make 16-bit copies; fsdp keeps float32 pieces and gathers layers
-in 16 bits; DeepSpeed's ZeRO keeps 16-bit weights and float32 masters, which belong to the optimizer. Under
-precision=bf16-pure weights, gradients and moments are in 16 bits, without copies.
+ddp and fairscale keep fp32 weights, and autocast makes 16-bit copies; fsdp keeps fp32 shards and gathers layers in 16
+bits; DeepSpeed's ZeRO keeps 16-bit weights and fp32 master weights, which belong to the optimizer. Under
+precision=bf16-pure, weights, gradients and moments are in 16 bits, without copies.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dtrain.plan.activations import WIDE, product_bytes
-from dtrain.plan.counts import Stage, has_tied_copy, held_parameters, parts, stages
 from dtrain.plan.layout import Layout
-from dtrain.plan.shape import Convolutions, Shape, Transformer
+from dtrain.plan.memory.activations import WIDE, product_bytes
+from dtrain.plan.model_shape import Convolutions, Shape, Transformer
+from dtrain.plan.parameters import Stage, has_tied_copy, held_parameters, parts, stages
 
-# DeepSpeed's own limits for stage 3, which dtrain leaves as they are: elements that stay gathered because they will be
-# used again soon, and elements that are updated at a time (stage3_max_live_parameters, sub_group_size).
+# DeepSpeed's own limits for stage 3, which dtrain does not change: elements that stay gathered because they are used
+# again soon, and elements updated at a time (stage3_max_live_parameters, sub_group_size).
 MAX_LIVE = 1_000_000_000
 SUB_GROUP = 1_000_000_000
 
 
 @dataclass(frozen=True)
 class Held:
-    """Parameters of one rank (a tensor rank's part of its pipeline stages), before data ranks share them."""
+    """Parameters of one rank (a tensor-parallel shard of its pipeline stages), before data ranks shard them."""
 
     parameters: int
     trained: int
-    frozen16: int  # frozen, and held in the product's type beside adapters
-    ends: int  # outside the blocks: what fsdp gathers as one unit, for the whole pass
-    head: int  # of them, the matrix of the head
-    embed: int  # and the table that tokens are looked up in
+    frozen16: int  # frozen beside adapters, in the matmul's dtype
+    ends: int  # outside the blocks: fsdp gathers them as one unit, for the whole pass
+    head: int  # of `ends`, the head's matrix
+    embed: int  # of `ends`, the token embedding table
     block: int  # one block, with adapters
-    largest: int  # the largest weight that is trained
-    uncut: int = 0  # of the embedding, other tensor ranks' rows, whose gradient is here, too, until they are cut off
-    twin: int = 0  # of the embedding that another pipeline rank holds, too: it sends its gradient
+    largest: int  # the largest trained weight
+    uncut: int = 0  # embedding rows of other tp ranks, whose gradient is here until it is sharded
+    twin: int = 0  # embedding also held by another pipeline rank, which sends its gradient
 
 
 def held_whole(shape: Shape, layout: Layout) -> Held:
-    """What a rank holds where there is no pipeline."""
+    """What a rank holds without a pipeline."""
     if isinstance(shape, Transformer):
         return held_by(shape, layout, stages(shape, 1, layout.tp, layout.loss_parallel))
     return held_convolutions(shape)
@@ -67,8 +67,8 @@ def held_by(shape: Transformer, layout: Layout, cut: tuple[Stage, ...]) -> Held:
     largest = max(embed, head, widest) if not shape.lora_rank else shape.lora_rank * shape.hidden_dim
     uncut = twin = 0
     if not shape.lora_rank:
-        # A table that is cut by its rows and only looked up: DTensor gives its gradient whole to every rank, until
-        # tensor.finish_sums. Not where the same table is the head, whose gradient is cut.
+        # A row-sharded table that is only looked up: DTensor returns its full gradient on every rank, until
+        # tensor.finish_sums. Not if the same table is the head, whose gradient is sharded.
         looked_up = any(stage.is_first and not (stage.is_last and tied) for stage in cut)
         uncut = parts(shape).embed - p.embed if looked_up else 0
         twin = p.embed if tied and first != last else 0
@@ -77,17 +77,17 @@ def held_by(shape: Transformer, layout: Layout, cut: tuple[Stage, ...]) -> Held:
 
 @dataclass(frozen=True)
 class Sharing:
-    """By how many data ranks each kind of state is divided, and by which machinery."""
+    """By how many data ranks each kind of state is divided, and by which mechanism."""
 
     weights: int
     gradients: int
     optimizer: int
-    gathers: bool  # FSDP2: float32 pieces, layers gathered in the product's type
+    gathers: bool  # FSDP2: fp32 shards, layers gathered in the matmul's dtype
     zero: int  # DeepSpeed's stage, or 0
 
 
 def sharing(layout: Layout) -> Sharing:
-    """fsdp also carries the data ranks of tensor and pipeline layouts; there data=ddp means groups of one rank."""
+    """fsdp also handles the data ranks of tensor and pipeline layouts; there data=ddp means groups of one rank."""
     dp, data = layout.dp, layout.data
     if data in ("zero1", "zero2", "zero3"):
         stage = int(data[-1])
@@ -108,12 +108,12 @@ def is_pure(layout: Layout) -> bool:
 
 
 def state_bytes(layout: Layout) -> int:
-    """Of a number of weights, gradients and moments."""
+    """Bytes of an element of weights, gradients and moments."""
     return 2 if is_pure(layout) else WIDE
 
 
 def weight_bytes(held: Held, layout: Layout) -> float:
-    """Float32; 16 bits where they are frozen beside adapters, and under ZeRO."""
+    """fp32; 16 bits for weights frozen beside adapters, and under ZeRO."""
     share, e = sharing(layout), product_bytes(layout.precision)
     if share.zero:
         return e * held.parameters / share.weights
@@ -121,14 +121,14 @@ def weight_bytes(held: Held, layout: Layout) -> float:
 
 
 def optimizer_bytes(held: Held, layout: Layout) -> float:
-    """AdamW's two moments, SGD's one, and ZeRO's masters, all float32 but under bf16-pure.
+    """AdamW's two moments, SGD's one, and ZeRO's master weights, all in fp32 except under bf16-pure.
 
-    fairscale deals out whole weights: a rank has at least the largest one's state.
+    fairscale assigns whole weights to ranks: a rank has at least the largest one's state.
     """
     share = sharing(layout)
     each = (2 if layout.optimizer == "adamw" else 1) * state_bytes(layout)
     if share.zero:
-        each += WIDE  # masters, which DeepSpeed also has of float32 weights
+        each += WIDE  # master weights, which DeepSpeed keeps for fp32 weights too
     mine = held.trained / share.optimizer
     if layout.data in ("oss", "sharded_ddp"):
         mine = max(mine, min(held.largest, held.trained))
@@ -136,23 +136,23 @@ def optimizer_bytes(held: Held, layout: Layout) -> float:
 
 
 def gradient_bytes(held: Held, layout: Layout) -> float:
-    """What is left of the gradients when the backward pass has ended."""
+    """Gradient bytes that remain after the backward pass."""
     return state_bytes(layout) * held.trained / sharing(layout).gradients
 
 
 def cut_in_every_pass(layout: Layout) -> bool:
-    """Does FSDP2 cut gradients in each pass? Under grad_op and in a pipeline whole ones wait for the last pass.
+    """Does FSDP2 shard gradients in each pass? Under grad_op and in a pipeline, full ones wait for the last pass.
 
-    tensor with data=ddp cuts, too, over groups of one rank: what waits there is only the sum over these groups.
+    tensor with data=ddp shards too, over groups of one rank: only the all-reduce over these groups waits.
     """
     return sharing(layout).gathers and layout.data != "grad_op" and layout.pp == 1
 
 
 def resident_gradients(held: Held, layout: Layout) -> tuple[float, str]:
-    """Gradients that are there when a micro-batch's loss is computed, and why.
+    """Bytes of gradients that exist while a micro-batch's loss is computed, and why.
 
-    DDP's buckets are; zero1 frees its sums only when the next ones come, zero3 has them in one buffer for good. A pass
-    that only adds to the ones before finds all of them: cut, or whole where they are cut after the last pass.
+    DDP's buckets exist; zero1 frees its sums only when the next ones arrive; zero3 has one permanent buffer. With
+    gradient accumulation all gradients exist: sharded, or full if they are sharded only after the last pass.
     """
     share, several = sharing(layout), layout.micro_batches > 1
     each = state_bytes(layout)

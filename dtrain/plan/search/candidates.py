@@ -1,7 +1,7 @@
-"""Frames: every strategy with every degree and variant that a cluster and the typed settings leave open.
+"""Frames: every strategy with every degree and variant that the cluster and the typed settings allow.
 
-A frame is a layout less its micro-batch and checkpointing. It is the section of conf/strategy as the launcher would
-compose it, so that the launcher's own rules can judge it.
+A frame is a layout without its micro-batch size and checkpointing. It is the section of conf/strategy as the launcher
+would compose it, so that the launcher's own rules apply.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain.config import world_size
-from dtrain.mesh import MeshSizes
+from dtrain.checks import strategy
+from dtrain.config.hardware import world_size
+from dtrain.config.mesh import MeshSizes
+from dtrain.config.schema import has_method
 from dtrain.plan.sections import CHOSEN, strategy_section
-from dtrain.schema import has_method
-from dtrain.strategies import rules
 
-# Simplest first: what a person would rather run when two are equally fast. local_sgd is not among them: it computes
-# something else, so it is only planned for when it is asked for.
+# Simplest first: preferred if two are equally fast. local_sgd is not included: its math differs, so it is planned only
+# on request.
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "fairscale", "tensor", "pipeline", "3d")
 PARALLEL = ("sequence_parallel", "loss_parallel")
-STAGES = (2, 4)  # a rank of an interleaved pipeline; more make many small messages
-# of a setting that a strategy does not have: the value that says the same as not having it
+STAGES = (2, 4)  # stages per rank of an interleaved pipeline; more would send many small messages
+# the neutral value of a setting that a strategy does not have
 NEUTRAL: dict[str, Any] = {
     "tp": 1, "pp": 1, "sequence_parallel": False, "loss_parallel": False, "offload": "none", "offload_params": "none",
     "replica_size": None, "sharding": "", "schedule": "", "stages_per_rank": "", "mode": "", "data": "",
@@ -41,7 +41,7 @@ class Frame:
 
 
 def frames(config: Mapping[str, Any], typed: Collection[str]) -> Iterator[Frame]:
-    """Every strategy with every degree and variant that the typed settings leave open; offload last."""
+    """Yield every strategy with every degree and variant that the typed settings allow; offload last."""
     chosen = config["choices"]["strategy"]
     names = (chosen,) if "strategy" in typed else STRATEGIES
     fixed = {key: config["strategy"].get(key) for key in CHOSEN if f"strategy.{key}" in typed}
@@ -50,7 +50,7 @@ def frames(config: Mapping[str, Any], typed: Collection[str]) -> Iterator[Frame]
     for name in names:
         section = dict(config["strategy"]) if name == chosen else strategy_section(name)
         if any(value != NEUTRAL.get(key, value) for key, value in fixed.items() if key not in section):
-            continue  # what was typed is not for this strategy
+            continue  # the typed settings do not apply to this strategy
         section |= {key: value for key, value in fixed.items() if key in section}
         variants = list(itertools.product(*choices_of(section, fixed, config).values()))
         keys = list(choices_of(section, fixed, config))
@@ -78,7 +78,7 @@ def meshes(
         asked = fixed.get(axis)
         if asked not in (None, -1):
             return [asked] if asked >= 1 and limit % asked == 0 else []
-        # one of this strategy's axes of size 1 would be another, simpler strategy
+        # an axis of size 1 would be another, simpler strategy
         return [d for d in divisors(limit) if 1 < d <= most] if can[axis] else []
 
     for tp in degrees("tp", node, node):
@@ -91,7 +91,7 @@ def meshes(
 def choices_of(
     section: Mapping[str, Any], fixed: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, tuple[Any, ...]]:
-    """The values to try of each setting that is not typed. Offload comes first, so that its variants come last."""
+    """The values to try for each untyped setting. Offload comes first, so that its variants come last."""
     options: dict[str, tuple[Any, ...]] = {}
     stage = section.get("stage", 0)
     if "offload" in section:
@@ -114,7 +114,7 @@ def choices_of(
 
 
 def normal(section: dict[str, Any], sizes: MeshSizes, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """The section with settings that mean nothing here at their defaults, so that no layout comes twice."""
+    """Reset settings without effect to their defaults, so that no layout appears twice."""
     if sizes.dp == 1 and "data" in section and "data" not in fixed:
         section["data"] = "fsdp"
     if section.get("schedule") != "interleaved_1f1b" and "stages_per_rank" in section:
@@ -123,17 +123,17 @@ def normal(section: dict[str, Any], sizes: MeshSizes, fixed: Mapping[str, Any]) 
 
 
 def sensible(section: dict[str, Any], sizes: MeshSizes, config: Mapping[str, Any], fixed: Mapping[str, Any]) -> bool:
-    """Leaves out what another frame does as well: it is not refused, only not worth a look."""
+    """Skip variants that another frame covers as well: valid, but not worth predicting."""
     node = int(config["cluster"]["processes"])
     if section.get("loss_parallel") and sizes.tp > 1 and classifies(config["model"]):
-        return False  # refused by the model: it cuts logits by the vocabulary, and a few classes are not cut
+        return False  # the model rejects it: it shards logits by vocabulary, and a few classes are not sharded
     if section.get("sequence_parallel") != section.get("loss_parallel") and not {*fixed} & {*PARALLEL}:
         if classifies(config["model"]):
             return True
-        # both cut activations over the same ranks; one alone only where both are refused
+        # both shard activations over the same ranks; use one alone only if both together are rejected
         try:
             both = {**section, **dict.fromkeys(PARALLEL, True)}
-            rules.check_tensor(both, config["model"], config["data"], config["cluster"], sizes)
+            strategy.check_tensor(both, config["model"], config["data"], config["cluster"], sizes)
         except ValueError:
             return True
         return False

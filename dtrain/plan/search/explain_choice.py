@@ -1,7 +1,7 @@
-"""Why the first layout of a plan was chosen: the decision tree that users know, with this plan's numbers in it.
+"""Why the first layout of a plan was chosen: the usual decision tree, with this plan's numbers.
 
-Does it fit on one GPU? ddp. Is it the optimizer's state that does not? zero1 or zero2. The weights, too? fsdp. Is a
-layer too large or the batch too small for that? tensor, within a node. Slow links between? pipeline. All of it? 3d.
+Does it fit on one GPU? ddp. Is only the optimizer state too large? zero1 or zero2. The weights too? fsdp. Is a layer
+too large or the batch too small for that? tensor, within a node. Slow links between nodes? pipeline. All of it? 3d.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dtrain.config import world_size
+from dtrain.config.hardware import world_size
 from dtrain.plan.layout import Layout
+from dtrain.plan.model_shape import Convolutions
 from dtrain.plan.predict import GIB, Prediction, predict_layout, with_time
-from dtrain.plan.search import TIE, divisors
-from dtrain.plan.shape import Convolutions
-from dtrain.plan.show import lacking, step_time, tight
-from dtrain.words import gib
+from dtrain.plan.report import lacking, step_time, tight
+from dtrain.plan.search.search import TIE, divisors
+from dtrain.util.format import gib
 
-# what each step of the tree does about the one before
+# what each strategy of the tree does to solve the previous one's problem
 DOES = {
     "ddp": "with the whole model on every GPU",
     "zero1": "with the optimizer's state cut over {dp}",
@@ -30,12 +30,12 @@ DOES = {
     "pipeline": "with the layers dealt out to {pp} in a row, and only small messages between them",
     "3d": "with each layer shared by {tp} of a node and the layers dealt out to {groups} such groups in a row",
 }
-TREE = ("ddp", "fsdp", "tensor", "pipeline", "3d")  # the questions in the order in which they are asked
-AFTER_DDP = ("zero1", "zero2", "fairscale")  # between ddp and fsdp, for when only the optimizer's state is too much
+TREE = ("ddp", "fsdp", "tensor", "pipeline", "3d")  # in the order of the decision tree
+AFTER_DDP = ("zero1", "zero2", "fairscale")  # between ddp and fsdp, if only the optimizer state is too large
 
 
 def why(found: Sequence[Prediction], config: Mapping[str, Any], one_strategy: bool = False) -> str:
-    """A sentence on the first of a search's predictions; on what is lacking when nothing fits."""
+    """Explain the first prediction of a search; or what is lacking if nothing fits."""
     best = found[0]
     if best.fits is False:
         return f"Nothing fits: {name(best.layout)} comes nearest, and it {lacking(best)}. {way_out(best)}"
@@ -60,19 +60,19 @@ def gpus(count: int) -> str:
 
 
 def little_room(best: Prediction) -> str:
-    """A warning where the chosen layout leaves next to nothing of the card."""
+    """Warn if the chosen layout leaves almost no memory free."""
     return f", which is tight: {gib((best.room or 0.0) / GIB)} is left" if tight(best) else ""
 
 
 def faster_micro_batch(best: Prediction) -> list[str]:
-    """A remark where other micro-batches of the same layout fit, and are clearly faster."""
+    """Suggest another micro-batch size of the same layout if it fits and is clearly faster."""
     layout, step_s = best.layout, best.step_s
     per_rank = layout.micro_batch_size * layout.micro_batches
-    if not step_s or isinstance(best.task.shape, Convolutions):  # batch norm: it would train something else
+    if not step_s or isinstance(best.task.shape, Convolutions):  # batch norm: the result would differ
         return []
     others = []
     for size in divisors(per_rank):
-        if size != layout.micro_batch_size and per_rank // size % layout.pp == 0:  # every schedule takes such a count
+        if size != layout.micro_batch_size and per_rank // size % layout.pp == 0:  # every schedule accepts such a count
             other = replace(layout, micro_batch_size=size, micro_batches=per_rank // size)
             prediction = predict_layout(other, best.task, timed=False)
             if prediction.fits is False:
@@ -86,21 +86,21 @@ def faster_micro_batch(best: Prediction) -> list[str]:
 
 
 def name(layout: Layout) -> str:
-    """`3d, tp 8 × pp 4 × dp 2`: a layout in a sentence."""
+    """Name a layout in a sentence: `3d, tp 8 × pp 4 × dp 2`."""
     axes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
     degrees = " × ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
     return f"{layout.strategy}, {degrees}" if layout.tp * layout.pp > 1 else layout.strategy
 
 
 def simpler_than(strategy: str) -> tuple[str, ...]:
-    """The questions of the tree that come before this strategy."""
+    """Return the strategies that come before this one in the tree."""
     if strategy in TREE:
         return TREE[: TREE.index(strategy)]
     return ("ddp",) if strategy in AFTER_DDP else ("ddp", "fsdp")
 
 
 def against(simpler: str, best: Prediction, found: Sequence[Prediction]) -> str:
-    """Why not the simpler strategy: it does not fit, or it is slower; "" when there is nothing to say."""
+    """Explain why not the simpler strategy: it does not fit, or it is slower; "" if neither."""
     other = next((p for p in found if p.layout.strategy == simpler), None)
     if other is None:
         return ""
@@ -113,7 +113,7 @@ def against(simpler: str, best: Prediction, found: Sequence[Prediction]) -> str:
 
 
 def extras(prediction: Prediction) -> str:
-    """What else was needed to make it fit."""
+    """Describe what else was needed to make it fit."""
     layout, parts = prediction.layout, []
     if layout.activation_checkpointing != "none":
         parts.append(f"{layout.activation_checkpointing} activation checkpointing")
@@ -123,7 +123,7 @@ def extras(prediction: Prediction) -> str:
 
 
 def against_next(found: Sequence[Prediction]) -> str:
-    """How far the second is behind, among layouts of one strategy."""
+    """Compare with the second-best layout of the same strategy."""
     others = [p for p in found[1:] if p.fits is not False and p.step_s]
     if not others or not found[0].step_s:
         return ""

@@ -1,23 +1,23 @@
-"""The nearest layout that fits: what a person changes first, tried in that order, and only then another strategy."""
+"""Find the nearest layout that fits: the changes that a user makes first, in order, and only then another strategy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dtrain.checks.validate import validate
 from dtrain.plan.layout import layout_of
 from dtrain.plan.predict import Prediction, predict_layout, task_of
-from dtrain.plan.search import divisors, search, words
+from dtrain.plan.search.search import divisors, search, words
 from dtrain.plan.sections import missing_package, strategy_section
-from dtrain.validate import validate
 
-MORE_NODES = (2, 4, 8, 16)  # times as many: further than that it is another project
+MORE_NODES = (2, 4, 8, 16)  # factors; beyond that it is another project
 
 
 def nearest(config: Mapping[str, Any]) -> tuple[list[str], Prediction] | None:
-    """The words to add to a configuration that does not fit so that it does, and what is then expected.
+    """Return the overrides that make a configuration fit, and the resulting prediction.
 
-    First a smaller micro-batch, then activation checkpointing, then both under fsdp; then whatever layout of these GPUs
+    First a smaller micro-batch, then activation checkpointing, then both under fsdp; then any layout of these GPUs that
     fits (tensor, pipeline, offload, ...), and last more nodes.
     """
     task = task_of(config)
@@ -27,7 +27,7 @@ def nearest(config: Mapping[str, Any]) -> tuple[list[str], Prediction] | None:
         try:
             prediction = predict_layout(layout_of(variant), task, timed=False)
             if prediction.fits:
-                validate(variant)  # e.g. a batch that does not divide by so many ranks
+                validate(variant)  # e.g. a batch that does not divide by that many ranks
                 return typed, prediction
         except ValueError:
             continue
@@ -42,7 +42,7 @@ def nearest(config: Mapping[str, Any]) -> tuple[list[str], Prediction] | None:
 
 
 def changes(config: Mapping[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Words and the configuration that they make, the smallest change first."""
+    """Yield overrides and the resulting configuration, the smallest change first."""
     others = [] if config["choices"]["strategy"] == "fsdp" else ["fsdp"]
     for strategy in ["", *others]:
         base = dict(config)
@@ -50,7 +50,7 @@ def changes(config: Mapping[str, Any]) -> Iterator[tuple[list[str], dict[str, An
             base |= {"strategy": strategy_section(strategy), "choices": {**config["choices"], "strategy": strategy}}
         try:
             layout = layout_of(base)
-        except ValueError:  # the batch does not suit so many data ranks
+        except ValueError:  # the batch does not divide by that many data ranks
             continue
         size = layout.micro_batch_size
         for mode in modes(config["activation_checkpointing"], layout.compile != "none"):
@@ -65,14 +65,14 @@ def changes(config: Mapping[str, Any]) -> Iterator[tuple[list[str], dict[str, An
 
 
 def modes(current: str, compiled: bool) -> list[str]:
-    """The kind of checkpointing that is set, and those that keep less, the cheapest first.
+    """Return the current kind of checkpointing, and those that keep less, cheapest first.
 
-    Compiled, `ops` costs 3 to 4% of the speed where `full` costs 17 to 19; eager, 11 to 13 (docs/performance.md).
+    Compiled, `ops` costs 3 to 4% of the speed and `full` 17 to 19; eager, `ops` costs 11 to 13 (docs/performance.md).
     """
     less = {"none": ["ops", "full"] if compiled else ["full"], "ops": ["full"], "selective": ["full"], "full": []}
     return [current, *less[current]]
 
 
 def may_change(config: Mapping[str, Any], micro: int, size: int) -> bool:
-    """Batch norm's statistics are those of a micro-batch, so a run that goes on keeps its own."""
+    """Batch norm statistics depend on the micro-batch size, so a resumed run keeps its own."""
     return micro == size or not (config["resume"] and "batch_norm" in config["model"])

@@ -1,9 +1,9 @@
 """All layouts of a model on a cluster that the launcher would accept, predicted and ranked.
 
-A frame is a layout less its micro-batch and checkpointing: strategy, degrees, sharding, schedule. Its rules are checked
-once, by the launcher's own functions. Memory comes before time: in each frame the micro-batch grows until it does not
-fit, and only what fits is timed; a pipeline is timed first, as that is less work. What costs time and only saves memory
-(checkpointing, offload) is tried where the plainer way does not fit.
+A frame is a layout without its micro-batch size and checkpointing: strategy, degrees, sharding, schedule. The
+launcher's own functions check its rules once. Memory comes before time: in each frame the micro-batch grows until it
+does not fit, and only what fits is timed; pipelines are timed first, because that is less work. Options that only save
+memory and cost time (checkpointing, offload) are tried only if the plain layout does not fit.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dtrain.config import ranks_per_node
-from dtrain.mesh import MeshSizes
-from dtrain.plan.frames import STRATEGIES, Frame, frames
-from dtrain.plan.frames import divisors as divisors
+from dtrain.config.hardware import ranks_per_node
+from dtrain.config.mesh import MeshSizes
 from dtrain.plan.layout import Layout, compile_of, layout_of
 from dtrain.plan.ledger import total
 from dtrain.plan.predict import Prediction, Task, predict_layout, task_of, time_of, with_time
+from dtrain.plan.search.candidates import STRATEGIES, Frame, frames
+from dtrain.plan.search.candidates import divisors as divisors
 from dtrain.plan.sections import check_layout, strategy_section
 
-CHECKPOINTING = ("none", "ops", "selective", "full")  # the one that costs least first
-NEAR = 1.25  # a pipeline that cannot come this near to the best layout without one is not looked at
-TIE = 1.01  # step times this close are equal: the prediction is not better than that
-# No step of these was ever clocked by us, and of those that were the planner is 8% off on average (benchmarks/planner):
-# a smaller lead over a layout that is known may not be there.
+CHECKPOINTING = ("none", "ops", "selective", "full")  # cheapest first
+NEAR = 1.25  # pipelines that cannot come this close to the best layout without a pipeline are skipped
+TIE = 1.01  # step times this close count as equal: the prediction is not more accurate
+# We never timed a step of these strategies, and for timed ones the planner is 8% off on average (benchmarks/planner): a
+# smaller lead over a timed layout may not be real.
 UNCLOCKED = ("tensor", "pipeline", "3d")
 LEAD = 1.08
 
@@ -39,10 +39,10 @@ def search(
     time_unfit: bool = True,
     everything: bool = False,
 ) -> list[Prediction]:
-    """Best first; those that do not fit after those that do. typed: the settings that stay as they are composed.
+    """Best first; those that fit before those that do not. typed: the settings that must not change.
 
-    time_unfit=False leaves out the time of those that do not fit; everything=True leaves out no pipeline that is slow.
-    Empty when the model or the hardware is not known, or when no layout keeps the rules.
+    time_unfit=False skips the time of layouts that do not fit; everything=True keeps slow pipelines too. Empty if the
+    model or the hardware is unknown, or if no layout satisfies the rules.
     """
     found = candidates(config, typed, task, everything)
     return rank([with_time(p) if time_unfit or p.fits is not False else p for p in found])
@@ -51,7 +51,7 @@ def search(
 def candidates(
     config: Mapping[str, Any], typed: Collection[str] = (), task: Task | None = None, everything: bool = False
 ) -> list[Prediction]:
-    """The layouts to choose from, with their memory; in no order."""
+    """Return the layouts to choose from, with their memory; unordered."""
     task = task or task_of(config)
     if task is None:
         return []
@@ -62,9 +62,9 @@ def candidates(
 
 
 def predicted(config: Mapping[str, Any], typed: Collection[str], task: Task, everything: bool) -> list[Prediction]:
-    """The layouts of all frames. everything: also the pipelines that cannot come near the best layout without one."""
+    """Return the layouts of all frames. everything: include pipelines that cannot come near the best other layout."""
     found: list[Prediction] = []
-    held: set[tuple[str, int, int]] = set()  # strategies and degrees of which something fits on the GPUs alone
+    held: set[tuple[str, int, int]] = set()  # strategies and degrees that fit without offload
     first: dict[str, MeshSizes] = {}
     limits = Limits()
     for frame in frames(config, typed):
@@ -84,14 +84,14 @@ def predicted(config: Mapping[str, Any], typed: Collection[str], task: Task, eve
 
 @dataclass(frozen=True)
 class Limits:
-    """What a pipeline must keep to be looked at: how long its ranks may wait, as a part of their work, and its step."""
+    """Limits for pipelines worth predicting: idle time relative to work, and step time."""
 
     idle: float = math.inf
     step_s: float = math.inf
 
 
 def limits_by(found: list[Prediction]) -> Limits:
-    """A pipeline computes as long as the best layout without one, and waits; it is to come near that layout's step."""
+    """Derive limits from the best layout without a pipeline: a pipeline computes as long, and waits in addition."""
     best = min((p for p in found if p.fits is not False and p.step_s), key=seconds, default=None)
     if best is None or best.time is None:
         return Limits(idle=1.0)
@@ -100,10 +100,10 @@ def limits_by(found: list[Prediction]) -> Limits:
 
 
 def rank(found: list[Prediction]) -> list[Prediction]:
-    """Fitting ones by step time, of equally fast ones the simplest first; then the others, by what they lack.
+    """Layouts that fit by step time, simplest first among equals; then the others, by missing memory.
 
-    A strategy that was never clocked comes before a data-parallel one only with a lead. Those of which it is not known
-    whether they fit come after those that do.
+    A strategy that was never timed ranks before a data-parallel one only with a lead. Layouts for which the fit is
+    unknown come after those that fit.
     """
     ranked: list[Prediction] = []
     for fits in (True, None):
@@ -120,12 +120,12 @@ def seconds(prediction: Prediction) -> float:
 
 
 def cautious(prediction: Prediction) -> float:
-    """The step time that a layout is ranked by."""
+    """The step time used for ranking."""
     return seconds(prediction) * (LEAD if prediction.layout.strategy in UNCLOCKED else 1.0)
 
 
 def complexity(layout: Layout) -> tuple[int, ...]:
-    """How much there is to understand, tune and break; less is better when the speed is the same."""
+    """How much there is to understand, tune and break; used as a tie-breaker."""
     order = STRATEGIES.index(layout.strategy) if layout.strategy in STRATEGIES else len(STRATEGIES)
     variants = [
         layout.data == "grad_op",
@@ -146,10 +146,10 @@ def complexity(layout: Layout) -> tuple[int, ...]:
 def fitting(
     frame: Frame, config: Mapping[str, Any], typed: Collection[str], task: Task, limits: Limits
 ) -> list[Prediction]:
-    """The frame's layouts that fit, each micro-batch with the least checkpointing; else the one that lacks least.
+    """Return the frame's layouts that fit, each micro-batch with the least checkpointing; else the closest to fitting.
 
-    Larger micro-batches need more, with two exceptions, so these are always looked at: a single pass keeps no gradients
-    for the next one, and a pipeline's fewer passes have fewer casts of their weights waiting.
+    Larger micro-batches need more memory, with two exceptions that are always predicted: a single pass accumulates no
+    gradients, and with fewer passes a pipeline has fewer casts of its weights in flight.
     """
     modes = (config["activation_checkpointing"],) if "activation_checkpointing" in typed else modes_of(frame)
     per_rank = task.global_batch_size // frame.sizes.dp
@@ -161,7 +161,7 @@ def fitting(
     sizes = [size for size in sizes if idle(base.pp, base.stages_per_rank, per_rank // size) <= limits.idle]
     sizes = [size for size in sizes if per_rank % size == 0 and accepted(frame, config, per_rank // size)]
     layouts = [replace(base, micro_batch_size=s, micro_batches=per_rank // s) for s in sizes]
-    if limits.step_s < math.inf:  # the time of a pipeline is found in half the time that its memory takes
+    if limits.step_s < math.inf:  # predicting a pipeline's time takes half as long as its memory
         plain = [in_mode(layout, modes[0], frame, config) for layout in layouts]
         layouts = [layout for layout in plain if total(time_of(layout, task) or ()) <= limits.step_s]
     found: dict[int, Prediction] = {}
@@ -184,28 +184,28 @@ def fitting(
 
 
 def in_mode(layout: Layout, mode: str, frame: Frame, config: Mapping[str, Any]) -> Layout:
-    """The layout with a kind of checkpointing, and compiled as goes with it."""
+    """Return the layout with this kind of checkpointing, and the compile mode that goes with it."""
     asked = {**config, "strategy": frame.section, "activation_checkpointing": mode}
     return replace(layout, activation_checkpointing=mode, compile=compile_of(asked, layout.world_size))
 
 
 def modes_of(frame: Frame) -> tuple[str, ...]:
-    """zbv splits the backward pass in two, and what `ops` keeps is there for one."""
+    """zbv splits the backward pass in two, and tensors kept by `ops` exist only for one."""
     return tuple(mode for mode in CHECKPOINTING if mode != "ops" or frame.section.get("schedule") != "zbv")
 
 
 def idle(pp: int, stages: int, micro_batches: int) -> float:
-    """How long a pipeline's ranks wait at least, as a part of the time in which they work.
+    """Minimum idle time of a pipeline's ranks, relative to their work.
 
-    In slots of one stage: a rank works for micro_batches × stages. It is late by pp - 1 slots; and the first
-    micro-batch must pass all pp × stages, with the others behind it.
+    In slots of one stage: a rank works for micro_batches × stages. It starts up to pp - 1 slots late, and the first
+    micro-batch must pass all pp × stages, followed by the others.
     """
     works = micro_batches * stages
     return max(works + pp - 1, pp * stages + micro_batches - 1) / works - 1
 
 
 def accepted(frame: Frame, config: Mapping[str, Any], micro_batches: int) -> bool:
-    """Would the launcher take it? Its own rules say so; only those that look at the launching machine are left out."""
+    """Would the launcher accept it? Applies its own rules, except those that inspect the launching machine."""
     try:
         check_layout({**config, "strategy": frame.section}, frame.sizes, micro_batches, plans=False)
     except ValueError:
@@ -214,18 +214,18 @@ def accepted(frame: Frame, config: Mapping[str, Any], micro_batches: int) -> boo
 
 
 def base_layout(frame: Frame, config: Mapping[str, Any]) -> Layout:
-    """The frame as a layout; the micro-batch is filled in by the caller."""
+    """Return the frame as a layout; the caller fills in the micro-batch."""
     choices = {**config["choices"], "strategy": frame.name}
     axes = {axis: size for axis, size in frame.sizes.as_dict().items() if axis in frame.section}
     train = {**config["train"], "micro_batch_size": 1}
     return layout_of({**config, "strategy": {**frame.section, **axes}, "choices": choices, "train": train})
 
 
-# ---- as a person types it ------------------------------------------------------------------------------------
+# ---- as overrides --------------------------------------------------------------------------------------------
 
 
 def words(prediction: Prediction, config: Mapping[str, Any]) -> list[str]:
-    """The overrides to type for that layout, on top of what is in the configuration."""
+    """Return the overrides for this layout, on top of the configuration."""
     layout = prediction.layout
     section = strategy_section(layout.strategy)
     wanted: dict[str, Any] = {"tp": layout.tp, "pp": layout.pp}

@@ -1,24 +1,24 @@
-"""How long collectives take: latency and bandwidth, inside a node and between nodes.
+"""Time of collectives: latency and bandwidth, inside a node and between nodes.
 
 NCCL's ring: every rank sends in n - 1 steps (twice as many for an all-reduce), and each step costs a hop. Measured
-all-reduces over 2 to 8 A100 follow it with a mean error of 9% (benchmarks/planner/collectives.py).
+all-reduces over 2 to 8 A100 match with a mean error of 9% (benchmarks/planner/collectives.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dtrain.hardware import Hardware
+from dtrain.config.hardware import Hardware
 
-# NCCL's own figures (src/graph/tuning.cc), for a file that has measured bandwidths and no latencies: until the first
-# byte moves, for a hop inside a node (PCIe, the slower), for one between nodes.
+# NCCL's own values (src/graph/tuning.cc), for a file with measured bandwidths but no latencies: until the first byte
+# moves, per hop inside a node (PCIe, the slower), per hop between nodes.
 START_US, INSIDE_US, OUTSIDE_US = 8.4, 5.7, 14.0
 STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate: how many, and how many of them are in one node."""
+    """Ranks that communicate: how many, and how many of them per node."""
 
     size: int
     per_node: int
@@ -31,7 +31,7 @@ class Group:
 def collective_s(hardware: Hardware, kind: str, group: Group, num_bytes: float, share: float = 1.0) -> float:
     """Seconds of a collective over `num_bytes`: the whole tensor, as every rank has it before or after.
 
-    `share` of the rate across nodes is what a stack makes of it.
+    `share`: the part of the rate between nodes that a stack reaches.
     """
     if group.size == 1:
         return 0.0
@@ -41,12 +41,12 @@ def collective_s(hardware: Hardware, kind: str, group: Group, num_bytes: float, 
 
 
 def start_s(hardware: Hardware) -> float:
-    """Until the first byte moves."""
+    """Seconds until the first byte moves."""
     return (hardware.collective_us or START_US) * 1e-6
 
 
 def hop_s(hardware: Hardware, group: Group) -> float:
-    """Latency of an average step of the ring: most go to a neighbour in the node, one a node to the next node."""
+    """Latency of an average ring step: most go to a neighbor in the node, one per node to the next node."""
     inside, outside = hardware.nvlink_latency_us or INSIDE_US, hardware.network_latency_us or OUTSIDE_US
     if group.nodes == 1:
         return inside * 1e-6
@@ -55,7 +55,7 @@ def hop_s(hardware: Hardware, group: Group) -> float:
 
 
 def rate(hardware: Hardware, kind: str, group: Group) -> float:
-    """Bus bandwidth in bytes a second: of the links, or of the share of the node's adapters that the group has."""
+    """Bus bandwidth in bytes per second: of the links, or of the group's share of the node's adapters."""
     asked = hardware.nvlink_max_gb_s if kind == "all_reduce" else hardware.gather_max_gb_s
     links = asked or hardware.gather_max_gb_s or hardware.pcie_gb_s
     assert links and hardware.gpus_per_node
@@ -70,7 +70,7 @@ def rate(hardware: Hardware, kind: str, group: Group) -> float:
 
 
 def send_s(hardware: Hardware, num_bytes: float, crosses: bool) -> float:
-    """Seconds to send something to one other rank, in this node or in another."""
+    """Seconds to send to one other rank, in this node or in another."""
     if not crosses:
         links = hardware.gather_max_gb_s or hardware.pcie_gb_s
         assert links

@@ -1,7 +1,7 @@
-"""What one GPU computes in a pass over a micro-batch: products, attention and memory traffic of a block and the ends.
+"""One GPU's work for a micro-batch: matmuls, attention and memory traffic of a block and of the ends.
 
-Bytes are counted operation by operation, from what each reads and writes for an element of the residual stream. The
-counts were checked on an H200 by profiling GPT-2 124M, GPT-2 1.5B and Llama 1B, eager and compiled
+Bytes are counted op by op, from what each op reads and writes per element of the residual stream. The counts were
+checked on an H200 by profiling GPT-2 124M, GPT-2 1.5B and Llama 1B, eager and compiled
 (benchmarks/results/probe-h200.json).
 """
 
@@ -10,33 +10,32 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from dtrain.hardware import Hardware
+from dtrain.config.hardware import Hardware
 from dtrain.kernels import chunk_rows
-from dtrain.plan.counts import block_linears
-from dtrain.plan.kernels import attention_s, matmul_flops, moved_s, product_s
-from dtrain.plan.shape import Transformer
-from dtrain.plan.stacks import Stack
+from dtrain.plan.model_shape import Transformer
+from dtrain.plan.parameters import block_linears
+from dtrain.plan.time.roofline import attention_s, matmul_flops, moved_s, product_s
+from dtrain.plan.time.stack import Stack
 
 HALF = 2  # bytes of a 16-bit element
-FP8 = 1.7  # times the rate of a 16-bit product: assumed, of the 2 that multiplying units have
+FP8 = 1.7  # speedup over a 16-bit matmul: assumed, out of the tensor cores' factor of 2
 
-# GB/s that one multiprocessor moves in the kernels between products, where memory would give more: eager kernels are
-# many and small, some walk memory in strides (transposing copies, sums over the batch). From the profiles on the H200:
-# eager ones reach about 67% of a large copy's rate (450 bytes of time for each element of GPT-2 where 297 are counted,
-# 702 for 455 of Llama's), compiled ones 85% (190 for 160). A slower memory is easier to fill: 81% of an A100's by
-# eager ones.
+# GB/s that one SM moves in the kernels between matmuls, if memory is not the limit: eager kernels are many and small,
+# and some access memory in strides (transposing copies, sums over the batch). From profiles on the H200: eager kernels
+# reach about 67% of a large copy's rate (time for 450 bytes per element of GPT-2 where 297 are counted, 702 for 455 of
+# Llama's), compiled ones 85% (190 for 160). A slower memory is easier to saturate: eager kernels reach 81% on an A100.
 PER_SM = {"eager": 70.0, "fused": 70.0, "compiled": 180.0}
 
 
 def kernels_s(hardware: Hardware, style: str, num_bytes: float) -> float:
-    """Seconds for kernels of a style to read and write so many bytes."""
+    """Seconds for kernels of this style to read and write this many bytes."""
     assert hardware.num_sms
     return moved_s(hardware, num_bytes) + num_bytes / (PER_SM[style] * hardware.num_sms * 1e9)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds on the GPU, by what they go to, and kernels that the host must launch."""
+    """Seconds on the GPU by category, and the number of kernels that the host must launch."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -61,7 +60,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that operations read and write for each token, forward and backward, and how often the host launches."""
+    """Bytes that ops read and write per token, forward and backward, and the number of launches."""
 
     forward: float
     backward: float
@@ -70,36 +69,36 @@ class Traffic:
 
 
 def block_traffic(shape: Transformer, stack: Stack, tp: int, sequence_parallel: bool) -> Traffic:
-    """Of all that is neither product nor attention in one block: norms, residual sums, activation, casts, biases.
+    """Traffic of one block outside matmuls and attention: norms, residual sums, activation, casts, biases.
 
-    r: bytes of the residual stream's element, e: of a 16-bit one. Tensor ranks share what lies inside attention and
-    MLP; what lies between is whole on each of them, unless it is cut along the sequence.
+    r: bytes of an element of the residual stream, e: of a 16-bit one. Tensor parallelism shards the inside of attention
+    and MLP; the rest is replicated on each rank, unless it is sharded along the sequence.
     """
     r, e = stack.stream, HALF
     between = shape.dim / (tp if sequence_parallel else 1)
     inside, hidden = shape.dim / tp, shape.hidden_dim / tp
-    keys = (shape.dim + shape.kv_dim) / tp  # what rotary positions turn
-    cast = r + e if r > e else 0  # a product's input in 16 bits
-    inputs = (1 if shape.fused_qkv else 3) + (2 if shape.gated else 1)  # casts of a norm's output: one a linear layer
-    biases = (inside * 3 + 2 * between + hidden) * e if shape.biased else 0.0  # their gradients: one more reading
+    keys = (shape.dim + shape.kv_dim) / tp  # rotated by rotary positions
+    cast = r + e if r > e else 0  # a matmul's input in 16 bits
+    inputs = (1 if shape.fused_qkv else 3) + (2 if shape.gated else 1)  # casts of a norm's output: one per linear layer
+    biases = (inside * 3 + 2 * between + hidden) * e if shape.biased else 0.0  # their gradients: one more read
     drop = (2 * e + 1, 2 * e + 1) if stack.dropout else (0, 0)
-    gate = (5 * e, 8 * e) if shape.gated else (2 * e, 3 * e)  # the activation: read, write; backward twice read
+    gate = (5 * e, 8 * e) if shape.gated else (2 * e, 3 * e)  # the activation: one read, one write; backward two reads
     if stack.kernels == "compiled":  # a norm, the sum before it and the casts around it are one kernel
         turned = (2 * e, 2 * e) if shape.rotary else (0, 0)
         gate = (3 * e, 5 * e) if shape.gated else gate
         forward = 2 * (2 * r + 2 * e) * between + gate[0] * hidden + turned[0] * keys
         backward = (2 * (3 * r + 2 * e) + 2 * (r + e)) * between + gate[1] * hidden + turned[1] * keys
-        backward += 6 * e * inside + biases + (2 * e * hidden if shape.biased else 0)  # q, k and v joined; sums again
-        counts = (2, 6)  # what a graph launches costs little; products and attention are counted beside
+        backward += 6 * e * inside + biases + (2 * e * hidden if shape.biased else 0)  # q, k, v concatenated; sums
+        counts = (2, 6)  # a graph's own launches are cheap; matmuls and attention are counted separately
     elif stack.kernels == "fused":  # bias, dropout and residual sum are one kernel; so are bias and activation
         forward = 2 * (2 * r + 2 * r + e + drop[0] / 2) * between + gate[0] * hidden + 4 * e * inside
         backward = 2 * (5 * r + 3 * r + drop[1]) * between + gate[1] * hidden + 8 * e * inside + biases
         counts = (14, 28)
     else:
-        turned = (48, 60) if shape.rotary else (0, 0)  # casts, four products, two sums, joined, cast back
+        turned = (48, 60) if shape.rotary else (0, 0)  # casts, four multiplications, two sums, concatenation, cast back
         forward = (2 * 2 * r + inputs * cast + 2 * (2 * r + e) + drop[0]) * between
         forward += gate[0] * hidden + turned[0] * keys
-        gradients = inputs * cast + (inputs - 2) * 3 * r  # each linear layer's input gradient cast, and summed
+        gradients = inputs * cast + (inputs - 2) * 3 * r  # each linear layer's input gradient is cast and summed
         backward = (2 * 5 * r + 2 * cast + 2 * 3 * r + gradients + drop[1]) * between + gate[1] * hidden
         backward += turned[1] * keys + biases + (16 * e * inside if shape.fused_qkv else 0)
         counts = (42, 32)
@@ -141,8 +140,8 @@ def block(
 
 
 def last_product(shape: Transformer, hardware: Hardware, stack: Stack, batch: int, tp: int, size: int) -> Pass:
-    """A block's last product, where it is not computed again: only a norm after it, as BERT has one, reads its result
-    in the backward pass, and eager dropout comes after it."""
+    """A block's last matmul, if recomputation skips it: only a norm after it, as in BERT, reads its result in the
+    backward pass, and eager dropout comes after it."""
     if not stack.stops_early or shape.kind == "bert" or (shape.dropout and stack.kernels == "eager"):
         return Pass()
     last = block_linears(shape)[-1]
@@ -162,10 +161,10 @@ def linear_s(
     frozen: bool = False,
     fp8: bool = False,
 ) -> tuple[float, float]:
-    """Seconds of a linear layer's (forward, backward): one product, and one each for inputs' and weights' gradients.
+    """Seconds of a linear layer's (forward, backward): one matmul, and one each for input and weight gradients.
 
-    A frozen layer's weights have none; the two thin products of an adapter beside it read and write as much as an
-    activation does, forward once and backward twice.
+    A frozen layer has no weight gradients; the two thin matmuls of its adapter read and write as much as an activation
+    does, once forward and twice backward.
     """
     fastest = stack.fast_products and not fp8
     forward, inputs, weights = (
@@ -174,7 +173,7 @@ def linear_s(
     )
     backward = inputs if frozen else inputs + weights
     if fp8:
-        # inputs, weights and gradients are looked at for their largest, and cast: 5 bytes each, twice for both ways
+        # inputs, weights and gradients are scanned for their maximum and cast: 5 bytes each, twice for both directions
         casts = [moved_s(hardware, 5.0 * count) for count in (tokens * ins + ins * outs, tokens * (ins + 2 * outs))]
         return forward / FP8 + casts[0], backward / FP8 + casts[1]
     if frozen:
@@ -186,9 +185,9 @@ def linear_s(
 def scores_s(
     hardware: Hardware, stack: Stack, heads: int, length: int, head_dim: int, size: int
 ) -> tuple[float, float]:
-    """Seconds of (forward, backward) of attention that writes its scores: batched products, and passes over the scores.
+    """Seconds of (forward, backward) of attention that writes its scores: batched matmuls, and passes over the scores.
 
-    A fused mask and softmax read and write each score; so does dropout, with one byte more for its mask.
+    A fused mask and softmax read and write each score; so does dropout, with one more byte for its mask.
     """
     inner = product_s(hardware, length, head_dim, length, heads, size)
     outer = product_s(hardware, length, length, head_dim, heads, size)
@@ -203,11 +202,11 @@ def scores_s(
 
 @functools.lru_cache(maxsize=4096)
 def head(shape: Transformer, hardware: Hardware, stack: Stack, batch: int, ways: int, size: int) -> tuple[Pass, Pass]:
-    """(forward, backward) of the last norm, the logits and the loss, over a vocabulary that is cut `ways` ways.
+    """(forward, backward) of the last norm, the logits and the loss, over a vocabulary sharded `ways` ways.
 
-    The logits become float32 (6 bytes), a softmax reads them twice and writes (12); its gradient reads two and writes
-    one (12), and 16 bits come back (6). Compiled, 16-bit logits are read twice, and their gradient written. Megatron's
-    loss over a cut vocabulary has four more passes over float32.
+    The logits are cast to fp32 (6 bytes), a softmax reads them twice and writes once (12); its gradient reads two and
+    writes one (12), and is cast back to 16 bits (6). Compiled, 16-bit logits are read twice, and their gradient is
+    written. Megatron's loss over a sharded vocabulary has four more passes over fp32.
     """
     if stack.head == "chunked" and shape.task != "classify":
         return chunked_head(shape, hardware, stack, batch, ways, size)
@@ -229,11 +228,11 @@ def head(shape: Transformer, hardware: Hardware, stack: Stack, batch: int, ways:
 def chunked_head(
     shape: Transformer, hardware: Hardware, stack: Stack, batch: int, ways: int, size: int
 ) -> tuple[Pass, Pass]:
-    """The same where head and loss are one operation: all of it forward, chunk by chunk; backward only scales.
+    """Like `head`, with head and loss as one operation: all work is forward, chunk by chunk; backward only scales.
 
-    A kernel reads each logit twice and writes its gradient (measured: the second look misses the cache, so many rows
-    are in flight). Over a vocabulary that is cut, plain operations move 52 bytes a logit. The weights' gradient is
-    summed in float32: the first chunk writes it, each other one reads and writes it, and once it is scaled.
+    A kernel reads each logit twice and writes its gradient (measured: the second read misses the cache, because many
+    rows are in flight). Over a sharded vocabulary, plain operations move 52 bytes per logit. The weight gradient is
+    summed in fp32: the first chunk writes it, each further chunk reads and writes it, and it is scaled once.
     """
     asked, rows = max(1, round(batch * shape.seq_len * shape.asked)), max(1, shape.vocab_size // ways)
     chunk, frozen = min(asked, chunk_rows(asked, rows)), bool(shape.lora_rank)

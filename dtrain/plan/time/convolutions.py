@@ -1,20 +1,20 @@
-"""What one GPU computes in a pass of a convolutional network: each convolution is a matrix product."""
+"""One GPU's work in a pass of a convolutional network: each convolution is a matmul."""
 
 from __future__ import annotations
 
-from dtrain.hardware import Hardware
-from dtrain.plan.kernels import product_s
-from dtrain.plan.shape import Convolution, Convolutions
-from dtrain.plan.stacks import Stack
-from dtrain.plan.work import Pass, kernels_s
+from dtrain.config.hardware import Hardware
+from dtrain.plan.model_shape import Convolution, Convolutions
+from dtrain.plan.time.compute import Pass, kernels_s
+from dtrain.plan.time.roofline import product_s
+from dtrain.plan.time.stack import Stack
 
-# A batch norm reads its input twice (statistics, then values) and writes once; the activation reads and writes; all
-# that twice as much backward. Ours computes norms in float32 (dtrain/models/batchnorm.py), eager in several kernels.
+# A batch norm reads its input twice (statistics, then values) and writes once; the activation reads and writes; the
+# backward pass takes twice as much. Ours computes norms in fp32 (dtrain/models/batchnorm.py), eager in several kernels.
 NORM_BYTES = {"eager": (16.0, 34.0), "compiled": (12.0, 24.0), "fused": (12.0, 20.0)}
 
 
 def network(shape: Convolutions, hardware: Hardware, stack: Stack, batch: int, size: int) -> tuple[Pass, Pass]:
-    """(forward, backward) of the whole network over `batch` pictures."""
+    """(forward, backward) of the whole network over `batch` images."""
     forward, backward = Pass(), Pass()
     for i, layer in enumerate(shape.layers):
         there, back = convolution(layer, hardware, stack, batch, size, first=i == 0)
@@ -28,7 +28,7 @@ def network(shape: Convolutions, hardware: Hardware, stack: Stack, batch: int, s
 def convolution(
     layer: Convolution, hardware: Hardware, stack: Stack, batch: int, size: int, first: bool
 ) -> tuple[Pass, Pass]:
-    """One convolution with its norm and activation, as the product of its patches and its filters."""
+    """One convolution with its norm and activation, as the matmul of its patches and its filters."""
     rows, inner = batch * layer.out_size**2, layer.in_channels * layer.kernel**2
     forward = product_s(hardware, rows, inner, layer.out_channels, size=size)
     weights = product_s(hardware, inner, rows, layer.out_channels, size=size)

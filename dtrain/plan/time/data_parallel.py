@@ -1,24 +1,23 @@
-"""What data ranks say to each other in a step, and how much of it hides behind computation."""
+"""Communication of data-parallel ranks in a step, and how much of it overlaps with computation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dtrain.hardware import Hardware
-from dtrain.plan.collectives import Group, collective_s
+from dtrain.config.hardware import Hardware
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item
-from dtrain.plan.stacks import Stack
+from dtrain.plan.time.collectives import Group, collective_s
+from dtrain.plan.time.stack import Stack
 
-# NCCL runs in so many multiprocessors at once (its channels within a node of NVSwitch); while it does, the computation
-# beside it has so many fewer.
+# NCCL occupies this many SMs (its channels within a node of NVSwitch); overlapping computation has that many fewer.
 CHANNELS = 24
 HALF = 2
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What is gathered at a time: its parameters, and its seconds forward and backward."""
+    """One all-gather unit: its parameters, and its seconds forward and backward."""
 
     parameters: float
     forward_s: float
@@ -27,16 +26,16 @@ class Unit:
 
 @dataclass(frozen=True)
 class Passes:
-    """One pass: so many equal units, and the parameters of the ends, which are not in any."""
+    """One pass: a number of equal units, and the parameters of the ends, which belong to no unit."""
 
     unit: Unit
     count: int
     ends: float
-    trained: float = 1.0  # share of the parameters that have gradients
+    trained: float = 1.0  # share of the parameters with gradients
 
 
 def data_items(layout: Layout, hardware: Hardware, stack: Stack, passes: Passes, trained: float) -> list[Item]:
-    """Seconds that the data ranks' messages add to a step."""
+    """Seconds that the data ranks' collectives add to a step."""
     group = data_group(layout, hardware)
     if layout.data in ("fsdp", "grad_op", "zero3"):
         return sharded_items(layout, hardware, stack, passes, group)
@@ -44,7 +43,7 @@ def data_items(layout: Layout, hardware: Hardware, stack: Stack, passes: Passes,
 
 
 def data_group(layout: Layout, hardware: Hardware) -> Group:
-    """The data ranks: in a node, those that tensor ranks leave room for."""
+    """The data ranks: within a node, as many as tensor parallelism leaves room for."""
     room = max(1, (hardware.gpus_per_node or layout.dp) // layout.tp)
     return Group(layout.dp, min(layout.dp, room))
 
@@ -52,13 +51,13 @@ def data_group(layout: Layout, hardware: Hardware) -> Group:
 def replicated_items(
     layout: Layout, hardware: Hardware, stack: Stack, passes: Passes, group: Group, trained: float
 ) -> list[Item]:
-    """Gradients are reduced beside the last backward pass; where the optimizer's state is dealt out, weights return.
+    """Gradients are reduced during the last backward pass; with sharded optimizer state, weights are gathered after.
 
-    The embedding's come last, so nothing hides them. DeepSpeed's first two stages reduce whole gradients, in float32,
-    the second in every pass (benchmarks/results/traffic-cpu.json: 2.25 times the weights on 4 ranks).
+    The embedding's gradients come last, so nothing hides them. DeepSpeed's first two stages reduce full gradients in
+    fp32, the second in every pass (benchmarks/results/traffic-cpu.json: 2.25 times the weights on 4 ranks).
     """
     kind = "reduce_scatter" if layout.data == "sharded_ddp" else "all_reduce"
-    if layout.strategy == "local_sgd":  # weights and moments, averaged every 4 steps, which is the default
+    if layout.strategy == "local_sgd":  # weights and moments, averaged every 4 steps, the default
         moments = 2 if layout.optimizer == "adamw" else 1
         one = collective_s(hardware, kind, group, (1 + moments) * trained * 4) / 4
         formula = "{} bytes × {:.3g}, every 4th step"
@@ -87,7 +86,7 @@ def replicated_items(
 
 
 def sharded_items(layout: Layout, hardware: Hardware, stack: Stack, passes: Passes, group: Group) -> list[Item]:
-    """Weights are gathered unit by unit, forward and again backward, and gradients scattered."""
+    """Weights are all-gathered unit by unit, forward and again backward, and gradients reduce-scattered."""
     shards = (
         group if layout.replica_size is None else Group(layout.replica_size, min(layout.replica_size, group.per_node))
     )
@@ -102,7 +101,7 @@ def sharded_items(layout: Layout, hardware: Hardware, stack: Stack, passes: Pass
         return cuts * collective_s(hardware, "reduce_scatter", shards, num_bytes / cuts, share)
 
     unit, keep = passes.unit, layout.data == "grad_op" or layout.pp > 1
-    times = 1 if layout.pp > 1 else layout.micro_batches  # a pipeline keeps its layers for the whole step
+    times = 1 if layout.pp > 1 else layout.micro_batches  # a pipeline keeps its layers gathered for the whole step
     reduces = 1 if layout.data == "grad_op" and not stack.reduce_every_pass else times
     gather, scatter = gather_s(unit.parameters), scatter_s(unit.parameters)
     back = 0.0 if keep else gather
@@ -130,7 +129,7 @@ def sharded_items(layout: Layout, hardware: Hardware, stack: Stack, passes: Pass
             "{:.3g} parameters, with nothing to hide behind", (passes.ends,),
         ),
     ]  # fmt: skip
-    if layout.replica_size is not None:  # hybrid: once a step, the copies' shares are summed
+    if layout.replica_size is not None:  # hybrid: once per step, the replicas' shards are all-reduced
         copies = Group(layout.dp // layout.replica_size, max(1, group.per_node // layout.replica_size))
         all_parameters = (passes.count * unit.parameters + passes.ends) * passes.trained
         num_bytes = all_parameters * stack.gradient / layout.replica_size
@@ -144,10 +143,10 @@ def sharded_items(layout: Layout, hardware: Hardware, stack: Stack, passes: Pass
 
 
 def exposed(hardware: Hardware, communication: float, computation: float) -> float:
-    """Seconds that messages add to the computation beside them: what is longer, and the multiprocessors they take."""
+    """Seconds that communication adds to overlapping computation: the excess, and the SMs that it occupies."""
     return max(0.0, communication - computation) + taken(hardware) * min(communication, computation)
 
 
 def taken(hardware: Hardware) -> float:
-    """Share of the multiprocessors that NCCL has while it communicates."""
+    """Share of the SMs that NCCL occupies while it communicates."""
     return min(0.5, CHANNELS / hardware.num_sms) if hardware.num_sms else 0.0

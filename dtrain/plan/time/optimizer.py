@@ -1,25 +1,25 @@
-"""What the optimizer costs: gradient norm, clipping and update, on the GPU or in the host's memory."""
+"""Cost of the optimizer: gradient norm, clipping and update, on the GPU or in host memory."""
 
 from __future__ import annotations
 
-from dtrain.hardware import Hardware
-from dtrain.plan.kernels import moved_s
+from dtrain.config.hardware import Hardware
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item
+from dtrain.plan.time.roofline import moved_s
 
-# Bytes that an update moves for each trained parameter in float32: gradient norm 4, clipping 8, AdamW reads weight,
-# gradient and two moments and writes all but the gradient, 28; SGD with momentum 20. One kernel clips as it updates.
+# Bytes that an update moves per trained fp32 parameter: gradient norm 4, clipping 8, AdamW reads weight, gradient and
+# two moments and writes all but the gradient, 28; SGD with momentum 20. The fused kernel clips while it updates.
 BYTES = {"adamw": 40.0, "sgd": 32.0}
 CLIPPING = 8.0
-# What torch's AdamW reaches of DeepSpeed's rate on the host: 3.5 s for GPT-2 1.5B under fsdp, offload=cpu, 16 cores.
+# torch's AdamW relative to DeepSpeed's rate on the host: 3.5 s for GPT-2 1.5B under fsdp, offload=cpu, 16 cores.
 TORCH_ON_HOST = 0.085
-# Shares of a copy's rate, from GPT-2 1.5B (1.56 billion parameters) on an H200: 18 ms in three passes of torch's, 12.1
-# ms for the norm and the one kernel.
+# Shares of a copy's rate, from GPT-2 1.5B (1.56 billion parameters) on an H200: 18 ms in torch's three passes, 12.1 ms
+# for the norm and the fused kernel.
 RATE, FUSED_RATE = 0.83, 0.96
 
 
 def optimizer_items(layout: Layout, hardware: Hardware, held: float) -> list[Item]:
-    """Of what this rank owns: all that it trains, or its share where data ranks have dealt out the state."""
+    """The update of what this rank owns: all trained parameters, or its shard if data ranks shard the state."""
     ranks = layout.replica_size or layout.dp
     owned = held if layout.data == "ddp" else held / ranks
     moved = BYTES.get(layout.optimizer, BYTES["adamw"]) - (CLIPPING if layout.fused_update else 0.0)
@@ -36,7 +36,7 @@ def optimizer_items(layout: Layout, hardware: Hardware, held: float) -> list[Ite
 
 
 def offload_items(layout: Layout, hardware: Hardware, owned: float, moved: float) -> list[Item]:
-    """Gradients go to the host, AdamW runs there, weights come back; the ranks of a node share the host's memory."""
+    """Gradients go to the host, AdamW runs there, weights come back; the ranks of a node share its memory bandwidth."""
     sharing = min(layout.world_size, hardware.gpus_per_node or layout.world_size)
     share = 1.0 if layout.data.startswith("zero") else TORCH_ON_HOST
     adam = owned * moved * sharing / ((hardware.cpu_adam_gb_s or 100.0) * share * 1e9)

@@ -1,21 +1,21 @@
-"""What a pipeline adds to a step: ranks that wait for others, and what goes from stage to stage."""
+"""What a pipeline adds to a step: idle ranks, and send/recv between stages."""
 
 from __future__ import annotations
 
-from dtrain.hardware import Hardware
-from dtrain.plan.collectives import Group, collective_s, send_s
-from dtrain.plan.counts import has_tied_copy, parts
+from dtrain.config.hardware import Hardware
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item
-from dtrain.plan.shape import Shape, Transformer
-from dtrain.plan.stacks import Stack
+from dtrain.plan.model_shape import Shape, Transformer
+from dtrain.plan.parameters import has_tied_copy, parts
+from dtrain.plan.time.collectives import Group, collective_s, send_s
+from dtrain.plan.time.stack import Stack
 
 
 def bubble_share(layout: Layout) -> float:
-    """The share of the time that a rank waits for others which its schedule cannot fill.
+    """The share of the bubble that the schedule cannot fill.
 
-    zbv fills it with weights' gradients, a third of a pass each, when there are two micro-batches a rank or more (arXiv
-    2401.10241); with one, there is nothing to fill it with. That it leaves a third is assumed, and not measured.
+    zbv fills it with weight gradients, a third of a pass each, if there are at least two micro-batches per rank (arXiv
+    2401.10241); with one, there is nothing to fill it with. The remaining third is assumed, not measured.
     """
     if layout.schedule != "zbv":
         return 1.0
@@ -23,22 +23,22 @@ def bubble_share(layout: Layout) -> float:
 
 
 def pipeline_items(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack, others_s: float) -> list[Item]:
-    """The bubble, and what goes from stage to stage; `others_s`: what all ranks but the slowest are busy in a step.
+    """The bubble, and send/recv between stages; `others_s`: busy seconds of all ranks but the slowest in a step.
 
-    The slowest rank is busy for all its passes and idle while the first one goes through the others, there and back:
-    (pp - 1) passes, of which interleaved stages are only a part each (arXiv 2104.04473, section 2.2, of equal ranks).
-    Theirs are shorter than its own where it has the head.
+    The slowest rank is busy for all its passes, and idle while the first pass goes through the others, forward and
+    backward: (pp - 1) passes, of which interleaved stages are only a part each (arXiv 2104.04473, section 2.2, for
+    equal ranks). The others' passes are shorter than its own if it has the head.
     """
     assert isinstance(shape, Transformer)
     one, cuts = others_s / (layout.pp - 1) / layout.micro_batches, layout.stages_per_rank
-    # with fewer micro-batches than ranks, the first one's way through all stages is what takes long
+    # with fewer micro-batches than ranks, the first one's way through all stages dominates
     idle = (layout.pp - 1) / cuts + (1 - 1 / cuts) * max(0, layout.pp - layout.micro_batches)
     bubble = bubble_share(layout) * idle * one
     crosses = layout.world_size > (hardware.gpus_per_node or layout.world_size)
     num_bytes = layout.micro_batch_size * shape.seq_len * shape.dim * stack.stream
     if layout.sequence_parallel:  # each tensor rank has a part of the sequence
         send = send_s(hardware, num_bytes / layout.tp, crosses)
-    elif stack.sharded_head and layout.tp > 1:  # each tensor rank sends its part, and they gather on the other side
+    elif stack.sharded_head and layout.tp > 1:  # each tensor rank sends its part; the receivers all-gather
         send = send_s(hardware, num_bytes / layout.tp, crosses)
         send += collective_s(hardware, "all_gather", Group(layout.tp, layout.tp), num_bytes)
     else:
@@ -56,7 +56,7 @@ def pipeline_items(shape: Shape, layout: Layout, hardware: Hardware, stack: Stac
 
 
 def tied_items(shape: Transformer, layout: Layout, hardware: Hardware, crosses: bool) -> list[Item]:
-    """Once a step, the first and the last stage add up their gradients of the embedding that is also the head."""
+    """Once per step, the first and the last stage sum their gradients of the tied embedding."""
     if not has_tied_copy(shape):
         return []
     table = parts(shape, layout.tp, layout.loss_parallel).embed

@@ -1,8 +1,8 @@
-"""How long an optimizer step takes on the slowest rank, as a sum of named parts.
+"""Time of an optimizer step on the slowest rank, as a sum of named parts.
 
-compute: products, attention and memory traffic of all passes, or the host's launches where they take longer.
-communication: what is not hidden behind computation. bubble: pipeline ranks that wait. optimizer: gradient norm,
-clipping and update. data: 0, as a loader that keeps up costs nothing; data_s in metrics.jsonl says whether it does.
+compute: matmuls, attention and memory traffic of all passes, or the host's launches if they take longer. communication:
+the part that does not overlap with computation. bubble: idle pipeline ranks. optimizer: gradient norm, clipping and
+update. data: 0, because a loader that keeps up costs nothing; data_s in metrics.jsonl shows whether it does.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from dtrain.hardware import Hardware
-from dtrain.plan.collectives import Group, collective_s
-from dtrain.plan.convolutions import network
-from dtrain.plan.counts import Stage, held_parameters, parts, stages, trained_parameters
-from dtrain.plan.exchange import Passes, Unit, data_items
-from dtrain.plan.kernels import moved_s
+from dtrain.config.hardware import Hardware
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item, total
-from dtrain.plan.pipeline import pipeline_items
-from dtrain.plan.shape import Convolutions, Shape, Transformer
-from dtrain.plan.stacks import Stack, stack_of
-from dtrain.plan.update import optimizer_items
-from dtrain.plan.work import HALF, Pass, block, head, last_product
-from dtrain.strategies.rules import stages_of_rank
+from dtrain.plan.model_shape import Convolutions, Shape, Transformer
+from dtrain.plan.parameters import Stage, held_parameters, parts, stages, trained_parameters
+from dtrain.plan.time.collectives import Group, collective_s
+from dtrain.plan.time.compute import HALF, Pass, block, head, last_product
+from dtrain.plan.time.convolutions import network
+from dtrain.plan.time.data_parallel import Passes, Unit, data_items
+from dtrain.plan.time.optimizer import optimizer_items
+from dtrain.plan.time.pipeline import pipeline_items
+from dtrain.plan.time.roofline import moved_s
+from dtrain.plan.time.stack import Stack, stack_of
+from dtrain.strategies.stage_layout import stages_of_rank
 
-CALLS = 3  # host time of a collective, in launches: events before and behind it, and the call itself
+CALLS = 3  # host time of a collective, in launches: an event before and after it, and the call itself
 
 
 def step_time(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack | None = None) -> list[Item]:
@@ -44,7 +44,7 @@ def step_time(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack | N
 
 
 def knows_enough(hardware: Hardware, layout: Layout) -> bool:
-    """Are the figures known that a step of this layout follows from?"""
+    """Are all hardware values known that this layout's step time needs?"""
     needed = [hardware.num_sms, hardware.peak_bf16_tflops, hardware.stream_gb_s, hardware.kernel_us]
     needed.append(hardware.peak_fp32_tflops if layout.precision == "fp32" else hardware.matmul_tflops)
     if layout.world_size > 1:
@@ -55,45 +55,45 @@ def knows_enough(hardware: Hardware, layout: Layout) -> bool:
 
 
 def size_of(layout: Layout) -> int:
-    """Bytes of an element that is multiplied."""
+    """Bytes of a matmul element."""
     return 4 if layout.precision == "fp32" else HALF
 
 
 def again(layout: Layout) -> float:
-    """Share of the blocks whose forward pass is computed a second time, for the backward pass; all or a part of it."""
-    every = 1 / layout.activation_checkpointing_every  # of many blocks
+    """Share of the blocks whose forward pass is recomputed in the backward pass, fully or in part."""
+    every = 1 / layout.activation_checkpointing_every  # for many blocks
     return {"none": 0.0, "ops": 1.0, "selective": every, "full": 1.0}[layout.activation_checkpointing]
 
 
 def computed_again(layout: Layout, stack: Stack, forward: Pass) -> Pass:
-    """What a block computes again, on average over blocks: its forward pass, under `ops` without its products."""
+    """A block's recomputation, averaged over blocks: its forward pass, under `ops` without matmuls."""
     if layout.activation_checkpointing == "ops":
         forward = Pass(moved=forward.moved, kernels=forward.kernels)
     return (forward + Pass(kernels=stack.again)) * again(layout)
 
 
-# ---- what a rank computes ------------------------------------------------------------------------------------
+# ---- the work of a rank --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a pipeline rank does in a step, beside the update: its blocks, the work of a pass, seconds of all passes."""
+    """A pipeline rank's step without the update: its blocks, the work of a pass, seconds of all passes."""
 
     layers: int
     work: Pass
-    tensor_s: float  # of the messages between tensor ranks, in one block and pass
-    launches: float  # of the host, the update's with them
+    tensor_s: float  # of the collectives between tensor ranks, per block and pass
+    launches: float  # by the host, including the update's
     gpu_s: float
-    busy_s: float  # the GPU's, and what it waits for the host
+    busy_s: float  # GPU time, plus waiting for the host
 
 
 def rank_loads(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack, update_s: float) -> list[Load]:
-    """Of each pipeline rank, with the messages between tensor ranks in them.
+    """The load of each pipeline rank, including the collectives between tensor ranks.
 
-    `update_s` is the GPU's part of the update: the host prepares that, too; over a whole step one waits for the other.
+    `update_s`: GPU time of the update. The host launches it too; GPU and host overlap over a whole step.
     """
     tensor, messages = tensor_s(shape, layout, hardware, stack) if isinstance(shape, Transformer) else (0.0, 0.0)
-    calls = CALLS * messages  # of the host, for a block
+    calls = CALLS * messages  # by the host, per block
     n, slower, loads = layout.micro_batches, hardware.calibration or 1.0, []
     for layers, work in rank_works(shape, layout, hardware, stack):
         gpu = n * (work.gpu_s * slower + tensor * layers)
@@ -132,16 +132,16 @@ def compute_items(layout: Layout, hardware: Hardware, rank: Load, update_s: floa
 
 
 def longer(gpu_s: float, host_s: float) -> float:
-    """Seconds of a pass in which now the GPU waits for the host, now the host for the GPU.
+    """Seconds of a pass in which GPU and host alternately wait for each other.
 
-    Somewhat more than the longer of the two, most where they are equal: 19%. The exponent fits our own runs on an H200
-    best (the first 81 that were measured); single ones would have it between 2.3 and 8.
+    Slightly more than the longer of the two, at most 19% if they are equal. The exponent fits our own runs on an H200
+    best (the first 81 measured); single runs would put it between 2.3 and 8.
     """
     return float((gpu_s**4 + host_s**4) ** 0.25)
 
 
 def rank_works(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) -> list[tuple[int, Pass]]:
-    """(blocks, work of one pass) of each pipeline rank, with what checkpointing computes again."""
+    """(blocks, work of one pass) of each pipeline rank, including recomputation."""
     size, batch = size_of(layout), layout.micro_batch_size
     if isinstance(shape, Convolutions):
         forward, backward = network(shape, hardware, stack, batch, size)
@@ -169,12 +169,12 @@ def rank_works(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) -
 
 
 def units(shape: Convolutions) -> int:
-    """Blocks that are gathered, or computed again, at a time; a network without any is one."""
+    """Number of blocks that are gathered or recomputed as a unit; a network without blocks is one."""
     return max(layer.unit for layer in shape.layers) + 1 or 1
 
 
 def weights_pass(parameters: float, layout: Layout, hardware: Hardware, stack: Stack) -> Pass:
-    """What a pass moves for each parameter beside the products: casts, and sums of gradients over several passes."""
+    """Memory traffic of a pass per parameter outside matmuls: casts, and gradient accumulation."""
     if size_of(layout) == 4:
         num_bytes = 12.0 if layout.micro_batches > 1 else 0.0
     else:
@@ -183,12 +183,12 @@ def weights_pass(parameters: float, layout: Layout, hardware: Hardware, stack: S
 
 
 def ranks_of(shape: Transformer, layout: Layout) -> tuple[tuple[Stage, ...], ...]:
-    """The stages that each pipeline rank holds."""
+    """Return the stages of each pipeline rank."""
     schedule = (layout.schedule, layout.stages_per_rank) if layout.pp > 1 else ("", 1)
     return dealt_out(shape, layout.pp, *schedule, layout.tp, layout.loss_parallel)
 
 
-@functools.lru_cache(maxsize=4096)  # a search asks for few of them, often
+@functools.lru_cache(maxsize=4096)  # a search repeats few distinct calls
 def dealt_out(
     shape: Transformer, pp: int, schedule: str, per_rank: int, tp: int, loss_parallel: bool
 ) -> tuple[tuple[Stage, ...], ...]:
@@ -200,7 +200,7 @@ def dealt_out(
 
 
 def rank_parameters(shape: Shape, layout: Layout) -> float:
-    """Trained parameters of the fullest rank, before data ranks share them."""
+    """Trained parameters of the fullest rank, before data ranks shard them."""
     if isinstance(shape, Convolutions):
         return held_parameters(shape)
     held = max(sum(stage.parameters for stage in held) for held in ranks_of(shape, layout))
@@ -208,7 +208,7 @@ def rank_parameters(shape: Shape, layout: Layout) -> float:
 
 
 def passes_of(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) -> Passes:
-    """What the data ranks' messages can hide behind: the units that are gathered at a time, and their seconds."""
+    """What data-parallel collectives can overlap with: the all-gather units, and their seconds."""
     size, batch = size_of(layout), layout.micro_batch_size
     if isinstance(shape, Convolutions):
         forward, backward = network(shape, hardware, stack, batch, size)
@@ -221,22 +221,22 @@ def passes_of(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) ->
     ranks = ranks_of(shape, layout)
     ends = max(sum(stage.ends for stage in held) for held in ranks)
     layers = max(sum(stage.layers for stage in held) for held in ranks)
-    trained = trained_parameters(shape) / held_parameters(shape)  # with adapters, the rest is gathered and not reduced
+    trained = trained_parameters(shape) / held_parameters(shape)  # with adapters, the rest is gathered, not reduced
     return Passes(Unit(p.block, forward.gpu_s, backward_s), layers, ends, trained)
 
 
-# ---- what goes between tensor ranks --------------------------------------------------------------------------
+# ---- communication between tensor ranks ----------------------------------------------------------------------
 
 
 def tensor_messages(shape: Transformer, layout: Layout, stack: Stack) -> list[tuple[str, float, float]]:
-    """(kind, times, bytes) of what tensor ranks say in one block and pass; nothing hides it.
+    """(kind, count, bytes) of the collectives between tensor ranks in one block and pass; nothing hides them.
 
-    Forward, each half of a block ends in a sum; backward, each begins with one, of its input's gradient, which ours
-    makes in the residual stream's type. Sequence parallel turns a sum into a scatter and a gather.
+    Forward, each half of a block ends with an all-reduce; backward, each starts with one, of its input gradient, ours
+    in the residual stream's dtype. Sequence parallel replaces an all-reduce by a reduce-scatter and an all-gather.
     """
     elements = float(layout.micro_batch_size * shape.seq_len * shape.dim)
     size, gathers = size_of(layout), 1 + again(layout)
-    passes = 1 if layout.activation_checkpointing == "ops" else gathers  # which keeps what was summed
+    passes = 1 if layout.activation_checkpointing == "ops" else gathers  # `ops` keeps the all-reduced results
     narrow, wide = elements * size, elements * (stack.stream if stack.sums_in_stream else size)
     if not layout.sequence_parallel:
         return [("all_reduce", 2 * passes, narrow), ("all_reduce", 2, wide)]
@@ -245,7 +245,7 @@ def tensor_messages(shape: Transformer, layout: Layout, stack: Stack) -> list[tu
 
 
 def tensor_s(shape: Transformer, layout: Layout, hardware: Hardware, stack: Stack) -> tuple[float, float]:
-    """(seconds, messages) of the tensor ranks in one block and pass."""
+    """(seconds, number of collectives) of the tensor ranks in one block and pass."""
     if layout.tp == 1:
         return 0.0, 0.0
     group = Group(layout.tp, min(layout.tp, hardware.gpus_per_node or layout.tp))

@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
+from dtrain.commands.plan.request import Question, compose
 from dtrain.plan.sections import strategy_section
-from dtrain.plan.settings import Question, compose
 
 
 @functools.cache

@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 
 from dtrain.cli import main
-from dtrain.config import count_gpus
-from dtrain.explain import options_of
-from dtrain.plan import command, settings
-from dtrain.plan.counts import num_parameters
+from dtrain.commands.plan import command, request
+from dtrain.commands.plan.capacity import at_size, cluster_sizes, most_samples, scaled_model
+from dtrain.config.files import options_of
+from dtrain.config.hardware import count_gpus
+from dtrain.launch.compose import plain_config
+from dtrain.plan.model_shape import shape_of
+from dtrain.plan.parameters import num_parameters
 from dtrain.plan.predict import task_of
-from dtrain.plan.questions import at_size, cluster_sizes, most_samples, scaled_model
-from dtrain.plan.search import search
+from dtrain.plan.search.search import search
 from dtrain.plan.sections import model_section
-from dtrain.plan.shape import shape_of
-from tests.plan.questions import question
+from tests.commands.plan.capacity import question
+from tests.config.test_files import compose
 from tests.plan.test_predict import made
-from tests.test_config import compose
 
 PAPER = (  # GPT-3's layers on 128 GPUs, as published rows are asked for
     "model=gpt2-1.5b", "hardware=h100", "cluster=slurm", "cluster.nodes=16", "strategy=3d", "strategy.tp=8",
@@ -102,8 +103,8 @@ def test_gpus_are_nodes_times_what_a_node_has(
 def test_this_machines_gpus_are_planned_for_where_nothing_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dtrain.hardware.detect", lambda: "h200")
-    monkeypatch.setattr("dtrain.config.count_gpus", lambda: 2)
+    monkeypatch.setattr("dtrain.config.hardware.detect", lambda: "h200")
+    monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 2)
     words = ("model=gpt2-350m", "strategy=ddp", "train.micro_batch_size=1")
     (row,) = planned(capsys, *words, "hardware.price_per_gpu_hour=3.5")
     assert row["world_size"] == 2 and row["memory_gib"]["limit"] > 130
@@ -212,21 +213,23 @@ def test_fp32_is_told_what_16_bits_would_bring(capsys: pytest.CaptureFixture[str
 
 def test_the_command_is_the_launchers_own_words() -> None:
     asked = question(*SEVEN_B, "strategy.tp=2", "strategy=tensor")
-    text = command.launch_command(asked, made(strategy="tensor", tp=2, dp=4, micro_batch_size=2))
+    text = request.launch_command(asked, made(strategy="tensor", tp=2, dp=4, micro_batch_size=2))
     assert text.endswith(
         "model=llama-7b hardware=h100 train.global_batch_size=64 cluster.processes=8 strategy=tensor strategy.tp=2 "
         "train.micro_batch_size=2 precision=bf16"
     )
     bucket = question(*SEVEN_B, "strategy=ddp", "strategy.bucket_mb=50")
-    assert command.launch_command(bucket, made(strategy="ddp", data="ddp")).endswith("strategy.bucket_mb=50")
-    assert "bucket_mb" not in command.launch_command(bucket, made())
+    assert request.launch_command(bucket, made(strategy="ddp", data="ddp")).endswith("strategy.bucket_mb=50")
+    assert "bucket_mb" not in request.launch_command(bucket, made())
 
 
 def test_what_a_plan_imports() -> None:
-    """A quarter of a second: no torch, no Hydra, nothing for a screen, and none of what only a launch needs."""
+    """Under a second: no torch, nothing for a screen, and none of what only a launch needs."""
     heavy = {
-        "torch", "hydra", "omegaconf", "numpy", "rich", "submitit", "deepspeed", "ctypes.util", "dtrain.runs",
-        "dtrain.sweeps", "dtrain.tables", "dtrain.init_from", "dtrain.comm.profile", "dtrain.launch", "dtrain.plan.fit",
+        "torch", "numpy", "rich", "submitit", "deepspeed", "ctypes.util", "dtrain.runs.find",
+        "dtrain.launch.sweeps", "dtrain.ui.tables", "dtrain.checks.init_from", "dtrain.preflight.network_env",
+        "dtrain.launch.app",
+        "dtrain.plan.search.nearest_fit",
     }  # fmt: skip
     code = (
         "import sys; from dtrain.cli import main; "
@@ -239,8 +242,7 @@ def test_what_a_plan_imports() -> None:
 
 @pytest.mark.parametrize("words", [["model=llama-7b", "cluster=aws-ib"], ["model=resnet50", "optim.lr=1e-3"]])
 def test_it_composes_what_the_launcher_does(words: list[str]) -> None:
-    """Without Hydra, which the launcher has."""
-    here, there = settings.composed(words), compose(*words)
+    here, there = plain_config(words), compose(*words)
     skipped = ("run_dir", "cluster")  # the time; and how many processes are here
     assert {k: v for k, v in here.items() if k not in skipped} == {k: v for k, v in there.items() if k not in skipped}
 
@@ -334,7 +336,7 @@ def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_calibrate_is_another_command(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
-    monkeypatch.setattr("dtrain.plan.calibrate.main", lambda argv: seen.append(argv) or 7)
+    monkeypatch.setattr("dtrain.plan.calibrate.command.main", lambda argv: seen.append(argv) or 7)
     assert command.main(["calibrate", "--out", "x.yaml"]) == 7
     assert seen == [["--out", "x.yaml"]]
 

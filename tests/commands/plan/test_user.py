@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from dtrain.arguments import prepare_arguments
 from dtrain.cli import main
-from dtrain.config import ranks_per_node
-from dtrain.plan import auto
-from dtrain.plan.command import launch_command
+from dtrain.commands.plan.request import launch_command
+from dtrain.config.hardware import ranks_per_node
+from dtrain.launch import auto
+from dtrain.launch.arguments import prepare_arguments
 from dtrain.plan.layout import layout_of
 from dtrain.plan.predict import task_of
-from dtrain.plan.search import search
-from tests.plan.questions import question
+from dtrain.plan.search.search import search
+from tests.commands.plan.capacity import question
+from tests.config.test_files import compose
 from tests.plan.test_predict import made
-from tests.test_config import compose
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -46,7 +46,7 @@ def launched(command: str) -> dict[str, Any]:
 def test_the_printed_line_launches_the_layout_that_was_planned(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dtrain.config.count_gpus", lambda: 0)  # a laptop
+    monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 0)  # a laptop
     asked = question(*words)
     best = search(asked.config, asked.typed, task_of(asked.config))[0]
     assert layout_of(launched(launch_command(asked, best))) == best.layout
@@ -75,7 +75,7 @@ def test_bf16_is_refused_on_gpus_that_have_none(capsys: pytest.CaptureFixture[st
 def test_how_many_gpus_comes_with_its_launch_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dtrain.config.count_gpus", lambda: 0)
+    monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 0)
     words = ["model=gpt2-1.5b", "hardware=h100", "train.global_batch_size=512", "--tokens", "30B", "--json"]
     for limit in ("60d", "7d", "12h"):
         found = json.loads(said(capsys, *words, "--gpus-for", limit))

@@ -7,18 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from dtrain import parity
 from dtrain.cli import main
-from dtrain.hardware import CPU_FP16, no_cpu_fp16
-from dtrain.parity import SMALL
-from dtrain.verify import Request, plan, settings
+from dtrain.commands.verify import compare
+from dtrain.commands.verify.command import Request, plan, settings
+from dtrain.commands.verify.compare import SMALL
+from dtrain.config.hardware import CPU_FP16, no_cpu_fp16
 from tests.patience import patience, until
 from tests.world import ROOT, STRATEGIES, sizes_of, start_server
 
@@ -97,7 +96,9 @@ def test_a_layout_that_is_refused_is_a_row_that_did_not_pass(capsys: pytest.Capt
 def test_what_nobody_named_and_cannot_run_here_is_left_out_aloud(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dtrain.verify.options_of", lambda group: ["3d", "ddp"] if group == "strategy" else ["fp32"])
+    monkeypatch.setattr(
+        "dtrain.commands.verify.command.options_of", lambda group: ["3d", "ddp"] if group == "strategy" else ["fp32"]
+    )
     assert main(["verify", *(word for word in QUICK if not word.startswith("strategies")), "processes=2"]) == 0
     _, row, left_out, end = lines(capsys)
     assert row.startswith("ddp ") and "PASS" in row
@@ -176,27 +177,38 @@ def test_ctrl_c_ends_quietly_and_takes_the_ranks_along(importing: bool, number: 
         # a background job is born with SIGINT ignored; a foreground one is meant here
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    maps, metrics = Path(f"/proc/{process.pid}/maps"), tmp_path / "kept" / "one-fp32" / "metrics.jsonl"
+    metrics = tmp_path / "kept" / "one-fp32" / "metrics.jsonl"
 
     def soon() -> bool:
-        """torch's C++ was loaded and goes on to set itself up, or the ranks train."""
-        return "libtorch_python" in maps.read_text() if importing else metrics.exists() and bool(metrics.read_text())
+        """The fork server has loaded torch's C++ and is still importing, or the ranks train."""
+        if importing:
+            return any("libtorch_python" in maps_of(pid) for pid in session(process.pid))
+        return metrics.exists() and bool(metrics.read_text())
 
-    while not soon():
-        assert process.poll() is None
-        time.sleep(0.01)
-    assert session(process.pid) > 1
-    os.killpg(process.pid, number)  # as a terminal does: to all of them
-    _, err = process.communicate(timeout=patience(30))
-    assert (process.returncode, err) == (130, "")
-    until(lambda: session(process.pid) == 0, "the fork server ends when it sees that we did", 5)
-    assert not left_behind(tmp_path / "tmp")
+    try:
+        until(lambda: soon() or process.poll() is not None, "the moment for the signal", 120)
+        assert process.poll() is None and len(session(process.pid)) > 1
+        os.killpg(process.pid, number)  # as a terminal does: to all of them
+        _, err = process.communicate(timeout=patience(30))
+        assert (process.returncode, err) == (130, "")
+        until(lambda: not session(process.pid), "the fork server ends when it sees that we did", 5)
+        assert not left_behind(tmp_path / "tmp")
+    finally:
+        for pid in session(process.pid):
+            os.kill(pid, signal.SIGKILL)
 
 
-def session(leader: int) -> int:
-    """How many processes it has, but for those that only wait to be asked how they ended."""
-    found = subprocess.run(["ps", "-o", "stat=", "-s", str(leader)], capture_output=True, text=True).stdout.split()
-    return sum(not state.startswith("Z") for state in found)
+def session(leader: int) -> list[int]:
+    """Its processes, but for those that only wait to be asked how they ended."""
+    found = subprocess.run(["ps", "-o", "pid=,stat=", "-s", str(leader)], capture_output=True, text=True).stdout
+    return [int(line.split()[0]) for line in found.splitlines() if not line.split()[1].startswith("Z")]
+
+
+def maps_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/maps").read_text()
+    except OSError:  # it has just ended
+        return ""
 
 
 # ---- bad input -----------------------------------------------------------------------------------------------
@@ -225,7 +237,7 @@ def session(leader: int) -> int:
 def test_bad_input(
     words: list[str], message: str, fix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dtrain.world.start_server", lambda *_: pytest.fail("something was started"))
+    monkeypatch.setattr("dtrain.commands.verify.world.start_server", lambda *_: pytest.fail("something was started"))
     assert main(["verify", *words]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and message in err and fix in err.partition("\n  fix: ")[2]
@@ -252,7 +264,7 @@ def test_by_default_every_strategy_at_its_two_smallest_sizes(tmp_path: Path, mon
     assert refused == {("fp8", "ddp"), *(("bf16-pure", strategy) for strategy in others), *in_fp16}
     for case in (case for case in cases if not case.refused):
         accumulation = case.config["train"]["global_batch_size"] // case.config["train"]["micro_batch_size"]
-        dp = parity.mesh_of(case.config["strategy"], case.size).dp
+        dp = compare.mesh_of(case.config["strategy"], case.size).dp
         assert accumulation // dp > 1, "every layout accumulates"
 
 
@@ -267,7 +279,7 @@ def test_by_default_every_strategy_at_its_two_smallest_sizes(tmp_path: Path, mon
     ],
 )
 def test_sizes_follow_from_the_axes(axes: dict[str, int], sizes: list[int]) -> None:
-    assert parity.world_sizes(axes) == sizes
+    assert compare.world_sizes(axes) == sizes
 
 
 def test_what_is_typed_wins_over_the_small_defaults() -> None:
@@ -277,7 +289,7 @@ def test_what_is_typed_wins_over_the_small_defaults() -> None:
     assert not [s for s in large if s.startswith("model.") or s == "optim.lr=3e-3"]
     assert "data=synthetic" not in large and "data=synthetic" in small, "a model brings data that suits it"
     assert settings(["recipe=cpu-tiny"], [*SMALL, "precision=bf16"]) == ["precision=bf16", "recipe=cpu-tiny"]
-    assert settings(["train.steps=5"], [parity.FEWER_STEPS]) == ["train.steps=5"]
+    assert settings(["train.steps=5"], [compare.FEWER_STEPS]) == ["train.steps=5"]
 
 
 def test_strategy_settings_are_not_for_the_one_process(tmp_path: Path) -> None:
@@ -290,11 +302,12 @@ def test_strategy_settings_are_not_for_the_one_process(tmp_path: Path) -> None:
 
 
 def test_nothing_imports_torch_before_there_is_something_to_run() -> None:
-    code = "import sys, dtrain.verify; dtrain.verify.argument_parser(); sys.exit('torch' in sys.modules)"
+    parse = "from dtrain.commands.verify import command; command.argument_parser()"
+    code = f"import sys; {parse}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_a_skipped_step_must_be_skipped_under_both() -> None:
-    assert parity.apart(None, None) == 0.0
-    assert parity.apart(None, 1.0) == parity.apart(1.0, None) == float("inf")
-    assert parity.apart(2.2, 2.0, relative=True) == pytest.approx(0.1)
+    assert compare.apart(None, None) == 0.0
+    assert compare.apart(None, 1.0) == compare.apart(1.0, None) == float("inf")
+    assert compare.apart(2.2, 2.0, relative=True) == pytest.approx(0.1)

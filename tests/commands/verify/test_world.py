@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from dtrain.world import held_back
+from dtrain.commands.verify.world import held_back
 from tests.world import spawn
 
 

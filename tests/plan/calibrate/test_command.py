@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dtrain.config import section
-from dtrain.hardware import Hardware
-from dtrain.plan import calibrate
+from dtrain.config.files import section
+from dtrain.config.hardware import Hardware
+from dtrain.plan.calibrate import command
 
 
 def hardware_of(path: Path) -> Hardware:
@@ -23,7 +23,7 @@ def hardware_of(path: Path) -> Hardware:
 
 def test_this_machine_is_measured_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "here.yaml"
-    assert calibrate.main([f"out={out}", "seconds=1", "--json", str(tmp_path / "all.json")]) == 0
+    assert command.main([f"out={out}", "seconds=1", "--json", str(tmp_path / "all.json")]) == 0
     it: Any = hardware_of(out)
     assert it.stream_gb_s and it.launch_us and it.kernel_us and it.cpu_adam_gb_s and it.host_memory_gib
     assert it.matmul_tflops and it.peak_fp32_tflops and it.peak_bf16_tflops and it.gpu_memory_gib and it.num_sms
@@ -34,13 +34,13 @@ def test_this_machine_is_measured_and_written(tmp_path: Path, capsys: pytest.Cap
         assert it.nvlink_max_gb_s and it.collective_us and it.nvlink_latency_us
         assert max(row["tflops"] for row in everything["matmul"]) == pytest.approx(it.peak_fp32_tflops, rel=0.01)
     text = out.read_text()
-    assert text.startswith(calibrate.MARK) and "torch " in text and "TFLOP/s" in text
+    assert text.startswith(command.MARK) and "torch " in text and "TFLOP/s" in text
     assert "wrote" in capsys.readouterr().out
     assert set(yaml.safe_load(text)) == set(section("hardware", "unknown"))
 
 
 def calibrate_collectives() -> tuple[str, ...]:
-    from dtrain.plan.measure import COLLECTIVES
+    from dtrain.plan.calibrate.measure import COLLECTIVES
 
     return COLLECTIVES
 
@@ -65,13 +65,13 @@ def calibrate_collectives() -> tuple[str, ...]:
 def test_a_mistake_is_told_before_anything_is_measured(
     words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrate, "measure", lambda seconds: pytest.fail("it measured"))
+    monkeypatch.setattr(command, "measure", lambda seconds: pytest.fail("it measured"))
     with pytest.raises(ValueError, match=message):
-        calibrate.main(words)
+        command.main(words)
 
 
 def test_dashes_are_as_good() -> None:
-    assert calibrate.parse(["--out", "a", "--seconds=3", "json=b"]) == {"out": "a", "seconds": "3", "json": "b"}
+    assert command.parse(["--out", "a", "--seconds=3", "json=b"]) == {"out": "a", "seconds": "3", "json": "b"}
 
 
 # ---- one run -------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def make_run(folder: Path, tokens_per_s: float, calibration: float | None = None
 def test_a_run_calibrates_its_stack(tmp_path: Path, before: float | None, after: float) -> None:
     run = make_run(tmp_path, 1000 / 1.4, before)  # 1.4 s a step: compute took 1.2 s
     out = tmp_path / "mine.yaml"
-    assert calibrate.main([f"from={run}", f"out={out}"]) == 0
+    assert command.main([f"from={run}", f"out={out}"]) == 0
     made = hardware_of(out)
     assert made.calibration == pytest.approx(after, rel=0.01), "a second time it is on top of the first"
     assert made.gpu == "H200" and made.stream_gb_s == section("hardware", "h200")["stream_gb_s"]
@@ -103,7 +103,7 @@ def test_a_run_calibrates_its_stack(tmp_path: Path, before: float | None, after:
 def test_a_run_on_hardware_that_was_found_takes_that_file(tmp_path: Path) -> None:
     run = make_run(tmp_path, 1000)
     (run / "config.yaml").write_text(yaml.safe_dump({"hardware": section("hardware", "unknown")}))
-    assert calibrate.main([f"from={run}", f"out={tmp_path / 'mine.yaml'}"]) == 0
+    assert command.main([f"from={run}", f"out={tmp_path / 'mine.yaml'}"]) == 0
     assert hardware_of(tmp_path / "mine.yaml").gpu == "H200"
 
 
@@ -114,7 +114,7 @@ def test_a_foreign_run_writes_no_line_of_its_own(tmp_path: Path, name: Any) -> N
     if name == "nothing-like-it":  # a plain word, which may be a file of one's own: then the figures are in config.yaml
         (run / "config.yaml").write_text(yaml.safe_dump({"hardware": {}}))
     with pytest.raises(ValueError, match=r"from=.*hardware.*\n  fix: a run of a"):
-        calibrate.main([f"from={run}", f"out={tmp_path / 'mine.yaml'}"])
+        command.main([f"from={run}", f"out={tmp_path / 'mine.yaml'}"])
     assert not (tmp_path / "mine.yaml").exists()
 
 
@@ -122,9 +122,9 @@ def test_settings_that_a_foreign_run_adds_are_left_out(tmp_path: Path) -> None:
     run = make_run(tmp_path, 1000, hardware="mine")
     more = {"_target_": "os.system", "made_up": 3, "defaults": ["x"]}
     (run / "config.yaml").write_text(yaml.safe_dump({"hardware": section("hardware", "h200") | more}))
-    assert calibrate.main([f"from={run}", f"out={tmp_path / 'mine.yaml'}"]) == 0
+    assert command.main([f"from={run}", f"out={tmp_path / 'mine.yaml'}"]) == 0
     made = yaml.safe_load((tmp_path / "mine.yaml").read_text())
-    assert set(made) == set(section("hardware", "unknown")) and made["_target_"] == "dtrain.hardware.Hardware"
+    assert set(made) == set(section("hardware", "unknown")) and made["_target_"] == "dtrain.config.hardware.Hardware"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_foreign_run_s_figures_are_figures(tmp_path: Path, key: str, value: An
     run = make_run(tmp_path, 1000)
     (run / "config.yaml").write_text(yaml.safe_dump({"hardware": section("hardware", "h200") | {key: value}}))
     with pytest.raises(ValueError, match=rf"hardware.{key}=.*is no such figure\n  fix: another run"):
-        calibrate.main([f"from={run}", f"out={tmp_path / 'mine.yaml'}"])
+        command.main([f"from={run}", f"out={tmp_path / 'mine.yaml'}"])
 
 
 @pytest.mark.parametrize(
@@ -153,5 +153,5 @@ def test_a_run_that_cannot_calibrate_says_why(
     tmp_path: Path, tokens_per_s: float, plan: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        calibrate.main([f"from={make_run(tmp_path, tokens_per_s, **plan)}", f"out={tmp_path / 'a.yaml'}"])
+        command.main([f"from={make_run(tmp_path, tokens_per_s, **plan)}", f"out={tmp_path / 'a.yaml'}"])
     assert not (tmp_path / "a.yaml").exists()

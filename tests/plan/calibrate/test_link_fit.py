@@ -10,23 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.hardware import load
-from dtrain.plan import curves
-from dtrain.plan.collectives import STEPS, Group, collective_s
+from dtrain.config.hardware import load
+from dtrain.plan.calibrate import link_fit
+from dtrain.plan.time.collectives import STEPS, Group, collective_s
 
-DATA = Path(__file__).parents[2] / "benchmarks" / "planner" / "data" / "nccl_curves.csv"
+DATA = Path(__file__).parents[3] / "benchmarks" / "planner" / "data" / "nccl_curves.csv"
 SIZES = (64 * 2**10, 2**20, 16 * 2**20, 256 * 2**20, 2**30)
 
 
 @given(st.floats(1, 500), st.floats(0.5, 100), st.floats(1, 900), st.integers(3, 16))
 def test_what_a_ring_would_take_is_found_again(fixed: float, hop: float, gb_s: float, ranks: int) -> None:
     def row(name: str, n: int, size: int) -> dict[str, Any]:
-        us = fixed + (n - 1) * STEPS[name] * hop + curves.bus_bytes(name, n, size) / gb_s / 1e3
+        us = fixed + (n - 1) * STEPS[name] * hop + link_fit.bus_bytes(name, n, size) / gb_s / 1e3
         return {"collective": name, "ranks": n, "bytes": size, "us": us}
 
     rows = [row("all_reduce", 2, size) for size in SIZES]
     rows += [row(name, ranks, size) for name in ("all_reduce", "all_gather") for size in SIZES]
-    found = curves.link_figures(rows)
+    found = link_fit.link_figures(rows)
     assert found["nvlink_max_gb_s"] == pytest.approx(gb_s, rel=1e-3)
     assert found["gather_max_gb_s"] == pytest.approx(gb_s, rel=1e-3)
     assert found["collective_us"] == pytest.approx(fixed, rel=0.02, abs=0.2)
@@ -36,12 +36,12 @@ def test_what_a_ring_would_take_is_found_again(fixed: float, hop: float, gb_s: f
 
 @given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(1e-6, 10)), min_size=2, max_size=8))
 def test_a_line_never_promises_negative_time(points: list[tuple[float, float]]) -> None:
-    start, slope = curves.line(points)
+    start, slope = link_fit.line(points)
     assert start >= 0 and slope >= 0
 
 
 def test_nothing_measured_says_nothing() -> None:
-    assert curves.link_figures([]) == {}
+    assert link_fit.link_figures([]) == {}
 
 
 # ---- against what was published ------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtrain.models import bert, gpt2, llama, parts, vit
-from dtrain.plan.activations import MIB, Way, allocated, block_tensors
-from dtrain.plan.shape import Transformer
-from dtrain.strategies.shared import ComputedAgain
+from dtrain.models import bert, gpt2, layers, llama, vit
+from dtrain.plan.memory.activations import MIB, Way, allocated, block_tensors
+from dtrain.plan.model_shape import Transformer
+from dtrain.strategies.recompute import Recompute
 
 DIM, HEADS, LENGTH = 64, 4, 48
 
@@ -77,7 +77,7 @@ def saved_bytes(kind: str, block: nn.Module, batch: int, dtype: torch.dtype, str
 def test_an_eager_block_saves_what_the_list_says(kind: str, dtype: str, monkeypatch: Any) -> None:
     if kind == "llama":
         fused = lambda norm, x: FusedNorm.apply(x.float(), norm.weight).to(x.dtype)  # noqa: E731
-        monkeypatch.setattr(parts.RMSNorm, "forward", fused)
+        monkeypatch.setattr(layers.RMSNorm, "forward", fused)
     block, shape = block_of(kind)
     product, stream = (torch.bfloat16 if word in dtype else torch.float32 for word in ("bf16", "bfloat16"))
     more, less = (saved_bytes(kind, block, batch, product, stream) for batch in (6, 2))  # the weights' casts cancel out
@@ -108,7 +108,7 @@ def test_dropout_keeps_a_byte_for_each_number() -> None:
 def test_a_compiled_block_saves_what_the_partitioner_says(kind: str, stream: torch.dtype, ops: bool) -> None:
     block, shape = block_of(kind)
     if ops:
-        block.forward = ComputedAgain(block.forward, cheap_only=True)  # type: ignore[method-assign]
+        block.forward = Recompute(block.forward, cheap_only=True)  # type: ignore[method-assign]
     batch = 3  # no size of a weight or of the table of angles
     found: list[float] = []
 

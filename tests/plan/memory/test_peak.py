@@ -16,15 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.plan import moments
-from dtrain.plan.activations import GIB
-from dtrain.plan.counts import has_tied_copy, parts, stages
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import by_part, total
-from dtrain.plan.memory import memory, reserve
-from dtrain.plan.passes import in_flight, rank_stages
-from dtrain.plan.shape import Shape, Transformer, resnet
-from dtrain.plan.states import (
+from dtrain.plan.memory import phases
+from dtrain.plan.memory.activations import GIB
+from dtrain.plan.memory.peak import memory, reserve
+from dtrain.plan.memory.pipeline import in_flight, rank_stages
+from dtrain.plan.memory.states import (
     Held,
     gradient_bytes,
     held_by,
@@ -33,8 +31,10 @@ from dtrain.plan.states import (
     resident_gradients,
     weight_bytes,
 )
+from dtrain.plan.model_shape import Shape, Transformer, resnet
+from dtrain.plan.parameters import has_tied_copy, parts, stages
 
-PLANNER = Path(__file__).parents[2] / "benchmarks" / "planner"
+PLANNER = Path(__file__).parents[3] / "benchmarks" / "planner"
 
 
 def table() -> list[dict[str, str]]:
@@ -272,7 +272,7 @@ def test_fsdp_holds_the_first_block_and_the_ends_gathered_at_its_end(
     for data in ("fsdp", "grad_op"):
         layout = Layout("fsdp", dp=dp, data=data, precision=precision)
         held = held_whole(shape, layout)
-        buffers = by_part(moments.first_items(shape, layout, held, shape.seq_len))["buffers"]
+        buffers = by_part(phases.first_items(shape, layout, held, shape.seq_len))["buffers"]
         assert buffers == e * (held.ends + held.block) + (e + 4) * held.block
 
 
@@ -282,7 +282,7 @@ def test_tensor_ranks_keep_no_gradients_twice_over_several_passes(shape: Transfo
     one = Layout("tensor", tp=2, dp=4, data=data)
     several = dataclasses.replace(one, micro_batches=passes)
     held = held_whole(shape, one)
-    for moment in (moments.first_items, moments.ends_items):
+    for moment in (phases.first_items, phases.ends_items):
         more = total(moment(shape, several, held, shape.seq_len)) - total(moment(shape, one, held, shape.seq_len))
         assert 0 <= more <= 4 * held.ends + 1e-6 * held.parameters
 
@@ -297,7 +297,7 @@ def test_a_tied_table_s_gradient_is_received_by_both_of_its_ranks(
     layout = dataclasses.replace(layout, stages_per_rank=2 if schedule == "zbv" else 1)
     received = []
     for rank in range(4):
-        items = moments.update_items(layout, held_by(shape, layout, rank_stages(shape, layout, rank)[0]))
+        items = phases.update_items(layout, held_by(shape, layout, rank_stages(shape, layout, rank)[0]))
         received.append(sum(item.value for item in items if "received" in item.name))
     one = 4 * parts(shape).embed / dp if tied and schedule == "1f1b" else 0  # zbv has both on the first rank
     assert received == [one, 0, 0, one] and has_tied_copy(shape) == tied

@@ -3,9 +3,9 @@
 import pytest
 
 from dtrain.plan.predict import Prediction, predict
-from dtrain.plan.recommend import DOES, faster_micro_batch, name, simpler_than, why
-from dtrain.plan.search import STRATEGIES, rank
-from tests.plan.questions import question
+from dtrain.plan.search.explain_choice import DOES, faster_micro_batch, name, simpler_than, why
+from dtrain.plan.search.search import STRATEGIES, rank
+from tests.commands.plan.capacity import question
 from tests.plan.test_predict import made
 
 CONFIG = {"train": {"global_batch_size": 8}, "cluster": {"nodes": 1, "processes": 4}}

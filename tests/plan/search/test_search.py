@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.config import CONF
-from dtrain.mesh import MeshSizes
-from dtrain.plan import search as module
-from dtrain.plan.activations import GIB
-from dtrain.plan.frames import STRATEGIES, Frame, divisors, frames
+from dtrain.checks.validate import validate
+from dtrain.config.files import CONF
+from dtrain.config.mesh import MeshSizes
 from dtrain.plan.layout import Layout, layout_of
+from dtrain.plan.memory.activations import GIB
 from dtrain.plan.predict import Prediction, Task, predict_layout, task_of
-from dtrain.plan.search import (
+from dtrain.plan.search import search as module
+from dtrain.plan.search.candidates import STRATEGIES, Frame, divisors, frames
+from dtrain.plan.search.search import (
     LEAD,
     UNCLOCKED,
     Limits,
@@ -34,8 +35,7 @@ from dtrain.plan.search import (
     search,
     words,
 )
-from dtrain.validate import validate
-from tests.plan.questions import applied, question
+from tests.commands.plan.capacity import applied, question
 from tests.plan.test_predict import made
 
 SEVEN_B = ("model=llama-7b", "hardware=h100", "data=synthetic", "train.global_batch_size=64")
@@ -154,7 +154,7 @@ def test_slow_pipelines_are_left_out_unless_all_are_asked_for() -> None:
 def test_an_unknown_model_or_hardware_has_no_layouts() -> None:
     config = question(*SEVEN_B).config
     assert search({**config, "model": {"_target_": "my.Net"}}) == []
-    assert search({**config, "hardware": {"_target_": "dtrain.hardware.Hardware"}}) == []
+    assert search({**config, "hardware": {"_target_": "dtrain.config.hardware.Hardware"}}) == []
 
 
 def test_a_batch_that_nobody_can_share_has_no_layouts() -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.hardware import Hardware
-from dtrain.plan.collectives import Group, collective_s, rate, send_s
+from dtrain.config.hardware import Hardware
+from dtrain.plan.time.collectives import Group, collective_s, rate, send_s
 
 NODE = Hardware(
     gpus_per_node=8, nvlink_max_gb_s=400, gather_max_gb_s=300, collective_us=20, nvlink_latency_us=2,

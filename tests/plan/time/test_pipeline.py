@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.hardware import load
+from dtrain.config.hardware import load
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import by_part
-from dtrain.plan.pipeline import pipeline_items
-from dtrain.plan.shape import Transformer
-from dtrain.plan.stacks import STACKS
-from dtrain.plan.step import step_time
+from dtrain.plan.model_shape import Transformer
+from dtrain.plan.time.pipeline import pipeline_items
+from dtrain.plan.time.stack import STACKS
+from dtrain.plan.time.step import step_time
 
 NODE = load("h100-ndr")
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.hardware import load
-from dtrain.plan.kernels import attention_s, filled, matmul_flops, moved_s, product_s
+from dtrain.config.hardware import load
+from dtrain.plan.time.roofline import attention_s, filled, matmul_flops, moved_s, product_s
 
-PROBE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "probe-h200.json"
+PROBE = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "probe-h200.json"
 SIZES = st.integers(1, 40_000)
 
 

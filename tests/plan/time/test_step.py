@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.hardware import Hardware, load
-from dtrain.plan.exchange import exposed
+from dtrain.config.hardware import Hardware, load
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item, by_part, total
-from dtrain.plan.shape import Transformer
-from dtrain.plan.stacks import STACKS, stack_of
-from dtrain.plan.step import knows_enough, longer, step_time, tensor_messages
+from dtrain.plan.model_shape import Transformer
+from dtrain.plan.time.data_parallel import exposed
+from dtrain.plan.time.stack import STACKS, stack_of
+from dtrain.plan.time.step import knows_enough, longer, step_time, tensor_messages
 from tests.world import spawn
 
 GPT = Transformer(24, 2048, 16, 16, 8192, 2048, 50304)
@@ -230,9 +230,9 @@ def test_a_block_computes_all_but_its_last_product_again() -> None:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from dtrain import parity
-    from dtrain.models import build as models
-    from dtrain.strategies.shared import checkpoint_layers
+    from dtrain.commands.verify import compare
+    from dtrain.strategies.recompute import checkpoint_layers
+    from dtrain.train import build as models
 
     products: Counter[tuple[int, ...]] = Counter()
 
@@ -242,7 +242,7 @@ def test_a_block_computes_all_but_its_last_product_again() -> None:
                 products[tuple(args[2].shape)] += 1
             return func(*args, **(kwargs or {}))
 
-    cfg = parity.compose(["model=gpt2-tiny"])
+    cfg = compare.compose(["model=gpt2-tiny"])
     model, layers, d = models.make(cfg), cfg.model.num_layers, cfg.model.dim
     model.to_empty(device="cpu")
     for p in model.parameters():

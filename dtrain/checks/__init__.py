@@ -1,0 +1,1 @@
+"""Every rule that rejects a configuration, checked before anything starts and without torch."""

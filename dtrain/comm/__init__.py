@@ -1,1 +1,0 @@
-"""Communication: the fabric's profile as environment variables, and the preflight that checks nodes before a run."""

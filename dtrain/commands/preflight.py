@@ -1,0 +1,84 @@
+"""`dtrain preflight`: check the nodes before a run, or without one."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from dtrain import start as starting
+from dtrain.config.build import build
+from dtrain.config.hardware import ranks_per_node
+from dtrain.errors import bad
+from dtrain.preflight.run import Preflight
+from dtrain.preflight.start import Starter as Starter
+from dtrain.preflight.start import local_starter as local_starter
+from dtrain.runs.protocol import DONE, PREFLIGHT
+from dtrain.util.format import short_path
+
+USAGE = """usage: dtrain preflight [preflight=quick|full] [cluster=NAME] [setting=value ...]
+
+Check this machine, or the nodes of a SLURM job, without a run.
+
+  preflight=quick    GPUs, versions, network, disk, memory and clocks of each node: a few seconds (the default)
+  preflight=full     also measure GPUs, memory and collectives, and name slow nodes and links
+  run_dir=FOLDER     keep the report there
+
+Exit codes: 0 all nodes passed, 2 bad configuration, 4 a node did not pass."""
+
+
+def main(argv: list[str]) -> int:
+    """`dtrain preflight …`: run only the checks, on this machine or on the nodes of a SLURM job. Exit code 0 or 4."""
+    if {"-h", "--help"} & set(argv):
+        print(USAGE)
+        return DONE
+    from dtrain.launch.compose import compose
+
+    words = [word.partition("=")[0] for word in argv]
+    config = compose(argv if {"preflight", "preflight.level"} & set(words) else [*argv, "preflight=quick"])
+    settings = {k: v for k, v in config["preflight"].items() if k != "_target_"}
+    check = Preflight(**settings)
+    if check.level == "off":
+        raise bad("preflight", "off", "then there is nothing to do", "preflight=quick or preflight=full")
+    nodes, start = nodes_and_starter(config, argv)
+    run_dir = Path(config["run_dir"]).absolute()
+    asked = "run_dir" in words
+    if not asked:  # check the disk where runs go; the checks' files there are removed afterwards
+        parent = run_dir.parents[1]
+        parent.mkdir(parents=True, exist_ok=True)
+        run_dir = Path(tempfile.mkdtemp(prefix=".preflight-", dir=parent))
+    report = check.check(config, run_dir, nodes, start)
+    report.print()
+    if asked or not report.ok:
+        print(f"details in {short_path(run_dir)}")
+    else:
+        shutil.rmtree(run_dir, ignore_errors=True)
+    return DONE if report.ok else PREFLIGHT
+
+
+def nodes_and_starter(config: dict[str, Any], argv: list[str]) -> tuple[list[str], Starter]:
+    """Return the nodes to check and how to reach them: this machine, or srun on the nodes of the current job."""
+    cluster = config["cluster"]
+    if cluster.get("launcher", "torchrun") == "torchrun":
+        return [socket.gethostname()], local_starter
+    from dtrain.launch import slurm_job
+
+    listed = os.environ.get("SLURM_JOB_NODELIST")
+    if not listed:
+        if shutil.which("salloc") is None:
+            fix = "log in where the cluster's commands are, or preflight=… on the job itself"
+            raise bad("cluster", config["choices"].get("cluster"), "there is no salloc on this machine", fix)
+        request = build(cluster | {"processes": ranks_per_node(cluster)}).salloc()
+        command = [*request, *starting.command("dtrain.cli"), "preflight", *argv]
+        print(f"asking SLURM for the nodes: {shlex.join(command)}", flush=True)
+        os.execvp(command[0], command)  # salloc runs this command again inside a job; its exit code is the command's
+    nodes = slurm_job.scontrol("scontrol", "show", "hostnames", listed).split()
+    if not nodes:
+        raise bad(
+            "cluster", config["choices"].get("cluster"), "scontrol does not say which nodes the job has", "squeue --me"
+        )
+    return nodes, slurm_job.starter(config)

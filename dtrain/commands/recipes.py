@@ -1,0 +1,39 @@
+"""`dtrain recipes`: complete starting points."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+
+def main(argv: list[str]) -> int:
+    from dtrain.launch.arguments import built_in
+
+    parser = argparse.ArgumentParser("dtrain recipes", description="Complete starting points: recipe=NAME runs one.")
+    parser.add_argument("action", choices=["ls", "show", "cp"], nargs="?", default="ls")
+    parser.add_argument("name", nargs="?")
+    parser.add_argument("target", nargs="?", help="cp: the new file")
+    options = parser.parse_args(argv)
+    found = built_in()
+    if options.action == "ls":
+        width = max(map(len, found), default=0)
+        for name, path in found.items():
+            print(f"{name:{width}}  {path.read_text().splitlines()[0].lstrip('# ')}")
+        return 0
+    if options.name not in found:
+        raise ValueError(f"recipe={options.name or ''}: there is no such recipe\n  fix: use one of {', '.join(found)}")
+    if options.action == "show":
+        print(found[options.name].read_text(), end="")
+        return 0
+    target = Path(options.target or found[options.name].name)
+    if target.is_dir():
+        target = target / found[options.name].name
+    if target.exists():
+        raise ValueError(f"{target}: is there already\n  fix: another name; nothing was written")
+    shutil.copyfile(found[options.name], target)
+    relative = target if target.is_absolute() else f"./{target}"
+    from dtrain.ui.console import LAUNCH
+
+    print(f"wrote {target}; edit it, then: {LAUNCH} recipe={relative}")
+    return 0

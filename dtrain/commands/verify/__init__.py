@@ -1,0 +1,1 @@
+"""`dtrain verify`: prove that every strategy computes the same as one process."""

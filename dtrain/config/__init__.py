@@ -1,0 +1,1 @@
+"""The configuration: reading, schema, ranges, trust rules, and building objects from it. No torch."""

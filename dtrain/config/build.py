@@ -1,0 +1,119 @@
+"""Build an object from a section of the configuration. Only this file turns a name in a yaml file into code."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.machinery
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dtrain.config.files import GROUPS, PARTIAL, RESERVED, TARGET, option_of
+from dtrain.errors import bad
+
+# Passes the trusted modules from the launcher to the ranks. The run folder cannot pass them: it may come from someone
+# else. A process inherits the variable, and SLURM keeps it in the job's script, also after a requeue.
+TRUST = "DTRAIN_TRUST"
+
+
+def typed_trust() -> list[str]:
+    """Return the modules that the user trusted on the command line, as passed on by the launcher."""
+    return [name for name in os.environ.get(TRUST, "").split(",") if name]
+
+
+def allowed(target: str, trust: Iterable[str]) -> bool:
+    """May this be called? Yes if conf/ names it or the user trusts its module."""
+    if target.partition(".")[0] == "dtrain":  # not by trust: config.build with its own `trust` could call anything
+        return bound(target) is not None
+    return any(target == name or target.startswith(name + ".") for name in trust)
+
+
+def bound(target: str) -> bool | None:
+    """Whether conf/ marks the target as `_partial_` instead of calling it; None: conf/ does not name the target."""
+    found = next((option for group in GROUPS if (option := option_of(group, target))), None)
+    return None if found is None else bool(found.get(PARTIAL))
+
+
+def build(section: Any, trust: Iterable[str] = (), **extra: Any) -> Any:
+    """Build the object that a section describes: call its `_target_` with the other settings as plain values.
+
+    Calls only targets that conf/ names or that modules in `trust` define, and only at the top of the section.
+    `_partial_: true` returns functools.partial instead, for callables that need more arguments later.
+    """
+    if section is None:
+        return None
+    if isinstance(section, Mapping) and not isinstance(section, dict):  # a DictConfig
+        from omegaconf import OmegaConf
+
+        section = OmegaConf.to_container(section, resolve=True)
+    if not isinstance(section, dict) or not isinstance(section.get(TARGET), str):
+        raise bad(TARGET, None, "a section must name what to build", "choose an option of conf/")
+    settings = plain({k: v for k, v in section.items() if k not in (TARGET, PARTIAL)}, "")
+    target = locate(section[TARGET], trust)
+    in_conf = bound(section[TARGET])  # conf/ wins: a file cannot turn a `_partial_` target into a call
+    if section.get(PARTIAL) if in_conf is None else in_conf:
+        return functools.partial(target, **settings, **extra)
+    return target(**settings, **extra)
+
+
+def plain(node: Any, key: str) -> Any:
+    """Copy plain values. A nested `_target_` or similar key is rejected: it is easy to overlook in a file."""
+    if isinstance(node, dict):
+        for name in node:
+            if RESERVED.fullmatch(str(name)):
+                raise reserved(f"{key}.{name}".lstrip("."), node[name])
+        return {name: plain(value, f"{key}.{name}".lstrip(".")) for name, value in node.items()}
+    return [plain(item, key) for item in node] if isinstance(node, (list, tuple)) else node
+
+
+def reserved(key: str, value: Any) -> ValueError:
+    rule = f"names like {key.rpartition('.')[2]} stand at the top of a group only: nothing nested is built"
+    return bad(key, value, rule, f"leave out {key}; settings are plain values")
+
+
+def locate(target: str, trust: Iterable[str] = ()) -> Any:
+    trust = tuple(trust)
+    module_name, _, attribute = target.rpartition(".")
+    if not module_name or not allowed(target, trust):
+        raise untrusted(TARGET, target, trust)
+    try:
+        found = getattr(importlib.import_module(module_name), attribute, None)
+    except ModuleNotFoundError as error:
+        raise bad(TARGET, target, f"cannot be imported ({error})", "check the spelling, or install it") from error
+    if found is None:
+        raise bad(TARGET, target, f"{module_name} has no {attribute}", "check the spelling")
+    # reject names that a trusted module merely imported, e.g. subprocess.Popen
+    home = getattr(found, "__module__", None) or ""
+    names = (home, f"{home}.{getattr(found, '__name__', '')}")
+    if not (home.partition(".")[0] == target.partition(".")[0] == "dtrain" or any(allowed(n, trust) for n in names)):
+        raise untrusted(TARGET, target, trust)
+    return found
+
+
+def untrusted(key: str, target: str, trust: Iterable[str]) -> ValueError:
+    """Reject a target. The fix names a module only if it is the user's own file, never one that a file suggests."""
+    rule = "only dtrain's own code and the modules you trust may be called"
+    fix = "an option of conf/, or trust=[…] with the module's name, if you know that code and want it to run"
+    module = target.partition(".")[0]
+    if file := own_file(module):
+        names = [*trust, module]
+        fix = f"trust=[{','.join(names)}] if that module is yours ({file}); after a run: --trust {' '.join(names)}"
+    return bad(key, target, rule, fix)
+
+
+def own_file(module: str) -> Path | None:
+    """Locate a top-level module of the user without importing it; None: standard library, installed or missing."""
+    import sysconfig
+
+    if not module.isidentifier() or module == "dtrain" or module in sys.stdlib_module_names:
+        return None
+    spec = importlib.machinery.PathFinder.find_spec(module, [os.getcwd(), *sys.path])
+    places = [spec.origin] if spec and spec.origin else list((spec and spec.submodule_search_locations) or [])
+    if not places or not Path(places[0]).exists():
+        return None
+    file = Path(places[0]).resolve()
+    installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
+    return None if installed & {*file.parents} or "site-packages" in file.parts else file

@@ -1,0 +1,109 @@
+"""A run's config.yaml: written by the launcher, read by the ranks and by every command that inspects a run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from dtrain.config.files import CODE, GROUPS, TARGET
+from dtrain.config.redaction import redact
+from dtrain.config.untrusted import MOST_IN_A_RUN, check_file, read
+from dtrain.errors import bad
+
+
+def save(run_dir: Path, config: dict[str, Any]) -> None:
+    """Write config.yaml, complete and resolved; values under secret-like keys are redacted."""
+    from omegaconf import OmegaConf
+
+    temporary = run_dir / ".config.yaml.tmp"
+    OmegaConf.save(OmegaConf.create(redact(config)), temporary)
+    os.replace(temporary, run_dir / "config.yaml")
+
+
+class Settings(dict[str, Any]):
+    """A dict whose keys are also attributes. An OmegaConf read takes 20 µs, and the training loop reads often."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__({k: Settings(v) if isinstance(v, dict) else v for k, v in values.items()})
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def load(run_dir: Path) -> Settings:
+    """Read config.yaml as the launcher wrote it; the ranks call this. A tampered folder executes nothing."""
+
+    return Settings(read_run(run_dir))
+
+
+# former module paths of conf/ targets: the config.yaml of older runs still has them
+OLD_MODULES = {
+    "dtrain.comm.preflight": "dtrain.preflight.run",
+    "dtrain.data.labelled": "dtrain.data.text_classification",
+    "dtrain.data.lines": "dtrain.data.stdlib_lines",
+    "dtrain.data.masked": "dtrain.data.masked_lm",
+    "dtrain.hardware": "dtrain.config.hardware",
+    "dtrain.launchers.local": "dtrain.launch.local",
+    "dtrain.launchers.slurm": "dtrain.launch.slurm",
+    "dtrain.loggers": "dtrain.train.loggers",
+    "dtrain.losses": "dtrain.models.losses",
+    "dtrain.optim": "dtrain.optim.build",
+    "dtrain.precision": "dtrain.optim.precision",
+    "dtrain.schedule": "dtrain.optim.schedule",
+    "dtrain.strategies.zero": "dtrain.strategies.deepspeed",
+}
+
+
+def with_current_targets(config: dict[str, Any]) -> dict[str, Any]:
+    """Replace former module paths of dtrain's own classes with the current ones."""
+    config = dict(config)
+    for group in GROUPS:
+        section = config.get(group)
+        if isinstance(section, dict) and isinstance(section.get(TARGET), str):
+            module, _, name = section[TARGET].rpartition(".")
+            if module in OLD_MODULES:
+                config[group] = section | {TARGET: f"{OLD_MODULES[module]}.{name}"}
+    return config
+
+
+def completed(config: dict[str, Any]) -> dict[str, Any]:
+    """Fill in settings that an older version did not write, with that version's behavior."""
+    precision, checkpoint = config.get("precision"), config.get("checkpoint")
+    if isinstance(precision, dict) and precision.get("_target_") == "dtrain.optim.precision.Precision":
+        precision.setdefault("stream", "float32")
+    if isinstance(checkpoint, dict):
+        checkpoint.setdefault("background", True)
+    if isinstance(config.get("train"), dict):
+        config["train"].setdefault("check_replicas_every", 500)
+    return {"nsys": False, "cuda_graphs": "none", "profile": {"_target_": "dtrain.profile.record.Profile"}} | config
+
+
+def fingerprint(run_dir: Path) -> str:
+    return hashlib.sha256((run_dir / "config.yaml").read_bytes()).hexdigest()
+
+
+def read_run(run_dir: Path, setting: str = "run") -> dict[str, Any]:
+    """Read a run's config.yaml as plain values; nothing in it is executed."""
+    path = run_dir / "config.yaml"
+    try:
+        config = read(path, MOST_IN_A_RUN)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # from the file system, or one of yaml's many types
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        rule = f"its config.yaml cannot be read ({why})"
+        raise bad(setting, run_dir, rule, "another run; dtrain runs lists them") from error
+    if not isinstance(config, dict):
+        rule = "its config.yaml is not that of a run"
+        raise bad(setting, run_dir, rule, "another run; dtrain runs lists them")
+    config = with_current_targets({str(k): v for k, v in config.items()})
+    checked = dict(config)
+    if isinstance(config.get("cluster"), dict):  # shell code contains ${…}, and must be typed again for a resume
+        checked["cluster"] = {k: v for k, v in config["cluster"].items() if k not in CODE}
+    check_file(path, checked)
+    return config

@@ -1,0 +1,1 @@
+"""External file formats, read with size limits and without torch."""

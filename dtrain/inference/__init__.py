@@ -1,0 +1,1 @@
+"""Using a finished run: generate text, export weights."""

@@ -1,1 +1,0 @@
-"""How the ranks of a run are started: one file per way."""

@@ -1,0 +1,1 @@
+"""Measure this machine, so that plans match it."""

@@ -1,0 +1,1 @@
+"""How much memory a rank needs."""

@@ -1,0 +1,1 @@
+"""Check the nodes before a run: GPUs, network, versions, speed."""

@@ -1,0 +1,170 @@
+"""The training loop, top to bottom. Each rank runs `main(run_dir)`; run_dir/config.yaml holds all settings.
+
+A run is a pure function of (config, step). The samples of a step depend only on how many were consumed, every random
+draw on (seed, step, data rank), and the learning rate on the step. So a resumed run equals one that was never
+interrupted.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dtrain.checkpoint import background, store
+from dtrain.config import run_file
+from dtrain.config.build import typed_trust
+from dtrain.config.files import GROUPS
+from dtrain.config.run_file import Settings
+from dtrain.config.schema import check_run
+from dtrain.runs.folder import write_json
+from dtrain.runs.protocol import BAD_CONFIG, DONE, FAILED, PREEMPTED
+from dtrain.strategies.replicas import Replicas
+from dtrain.train import metrics, process
+from dtrain.train.pending import FinishedStep, PendingSteps
+from dtrain.train.process import log
+from dtrain.train.setup import Run, Validation, set_up
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradient became NaN or Inf, and train.nonfinite is `stop`."""
+
+
+def train(run: Run, saver: background.Saver, stop: process.StopRequest) -> bool:
+    """Train until the last step or a stop request. Return True if training stopped before the last step."""
+    settings, strategy, device = run.cfg.train, run.strategy, run.device
+    pending, replicas = PendingSteps(), Replicas(strategy)
+    stopping = False
+    while run.step < run.last_step and not stopping:
+        pending.begin()
+        before = time.perf_counter()
+        inputs, targets = run.train_data.batch(run.samples)
+        inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+        data_s = time.perf_counter() - before
+
+        vote = stop.start_vote()
+        lr = strategy.set_lr(run.schedule(run.step))
+        process.seed_everything(settings.seed, run.step, strategy.random_rank)
+        # Run forward and backward over the micro-batches, average the gradients over the data ranks, clip them by one
+        # global norm, and update the weights. The update is skipped if the loss or the norm is not finite.
+        result = strategy.train_step(inputs, targets)
+        run.step, run.samples = run.step + 1, run.samples + settings.global_batch_size
+        stopping = stop.read_vote(vote)
+
+        is_last = run.step == run.last_step or stopping
+        eval_due = not stopping and (is_last or _every(settings.eval_every, run.step))
+        save_due = is_last or _every(run.cfg.checkpoint.every, run.step)
+        pending.add(result, run.step, run.samples, lr, data_s)
+        for finished in pending.read(all_of_them=eval_due or save_due):
+            log_step(run, finished)
+
+        # once in a while: evaluate, save, compare the replicas
+        if run.validation and eval_due:
+            evaluate(run, run.validation)
+        if save_due:
+            save(run, saver, replicas, is_last)
+        elif _every(settings.check_replicas_every, run.step):
+            replicas.check(run.step)
+        if saver.failed:  # the next vote informs all ranks, and the next save raises the error
+            stop.requested = True  # not |=: it could overwrite a signal that arrives between its read and its write
+        if run.recorder:
+            for of_a_save in saver.finished():
+                run.recorder.write(step=run.step, **of_a_save)
+    return stopping and run.step < run.last_step
+
+
+def _every(interval: int, step: int) -> bool:
+    return bool(interval) and step % interval == 0
+
+
+def log_step(run: Run, finished: FinishedStep) -> None:
+    """Record a step whose metrics have been read; stop the run if they are not finite."""
+    if not finished.updated:
+        run.num_skipped += 1
+        norm = f"gradient norm {finished.grad_norm}"
+        what = f"step {finished.step}: loss {finished.loss}, {norm}: not finite, weights left alone"
+        log.warning(what)
+        if run.cfg.train.nonfinite == "stop" and not finished.overflow:
+            fix = "a smaller optim.lr, a longer schedule.warmup_steps, precision=bf16, or train.nonfinite=skip"
+            raise NonFiniteError(f"{what}. Fix: {fix}")
+    run.step_times.append(finished.step_s)
+    run.summary.update(steps=finished.step, train_loss=finished.loss if math.isfinite(finished.loss) else None)
+    if run.recorder and (finished.step % run.cfg.train.log_every == 0 or finished.step == run.last_step):
+        rate, step_s = run.rate, finished.step_s
+        run.recorder.write(
+            step=finished.step, loss=finished.loss, lr=finished.lr, grad_norm=finished.grad_norm,
+            tokens=finished.samples * rate.tokens_per_sample, tokens_per_s=rate.tokens_per_s(step_s), step_s=step_s,
+            data_s=finished.data_s, mfu=rate.mfu(step_s), mem_gib=metrics.memory_gib(run.device),
+        )  # fmt: skip
+
+
+def evaluate(run: Run, validation: Validation) -> None:
+    """The mean over some batches of the held-out split."""
+    batches = []
+    for i in range(validation.num_batches):
+        batch = validation.data.batch(i * validation.batch_size)
+        inputs, targets = (t.to(run.device, non_blocking=True) for t in batch)
+        batches.append(run.strategy.eval_step(inputs, targets))
+    found = metrics.figures(run.model, torch.stack(batches).mean(dim=0).reshape(-1).tolist())
+    run.summary |= found
+    if run.recorder:
+        run.recorder.write(step=run.step, **found)
+
+
+def save(run: Run, saver: background.Saver, replicas: Replicas, is_last: bool) -> None:
+    """Compare the replicas and save; the files are written while training continues."""
+    asked = time.perf_counter()
+    meta = {
+        "samples": run.samples, "data": run.data_identity, "mesh": run.mesh.as_dict(),
+        "world_size": dist.get_world_size(), "choices": dict(run.cfg.choices),
+        "config_sha256": run_file.fingerprint(run.folder), "extra": run.strategy.extra_state(),
+    }  # fmt: skip
+    state = run.strategy.state_dict()
+    replicas.check(run.step, state)  # a tensor that differs between ranks is never saved
+    saver.save(run.step, state, meta, asked, last=is_last)
+
+
+def finish(run: Run, saver: background.Saver, preempted: bool) -> None:
+    """Wait for the last save, and write the summary."""
+    saved = saver.wait() or run.loaded_from
+    run.strategy.close()
+    run.summary["status"] = "preempted" if preempted else "done"
+    run.summary["peak_mem_gib"] = max(store.gather(metrics.memory_gib(run.device)))
+    if run.recorder:
+        if run.step_times:
+            step_s = statistics.median(run.step_times[1:] or run.step_times)  # the first includes compilation
+            run.summary |= {"tokens_per_s": run.rate.tokens_per_s(step_s), "mfu": run.rate.mfu(step_s)}
+        run.summary |= {
+            "skipped_steps": run.num_skipped, "one_launch": run.strategy.is_one_launch, **saver.totals,
+            "weights_sha256": store.weights_sha256(saved) if saved else None,
+            "wall_s": time.perf_counter() - run.began,
+        }  # fmt: skip
+        write_json(run.folder / "summary.json", run.summary)
+        run.recorder.logger.finish(run.summary)
+
+
+def main(run_dir: Path) -> int:
+    """One rank, from the process group to the exit code."""
+    try:
+        cfg = Settings(run_file.completed(run_file.load(run_dir)) | {"trust": typed_trust()})
+        check_run(cfg, cfg.trust, GROUPS)
+        device = process.join_process_group(cfg.deterministic)
+        with background.Saver(run_dir / "checkpoints", cfg.checkpoint.keep, cfg.checkpoint.background) as saver:
+            stop = process.StopRequest(run_dir)
+            run = set_up(run_dir, cfg, device, saver)
+            preempted = train(run, saver, stop)
+            finish(run, saver, preempted)
+        dist.barrier()  # rank 0 may still be writing the summary; if we left early, it would see a lost peer
+        dist.destroy_process_group()
+        return PREEMPTED if preempted else DONE
+    except BaseException as error:
+        error = process.explained(error)
+        # our own errors about settings include a fix; any other ValueError is an ordinary failure
+        exit_code = BAD_CONFIG if isinstance(error, ValueError) and "\n  fix: " in str(error) else FAILED
+        process.report_failure(run_dir, int(os.environ["RANK"]), error, exit_code)
+        return exit_code

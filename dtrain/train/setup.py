@@ -1,0 +1,154 @@
+"""Build everything that the training loop needs from a run's configuration, and load the newest good checkpoint."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dtrain.checkpoint import store
+from dtrain.checkpoint.background import Saver
+from dtrain.config.build import build
+from dtrain.config.mesh import MeshSizes, batch_sizes, eval_batch_size
+from dtrain.config.run_file import Settings
+from dtrain.data.loader import Loader
+from dtrain.runs.folder import newest_figures, predicted, write_json
+from dtrain.strategies.base import Strategy
+from dtrain.train import build as models
+from dtrain.train import metrics, process
+from dtrain.train.process import log
+
+
+@dataclass
+class Validation:
+    """The held-out split, and how much of it an evaluation reads."""
+
+    data: Loader
+    batch_size: int
+    num_batches: int
+
+
+@dataclass
+class Run:
+    """One rank's run. `step` and `samples` are its position; only they, `summary` and the last two fields change."""
+
+    folder: Path
+    cfg: Settings
+    device: torch.device
+    model: nn.Module
+    strategy: Strategy
+    schedule: Callable[[int], float]
+    mesh: MeshSizes
+    train_data: Loader
+    validation: Validation | None
+    data_identity: str
+    rate: metrics.Rate
+    recorder: metrics.Recorder | None  # on rank 0
+    summary: dict[str, Any]
+    last_step: int
+    step: int
+    samples: int
+    loaded_from: Path | None
+    began: float
+    num_skipped: int = 0
+    step_times: list[float] = field(default_factory=list)
+
+
+def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> Run:
+    """Build data, model and strategy, load the checkpoint, and write the first summary."""
+    began = time.perf_counter()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    profiler = build(cfg.profile, cfg.trust).begin(folder, rank, device, cfg.nsys)
+    batch_size, seed, trust = cfg.train.global_batch_size, cfg.train.seed, cfg.trust
+
+    # ---- data, model, strategy -------------------------------------------------------------------------------
+    data = build(cfg.data, trust)
+    train_set = data.dataset("train")
+    val_set = data.dataset("val") if cfg.train.eval_batches else None
+    data_identity = process.check_same_start(folder, train_set, val_set)
+    model = models.make(cfg, trust)  # on the meta device: the strategy decides which shard each rank holds
+    precision = build(cfg.precision, trust)
+    schedule = build(cfg.schedule, trust, steps=cfg.train.steps)
+    chosen: Strategy = build(cfg.strategy, trust)
+    strategy = chosen.for_world(world_size)
+    if strategy is not chosen:
+        log.info("strategy=%s on one rank has nothing to shard: it runs as ddp", cfg.choices.strategy)
+    mesh = strategy.resolve_mesh(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
+    _, micro_batch_size, accumulation = batch_sizes(cfg, mesh)
+    strategy.setup(
+        model,
+        build(cfg.optim, trust, global_batch_size=batch_size),
+        precision=precision,
+        device=device,
+        first=models.first_weights(cfg),
+        micro_batch_size=micro_batch_size,
+        max_grad_norm=cfg.train.max_grad_norm,
+        activation_checkpointing=cfg.activation_checkpointing,
+        activation_checkpointing_every=cfg.activation_checkpointing_every,
+        compile=cfg.compile,
+        cuda_graphs=cfg.cuda_graphs,
+        masked=getattr(train_set, "masked", False),
+    )
+    reading = {"pin_memory": device.type == "cuda", "workers": cfg.train.loader_workers}
+    place = (seed, strategy.data_rank, mesh.dp)
+    train_data = Loader(train_set, batch_size, *place, **reading)
+    validation = None
+    if val_set is not None:
+        size = eval_batch_size(len(val_set), batch_size, micro_batch_size, mesh)
+        val_data = Loader(val_set, size, *place, **reading, shuffle=False)
+        validation = Validation(val_data, size, min(cfg.train.eval_batches, len(val_set) // size))
+
+    # ---- the newest good checkpoint of this run, whatever layout it was saved under ----------------------------
+    step = samples = 0
+    loaded_from = None
+    found = store.newest_good(folder / "checkpoints", log.warning, needed=strategy.needed_to_resume())
+    if found is not None:
+        loaded_from, manifest = found
+        if manifest["data"] != data_identity and "data" not in cfg.resume_allow:
+            raise ValueError(
+                f"data: it is not what this run was trained on so far ({manifest['data']} then, {data_identity} now)\n"
+                "  fix: bring the old data back, or allow it: 'resume_allow=[data]'"
+            )
+        state = strategy.state_dict()
+        store.load(loaded_from, manifest, state)
+        strategy.load_state_dict(state, manifest["extra"])
+        step, samples = manifest["step"], manifest["samples"]
+        log.info("resumed from %s", loaded_from)
+
+    # ---- what will run -----------------------------------------------------------------------------------------
+    last_step = min(cfg.train.steps, cfg.train.stop_after or cfg.train.steps)
+    rate = metrics.Rate(model, train_data, batch_size, device, precision.dtype, world_size)
+    summary = {
+        "status": "running", "model": cfg.choices.model, "strategy": cfg.choices.strategy,
+        "effective_strategy": cfg.choices.strategy if strategy is chosen else "ddp",
+        "precision": cfg.choices.precision, "parameters": model.num_parameters,
+        "trained_parameters": getattr(model, "num_trained", model.num_parameters), "mesh": mesh.as_dict(),
+        "world_size": world_size, "global_batch_size": batch_size, "micro_batch_size": micro_batch_size,
+        "accumulation": accumulation, "tokens_per_step": rate.tokens_per_step, "unit": rate.unit,
+        "device": metrics.device_name(device), "compile": strategy.compile,
+        "start_step": step, "total_steps": cfg.train.steps, "steps": step, "train_loss": None, "val_loss": None,
+        "val_accuracy": None, "predicted": predicted(folder),
+    }  # fmt: skip
+    recorder = metrics.Recorder(folder, step, build(cfg.logger, trust)) if rank == 0 else None
+    if recorder:
+        if step == last_step:  # the run saved its last step but ended before writing its summary
+            summary |= newest_figures(folder)
+        write_json(folder / "summary.json", summary)
+        recorder.logger.start(cfg.name, str(folder), cfg)
+        if strategy.compile != "none" and step < last_step:  # gpt2-1.5b: 8 s by blocks, 71 s whole
+            log.info("compiling the model: the first step takes longer")
+    profiler.attach(strategy, train_data, step, last_step - step)  # wraps the steps to profile, if any
+    every = cfg.checkpoint.every
+    if device.type == "cuda" and every and step - step % every + every < last_step:
+        saver.prepare(strategy.state_dict())  # allocates memory for the copies while the first step compiles
+    return Run(
+        folder, cfg, device, model, strategy, schedule, mesh, train_data, validation, data_identity, rate, recorder,
+        summary, last_step, step, samples, loaded_from, began,
+    )  # fmt: skip

@@ -1,0 +1,145 @@
+"""Which tests only `make test-all` runs, and which cases of them `make test` runs as well.
+
+`make test` is for every commit: 12 minutes on two cores. A grid (strategies × sizes × settings) keeps there the cases
+that cover each part of the code once; the whole grid, and what takes long for a rare fault, is in `make test-all`. A
+single test that is slow by nature may be marked `slow` where it stands. benchmarks/mutants.py measures what is lost.
+"""
+
+from __future__ import annotations
+
+# file::function -> the parameters that `make test` keeps; () for none
+LONG: dict[str, tuple[str, ...]] = {
+    # each kind of strategy at its smallest size; 3d covers tensor, zero2 covers zero1
+    "parity/test_parity.py::test_follows_one_process": (
+        "3d-4", "ddp-2", "fairscale-2", "fsdp-2", "local_sgd-2", "pipeline-2", "zero2-2", "zero3-2",
+    ),
+    "parity/test_parity.py::test_half_precision": (
+        "ddp-fp16", "fsdp-bf16", "zero1-fp16", "zero2-bf16",
+    ),
+    "parity/test_parity.py::test_memory_settings_do_not_change_the_maths": ("options0",),
+    "parity/test_parity.py::test_bf16_means_the_same_under_every_strategy": (),
+    # local_sgd and fairscale have a resume of their own in tests/strategies
+    "parity/test_resume.py::test_sigkill_and_resume_is_bit_exact": ("ddp-2", "fsdp-2", "zero3-2"),
+    "parity/test_exchange.py::test_a_save_on_the_way_changes_nothing": ("3d", "ddp", "fsdp", "zero3"),
+    "parity/test_exchange.py::test_takes_over_from": ("3d", "ddp", "fsdp", "zero3"),
+    "strategies/test_variants.py::test_same_maths": (
+        "fsdp-4-strategy.sharding=hybrid,strategy.replica_size=2", "fsdp-2-strategy.offload=cpu",
+        "tensor-2-strategy.sequence_parallel=true,strategy.loss_parallel=true",
+        "pipeline-2-strategy.schedule=zbv",
+        "pipeline-4-strategy.pp=2,strategy.data=ddp,strategy.schedule=interleaved_1f1b",
+        "pipeline-2-strategy.schedule=gpipe,strategy.split=[1]",
+    ),
+    "strategies/test_variants.py::test_a_resume_is_bit_exact_also_with_dropout": ("options0",),
+    "strategies/test_base.py::test_compile_keeps_the_maths": (),
+    "strategies/test_base.py::test_first_weights_are_the_same_whatever_the_layout": (),
+    "strategies/test_base.py::test_fp16_scale_falls_at_an_overflow_and_training_goes_on": ("ddp", "fsdp", "pipeline"),
+    "strategies/test_base.py::test_nonfinite_stops_before_the_update_and_is_never_saved": (
+        "inf-ddp", "nan-fsdp", "nan-pipeline", "nan-zero2",
+    ),
+    "strategies/test_checkpointing.py::test_a_run_is_the_same_with_ops": ("ddp",),
+    "strategies/test_checkpointing.py::test_one_compiled_graph_has_the_recomputation_in_it": ("ops",),
+    "strategies/test_deepspeed.py::test_a_run_moves_through_the_stages": (),
+    "strategies/test_deepspeed.py::test_nvme_keeps_the_maths_and_the_state": (),
+    "strategies/test_deepspeed.py::test_a_step_that_is_not_finite_leaves_everything_alone": ("zero3",),
+    "strategies/test_fairscale.py::test_oss_follows_one_process_and_its_checkpoint_moves": (),
+    "strategies/test_fairscale.py::test_each_weight_has_one_owner": ("oss",),
+    "strategies/test_fsdp.py::test_gradients_of_a_pass_are_cut_unless_whole_weights_stay": (
+        "full-True", "grad_op-False",
+    ),
+    "strategies/test_local_sgd.py::test_stays_within_its_own_tolerance": (),
+    "strategies/test_local_sgd.py::test_averaging_every_step_is_ddp_for_plain_sgd_only": (),
+    "strategies/test_lora_base.py::test_the_same_maths": ("pipeline-2-options2", "fsdp-2-options5"),
+    "strategies/test_lora_base.py::test_holding_frozen_weights_in_16_bits_keeps_every_bit": ("bf16",),
+    "strategies/test_replicas.py::test_replicas_that_differ_are_never_saved": ("model.norm.weight-0-6", "missed-1-5"),
+    "kernels/test_gelu.py::test_in_a_compiled_layer_with_and_without_recomputation": ("tanh-ops",),
+    "kernels/test_gelu.py::test_a_graph_that_ddp_cuts_at_its_buckets": (),
+    "kernels/test_gemm_pass.py::test_the_gradient_of_a_weight_is_written_in_float32": (),
+    "kernels/test_gemm_pass.py::test_small_products_and_wide_types_are_left_to_torch": (),
+    "kernels/test_gemm_pass.py::test_all_products_of_both_graphs_are_taken_and_values_stay": (),
+    "kernels/test_cross_entropy.py::test_training_is_the_same_with_it": (
+        "one process", "zero2", "a pipeline that splits its backward pass", "and the sequence",
+    ),
+    "models/test_packed.py::test_packed_runs_follow_one_process": ("gpt2-fsdp", "gpt2-pipeline", "llama-tensor-sp-lp"),
+    "models/test_user_model.py::test_a_batch_norm_of_torch_goes_on_where_it_was": ("fsdp",),
+    "models/test_user_model.py::test_a_plain_module_follows_one_process_under_every_strategy": ("fsdp", "zero3"),
+    "models/test_resnet.py::test_two_ranks_follow_one_process": ("fsdp",),
+    "models/test_resnet.py::test_it_learns_the_digits": (),
+    "models/test_vit.py::test_it_learns_the_digits": (),
+    "models/test_llama.py::test_llama_tiny_learns_real_text": (),
+    "models/test_bert.py::test_learns_to_tell_code_comments_and_docstrings_apart": (),
+    "models/test_bert.py::test_learns_to_fill_in_masked_bytes": (),
+    "optim/test_precision.py::test_bf16_pure_follows_bf16_and_is_one_under_ddp_and_fsdp": (),
+    "checkpoint/test_initial_weights.py::test_every_layout_begins_with_the_same_weights": (),
+    "checkpoint/test_store.py::test_a_disk_without_a_byte_left_is_exit_code_3_and_says_so": (),
+    "checkpoint/test_store.py::test_50_random_kills_lose_no_acknowledged_checkpoint": (),
+    "checkpoint/test_store.py::test_sigkill_at_each_phase_loses_no_acknowledged_checkpoint": (
+        "true-save.shard", "true-save.copied", "false-save.manifest",
+    ),
+    "checkpoint/test_background.py::test_a_run_saves_the_same_bits_while_it_goes_on": (
+        "strategy=fsdp", "strategy=zero3",
+    ),
+    "inference/test_export.py::test_a_run_goes_to_transformers_and_back": ("gpt2", "bert-classify"),
+    "profile/test_profile.py::test_the_parts_add_up_to_the_step_on_two_ranks": ("ddp", "pipeline"),
+    "plan/calibrate/test_command.py::test_this_machine_is_measured_and_written": (),
+    "plan/memory/test_activations.py::test_a_compiled_block_saves_what_the_partitioner_says": ("gpt2-stream1-ops",),
+    "data/test_prefetch.py::test_a_long_tmpdir_is_no_place_for_sockets": ("code0",),
+    # recipes: each composes and shows its command; these also train
+    "test_recipes.py::test_a_twin_trains": (
+        "tiny/gpt2-124m-single-gpu", "tiny/vit-imagenet-ddp",
+    ),
+    "test_fit.py::test_the_script_of_the_page_follows_its_command_under_another_strategy": (),
+    "test_fit.py::test_a_script_that_does_not_guard_its_call_is_told_by_its_ranks": (),
+    "commands/verify/test_command.py::test_by_default_every_strategy_at_its_two_smallest_sizes": (),
+    "commands/verify/test_command.py::test_deepspeed_in_fp16_runs_or_is_left_out_as_the_cpu_can": (),
+    "commands/verify/test_command.py::test_a_rank_that_fails_or_hangs": (
+        "strategy0-rank 0: RuntimeError: no such wire",
+    ),
+    "commands/verify/test_command.py::test_ctrl_c_ends_quietly_and_takes_the_ranks_along": ("True-2", "False-15"),
+    "commands/test_search.py::test_a_point_that_is_refused_is_a_trial_that_came_to_nothing": (),
+    "commands/test_search.py::test_on_slurm_it_goes_on_without_the_terminal": (),
+    # launches: torchrun and its ranks import torch anew each time
+    "launch/test_local.py::test_a_signal_saves_at_the_step_boundary_and_ends_with_75": ("15",),
+    "launch/test_local.py::test_killing_the_launcher_while_it_starts_leaves_no_orphans": ("2.5",),
+    "launch/test_local.py::test_a_second_signal_ends_it_at_once": (),
+    "launch/test_local.py::test_a_host_name_that_does_not_resolve_costs_nothing": (),
+    "launch/test_local.py::test_a_run_that_is_running_is_not_resumed": (),
+    "launch/test_local.py::test_a_failed_resume_leaves_the_configuration_as_it_was": (),
+    "launch/test_local.py::test_two_signals_of_a_scheduler_are_one_request": (),
+    "launch/test_local.py::test_the_first_error_is_shown_with_its_rank": (
+        "raise RuntimeError('the loss function exploded')-the loss function exploded",
+    ),
+    "launch/test_start.py::test_a_world_of_verify": (),
+    "launch/test_fuzz.py::test_no_setting_is_executed": ("cluster.srun", "name"),
+    "launch/test_slurm.py::test_a_sweep_is_one_array_and_goes_on_where_it_was": (),
+    "launch/test_slurm.py::test_ctrl_c_on_one_of_two_nodes_ends_both_after_what_four_local_ranks_compute": (),
+    "launch/test_slurm.py::test_two_nodes_of_two_ranks_compute_what_four_local_ranks_do": ("ddp",),
+    "launch/test_slurm_odd.py::test_a_sweep_that_is_typed_twice_at_once_is_submitted_once": (),
+    "launch/test_slurm_odd.py::test_a_run_that_has_ended_keeps_its_results": (),
+    # the tests' own cluster
+    "launch/test_slurm_cluster.py::test_a_requeued_job_counts_its_restarts": (),
+    "launch/test_slurm_cluster.py::test_a_node_with_a_network_dies_and_returns": (),
+    "launch/test_slurm_cluster.py::test_accounting_answers_after_a_job": (),
+    "launch/test_slurm_cluster.py::test_a_link_goes_down_and_up": (),
+    "launch/test_slurm_cluster.py::test_jobs_survive_a_restart_of_the_controller": (),
+    "launch/test_after.py::test_logs_follow_a_job_from_the_queue_through_a_requeue": (),
+    "launch/test_after.py::test_with_accounting_the_past_is_known": (),
+    "launch/test_nsys.py::test_nsys_goes_around_torchrun": (),
+    "launch/test_nsys.py::test_nsys_goes_around_each_rank_of_a_slurm_job": (),
+    "preflight/test_network.py::test_lost_nodes_are_named": (),
+    "preflight/test_network.py::test_a_slow_link_is_named_and_can_be_left_out": (),
+    "preflight/test_network.py::test_the_interface_of_the_profile_is_found_and_the_run_trains": (),
+}  # fmt: skip
+
+
+def is_long(test: str) -> bool:
+    """Does only `make test-all` run this test? `test`: its id without tests/, e.g. fit.py::test_it[ddp]."""
+    function, _, parameters = test.partition("[")
+    return function in LONG and parameters.removesuffix("]") not in LONG[function]
+
+
+def unknown(tests: list[str]) -> list[str]:
+    """Lines of the table that name no test any more, of the files that these tests are in."""
+    files = {test.partition("::")[0] for test in tests}
+    known = {test.partition("[")[0] for test in tests} | set(tests)
+    names = [function + (f"[{case}]" if case else "") for function, kept in LONG.items() for case in ("", *kept)]
+    return [name for name in names if name.partition("::")[0] in files and name not in known]
