@@ -37,9 +37,10 @@ import torch.distributed.checkpoint as dcp
 from throughput import environment
 from torch import Tensor, nn
 
-from dtrain import parity, shards
-from dtrain.config import build
-from dtrain.saving import Saver
+from dtrain.checkpoint import shards
+from dtrain.checkpoint.background import Saver
+from dtrain.commands.verify import compare
+from dtrain.config.build import build
 
 State = dict[str, Tensor]
 Save = Callable[[Path], tuple[Callable[[], Any], Path]]  # starts one; gives what waits for it, and where it is
@@ -55,7 +56,7 @@ META: dict[str, Any] = {"samples": 0, "data": "", "extra": {}}
 def random_state(model: str, device: torch.device) -> State:
     """Weights and AdamW moments by their names in a checkpoint."""
     with torch.device("meta"):
-        named = list(build(parity.compose([f"model={model}"]).model).named_parameters())
+        named = list(build(compare.compose([f"model={model}"]).model).named_parameters())
     state: State = {}
     for name, p in named:
         state[f"model.{name}"] = torch.rand(p.shape, device=device)

@@ -37,8 +37,12 @@ REAL = """
 import statistics, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from dtrain.saving import Saver
-from dtrain.shards import Chunk
+try:
+    from dtrain.checkpoint.background import Saver
+    from dtrain.util.dtensor import Chunk
+except ImportError:  # an older checkout
+    from dtrain.saving import Saver
+    from dtrain.shards import Chunk
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 state = {f"model.{i}": torch.rand(2**18) for i in range(24)}
@@ -68,14 +72,16 @@ def simulate(model: str, size: int, folder: Path) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor, Shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from dtrain import checkpoint, manifest, parity, shards, writers
-    from dtrain.config import build
+    from dtrain.checkpoint import manifest, shards, store, writers
+    from dtrain.commands.verify import compare
+    from dtrain.config.build import build
+    from dtrain.util import dtensor
 
     os.environ.setdefault("LOCAL_WORLD_SIZE", "8")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     mesh = init_device_mesh("cpu", (size,))
     with torch.device("meta"):
-        named = list(build(parity.compose([f"model={model}"]).model).named_parameters())
+        named = list(build(compare.compose([f"model={model}"]).model).named_parameters())
     shapes = {f"model.{name}": tuple(p.shape) for name, p in named}
     shapes |= {f"optim.{n}.{m}": tuple(p.shape) for n, p in named for m in ("exp_avg", "exp_avg_sq")}
     row: dict[str, Any] = {"ranks": size, "tensors": len(shapes)}
@@ -123,14 +129,18 @@ def simulate(model: str, size: int, folder: Path) -> dict[str, Any]:
     }
     kept_writers = writers.Writers()
     kept_writers.entries, kept_writers.mine, kept_writers.index = own, mine, index
-    files, first = timed(checkpoint.share_out, state, kept_writers)
+    files, first = timed(store.share_out, state, kept_writers)
     assert kept_writers.entries is own, "the plan was kept"
-    row["plan_later_s"] = statistics.median(timed(checkpoint.share_out, state, kept_writers)[1] for _ in range(5))
+    row["plan_later_s"] = statistics.median(timed(store.share_out, state, kept_writers)[1] for _ in range(5))
     row["share_out_first_s"] = first
 
     # ---- the manifest, and what each rank reads of it
-    meta = {"run": "0" * 32, "samples": 0, "data": "0" * 40, "extra": {
-        "optimizer": {name: {"step": 1000.0} for name, _ in named}, "precision": {}}}
+    meta = {
+        "run": "0" * 32,
+        "samples": 0,
+        "data": "0" * 40,
+        "extra": {"optimizer": {name: {"step": 1000.0} for name, _ in named}, "precision": {}},
+    }
     specs: dict[str, Any] = {}
     for r in range(size):
         num_files = len(files)
@@ -139,30 +149,30 @@ def simulate(model: str, size: int, folder: Path) -> dict[str, Any]:
             specs[f"{stem}.safetensors"] = {"size": 2**40, "sha256": "0" * 64}
     path = folder / "step-00000001"
     path.mkdir(parents=True)
-    _, row["write_manifest_s"] = timed(checkpoint.write_manifest, path, manifest.content(1, meta, specs, index))
+    _, row["write_manifest_s"] = timed(store.write_manifest, path, manifest.content(1, meta, specs, index))
     row["manifest_mb"] = (path / "manifest.json").stat().st_size / 1e6
     row["rank_0_received_mb"] = len(json.dumps(specs)) / 1e6
     header_mb = 0.0
     for r in (0, 1):
         for file, chunks in files.items():
             moved = {
-                names: shards.Chunk(c.values, c.whole_shape, part(c.whole_shape, r)[0]) for names, c in chunks.items()
+                names: dtensor.Chunk(c.values, c.whole_shape, part(c.whole_shape, r)[0]) for names, c in chunks.items()
             }
             header_mb += write_sparse(path / file.replace("00000", f"{r:05d}"), moved) / 1e6
     row["header_mb"] = header_mb / 2
-    saved, row["read_manifest_s"] = timed(checkpoint.read_manifest, path)
+    saved, row["read_manifest_s"] = timed(store.read_manifest, path)
     _, row["check_files_s"] = timed(shards.check_files, path, saved, 0)
 
     # ---- load: which parts of which files this rank needs, in the same layout, and in one of half as many ranks
     def plan_load(both: bool) -> int:
         found = 0
-        with shards.Reader(path, checkpoint.read_manifest(path)) as reader:
+        with shards.Reader(path, store.read_manifest(path)) as reader:
             for name, held in state.items():
-                (chunk,) = shards.chunks_of(held)
+                (chunk,) = dtensor.chunks_of(held)
                 if both:
                     rows = sum(part(shapes[name], r)[1][0] for r in (0, 1))
                     values = torch.empty((rows, *chunk.shape[1:]), device="meta")
-                    chunk = shards.Chunk(values, chunk.whole_shape, chunk.offset)
+                    chunk = dtensor.Chunk(values, chunk.whole_shape, chunk.offset)
                 found += sum(1 for _ in reader._parts(name, chunk))
         return found
 
@@ -181,7 +191,7 @@ def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def write_sparse(path: Path, chunks: Any) -> int:
     """A shard with a real header and a hole for the values; the bytes of the header."""
-    from dtrain import shards
+    from dtrain.checkpoint import shards
 
     header: dict[str, Any] = {"__metadata__": shards.metadata(chunks)}
     end = 0

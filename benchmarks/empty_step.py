@@ -29,9 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain import metrics, saving, worker
+from dtrain.checkpoint import background
 from dtrain.data.loader import Loader
 from dtrain.strategies.ddp import DDP
+from dtrain.train import metrics, process
 
 BLOCK = 50  # steps
 WARM_UP = 4  # blocks that are not counted
@@ -40,12 +41,12 @@ Times = tuple[float, float]  # wall and CPU seconds
 # what is timed: of whom, which call, and the part of the loop that it belongs to
 PARTS: list[tuple[Any, str, str]] = [
     (Loader, "batch", "data"),
-    (worker.StopRequest, "start_vote", "vote, begun"),
-    (worker.StopRequest, "read_vote", "vote, read"),
-    (worker, "seed_everything", "seeds"),
+    (process.StopRequest, "start_vote", "vote, begun"),
+    (process.StopRequest, "read_vote", "vote, read"),
+    (process, "seed_everything", "seeds"),
     (metrics.Recorder, "write", "metrics, written"),
     (metrics, "memory_gib", "memory, read"),
-    (saving.Saver, "finished", "saves, asked for"),
+    (background.Saver, "finished", "saves, asked for"),
     (DDP, "set_lr", "learning rate"),
 ]
 

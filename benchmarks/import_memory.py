@@ -18,8 +18,8 @@ from pathlib import Path
 
 from throughput import environment
 
-from dtrain import parity, world
-from dtrain.config import load, save
+from dtrain.commands.verify import compare, world
+from dtrain.config.run_file import load, save
 
 SIZES = ["num_layers=8", "dim=1024", "num_heads=16", "vocab_size=16384", "vocab_multiple=128", "seq_len=256"]
 MODELS = {  # 471 MB and 638 MB in float32
@@ -43,14 +43,14 @@ def rank(run_dir: Path) -> int:
     import torch
     import torch.distributed as dist
 
-    from dtrain.config import build
-    from dtrain.models import build as models
+    from dtrain.config.build import build
+    from dtrain.train import build as models
 
     dist.init_process_group("gloo")
     cfg = load(run_dir)
     strategy = build(cfg.strategy)
     if cfg.choices.strategy.startswith("zero"):
-        from dtrain.strategies.zero_state import import_deepspeed
+        from dtrain.strategies.deepspeed_state import import_deepspeed
 
         import_deepspeed(torch.device("cpu"))  # 300 MB of modules, which are not the import's
     model, first = models.make(cfg), models.first_weights(cfg)
@@ -71,10 +71,11 @@ def write_model(folder: Path, overrides: list[str]) -> int:
     """A drawn model in Hugging Face's format; the bytes of its weights."""
     import torch
 
-    from dtrain import checkpoint, export
-    from dtrain.models import build as models
+    from dtrain.checkpoint import store
+    from dtrain.inference import export
+    from dtrain.train import build as models
 
-    case = parity.make_case("ddp", 1, "fp32", parity.compose(overrides), folder / "run")
+    case = compare.make_case("ddp", 1, "fp32", compare.compose(overrides), folder / "run")
     case.run_dir.mkdir(parents=True)
     save(case.run_dir, case.config)
     cfg = load(case.run_dir)
@@ -83,13 +84,13 @@ def write_model(folder: Path, overrides: list[str]) -> int:
     for name, parameter in model.named_parameters():
         first.fill(model, name, parameter, torch.device("cpu"))
     state = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    checkpoint.save(case.run_dir / "checkpoints", 1, state, {"samples": 0, "data": "", "extra": {}}, keep=1)
+    store.save(case.run_dir / "checkpoints", 1, state, {"samples": 0, "data": "", "extra": {}}, keep=1)
     return (export.export_hf(case.run_dir, folder / "hf") / "model.safetensors").stat().st_size
 
 
 def measure(run_dir: Path, strategy: str, ranks: int, overrides: list[str]) -> list[int]:
     """The peak of each rank, in bytes."""
-    case = parity.make_case(strategy, ranks, "fp32", parity.compose(overrides), run_dir)
+    case = compare.make_case(strategy, ranks, "fp32", compare.compose(overrides), run_dir)
     assert not case.refused, case.refused
     (run_dir / "logs").mkdir(parents=True)
     save(run_dir, case.config)

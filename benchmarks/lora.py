@@ -83,13 +83,13 @@ def train_peer(row: dict[str, Any], options: argparse.Namespace) -> dict[str, An
     import transformers
     from omegaconf import OmegaConf
 
-    from dtrain.metrics import memory_gib
-    from dtrain.models import hf
+    from dtrain.formats import huggingface
+    from dtrain.train.metrics import memory_gib
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "model" / f"{options.model}.yaml"))
     settings["seq_len"] = options.seq_len
-    config = transformers.LlamaConfig(**hf.FAMILIES["llama"].config(settings), use_cache=False)
+    config = transformers.LlamaConfig(**huggingface.FAMILIES["llama"].config(settings), use_cache=False)
     torch.manual_seed(0)
     with device:  # at once in 16 bits and where it belongs
         torch.set_default_dtype(torch.bfloat16)

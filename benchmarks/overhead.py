@@ -47,7 +47,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dtrain import __version__, schedule
+from dtrain import __version__
+from dtrain.optim import schedule
 
 ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = 2

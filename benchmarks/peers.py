@@ -129,9 +129,9 @@ class Measured:
 
     def sizes(self) -> tuple[float, str, int, Row]:
         """Operations of a step, what is counted and how many a step has, and what the row says of the model."""
-        from dtrain.compose import compose
-        from dtrain.config import Settings
-        from dtrain.models import build as models
+        from dtrain.config.run_file import Settings
+        from dtrain.launch.compose import compose
+        from dtrain.train import build as models
 
         spec = spec_of(self.case, "plain", self.options.cpu)
         cfg, batch = Settings(compose(spec["words"])), spec["batch"]

@@ -31,14 +31,15 @@ TARGET = 0.002  # of a step
 
 
 def set_up(cfg: Any, device: Any) -> Any:
-    """The strategy as dtrain/train.py sets it up, with weights that are the same on all ranks."""
+    """The strategy as dtrain/train/loop.py sets it up, with weights that are the same on all ranks."""
     import torch.distributed as dist
 
-    from dtrain.config import build
-    from dtrain.models import build as models
-    from dtrain.weights import Drawn
+    from dtrain.checkpoint.initial_weights import Drawn
+    from dtrain.config.build import build
+    from dtrain.train import build as models
 
-    strategy, size = build(cfg.strategy), cfg.train.global_batch_size // dist.get_world_size()
+    strategy = build(cfg.strategy).for_world(dist.get_world_size())
+    size = cfg.train.global_batch_size // dist.get_world_size()
     strategy.setup(
         models.make(cfg), build(cfg.optim, global_batch_size=cfg.train.global_batch_size), first=Drawn(0),
         precision=build(cfg.precision), device=device, micro_batch_size=cfg.train.micro_batch_size or size,
@@ -53,13 +54,13 @@ def measure(overrides: list[str], rounds: int, file: Path) -> int:
     import torch.distributed as dist
     from measure import batch_of
 
-    from dtrain import worker
-    from dtrain.compose import compose
-    from dtrain.config import Settings
+    from dtrain.config.run_file import Settings
+    from dtrain.launch.compose import compose
     from dtrain.strategies.replicas import Replicas, checksums, held_tensors
-    from dtrain.strategies.shared import local
+    from dtrain.train import process
+    from dtrain.util.dtensor import local
 
-    device = worker.join_process_group()
+    device = process.join_process_group()
     cfg = Settings(compose(overrides))
     strategy = set_up(cfg, device)
     world_size = dist.get_world_size()
@@ -112,8 +113,8 @@ def measure(overrides: list[str], rounds: int, file: Path) -> int:
 
 
 def main() -> None:
-    from dtrain.config import count_gpus
-    from dtrain.world import World
+    from dtrain.commands.verify.world import World
+    from dtrain.config.hardware import count_gpus
 
     gpus = count_gpus()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

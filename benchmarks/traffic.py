@@ -15,8 +15,8 @@ from pathlib import Path
 
 from throughput import environment
 
-from dtrain import parity
-from dtrain.explain import options_of
+from dtrain.commands.verify import compare
+from dtrain.config.files import options_of
 
 MODEL = ["model.num_layers=8", "model.dim=256", "model.num_heads=4", "model.vocab_size=256", "model.seq_len=64"]
 COMMON = [*MODEL, "data=synthetic", "train.eval_batches=0", "checkpoint.every=0", "train.global_batch_size=8"]
@@ -32,11 +32,11 @@ def sent() -> int:
 def bytes_of_run(strategy: str, ranks: int, steps: int) -> tuple[int, dict[str, object]]:
     with tempfile.TemporaryDirectory() as folder:
         overrides = [*COMMON, f"strategy={strategy}", f"train.steps={steps}"]
-        case = parity.make_case(strategy, ranks, "fp32", parity.compose(overrides), Path(folder) / "run")
+        case = compare.make_case(strategy, ranks, "fp32", compare.compose(overrides), Path(folder) / "run")
         if case.refused:
             raise ValueError(case.refused)
         before = sent()
-        problem = parity.run(case, timeout=300)
+        problem = compare.run(case, timeout=300)
         if problem:
             raise RuntimeError(problem)
         summary = json.loads((case.run_dir / "summary.json").read_text())

@@ -32,13 +32,13 @@ ASKED = "power.draw.instant,clocks.sm,clocks_event_reasons.sw_power_cap"
 def without(names: list[str]) -> contextlib.ExitStack:
     """The parts of dtrain that a way does without, switched off for as long as this is open."""
     from dtrain.kernels import cublaslt
-    from dtrain.models import parts
+    from dtrain.models import layers
 
     stack = contextlib.ExitStack()
     if "products" in names:
         stack.enter_context(patch.object(cublaslt, "library", lambda: None))
     if "gelu" in names:
-        stack.enter_context(patch.object(parts.MLP, "fuses", False))
+        stack.enter_context(patch.object(layers.MLP, "fuses", False))
     return stack
 
 
@@ -49,8 +49,8 @@ class Way:
         from measure import batch_of
 
         from benchmarks.peer.loops import set_up
-        from dtrain.compose import compose
-        from dtrain.config import Settings
+        from dtrain.config.run_file import Settings
+        from dtrain.launch.compose import compose
 
         self.missing = [word.partition("=")[2] for word in words if word.startswith("without=")]
         cfg = Settings(compose([word for word in words if not word.startswith("without=")]))
@@ -69,7 +69,7 @@ class Way:
                 self.taken += 1
                 if before is not None:
                     before.read()
-            float(self.last.loss)  # type: ignore[attr-defined]
+            float(self.last.read().loss)  # type: ignore[attr-defined]
         return (time.perf_counter() - began) / steps
 
 
@@ -111,8 +111,8 @@ def main() -> None:
         groups.append([]) if word == "--" else groups[-1].append(word)
     common, ways_words = [*COMMON, *groups[0]], groups[1:] or [[]]
 
-    from dtrain.comm.profile import environment
-    from dtrain.compose import compose
+    from dtrain.launch.compose import compose
+    from dtrain.preflight.network_env import environment
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29677"}
@@ -120,7 +120,7 @@ def main() -> None:
     import torch
     from throughput import environment as machine
 
-    from dtrain import worker
+    from dtrain.train import process as worker
 
     device = worker.join_process_group()
     torch._dynamo.config.recompile_limit = 64

@@ -59,9 +59,10 @@ class Feed(IterableDataset):  # type: ignore[type-arg]
             self.wait()
 
     def report(self, seconds: float) -> None:
-        from dtrain.metrics import memory_gib
+        from dtrain.train.metrics import memory_gib
 
-        loss = getattr(self.loss, "loss", self.loss)  # of ours it is a result with a loss
+        done = self.loss.read() if hasattr(self.loss, "read") else self.loss  # ours is a result that may be on the GPU
+        loss = getattr(done, "loss", done)
         held = torch.cuda.memory_reserved() / 2**30 if self.device.type == "cuda" else 0.0  # as a recorded step does
         found = {"seconds": seconds, "steps": self.timed, "peak_gib": max(memory_gib(self.device) or 0.0, held)}
         self.out.write(json.dumps(found | {"loss": None if loss is None else float(loss)}) + "\n")

@@ -26,7 +26,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
 
 
 def ours(cfg: Any, feed: Feed, device: torch.device) -> None:
-    """The step of dtrain/train.py, with the defaults and the few words of peers.py."""
+    """The step of dtrain/train/loop.py, with the defaults and the few words of peers.py."""
     strategy = set_up(cfg, len(feed.batches[0][0]), device)
     for inputs, targets in feed:
         before, feed.loss = feed.loss, strategy.train_step(inputs, targets)
@@ -35,13 +35,13 @@ def ours(cfg: Any, feed: Feed, device: torch.device) -> None:
 
 
 def set_up(cfg: Any, size: int, device: torch.device) -> Any:
-    """What dtrain/train.py sets up for one rank and a batch of `size`, with weights that are made at once."""
+    """What dtrain/train/loop.py sets up for one rank and a batch of `size`, with weights that are made at once."""
     from measure import Quick
 
-    from dtrain.config import build
-    from dtrain.models import build as models
+    from dtrain.config.build import build
+    from dtrain.train import build as models
 
-    strategy = build(cfg.strategy)
+    strategy = build(cfg.strategy).for_world(1)
     strategy.resolve_mesh(1, 1)
     strategy.setup(
         models.make(cfg), build(cfg.optim, global_batch_size=size), precision=build(cfg.precision), device=device,
@@ -134,7 +134,7 @@ def accelerate(cfg: Any, feed: Feed, device: torch.device) -> None:
 
 def deepspeed(cfg: Any, feed: Feed, device: torch.device) -> None:
     """zero2 in bfloat16 with float32 masters, not compiled: its tutorials' form, with torch's fused AdamW."""
-    from dtrain.strategies.zero_state import import_deepspeed
+    from dtrain.strategies.deepspeed_state import import_deepspeed
 
     tool = import_deepspeed(device)  # its import as it must be where there is no compiler or no GPU; no more of ours
     # It sends no weights with channels last, and leaves the statistics of batch norms in float32, which torch refuses.
@@ -184,11 +184,11 @@ def hf_model(sizes: Any, kind: str) -> Any:
     """Hugging Face's model with our sizes; its vocabulary is padded as the others' are."""
     import transformers
 
-    from dtrain.models import hf
+    from dtrain.formats import huggingface
 
-    if kind in hf.FAMILIES:
+    if kind in huggingface.FAMILIES:
         padded = {**sizes, "vocab_size": -(-sizes.vocab_size // 128) * 128}
-        values = hf.FAMILIES[kind].config(padded)
+        values = huggingface.FAMILIES[kind].config(padded)
         name = values["architectures"][0]
         config = transformers.AutoConfig.for_model(kind, **values, use_cache=False)
     elif kind == "vit":

@@ -68,8 +68,8 @@ class Peer:
 def work(spec: dict[str, Any]) -> None:
     """Inside the process: train until told to end."""
     sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "planner")]
-    from dtrain.compose import compose
-    from dtrain.config import Settings
+    from dtrain.config.run_file import Settings
+    from dtrain.launch.compose import compose
 
     settings = compose(spec["words"])
     if spec["loop"] in DISTRIBUTED:
@@ -79,7 +79,7 @@ def work(spec: dict[str, Any]) -> None:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if spec["loop"] == "ours":  # as a launched run has it
-        from dtrain.comm.profile import environment
+        from dtrain.preflight.network_env import environment
 
         os.environ |= environment(settings, os.environ)
 
@@ -88,11 +88,11 @@ def work(spec: dict[str, Any]) -> None:
 
     from benchmarks.peer.feed import Feed
     from benchmarks.peer.loops import LOOPS
-    from dtrain import worker
+    from dtrain.train import process
 
     cfg = Settings(settings)
     if spec["loop"] in DISTRIBUTED:
-        device = worker.join_process_group(cfg.deterministic and spec["loop"] == "ours")
+        device = process.join_process_group(cfg.deterministic and spec["loop"] == "ours")
     else:
         torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,8 +1,8 @@
 """What it costs the host to compute a block again: Megatron's checkpoint function beside torch's, on a CPU.
 
 `python benchmarks/planner/again.py` (10 s, one core, no GPU). Blocks have 32 columns, so that calls take the time.
-From it comes MEGATRON_AGAIN of dtrain/plan/stacks.py: torch's cost was measured on an H200 in launches, and this is the
-ratio of the two. What stands for Megatron's reads and sets the host's generator where that has the GPU's.
+From it comes MEGATRON_AGAIN of dtrain/plan/time/stack.py: torch's cost was measured on an H200 in launches, and this
+is the ratio of the two. What stands for Megatron's reads and sets the host's generator where that has the GPU's.
 """
 
 from __future__ import annotations

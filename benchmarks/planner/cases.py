@@ -131,10 +131,10 @@ def largest() -> list[Case]:
 
     PYTORCH_ALLOC_CONF=expandable_segments:True python benchmarks/planner/measure.py --groups largest
     """
-    from dtrain.compose import compose
+    from dtrain.commands.plan.capacity import most_samples
+    from dtrain.launch.compose import compose
     from dtrain.plan.layout import layout_of
     from dtrain.plan.predict import task_of
-    from dtrain.plan.questions import most_samples
 
     cases = []
     for model, mode in (("gpt2-1.5b", "none"), ("gpt2-1.5b", "ops"), ("llama-1b", "none"), ("llama-1b", "ops")):

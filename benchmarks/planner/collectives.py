@@ -15,8 +15,8 @@ from typing import Any
 
 from rows import DATA, records
 
-from dtrain.hardware import load
-from dtrain.plan.collectives import Group, collective_s
+from dtrain.config.hardware import load
+from dtrain.plan.time.collectives import Group, collective_s
 
 
 def curves() -> dict[tuple[str, str, int, int], list[tuple[int, float]]]:

@@ -16,11 +16,11 @@ from typing import Any
 
 import yaml
 
-from dtrain.plan.activations import GIB
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import by_part, total
-from dtrain.plan.memory import memory
-from dtrain.plan.shape import Shape, shape_of
+from dtrain.plan.memory.activations import GIB
+from dtrain.plan.memory.peak import memory
+from dtrain.plan.model_shape import Shape, shape_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -14,7 +14,7 @@ from choose import any_batch, choices, summary
 from rows import Row, read
 from score import score_all
 
-from dtrain.plan.shape import Transformer
+from dtrain.plan.model_shape import Transformer
 
 SOURCE = "vtrain_single_node"
 Kind = tuple[int, int, int]  # columns, tensor ranks, samples of a micro-batch: what a block's seconds depend on

@@ -5,7 +5,7 @@
     python benchmarks/planner/measure.py --compare [FILE]                        (the planner's error, without a GPU)
     python benchmarks/planner/trade.py FILE                                      (the table of the group `trade`)
 
-Each case is set up as dtrain/train.py does it: the composed configuration, the model on the meta device, the
+Each case is set up as dtrain/train/loop.py does it: the composed configuration, the model on the meta device, the
 strategy's own setup and train_step. Batches are random numbers on the device, so no loader is in the time. A case with
 more than one rank runs on torch's fake process group: the messages do nothing, so only its memory means something.
 
@@ -42,10 +42,10 @@ WARM_UP, TIMED = 2, 5  # steps
 
 
 class Quick:
-    """First weights at once: the values of dtrain.weights.Drawn take seconds to draw, and do not matter here."""
+    """First weights at once: those of initial_weights.Drawn take seconds to draw, and do not matter here."""
 
     def fill(self, model: Any, name: str, held: Any, device: Any) -> None:
-        from dtrain.shards import chunks_of
+        from dtrain.util.dtensor import chunks_of
 
         for chunk in chunks_of(held):
             if name.endswith(("bias", "running_mean")):
@@ -143,10 +143,11 @@ def measure(spec: dict[str, Any], device: Any) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from dtrain.compose import compose
-    from dtrain.config import Settings, build
-    from dtrain.models import build as models
+    from dtrain.config.build import build
+    from dtrain.config.run_file import Settings
+    from dtrain.launch.compose import compose
     from dtrain.plan.layout import layout_of
+    from dtrain.train import build as models
 
     ranks = spec["ranks"]
     length = [f"model.seq_len={LENGTHS[spec['model']]}"] if spec["model"] in LENGTHS else []
@@ -157,7 +158,7 @@ def measure(spec: dict[str, Any], device: Any) -> dict[str, Any]:
         *length, *spec["words"],
     ]  # fmt: skip
     settings = compose([*words, f"deterministic={spec['deterministic']}".lower(), "train.global_batch_size=1000000"])
-    strategy = build(settings["strategy"])
+    strategy = build(settings["strategy"]).for_world(ranks)
     sizes = strategy.resolve_mesh(ranks, ranks)
     per_rank = spec["batch"] * spec["passes"]
     settings["train"]["global_batch_size"] = per_rank * sizes.dp
@@ -262,13 +263,13 @@ def run_world(ranks: int, specs: list[dict[str, Any]], out: Path, cpu: bool) -> 
     import torch
     import torch.distributed as dist
 
-    from dtrain import worker
-    from dtrain.plan.measure import launch_costs
+    from dtrain.plan.calibrate.measure import launch_costs
+    from dtrain.train import process
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + ranks)}
     if ranks == 1:
-        device = worker.join_process_group(True)
+        device = process.join_process_group(True)
     else:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 

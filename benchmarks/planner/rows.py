@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a script, from a checkout that is not installed
 
 from dtrain.plan.layout import Layout  # noqa: E402
-from dtrain.plan.shape import Shape, Transformer, shape_of  # noqa: E402
+from dtrain.plan.model_shape import Shape, Transformer, shape_of  # noqa: E402
 
 CONF = ROOT / "conf"
 DATA = Path(__file__).resolve().parent / "data"
@@ -37,7 +37,7 @@ class Row:
     hardware: str  # a yaml of conf/hardware
     nodes: int
     gpus: int
-    stack: str  # a name of dtrain/plan/stacks.py: the software that was measured
+    stack: str  # a name of dtrain/plan/time/stack.py: the software that was measured
     step_s: float
     group: str  # same model, GPUs, their number and global batch: the rows among which a planner would choose
     launch_us: float | None = None  # of the host that it was measured on, where that is known

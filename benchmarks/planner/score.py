@@ -10,7 +10,7 @@ from functools import cache
 
 from rows import CONF, Row
 
-from dtrain.hardware import Hardware, load
+from dtrain.config.hardware import Hardware, load
 from dtrain.plan.ledger import by_part
 
 OURS = "dtrain"
@@ -56,17 +56,17 @@ hardware = cache(load)  # by name
 
 def why_not(row: Row) -> str:
     """Why a row cannot be predicted; "" when it can."""
-    from dtrain.plan.stacks import STACKS
+    from dtrain.plan.time.stack import STACKS
 
     if not (CONF / "hardware" / f"{row.hardware}.yaml").exists():
         return f"conf/hardware/{row.hardware}.yaml is not there"
-    return "" if row.stack in (OURS, *STACKS) else f"dtrain/plan/stacks.py has no {row.stack}"
+    return "" if row.stack in (OURS, *STACKS) else f"dtrain/plan/time/stack.py has no {row.stack}"
 
 
 def score(row: Row) -> Scored:
     """The planner's word on a row, from the hardware file and the stack's description alone."""
-    from dtrain.plan.stacks import STACKS
-    from dtrain.plan.step import step_time
+    from dtrain.plan.time.stack import STACKS
+    from dtrain.plan.time.step import step_time
 
     if row.stack == OURS:  # as the layout runs it, on the machine that was measured in the same hour
         return Scored(row, by_part(step_time(row.shape, row.layout, calibrated(row.hardware, row.launch_us))))
