@@ -15,10 +15,10 @@ from tests.long_tests import is_long, unknown
 from tests.patience import patience
 
 # its limits of 200 ms an example and 1 s for drawing them are for a quiet machine
-hypothesis.settings.register_profile(
-    "any-machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("any-machine")
+ANY_MACHINE = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# `make test` draws the same examples each time, so that a commit fails by its own fault; test-all draws new ones
+hypothesis.settings.register_profile("same", ANY_MACHINE, derandomize=True)
+hypothesis.settings.register_profile("new", ANY_MACHINE)
 os.environ["DTRAIN_STRICT"] = "1"  # a fault of the planner is heard, also in launches that tests start
 
 
@@ -34,6 +34,10 @@ def loggers_speak() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also what is marked slow, and every pair of strategies")
     parser.addoption("--matrix", metavar="FILE", help="write what they found there to FILE.json and FILE.md")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("new" if config.getoption("--all") else "same")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
