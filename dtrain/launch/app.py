@@ -85,7 +85,7 @@ def start(argv: list[str]) -> list[tuple[int, Path]]:
         sys.argv = ["launch.py", *prepare_arguments(argv)]
         OmegaConf.register_new_resolver("dtrain.slug", slug, replace=True)
         task = functools.wraps(run)(lambda cfg: ended.append((run(cfg, argv), Path(cfg.run_dir))))
-        with composed.mode_known(sys.argv[1:]):
+        with composed.mode_known(sys.argv[1:]), composed.quick():
             hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
     except SystemExit as stop:
         if stop.__cause__ is not None:  # an exception raised inside a Hydra callback, see `heard`

@@ -13,7 +13,7 @@ from dtrain.config.files import CODE, CONF, RECIPES, SECRET, known_settings, opt
 from dtrain.config.hydra_errors import GROUPS
 from dtrain.config.redaction import check_arguments
 from dtrain.config.run_file import completed, read_run
-from dtrain.config.untrusted import OPTION, TooLarge, check_file, read
+from dtrain.config.untrusted import OPTION, TooLarge, check_file, quick_yaml, read
 from dtrain.errors import bad
 
 AUTO = "auto"  # strategy=auto: the planner chooses (dtrain/launch/auto.py)
@@ -60,8 +60,10 @@ def prepare_arguments(argv: list[str]) -> list[str]:
         store_option("strategy", AUTO, STAND_IN)
     if "run_dir" in given and {"-m", "--multirun"} & set(argv):
         raise bad("run_dir", given["run_dir"], "a sweep makes a folder for each job", "hydra.sweep.dir=FOLDER")
-    if "recipe" in given or any(a.startswith("-") and a not in ("-m", "--multirun") for a in argv):  # --help lists them
-        store_recipes()  # 24 files: 0.15 s
+    if any(a.startswith("-") and a not in ("-m", "--multirun") for a in argv):  # --help lists them
+        store_recipes()
+    elif "recipe" in given:
+        store_recipes(given["recipe"])
     if "recipe" in given and given["recipe"] not in built_in() and re.search(r"[/\\]|\.ya?ml$", given["recipe"]):
         path = Path(given["recipe"]).expanduser()
         if not path.is_file():
@@ -152,15 +154,20 @@ def built_in() -> dict[str, Path]:
     return {path.relative_to(RECIPES).with_suffix("").as_posix(): path for path in paths}
 
 
-def store_recipes() -> None:
-    for name, path in built_in().items():
-        store_recipe(path, name)
+def store_recipes(chosen: str = "") -> None:
+    """Store this built-in recipe and those it is based on; without one, all: Hydra's --help and errors list them."""
+    recipes = built_in()
+    needed = [chosen] if chosen in recipes else [*recipes]
+    for name in needed:
+        based_on = [str(entry).removeprefix("/recipe/") for entry in store_recipe(recipes[name], name)]
+        needed += [base for base in based_on if base in recipes and base not in needed]
 
 
-def store_recipe(path: Path, name: str | None = None) -> None:
-    """Add a recipe to Hydra's store. name: that of a built-in recipe; any other file is untrusted."""
+def store_recipe(path: Path, name: str | None = None) -> list[Any]:
+    """Add a recipe to Hydra's store; return its `defaults`. name: of a built-in recipe; other files are untrusted."""
     try:
-        node: Any = OmegaConf.load(path) if name else OmegaConf.create(read(path))
+        with quick_yaml():
+            node: Any = OmegaConf.load(path) if name else OmegaConf.create(read(path))
         tree = OmegaConf.to_container(node)
     except TooLarge as error:
         raise bad("recipe", path, str(error), "a recipe is a short file of settings") from None
@@ -173,17 +180,19 @@ def store_recipe(path: Path, name: str | None = None) -> None:
     # otherwise an untrusted file could name any code and also trust it
     for key in [*(key for key in ("resume", "trust") if tree.get(key)), *code]:
         raise bad("recipe", path, f"{key} is for the command line", f"take it out of the file and type {key}=…")
-    check_defaults(path, tree.get("defaults") or [])
+    defaults = tree.get("defaults") or []
+    check_defaults(path, defaults)
     if "hydra" in tree:  # Hydra instantiates callbacks and launchers before any check here runs
         raise bad("recipe", path, "hydra's own settings are for the command line", "take them out of the file")
     if name is None:
         check_file(path, {str(key): value for key, value in tree.items()})
-    if any(re.search(rf"strategy\W+{AUTO}\b", str(entry)) for entry in tree.get("defaults") or []):
+    if any(re.search(rf"strategy\W+{AUTO}\b", str(entry)) for entry in defaults):
         store_option("strategy", AUTO, STAND_IN)
     node.pop("search", None)  # for `dtrain search` only; a plain run uses the recipe's other settings
     folder, _, stem = (name or path.stem).rpartition("/")
     group = f"recipe/{folder}" if folder else "recipe"
     ConfigStore.instance().store(group=group, name=stem, node=node, package="_global_")
+    return defaults
 
 
 def check_defaults(path: Path, defaults: Any) -> None:

@@ -7,16 +7,20 @@ batch check and by its launcher. Each composition reads the files in conf/ again
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
+from hydra._internal import config_loader_impl
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.hydra import Hydra
-from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
+
+from dtrain.config.untrusted import quick_yaml
 
 
 @contextmanager
@@ -33,26 +37,39 @@ def mode_known(words: Sequence[str]) -> Iterator[None]:
 
 
 class KeptFiles(ConfigRepository):
-    """Reads each Hydra config file once. A composition modifies the nodes it gets, so it gets copies."""
+    """Parses each file of conf/ once per process. A composition modifies the nodes it gets, so it gets copies."""
 
-    def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
-        super().initialize_sources(config_search_path)
-        self.kept: dict[str, ConfigResult | None] = {}
+    parsed: ClassVar[dict[tuple[str, str, int], ConfigResult | None]] = {}
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        if config_path not in self.kept:
-            self.kept[config_path] = super().load_config(config_path)
-        return copy.deepcopy(self.kept[config_path])
+        source = self._find_object_source(config_path=config_path, object_type=ObjectType.CONFIG)
+        if source is None or source.scheme() != "file":  # Hydra's store: another recipe may have taken the name since
+            return super().load_config(config_path)
+        file = os.path.join(source.path, f"{config_path.removesuffix('.yaml')}.yaml")
+        key = (source.path, config_path, os.stat(file).st_mtime_ns)
+        if key not in self.parsed:
+            self.parsed[key] = super().load_config(config_path)
+        return copy.deepcopy(self.parsed[key])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptFiles:
-        """Copy for a composition, which may use other sources; `initialize_sources` then gives it its own cache."""
+        """Copy for a composition, which may use other sources; Hydra would copy its whole store, with all recipes."""
         return copy.copy(self)
+
+
+@contextmanager
+def quick() -> Iterator[None]:
+    """Compose in half the time: files are parsed by libyaml, and once per process."""
+    config_loader_impl.ConfigRepository = KeptFiles  # type: ignore[attr-defined]
+    try:
+        with quick_yaml():
+            yield
+    finally:
+        config_loader_impl.ConfigRepository = ConfigRepository  # type: ignore[attr-defined]
 
 
 def keep_jobs(loader: Any) -> None:
     """Make a Hydra config loader compose each job of a sweep once and return copies."""
     compose = loader.load_sweep_config
-    loader.repository = KeptFiles(loader.config_search_path)
     kept: dict[tuple[str, ...], DictConfig] = {}
 
     def once(master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:

@@ -1,22 +1,26 @@
-"""A command is composed once, a sweep once and once more for each of its jobs; what comes out is as Hydra has it."""
+"""A command is composed once, a sweep once plus once per job, each file is parsed once; the result equals Hydra's."""
 
 from __future__ import annotations
 
+import io
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from omegaconf import OmegaConf
 
 from dtrain.cli import main
+from dtrain.config.files import CONF
+from dtrain.launch import composed
+from dtrain.launch.compose import hydra_config
 from dtrain.launch.local import Local
 
 
 @pytest.fixture
 def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happened: each composition, and each file of conf/ that was read. Nothing is trained."""
+    """What happened: each composition, and each file that was parsed. Nothing is trained."""
     events: list[str] = []
 
     def count(owner: Any, name: str, event: str) -> None:
@@ -29,7 +33,15 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(owner, name, counting)
 
     count(ConfigLoaderImpl, "load_configuration", "composed")
-    count(FileConfigSource, "load_config", "read")
+    monkeypatch.setattr(composed.KeptFiles, "parsed", {})
+    parse = OmegaConf.load
+
+    def counting(file: Any) -> Any:
+        if isinstance(file, io.TextIOWrapper):  # as Hydra opens them; dtrain's own readers give a path
+            events.append(file.name)
+        return parse(file)
+
+    monkeypatch.setattr(OmegaConf, "load", counting)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
@@ -48,8 +60,8 @@ def test_a_job_of_a_sweep_is_composed_once(counted: list[str], tmp_path: Path) -
     words = ["train.seed=1,3", "model=gpt2-tiny,llama-tiny"]
     assert main(["launch", "-m", *words, "hydra.sweep.dir=sweep"]) == 0
     assert counted.count("composed") == 1 + 4
-    # for the sweep itself, and for all of its jobs together: conf/ has some 15 files that such a job needs
-    assert counted.count("read") < 40, "each job reads conf/ anew"
+    files = [event for event in counted if event.startswith(str(CONF))]
+    assert len(files) == len(set(files)) > 10, "each file of conf/ once, for the sweep and all of its jobs"
     found = {(config["train"]["seed"], config["choices"]["model"]) for config in configs(tmp_path / "sweep")}
     assert found == {(seed, model) for seed in (1, 3) for model in ("gpt2-tiny", "llama-tiny")}
 
@@ -58,6 +70,18 @@ def test_a_job_of_a_sweep_is_composed_once(counted: list[str], tmp_path: Path) -
     [alone], jobs = configs(tmp_path, "alone"), configs(tmp_path / "sweep")
     [job] = [c for c in jobs if (c["train"]["seed"], c["choices"]["model"]) == (3, "llama-tiny")]
     assert {k: v for k, v in job.items() if k != "run_dir"} == {k: v for k, v in alone.items() if k != "run_dir"}
+
+
+def test_a_file_that_changes_is_parsed_again_and_nobody_gets_another_ones_values(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "model" / "mine.yaml"
+    words = ["model=mine", f"hydra.searchpath=[file://{tmp_path}]"]
+    for dim in (8, 16):
+        file.write_text(f"dim: {dim}\n")
+        os.utime(file, ns=(dim, dim))
+        first, second = hydra_config(words), hydra_config(words)
+        first.model.dim = 1
+        assert second.model.dim == dim == hydra_config(words).model.dim
 
 
 def configs(folder: Path, pattern: str = "*") -> list[Any]:
