@@ -15,7 +15,7 @@ from dtrain.launch.local import Local
 from tests.launch import shadows
 from tests.world import ROOT, SMALL, summary
 
-COMMON = [*SMALL, *shadows.OVERRIDES, "train.steps=2", "cluster.processes=2", "train.loader_workers=1"]
+COMMON = [*SMALL, *shadows.OVERRIDES, "train.steps=2", "cluster.processes=1", "train.loader_workers=1"]
 
 
 def clean(**more: str) -> dict[str, str]:
