@@ -61,7 +61,7 @@ class RunFailed(RuntimeError):
         self.failure = read_json(run_dir / "failure.json")
         message = str(self.failure.get("message") or f"the run ended with {code}").strip()
         if code == PREFLIGHT:
-            message = "the check of the nodes found a fault (preflight)"
+            message = "preflight found a fault on a node"
         elif self.failure.get("rank") is not None:
             message = f"rank {self.failure['rank']}: {self.failure['type']}: {message}"
         super().__init__(f"{message}\n  log: {run_dir / self.failure.get('log', 'logs')}")
@@ -107,7 +107,7 @@ def fit(
             raise ValueError(explain(error)) from (error if os.environ.get("HYDRA_FULL_ERROR") == "1" else None)
         except SystemExit as stop:
             if stop.code and stop.code != PREEMPTED:  # Hydra's argument parser printed why
-                raise ValueError(f"these words are not understood: {words}") from stop
+                raise ValueError(f"these overrides are not understood: {words}") from stop
             raise  # dry_run printed its preview
     code, run_dir = ended[-1]
     if code == PREEMPTED:
@@ -121,11 +121,13 @@ def check_place() -> None:
     """Refuse to start inside another run, or on a thread that receives no signals."""
     if {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         raise ValueError(
-            "dtrain.fit: was called by a rank of a run, which imports the script's file for its classes\n"
-            '  fix: call it under `if __name__ == "__main__":`, and start the script with python, not torchrun'
+            "dtrain.fit: was called in a rank, which imports the script for its classes\n"
+            '  fix: call dtrain.fit under `if __name__ == "__main__":`, and start the script with python, not torchrun'
         )
     if threading.current_thread() is not threading.main_thread():
-        raise ValueError("dtrain.fit: Ctrl-C and signals reach the main thread only\n  fix: call it there")
+        raise ValueError(
+            "dtrain.fit: only the main thread receives Ctrl-C and signals\n  fix: call dtrain.fit from the main thread"
+        )
 
 
 # ---- restore the state of this process -----------------------------------------------------------------------

@@ -14,19 +14,19 @@ USAGE = """usage: dtrain COMMAND ...
 
   launch …                     train: the same as `python launch.py …` (dtrain launch --help)
   plan model=… cluster=…       will it fit, how fast, what does it cost, which strategy (dtrain plan --help)
-  verify [strategies=…]        prove, here, that every strategy computes what one process does
+  verify [strategies=…]        check here that every strategy computes the same as one process
   search SETTING=SPACE …       look for the best settings with optuna (dtrain search --help)
   runs [RUN …|SWEEP]           list runs, or compare them; a sweep's table
   status RUN                   one run: its job, progress, attempts, and the next command
-  logs RUN [-f] [--rank N]     what a rank says
-  cancel RUN|SWEEP [--save]    take it out of the queue, or end it
-  profile RUN                  where its steps go, when it ran with profile=torch or memory
-  env cluster=NAME             the environment of a cluster's profile, as exports with reasons
+  logs RUN [-f] [--rank N]     the log of a rank
+  cancel RUN|SWEEP [--save]    remove it from the queue, or stop it
+  profile RUN                  where its step time or memory goes, after profile=torch or memory
+  env cluster=NAME             a cluster's environment variables as shell exports, with reasons
   preflight [preflight=full]   check the nodes, before a run or alone (cluster=…)
   evaluate RUN                 loss, perplexity or accuracy over the whole held-out split
-  sample RUN "prompt"          let a trained language model write
+  sample RUN "prompt"          generate text with a trained language model
   export RUN [OUT] [--format]  the weights: one safetensors file, or a Hugging Face folder
-  recipes ls|show|cp           complete starting points
+  recipes ls|show|cp           complete configurations to start from
   data prepare SOURCE OUT      turn text into memory-mapped token files
   version
 
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
 
         text = str(error)
         if isinstance(error, OSError) and error.filename:
-            text = f"{error.filename}: {error.strerror}\n  fix: check that the path is right, and yours to use"
+            text = f"{error.filename}: {error.strerror}\n  fix: check the path and its permissions"
         console.print_error(text)
         return 2
     finally:

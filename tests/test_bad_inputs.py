@@ -136,7 +136,7 @@ CASES = [
     case("launch data=tokens data.path={world}/text.txt", "data.path=", "/text.txt", "is not a folder"),
     case("data prepare {world}/nothing out", "/nothing", "does not exist"),
     # where the run goes
-    case("launch run_dir={world}/run", "run_dir=", "/run:", "a run in this folder already", "resume="),
+    case("launch run_dir={world}/run", "run_dir=", "/run:", "this folder already has a run", "resume="),
     case("launch run_dir={world}/full", "run_dir=", "/full:", "not empty"),
     case("launch run_dir={world}/text.txt/run", "run_dir=", "/text.txt cannot be written to"),
     case("launch run_dir=/proc/run", "run_dir=/proc/run", "/proc cannot be written to"),
@@ -171,7 +171,7 @@ CASES = [
         "_target_=dtrain.config.files.build",
         "made from dtrain.train.loggers",
     ),
-    case("launch recipe={world}/trusts.yaml", "/trusts.yaml", "trust is for the command line"),
+    case("launch recipe={world}/trusts.yaml", "/trusts.yaml", "trust may be given on the command line only"),
     # sweeps: the first job is good, and must not be started either
     case("launch -m train.steps=1,0", "train.steps=0", "at least 1"),
     case("launch -m train.seed=1,2 hydra.sweep.subdir=same", "hydra.sweep.subdir=same", "the same folder"),

@@ -116,7 +116,7 @@ def test_the_command_that_a_copy_proposes_works(capsys: pytest.CaptureFixture[st
     [
         (["recipes", "show", "nope"], "recipe=nope: there is no such recipe"),
         (["recipes", "show"], "recipe=: there is no such recipe"),
-        (["recipes", "cp", "cpu-tiny", "taken.yaml"], "taken.yaml: is there already"),
+        (["recipes", "cp", "cpu-tiny", "taken.yaml"], "taken.yaml: already exists"),
         (["recipes", "cp", "cpu-tiny", "no/such/folder.yaml"], "no/such/folder.yaml: No such file or directory"),
         (["data", "prepare", "nothing", "out"], "does not exist"),
         (["data", "prepare", "taken.yaml", "out", "--val-fraction", "2"], "val_fraction=2.0"),

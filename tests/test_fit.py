@@ -139,7 +139,7 @@ def test_a_script_that_does_not_guard_its_call_is_told_by_its_ranks(folder: Path
         "    print('CAUGHT', error.exit_code, error)\n"
     )
     said = python("bare.py").communicate(timeout=patience(120))[0]
-    assert "CAUGHT 2 rank 0: ValueError: dtrain.fit: was called by a rank" in said, said
+    assert "CAUGHT 2 rank 0: ValueError: dtrain.fit: was called in a rank" in said, said
     assert 'under `if __name__ == "__main__":`' in said
     assert f"log: {folder / 'bare' / 'logs' / 'rank-0.log'}" in said
     assert len(list((folder / "bare" / "logs").glob("rank-*"))) == 1
@@ -240,21 +240,24 @@ def closure() -> Any:
     ("given", "told"),
     [
         ({"model": Outer()}, r"model=<Outer>: is an object of this process.*\n  fix: .*functools\.partial"),
-        ({"model": lambda: None}, r"model=<lambda>: can only be made where it was written.*\n  fix: "),
-        ({"model": Outer.Inner}, r"model=Outer\.Inner: can only be made"),
-        ({"data": closure()}, r"data=closure\.<locals>\.Local: can only be made"),
+        ({"model": lambda: None}, r"model=<lambda>: is not at the top level of a module.*\n  fix: "),
+        ({"model": Outer.Inner}, r"model=Outer\.Inner: is not at the top level"),
+        ({"data": closure()}, r"data=closure\.<locals>\.Local: is not at the top level"),
         ({"model": int}, r"model=int: the ranks cannot import it as builtins\.int"),
-        ({"model": functools.partial(closure, 1, 2)}, r"a setting needs a name, and these have none"),
-        ({"model": (Outer, {"act": max})}, r"model\.act=<builtin_function_or_method>: a configuration is a file"),
-        ({"model": (Outer, {3: 1})}, r"model=\{3: …\}: a setting's name is text"),
-        ({"model": Outer}, r"data\.seq_len: is taken from model\.seq_len, which .* has not\n  fix: leave out data="),
+        (
+            {"model": functools.partial(closure, 1, 2)},
+            r"every setting needs a name, but these positional arguments have none",
+        ),
+        ({"model": (Outer, {"act": max})}, r"model\.act=<builtin_function_or_method>: a configuration can hold only"),
+        ({"model": (Outer, {3: 1})}, r"model=\{3: …\}: a setting's name must be text"),
+        ({"model": Outer}, r"data\.seq_len: refers to model\.seq_len, which .* does not have\n  fix: leave out data="),
         ({"model": (Outer, {"dim": 3}), "data": Outer}, r"model\.dim: there is no such setting"),
         ({"train": {"stpes": 3}}, r"train\.stpes: there is no such setting\n  fix: did you mean train\.steps"),
         ({"train": {"steps": "ten"}}, r"train\.steps=ten: must be a whole number"),
         ({"strategy": "fdsp"}, r"strategy=fdsp: there is no such option\n  fix: did you mean strategy=fsdp"),
         ({"strategy": "fsdp,ddp"}, r"is more than one value"),
         ({"processes": 5}, r"train\.global_batch_size=32: must be a multiple of the 5"),
-        ({"-m": 1}, r"'-m': is no name of a setting"),
+        ({"-m": 1}, r"'-m': is not the name of a setting"),
         ({"resume": "no-such-run"}, r"no-such-run"),
         ({"data": "my.thing"}, r"data\._target_=my\.thing: there is no module my"),
         ({"wandb_api_key": "x"}, r"looks like a secret"),
@@ -276,7 +279,9 @@ def test_what_is_typed_in_a_session_cannot_be_imported(monkeypatch: pytest.Monke
     monkeypatch.setattr(main, "__spec__", None)
     for file in ("<stdin>", None):
         monkeypatch.setattr(main, "__file__", file, raising=False)
-        with pytest.raises(ValueError, match=r"model=Outer: was typed in an interactive session.*\n  fix: put it into"):
+        with pytest.raises(
+            ValueError, match=r"model=Outer: was defined in an interactive session.*\n  fix: put it into"
+        ):
             python_objects.name_of("model", Outer)
 
 

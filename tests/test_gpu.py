@@ -31,7 +31,7 @@ def made(run_dir: Path, strategy: str, *options: str) -> tuple[Path, int]:
     size = SIZE[strategy]
     expected = [REFUSED[key] for key in ((strategy, option) for option in options) if key in REFUSED]
     if strategy in ("pipeline", "3d") and torch.cuda.device_count() < size:
-        expected.append("gloo, which passes no GPU tensors from rank to rank")
+        expected.append("gloo, which cannot send GPU tensors between ranks")
     overrides = [f"strategy={strategy}", f"cluster.processes={size}", *options]
     if expected:
         with pytest.raises(ValueError) as refusal:

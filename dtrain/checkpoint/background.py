@@ -82,7 +82,7 @@ class Saver:
                 try:
                     self.buffers.reserve(sizes, gpu)
                 except Exception as error:  # the save tries again, and raises the error if it persists
-                    log.warning("no memory was made ready for the first checkpoint: %s", error)
+                    log.warning("could not allocate the checkpoint buffers in advance: %s", error)
 
             self.thread = threading.Thread(target=reserve, name="saver", daemon=True)
             self.thread.start()
@@ -152,7 +152,9 @@ class Saver:
             problem = f"{needed / 2**30:.1f} GiB are needed for the copies, {free / 2**30:.1f} GiB are free"
         problems = [p for p in gather(problem) if p]
         if problems:
-            log.warning("checkpoint.background: the host's memory is too small (%s); the loop waits", problems[0])
+            log.warning(
+                "checkpoint.background: not enough host memory (%s); training waits during each save", problems[0]
+            )
             self.background = False
         return not problems
 
@@ -249,7 +251,9 @@ class Buffers:
             self.pinned.update(file for file, code in zip(missing, codes, strict=True) if code == 0)
         self.tensors |= made  # all or none: an existing buffer is never pinned later
         if any(codes):
-            log.warning("CUDA does not pin the memory for checkpoints (error %d): saves stall longer", max(codes))
+            log.warning(
+                "CUDA could not pin the checkpoint buffers (error %d): saves block training for longer", max(codes)
+            )
 
     def free(self) -> None:
         for file in list(self.tensors):

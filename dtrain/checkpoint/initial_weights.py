@@ -77,13 +77,13 @@ class Loaded(Drawn):
             elif huggingface.is_new(name) if shape is None else huggingface.other_classes(name, shape, wanted):
                 self.drawn.append(name)
             elif shape is not None:
-                wrong.append(f"{name} has shape {list(shape)} in it, {list(wanted)} in the model")
+                wrong.append(f"{name} has shape {list(shape)} in init_from, {list(wanted)} in the model")
             elif name in shapes:  # a buffer that is not saved is computed
-                wrong.append(f"{name} is not in it")
-        wrong += [f"{n} is only in it" for n in source.unasked(shapes | buffers)]
+                wrong.append(f"{name} is missing in init_from")
+        wrong += [f"{n} is not in the model" for n in source.unasked(shapes | buffers)]
         if wrong:
-            rule = f"it has other weights than the model: {wrong[0]}; {len(wrong)} differences in all"
-            raise bad("init_from", source.path, rule, "the settings of the model that it was saved from")
+            rule = f"its weights do not match the model: {wrong[0]}; {len(wrong)} differences in all"
+            raise bad("init_from", source.path, rule, "use the model settings that it was saved with")
 
     @torch.no_grad()
     def fill(self, model: nn.Module, name: str, held: Held, device: torch.device) -> None:
@@ -104,10 +104,12 @@ class Saved:
         if not (path / "manifest.json").is_file():
             found = store.newest_good(path / "checkpoints", say=log.warning, quarantine=False)
             if found is None:
-                raise bad("init_from", path, "the run has no checkpoint", "another run; dtrain runs lists them")
+                raise bad("init_from", path, "the run has no checkpoint", "choose another run; dtrain runs lists them")
             path = found[0]
         elif problem := store.verify(path):
-            raise bad("init_from", path, f"the checkpoint is damaged ({problem})", "an older one of the same run")
+            raise bad(
+                "init_from", path, f"the checkpoint is damaged ({problem})", "use an older checkpoint of the same run"
+            )
         self.folder = path
         self.saved = store.read_manifest(path)
 
@@ -204,5 +206,5 @@ def by_part(weight: Tensor, num_heads: int) -> Tensor:
 def source_of(path: Path, model: Mapping[str, Any]) -> Source:
     """Return the weights that `init_from=PATH` refers to, for a model with these settings."""
     if not path.is_dir():
-        raise bad("init_from", path, "is no folder here", "a path that every node sees")
+        raise bad("init_from", path, "is not a folder on this node", "use a path that every node can read")
     return Saved(path) if huggingface_folder.is_run(path) else HuggingFace(path, model)

@@ -103,24 +103,24 @@ class Layout:
 def of(shape: Ints, pieces: Sequence[Piece]) -> Layout:
     """Return the most compact layout for these pieces."""
     if any(not len(offset) == len(size) == len(shape) for _, offset, size in pieces):
-        raise LayoutError("a piece has another number of dimensions than its tensor")
+        raise LayoutError("a shard has a different number of dimensions than its tensor")
     return _grid(shape, pieces) or _runs(shape, pieces) or _boxes(shape, pieces)
 
 
 def parse(content: Any, shape: Ints, num_ranks: int) -> Layout:
     """Parse the output of `as_json` for a tensor of this shape; refuse anything else."""
     if not isinstance(content, dict) or len(content) != 2 or "ranks" not in content:
-        raise LayoutError("a layout is no object with ranks and cuts")
+        raise LayoutError("a layout is not an object with ranks and cuts")
     ranks = ints(content["ranks"], num_ranks - 1)
     kind = next(key for key in content if key != "ranks")
     if kind == "boxes":
         given = content["boxes"]
         if not isinstance(given, list) or len(given) != len(ranks):
-            raise LayoutError("a layout has another number of boxes than of ranks")
+            raise LayoutError("a layout has a different number of boxes than ranks")
         pieces = []
         for rank, box in zip(ranks, given, strict=True):
             if not isinstance(box, list) or len(box) != 2:
-                raise LayoutError("a box of a layout is no offset and shape")
+                raise LayoutError("a box of a layout is not an offset and a shape")
             pieces.append((rank, ints(box[0]), ints(box[1])))
         return _boxes(shape, pieces)
     if kind not in ("grid", "runs") or not isinstance(content[kind], list):
@@ -128,12 +128,12 @@ def parse(content: Any, shape: Ints, num_ranks: int) -> Layout:
     cuts = tuple(ints(row) for row in content[kind])
     ends = list(shape) if kind == "grid" else [math.prod(shape)]
     if len(cuts) != len(ends):
-        raise LayoutError("a layout has another number of dimensions than its tensor")
+        raise LayoutError("a layout has a different number of dimensions than its tensor")
     for row, end in zip(cuts, ends, strict=True):
         if len(row) < 2 or row[0] != 0 or row[-1] != end or any(a >= b for a, b in itertools.pairwise(row)):
-            raise LayoutError("the cuts of a layout do not lead from 0 to the end of its tensor")
+            raise LayoutError("the cuts of a layout do not run from 0 to the end of its tensor")
     if math.prod(len(row) - 1 for row in cuts) != len(ranks):
-        raise LayoutError("a layout has another number of cells than of ranks")
+        raise LayoutError("a layout has a different number of cells than ranks")
     return Layout(kind, shape, cuts, ranks)
 
 
@@ -143,7 +143,7 @@ def _grid(shape: Ints, pieces: Sequence[Piece]) -> Layout | None:
     for d, end in enumerate(shape):
         row = sorted({0, end, *(o[d] for _, o, _ in pieces), *(o[d] + s[d] for _, o, s in pieces)})
         if row[0] < 0 or row[-1] > end:
-            raise LayoutError("a piece lies outside of its tensor")
+            raise LayoutError("a shard lies outside its tensor")
         cuts.append(tuple(row))
     if math.prod(len(row) - 1 for row in cuts) != len(pieces):
         return None
@@ -185,12 +185,12 @@ def _runs(shape: Ints, pieces: Sequence[Piece]) -> Layout | None:
 
 def _boxes(shape: Ints, pieces: Sequence[Piece]) -> Layout:
     if len(pieces) > MAX_BOXES:
-        raise LayoutError(f"a tensor has {len(pieces)} irregular pieces, and at most {MAX_BOXES} are read")
+        raise LayoutError(f"a tensor has {len(pieces)} irregular shards, and at most {MAX_BOXES} are supported")
     for _, offset, size in pieces:
         if len(offset) != len(shape) or len(size) != len(shape):
-            raise LayoutError("a piece has another number of dimensions than its tensor")
+            raise LayoutError("a shard has a different number of dimensions than its tensor")
         if any(o < 0 or n < 1 or o + n > end for o, n, end in zip(offset, size, shape, strict=True)):
-            raise LayoutError("a piece lies outside of its tensor")
+            raise LayoutError("a shard lies outside its tensor")
     boxes = tuple((offset, size) for _, offset, size in pieces)
     covered = sum(math.prod(size) for _, size in boxes)
     if covered != math.prod(shape):
@@ -200,7 +200,7 @@ def _boxes(shape: Ints, pieces: Sequence[Piece]) -> Layout:
         high = low + np.array([size for _, size in boxes], dtype=np.int64)
         common = (np.maximum(low[:, None], low) < np.minimum(high[:, None], high)).all(axis=2)
         if common.sum() > len(boxes):  # more than each box with itself
-            raise LayoutError("two pieces of a tensor overlap")
+            raise LayoutError("two shards of a tensor overlap")
     return Layout("boxes", shape, (), tuple(rank for rank, _, _ in pieces), boxes)
 
 
@@ -244,5 +244,5 @@ def overlap(one: Box, other: Box) -> Box | None:
 def ints(values: Any, most: int = 2**62) -> Ints:
     """Check that a JSON list holds integers from 0 to `most`; return them."""
     if not isinstance(values, list) or not all(type(v) is int and 0 <= v <= most for v in values):
-        raise LayoutError("a list of whole numbers is something else")
+        raise LayoutError("expected a list of whole numbers")
     return tuple(values)

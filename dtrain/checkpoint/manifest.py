@@ -139,7 +139,7 @@ def read(path: Path) -> Manifest:
     except ValueError as error:  # not JSON, not even text, or nested too deeply
         raise Damaged(f"manifest.json is not readable: {error}") from error
     if not isinstance(values, dict):
-        raise Damaged("manifest.json is no object")
+        raise Damaged("manifest.json is not an object")
     name = values.get("format")
     newer = isinstance(name, str) and re.fullmatch(r"dtrain-\d{1,4}", name) and name not in (FORMAT, OLD_FORMAT)
     try:
@@ -155,11 +155,11 @@ def read(path: Path) -> Manifest:
 def parse(values: dict[str, Any]) -> Manifest:
     """Check a manifest's values; raise Damaged or LayoutError if they are not what a save writes."""
     expect(values.get("format") in (FORMAT, OLD_FORMAT), "format is unknown")
-    expect(is_count(values.get("step")), "step is no whole number")
+    expect(is_count(values.get("step")), "step is not a whole number")
     check_meta(values)
     files = check_files(values.get("files"))
     specs: Any = values.get("tensors")
-    expect(isinstance(specs, dict), "tensors is no object")
+    expect(isinstance(specs, dict), "tensors is not an object")
     listed: Any = values.get("layouts")
     is_old = values["format"] == OLD_FORMAT
     known: dict[tuple[int, Ints], Layout] = {}
@@ -168,7 +168,7 @@ def parse(values: dict[str, Any]) -> Manifest:
     tensors: dict[str, Tensor] = {}
     total = 0
     for name, spec in specs.items():
-        expect(isinstance(spec, dict) and 0 < len(name) <= 1024, f"tensor {name!r:.80} is no object")
+        expect(isinstance(spec, dict) and 0 < len(name) <= 1024, f"tensor {name!r:.80} is not an object")
         shape = layouts.ints(spec.get("shape"))
         dtype = spec.get("dtype")
         expect(len(shape) <= layouts.MAX_DIMS, f"{name} has {len(shape)} dimensions")
@@ -186,7 +186,7 @@ def parse(values: dict[str, Any]) -> Manifest:
                 known[number, shape] = layout = layouts.parse(listed[number], shape, MAX_FILES)
                 expect(writers.issuperset(layout.ranks), f"{name} was written by a rank without files")
                 irregular += len(layout.boxes)
-                expect(irregular <= MAX_IRREGULAR, "too many irregular pieces")
+                expect(irregular <= MAX_IRREGULAR, "too many irregular shards")
             tensors[name] = Tensor(shape, dtype, known[number, shape])
     expect(total <= sum(f["size"] for f in files.values()), "the tensors are larger than the files")
     reserved = {"format", "files", "tensors", "layouts", "sha256"}
@@ -196,27 +196,27 @@ def parse(values: dict[str, Any]) -> Manifest:
 def check_meta(values: dict[str, Any]) -> None:
     """Check the types of the non-tensor state that is present."""
     for key in ("samples", "world_size"):
-        expect(key not in values or is_count(values[key]), f"{key} is no whole number")
+        expect(key not in values or is_count(values[key]), f"{key} is not a whole number")
     for key in ("data", "config_sha256", "run"):
-        expect(isinstance(values.get(key, ""), (str, type(None))), f"{key} is no text")
+        expect(isinstance(values.get(key, ""), (str, type(None))), f"{key} is not a string")
     for key in ("mesh", "choices", "extra"):
-        expect(isinstance(values.get(key, {}), dict), f"{key} is no object")
+        expect(isinstance(values.get(key, {}), dict), f"{key} is not an object")
     extra = values.get("extra", {})
     for key in ("optimizer", "precision", "base"):
         part = extra.get(key, {})
-        expect(isinstance(part, dict) or (key == "base" and isinstance(part, str)), f"extra.{key} is no object")
+        expect(isinstance(part, dict) or (key == "base" and isinstance(part, str)), f"extra.{key} is not an object")
     precision = extra.get("precision", {})
     numbers = [precision.get("scale", 1.0), precision.get("good_steps", 0)]
-    expect(all(map(is_number, numbers)) and numbers[0] > 0 and numbers[1] >= 0, "extra.precision is no loss scale")
+    expect(all(map(is_number, numbers)) and numbers[0] > 0 and numbers[1] >= 0, "extra.precision is not a loss scale")
     for name, counts in extra.get("optimizer", {}).items():
         fine = isinstance(counts, dict) and all(is_number(v) for v in counts.values())
-        expect(fine, f"extra.optimizer of {name:.80} is no object of numbers")
+        expect(fine, f"extra.optimizer of {name:.80} is not an object of numbers")
 
 
 def check_files(files: Any) -> dict[str, dict[str, Any]]:
-    expect(isinstance(files, dict) and 0 < len(files) <= MAX_FILES, "files is no object with the files")
+    expect(isinstance(files, dict) and 0 < len(files) <= MAX_FILES, "files is not an object")
     for name, spec in files.items():
-        expect(bool(FILE_NAME.fullmatch(name)), f"{name!r:.80} is no name of a file of a checkpoint")
+        expect(bool(FILE_NAME.fullmatch(name)), f"{name!r:.80} is not a valid name of a checkpoint file")
         expect(isinstance(spec, dict) and is_count(spec.get("size")), f"{name} has no size")
         digest = spec.get("sha256")
         expect(isinstance(digest, str) and bool(re.fullmatch(r"[0-9a-f]{64}", digest)), f"{name} has no checksum")
@@ -228,9 +228,9 @@ def check_parts(name: str, chunks: Any, files: dict[str, Any]) -> list[Part]:
     expect(isinstance(chunks, list), f"{name} has no list of chunks")
     parts = []
     for chunk in chunks:
-        expect(isinstance(chunk, dict), f"a chunk of {name} is no object")
+        expect(isinstance(chunk, dict), f"a chunk of {name} is not an object")
         file, key = chunk.get("file"), chunk.get("key", name)
-        expect(isinstance(file, str) and file in files, f"a chunk of {name} is in no file")
+        expect(isinstance(file, str) and file in files, f"a chunk of {name} names no file of the checkpoint")
         expect(isinstance(key, str), f"a chunk of {name} has no key")
         parts.append(Part(file, key, layouts.ints(chunk.get("offset")), layouts.ints(chunk.get("shape"))))
     return parts
@@ -251,10 +251,11 @@ def check_boxes(manifest: Manifest, rank: int, boxes: dict[str, list[Box]]) -> N
     """Check that a rank's files hold exactly the parts that the layouts assign to it."""
     for name, tensor in manifest.tensors.items():
         expect(
-            tensor.layout.is_written_by(rank, boxes.get(name, ())), f"rank {rank}'s files hold other parts of {name}"
+            tensor.layout.is_written_by(rank, boxes.get(name, ())),
+            f"rank {rank}'s files do not hold the shards of {name} that its layout assigns",
         )
     unknown = sorted(set(boxes) - set(manifest.tensors))
-    expect(not unknown, f"rank {rank}'s files hold {', '.join(unknown[:3])}, which the manifest does not know")
+    expect(not unknown, f"rank {rank}'s files hold {', '.join(unknown[:3])}, which the manifest does not list")
 
 
 def expect(condition: Any, problem: str) -> None:

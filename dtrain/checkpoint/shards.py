@@ -121,7 +121,7 @@ class Reader:
             chunk.values[target].copy_(values)
             missing -= math.prod(size)
         if missing:
-            raise Damaged(f"{self.folder} does not have all of {name}: {missing} elements too few")
+            raise Damaged(f"{self.folder} is incomplete: {missing} elements of {name} are missing")
 
     def whole(self, name: str) -> Tensor:
         spec = self.saved.tensors[name]
@@ -174,7 +174,7 @@ def parts_in(path: Path, shard: Any) -> Iterator[tuple[str, Part]]:
                 raise Damaged(f"{path.name} lists {short(name)} at {short(box[1])}")
             yield name, Part(path.name, box[0], offset, shape)
     if keys:
-        raise Damaged(f"{path.name} has {short(min(keys))}, and does not list it")
+        raise Damaged(f"{path.name} has {short(min(keys))} but does not list it")
 
 
 def _parts_of(path: Path) -> list[tuple[str, Part]]:

@@ -66,7 +66,9 @@ def share_out(tensors: Mapping[str, Held], writers: Writers) -> Files:
         for name, held in tensors.items() for i, chunk in enumerate(chunks_of(held))
         if chunk.nbytes or not chunk.shape  # uneven sharding leaves some ranks with nothing
     }  # fmt: skip
-    assert len({key for _, key in chunks}) == len(chunks), "a name with # in it is another's second box"
+    assert len({key for _, key in chunks}) == len(chunks), (
+        "a tensor name with # clashes with the key of another tensor's second box"
+    )
     chosen = writers.choose(
         [
             (name, c.offset, c.shape, c.whole_shape, str(c.values.dtype).removeprefix("torch."))
@@ -226,7 +228,7 @@ def newest_good(
             continue
         if quarantine:
             put_aside(folder / name)
-        aside = " and was put aside as .corrupt" if quarantine else ""
+        aside = " and was renamed to .corrupt" if quarantine else ""
         say(f"checkpoint {name} is damaged ({problem}){aside}; trying an older one")
     if foreign:
         raise CheckpointError(
@@ -234,7 +236,7 @@ def newest_good(
             f"Fix: move it away; to start from its weights: init_from={folder / foreign[0]} in a new run"
         )
     if names or from_rank_0((folder / "latest").exists, f"reading {folder}"):
-        raise CheckpointError(f"no good checkpoint is left in {folder}. Fix: start a new run, or bring back a copy")
+        raise CheckpointError(f"no usable checkpoint is left in {folder}. Fix: start a new run, or restore a copy")
     return None
 
 
@@ -275,7 +277,7 @@ def verify(path: Path, group: Group = None, needed: tuple[str, ...] = (), step: 
         try:
             saved = read_manifest(path)
             if step is not None and saved["step"] != step:
-                raise Damaged(f"it holds step {saved['step']} under another name")
+                raise Damaged(f"its folder name does not match its step, {saved['step']}")
             manifest.check_needed(saved, needed)
             mine = sorted(saved.files_of)[rank() :: world_size()]
             for writer in mine:  # headers first, because they are short
@@ -305,10 +307,10 @@ def load(path: Path, saved: Manifest, tensors: Mapping[str, Held]) -> None:
     shapes: dict[str, list[int]] = {}
     for part in distinct({name: list(c[0].whole_shape) for name, c in chunks.items() if c}):
         shapes |= part
-    wrong = [f"{n} is not in it" for n in shapes if n not in saved.tensors]
-    wrong += [f"{n} is only in it" for n in saved.tensors if n not in shapes]
+    wrong = [f"{n} is missing in the checkpoint" for n in shapes if n not in saved.tensors]
+    wrong += [f"{n} is not in the model" for n in saved.tensors if n not in shapes]
     wrong += [
-        f"{n} has shape {list(saved.tensors[n].shape)} in it, {shape} here"
+        f"{n} has shape {list(saved.tensors[n].shape)} in the checkpoint, {shape} in the model"
         for n, shape in shapes.items() if n in saved.tensors and list(saved.tensors[n].shape) != shape
     ]  # fmt: skip
     if wrong:

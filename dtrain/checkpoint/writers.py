@@ -146,7 +146,7 @@ def describe(
         try:
             content = layouts.of(tuple(whole), pieces[name]).as_json()
         except layouts.LayoutError as error:
-            raise CheckpointError(f"the ranks do not hold {name} exactly once: {error}") from error
+            raise CheckpointError(f"the ranks' shards of {name} do not cover it exactly once: {error}") from error
         key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
         tensors[name], described[key] = (whole, dtype, key), content
     return tensors, described

@@ -31,12 +31,12 @@ def check(config: Mapping[str, Any]) -> None:
         return
     path = Path(config["init_from"])
     if not config["init_from"].strip():
-        raise wrong("", "must name a folder", "init_from=null to draw the first weights")
+        raise wrong("", "must name a folder", "init_from=null to start from random weights")
     if not path.is_dir():
         if path.exists():
             raise wrong(path, "is a file, not a folder", f"init_from={path.parent}")
-        hint = "a model of the Hub: hf download OWNER/NAME --local-dir ./NAME, and init_from=./NAME"
-        raise wrong(path, "is no folder here, and nothing is downloaded", f"check the path; {hint}")
+        hint = "for a model on the Hub: hf download OWNER/NAME --local-dir ./NAME, and init_from=./NAME"
+        raise wrong(path, "is not a folder here, and dtrain downloads nothing", f"check the path; {hint}")
     if is_run(path):
         check_run(path, config["model"])
     else:
@@ -50,13 +50,13 @@ def check_run(path: Path, model: Mapping[str, Any]) -> None:
     """Check that a run folder, or a checkpoint in one, has the same model."""
     run_dir = path.parent.parent if (path / "manifest.json").is_file() else path
     if run_dir == path and latest_checkpoint(path) is None:
-        raise wrong(path, "the run has no checkpoint yet", "let it train up to its first one (checkpoint.every)")
+        raise wrong(path, "the run has no checkpoint yet", "wait until it has saved its first one (checkpoint.every)")
     if not (run_dir / "config.yaml").is_file():
         return  # a checkpoint copied out of its run: the ranks compare every name and shape
     cfg = load(run_dir)
     if cfg.get("lora", {}).get("rank"):
         fix = f"dtrain export {run_dir} OUT --format hf, and init_from=OUT"
-        raise wrong(path, "the run trained adapters, and its checkpoints have nothing else", fix)
+        raise wrong(path, "the run trained LoRA adapters, and its checkpoints contain nothing else", fix)
     if cfg.model["_target_"] != model["_target_"]:
         fix = f"model={cfg.get('choices', {}).get('model')}"
         raise wrong(path, f"is a {cfg.model['_target_']}, the model is a {model['_target_']}", fix)
@@ -64,6 +64,6 @@ def check_run(path: Path, model: Mapping[str, Any]) -> None:
     compare(path, model, theirs)
     tokens = theirs.get("vocab_size")
     if tokens != model.get("vocab_size"):  # a larger vocab: the checkpoint's padding rows were trained as padding
-        fix = f"dtrain export {run_dir} OUT --format hf, and init_from=OUT, where new tokens begin as the mean of all"
-        rule = f"model.vocab_size is {model['vocab_size']} and {tokens} there"
+        fix = f"dtrain export {run_dir} OUT --format hf, and init_from=OUT, where new tokens start as the mean of all"
+        rule = f"model.vocab_size is {model['vocab_size']} here and {tokens} there"
         raise wrong(path, rule, fix if huggingface.of_target(model["_target_"]) else f"model.vocab_size={tokens}")

@@ -20,14 +20,14 @@ def check(config: dict[str, Any]) -> None:
     if loss["_target_"] == OWN:
         names = None if model.startswith("dtrain.") else arguments_of(model, "forward")
         if names is not None and len(names) == 1:
-            rule = f"{model.rpartition('.')[2]}.forward({names[0]}) takes no targets, so nothing gives a loss"
+            rule = f"{model.rpartition('.')[2]}.forward({names[0]}) takes no targets, so nothing computes a loss"
             raise bad("loss", "own", rule, FIX)
     elif strategy.get("loss_parallel"):
-        rule = f"cuts the outputs, and loss={chosen} needs them whole"
+        rule = f"shards the outputs, but loss={chosen} needs whole outputs"
         raise bad("strategy.loss_parallel", "true", rule, "strategy.loss_parallel=false, or loss=own")
     elif "schedule" in strategy and strategy.get("pp") != 1:
-        rule = "the last stage of a pipeline must give the loss itself"
-        raise bad("loss", chosen, rule, "loss=own with a model that does, strategy.pp=1, or strategy=fsdp")
+        rule = "the last pipeline stage must compute the loss itself"
+        raise bad("loss", chosen, rule, "loss=own with a model that returns its loss, strategy.pp=1, or strategy=fsdp")
 
 
 def arguments_of(target: str, method: str) -> list[str] | None:

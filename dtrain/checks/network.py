@@ -17,11 +17,11 @@ LEVELS = ("LOC", "PIX", "PXB", "PHB", "SYS")  # NCCL's former levels 0 to 4; mor
 # FI_PROVIDER_PATH, OMP_TOOL_LIBRARIES, NCCL_CONF_FILE: shared libraries to load; NCCL_DEBUG_FILE: a file to overwrite
 LOADS = "PLUGIN|PATH|LIBRAR|MODULE|TOOL|COMPONENT|FILE|CONF|PROFILER|AGENT|PIPE|DUMP"
 OURS = re.compile(rf"(NCCL|GLOO|TORCH_NCCL|FI|UCX|OMP|RDMAV|OMPI_MCA)_(?!.*({LOADS})).*|CUDA_DEVICE_MAX_CONNECTIONS")
-FOR_SOCKETS = "is read by NCCL's socket transport only, and EFA's traffic does not go there"
-NO_INFINIBAND = "is about InfiniBand, and EFA is none: AWS offers no InfiniBand"
+FOR_SOCKETS = "affects only NCCL's socket transport, which EFA does not use"
+NO_INFINIBAND = "configures InfiniBand, which EFA is not: AWS offers no InfiniBand"
 ON_EFA = {
-    "NCCL_PROTO": "was for plugins up to 1.5.0; with a newer one it only forbids the faster protocols",
-    "RDMAV_FORK_SAFE": "breaks newer kernels; the plugin does what is needed",
+    "NCCL_PROTO": "was needed by plugins up to 1.5.0; with a newer one it only disables the faster protocols",
+    "RDMAV_FORK_SAFE": "breaks newer kernels; the plugin sets what is needed itself",
     "NCCL_SOCKET_NTHREADS": FOR_SOCKETS,
     "NCCL_NSOCKS_PERTHREAD": FOR_SOCKETS,
 }
@@ -42,7 +42,7 @@ def check(config: Mapping[str, Any]) -> None:
         raise bad(
             "cluster.fabric.transport",
             transport,
-            f"must be one of {', '.join(TRANSPORTS)}, or null for whatever NCCL finds",
+            f"must be one of {', '.join(TRANSPORTS)}, or null to let NCCL choose",
             "cluster.fabric.transport=null",
         )
     if interface is not None and not re.fullmatch(r"[A-Za-z0-9][\w.@:-]{0,14}", str(interface), re.ASCII):
@@ -61,14 +61,14 @@ def check(config: Mapping[str, Any]) -> None:
         )
     env = fabric.get("env")
     if not isinstance(env, dict):
-        raise bad(ENV, env, "is a mapping of NAME: {value: …, why: …}", f"{ENV}={{}}")
+        raise bad(ENV, env, "must be a mapping of NAME: {value: …, why: …}", f"{ENV}={{}}")
     unmade = [str(name) for name, entry in env.items() if as_dict(entry).get("value") in (None, "=None")]
     if unmade and None in (interface, hca):  # "=${cluster.fabric.interface}" where that is null
         raise bad(
             f"cluster.fabric.{'interface' if interface is None else 'hca'}",
             None,
-            f"{' and '.join(unmade)} would be made from it",
-            f"give it, or leave out: {' '.join(f'~{ENV}.{name}' for name in unmade)}",
+            f"{' and '.join(unmade)} would be set from it",
+            f"set it, or remove: {' '.join(f'~{ENV}.{name}' for name in unmade)}",
         )
     for name, entry in env.items():
         check_entry(name, entry)
@@ -86,16 +86,18 @@ def check_entry(name: Any, entry: Any) -> None:
     """Check one variable: its name, and that it has exactly a value and a reason."""
     key = f"{ENV}.{name}"
     if not isinstance(name, str) or not re.fullmatch(r"[A-Z][A-Z0-9_]*", name):
-        raise bad(ENV, repr(name), "a variable's name is capitals, digits and _", "rename it")
+        raise bad(ENV, repr(name), "a variable's name must be capital letters, digits and _", "rename it")
     if SECRET.search(name):
         raise bad(key, "…", "looks like a secret, and a profile is written to disk", "export it in your own shell")
     if not OURS.fullmatch(name):
-        raise bad(key, "…", "is not a profile's to set", "export it in your own shell, or say it in cluster.setup")
+        raise bad(
+            key, "…", "must not be set by a network profile", "export it in your own shell, or set it in cluster.setup"
+        )
     if not isinstance(entry, dict) or set(entry) != {"value", "why"}:
         raise bad(
             key,
             sorted(map(str, entry)) if isinstance(entry, dict) else entry,
-            "needs exactly a value and a why: a variable without a reason is never dared to be removed",
+            "needs exactly a value and a why: nobody dares to remove a variable without a known reason",
             f"'+{key}={{value: …, why: …}}'",
         )
     value, why = entry["value"], entry["why"]
@@ -133,7 +135,7 @@ def check_gloo(key: str, value: str) -> None:
         raise bad(
             key,
             value,
-            "gloo knows only plain names: no = and no ^",
+            "gloo accepts only plain names, without = or ^",
             f"{key}={value.lstrip('^=').split(',')[0] or 'eth0'}",
         )
 

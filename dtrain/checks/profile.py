@@ -21,7 +21,7 @@ def check(config: dict[str, Any]) -> None:
     """Check that the recorded steps and ranks exist, and that only one recorder is active."""
     profile, kind = config["profile"], config["profile"].get("kind", "your own")
     if config["nsys"] and kind != "none":
-        rule = f"profile={kind} records the same steps, and of two recorders each slows the other or is refused"
+        rule = f"profile={kind} already records these steps, and two profilers slow each other down or fail"
         raise bad("nsys", "true", rule, "profile=none nsys=true, or leave nsys out")
     if not records(config):
         return
@@ -29,7 +29,7 @@ def check(config: dict[str, Any]) -> None:
     ranks = profile["ranks"] = list(range(size)) if profile["ranks"] is None else profile["ranks"]
     wrong = [rank for rank in ranks if not 0 <= rank < size]
     if not ranks or wrong:
-        rule = f"there is no rank {wrong[0]} among {size}" if wrong else "no rank would be recorded"
+        rule = f"there is no rank {wrong[0]} in a run of {size} ranks" if wrong else "no rank would be recorded"
         raise bad("profile.ranks", ranks, rule, f"'profile.ranks=[{','.join(map(str, range(min(size, 2))))}]'")
     check_steps(config)
 
@@ -43,9 +43,9 @@ def check_steps(config: dict[str, Any], num_done: int = 0) -> None:
     left, needed = last - num_done, profile["start"] + profile["num_steps"] - 1
     if needed <= left:
         return
-    rule = f"the run ends after {last} steps, and step {num_done + needed} is the last to be recorded"
+    rule = f"the run ends after {last} steps, and step {num_done + needed} is the last one to record"
     if num_done:
-        rule += f" (they are counted from where it is resumed, after step {num_done})"
+        rule += f" (counted from the resume, after step {num_done})"
     start = left - profile["num_steps"] + 1
     earlier = f"profile.start={start}, or " if start >= 3 else "profile.start=3 profile.num_steps=1, or "
     longer = f"train.stop_after={num_done + needed}"
@@ -61,7 +61,7 @@ def check_typed(config: dict[str, Any], typed: Iterable[str]) -> None:
     for key in ("start", "num_steps", "ranks"):
         if f"profile.{key}" in typed:
             value = config["profile"][key]
-            fix = f"profile=torch beside it (or profile=memory, nsys=true), or leave out profile.{key}"
+            fix = f"add profile=torch (or profile=memory, nsys=true), or leave out profile.{key}"
             raise bad(f"profile.{key}", value, "profile=none records nothing", fix)
 
 

@@ -64,19 +64,19 @@ def check_code(old: dict[str, Any], config: dict[str, Any]) -> None:
             key, value = f"cluster.{name}", json.dumps(then)
             if isinstance(then, dict):  # Hydra's syntax has no quotes around keys
                 value = "{" + ", ".join(f"{k}: {json.dumps(v)}" for k, v in then.items()) + "}"
-            rule = f"the run was started with {value}, which is not taken from a run folder: it may come from elsewhere"
-            raise bad(key, now, rule, f"read it; if it is yours, type it again: {key}=…")
+            rule = f"the run was started with {value}, which is never read from a run folder: it may not be yours"
+            raise bad(key, now, rule, f"check it; if it is yours, give it again: {key}=…")
 
 
 def check_queue(config: dict[str, Any], run_dir: Path) -> None:
     """Reject a run whose job is still queued: it resumes by itself, and a second job would interfere."""
     (record,), problem = records.load([run_dir], ask_all=True)
-    fix = f"wait for it, or take it out first: dtrain cancel {shell_path(run_dir)}"
+    fix = f"wait for it, or cancel it first: dtrain cancel {shell_path(run_dir)}"
     if record.job and not record.job.ended:
         state = f"its job {record.job.id} is in SLURM's queue ({record.job.state.lower()})"
         raise bad("resume", config["resume"], state, fix)
     if record.job_id and record.job is None and not record.is_final:
-        why = f"nobody can say whether its job {record.job_id} is still queued ({problem or 'no SLURM commands here'})"
+        why = f"cannot tell whether its job {record.job_id} is still queued ({problem or 'no SLURM commands here'})"
         raise bad("resume", config["resume"], why, "try again where squeue answers")
 
 
@@ -88,7 +88,7 @@ def check_unfinished(config: dict[str, Any], run_dir: Path) -> None:
     for key in ("steps", "stop_after"):
         if (config["train"][key] or math.inf) <= done:
             fix = f"train.{key}={2 * done}" + (" 'resume_allow=[train.steps]'" if key == "steps" else "")
-            raise bad(f"train.{key}", config["train"][key], f"the run has made {done} steps already", fix)
+            raise bad(f"train.{key}", config["train"][key], f"the run has already done {done} steps", fix)
 
 
 def check_profile(config: dict[str, Any], run_dir: Path, typed: Iterable[str]) -> None:
@@ -110,4 +110,6 @@ def say_beginning(run_dir: Path, file: TextIO) -> None:
     """Report a resume without a checkpoint; otherwise the run's header shows the step that it resumes from."""
     folder = run_dir / "checkpoints"
     if not checkpoints(folder) and not (folder / "latest").exists():
-        print(f"{short_path(run_dir)} has no checkpoint yet, so it begins at step 1 again", file=file, flush=True)
+        print(
+            f"{short_path(run_dir)} has no checkpoint yet, so the run starts again from step 1", file=file, flush=True
+        )

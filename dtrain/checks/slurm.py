@@ -28,7 +28,7 @@ REFUSALS = (
     ),
     (r"time limit|invalid time", "time", "sinfo -o '%P %l' shows the partitions' limits"),
     (r"invalid node name|node.*not.*partition", "nodelist exclude", "sinfo -N lists the nodes"),
-    (r"node count|node configuration|more processors", "nodes", "sinfo -o '%P %D %c %m %G' shows what there is"),
+    (r"node count|node configuration|more processors", "nodes", "sinfo -o '%P %D %c %m %G' shows the available nodes"),
 )
 ASKED = ("gpus_per_node", "gres", "mem", "cpus_per_task", "constraint", "nodelist", "exclude")  # requests per node
 OWN_NAMES = (
@@ -43,7 +43,7 @@ def minutes(time: str | int | None, grace_s: int) -> int | None:
         return None
     parts = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(time))
     if not parts:
-        raise bad("cluster.time", time, "must be SLURM's: minutes, H:M:S or D-H:M:S", "cluster.time=12:00:00")
+        raise bad("cluster.time", time, "must be in SLURM's format: minutes, H:M:S or D-H:M:S", "cluster.time=12:00:00")
     days, first, second, third = (int(p) if p else None for p in parts.groups())
     assert first is not None
     if days is not None:
@@ -53,7 +53,7 @@ def minutes(time: str | int | None, grace_s: int) -> int | None:
     else:
         seconds = first * 60 + (second or 0)
     if seconds <= grace_s:
-        rule = f"must be longer than cluster.grace_s={grace_s} seconds, which are for saving before the end"
+        rule = f"must be longer than cluster.grace_s={grace_s} seconds, the time reserved for saving"
         raise bad("cluster.time", time, rule, f"cluster.time={grace_s // 60 + 10}, or a smaller cluster.grace_s")
     return -(-seconds // 60)
 
@@ -62,25 +62,29 @@ def check_extra(sbatch: dict[str, Any]) -> None:
     """Check cluster.sbatch: parameters without a setting of their own."""
     for name, value in sbatch.items():
         if not re.fullmatch(r"[a-z][a-z0-9-]*", str(name)):
-            raise bad("cluster.sbatch", name, "must be the long name of a parameter of sbatch", "e.g. {nice: 100}")
+            raise bad("cluster.sbatch", name, "must be the long name of an sbatch option", "e.g. {nice: 100}")
         if name in NOT_THEIRS:
-            raise bad("cluster.sbatch", name, "is what dtrain itself needs to say", "leave it out")
+            raise bad("cluster.sbatch", name, "is set by dtrain and cannot be overridden", "leave it out")
         own = str(name).replace("-", "_").replace("ntasks_per_node", "processes")
         if own in OWN_NAMES:  # the script would use the second value, unknown to dtrain
             raise bad("cluster.sbatch", name, "has a setting of its own", f"cluster.{own}={value}")
         if value is not True and (isinstance(value, bool) or not isinstance(value, (str, int, float))):
-            rule = "must be text, a number, or true for one that has no value"
-            raise bad(f"cluster.sbatch.{name}", value, rule, "leave it out when it is not meant")
+            rule = "must be text, a number, or true for an option without a value"
+            raise bad(f"cluster.sbatch.{name}", value, rule, "leave it out to turn it off")
 
 
 def check_commands(python: str | None, srun: list[str]) -> None:
     try:
         shlex.split(python or "")
     except ValueError as error:
-        raise bad("cluster.python", python, f"is no command ({error})", "cluster.python=/path/to/python") from None
+        raise bad(
+            "cluster.python", python, f"is not a valid command line ({error})", "cluster.python=/path/to/python"
+        ) from None
     for word in srun:
         if not word.startswith("-"):  # srun would run this word instead of Python
-            raise bad("cluster.srun", word, "must be options, each with its value", "e.g. [--cpu-bind=verbose]")
+            raise bad(
+                "cluster.srun", word, "must be a list of options, each with its value", "e.g. [--cpu-bind=verbose]"
+            )
 
 
 def check_secrets(texts: list[str]) -> None:
@@ -88,7 +92,7 @@ def check_secrets(texts: list[str]) -> None:
         for name in re.findall(r"([A-Za-z_][\w-]*)=", text):
             if SECRET.search(name):
                 raise bad(
-                    "cluster", f"{name}=…", "looks like a secret, and scripts are there for others to read",
+                    "cluster", f"{name}=…", "looks like a secret, and other users can read job scripts",
                     "export it in your shell before you launch: the job gets your environment",
                 )  # fmt: skip
 
@@ -98,13 +102,13 @@ def check_words(said: dict[str, Any], folder: Path, import_path: str) -> None:
     check_values({**said, "run_dir": str(folder)})  # job names and log paths are readable by others
     for key, value in said.items():
         if isinstance(value, str) and "\\" in value:
-            raise bad(key, value, "SLURM takes a backslash for an escape, also inside of quotes", "leave it out")
+            raise bad(key, value, "SLURM treats a backslash as an escape, even inside quotes", "leave it out")
     if found := re.search(r"[%\\]", str(folder)):
-        rule = f"SLURM replaces what follows a {found[0]} in the name of a log file"
-        raise bad("run_dir", folder.parent.parent, rule, f"run_dir=… a folder without {found[0]} in its path")
+        rule = f"SLURM expands {found[0]} in the names of log files"
+        raise bad("run_dir", folder.parent.parent, rule, f"choose a run_dir without {found[0]} in its path")
     for path in (str(folder), import_path):
         if CONTROL.search(path):  # from the working folder; the other settings are already checked
-            rule = "has a control character, and it would reach a shell script"
+            rule = "has a control character, which would end up in a shell script"
             raise bad("run_dir", repr(path), rule, "work in a folder without one in its path")
 
 
@@ -125,5 +129,5 @@ def refused(said: str, parameters: dict[str, Any]) -> ValueError:
             text += f" (with {asked})" if asked else ""
             return bad(f"cluster.{setting}", parameters.get(setting), f"SLURM refuses it: {text}", fix)
     return ValueError(
-        f"cluster: SLURM refuses the job: {text}\n  fix: dry_run=true shows the script; sinfo what there is"
+        f"cluster: SLURM refuses the job: {text}\n  fix: dry_run=true shows the script; sinfo the available nodes"
     )

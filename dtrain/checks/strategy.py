@@ -39,12 +39,13 @@ def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> N
     if "schedule" in strategy:
         check_pipeline(config, sizes, num_micro_batches)
     if strategy.get("mode") == "fsdp" and package == "fairscale":
-        rule = "FairScale's own FSDP needs NCCL, so a GPU for every rank, and torch's is its successor"
+        rule = "FairScale's own FSDP needs NCCL, so a GPU for every rank; torch's FSDP is its successor"
         raise bad("strategy.mode", "fsdp", rule, "strategy=fsdp, or strategy.mode=sharded_ddp")
     if "replica_size" in strategy:
         check_replicas(strategy, config["cluster"]["processes"], sizes)
     if config["compile"] == "whole" and strategy["_target_"] in BETWEEN_LAYERS and sizes.world_size > 1:
-        rule = f"strategy={config['choices']['strategy']} sends messages between the layers, which no graph can hold"
+        name = config["choices"]["strategy"]
+        rule = f"strategy={name} runs collectives between the layers, which a graph cannot contain"
         raise bad("compile", "whole", rule, "compile=blocks, or strategy=ddp")
     per_rank = config["train"]["global_batch_size"] // sizes.dp
     check_precision(config, per_rank // num_micro_batches)
@@ -66,14 +67,14 @@ def check_precision(config: dict[str, Any], num_samples: int) -> None:
     precision, name = config["precision"], config["choices"]["precision"]
     dtype, stream = precision.get("dtype", "float32"), precision.get("stream", "float32")
     if stream not in ("float32", dtype):
-        rule = f"what flows between blocks is float32, or of the products' type, precision.dtype={dtype}"
+        rule = f"the residual stream must be float32 or the matmuls' dtype, precision.dtype={dtype}"
         raise bad("precision.stream", stream, rule, "precision.stream=float32")
     pure, float8 = precision.get("parameters", "float32") != "float32", precision.get("float8", "none") != "none"
     if not pure and not float8:
         return
     setting = "precision.parameters" if pure else "precision.float8"
     if dtype != "bfloat16":
-        raise bad(setting, precision[setting.partition(".")[2]], "is for products in bfloat16", f"precision={name}")
+        raise bad(setting, precision[setting.partition(".")[2]], "needs matmuls in bfloat16", f"precision={name}")
     check_precision_of(config)
     if pure:
         check_pure(config, name)
@@ -86,7 +87,9 @@ def check_precision_of(config: dict[str, Any]) -> None:
     precision, target = config["precision"], config["strategy"]["_target_"]
     usual = precision.get("parameters", "float32") == "float32" and precision.get("float8", "none") == "none"
     if not usual and target.startswith("dtrain.") and target not in WITH_EVERY_PRECISION:
-        why = " (DeepSpeed keeps float32 masters of its own)" if target == "dtrain.strategies.deepspeed.Zero" else ""
+        why = (
+            " (DeepSpeed keeps its own float32 master weights)" if target == "dtrain.strategies.deepspeed.Zero" else ""
+        )
         rule = f"works under ddp and fsdp, and not under {config['choices']['strategy']}{why}"
         raise bad("precision", config["choices"]["precision"], rule, "strategy=fsdp, or precision=bf16")
 
@@ -94,10 +97,10 @@ def check_precision_of(config: dict[str, Any]) -> None:
 def check_pure(config: dict[str, Any], name: str) -> None:
     optimizer = config["optim"]["_target_"]
     if optimizer.startswith("dtrain.") and optimizer != "dtrain.optim.build.adamw":
-        rule = "only adamw rounds updates by chance; of others most would be too small to change a bfloat16"
+        rule = "only adamw has stochastic rounding; without it most updates are too small to change a bfloat16"
         raise bad("precision", name, rule, "optim=adamw, or precision=bf16")
     if config["strategy"].get("offload", "none") != "none":
-        rule = "rounding by chance on the host would take seconds a step"
+        rule = "stochastic rounding on the host would take seconds per step"
         raise bad("strategy.offload", config["strategy"]["offload"], rule, "strategy.offload=none, or precision=bf16")
 
 
@@ -108,12 +111,12 @@ def check_float8(config: dict[str, Any], name: str, num_samples: int) -> None:
     if gpus_per_node(config["cluster"]) == 0:
         raise bad("precision", name, "needs GPUs, and there are none", "precision=bf16")
     if re.search(WITHOUT_FLOAT8, gpu):
-        raise bad("precision", name, f"{gpu} has no float8 products (Ada, Hopper and later do)", "precision=bf16")
+        raise bad("precision", name, f"{gpu} has no float8 matmuls (Ada, Hopper and later do)", "precision=bf16")
     if config["lora"]["rank"]:
-        raise bad("lora.rank", config["lora"]["rank"], "adapters do not go with float8 layers", "precision=bf16")
+        raise bad("lora.rank", config["lora"]["rank"], "LoRA adapters do not work with float8 layers", "precision=bf16")
     tokens = num_samples * (config["data"].get("seq_len") or model.get("seq_len") or FLOAT8_MULTIPLE)
     if tokens % FLOAT8_MULTIPLE:
-        rule = f"a forward pass of {num_samples} samples has {tokens} tokens, and float8 products take multiples of 16"
+        rule = f"a forward pass of {num_samples} samples has {tokens} tokens, and float8 matmuls need multiples of 16"
         raise bad("precision", name, rule, "train.micro_batch_size=16, or precision=bf16")
 
 
@@ -122,7 +125,7 @@ def check_plans(config: dict[str, Any], sizes: MeshSizes) -> None:
     target = config["model"]["_target_"]
     for axis, size, plan in (("tp", sizes.tp, "tp_plan"), ("pp", sizes.pp, "pipeline_split")):
         if size > 1 and has_method(target, plan) is False:
-            rule = f"{target.rpartition('.')[2]} has no {plan}(): it does not say how it is cut"
+            rule = f"{target.rpartition('.')[2]} has no {plan}(), so dtrain cannot split it"
             raise bad(f"strategy.{axis}", size, rule, "strategy=ddp, fsdp or zero3, or add the plan (docs/your-own.md)")
 
 
@@ -136,11 +139,11 @@ def check_tensor(
     tp, vocab_size = sizes.tp, model.get("vocab_size")
     for setting in ("sequence_parallel", "loss_parallel"):
         if strategy.get(setting) and tp > 1 and model["_target_"] == "dtrain.models.vit.ViT":
-            rule = "ViT's patches and its class token do not divide by ranks, and its classes are few"
+            rule = "a ViT's patches and class token cannot be divided evenly over ranks, and it has few classes"
             raise bad(f"strategy.{setting}", "true", rule, f"strategy.{setting}=false")
     seq_len, where = (data["seq_len"], "data") if data.get("seq_len") else (model.get("seq_len"), "model")
     if strategy.get("sequence_parallel") and tp > 1 and shared_gpus(cluster):
-        rule = "ranks that share a GPU talk over gloo, and that crashed under it (SIGSEGV, torch 2.11)"
+        rule = "ranks that share a GPU communicate over gloo, where this setting crashed (SIGSEGV, torch 2.11)"
         raise bad("strategy.sequence_parallel", "true", rule, f"cluster.processes={gpus_per_node(cluster)}, or false")
     if strategy.get("sequence_parallel") and seq_len and seq_len % tp:
         rule = f"{where}.seq_len={seq_len} must be a multiple of the {tp} tensor-parallel ranks"
@@ -162,28 +165,30 @@ def check_pipeline(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: 
         raise bad("strategy.schedule", schedule, rule, f"strategy.schedule=1f1b, or model.num_layers={stages}")
     if pp > 1 and shared_gpus(config["cluster"]):
         gpus = gpus_per_node(config["cluster"])
-        rule = f"ranks that share one of {gpus} GPUs talk over gloo, which passes no GPU tensors from rank to rank"
+        rule = f"ranks that share one of {gpus} GPUs communicate over gloo, which cannot send GPU tensors between ranks"
         raise bad("strategy.pp", pp, rule, f"cluster.processes={gpus}, or strategy=fsdp or tensor")
     split = strategy.get("split")
     if split is not None:
         ends = [0, *split, layers or math.inf]
         if len(split) != stages - 1 or any(low >= high for low, high in pairwise(ends)):
-            rule = f"must be the {stages - 1} layers, rising, at which stages 2 to {stages} begin, of {layers} layers"
+            rule = (
+                f"must be the {stages - 1} layers, ascending, at which stages 2 to {stages} begin, of {layers} layers"
+            )
             raise bad("strategy.split", split, rule, "strategy.split=null")
     if schedule == "1f1b" and num_micro_batches < pp:
-        rule = f"needs at least as many micro-batches as ranks in a row ({pp}), and there are {num_micro_batches}"
+        rule = f"needs at least as many micro-batches as pipeline ranks ({pp}), but there are {num_micro_batches}"
         size = config["train"]["global_batch_size"] // num_micro_batches  # of a micro-batch, all data ranks
         fix = f"a smaller train.micro_batch_size, train.global_batch_size={size * pp}, or strategy.schedule=gpipe"
         raise bad("strategy.schedule", schedule, rule, fix)
     rounds = max(1, num_micro_batches // pp)
     if schedule == "interleaved_1f1b" and num_micro_batches % rounds:
-        rule = f"needs a multiple of strategy.pp={pp} micro-batches, and there are {num_micro_batches}"
+        rule = f"needs a multiple of strategy.pp={pp} micro-batches, but there are {num_micro_batches}"
         raise bad("strategy.schedule", schedule, rule, "another train.micro_batch_size, or strategy.schedule=1f1b")
     if schedule == "zbv" and config["compile"] not in ("auto", "none", False):
-        rule = "splits the backward pass in two, which torch.compile cannot"
+        rule = "splits the backward pass in two, which torch.compile does not support"
         raise bad("strategy.schedule", schedule, rule, "compile=none, or strategy.schedule=interleaved_1f1b")
     if schedule == "zbv" and config["activation_checkpointing"] == "ops":
-        rule = "splits the backward pass in two, and what was kept of operations is there for one"
+        rule = "splits the backward pass in two, but the saved operations can be used only once"
         fix = "activation_checkpointing=full, or strategy.schedule=interleaved_1f1b"
         raise bad("strategy.schedule", schedule, rule, fix)
 
@@ -193,7 +198,7 @@ def check_replicas(strategy: dict[str, Any], node_size: int, sizes: MeshSizes) -
     if size is not None and not hybrid:
         raise bad("strategy.replica_size", size, "is only for strategy.sharding=hybrid", "strategy.sharding=hybrid")
     if hybrid and sizes.dp > 1 and (size or node_size) == sizes.dp:
-        rule = f"is one copy over all {sizes.dp} data-parallel ranks, which is strategy.sharding=full"
+        rule = f"shards one copy over all {sizes.dp} data-parallel ranks, the same as strategy.sharding=full"
         raise bad("strategy.replica_size", size, rule, "strategy.sharding=full, or a smaller strategy.replica_size")
     if hybrid and sizes.dp % (size or node_size):
         rule = f"must divide the {sizes.dp} data-parallel ranks"

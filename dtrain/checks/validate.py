@@ -63,8 +63,8 @@ def check_text(flat: dict[str, Any]) -> None:
             continue
         for text in [key, *(value if isinstance(value, list) else [value])]:
             if isinstance(text, str) and (found := CONTROL.search(text)):
-                rule = f"has a control character ({found[0]!r}), and it would reach a shell script"
-                more = ", one line an item" if key == "cluster.setup" else ""
+                rule = f"has a control character ({found[0]!r}), which would end up in a shell script"
+                more = "; each item is one line" if key == "cluster.setup" else ""
                 raise bad(repr(key)[1:-1], repr(value), rule, f"leave it out{more}")
 
 
@@ -74,7 +74,7 @@ def check_cluster(config: dict[str, Any]) -> None:
         fix = "pip install 'dtrain[slurm]', or cluster.launcher=torchrun"
         raise bad("cluster", config["choices"]["cluster"], "submitit is not installed", fix)
     if cluster.get("launcher") == "torchrun" and config["preflight"]["level"] == "full" and cluster["nodes"] > 1:
-        rule = "nodes that were started by hand cannot be asked together"
+        rule = "nodes that are started by hand cannot be measured together"
         raise bad("preflight", "full", rule, "preflight=quick, or srun/ssh `dtrain preflight` on each")
     network.check(config)
 
@@ -92,7 +92,7 @@ def check_model(model: dict[str, Any], sizes: mesh.MeshSizes) -> None:
         rule, fix = f"must divide model.num_heads={heads}", f"model.num_kv_heads={math.gcd(heads, kv_heads)}"
         raise bad("model.num_kv_heads", kv_heads, rule, fix)
     if dim and heads and "rope_theta" in model and dim // heads % 2:
-        rule = f"a head has {dim // heads} elements, and rotary positions turn them in pairs"
+        rule = f"a head has {dim // heads} elements, an odd number, and rotary embeddings rotate pairs"
         raise bad("model.dim", dim, rule, f"model.dim={(dim // heads + 1) * heads}")
     low, high = model.get("rope_low_freq_factor", 0.0), model.get("rope_high_freq_factor", math.inf)
     if not low < high:
@@ -125,7 +125,7 @@ def check_adapters(config: dict[str, Any]) -> None:
     for target in config["lora"]["targets"]:
         if target.rpartition(".")[2] not in known:
             rule = f"model={config['choices'].get('model')} has no linear layer that ends in {target!r}"
-            raise bad("lora.targets", config["lora"]["targets"], rule, f"choose of {', '.join(known)}; or [] for all")
+            raise bad("lora.targets", config["lora"]["targets"], rule, f"choose from {', '.join(known)}; or [] for all")
 
 
 def check_data(config: dict[str, Any]) -> None:
@@ -155,5 +155,5 @@ def check_task(config: dict[str, Any], given: str | None) -> None:
     learns = config["model"].get("task") or TASK_OF.get(config["model"]["_target_"])
     if given and learns and given != learns:
         fitting = {"next": "stdlib, text or tokens", "mlm": "stdlib-mlm or mlm", "classify": "stdlib-lines or labelled"}
-        rule = f"its targets are {TASKS[given]}, and model={model} learns {TASKS[learns]}"
+        rule = f"its targets are {TASKS[given]}, but model={model} predicts {TASKS[learns]}"
         raise bad("data", data, rule, f"data={fitting[learns]}, or another model")

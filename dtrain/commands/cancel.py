@@ -21,7 +21,7 @@ from dtrain.util.format import resume_argument, shell_path, short_path
 
 def main(argv: list[str]) -> int:
     """`dtrain cancel`: end a run, or a whole sweep, and print how to resume."""
-    parser = argparse.ArgumentParser("dtrain cancel", description="End a run; what it saved stays.")
+    parser = argparse.ArgumentParser("dtrain cancel", description="Stop a run; its checkpoints are kept.")
     parser.add_argument("run", help="a run folder, a part of its name, or latest; or a sweep's folder")
     parser.add_argument("--save", action="store_true", help="a running job saves a checkpoint first")
     options = parser.parse_args(argv)
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     for record in records:
         _say_done(record, live, saving, alone=not points)
     if points and live:
-        print(f"go on with what is unfinished: {records[0].launches.get('command') or 'type the command again'}")
+        print(f"resume the unfinished runs: {records[0].launches.get('command') or 'repeat the command'}")
     return 0
 
 
@@ -55,7 +55,7 @@ def _one_sweep(word: str) -> list[Path]:
     folders = sorted({p.parent for p in points})
     if points and folders != [Path(word).expanduser()]:
         names = "".join(f"\n    {short_path(f)}" for f in folders[:10])
-        raise ValueError(f"cancel {word}: it holds {len(folders)} folders of runs\n  fix: name one of them:{names}")
+        raise ValueError(f"cancel {word}: the folder holds {len(folders)} run folders\n  fix: name one of them:{names}")
     return points
 
 
@@ -69,7 +69,7 @@ def _check_reach(record: Record, problem: str) -> None:
         return
     pid, host = launch.get("pid"), launch.get("host")
     if host != socket.gethostname():
-        raise ValueError(f"cancel {run}: it runs on {host}\n  fix: there, type the same, or kill {pid}")
+        raise ValueError(f"cancel {run}: it runs on {host}\n  fix: run the same command there, or kill {pid}")
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -77,7 +77,7 @@ def _check_reach(record: Record, problem: str) -> None:
     if not isinstance(pid, int) or not (b"launch" in words or b"dtrain" in words):
         raise ValueError(
             f"cancel {run}: process {pid} is not a dtrain launcher any more\n"
-            f"  fix: nothing runs, so go on with {LAUNCH} {resume_argument(record.run_dir)}"
+            f"  fix: nothing is running; resume with {LAUNCH} {resume_argument(record.run_dir)}"
         )
 
 
@@ -95,7 +95,7 @@ def _scancel(options: list[str], records: list[Record]) -> None:
 
 def _say_done(record: Record, live: list[Record], saving: list[Record], alone: bool) -> None:
     run = short_path(record.run_dir)
-    resume = f"go on with: {LAUNCH} {resume_argument(record.run_dir)}"
+    resume = f"resume with: {LAUNCH} {resume_argument(record.run_dir)}"
     if record not in live:
         print(f"{run}: {record.status} already; nothing to cancel")
         if alone and record.status != "done":

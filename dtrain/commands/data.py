@@ -10,12 +10,14 @@ from pathlib import Path
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("dtrain data", description="Turn text into memory-mapped token files.")
     parser.add_argument("action", choices=["prepare"])
-    parser.add_argument("source", help="a text or .jsonl file, a folder of them, or one that datasets saved to disk")
-    parser.add_argument("out", help="the folder to make")
+    parser.add_argument(
+        "source", help="a text or .jsonl file, a folder of them, or a dataset that `datasets` saved to disk"
+    )
+    parser.add_argument("out", help="the folder to create")
     parser.add_argument("--tokenizer", help="a tokenizers JSON file; default: bytes")
     parser.add_argument("--val-fraction", type=float, default=0.05)
     parser.add_argument("--pattern", help="which files of a folder, e.g. '**/*.md'; default: its .txt or .jsonl files")
-    parser.add_argument("--field", default="text", help="where in a JSON line or a saved dataset the text is")
+    parser.add_argument("--field", default="text", help="the JSON field or dataset column that holds the text")
     options = parser.parse_args(argv)
     from dtrain.data.tokens import prepare
 

@@ -31,5 +31,8 @@ def main(argv: list[str]) -> int:
             print(f"export {export.name}={quote(export.value)}")
         else:
             # the user's value may contain a line break, which would end the comment
-            print(f"# not exported: yours is {hide(export.theirs)!r} instead of {export.value!r}, and yours wins")
+            print(
+                f"# not exported: your environment has {hide(export.theirs)!r} instead of {export.value!r}, "
+                "and takes precedence"
+            )
     return 0

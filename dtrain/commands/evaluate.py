@@ -20,10 +20,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run", help="a run folder, a part of its name, or latest")
     parser.add_argument("--split", choices=["val", "train"], default="val")
     parser.add_argument(
-        "--batch-size", type=int, default=None, metavar="N", help="samples at a time (as it was trained)"
+        "--batch-size", type=int, default=None, metavar="N", help="samples per forward pass (default: as in training)"
     )
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--trust", nargs="*", default=[], metavar="MODULE", help="your own modules that the run names")
+    parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
+    parser.add_argument("--trust", nargs="*", default=[], metavar="MODULE", help="your own modules that the run uses")
     options = parser.parse_args(argv)
     if options.batch_size is not None and options.batch_size < 1:
         raise bad("--batch-size", options.batch_size, "must be at least 1", "--batch-size 32")
@@ -68,7 +68,7 @@ def evaluate(
 
 def as_text(found: dict[str, Any]) -> str:
     forms = {"loss": loss_text, "perplexity": perplexity, "accuracy": percent, "top5": percent}
-    names = {"top5": "among the best five"}
+    names = {"top5": "top-5 accuracy"}
     lines = [f"{found['split']}: {found['samples']:,} samples, {found['targets']:,} targets"]
     lines += [
         f"{names.get(k, k):<20} {forms.get(k, loss_text)(found[k])}" for k in found if isinstance(found[k], float)

@@ -7,17 +7,17 @@ from pathlib import Path
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("dtrain export", description="A run's newest weights, for other programs.")
+    parser = argparse.ArgumentParser("dtrain export", description="Export a run's newest weights for other programs.")
     parser.add_argument("run", help="a run folder, a part of its name, or latest")
     parser.add_argument("out", nargs="?", help="default: RUN/model.safetensors, or the folder RUN/hf")
     parser.add_argument(
         "--format", choices=["safetensors", "hf"], default="safetensors",
-        help="one file with our names, or a folder for Hugging Face's transformers",
+        help="one file with dtrain's parameter names, or a folder for Hugging Face's transformers",
     )  # fmt: skip
     parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights; default: as they are"
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="dtype of the weights; default: unchanged"
     )
-    parser.add_argument("--trust", nargs="*", default=[], metavar="MODULE", help="your own modules that the run names")
+    parser.add_argument("--trust", nargs="*", default=[], metavar="MODULE", help="your own modules that the run uses")
     options = parser.parse_args(argv)
     from dtrain.runs.find import find_run
 

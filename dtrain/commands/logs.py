@@ -23,12 +23,12 @@ SURE_S = 5.0  # an ended job may be requeued: after the loss of a node, SLURM ta
 
 def main(argv: list[str]) -> int:
     """`dtrain logs`: print the end of a log, and with -f new lines."""
-    parser = argparse.ArgumentParser("dtrain logs", description="What a run's ranks wrote.")
+    parser = argparse.ArgumentParser("dtrain logs", description="Show the logs of a run's ranks.")
     parser.add_argument("run", help="a run folder, a part of its name, or latest")
     parser.add_argument("-f", "--follow", action="store_true", help="show new lines until the run has ended")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--rank", type=int, metavar="N", help="one rank's log (default: rank 0's; -f: and --batch)")
-    which.add_argument("--batch", action="store_true", help="progress, from the supervisor inside the SLURM job")
+    which.add_argument("--rank", type=int, metavar="N", help="one rank's log (default: rank 0; with -f, --batch, too)")
+    which.add_argument("--batch", action="store_true", help="the log of the supervisor inside the SLURM job")
     parser.add_argument("-n", default="50", metavar="LINES", help="how many of the last lines, or all (default: 50)")
     options = parser.parse_args(argv)
     if not re.fullmatch(r"\d+|all", options.n):
@@ -185,5 +185,5 @@ def _show_other(run_dir: Path, path: Path, lines: int | None) -> None:
     if not others:
         _note(f"nothing was written yet; the run is {record.status}: dtrain status {shell_path(run_dir)}")
         return
-    _note(f"{path.name} has nothing in it; this is {short_path(others[0])}")
+    _note(f"{path.name} is empty; showing {short_path(others[0])}")
     _show(others[0], lines)

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     settings = {k: v for k, v in config["preflight"].items() if k != "_target_"}
     check = Preflight(**settings)
     if check.level == "off":
-        raise bad("preflight", "off", "then there is nothing to do", "preflight=quick or preflight=full")
+        raise bad("preflight", "off", "leaves nothing to check", "preflight=quick or preflight=full")
     nodes, start = nodes_and_starter(config, argv)
     run_dir = Path(config["run_dir"]).absolute()
     asked = "run_dir" in words
@@ -70,7 +70,7 @@ def nodes_and_starter(config: dict[str, Any], argv: list[str]) -> tuple[list[str
     listed = os.environ.get("SLURM_JOB_NODELIST")
     if not listed:
         if shutil.which("salloc") is None:
-            fix = "log in where the cluster's commands are, or preflight=… on the job itself"
+            fix = "log in to a machine with SLURM's commands, or use preflight=… in the job itself"
             raise bad("cluster", config["choices"].get("cluster"), "there is no salloc on this machine", fix)
         request = build(cluster | {"processes": ranks_per_node(cluster)}).salloc()
         command = [*request, *starting.command("dtrain.cli"), "preflight", *argv]

@@ -22,19 +22,21 @@ LETTERS = 110  # maximum length of a kernel's name: two lines on 80 columns, bes
 
 # The meaning of each part, for first-time readers of the table.
 MEANING = {
-    "compute": "of the forward and backward pass",
-    "optimizer": "the update, with the norm",
-    "exposed_communication": "sending or waiting, idle else",
-    "copies": "to the GPU, or another layout",
+    "compute": "forward and backward pass",
+    "optimizer": "update and gradient norm",
+    "exposed_communication": "not overlapped with compute",
+    "copies": "to the GPU, or to another layout",
     "data_wait": "the next batch was not ready",
     "between_steps": "logging, evaluation, saving",
-    "host_gaps": "idle: Python was too slow",
+    "host_gaps": "idle GPU: launch-bound",
 }
 
 
 def main(argv: list[str]) -> int:
     """Print where the time of a run's recorded steps goes: a table for each rank and kind of profile."""
-    parser = argparse.ArgumentParser("dtrain profile", description="Where the recorded steps of a run go.")
+    parser = argparse.ArgumentParser(
+        "dtrain profile", description="Show where the time or memory of the recorded steps goes."
+    )
     parser.add_argument("run", help="a run folder, a part of its name, or latest")
     parser.add_argument("--json", action="store_true", help="print data instead of tables")
     parser.add_argument(
@@ -88,12 +90,12 @@ def print_time(table: dict[str, Any], folder: Path, num_kernels: int, console: C
     add(rows, "compute", table.get("compute"), MEANING["compute"])
     for part in PARTS:
         indent = "  " if part in COMPUTE else ""
-        add(rows, indent + words(part), parts.get(part), MEANING.get(part, ""), dim=bool(indent))
+        add(rows, indent + label(part), parts.get(part), MEANING.get(part, ""), dim=bool(indent))
     rows.add_section()
     add(rows, "step", {"ms": table.get("step_ms"), "percent": 100.0}, "")
     console.print(rows)
     phases = as_dict(table["phases"])
-    say(console, "by phase: ", ", ".join(f"{words(p)} {milliseconds(as_dict(t).get('ms'))}" for p, t in phases.items()))
+    say(console, "by phase: ", ", ".join(f"{label(p)} {milliseconds(as_dict(t).get('ms'))}" for p, t in phases.items()))
     total, exposed = (
         as_dict(table.get("communication")).get("ms"),
         as_dict(parts.get("exposed_communication")).get("ms"),
@@ -101,7 +103,7 @@ def print_time(table: dict[str, Any], folder: Path, num_kernels: int, console: C
     if number(total):
         say(
             console,
-            f"communication: {milliseconds(total)} in all, {milliseconds(exposed)} of it not behind computation",
+            f"communication: {milliseconds(total)} in all, {milliseconds(exposed)} of it not overlapped with compute",
         )
     kernels = grid("", "ms", "%", "calls", "longest kernels" if table.get("device") == "cuda" else "longest operations")
     from rich.text import Text  # Text disables rich's markup: brackets are part of the name
@@ -118,13 +120,13 @@ def print_time(table: dict[str, Any], folder: Path, num_kernels: int, console: C
 def print_memory(table: dict[str, Any], folder: Path, num_lines: int, console: Console) -> None:
     when = "peak"
     if table["kind"] == "out-of-memory":
-        when = f"out of memory, asked for {size(table.get('asked_bytes'))} more at"
+        when = f"out of memory, requested {size(table.get('asked_bytes'))} more at"
     title = (
         f"rank {table['rank']} · {when} {size(table.get('peak_bytes'))}, reserved {size(table.get('reserved_bytes'))}"
     )
     from rich.text import Text
 
-    rows = grid(title, "GiB", "%", "tensors", "asked for at")
+    rows = grid(title, "GiB", "%", "tensors", "allocated at")
     for row in table["allocations"][:num_lines]:
         text = clean(str(row.get("where")))
         rows.add_row(size(row.get("bytes")), figure(row.get("percent"), 1), str(row.get("count")), Text(text))
@@ -146,7 +148,7 @@ def grid(title: str, *columns: str) -> Any:
 
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        name = column == "asked for at" or column.startswith("longest")
+        name = column == "allocated at" or column.startswith("longest")
         text = name or column in ("", "part")
         width = 23 if column == "part" else None if text else 6
         table.add_column(
@@ -162,8 +164,8 @@ def add(table: Any, label: str, value: object, meaning: str, dim: bool = False) 
     table.add_row(label, figure(share.get("ms"), 2), figure(share.get("percent"), 1), meaning, style=style)
 
 
-def words(part: str) -> str:
-    return part.replace("_", " ")
+def label(part: str) -> str:
+    return {"matrix_products": "matmuls"}.get(part, part.replace("_", " "))
 
 
 def figure(value: object, digits: int) -> str:

@@ -10,7 +10,9 @@ from pathlib import Path
 def main(argv: list[str]) -> int:
     from dtrain.launch.arguments import built_in
 
-    parser = argparse.ArgumentParser("dtrain recipes", description="Complete starting points: recipe=NAME runs one.")
+    parser = argparse.ArgumentParser(
+        "dtrain recipes", description="Complete configurations to start from: recipe=NAME runs one."
+    )
     parser.add_argument("action", choices=["ls", "show", "cp"], nargs="?", default="ls")
     parser.add_argument("name", nargs="?")
     parser.add_argument("target", nargs="?", help="cp: the new file")
@@ -30,7 +32,7 @@ def main(argv: list[str]) -> int:
     if target.is_dir():
         target = target / found[options.name].name
     if target.exists():
-        raise ValueError(f"{target}: is there already\n  fix: another name; nothing was written")
+        raise ValueError(f"{target}: already exists\n  fix: choose another name; nothing was written")
     shutil.copyfile(found[options.name], target)
     relative = target if target.is_absolute() else f"./{target}"
     from dtrain.ui.console import LAUNCH

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"--limit={options.limit}: must be at least 1\n  fix: leave it out to see all")
         for root in options.root or []:
             if not Path(root).is_dir():
-                raise ValueError(f"--root={root}: no such folder\n  fix: name the one that holds the runs")
+                raise ValueError(f"--root={root}: no such folder\n  fix: give the folder that holds the runs")
         _show(options, roots)
     except ValueError as error:
         print_error(str(error))

@@ -7,23 +7,23 @@ import math
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("dtrain sample", description="Let a trained language model go on with a text.")
+    parser = argparse.ArgumentParser("dtrain sample", description="Continue a text with a trained language model.")
     parser.add_argument("run", help="a run folder, a part of its name, or latest")
     parser.add_argument("prompt", nargs="?", default="\n")
-    parser.add_argument("--tokens", type=int, default=200, help="how many to write")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 = always the likeliest")
-    parser.add_argument("--top-k", type=int, default=50, help="choose among the k likeliest; 0 = all")
+    parser.add_argument("--tokens", type=int, default=200, help="how many tokens to generate")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 = always the most likely token")
+    parser.add_argument("--top-k", type=int, default=50, help="sample from the k most likely tokens; 0 = all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--trust", nargs="*", default=[], metavar="MODULE", help="your own modules that the run names")
+    parser.add_argument("--trust", nargs="*", default=[], metavar="MODULE", help="your own modules that the run uses")
     options = parser.parse_args(argv)
     from dtrain.errors import bad
 
     if options.tokens < 1:
         raise bad("--tokens", options.tokens, "must be at least 1", "--tokens 200")
     if not 0 <= options.temperature < math.inf:
-        raise bad("--temperature", options.temperature, "must be a number from 0 on", "--temperature 0.8")
+        raise bad("--temperature", options.temperature, "must be a number, at least 0", "--temperature 0.8")
     if options.top_k < 0:
-        raise bad("--top-k", options.top_k, "must be at least 0", "--top-k 0, which chooses among all")
+        raise bad("--top-k", options.top_k, "must be at least 0", "--top-k 0, which samples from all tokens")
     if not 0 <= options.seed < 2**63:
         raise bad("--seed", options.seed, "must be at least 0 and less than 2^63", "--seed 0")
     from dtrain.runs.find import find_run

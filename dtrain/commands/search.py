@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 
 USAGE = """usage: dtrain search trials=N [parallel=P] SETTING=SPACE ... [setting=value ...]
 
-  optim.lr=tag(log,interval(1e-4,1e-2))    a number between two; log: by its order of magnitude
+  optim.lr=tag(log,interval(1e-4,1e-2))    a number in this interval; log: sampled on a log scale
   schedule.warmup_steps=int(interval(10,100))
-  train.global_batch_size=range(8,65,8)    from, up to but without, step
+  train.global_batch_size=range(8,65,8)    start, stop (excluded), step
   strategy=ddp,fsdp                        one of these
 
   trials=20      how many runs in all          parallel=1       how many at once
   metric=val_loss     a key of summary.json    direction=minimize|maximize
   sampler=tpe|random                           seed=0
-  dir=FOLDER     default: multirun/<date>/<time>-search; the same words again go on with the earlier one
-  detach=true|false   whether to wait for it; default: on SLURM it goes on in the background
+  dir=FOLDER     default: multirun/<date>/<time>-search; the same command again resumes the search
+  detach=true|false   true: continue in the background; default: true on SLURM only
 
 A recipe may hold all of it in a section `search:` (recipes/search-lr.yaml). Results at any time: dtrain runs FOLDER."""
 DEFAULTS = {
@@ -135,7 +135,7 @@ def read_request(argv: Sequence[str]) -> Request:
             if "  fix: " in str(error):
                 raise
             key = override.key_or_group
-            why = f"is no space ({str(error).strip().rstrip('.')})"
+            why = f"is not a search space ({str(error).strip().rstrip('.')})"
             raise bad(
                 key, override.get_value_string(), why, f"{key}=interval(LOW,HIGH), range(FROM,TO) or a,b"
             ) from error
@@ -146,7 +146,7 @@ def recipe_section(path: Path) -> Any:
     try:
         tree = read(path)
     except Exception as error:  # yaml errors have many types; each means that the file is not a recipe
-        raise bad("recipe", path, f"cannot be read: {error}", "mend the file") from error
+        raise bad("recipe", path, f"cannot be read: {error}", "correct the file") from error
     return (tree.get("search") or {}) if isinstance(tree, dict) else {}
 
 
@@ -154,16 +154,21 @@ def check_space(path: Path, section: Any) -> None:
     """Check an untrusted recipe's space, which becomes overrides of the trials: it may set only what a recipe may."""
     space = section.get("space", []) if isinstance(section, dict) else None
     if not isinstance(space, list):
-        raise bad("recipe", path, "its `search` is a section with a list `space`", "dtrain recipes show search-lr")
+        raise bad("recipe", path, "its `search` must be a section with a list `space`", "dtrain recipes show search-lr")
     for override in parse([str(word) for word in space]):
         key, line = str(override.key_or_group), str(override.input_line)
         if not override.is_sweep_override():
-            raise bad("search.space", line, "must vary", "a fixed setting stands in the recipe itself")
+            raise bad("search.space", line, "must vary", "put a fixed setting into the recipe itself")
         code = any(key == f"cluster.{name}" or key.startswith(f"cluster.{name}.") for name in CODE)
         typed = key.startswith(("hydra", "trust", "resume", "recipe", "run_dir"))
         own = key in GROUPS and "." in line.partition("=")[2]  # my_pkg.Net: typing a name would trust it
         if code or typed or own or not re.fullmatch(r"[a-z]\w*(\.[a-zA-Z]\w*)*", key) or "${" in line:
-            raise bad("search.space", line, "code and trust are for the command line", f"type it: '{key}=…'")
+            raise bad(
+                "search.space",
+                line,
+                "code and trust may be given on the command line only",
+                f"give it there: '{key}=…'",
+            )
 
 
 def parse(overrides: list[str]) -> list[Override]:
@@ -218,7 +223,7 @@ def _detach(argv: list[str], folder: Path) -> int:
         return process.poll() or FAILED
     print(f"searching in the background (process {process.pid} here; log in {shell_path(folder / 'search.log')})")
     print(f"results   dtrain runs {shell_path(folder)}")
-    print(f"cancel    dtrain cancel {shell_path(folder)}      (the same command goes on with it)")
+    print(f"cancel    dtrain cancel {shell_path(folder)}      (the same command resumes it)")
     return DONE
 
 
@@ -260,7 +265,7 @@ class Search:
             running = len(self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]))
             made = len(self.study.get_trials(deepcopy=False))
             if self.stopped and not any(p.poll() is None for p in self.processes.values()):
-                print("stopped; the same command goes on with it", flush=True)
+                print("stopped; the same command resumes it", flush=True)
                 return PREEMPTED
             if not self.stopped and made < int(self.words["trials"]) and running < int(self.words["parallel"]):
                 asked = self.study.ask(self.space)
@@ -338,13 +343,13 @@ class Search:
         elif status == "cancelled" or (process is not None and process.returncode == PREEMPTED):
             if self.stopped:
                 return None
-            print(f"trial {number} was {status}, so the search ends; the same command goes on with it", flush=True)
+            print(f"trial {number} was {status}, so the search ends; the same command resumes it", flush=True)
             return PREEMPTED
         else:  # failed, died, or interrupted and no longer queued
             self.study.tell(number, state=TrialState.FAIL)
             print(f"trial {number}: {status}; dtrain status {shell_path(run_dir)}", flush=True)
         newest = [t.state for t in self.study.get_trials(deepcopy=False) if t.state.is_finished()][-MANY:]
         if newest == [TrialState.FAIL] * MANY:
-            print(f"{MANY} trials in a row came to nothing, so the search ends", flush=True)
+            print(f"{MANY} trials in a row failed, so the search ends", flush=True)
             return FAILED
         return None

@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 # SLURM's most common reasons for a pending job, explained for newcomers.
 REASONS = {
-    "Resources": "it is next, and waits for nodes to become free",
-    "Priority": "other jobs go first",
-    "BeginTime": "SLURM lets a requeued job wait a little",
-    "JobArrayTaskLimit": "cluster.array_parallelism points of the sweep run already",
+    "Resources": "it is next, and waits for free nodes",
+    "Priority": "other jobs have a higher priority",
+    "BeginTime": "SLURM delays a requeued job a little",
+    "JobArrayTaskLimit": "cluster.array_parallelism points of the sweep are already running",
     "Dependency": "it waits for another job",
     "DependencyNeverSatisfied": "the job it waits for failed, so it will never start",
     "PartitionTimeLimit": "cluster.time is above the partition's limit, so it will never start",
     "PartitionNodeLimit": "cluster.nodes is above the partition's limit, so it will never start",
     "PartitionDown": "the partition is down",
     "ReqNodeNotAvail": "a node that it asks for is down or reserved",
-    "JobHeldUser": "it is held; `scontrol release` lets it go",
+    "JobHeldUser": "it is held; `scontrol release` releases it",
     "JobHeldAdmin": "an administrator holds it",
-    "Reservation": "its reservation has not begun",
+    "Reservation": "its reservation has not started",
 }
 
 
 def main(argv: list[str]) -> int:
     """`dtrain status`: one run, or one sweep, on one screen."""
-    parser = argparse.ArgumentParser("dtrain status", description="How a run is, and what to type next.")
+    parser = argparse.ArgumentParser("dtrain status", description="Show a run's state and the next command.")
     parser.add_argument("run", help="a run folder, a part of its name, or latest; or a sweep's folder")
     parser.add_argument("--json", action="store_true", help="print data instead of text")
     options = parser.parse_args(argv)
@@ -96,14 +96,14 @@ def reason(record: Record) -> str:
         word = job.reason or job.state
         limits = "a limit of your account or its QOS" if word.startswith(("QOS", "Assoc", "MaxSubmit")) else ""
         why = REASONS.get(word.split(",")[0], limits)
-        again = "waits in the queue again: " if status == "preempted" else ""
+        again = "queued again: " if status == "preempted" else ""
         return again + (f"{word}: {why}" if why else word)
     if status == "cancelled":
         return "by dtrain cancel" if record.cancel_asked else "not by dtrain"
     if record.cancel_asked and record.is_live:
         return f"asked to end {duration(max(0.0, time.time() - record.cancel_asked))} ago"
     if job and job.state == "GONE":
-        return "SLURM does not know its job any more" if status in ("died", "preempted") else ""
+        return "SLURM no longer knows its job" if status in ("died", "preempted") else ""
     odd = job and (status in ("died", "preempted") or job.state not in ("RUNNING", "COMPLETED", "FAILED"))
     return f"its job is {job.state}" if job and odd else ""
 

@@ -70,7 +70,7 @@ def plain(node: Any, key: str) -> Any:
 
 
 def reserved(key: str, value: Any) -> ValueError:
-    rule = f"names like {key.rpartition('.')[2]} stand at the top of a group only: nothing nested is built"
+    rule = f"names like {key.rpartition('.')[2]} are allowed only at the top of a group: nested objects are not built"
     return bad(key, value, rule, f"leave out {key}; settings are plain values")
 
 

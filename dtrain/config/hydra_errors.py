@@ -30,7 +30,7 @@ def explain(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno in disk_space.FULL:
         return disk_space.explain(error, Path.cwd()).replace(". Fix: ", "\n  fix: ")
     if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}\n  fix: check that the path is right, and yours to use"
+        return f"{error.filename}: {error.strerror}\n  fix: check the path and its permissions"
     if "  fix: " in text:  # dtrain's own message
         return text
     if isinstance(error, OverrideParseException):

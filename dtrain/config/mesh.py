@@ -50,13 +50,14 @@ def resolve(world_size: int, node_size: int | None = None, pp: int = 1, dp: int 
         rest //= sizes[axis] or 1
     if math.prod(sizes.values()) != world_size:
         raise ValueError(
-            f"{asked}: pp × dp × tp must be the number of ranks, and there are {world_size}\n"
+            f"{asked}: pp × dp × tp must equal the number of ranks, {world_size}\n"
             f"  fix: {other_sizes(world_size, node_size, fixed, abs(pp * tp))}"
         )
     if node_size % sizes["tp"]:
         raise ValueError(
-            f"{asked}: tp = {sizes['tp']} does not divide the {node_size} ranks of a node, and tensor ranks must share "
-            f"one\n  fix: strategy.tp={math.gcd(sizes['tp'], node_size)} strategy.dp=-1"
+            f"{asked}: tp = {sizes['tp']} does not divide the {node_size} ranks of a node, "
+            f"and tensor-parallel ranks must be in one node\n"
+            f"  fix: strategy.tp={math.gcd(sizes['tp'], node_size)} strategy.dp=-1"
         )
     return MeshSizes(**sizes)
 
@@ -106,7 +107,7 @@ def eval_batch_size(num_samples: int, batch_size: int, micro: int, sizes: MeshSi
     if num_samples >= batch_size:
         return batch_size
     if num_samples < unit:
-        rule = f"the validation split has only {num_samples} samples, and ranks and micro-batches need {unit} at a time"
+        rule = f"the validation split has only {num_samples} samples, but one micro-batch on every rank needs {unit}"
         fix = "train.eval_batches=0, a smaller train.micro_batch_size, or more data to hold out"
         raise bad("train.eval_batches", "…", rule, fix)
     return num_samples // unit * unit

@@ -38,7 +38,7 @@ AT_MOST = {"schedule.min_ratio": 1, "model.num_layers": 10_000}  # building a la
 def check_ranges(flat: dict[str, Any]) -> None:
     for key, value in flat.items():
         if value == "???" or (key == "data.path" and not value):
-            raise bad(key, "", "has no value, and needs one", f"{key}=…")
+            raise bad(key, "", "is required, and has no value", f"{key}=…")
         if SECRET.search(key) and value:
             raise bad(
                 key,
@@ -52,7 +52,7 @@ def check_ranges(flat: dict[str, Any]) -> None:
             raise bad(
                 key,
                 value,
-                "is a part of the run folder's name: not empty, and no slash",
+                "is part of the run folder's name: it must not be empty or contain a slash",
                 f"{key}={value.replace('/', '-').strip(' .-') or 'my-run'}",
             )
         if not isinstance(value, (int, float)):

@@ -97,10 +97,10 @@ def read_run(run_dir: Path, setting: str = "run") -> dict[str, Any]:
     except Exception as error:  # from the file system, or one of yaml's many types
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
         rule = f"its config.yaml cannot be read ({why})"
-        raise bad(setting, run_dir, rule, "another run; dtrain runs lists them") from error
+        raise bad(setting, run_dir, rule, "choose another run; dtrain runs lists them") from error
     if not isinstance(config, dict):
         rule = "its config.yaml is not that of a run"
-        raise bad(setting, run_dir, rule, "another run; dtrain runs lists them")
+        raise bad(setting, run_dir, rule, "choose another run; dtrain runs lists them")
     config = with_current_targets({str(k): v for k, v in config.items()})
     checked = dict(config)
     if isinstance(config.get("cluster"), dict):  # shell code contains ${…}, and must be typed again for a resume

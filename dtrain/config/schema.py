@@ -72,7 +72,7 @@ def check_run(config: dict[str, Any], trust: Iterable[str], groups: Iterable[str
         for parent in parents:
             section = section.get(parent, {})
             if not isinstance(section, dict):
-                raise bad(parent, section, "is a section", "another run; dtrain runs lists them")
+                raise bad(parent, section, "is a section", "choose another run; dtrain runs lists them")
         if name in section:
             check_plain(key, section[name], default)
 
@@ -80,7 +80,7 @@ def check_run(config: dict[str, Any], trust: Iterable[str], groups: Iterable[str
 def check_present(prefix: str, section: dict[str, Any], names: Iterable[str]) -> None:
     missing = [prefix + name for name in names if name not in section]
     if missing:
-        raise ValueError(f"{missing[0]}: was taken out, and a run needs it\n  fix: leave out ~{missing[0]}")
+        raise ValueError(f"{missing[0]}: is required and cannot be deleted\n  fix: leave out ~{missing[0]}")
 
 
 def check_plain(key: str, value: Any, default: Any) -> None:
@@ -126,7 +126,7 @@ def check_section(group: str, section: Any, trust: Iterable[str]) -> None:
         check_type(f"{group}.{name}", value, *parameters[name])
     missing = [p for p, (_, default) in parameters.items() if default is REQUIRED and p not in section]
     if missing and (option or not section.get("_partial_")):
-        raise bad(f"{group}.{missing[0]}", "", f"{target} needs it", f"{group}.{missing[0]}=…")
+        raise bad(f"{group}.{missing[0]}", "", f"is required by {target}", f"{group}.{missing[0]}=…")
 
 
 REQUIRED = object()
@@ -138,7 +138,7 @@ def signature(target: str, key: str, trust: Iterable[str] = ()) -> dict[str, tup
         raise untrusted(key, target, trust)
     module_name, _, attribute = target.rpartition(".")
     if not module_name:
-        raise bad(key, target, "is a module, and not something in it that can be built", f"{key}={target}.NAME")
+        raise bad(key, target, "is a module, not a class or function", f"{key}={target}.NAME")
     try:
         spec = importlib.util.find_spec(module_name)
     except (ImportError, ValueError):
@@ -184,7 +184,7 @@ def parse(path: str, key: str, target: str) -> ast.Module:
     try:
         return parsed(path, Path(path).read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError, ValueError) as error:
-        raise bad(key, target, f"{path} is not valid Python: {error}", "mend the file") from error
+        raise bad(key, target, f"{path} is not valid Python: {error}", "correct the file") from error
 
 
 @functools.cache

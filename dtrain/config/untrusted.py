@@ -188,8 +188,8 @@ def check_resolvers(tree: Any, typed: Iterable[str] = ()) -> None:
     for key, text in resolvers(tree):
         asked = re.findall(r"\$\{[^}]*\}*", text)
         if not in_conf(text) and not all(any(part in word for word in words) for part in asked):
-            rule = "only what is typed may ask for the environment, files or other resolvers, not a file"
-            raise bad(key, text, rule, f"write the value itself, or type it: {key}=…")
+            rule = "only the command line may use resolvers (environment variables, files, …), not a file"
+            raise bad(key, text, rule, f"write the value itself, or give it on the command line: {key}=…")
 
 
 @functools.cache
@@ -221,4 +221,9 @@ def check_resolved(values: Any, typed: Iterable[str]) -> None:
     for key, value in flatten(values).items():
         is_code = key.partition(".")[2] in CODE  # shell code contains ${…}
         if "${" in f"{key} {value}" and key not in given and not is_code:
-            raise bad(key, value, "is put together to a resolver, and only what is typed may be one", f"type {key}=…")
+            raise bad(
+                key,
+                value,
+                "expands to a resolver, which only the command line may use",
+                f"give {key}=… on the command line",
+            )

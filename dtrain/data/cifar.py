@@ -26,12 +26,14 @@ def check(
     for name in (name for names in FILES.values() for name in names):
         if not (folder / name).is_file():
             if any((folder / n).exists() for n in ("data_batch_1", "cifar-10-batches-py")):
-                rule = "has the version for Python, which is pickled, and unpickling a file runs what is in it"
-                raise bad("data.path", folder, rule, "the binary version, cifar-10-binary.tar.gz from the same page")
-            raise bad("data.path", folder, f"has no {name}", "put what is in cifar-10-binary.tar.gz there")
+                rule = "has the version for Python, which is pickled, and unpickling a file can run code"
+                raise bad(
+                    "data.path", folder, rule, "use the binary version, cifar-10-binary.tar.gz from the same page"
+                )
+            raise bad("data.path", folder, f"has no {name}", "unpack cifar-10-binary.tar.gz there")
         size = os.path.getsize(folder / name)
         if not size or size % RECORD or size > LARGEST:
-            rule = f"{name} has {size} bytes, and a picture {RECORD}: it is cut off, or damaged"
+            rule = f"{name} has {size} bytes, and an image {RECORD}: the file is truncated or damaged"
             raise bad("data.path", folder, rule, "unpack cifar-10-binary.tar.gz again")
     return {"num_classes": 10}
 
@@ -52,7 +54,9 @@ class Cifar10:
         records = [np.fromfile(self.folder / name, dtype=np.uint8).reshape(-1, RECORD) for name in FILES[split]]
         whole = np.concatenate(records)
         if whole[:, 0].max() > 9:
-            raise bad("data.path", self.folder, f"has a class {whole[:, 0].max()}, and there are 10", "unpack it again")
+            raise bad(
+                "data.path", self.folder, f"has a class {whole[:, 0].max()}, but there are only 10", "unpack it again"
+            )
         moves = self.moves if split == "train" else STILL
         mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
         return PixelDataset(whole[:, 1:].reshape(-1, 3, 32, 32), whole[:, 0], *self.shape, mean, std, moves)

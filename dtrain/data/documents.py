@@ -90,13 +90,13 @@ def document(line: bytes, field: str, place: str) -> bytes:
     if not isinstance(value[field], str):
         kind = type(value[field]).__name__
         raise ValueError(
-            f"{place} has a {kind} in data.field={field!r}, not text\n  fix: leave the line out, or mend it"
+            f"{place} has a {kind} in data.field={field!r}, not text\n  fix: remove the line, or correct it"
         )
     try:
         return value[field].encode()
     except UnicodeEncodeError:
         raise ValueError(
-            f"{place} has half of a surrogate pair in {field!r}, which is no character\n  fix: mend the text"
+            f"{place} has half of a surrogate pair in {field!r}, which is not a character\n  fix: correct the text"
         ) from None
 
 
@@ -168,7 +168,7 @@ def check(path: str, pattern: str | None, field: str, setting: str = "data.path"
     if not os.path.exists(root):
         raise ValueError(f"{value} does not exist\n  fix: {HOW_TO}")
     if not os.access(root, os.R_OK):
-        raise ValueError(f"{value} cannot be read by this user\n  fix: its permissions")
+        raise ValueError(f"{value} cannot be read by this user\n  fix: change its permissions")
     if not root.is_file() and not root.is_dir():  # opening it might block forever
         raise ValueError(f"{value} is neither a file nor a folder\n  fix: {HOW_TO}")
     if pattern is None and hf_datasets.is_saved(root):

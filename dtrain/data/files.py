@@ -26,11 +26,11 @@ LARGEST_RATIO, UNPACKED_ALWAYS = 200, 2**26
 
 # First bytes of files that are not plain text: without this check, training would silently use their raw bytes.
 KINDS = {
-    b"\x1f\x8b": "packed by gzip",
-    b"\x28\xb5\x2f\xfd": "packed by zstd",
-    b"\x04\x22\x4d\x18": "packed by lz4",
-    b"\xfd7zXZ\0": "packed by xz",
-    **{b"BZh%d1AY&SY" % level: "packed by bzip2" for level in range(1, 10)},
+    b"\x1f\x8b": "compressed by gzip",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"\x04\x22\x4d\x18": "compressed by lz4",
+    b"\xfd7zXZ\0": "compressed by xz",
+    **{b"BZh%d1AY&SY" % level: "compressed by bzip2" for level in range(1, 10)},
     b"7z\xbc\xaf\x27\x1c": "a 7z archive",
     b"PK\x03\x04": "a zip archive",
     b"PAR1": "a Parquet table",
@@ -81,7 +81,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             if len(line) > LONGEST_LINE:
                 raise ValueError(
                     f"{str(path)!r} line {number} is longer than {LONGEST_LINE:,} bytes, the most that a line of JSON "
-                    "may have\n  fix: one document a line, long ones in parts"
+                    "may have\n  fix: write one document per line, and split long ones"
                 )
             yield number, line
 
@@ -91,7 +91,7 @@ def parse_line(line: bytes, encoding: str | None = None) -> Any:
     if len(line) > LARGEST_STRUCTURE:  # otherwise it is small anyway
         texts = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\Z)', re.DOTALL)
         if len(texts.sub(b"", line)) > LARGEST_STRUCTURE:
-            raise ValueError(f"it has more than {LARGEST_STRUCTURE:,} bytes beside its texts")
+            raise ValueError(f"it has more than {LARGEST_STRUCTURE:,} bytes besides its texts")
     return json.loads(line if encoding is None else line.decode(encoding))
 
 
@@ -106,7 +106,7 @@ def reading(path: Path) -> Iterator[BinaryIO]:
     except UNREADABLE as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"document {str(path)!r} cannot be read ({reason})\n  fix: its permissions or remove it"
+            f"document {str(path)!r} cannot be read ({reason})\n  fix: change its permissions, or remove it"
         ) from error
 
 

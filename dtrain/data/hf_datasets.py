@@ -44,9 +44,9 @@ def _described(folder: Path, file: str, key: str, kind: type) -> Any:
     try:
         value = read_json(folder / file, LARGEST_JSON)[key]
         if not isinstance(value, kind):
-            raise TypeError(f"{key} is no {kind.__name__}")
+            raise TypeError(f"{key} is not a {kind.__name__}")
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"data.path={str(folder)!r} is torn ({file}: {error!r})\n  fix: save it again") from error
+        raise ValueError(f"data.path={str(folder)!r} is damaged ({file}: {error!r})\n  fix: save it again") from error
     return value
 
 
@@ -74,7 +74,7 @@ def check(path: Path, field: str, setting: str = "data.path") -> None:
             texts = [name for name, kind in columns.items() if _is_text(kind)]
             named = ", ".join(name[:40] for name in list(columns)[:20])
             raise ValueError(
-                f"data.field={field!r} is no column of text in {str(folder)!r}, which has {named}\n"
+                f"data.field={field!r} is not a text column of {str(folder)!r}, which has {named}\n"
                 f"  fix: data.field={texts[0][:40] if texts else '…'}"
             )
 
@@ -115,7 +115,7 @@ class Saved:
                     if text is None:
                         raise ValueError(
                             f"row {number} of {str(self.splits[split])!r} has no text in data.field={self.field!r}\n"
-                            "  fix: take such rows out with Dataset.filter, and save it again"
+                            "  fix: remove such rows with Dataset.filter, and save it again"
                         )
                     number += 1
                     if text:

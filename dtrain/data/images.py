@@ -68,7 +68,7 @@ def check(
     """Refuse settings and folders that cannot work, without decoding an image; return the model's required settings."""
     check_shape(image_size, channels)
     if len(crop_scale) != 2 or not 0 < crop_scale[0] <= crop_scale[1] <= 1:
-        rule = "must be the smallest and the largest part of a picture's area, more than 0 and at most 1"
+        rule = "must be the smallest and the largest share of an image's area, more than 0 and at most 1"
         raise bad("data.crop_scale", list(crop_scale), rule, "'data.crop_scale=[0.08,1.0]'")
     for name, share in (("val_fraction", val_fraction), ("val_crop", val_crop)):
         if not 0 < share <= 1:
@@ -77,28 +77,30 @@ def check(
         if len(values) not in (1, 3) or (name == "std" and min(values) <= 0):
             raise bad(f"data.{name}", list(values), "must be 1 or 3 numbers (std: above 0)", f"'data.{name}=[0.5]'")
     if find_spec("PIL") is None:
-        raise bad("data.path", path, "pictures need Pillow, which is not installed", "pip install pillow")
+        raise bad("data.path", path, "images need Pillow, which is not installed", "pip install pillow")
     root = Path(path).expanduser()
     if not root.is_dir():
-        raise bad("data.path", path, "is no folder", "give a folder that has a folder for each class")
+        raise bad("data.path", path, "is not a folder", "give a folder that has a folder for each class")
     own_val = (root / "train").is_dir()
     classes = class_names(root / "train" if own_val else root)
     for folder in (root / "train" / c if own_val else root / c for c in classes):
         if not has_picture(folder):
             raise bad(
-                "data.path", path, f"there is no picture in {folder}", f"remove it, or add one of {' '.join(ENDINGS)}"
+                "data.path", path, f"there is no image in {folder}", f"remove it, or add one of {' '.join(ENDINGS)}"
             )
     if len(classes) < 2:
-        rule = f"has {len(classes)} folders of pictures, and there must be one for each of two classes or more"
+        rule = f"has {len(classes)} folders of images, but needs one for each of two or more classes"
         raise bad(
             "data.path", path, rule, f"{path}/train/CLASS/*.jpg and {path}/val/CLASS/*.jpg, or {path}/CLASS/*.jpg"
         )
     if own_val:
         if not (root / "val").is_dir():
-            raise bad("data.path", path, "has train/ and no val/", f"add {path}/val, or take the classes out of train/")
+            raise bad("data.path", path, "has train/ but no val/", f"add {path}/val, or move the classes out of train/")
         others = sorted(set(class_names(root / "val")) - set(classes))
         if others:
-            raise bad("data.path", path, f"val/{others[0]} is no class of train/", "the same folders in both")
+            raise bad(
+                "data.path", path, f"val/{others[0]} is not a class of train/", "use the same class folders in both"
+            )
     return {"num_classes": len(classes)}
 
 
@@ -135,14 +137,12 @@ class Images:
             names += [f"{c}/{name}" for name in pictures]
             others += [f"{c}/{name}" for name in rest]
         if others and (self.own_val or split == "train"):  # once, not for each split
-            warn(f"data.path={root}: left out {len(others)} files whose names end like no picture's: {others[0]} …")
+            warn(f"data.path={root}: skipped {len(others)} files without an image extension: {others[0]} …")
         if not self.own_val:
             held_out = choose(names, self.val_fraction)
             names = [name for name in names if (name in held_out) == (split == "val")]
         if not names:
-            raise bad(
-                "data.path", self.path, f"there is no picture for {split}", "more pictures, or data.val_fraction=0.1"
-            )
+            raise bad("data.path", self.path, f"there is no image for {split}", "add images, or data.val_fraction=0.1")
         return ImageDataset(self, root, names, train=split == "train")
 
 
@@ -242,8 +242,8 @@ def kinds() -> list[str]:
 
 def unreadable(path: Path, error: Exception) -> ValueError:
     unknown = type(error).__name__ == "UnidentifiedImageError"  # its text names a file handle
-    why = f"it is none of {', '.join(KINDS)}" if unknown else getattr(error, "strerror", None) or error
-    return ValueError(f"data.path: the picture {path} cannot be read ({why})\n  fix: replace it, or remove it")
+    why = f"its format is none of {', '.join(KINDS)}" if unknown else getattr(error, "strerror", None) or error
+    return ValueError(f"data.path: the image {path} cannot be read ({why})\n  fix: replace it, or remove it")
 
 
 def middle(width: int, height: int, share: float) -> Box:

@@ -66,7 +66,7 @@ def check(
     if not 0 < share < 1:
         raise bad("data.share", share, "must be between 0 and 1, ends excluded", "data.share=0.15")
     if not num_masked(seq_len, share):
-        rule = f"is no token of a window of model.seq_len={seq_len}"
+        rule = f"masks no token of a window of model.seq_len={seq_len}"
         raise bad("data.share", share, rule, f"model.seq_len={round(1 / share) + 1} or more")
     file = tokenizer_of(path, tokenizer)
     kind_of(path).check(path=path, tokenizer=tokenizer, **rest)

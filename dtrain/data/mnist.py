@@ -12,7 +12,7 @@ from dtrain.data.small_images import STILL, Moves, PixelDataset, check_shape, fo
 from dtrain.data.token_stream import check_split
 from dtrain.errors import bad
 
-CUT_OFF = "is not as long as it says: it is cut off, or damaged"
+CUT_OFF = "is shorter or longer than its header says: it is truncated or damaged"
 LARGEST = 2**32  # bytes; the largest dataset in this format has 2**30
 LARGEST_RATIO = 1100  # gzip compresses to 1/1032 at best: a header that implies more is damaged
 PARTS = {"train": "train", "val": "t10k"}
@@ -34,7 +34,9 @@ def read_idx(path: Path, num_dims: int, header_only: bool = False) -> np.ndarray
         with open_file(path) as file:
             start = file.read(4 + 4 * num_dims)
             if start[:4] != bytes([0, 0, 8, num_dims]) or len(start) < 4 + 4 * num_dims:
-                raise bad("data.path", path, f"is no idx file of bytes in {num_dims} dimensions", "download it again")
+                raise bad(
+                    "data.path", path, f"is not an idx file of bytes in {num_dims} dimensions", "download it again"
+                )
             shape = tuple(int.from_bytes(start[4 + 4 * i : 8 + 4 * i], "big") for i in range(num_dims))
             size = math.prod(shape)
             if size > min(LARGEST_RATIO * path.stat().st_size, LARGEST):
@@ -80,7 +82,7 @@ class Mnist:
         pictures = read_idx(find_idx(self.folder, f"{PARTS[split]}-images-idx3-ubyte"), 3)
         labels = read_idx(find_idx(self.folder, f"{PARTS[split]}-labels-idx1-ubyte"), 1)
         if len(pictures) != len(labels) or not len(labels):
-            rule = f"{len(pictures)} pictures and {len(labels)} labels of {PARTS[split]}"
+            rule = f"{len(pictures)} images and {len(labels)} labels of {PARTS[split]}"
             raise bad("data.path", self.folder, rule, "download them again")
         moves = self.moves if split == "train" else STILL
         return PixelDataset(pictures[:, None], labels, *self.shape, (0.1307,), (0.3081,), moves)

@@ -198,7 +198,7 @@ class _Reader:
             inputs, targets = read(self.dataset, request)
             return inputs.share_memory_(), targets.share_memory_()
         except Exception as error:
-            error.add_note(f"in a process of the loader:\n{traceback.format_exc()}")
+            error.add_note(f"in a data loader process:\n{traceback.format_exc()}")
             try:
                 pickle.loads(pickle.dumps(error))  # our own object, to test whether it can be pickled
                 return error

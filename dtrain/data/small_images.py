@@ -30,9 +30,7 @@ def check_shape(image_size: int, channels: int) -> None:
     if image_size < 1:
         raise ValueError(f"model.image_size={image_size}: must be at least 1 pixel\n  fix: model.image_size=28")
     if channels not in (1, 3):
-        raise ValueError(
-            f"model.channels={channels}: pictures are gray (1) or have colours (3)\n  fix: model.channels=3"
-        )
+        raise ValueError(f"model.channels={channels}: images are gray (1) or have colours (3)\n  fix: model.channels=3")
 
 
 class Moves(NamedTuple):
@@ -55,7 +53,7 @@ def folder_of(path: str, inside: str) -> Path:
     """Return the folder itself, or the one that its archive creates in it."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise bad("data.path", path, "is no folder", "give the folder that has the files")
+        raise bad("data.path", path, "is not a folder", "give the folder with the files")
     return folder / inside if (folder / inside).is_dir() else folder
 
 

@@ -127,7 +127,7 @@ def check(
     loaded = load_tokenizer(tokenizer)
     if loaded.separator is None:
         names = " ".join(END_OF_DOCUMENT)
-        warn(f"data.tokenizer={tokenizer} has none of {names}: documents follow each other with nothing between them")
+        warn(f"data.tokenizer={tokenizer} has none of {names}: documents are joined without a separator")
     return {"vocab_size": loaded.vocab_size}
 
 

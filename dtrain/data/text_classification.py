@@ -60,9 +60,9 @@ def _parse(line: bytes, where: str, file: Path) -> Record:
     try:
         row = parse_line(line, "utf-8-sig")
     except (ValueError, RecursionError) as error:  # from the encoding or from JSON
-        raise _refused(file, f"{where} is no JSON ({error})") from error
+        raise _refused(file, f"{where} is not JSON ({error})") from error
     if not isinstance(row, dict):
-        raise _refused(file, f"{where} is no object with text and label")
+        raise _refused(file, f"{where} is not an object with text and label")
     found, pair, label = row.get("text"), row.get("text_pair"), row.get("label")
     for name, value in (("text", found), ("text_pair", pair)):
         if name == "text_pair" and value is None:
@@ -70,9 +70,9 @@ def _parse(line: bytes, where: str, file: Path) -> Record:
         if not isinstance(value, str) or not value:
             raise _refused(file, f"{where}: {name} must be text, and not empty")
         if any("\ud800" <= c <= "\udfff" for c in value):
-            raise _refused(file, f"{where}: {name} has half a character (a lone surrogate)")
+            raise _refused(file, f"{where}: {name} has a lone surrogate, which is not a character")
         if "\0" in value:
-            raise _refused(file, f"{where}: {name} has a character 0, which pads texts of bytes")
+            raise _refused(file, f"{where}: {name} has a NUL character, which is the padding of byte texts")
     if isinstance(label, bool) or not isinstance(label, (str, int)):
         raise _refused(file, f"{where}: label must be text or a whole number")
     return Record(str(found), pair, label)
@@ -85,24 +85,29 @@ def read_splits(path: str, val_fraction: float) -> dict[str, list[Record]]:
         files = {name: root / f"{name}.jsonl" for name in ("train", "val")}
         for file in files.values():
             if not file.is_file():
-                raise bad("data.path", path, f"is a folder without {file.name}", "train.jsonl and val.jsonl, or a file")
+                raise bad(
+                    "data.path",
+                    path,
+                    f"is a folder without {file.name}",
+                    "add train.jsonl and val.jsonl, or give a file",
+                )
         splits = {name: list(read_records(file)) for name, file in files.items()}
         kinds = [{(type(r.label), r.pair is None) for r in records} for records in splits.values()]
         if all(kinds) and kinds[0] != kinds[1]:
-            raise bad("data.path", path, "val.jsonl has labels or pairs of another kind than train.jsonl", FORMAT)
+            raise bad("data.path", path, "val.jsonl has a different kind of labels or pairs than train.jsonl", FORMAT)
         splits["val"].sort(key=share_of)
         unknown = {r.label for r in splits["val"]} - {r.label for r in splits["train"]}
         if unknown and splits["train"]:
-            rule = f"val.jsonl has the label {min(unknown, key=str)!r}, which train.jsonl has not"
-            raise bad("data.path", path, rule, "leave such lines out")
+            rule = f"val.jsonl has the label {min(unknown, key=str)!r}, which train.jsonl does not have"
+            raise bad("data.path", path, rule, "remove such lines")
     elif root.is_file():
         splits = split(list(read_records(root)), val_fraction)
     else:
         rule = "is neither a file nor a folder" if root.exists() else "does not exist"
-        raise bad("data.path", path, rule, f"a file with {FORMAT}, or a folder of train.jsonl and val.jsonl")
+        raise bad("data.path", path, rule, f"give a file with {FORMAT}, or a folder of train.jsonl and val.jsonl")
     for name, records in splits.items():
         if not records:
-            raise bad("data.path", path, f"has no {name} samples", "more lines, of different texts")
+            raise bad("data.path", path, f"has no {name} samples", "add lines with different texts")
     return splits
 
 
@@ -250,7 +255,7 @@ def read_checked(
     check_length(seq_len, splits["train"][0].pair is not None)
     labels = labels_of(splits)
     if len(labels) < 2:
-        raise bad("data.path", path, f"all texts have the label {labels[0]!r}", "texts of at least two classes")
+        raise bad("data.path", path, f"all texts have the label {labels[0]!r}", "give texts of at least two classes")
     return marks, splits
 
 

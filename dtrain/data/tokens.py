@@ -137,7 +137,9 @@ def read_meta(path: str | Path) -> dict:
         )
     for key in ("vocab_size", "train_tokens", "val_tokens", *(DOCUMENT_KEYS if has_documents(meta) else ())):
         if type(meta[key]) is not int or not 0 < meta[key] < 2**62:
-            raise ValueError(f"{setting} has {key}={short(meta[key])} in meta.json, no number above 0\n  fix: {HOW_TO}")
+            raise ValueError(
+                f"{setting} has {key}={short(meta[key])} in meta.json, not a number above 0\n  fix: {HOW_TO}"
+            )
     if meta["tokenizer"] not in (None, "tokenizer.json"):
         raise ValueError(
             f"{setting} has tokenizer={short(meta['tokenizer'])} in meta.json, not tokenizer.json\n  fix: {HOW_TO}"
@@ -166,7 +168,7 @@ def check(path: str, packed: bool = False, **rest: object) -> dict[str, int]:
     meta = read_meta(path)
     if packed and not has_documents(meta):
         raise ValueError(
-            f"data.packed=true needs to know where documents start, and data.path={str(path)!r} does not say it\n"
+            f"data.packed=true needs the document boundaries, which data.path={str(path)!r} does not have\n"
             f"  fix: data.packed=false, or {HOW_TO}"
         )
     return {"vocab_size": int(meta["vocab_size"])}
@@ -213,7 +215,7 @@ class Tokens:
         starts = np.fromfile(self.path / f"{split}.starts", dtype=STARTS)
         if starts[0] != 0 or starts[-1] > num_tokens or (starts[1:] < starts[:-1]).any():
             raise ValueError(
-                f"data.path={str(self.path)!r}: {split}.starts is not in order, or not of {split}.bin\n  fix: "
-                f"copy the folder again or {HOW_TO}"
+                f"data.path={str(self.path)!r}: {split}.starts is not sorted, or does not belong to {split}.bin\n"
+                f"  fix: copy the folder again or {HOW_TO}"
             )
         return starts

@@ -302,7 +302,7 @@ def invalid(family: Family, config: Mapping[str, Any]) -> str:
     """Describe a value in config.json that no model can have, or return "". Call it before `settings` and `cannot`."""
     for key in ("rope_scaling", "rope_parameters") if family is LLAMA else ():
         if not isinstance(config.get(key), (dict, type(None))):
-            return f"{key}={short(config[key])}, which is no object"
+            return f"{key}={short(config[key])}, which is not an object"
     settings = family.settings(config)
     for ours, value in settings.items():
         theirs = family.sizes.get(ours, (ours, None))[0]
@@ -317,7 +317,7 @@ def invalid(family: Family, config: Mapping[str, Any]) -> str:
             return f"{theirs}={short(value)}, which must be {rule}"
     dim, heads, groups = settings["dim"], settings["num_heads"], settings.get("num_kv_heads", 1)
     if dim % heads or heads % groups:
-        return f"{heads} attention heads, which do not divide {dim}, or are no multiple of {groups} heads of keys"
+        return f"{heads} attention heads, which do not divide {dim}, or are not a multiple of {groups} key heads"
     return ""
 
 
@@ -332,7 +332,7 @@ def cannot(family: Family, config: Mapping[str, Any]) -> str:
     values |= {key: None for key, usual in follow.items() if values.get(key) == usual}
     for key, can in family.only.items():
         if values.get(key, can[0]) not in can:
-            return f"{key}={short(values[key])} there, and ours does {' or '.join(map(str, can))} only"
+            return f"{key}={short(values[key])} there, but dtrain supports {' or '.join(map(str, can))} only"
     if values.get("quantization_config"):
         return "its weights are quantized"
     return ""

@@ -42,7 +42,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if not file.is_file():
         what = "adapters only (adapter_config.json)" if (path / "adapter_config.json").is_file() else "no config.json"
         rule = f"it has {what}: neither a Hugging Face model nor a run of dtrain"
-        raise wrong(path, rule, "the folder that save_pretrained wrote, or a run folder (dtrain runs)")
+        raise wrong(path, rule, "use the folder that save_pretrained wrote, or a run folder (dtrain runs)")
     config = _json(path, file, LARGEST_CONFIG)
     if not isinstance(config, dict):
         raise wrong(path, "its config.json is not an object", AGAIN)
@@ -61,8 +61,8 @@ def family_of(path: Path, config: Mapping[str, Any]) -> Family:
     kind = config.get("model_type")
     family = huggingface.FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        rule = f"its config.json says model_type={short(kind)}, and dtrain knows {', '.join(huggingface.FAMILIES)}"
-        raise wrong(path, rule, "a model of one of these families")
+        rule = f"its config.json says model_type={short(kind)}, but dtrain supports {', '.join(huggingface.FAMILIES)}"
+        raise wrong(path, rule, "use a model of one of these families")
     return family
 
 
@@ -95,12 +95,14 @@ def read_entries(path: Path, family: Family) -> dict[str, Entry]:
             if places.get(name, file) != file:  # the index assigns it to another file
                 continue
             if bare in entries:
-                raise wrong(path, f"it has {short(entries[bare].name)} and {short(name)}, which are one weight", AGAIN)
+                raise wrong(
+                    path, f"it has {short(entries[bare].name)} and {short(name)}, which are the same weight", AGAIN
+                )
             entries[bare] = Entry(file, name, found.shape, found.dtype)
     whole = {entry.name for entry in entries.values()}
     gone = [name for name in places if name not in whole]
     if gone:
-        raise wrong(path, f"{short(gone[0])} is in {INDEX} and in no file; {len(gone)} such in all", AGAIN)
+        raise wrong(path, f"{short(gone[0])} is in {INDEX} but in no file; {len(gone)} such in all", AGAIN)
     return entries
 
 
@@ -113,7 +115,9 @@ def _refuse_without_weights(path: Path) -> NoReturn:
     save = f"transformers.{kind if kind.isidentifier() else 'AutoModel'}.from_pretrained({str(path)!r})"
     fix = f"python -c \"import transformers; {save}.save_pretrained('NEW')\" where you trust the file"
     raise wrong(
-        path, f"it has pickled weights only ({pickled[0]}), which may run any code", f"{fix}, and init_from=NEW"
+        path,
+        f"it has pickled weights only ({pickled[0]}), and loading those may run any code",
+        f"{fix}, and init_from=NEW",
     )
 
 
@@ -135,8 +139,8 @@ def compare(path: Path, model: Mapping[str, Any], theirs: Mapping[str, Any], fix
     """Refuse a model of other sizes, and list all overrides to type."""
     differ = differing(model, theirs)
     if differ:
-        said = ", ".join(f"model.{k} is {_text(model[k])} and {_text(v)} there" for k, v in differ.items())
-        raise wrong(path, f"it is a model of another shape: {said}", fix or typed(differ))
+        said = ", ".join(f"model.{k} is {_text(model[k])} and {_text(v)} in init_from" for k, v in differ.items())
+        raise wrong(path, f"its sizes differ from the model's: {said}", fix or typed(differ))
 
 
 def differing(model: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,13 +191,15 @@ def check_folder(path: Path, model: Mapping[str, Any], choice: str | None = None
     settings = family.settings(config)
     if model["_target_"] != family.target:
         what = (
-            "is none that Hugging Face knows" if huggingface.of_target(model["_target_"]) is None else "is another one"
+            "has no counterpart in Hugging Face"
+            if huggingface.of_target(model["_target_"]) is None
+            else "is a different one"
         )
         rule = f"it is a {family.model_type}, and model={choice} ({model['_target_']}) {what}"
         raise wrong(path, rule, nearest(family, settings))
     problem = huggingface.cannot(family, config)
     if problem:
-        raise wrong(path, f"its config.json says {problem}", "another model, or one of your own (trust=[…])")
+        raise wrong(path, f"its config.json says {problem}", "use another model, or one of your own (trust=[…])")
     entries = read_entries(path, family)
     named = nearest(family, settings)
     compare(path, model, settings, fix="" if " " in named else named)  # just the option's name if nothing else differs
@@ -210,7 +216,7 @@ def check_names(path: Path, family: Family, entries: Mapping[str, Entry], names:
     extra = [e.name for bare, e in entries.items() if (family.layer_of(bare) or 0) >= num_layers]
     if extra:
         layers = 1 + max(family.layer_of(bare) or 0 for bare in entries)
-        rule = f"it has {layers} layers, the model {num_layers}: {extra[0]}; {len(extra)} weights more in all"
+        rule = f"it has {layers} layers, the model {num_layers}: {extra[0]}; {len(extra)} extra weights in all"
         raise wrong(path, rule, f"model.num_layers={layers}, if its config.json says so, too")
 
 
@@ -221,7 +227,7 @@ def check_headers(path: Path, family: Family, entries: Mapping[str, Entry], sett
     odd = [e for e in found.values() if e.dtype not in FLOATS]
     if odd:
         rule = f"{odd[0].name} is of type {odd[0].dtype}; {len(odd)} such in all"
-        raise wrong(path, rule, "weights in 16, 32 or 64 bits that are not quantized")
+        raise wrong(path, rule, "use weights in 16, 32 or 64 bits that are not quantized")
     odd, wanted = [], {}
     for name, entry in found.items():
         shape = huggingface.shape_of(name, settings)
@@ -229,5 +235,5 @@ def check_headers(path: Path, family: Family, entries: Mapping[str, Entry], sett
         if entry.shape != wanted[entry] and not name.startswith(huggingface.CLASSES):  # a new head is drawn
             odd.append(entry)
     if odd:
-        said = f"{odd[0].name} has shape {list(odd[0].shape)}, and {list(wanted[odd[0]])} by its config.json"
+        said = f"{odd[0].name} has shape {list(odd[0].shape)}, but {list(wanted[odd[0]])} by its config.json"
         raise wrong(path, f"{said}; {len(odd)} such in all", AGAIN)

@@ -44,9 +44,9 @@ def read_header(path: Path, follow_symlinks: bool = False) -> dict[str, Entry]:
             start = file.read(8)
             length = int.from_bytes(start, "little")
             if start == b"version " and file.read(15) == b"https://git-lfs":
-                raise HeaderError(f"{path.name} is a pointer of git-lfs, not the file itself")
+                raise HeaderError(f"{path.name} is a git-lfs pointer, not the file itself")
             if len(start) < 8 or length > size - 8:
-                raise HeaderError(f"{path.name} is cut short, or no safetensors file ({size:,} bytes)")
+                raise HeaderError(f"{path.name} is truncated, or not a safetensors file ({size:,} bytes)")
             if length > LONGEST:
                 raise HeaderError(f"{path.name} has a header of {length:,} bytes, and at most {LONGEST:,} are allowed")
             text = file.read(length)
@@ -55,7 +55,7 @@ def read_header(path: Path, follow_symlinks: bool = False) -> dict[str, Entry]:
     try:
         return _entries(text, 8 + length, size)
     except ValueError as error:
-        raise HeaderError(f"{path.name} is no safetensors file ({error})") from None
+        raise HeaderError(f"{path.name} is not a safetensors file ({error})") from None
 
 
 def _entries(text: bytes, data: int, size: int) -> dict[str, Entry]:
@@ -65,12 +65,12 @@ def _entries(text: bytes, data: int, size: int) -> dict[str, Entry]:
     header: dict[str, Any] = parse_json(text, MOST_TENSORS + 2, 10 * MOST_TENSORS)
     metadata = header.pop("__metadata__", None)
     if not (metadata is None or (isinstance(metadata, dict) and all(type(v) is str for v in metadata.values()))):
-        raise ValueError("its __metadata__ is not text by names")
+        raise ValueError("its __metadata__ does not map names to text")
     entries = {name: _entry(name, spec, data, size) for name, spec in header.items()}
     end = data
     for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
         if entry.begin != end:
-            what = "overlaps another tensor" if entry.begin < end else "leaves a hole before it"
+            what = "overlaps another tensor" if entry.begin < end else "leaves a gap before it"
             raise ValueError(f"the tensor {short(name)} {what}")
         end = entry.end
     if end != size:

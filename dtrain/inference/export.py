@@ -40,7 +40,9 @@ SHARD_BYTES = 5 * 10**9  # per file of a Hugging Face folder: save_pretrained's 
 def newest_checkpoint(run_dir: Path) -> Path:
     found = store.newest_good(run_dir / "checkpoints", quarantine=False)  # a reader changes nothing
     if found is None:
-        raise ValueError(f"{run_dir} has no checkpoint yet\n  fix: let it train up to its first one (checkpoint.every)")
+        raise ValueError(
+            f"{run_dir} has no checkpoint yet\n  fix: wait until it has saved its first one (checkpoint.every)"
+        )
     return found[0]
 
 
@@ -94,7 +96,7 @@ def check_shapes(path: Path, model: nn.Module, saved: Mapping[str, Tensor], name
     if odd:
         raise ValueError(
             f"{path}: its weights are not those of the model in config.yaml: {odd[0]}; {len(odd)} differences in all\n"
-            "  fix: the config.yaml and the checkpoint of one run"
+            "  fix: use the config.yaml and the checkpoint of the same run"
         )
 
 
@@ -104,7 +106,7 @@ def check_memory(path: Path, num_bytes: int) -> None:
     if free is not None and num_bytes > free:
         raise ValueError(
             f"{path}: needs {num_bytes / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free here\n"
-            "  fix: a host with more memory, if config.yaml is as the run wrote it"
+            "  fix: check that config.yaml is as the run wrote it, then use a host with more memory"
         )
 
 
@@ -129,7 +131,7 @@ def export_file(run_dir: Path, path: Path, dtype: torch.dtype | None = None, tru
     """Write the newest weights as one safetensors file that any reader of the format loads."""
     path = path.resolve()  # keeps a link
     if path.is_dir():
-        raise bad("OUT", path, "is a folder, and one file is written", f"{path / SINGLE}, or --format hf")
+        raise bad("OUT", path, "is a folder, but this format is one file", f"{path / SINGLE}, or --format hf")
     final = Final(run_dir, trust)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
@@ -160,7 +162,7 @@ def write_stream(path: Path, final: Final, dtype: torch.dtype | None, metadata: 
             for name, weight in final:
                 weight = as_dtype(weight, dtype)
                 said = (next(names, None), header.get(name, {}).get("shape"))
-                assert said == (name, list(weight.shape)), f"{name} is not what the header says: {said}"
+                assert said == (name, list(weight.shape)), f"{name} differs from its header: {said}"
                 if weight.numel():
                     file.write(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             assert next(names, None) is None and file.tell() == 8 + len(start) + end, "the header says more"
@@ -189,12 +191,12 @@ def export_hf(
     family = huggingface.of_target(cfg.model["_target_"])
     if family is None:
         known = ", ".join(f"{f.target} ({f.model_type})" for f in huggingface.FAMILIES.values())
-        rule = f"transformers has no counterpart of {cfg.model['_target_']}; it has those of {known}"
+        rule = f"transformers has no counterpart of {cfg.model['_target_']}; it has counterparts of {known}"
         raise bad("--format", "hf", rule, "--format safetensors")
     folder = folder.resolve()  # keeps a link
     there = folder.exists()
     if there and (not folder.is_dir() or any(folder.iterdir())):
-        raise bad("OUT", folder, "is there already, and is not overwritten", "another folder, or remove it")
+        raise bad("OUT", folder, "already exists, and is not overwritten", "use another folder, or remove it")
     # an existing empty folder is kept: it may be a mount, or a shell's working directory
     partial = (folder / "x" if there else folder).with_name(f".{folder.name}.partial-{uuid.uuid4().hex[:8]}")
     partial.mkdir(parents=True)
@@ -327,10 +329,10 @@ def is_tokenizer(path: Path) -> bool:
     try:
         model = read_json(path, text.LARGEST_TOKENIZER).get("model")
     except (OSError, ValueError, AttributeError) as error:
-        log.warning("%s is no tokenizer, and left out: %s", path, error)
+        log.warning("%s is not a tokenizer, so it is not exported: %s", path, error)
         return False
     if not isinstance(model, dict) or "vocab" not in model:
-        log.warning("%s is no tokenizer, and left out", path)
+        log.warning("%s is not a tokenizer, so it is not exported", path)
         return False
     return True
 

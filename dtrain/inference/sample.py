@@ -52,12 +52,13 @@ def sample(
     data = build(cfg.data, trust or [])
     if cfg.model.get("task"):
         raise ValueError(
-            f"model={cfg.choices.model}: sees a whole text at once and does not write on\n"
-            "  fix: dtrain evaluate, or a run of gpt2 or llama"
+            f"model={cfg.choices.model}: is bidirectional and cannot generate text\n"
+            "  fix: use dtrain evaluate, or a run of gpt2 or llama"
         )
     if not hasattr(data, "encode"):
         raise ValueError(
-            f"data={cfg.choices.data}: is no text, so the model writes none\n  fix: a language model's run"
+            f"data={cfg.choices.data}: is not text, so the model cannot generate text\n"
+            "  fix: use the run of a language model"
         )
     device = next(model.parameters()).device
     tokens = torch.tensor([list(data.encode(prompt or "\n"))], dtype=torch.int64, device=device)

@@ -195,7 +195,7 @@ class Product:
                     except Refused:
                         del times[i]
         if not times:
-            raise Refused("none of its proposals runs")
+            raise Refused("none of the proposed algorithms runs")
         best = min(times, key=lambda i: min(times[i]))  # the minimum: another process on the GPU can only add time
         self.algorithm = self.proposals[best].algorithm
 
@@ -263,6 +263,6 @@ def prepared(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Product 
         product.choose(out, a, b, bias)
     except Refused as reason:
         shapes = " × ".join(str(tuple(t.shape)) for t in (a, b))
-        logging.getLogger(__name__).warning("the product %s is left to torch: %s", shapes, reason)
+        logging.getLogger(__name__).warning("the matmul %s falls back to torch: %s", shapes, reason)
         return None
     return product

@@ -160,7 +160,10 @@ class Gate(Callback):
                     run_prediction.show(plan, sys.stderr)  # stdout is reserved for the runnable script
                     cluster.dry_run(Path(config["run_dir"]), config)
                     if "deepspeed_config" in config["strategy"]:
-                        print("\nDeepSpeed's configuration, made from these settings (we say where a step ends):")
+                        print(
+                            "\nDeepSpeed's configuration, generated from these settings "
+                            "(dtrain decides where a step ends):"
+                        )
                         print(json.dumps(deepspeed_config.check(config, validate(config)), indent=2))
                 sys.stdout.flush()
             raise SystemExit(0)
@@ -191,12 +194,14 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         raise bad("run_dir", "", "must name a folder", "run_dir=outputs/my-run")
     run_dir = Path(config["run_dir"]).absolute()
     if "hydra" in cfg and OmegaConf.to_container(cfg.hydra.run) != {"dir": "${run_dir}"}:
-        raise bad("hydra.run.dir", cfg.hydra.run.dir, "run_dir says where a run goes", f"run_dir={cfg.hydra.run.dir}")
+        raise bad(
+            "hydra.run.dir", cfg.hydra.run.dir, "the run folder is set by run_dir", f"run_dir={cfg.hydra.run.dir}"
+        )
     config["run_dir"] = str(run_dir)
     redaction.check(config["run_dir"], "run_dir")  # checked again, now as an absolute path
     typed = [o.partition("=")[0].lstrip("+") for o in HydraConfig.get().overrides.task]
     if config["cluster"].get("launcher") == "torchrun" and config["cluster"]["nodes"] > 1 and "run_dir" not in typed:
-        rule = "its default holds the time, and every node must name the same folder"
+        rule = "its default contains the time, but every node must use the same folder"
         raise bad("run_dir", os.path.relpath(run_dir), rule, "run_dir=… on a file system that all nodes share")
     if config["cluster"].get("node_rank"):
         return config  # a further node: node 0 manages the run folder
@@ -222,11 +227,11 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         raise bad(
             "run_dir",
             config["run_dir"],
-            "there is a run in this folder already",
-            f"resume={config['run_dir']} to go on with it, or another run_dir",
+            "this folder already has a run",
+            f"resume={config['run_dir']} to resume it, or another run_dir",
         )
     elif run_dir.is_dir() and any(p.name != ".hydra" for p in run_dir.iterdir()):
-        raise bad("run_dir", config["run_dir"], "the folder is not empty, and holds no run", "run_dir=… a new folder")
+        raise bad("run_dir", config["run_dir"], "the folder is not empty and has no run", "run_dir=… a new folder")
     writable = next(p for p in (run_dir, *run_dir.parents) if os.path.lexists(p))
     try:
         tempfile.TemporaryFile(dir=writable).close()  # the only reliable check, also for root and read-only mounts
@@ -235,7 +240,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
             "run_dir",
             config["run_dir"],
             f"{writable} cannot be written to ({error.strerror})",
-            "run_dir=… somewhere that is yours",
+            "choose a run_dir that you can write to",
         ) from error
     return config
 
@@ -247,7 +252,7 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
             raise bad(
                 group,
                 cfg[group],
-                "is a section, and an option is chosen by the defaults list",
+                "is a section; options are chosen in the defaults list",
                 f"type {group}=OPTION, or in a file `defaults: [override /{group}: OPTION]`",
             )
     if "choices" in cfg:
@@ -261,9 +266,9 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
             raise
         group, key = asked[1].partition(".")[0], str(error.full_key)
         chosen = HydraConfig.get().runtime.choices.get(group)
-        rule = f"is taken from {asked[1]}, which {group}={chosen} has not"
+        rule = f"refers to {asked[1]}, which {group}={chosen} does not have"
         section = key.partition(".")[0]
-        fix = f"leave out {section}= (a {group} of ours brings its own), choose another {group}, or give {key}=…"
+        fix = f"leave out {section}= (dtrain's own {group} options have one), choose another {group}, or give {key}=…"
         raise ValueError(f"{key}: {rule}\n  fix: {fix}") from error
     redaction.check(config)
     config["run_dir"] = cfg.get("run_dir")  # Hydra's own value: in a copy, ${now:} may resolve to a later second
@@ -347,7 +352,7 @@ def wait_for_node_0(run_dir: Path, config: dict[str, Any], patience_s: float = 1
             raise bad(
                 "cluster.node_rank", config["cluster"]["node_rank"],
                 f"node 0 wrote {'another configuration' if theirs else 'nothing'} to {run_dir} in {patience_s:.0f} s",
-                "the same command on each node, but for cluster.node_rank, and a run_dir that all of them share",
+                "run the same command on each node, except for cluster.node_rank, with a run_dir that all nodes share",
             )  # fmt: skip
         time.sleep(0.5)
 

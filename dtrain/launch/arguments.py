@@ -75,7 +75,7 @@ def prepare_arguments(argv: list[str]) -> list[str]:
             raise bad(
                 "resume",
                 given["resume"],
-                "a run goes on with its own configuration, one run at a time",
+                "a run resumes with its own configuration, one run at a time",
                 "leave out recipe= and -m",
             )
         from dtrain.runs.find import find_run
@@ -91,7 +91,9 @@ def prepare_arguments(argv: list[str]) -> list[str]:
         if folder := sweeps.earlier(argv):
             check_path("hydra.sweep.dir", folder)
             argv = [*argv, f"hydra.sweep.dir={quote(folder)}"]
-            print(f"going on with {folder}, which was begun with the same words (a new one: hydra.sweep.dir=FOLDER)")
+            print(
+                f"resuming {folder}, which was started with the same overrides (for a new one: hydra.sweep.dir=FOLDER)"
+            )
     if {"-m", "--multirun"} & set(argv):  # overrides that all points share do not belong into folder names
         typed = {k.lstrip("+"): v for k, _, v in (a.partition("=") for a in argv if "=" in a and not a.startswith("-"))}
         fixed = [k for k, v in typed.items() if re.fullmatch(r"[^,(]*", v) and not k.startswith("hydra.")]
@@ -103,7 +105,7 @@ def prepare_arguments(argv: list[str]) -> list[str]:
 def check_path(key: str, path: Path) -> None:
     """Reject a folder that was found, not typed, if Hydra would interpolate a part of its name."""
     if "${" in str(path):
-        raise bad(key, path, "Hydra would replace what follows ${ in the folder's name", "rename the folder")
+        raise bad(key, path, "Hydra would interpolate ${ in the folder's name", "rename the folder")
 
 
 def offer_own(argv: list[str]) -> list[str]:
@@ -170,20 +172,27 @@ def store_recipe(path: Path, name: str | None = None) -> list[Any]:
             node: Any = OmegaConf.load(path) if name else OmegaConf.create(read(path))
         tree = OmegaConf.to_container(node)
     except TooLarge as error:
-        raise bad("recipe", path, str(error), "a recipe is a short file of settings") from None
+        raise bad("recipe", path, str(error), "a recipe must be a short file of settings") from None
     except Exception as error:  # yaml errors have many types; each means that the file is not valid yaml
-        raise bad("recipe", path, f"is not valid yaml: {error}", "mend the file") from error
+        raise bad("recipe", path, f"is not valid yaml: {error}", "correct the file") from error
     if not isinstance(tree, dict) or not all(re.fullmatch(r"[\w.-]+", str(key)) for key in tree):
         raise bad("recipe", path, "must be a yaml mapping of settings", "dtrain recipes cp cpu-tiny my.yaml")
     cluster = tree.get("cluster")
     code = [f"cluster.{key}" for key in CODE if isinstance(cluster, dict) and cluster.get(key)]
     # otherwise an untrusted file could name any code and also trust it
     for key in [*(key for key in ("resume", "trust") if tree.get(key)), *code]:
-        raise bad("recipe", path, f"{key} is for the command line", f"take it out of the file and type {key}=…")
+        raise bad(
+            "recipe",
+            path,
+            f"{key} may be given on the command line only",
+            f"remove it from the file and give {key}=… on the command line",
+        )
     defaults = tree.get("defaults") or []
     check_defaults(path, defaults)
     if "hydra" in tree:  # Hydra instantiates callbacks and launchers before any check here runs
-        raise bad("recipe", path, "hydra's own settings are for the command line", "take them out of the file")
+        raise bad(
+            "recipe", path, "hydra's own settings may be given on the command line only", "remove them from the file"
+        )
     if name is None:
         check_file(path, {str(key): value for key, value in tree.items()})
     if any(re.search(rf"strategy\W+{AUTO}\b", str(entry)) for entry in defaults):
@@ -201,12 +210,17 @@ def check_defaults(path: Path, defaults: Any) -> None:
         raise bad("recipe", path, "its `defaults` must be a list of groups", "defaults: [override /model: gpt2-124m]")
     for entry in defaults:
         if "hydra" in str(entry):
-            raise bad("recipe", path, "hydra's own settings are for the command line", "take them out of the file")
+            raise bad(
+                "recipe",
+                path,
+                "hydra's own settings may be given on the command line only",
+                "remove them from the file",
+            )
         names = [*entry, *entry.values()] if isinstance(entry, dict) else [entry]
         for name in names:
             plain = re.sub(r"^(override |optional )*/?|@[\w.]*$", "", name) if isinstance(name, str) else ""
             if not OPTION.fullmatch(plain) and name is not None:
-                rule = f"its `defaults` choose options by name, and {name!r} is none"
+                rule = f"its `defaults` choose options by name, and {name!r} is not one"
                 raise bad("recipe", path, rule, "defaults: [override /model: gpt2-124m]")
 
 
@@ -218,7 +232,9 @@ def store_as_run(run_dir: Path, overridden: list[str]) -> None:
     config = completed(read_config(run_dir))
     choices = config.pop("choices", None) or {}
     if not isinstance(choices, dict):
-        raise bad("resume", run_dir, "its config.yaml is not that of a run", "another run; dtrain runs lists them")
+        raise bad(
+            "resume", run_dir, "its config.yaml is not that of a run", "choose another run; dtrain runs lists them"
+        )
     for key in ("hydra", "defaults"):  # never written by dtrain; an untrusted one would name code to call
         config.pop(key, None)
     # trust must be typed again: the run folder may come from someone else
@@ -231,8 +247,8 @@ def store_as_run(run_dir: Path, overridden: list[str]) -> None:
     chosen = {g: choices[g] for g in GROUPS if g in choices and g not in overridden}
     for group, option in chosen.items():
         if not isinstance(option, str) or not OPTION.fullmatch(option):  # Hydra would accept a path to any file
-            rule = f"its config.yaml has choices.{group}={option!r}, which is no option's name"
-            raise bad("resume", run_dir, rule, f"type one: {group}={' or '.join(options_of(group)[:3])}, …")
+            rule = f"its config.yaml has choices.{group}={option!r}, which is not an option"
+            raise bad("resume", run_dir, rule, f"give one: {group}={' or '.join(options_of(group)[:3])}, …")
         if option not in options_of(group) and isinstance(config.get(group), dict):  # the user's own, or removed since
             store_option(group, option, config[group])
     defaults = [{f"override /{g}": option} for g, option in chosen.items()]
@@ -245,7 +261,9 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         config = read_run(run_dir, "resume")
     except OSError as error:
         rule = f"its config.yaml cannot be read ({error.strerror})"
-        raise bad("resume", run_dir, rule, "another run; dtrain runs lists them") from error
+        raise bad("resume", run_dir, rule, "choose another run; dtrain runs lists them") from error
     if not isinstance(config.get("train"), dict):
-        raise bad("resume", run_dir, "its config.yaml is not that of a run", "another run; dtrain runs lists them")
+        raise bad(
+            "resume", run_dir, "its config.yaml is not that of a run", "choose another run; dtrain runs lists them"
+        )
     return config

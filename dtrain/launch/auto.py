@@ -52,7 +52,7 @@ def settle(cfg: DictConfig, config: Mapping[str, Any]) -> None:
         if isinstance(error, ValueError) or run_prediction.strict():
             raise
         rule = f"the planner failed ({type(error).__name__}: {error})"  # a planner bug must not block the user
-        raise bad("strategy", AUTO, rule, "a strategy by its name: strategy=fsdp") from error
+        raise bad("strategy", AUTO, rule, "choose a strategy: strategy=fsdp") from error
     kept = [word for word in overrides if not word.lstrip("+").startswith(("strategy=", "strategy."))]
     recompose(cfg, [*kept, *chosen, *unsaid(config["strategy"], typed, chosen)], sentence)
 
@@ -82,14 +82,14 @@ def choose(config: Mapping[str, Any], typed: set[str]) -> tuple[list[str], str]:
         return without_figures(config, typed, reason)
     found = [p for p in search(config, typed, time_unfit=False) if not missing_package(p.layout.strategy)]
     if not found:
-        fix = "fewer of the degrees and batch sizes that are typed, or a strategy by its name"
-        raise bad("strategy", AUTO, "no layout keeps the rules with these settings", fix)
+        fix = "give fewer of the degrees and batch sizes, or choose a strategy: strategy=fsdp"
+        raise bad("strategy", AUTO, "no layout is valid with these settings", fix)
     best = found[0]
     if best.fits is False and not config["force"]:
-        rule = f"no layout fits: the leanest, {name(best.layout)}, {lacking(best)}"
+        rule = f"no layout fits: the smallest, {name(best.layout)}, {lacking(best)}"
         raise bad("strategy", AUTO, rule, "more GPUs (dtrain plan says how many), or a smaller model")
     chosen = words(best, config)
-    return chosen, f"{why(found, config)} As words: {' '.join(chosen)}"
+    return chosen, f"{why(found, config)} As overrides: {' '.join(chosen)}"
 
 
 def without_figures(config: Mapping[str, Any], typed: set[str], reason: str) -> tuple[list[str], str]:
@@ -97,11 +97,11 @@ def without_figures(config: Mapping[str, Any], typed: set[str], reason: str) -> 
     shape = shape_of(config)
     here = "gpus_per_node" not in config["cluster"]
     if shape is None:
-        raise bad("strategy", AUTO, reason, "a strategy by its name: strategy=fsdp")
+        raise bad("strategy", AUTO, reason, "choose a strategy: strategy=fsdp")
     if gpus_per_node(config["cluster"]) or not here or any(key.startswith("strategy.") for key in typed):
         known = ", ".join(option for option in options_of("hardware") if option not in ("cpu", "unknown"))
         fix = f"hardware=NAME ({known}), or measure it: dtrain plan calibrate"
-        raise bad("strategy", AUTO, f"there is nothing to compare layouts by: {reason}", fix)
+        raise bad("strategy", AUTO, f"layouts cannot be compared: {reason}", fix)
     ranks = world_size(config)
     needs = ranks * total(memory(shape, layout_of({**config, **plain_ddp(config)})))
     has = total_bytes()

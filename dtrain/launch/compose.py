@@ -47,7 +47,7 @@ def compose(argv: list[str]) -> dict[str, Any]:
     try:
         for word in argv:
             if word.startswith("-"):
-                raise ValueError(f"{word}: is no setting\n  fix: key=value, e.g. cluster=gcp-ethernet")
+                raise ValueError(f"{word}: is not a setting\n  fix: key=value, e.g. cluster=gcp-ethernet")
         config = plain_config(argv)
         check(config)
     except MISTAKES as error:

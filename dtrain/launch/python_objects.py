@@ -31,7 +31,7 @@ def spell(given: Mapping[str, Any]) -> tuple[list[str], list[Path]]:
     folders: list[Path] = []
     for key, value in given.items():
         if not re.fullmatch(r"\+{0,2}[^\W\d][\w.]*", key):
-            raise ValueError(f"{key!r}: is no name of a setting\n  fix: e.g. **{{'train.steps': 100}}")
+            raise ValueError(f"{key!r}: is not the name of a setting\n  fix: e.g. **{{'train.steps': 100}}")
         details: Mapping[str, Any] = {}
         if key in GROUPS:
             thing, details = parts_of(key, value)
@@ -61,7 +61,7 @@ def parts_of(group: str, value: Any) -> tuple[Any, Mapping[str, Any]]:
         parameters = inspect.signature(value.func).parameters.values() if value.args else ()
         names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         if len(value.args) > len(names):
-            raise bad(group, value, "a setting needs a name, and these have none", EXAMPLE)
+            raise bad(group, value, "every setting needs a name, but these positional arguments have none", EXAMPLE)
         return value.func, {**dict(zip(names, value.args, strict=False)), **value.keywords}
     return value, {}
 
@@ -69,14 +69,14 @@ def parts_of(group: str, value: Any) -> tuple[Any, Mapping[str, Any]]:
 def name_of(group: str, thing: Any) -> tuple[str, Path | None]:
     """Return the name by which each rank imports a class or function, and its source folder unless it is installed."""
     if not (inspect.isclass(thing) or inspect.isroutine(thing)):
-        rule = "is an object of this process, and each rank makes its own"
+        rule = "is an object of this process, but each rank must build its own"
         raise bad(group, f"<{type(thing).__name__}>", rule, f"give the class and its settings: {EXAMPLE}")
     name, module = thing.__qualname__, thing.__module__ or "builtins"
     if not name.isidentifier():  # <lambda>, f.<locals>.Net, Outer.Net
-        rule = "can only be made where it was written, and each rank imports it"
+        rule = "is not at the top level of a module, so the ranks cannot import it"
         raise bad(group, name, rule, "move it to the top level of a file, with a name of its own")
     if getattr(sys.modules.get(module), name, None) is not thing:
-        rule = f"is not what {module} has under that name, and each rank takes that"
+        rule = f"is not what {module} has under that name, which each rank imports"
         raise bad(group, name, rule, "give it a name of its own there")
     script = None
     if module == "__main__":
@@ -86,7 +86,7 @@ def name_of(group: str, thing: Any) -> tuple[str, Path | None]:
     origin = Path(spec.origin).resolve() if spec and spec.origin and Path(spec.origin).is_file() else None
     if spec is None or (script and origin != script):
         rule = f"the ranks cannot import it as {module}.{name}"
-        raise bad(group, name, rule, "put it into a file whose name is a word that no other module has, e.g. net.py")
+        raise bad(group, name, rule, "put it into a file with a name that no other module has, e.g. net.py")
     if origin is None:  # a built-in module
         return f"{module}.{name}", None
     folder = origin.parents[module.count(".") + (origin.name == "__init__.py")]
@@ -96,8 +96,8 @@ def name_of(group: str, thing: Any) -> tuple[str, Path | None]:
     top = module.partition(".")[0]
     here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])
     if here and here.origin and Path(here.origin).resolve().parent not in (folder, folder / top):
-        rule = f"the ranks would take {here.origin} for {top}: they look in this folder first"
-        raise bad(group, name, rule, "another name for one of the two files, or start from another folder")
+        rule = f"the ranks would import {here.origin} as {top}: they search this folder first"
+        raise bad(group, name, rule, "rename one of the two files, or start from another folder")
     return f"{module}.{name}", folder
 
 
@@ -108,7 +108,7 @@ def name_of_script(group: str, name: str) -> tuple[str, Path | None]:
         return str(main.__spec__.name), None
     file = getattr(main, "__file__", None)
     if not file or not Path(file).is_file():
-        rule = "was typed in an interactive session, and the ranks cannot import it from there"
+        rule = "was defined in an interactive session, and the ranks cannot import it from there"
         raise bad(group, name, rule, "put it into a file, e.g. net.py, and `from net import …`")
     return Path(file).stem, Path(file).resolve()
 
@@ -119,7 +119,7 @@ def plain_keys(prefix: str, node: Any) -> Any:
         return node
     for key in node:
         if not isinstance(key, str) or not key:
-            raise bad(prefix, f"{{{key!r}: …}}", "a setting's name is text", f'{prefix}={{"name": value}}')
+            raise bad(prefix, f"{{{key!r}: …}}", "a setting's name must be text", f'{prefix}={{"name": value}}')
     return {key: plain_keys(f"{prefix}.{key}", value) for key, value in node.items()}
 
 
@@ -140,7 +140,9 @@ def value_of(key: str, value: Any) -> str:
     if isinstance(value, Mapping):
         for name in value:  # a mapping in a list: Hydra allows no quoted keys there
             if not re.fullmatch(r"(?!(null|true|false|inf|nan)$)[a-z_]\w*", str(name), re.IGNORECASE | re.ASCII):
-                raise bad(key, f"{{{name!r}: …}}", "a name in it must be a word", "letters, digits and _ only")
+                raise bad(key, f"{{{name!r}: …}}", "a name in it must be an identifier", "letters, digits and _ only")
         return "{" + ",".join(f"{name}:{value_of(f'{key}.{name}', item)}" for name, item in value.items()) + "}"
-    rule = "a configuration is a file: numbers, text, true, false, null, and lists and mappings of them"
-    raise bad(key, f"<{type(value).__name__}>", rule, "give what it is made from; the constructor makes it")
+    rule = "a configuration can hold only numbers, text, true, false, null, and lists and mappings of them"
+    raise bad(
+        key, f"<{type(value).__name__}>", rule, "give the values it is built from, and build it in the constructor"
+    )

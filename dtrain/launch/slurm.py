@@ -115,10 +115,13 @@ class Slurm:
     def _check_torchrun(self) -> None:
         if self.node_rank is None or not 0 <= self.node_rank < self.nodes:
             fix = f"cluster.node_rank=0 on the first node, … {self.nodes - 1} on the last"
-            raise bad("cluster.node_rank", self.node_rank, "each node says which one it is", fix)
+            raise bad("cluster.node_rank", self.node_rank, "each node needs its own rank", fix)
         if not self.master_addr:
             raise bad(
-                "cluster.master_addr", None, "each node must know node 0", "cluster.master_addr=ADDRESS of node 0"
+                "cluster.master_addr",
+                None,
+                "each node needs the address of node 0",
+                "cluster.master_addr=ADDRESS of node 0",
             )
 
     # ---- called by launch/app.py -----------------------------------------------------------------------------
@@ -133,7 +136,7 @@ class Slurm:
         if shutil.which("sbatch") is None:
             raise bad(
                 "cluster", config["choices"]["cluster"], "there is no sbatch on this machine",
-                "log in where the cluster's commands are; dry_run=true works anywhere; or cluster.launcher=torchrun",
+                "log in to a machine with SLURM's commands; dry_run=true works anywhere; or cluster.launcher=torchrun",
             )  # fmt: skip
         script = self.script(Path(config["run_dir"]), config["name"])
         test = ["sbatch", "--test-only"]
@@ -153,7 +156,7 @@ class Slurm:
             return
         print(f"# {run_dir}/submit.sbatch")
         print(self.script(run_dir, config["name"]))
-        print("\n# the supervisor in the job adds to the ranks' environment (yours wins where it says something else):")
+        print("\n# the supervisor in the job adds to the ranks' environment (your own values take precedence):")
         for name, value in network_env.environment(config, os.environ).items():
             print(f"# export {name}={network_env.quote(value)}")
         for line in network_env.differences(config, os.environ):

@@ -194,7 +194,7 @@ class Job:
             return self._end(PREEMPTED, f"another job held the run folder for {LOCK_S:.0f} s")
         ours = last_launch(read_json(self.run_dir / "launch.json")).get("job_id")
         if (self.run_dir / CANCELLED_FILE).exists() or ours not in (None, self.id):
-            say(f"not this job's run any more: it was cancelled, or belongs to job {ours}")
+            say(f"the run no longer belongs to this job: it was cancelled, or belongs to job {ours}")
             return PREEMPTED
         config = run_file.load(self.run_dir)
         last_step = min(config["train"]["steps"], config["train"]["stop_after"] or config["train"]["steps"])
@@ -241,7 +241,7 @@ class Job:
                     if newest_step(self.run_dir):  # it ran before: the next nodes may be better
                         return PREEMPTED, f"preflight: {why}"
                     return PREFLIGHT, failure(None, "preflight", why, "logs/batch.log")
-                say(f"going on without {', '.join(report.bad)} ({why})")
+                say(f"continuing without {', '.join(report.bad)} ({why})")
                 try:
                     validate(dict(config) | {"cluster": dict(config["cluster"]) | {"nodes": len(nodes)}})
                 except ValueError as error:
@@ -264,13 +264,16 @@ class Job:
             return PREEMPTED, ranks.failure["message"]
         if code == FAILED and ranks.failure["type"] == "SIGKILL" and not ranks.ranks_began:
             # no rank imported torch yet: a late kill by SLURM, meant for the previous start, whose step had this number
-            return PREEMPTED, "the ranks were killed before they had begun"
+            return PREEMPTED, "the ranks were killed before they had started"
         if code == FAILED and ranks.failure["type"] == "SIGKILL" and ranks.killed_node:
             return PREEMPTED, f"all ranks of {ranks.killed_node} were killed at once"
         if code == FAILED and ranks.failure["type"] in {number.name for number in STOP_SIGNALS}:
-            return PREEMPTED, f"{ranks.failure['type']} came before the ranks could hear it"  # Python was starting
+            return PREEMPTED, f"{ranks.failure['type']} arrived before the ranks could handle it"  # Python was starting
         if code == FAILED and (job := query([self.id]).get(self.id)) and job.state != "RUNNING":
-            return PREEMPTED, "SLURM ended it before it could save"  # SLURM requeues the job itself, or was told not to
+            return (
+                PREEMPTED,
+                "SLURM ended the job before it could save",
+            )  # SLURM requeues the job itself, or was told not to
         return code, ranks.failure if code not in (DONE, PREEMPTED) else read_summary(self.run_dir).get("status", "")
 
     def _end(self, code: int, why: dict[str, Any] | str) -> int:
@@ -300,11 +303,11 @@ class Job:
             if job and job.state != "RUNNING":
                 return
             if tries == 0:
-                say(f"{why}: queueing again")
+                say(f"{why}: requeueing")
             if job:
                 scontrol("scontrol", "requeue", self.id)  # its TERM does not end this process: our handler catches it
             time.sleep(1 if job else 5)
-        say("it could not be queued again; go on with resume=" + shlex.quote(str(self.run_dir)))
+        say("the job could not be requeued; resume with resume=" + shlex.quote(str(self.run_dir)))
 
 
 def say(text: str) -> None:

@@ -188,7 +188,10 @@ class Supervisor:
             if not because and self.stop_requested_at < math.inf:
                 (run_dir / STOP_FILE).touch()
                 self.on_stop()
-                deadline, because = now + self.grace_s, f"it did not save within cluster.grace_s={self.grace_s} seconds"
+                deadline, because = (
+                    now + self.grace_s,
+                    f"the run did not save within cluster.grace_s={self.grace_s} seconds",
+                )
                 monitor.message(
                     f"stop requested: saving after this step, within {self.grace_s} s (Ctrl-C: end at once)"
                 )
@@ -235,7 +238,9 @@ def first_failure(run_dir: Path, killed: Sequence[tuple[int, str]] = ()) -> dict
         return dict(own[0])
     for rank, name in killed:
         hint = {"SIGKILL": " (out of memory?)", "SIGBUS": f". {disk_space.shared_memory()}"}.get(name, "")
-        how = f"was killed by {name}{hint}" if name.startswith("SIG") else f"ended with {name} and left no note"
+        how = (
+            f"was killed by {name}{hint}" if name.startswith("SIG") else f"ended with {name} and wrote no error report"
+        )
         return failure(rank, name, f"the process {how}", f"logs/rank-{rank}.log")
     return dict(notes[0]) if notes else None
 

@@ -78,7 +78,7 @@ def lock(folder: Path) -> TextIO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise bad("hydra.sweep.dir", folder, "another command is at work there", f"dtrain runs {folder}") from None
+        raise bad("hydra.sweep.dir", folder, "another command is using this folder", f"dtrain runs {folder}") from None
     return file
 
 
@@ -95,7 +95,7 @@ def unfinished(run_dir: Path) -> bool:
     """Did the point end early, with no queued job that would resume it?"""
     (record,), problem = records.load([run_dir], ask_all=True)
     if record.job_id and record.job is None and not record.is_final:
-        rule = f"nobody can say whether its job {record.job_id} is still queued ({problem or 'no SLURM commands here'})"
+        rule = f"cannot tell whether its job {record.job_id} is still queued ({problem or 'no SLURM commands here'})"
         raise bad("hydra.sweep.dir", run_dir.parent, f"{run_dir.name}: {rule}", "try again where squeue answers")
     return record.status in TO_DO and (record.job is None or record.job.ended)
 
@@ -111,8 +111,8 @@ def submit(folder: Path, asked: Sequence[dict[str, Any]] | None = None) -> list[
         if launch.get("prepared"):
             code = [key for key in CODE if launch["cluster"].get(key)]
             if code if asked is None else launch["cluster"] not in asked:
-                rule = f"{run_dir.name} waits there with a cluster that this command does not ask for"
-                raise bad("hydra.sweep.dir", folder, rule, "another folder, or take that one out")
+                rule = f"{run_dir.name} is queued there with a different cluster than this command's"
+                raise bad("hydra.sweep.dir", folder, rule, "use another folder, or cancel that run")
             waiting.setdefault(json.dumps(launch["cluster"], sort_keys=True), []).append(run_dir)
     ids = []
     for cluster, run_dirs in waiting.items():

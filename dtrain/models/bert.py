@@ -146,12 +146,12 @@ class Bert(nn.Module):
         assert self.embed is not None and self.output_bias is not None
         if targets is not None:
             if targets.dim() != 2:
-                rule = f"needs a target or {IGNORED} for each token, and targets are {list(targets.shape)}"
+                rule = f"needs a target or {IGNORED} for each token, but the targets have shape {list(targets.shape)}"
                 raise bad("model.task", self.task, rule, "data=stdlib-mlm or mlm, or model.task=classify")
             asked = (targets.flatten() != IGNORED).nonzero()[:, 0]  # a seventh of the tokens: computes that much less
             if len(asked) == targets.numel():
-                rule = "sees the whole text, and this data asks for the next token of each, which is there to be copied"
-                raise bad("model.task", self.task, rule, "data=stdlib-mlm or mlm, or a model that reads forwards: gpt2")
+                rule = "is bidirectional, so it would copy the next token that this data asks it to predict"
+                raise bad("model.task", self.task, rule, "data=stdlib-mlm or mlm, or a causal model: gpt2")
             x, targets = x.flatten(0, 1)[asked], targets.flatten()[asked]
         x = self.transform_norm(F.gelu(self.transform(x)))
         # tied: no second matrix, and no tie for a wrapper to break
@@ -164,7 +164,7 @@ class Bert(nn.Module):
         if targets is None:
             return logits
         if targets.dim() != 1:
-            rule = f"needs one target a sample, and targets are {list(targets.shape)}"
+            rule = f"needs one target per sample, but the targets have shape {list(targets.shape)}"
             raise bad("model.task", self.task, rule, "data=stdlib-lines or labelled, or model.task=mlm")
         return classify(logits, targets, self.training)
 
@@ -201,7 +201,7 @@ class Bert(nn.Module):
         )
 
         if loss_parallel and self.task == "classify":
-            rule = f"cuts logits by the vocabulary, and model.task=classify has {self.num_classes} classes"
+            rule = f"shards the logits over the vocabulary, but model.task=classify has {self.num_classes} classes"
             raise bad("strategy.loss_parallel", "true", rule, "strategy.loss_parallel=false")
         between = Shard(1) if sequence_parallel else Replicate()
         # q, k and v get one DTensor, so its gradient needs one all-reduce instead of three

@@ -42,8 +42,8 @@ class ConvNet(nn.Module):
         side = image_size >> NUM_LAYERS
         if side < 1:
             raise ValueError(
-                f"model.image_size={image_size}: each of {NUM_LAYERS} layers halves a picture, so at least "
-                f"{1 << NUM_LAYERS} pixels\n  fix: model.image_size={1 << NUM_LAYERS}"
+                f"model.image_size={image_size}: must be at least {1 << NUM_LAYERS} pixels, "
+                f"as each of {NUM_LAYERS} layers halves an image\n  fix: model.image_size={1 << NUM_LAYERS}"
             )
         widths = [channels, *(width << i for i in range(NUM_LAYERS))]
         self.layers = nn.ModuleDict({str(i): Layer(widths[i], widths[i + 1]) for i in range(NUM_LAYERS)})

@@ -107,7 +107,7 @@ class Cache:
     def extend(self, layer: str, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add [batch, heads, length, head_dim] of new tokens; return those of all tokens."""
         end = self.length + keys.shape[2]
-        assert end <= self.capacity, f"{end} tokens, and room for {self.capacity}"
+        assert end <= self.capacity, f"{end} tokens exceed the KV cache's capacity of {self.capacity}"
         if layer not in self.kept:
             shape = (*keys.shape[:2], self.capacity, keys.shape[3])
             self.kept[layer] = keys.new_empty(shape), values.new_empty(shape)

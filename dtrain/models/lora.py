@@ -77,7 +77,7 @@ def choose(model: nn.Module, targets: list[str]) -> dict[str, nn.Linear]:
     for target in targets:
         if not any(ends(name, target) for name in layers):
             rule = f"no linear layer in the blocks of {type(model).__name__} has a name that ends in {target!r}"
-            raise bad("lora.targets", targets, rule, f"choose of {known}; or lora.targets=[] for all of them")
+            raise bad("lora.targets", targets, rule, f"choose from {known}; or lora.targets=[] for all of them")
     return {name: m for name, m in layers.items() if not targets or any(ends(name, target) for target in targets)}
 
 

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OWN = "dtrain.models.losses.own"
-FIX = "loss=cross_entropy, loss=mse or one of your own (docs/your-own.md), or forward(inputs, targets) that gives it"
+FIX = (
+    "loss=cross_entropy, loss=mse or one of your own (docs/your-own.md), or a forward(inputs, targets) that returns it"
+)
 
 
 def own() -> None:
@@ -34,9 +36,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor, training: bool = True, label
     if scores.shape[:-1] != targets.shape and scores.dim() > 2:
         scores = scores.movedim(1, -1)
     if scores.shape[:-1] != targets.shape or targets.is_floating_point():
-        raise mismatch(
-            "cross_entropy", outputs, targets, "scores of classes and, for each set of them, one whole number"
-        )
+        raise mismatch("cross_entropy", outputs, targets, "class scores and, for each set of them, one class number")
     if not training or not label_smoothing:
         return layers.classify(scores, targets, training)
     flat = scores.reshape(-1, scores.shape[-1]).float()
@@ -53,13 +53,13 @@ def mse(outputs: Tensor, targets: Tensor) -> Tensor:
     if outputs.shape == (*targets.shape, 1):  # otherwise torch would broadcast every output against every target
         targets = targets.unsqueeze(-1)
     if outputs.shape != targets.shape:
-        raise mismatch("mse", outputs, targets, "a number for each output")
+        raise mismatch("mse", outputs, targets, "one number for each output")
     return F.mse_loss(outputs.float(), targets.float())
 
 
 def mismatch(name: str, outputs: Tensor, targets: Tensor, wanted: str) -> ValueError:
     shapes = f"outputs are {list(outputs.shape)} and targets {list(targets.shape)} of {targets.dtype}"
-    return bad("loss", name, f"{shapes}, and it takes {wanted}", "change the model's outputs or the data's targets")
+    return bad("loss", name, f"{shapes}, but it needs {wanted}", "change the model's outputs or the data's targets")
 
 
 def ready(loss: Any) -> Callable[..., Tensor] | None:

@@ -31,14 +31,14 @@ def construct(build: Callable[[], nn.Module], seed: int) -> nn.Module:
         with torch.device("meta"):
             model = build()
         kept = tensors_beside(model)
-        why = f"{kept[0]} is a tensor, and neither a parameter nor a buffer" if kept else ""
+        why = f"{kept[0]} is a tensor, but neither a parameter nor a buffer" if kept else ""
     except Exception as error:
         if "\n  fix: " in str(error):
             raise
         why = f"{type(error).__name__}: {error}"
     if why:
         model = on_cpu(build, seed)  # errors that occur on every device are raised here
-        log.info("the model cannot be built without memory, so it was built on the CPU first (%s)", why)
+        log.info("the model cannot be built on the meta device, so it was built on the CPU first (%s)", why)
         to_meta(model)
     return model
 
@@ -54,7 +54,7 @@ def complete(model: Any, loss: Any, build: Callable[[], nn.Module], seed: int) -
         attach_loss(model, function)
     elif not takes(model.forward, 2):
         rule = f"{type(model).__name__}.forward{inspect.signature(model.forward)} takes no targets"
-        raise bad("loss", "own", f"{rule}, so nothing gives a loss", losses.FIX)
+        raise bad("loss", "own", f"{rule}, so nothing computes a loss", losses.FIX)
     # a user's or a library's method of the same name with another signature is not the plan
     if not takes(getattr(model, "init_weights", None), 3):
         model.init_weights = FromConstructor(build, seed)
@@ -86,7 +86,7 @@ def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
     """Make it model(inputs, targets=None): return outputs, or their loss, in evaluation with metrics if it has any."""
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         rule = "has weights, and only the model's are trained and saved"
-        raise bad("loss", type(loss).__name__, rule, "make it a part of the model, which then gives its loss itself")
+        raise bad("loss", type(loss).__name__, rule, "make it a part of the model, and let the model return its loss")
     function = getattr(loss, "func", loss)
     knows_mode = "training" in inspect.signature(function).parameters
     figures = getattr(function, "figures", ())
@@ -99,7 +99,7 @@ def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
             loss.to(outputs.device)  # for example class weights
         value = loss(outputs, targets, **({"training": self.training} if knows_mode else {}))
         if value.shape != ((1 + len(figures),) if figures and not self.training else ()):
-            rule = f"gave a tensor of {list(value.shape)}, and not one number"
+            rule = f"returned a tensor of shape {list(value.shape)}, not a scalar"
             raise bad("loss", getattr(function, "__name__", function), rule, "return the mean over the targets")
         return value
 

@@ -142,13 +142,14 @@ class ViT(nn.Module):
         if sequence_parallel:
             raise ValueError(
                 f"strategy.sequence_parallel=true: a class token and {self.num_tokens - 1} patches are "
-                f"{self.num_tokens} tokens, an odd number in nearly every ViT, which ranks cannot share evenly\n"
+                f"{self.num_tokens} tokens, an odd number in nearly every ViT, which "
+                "cannot be divided evenly over ranks\n"
                 "  fix: strategy.sequence_parallel=false"
             )
         if loss_parallel:
             raise ValueError(
                 f"strategy.loss_parallel=true: is for the vocabulary of a language model, and a ViT has "
-                f"{self.num_classes} logits a picture\n  fix: strategy.loss_parallel=false"
+                f"{self.num_classes} logits per image\n  fix: strategy.loss_parallel=false"
             )
         plan: dict[str, ParallelStyle] = {}
         for i in self.layers:

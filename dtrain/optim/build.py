@@ -100,7 +100,7 @@ class AdamW(torch.optim.AdamW):
         def send() -> None:
             for batch, places, fresh in launches:
                 batch.send(places, self._settings(), self.seed)
-                assert batch.fresh is fresh, "what was recorded reads another table"
+                assert batch.fresh is fresh, "the captured graph reads another table"
 
         return send
 

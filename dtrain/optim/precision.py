@@ -61,7 +61,7 @@ class Precision:
         if self.float8 != "none":
             check_float8(device)
             if not compiled:
-                log.warning("precision=fp8 is slower than bf16 where its scaling is not compiled: compile=auto")
+                log.warning("precision=fp8 is slower than bf16 unless its scaling is compiled: compile=auto")
             to_float8(model, self.float8)
 
     def update(self, finite: bool) -> bool:
@@ -93,7 +93,7 @@ def check_float8(device: torch.device) -> None:
         raise bad("precision", "fp8", "needs a GPU, and there is none here", "precision=bf16")
     if torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
-        raise bad("precision", "fp8", f"{name} has no float8 products (Ada, Hopper and later do)", "precision=bf16")
+        raise bad("precision", "fp8", f"{name} has no float8 matmuls (Ada, Hopper and later do)", "precision=bf16")
 
 
 def to_float8(model: nn.Module, scaling: str, emulate: bool = False) -> None:

@@ -35,7 +35,7 @@ def check(config: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
     if least > limit:
         most = " + ".join(f"{name} {gib(parts[name])}" for name in sorted(parts, key=lambda k: -parts[k])[:3])
         rule = f"needs {gib(needs)} on each GPU ({most} …), and hardware={plan['hardware']} has {gib(limit)}"
-        raise bad("strategy", plan["strategy"], rule, f"{way_out(config)}; or force=true, if you know better")
+        raise bad("strategy", plan["strategy"], rule, f"{way_out(config)}; or force=true to start anyway")
     if needs + (finite(memory.get("reserve")) or 0.0) > limit:
         log.warning("memory is tight: %s, and it may run out. Safer: %s", memory_text(memory), way_out(config))
     else:

@@ -47,7 +47,7 @@ def plan_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def row_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if shared_gpus(dict(config["cluster"])):
-        return {"reason": "ranks share a GPU, and what one has to itself is not known"}
+        return {"reason": "ranks share a GPU, so the memory and speed of each is not known"}
     if elsewhere(config):
         return {"reason": f"hardware={config['choices'].get('hardware')} has GPUs, {NO_GPU}"}
     if group := foreign(config):

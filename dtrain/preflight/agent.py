@@ -99,7 +99,7 @@ def clock(plan: dict[str, Any], link: Link) -> list[Finding]:
     if measured is None:
         why = "; ".join(link.problems) or "the connection was lost"
         text = f"the node cannot reach the coordinator over the network ({why}); it answered through the run folder"
-        fix = "ip -br addr and ip route on the node; is a link down, or a firewall in between?"
+        fix = "ip -br addr and ip route on the node; is a link down, or is there a firewall?"
         return [finding("coordinator", "bad", text, fix)]
     skew, half = measured
     return [finding("clock", "ok", f"{skew:+.6f} {half:.6f}")]

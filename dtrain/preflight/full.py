@@ -74,12 +74,14 @@ class Full:
         """Return the applicable values: a CPU is not compared with a GPU, nor half a node with a whole one."""
         if not self.gpus:
             network = hardware.network_busbw_gb_s if hardware.gpu is None else None
-            return Hardware(network_busbw_gb_s=network), "the ranks are on CPUs, and the hardware section is about GPUs"
+            return Hardware(
+                network_busbw_gb_s=network
+            ), "the ranks are on CPUs, but the hardware section describes GPUs"
         if hardware.gpus_per_node and hardware.gpus_per_node != self.tasks:
             rates = Hardware(peak_bf16_tflops=hardware.peak_bf16_tflops, memory_gb_s=hardware.memory_gb_s)
             return (
                 rates,
-                f"the hardware section is about {hardware.gpus_per_node} GPUs a node, and {self.tasks} are used",
+                f"the hardware section describes {hardware.gpus_per_node} GPUs per node, but {self.tasks} are used",
             )
         return hardware, ""
 
@@ -188,9 +190,9 @@ class Full:
         if expected and value < self.settings.tolerance * expected:
             part = f"preflight.tolerance={self.settings.tolerance:g}"
             source = self.hardware.source or "data sheet"
-            return f"expected are {three_digits(expected)}, of which {part} must be reached ({source})"
+            return f"expected: {three_digits(expected)}, of which {part} must be reached ({source})"
         if count > 2 and value < self.outlier * middle:
-            return f"the {what} over all is {three_digits(middle)}"
+            return f"the {what} of all is {three_digits(middle)}"
         return ""
 
     def judge_collectives(self) -> None:
@@ -204,11 +206,11 @@ class Full:
             for node, value in found.items():
                 problem = self.problem(value, expected, middle, len(found))
                 rate = f"{three_digits(value)} GB/s"
-                text = f"{label} inside the node runs at {rate} on the bus; {problem or 'as it should'}"
+                text = f"{label} inside the node runs at {rate} on the bus; {problem or 'as expected'}"
                 fix = "nvidia-smi topo -m and nvidia-smi nvlink -s there; is NVLink or the fabric manager down?"
                 self.add(node, label, "bad" if problem else "ok", text, fix if problem else "", rate)
         for node in self.nodes if self.why_not else []:
-            self.add(node, "expected figures", "skipped", self.why_not)
+            self.add(node, "expected rates", "skipped", self.why_not)
         if len(self.nodes) > 1:
             self.judge_across()
 
@@ -229,7 +231,7 @@ class Full:
         too_slow = least is not None and figures.get("all_reduce", math.inf) < least
         if too_slow and not slow:
             slow = list(self.nodes)
-        wanted = f"; expected are {self.hardware.network_busbw_gb_s:g} GB/s" if least is not None else ""
+        wanted = f"; expected: {self.hardware.network_busbw_gb_s:g} GB/s" if least is not None else ""
         for node in self.nodes:
             mine = [f"{a} – {b} {three_digits(v)} GB/s" for (a, b), v in hunt.figures.items() if node in (a, b)]
             best = three_digits(max(hunt.figures.values(), default=0.0))
@@ -238,12 +240,10 @@ class Full:
                 self.add(node, "across", "ok", f"across all nodes: {said}", short=short)
                 continue
             if (verdict and verdict.all_slow) or not mine:
-                text = f"no pair of nodes is fast enough, so it is the fabric or its profile: {said}{wanted}"
+                text = f"no pair of nodes is fast enough, so the cause is the fabric or its profile: {said}{wanted}"
             else:
-                text = f"the way to this node is slow: {', '.join(mine)}{wanted}; the best has {best} (all: {said})"
-            fix = (
-                "ethtool or ibstat there: the link's rate and errors; leave it out (cluster.exclude) until it is mended"
-            )
+                text = f"the link to this node is slow: {', '.join(mine)}{wanted}; the best has {best} (all: {said})"
+            fix = "ethtool or ibstat there: the link's rate and errors; cluster.exclude it until it is repaired"
             self.add(node, "across", "bad", text, fix)
 
     def judge_transport(self) -> None:

@@ -52,12 +52,19 @@ def gpus(needed: int, found: list[dict[str, str]], present: int | None = None) -
         kind = f" ({found[0]['name']})" if found else ""
         return [
             finding(
-                "gpus", "bad", f"{needed} GPUs are needed on each node, and this one shows {number}{kind}",
-                f"nvidia-smi and dmesg on the node; does the job ask for them? or cluster.gpus_per_node={number}",
+                "gpus", "bad", f"{needed} GPUs are needed on each node, but this one shows {number}{kind}",
+                f"nvidia-smi and dmesg on the node; does the job request them? or cluster.gpus_per_node={number}",
             )
         ]  # fmt: skip
     if not found:
-        return [finding("gpus", "ok", f"{number} GPUs; nvidia-smi is not here, so no more is known", short=f"{number}")]
+        return [
+            finding(
+                "gpus",
+                "ok",
+                f"{number} GPUs; there is no nvidia-smi here, so nothing more was checked",
+                short=f"{number}",
+            )
+        ]
     defects = [defect for gpu in found for defect in defects_of(gpu)]
     if defects:
         return [finding("gpus", "bad", text, fix) for text, fix in defects]
@@ -83,7 +90,7 @@ def defects_of(gpu: dict[str, str]) -> list[tuple[str, str]]:
     ]
     if reasons:
         found.append(
-            (f"{label}: its clock is held down: {', '.join(reasons)}", "nvidia-smi -q -d PERFORMANCE; cooling, power")
+            (f"{label}: its clock is throttled: {', '.join(reasons)}", "nvidia-smi -q -d PERFORMANCE; cooling, power")
         )
     used = number_of(gpu["memory.used"]) or 0
     if used > OTHERS_MIB:

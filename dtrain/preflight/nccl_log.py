@@ -30,7 +30,7 @@ FIXES = {
     "ib": "the node must show active adapters (ibstat) of cluster.fabric.hca, NCCL_IB_DISABLE must not be 1, and "
     "libibverbs must be installed",
     "efa": "install aws-ofi-nccl and put its lib folder on LD_LIBRARY_PATH in cluster.setup",
-    "socket": "NCCL_NET=Socket, as cluster=gcp-ethernet sets it; what in your environment says something else?",
+    "socket": "NCCL_NET=Socket, as cluster=gcp-ethernet sets it; check what your environment sets instead",
 }
 
 
@@ -66,5 +66,5 @@ def mismatch(config: Mapping[str, Any], text: str) -> str | None:
         return None
     reasons = list(dict.fromkeys(r.strip() for r in REASONS.findall(text)))
     because = f" (NCCL: {'; '.join(reasons[:2])})" if reasons else ""
-    what = f"{WORDS[asked]} asked for (cluster.fabric.transport={asked}), {WORDS.get(used, used)} used{because}"
+    what = f"{WORDS[asked]} requested (cluster.fabric.transport={asked}), {WORDS.get(used, used)} used{because}"
     return f"{what}\n  fix: {FIXES[asked]}"

@@ -47,16 +47,19 @@ def common(config: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, t
     ranks, cores = ranks_per_node(config["cluster"]), cores_per_node(config, environ)
     if cores:
         threads = str(max(1, cores // ranks))
-        wanted["OMP_NUM_THREADS"] = (threads, f"{cores} cores for {ranks} ranks; torchrun would say 1, torch alone all")
+        wanted["OMP_NUM_THREADS"] = (
+            threads,
+            f"{cores} cores for {ranks} ranks; torchrun would set 1, torch alone would use all",
+        )
     if gpus_per_node(config["cluster"]):
         wanted["PYTORCH_ALLOC_CONF"] = (
             "expandable_segments:True",
-            "the allocator's blocks can grow, so that changing sizes leave fewer holes in GPU memory",
+            "the allocator's segments can grow, so that changing sizes fragment GPU memory less",
         )
     if (config["strategy"].get("tp") or 1) > 1:
         wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = (
             "1",
-            "kernels start in the order given, so that tensor parallel's messages overlap with the matrix products",
+            "kernels start in the order of their launch, so that tensor-parallel collectives overlap with matmuls",
         )
     return wanted
 

@@ -76,7 +76,7 @@ def adapters(
         return finding(
             "adapters",
             "bad",
-            f"InfiniBand was asked for, but this node has EFA ({', '.join(efa)}): AWS offers no InfiniBand",
+            f"InfiniBand was requested, but this node has EFA ({', '.join(efa)}): AWS offers no InfiniBand",
             "cluster=aws-efa",
         )
     active = [name for name in others if any(_active(p) for p in (folder / name / "ports").glob("*"))]
@@ -89,7 +89,7 @@ def adapters(
         ]
         if not others:
             fix = "is the driver loaded (lsmod | grep mlx5_ib)? where there is no InfiniBand: cluster=gcp-ethernet"
-            return finding("adapters", "bad", "InfiniBand was asked for, and this node shows no adapter", fix)
+            return finding("adapters", "bad", "InfiniBand was requested, but this node shows no adapter", fix)
         there = f"active here: {', '.join(active)}" if active else f"there is {', '.join(others)}, none of them active"
         fix = "ibstat shows the ports; is the subnet manager up?"
         if active:
@@ -115,7 +115,7 @@ def _efa(devices: list[str], names: list[str], environ: Mapping[str, str]) -> Fi
     if not devices:
         there = f"there is {', '.join(names)}" if names else "there is no RDMA device"
         return finding(
-            "adapters", "bad", f"EFA was asked for, and no EFA device is here; {there}",
+            "adapters", "bad", f"EFA was requested, but this node has no EFA device; {there}",
             "an instance type with EFA, started with EFA network interfaces; else cluster=gcp-ethernet or infiniband",
         )  # fmt: skip
     plugin = find_plugin([*environ.get("LD_LIBRARY_PATH", "").split(":"), *EFA_FOLDERS])
@@ -147,7 +147,7 @@ def run_folder(run_dir: Path, needed: int | None, why_unknown: str, shared: Path
     if shared is not None and not shared.is_dir():
         return [
             finding(
-                "run folder", "bad", f"{run_dir} is not seen here: the folder must be the same on every node",
+                "run folder", "bad", f"{run_dir} does not exist here: every node must see the same folder",
                 "run_dir=… on a file system that all nodes share",
             )
         ]  # fmt: skip
@@ -267,7 +267,7 @@ def guarded(name: str, function: Callable[[], Finding | list[Finding]]) -> list[
     try:
         found = function()
     except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
-        return [finding(name, "skipped", f"could not be looked at: {type(error).__name__}: {error}")]
+        return [finding(name, "skipped", f"could not be checked: {type(error).__name__}: {error}")]
     return found if isinstance(found, list) else [found]
 
 

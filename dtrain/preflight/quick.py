@@ -92,7 +92,7 @@ class Quick:
         self.add(report, versions.compare({n: as_dict(a.get("versions")) for n, a in answers.items()}))
         for node in listening:
             if node not in results and not report.stopped:
-                text = "answered at first, and did not come back from connecting to the other nodes"
+                text = "answered at first, but not after connecting to the other nodes"
                 report.checks.append(Check(node, "reach", "bad", text, f"see {self.log(node)}"))
         pairs = {n: as_dict(r) | {"speed_mb_s": answers[n].get("speed_mb_s")} for n, r in results.items()}
         self.add(report, reachability.judge_reach(pairs, self.interface))
@@ -139,7 +139,7 @@ class Quick:
         """Explain a node that never answered: it could not be started, its agent broke, or nothing arrived."""
         seconds = time.monotonic() - self.began
         said = tail(self.log(node))
-        fix = f"sinfo -n {node}; is it up, and does it see {self.run_dir}? cluster.exclude={node} to go without it"
+        fix = f"sinfo -n {node}; is it up, and does it see {self.run_dir}? cluster.exclude={node} leaves it out"
         if "SLURM_JOB_ID" not in os.environ:
             fix = f"is it up, and does it see {self.run_dir}?"
         own = []
@@ -147,7 +147,7 @@ class Quick:
             text = f"the agent could not be started: {agent}"
         elif NO_CONTROLLER.search(said):  # not the node's fault
             here = node_name()
-            text = f"not looked at: {here}, where this runs, cannot reach SLURM's controller, so no agent was started"
+            text = f"not checked: {here}, where this runs, cannot reach SLURM's controller, so no agent was started"
             fix = f"ip -br addr and ip route on {here}, scontrol ping there: is its link down, or the controller?"
             if node == here:
                 found = node_checks.guarded("interface", lambda: node_checks.interface(self.interface, interfaces()))

@@ -53,7 +53,7 @@ class Peer:
 
     def connect(self, address: Address, timeout: float, **more: Any) -> socket.socket:
         if is_ipv6(address[0]) != is_ipv6(self.source):
-            raise OSError(f"{address[0]} there, {self.source} here: IPv4 and IPv6 do not meet")
+            raise OSError(f"{address[0]} there, {self.source} here: IPv4 and IPv6 cannot connect")
         return greet(address, {"token": self.token, "from": self.node, **more}, self.source, timeout)
 
     def reach(self, others: dict[str, Address], timeout: float) -> dict[str, str]:
@@ -156,7 +156,7 @@ def judge_reach(reports: dict[str, dict[str, Any]], interface: str | None) -> di
         pairs = [f"{a} → {b} ({why})" for (a, b), why in failed.items() if node in (a, b)]
         more = f" and {len(pairs) - 4} more" if len(pairs) > 4 else ""
         text = f"no connection {over}: {', '.join(pairs[:4])}{more}"
-        fix = "ip -br addr and ip route there; a firewall between the nodes? leave it out (cluster.exclude) until then"
+        fix = "ip -br addr and ip route there; is there a firewall? cluster.exclude the node until it is repaired"
         found[node] = [finding("reach", "bad", text, fix)]
     return found
 
@@ -196,14 +196,14 @@ def judge_streams(reports: dict[str, dict[str, Any]], interface: str | None) -> 
     for node in reports:
         mine = [rate for pair, rate in flows.items() if node in pair and pair not in slow]
         if mine:
-            text = f"a stream of TCP flows at {min(mine):.0f} MB/s or more"
+            text = f"a TCP stream runs at {min(mine):.0f} MB/s or more"
             found[node] = [finding("stream", "ok", text, short=f"{min(mine):.0f} MB/s")]
     for node in blame_streams(slow, flows):
         mine_slow = [text for pair, text in slow.items() if node in pair]
         speed = number(reports[node].get("speed_mb_s"))
         link = f", and {interface or 'the interface'} says {speed * 8 / 1000:g} Gb/s" if speed else ""
         others = f"; the best of all has {max(flows.values()):.0f} MB/s" if len(flows) > 2 else ""
-        fix = "ethtool, ip -s link and tc qdisc show there; leave it out (cluster.exclude) until it is mended"
+        fix = "ethtool, ip -s link and tc qdisc show there; leave it out (cluster.exclude) until it is repaired"
         found[node] = [finding("stream", "bad", f"the link is slow: {', '.join(mine_slow)}{link}{others}", fix)]
     return found
 

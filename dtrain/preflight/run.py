@@ -41,11 +41,14 @@ class Preflight:
                 raise bad(f"preflight.{name}", value, f"must be at least {least} seconds", f"preflight.{name}={least}")
         for name, part in (("tolerance", tolerance), ("outlier", outlier)):
             if not 0 <= part <= 1:
-                raise bad(f"preflight.{name}", part, "is a part of a figure, from 0 to 1", f"preflight.{name}=0.5")
+                raise bad(f"preflight.{name}", part, "must be a share, from 0 to 1", f"preflight.{name}=0.5")
         sizes = [1, 16, 256] if sizes_mib is None else sizes_mib
         if not sizes or min(sizes) < 1 or sorted(set(sizes)) != sizes:
             raise bad(
-                "preflight.sizes_mib", sizes, "must be whole numbers going up", "'preflight.sizes_mib=[1,16,256]'"
+                "preflight.sizes_mib",
+                sizes,
+                "must be whole numbers in ascending order",
+                "'preflight.sizes_mib=[1,16,256]'",
             )
         self.level, self.exclude_bad, self.timeout_s, self.measure_s = level, exclude_bad, timeout_s, measure_s
         self.min_shm_gib, self.max_skew_s = min_shm_gib, max_skew_s

@@ -42,7 +42,7 @@ def compare(by_node: dict[str, dict[str, str]]) -> dict[str, list[Finding]]:
     """Node → findings. Names the nodes that differ from most nodes or, without a majority, from the first."""
     found: dict[str, list[Finding]] = {node: [] for node in by_node}
     for name in dict.fromkeys(key for values in by_node.values() for key in values):
-        values = {node: versions.get(name, "not said") for node, versions in by_node.items()}
+        values = {node: versions.get(name, "unknown") for node, versions in by_node.items()}
         counts = Counter(values.values())
         usual = max(counts, key=lambda v: (counts[v], v == next(iter(values.values()))))
         for node, value in values.items():
@@ -63,11 +63,7 @@ def compare(by_node: dict[str, dict[str, str]]) -> dict[str, list[Finding]]:
 
 def fix_for(name: str, node: str) -> str:
     if name == "code":
-        return (
-            "one checkout on a shared file system for all nodes; is an old copy installed there (pip show -f dtrain)?"
-        )
+        return "use one checkout on a shared file system for all nodes; is an old copy installed (pip show -f dtrain)?"
     if name in ("driver", "GPUs"):
-        return f"the same nodes for all: cluster.constraint=…, or cluster.exclude={node}"
-    return (
-        "one environment on a shared file system, or one container image, for all nodes (cluster.python, cluster.setup)"
-    )
+        return f"use nodes of one kind: cluster.constraint=…, or cluster.exclude={node}"
+    return "use one environment on a shared file system, or one container image (cluster.python, cluster.setup)"

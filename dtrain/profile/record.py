@@ -107,7 +107,7 @@ class Recorder:
             try:
                 self.finish()
             except Exception:  # for example a full disk: a failed profile must not end a run of days
-                log.exception("profile: it could not be written; the training goes on")
+                log.exception("profile: could not be written; training continues")
 
     def before_step(self) -> None:
         """Called just before a step's data is read."""

@@ -44,7 +44,7 @@ def find_run(word: str, roots: Sequence[str | Path] = ROOTS) -> Path:
             return matches[0].absolute()
         if matches:
             raise ValueError(
-                f"run {word!r}: {len(matches)} runs have that in their name; it must mean one\n"
+                f"run {word!r}: {len(matches)} runs have that in their name; it must match exactly one\n"
                 f"  fix: give more of the path; newest first:{_bullets(matches)}"
             )
     names = {name: run for run in runs for name in (str(run), run.name, run_name(run))}

@@ -350,7 +350,7 @@ class Strategy:
         self.share_buffers()
         held = {id(p) for p in self.module.parameters()}
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        assert trained <= held, "the module shows other tensors than the optimizer has"
+        assert trained <= held, "the module has different tensors than the optimizer"
         state: dict[str, Held] = {
             f"model.{name}": p.detach() for name, p in self.module.named_parameters() if name not in self.first.base
         }

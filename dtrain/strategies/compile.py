@@ -49,7 +49,7 @@ def compile_layers(model: nn.Module, ends: bool = False) -> None:
     """
     if not hasattr(model, "fsdp_units"):
         raise ValueError(
-            f"compile=blocks: {type(model).__name__} does not say what its blocks are\n"
+            f"compile=blocks: {type(model).__name__} does not define its blocks\n"
             "  fix: add fsdp_units() to the model (a list of its layers), compile=whole, or compile=none"
         )
     torch._dynamo.config.recompile_limit = 64  # a ResNet has 8 kinds of blocks, in training and in evaluation

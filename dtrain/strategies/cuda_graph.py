@@ -79,7 +79,7 @@ class RecordedStep:
         free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
         held, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
         if 2 * peak - held > 0.9 * free:  # work between steps, such as an evaluation, may need as much as a step
-            log.info("cuda_graphs: the GPU has not twice the memory of a step, so kernels are launched one by one")
+            log.info("cuda_graphs: the GPU does not have twice the memory of a step, so the step is not captured")
             return False
         if not self.optimizer.is_on_device():
             return False
@@ -106,11 +106,11 @@ class RecordedStep:
             generator.graphsafe_set_state(drawn)
             _broken.append(graph)
             self.batch = ()
-            log.warning("cuda_graphs: a step could not be recorded, and is launched as before (%s)", cause(error))
+            log.warning("cuda_graphs: the step could not be captured, and runs as before (%s)", cause(error))
             return False
         torch.cuda.current_stream(self.device).wait_stream(stream)
         self.graph, self.send = graph, self.optimizer.sender()
-        log.info("cuda_graphs: the GPU waited for Python, so a step is one launch from now on")
+        log.info("cuda_graphs: the step is CPU-bound; replaying it as a CUDA graph from now on")
         return True
 
 

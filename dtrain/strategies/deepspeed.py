@@ -125,7 +125,7 @@ class Zero(Strategy):
         others = [n for n, p in model.named_parameters() if not p.requires_grad and n not in self.first.base]
         if others:
             raise ValueError(
-                f"strategy=zero{self.stage}: {others[0]} is frozen, and ZeRO's masters are of trained weights only\n"
+                f"strategy=zero{self.stage}: {others[0]} is frozen, but ZeRO keeps masters of trained weights only\n"
                 "  fix: strategy=fsdp"
             )
         if self.settings["nvme_path"]:

@@ -116,7 +116,7 @@ def read(path: str) -> dict[str, Any]:
     except OSError as error:
         raise bad("strategy.deepspeed_config", path, f"cannot be read ({error.strerror})", "check the path") from error
     except ValueError as error:
-        raise bad("strategy.deepspeed_config", path, f"is not valid JSON: {error}", "mend the file") from error
+        raise bad("strategy.deepspeed_config", path, f"is not valid JSON: {error}", "correct the file") from error
     if not isinstance(content, dict):
         raise bad("strategy.deepspeed_config", path, "must be a JSON object", 'begin it with {"zero_optimization": …')
     return content
@@ -131,7 +131,7 @@ def check(config: Mapping[str, Any], sizes: MeshSizes) -> dict[str, Any]:
     strategy: dict[str, Any] = {"offload_params": "none", "nvme_path": None, "whole_below": 0} | config["strategy"]
     check_offload(strategy)
     if strategy["offload_params"] == "nvme" and config.get("lora", {}).get("rank"):
-        rule = "frozen weights get their values where they lie, and that cannot be a disk"
+        rule = "frozen weights are initialized in place, which is not possible on disk"
         raise bad("strategy.offload_params", "nvme", rule, "strategy.offload_params=cpu, or strategy=fsdp")
     if config["compile"] not in ("auto", "none", False) and strategy["stage"] == 3:
         # Hooks gather each layer's weights inside the graph. On an H200 (torch 2.11, DeepSpeed 0.19.8) the loss was off
@@ -173,7 +173,10 @@ def check_offload(strategy: Mapping[str, Any]) -> None:
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise bad(
-            "strategy.nvme_path", path, f"cannot be written to ({error.strerror})", "a folder that exists and is yours"
+            "strategy.nvme_path",
+            path,
+            f"cannot be written to ({error.strerror})",
+            "use an existing folder that you can write to",
         ) from error
     import ctypes.util  # 4 ms that no other setting needs
 
@@ -251,16 +254,16 @@ def check_agreement(user: Mapping[str, Any], wanted: Mapping[str, tuple[Any, str
         rival, setting = wanted.get(key, (None, ""))
         if any(key == name or key.startswith(f"{name}.") for name in REFUSED):
             if value is True or value not in (False, None, {}, 1, "mean"):  # 1 is a neutral factor or size
-                conflicts[key] = f"{value}: it changes the maths or the layout that dtrain relies on"
+                conflicts[key] = f"{value}: it changes the computation or the layout that dtrain relies on"
         elif key not in wanted and (value == "auto" or key.split(".")[0] in ("optimizer", "scheduler")):
             conflicts[key] = f"{value}: dtrain has no value for it"
         elif key in wanted and "auto" not in (value, rival) and value != rival:
-            conflicts[key] = f"{value}: {setting} says {rival}" if setting else f"{value}: dtrain needs {rival}"
+            conflicts[key] = f"{value}: {setting} is {rival}" if setting else f"{value}: dtrain needs {rival}"
             changes += [f"{setting}={in_our_words(key, value)}"] if setting else []
     if conflicts:
         lines = "".join(f"\n    {key}={why}" for key, why in conflicts.items())
-        fix = f"take {', '.join(conflicts)} out of the file" + (f"; or {' '.join(changes)}" if changes else "")
-        raise bad("strategy.deepspeed_config", path, f"says something else than dtrain's settings{lines}", fix)
+        fix = f"remove {', '.join(conflicts)} from the file" + (f"; or {' '.join(changes)}" if changes else "")
+        raise bad("strategy.deepspeed_config", path, f"contradicts dtrain's settings{lines}", fix)
 
 
 def in_our_words(key: str, value: Any) -> Any:

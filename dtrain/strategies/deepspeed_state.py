@@ -146,7 +146,9 @@ class Masters:
         for i, flat in enumerate(self.flats()):
             of_group = [counts[name] for name, p in self.trained() if self.place(p)[0] == i]
             if any(count != of_group[0] for count in of_group):
-                raise CheckpointError("ZeRO counts updates by group, and these weights had different numbers of them")
+                raise CheckpointError(
+                    "ZeRO counts updates per parameter group, but these weights have different counts"
+                )
             own = {k for k, v in self.optimizer.state[flat].items() if not (isinstance(v, Tensor) and v.dim())}
             if of_group and own - of_group[0].keys():
                 raise CheckpointError("the checkpoint has no update counts. Fix: use an older checkpoint")

@@ -102,7 +102,7 @@ def shard_layers(
     """Shard each layer, and then the rest, over the data ranks; return the layers."""
     if not hasattr(model, "fsdp_units"):
         raise ValueError(
-            f"strategy=fsdp: {type(model).__name__} does not say what to gather at a time\n"
+            f"strategy=fsdp: {type(model).__name__} does not define what to gather at a time\n"
             "  fix: add fsdp_units() to the model (a list of its layers), or strategy=ddp"
         )
     if dtype == torch.float32:

@@ -62,7 +62,7 @@ def _num_shards(gradient: Tensor) -> int:
     if not is_dtensor(gradient):
         return 1
     dtensor: Any = gradient
-    assert not any(p.is_partial() for p in dtensor.placements), "a sum that is not finished has no norm"
+    assert not any(p.is_partial() for p in dtensor.placements), "a partial sum has no norm"
     return math.prod(
         n for n, p in zip(dtensor.device_mesh.shape, dtensor.placements, strict=True) if not p.is_replicate()
     )

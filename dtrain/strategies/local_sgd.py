@@ -42,7 +42,7 @@ class LocalSGD(Strategy):
         """Give every rank the mean of all models and of all optimizer moments."""
         if self.steps_apart and self.sizes.dp > 1:
             for tensor in super().state_dict().values():
-                assert isinstance(tensor, Tensor), "every rank holds everything"
+                assert isinstance(tensor, Tensor), "every rank holds the whole model"
                 if tensor.is_floating_point():
                     dist.all_reduce(tensor, group=self.data_group)
                     tensor /= self.sizes.dp

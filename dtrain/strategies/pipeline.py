@@ -62,7 +62,7 @@ class Pipeline(Strategy):
     def parallelize(self, model: nn.Module) -> nn.Module:
         if not hasattr(model, "pipeline_split"):
             raise ValueError(
-                f"strategy.pp={self.sizes.pp}: {type(model).__name__} does not say how to cut itself into stages\n"
+                f"strategy.pp={self.sizes.pp}: {type(model).__name__} does not define how to split it into stages\n"
                 "  fix: add pipeline_split() to the model, or strategy=fsdp, zero3 or ddp"
             )
         self.num_figures = len(getattr(model, "figures", ()))

@@ -73,7 +73,7 @@ def cut_layers(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool, loss
         return
     if not hasattr(model, "tp_plan"):
         raise ValueError(
-            f"strategy.tp={mesh.size()}: {type(model).__name__} does not say how to cut its layers\n"
+            f"strategy.tp={mesh.size()}: {type(model).__name__} does not define how to shard its layers\n"
             "  fix: add tp_plan() to the model, or strategy=fsdp, zero3 or ddp"
         )
     plan: Any = model.tp_plan(sequence_parallel, loss_parallel)  # type: ignore[operator]

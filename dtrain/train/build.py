@@ -47,6 +47,6 @@ def original_weights(cfg: Any, trust: Iterable[str]) -> Drawn:
         return Drawn(cfg.train.seed)
     source = source_of(Path(cfg.init_from).expanduser(), cfg.model)
     first = Loaded(cfg.train.seed, source, make(cfg, trust))
-    new = f"; new, and drawn: {', '.join(first.drawn)}" if first.drawn else ""
+    new = f"; randomly initialized: {', '.join(first.drawn)}" if first.drawn else ""
     log.info("%d weights from %s%s", len(first.names), cfg.init_from, new)
     return first

@@ -87,7 +87,7 @@ def log_step(run: Run, finished: FinishedStep) -> None:
     if not finished.updated:
         run.num_skipped += 1
         norm = f"gradient norm {finished.grad_norm}"
-        what = f"step {finished.step}: loss {finished.loss}, {norm}: not finite, weights left alone"
+        what = f"step {finished.step}: loss {finished.loss}, {norm}: not finite, weights unchanged"
         log.warning(what)
         if run.cfg.train.nonfinite == "stop" and not finished.overflow:
             fix = "a smaller optim.lr, a longer schedule.warmup_steps, precision=bf16, or train.nonfinite=skip"

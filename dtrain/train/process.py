@@ -164,8 +164,8 @@ def explained(error: BaseException) -> BaseException:
     found = re.search(r"([\w.:]+)(?: CUDA| with [^\n]*?)? does not have a deterministic implementation", str(error))
     if found is None:
         return error
-    rule = f"{found[1]} has no kernel that gives the same bits every time"
-    refused = bad("deterministic", True, rule, "deterministic=false, or another operation in the model")
+    rule = f"{found[1]} has no deterministic kernel"
+    refused = bad("deterministic", True, rule, "deterministic=false, or use another operation in the model")
     refused.__cause__ = error
     return refused
 
@@ -182,4 +182,4 @@ def report_failure(run_dir: Path, rank: int, error: BaseException, exit_code: in
     try:
         write_json(run_dir / "logs" / f"failure-{rank}.json", note)
     except OSError as full:  # then the log above is the only record
-        log.error("and it could not be noted: %s", full)
+        log.error("and the error report could not be written: %s", full)

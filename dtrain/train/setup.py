@@ -113,8 +113,8 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
         loaded_from, manifest = found
         if manifest["data"] != data_identity and "data" not in cfg.resume_allow:
             raise ValueError(
-                f"data: it is not what this run was trained on so far ({manifest['data']} then, {data_identity} now)\n"
-                "  fix: bring the old data back, or allow it: 'resume_allow=[data]'"
+                f"data: differs from what this run has trained on ({manifest['data']} then, {data_identity} now)\n"
+                "  fix: restore the old data, or allow the new: 'resume_allow=[data]'"
             )
         state = strategy.state_dict()
         store.load(loaded_from, manifest, state)

@@ -75,7 +75,7 @@ def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str
         val += f" (perplexity {perplexity(get('val_perplexity'))})"
     accuracy = percent(get("val_accuracy"))
     if number(get("val_top5")) is not None:
-        accuracy += f" (among the best five {percent(get('val_top5'))})"
+        accuracy += f" (top-5 {percent(get('val_top5'))})"
     unit = str(get("unit") or "tokens")
     checkpoint = latest_checkpoint(run_dir)
     rows = [

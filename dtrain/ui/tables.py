@@ -274,7 +274,7 @@ def print_points(runs: list[dict[str, Any]], console: Console) -> None:
 def say_problem(problem: str, console: Console) -> None:
     """Report that SLURM did not answer, so that the statuses come from the files only."""
     if problem:
-        say(console, (f"SLURM did not answer, so this is what the files say: {problem}", "yellow"))
+        say(console, (f"SLURM did not answer, so this is from the run folders only: {problem}", "yellow"))
 
 
 def _overrides(run_dir: Path) -> list[str]:

@@ -174,7 +174,7 @@ def test_a_new_task_draws_its_head_and_says_so(tmp_path: Path, caplog: pytest.Lo
     run = make(tmp_path / "run", "bert-classify", f"init_from={tmp_path / 'hf'}")
     with caplog.at_level(logging.INFO, "dtrain"):
         ours = load(run)
-    assert "new, and drawn: pooler.weight, pooler.bias, classifier.weight, classifier.bias" in caplog.text
+    assert "randomly initialized: pooler.weight, pooler.bias, classifier.weight, classifier.bias" in caplog.text
     assert torch.equal(ours.classifier.weight, load(make(tmp_path / "drawn", "bert-classify")).classifier.weight)
     file = load_file(tmp_path / "hf" / "model.safetensors")
     assert torch.equal(ours.segments.weight, file["bert.embeddings.token_type_embeddings.weight"])
@@ -245,7 +245,7 @@ def refused(name: str, path: Path | str, *overrides: str) -> str:
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
-    assert "nothing is downloaded" in refused("gpt2", tmp_path / "none")
+    assert "dtrain downloads nothing" in refused("gpt2", tmp_path / "none")
     (tmp_path / "file").write_text("")
     assert "is a file" in refused("gpt2", tmp_path / "file")
     (tmp_path / "empty").mkdir()
@@ -261,7 +261,7 @@ def test_sizes_that_differ_are_all_named_with_what_to_type(tmp_path: Path) -> No
     CASES["llama-scaled-tied"].make(tmp_path / "hf")
     message = refused("llama", tmp_path / "hf", "model.num_layers=3", "model.hidden_dim=64", "model.vocab_size=50")
     fix = message.partition("fix: ")[2]
-    assert "model.num_layers is 3 and 2 there" in message
+    assert "model.num_layers is 3 and 2 in init_from" in message
     typed = {"model.num_layers=2", "model.hidden_dim=48", f"model.vocab_size={VOCAB}", "model.rope_theta=500.0"}
     assert set(fix.split()) == typed | {"model.tied=true", "model.rope_factor=8.0", "model.rope_original_len=8"}
     changed = [o for o in fix.split() if not o.startswith("model.vocab")]
@@ -295,11 +295,11 @@ def test_weights_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     parts[1].write_bytes(whole[:-5])
     assert "its header says" in refused("gpt2", tmp_path / "hf")
     parts[1].write_bytes(whole[:4])
-    assert "cut short" in refused("gpt2", tmp_path / "hf")
+    assert "truncated" in refused("gpt2", tmp_path / "hf")
     parts[1].write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
     assert "git-lfs" in refused("gpt2", tmp_path / "hf")
     parts[1].write_bytes(parts[0].read_bytes())
-    assert "and in no file" in refused("gpt2", tmp_path / "hf")
+    assert "but in no file" in refused("gpt2", tmp_path / "hf")
     (tmp_path / "hf" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}')
     assert "no weight_map" in refused("gpt2", tmp_path / "hf")
     for file in (tmp_path / "hf").glob("model*"):
@@ -341,7 +341,7 @@ def test_weights_of_another_shape_name_or_number_are_refused(tmp_path: Path) -> 
     message = refused("llama", tmp_path / "hf")
     assert "(our layers.1.norm1.weight) is not in it; 9 missing in all" in message
     with_weights(original | {f"model.layers.2.{k}.weight": torch.ones(1) for k in ("a", "b")})
-    assert "it has 3 layers, the model 2: model.layers.2.a.weight; 2 weights more" in refused("llama", tmp_path / "hf")
+    assert "it has 3 layers, the model 2: model.layers.2.a.weight; 2 extra weights" in refused("llama", tmp_path / "hf")
     with_weights(original | {key: original[key][:8]})
     message = refused("llama", tmp_path / "hf")
     assert f"{key} has shape [8, 32], and [32, 32] by its config.json; 1 such in all" in message
@@ -379,19 +379,22 @@ def test_runs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert "fix: model.num_layers=2 model.dim=32" in refused("gpt2", run, "model.num_layers=3", "model.dim=64")
     assert "fix: model=gpt2-tiny" in refused("llama", run)
     message = refused("gpt2", run, "model.vocab_size=280")
-    assert f"model.vocab_size is 280 and {VOCAB} there" in message and f"dtrain export {run} OUT --format hf" in message
+    assert (
+        f"model.vocab_size is 280 here and {VOCAB} there" in message
+        and f"dtrain export {run} OUT --format hf" in message
+    )
     shutil.copytree(run / "checkpoints" / "step-00000001", tmp_path / "alone")  # says no settings: the ranks compare
     with pytest.raises(ValueError, match=r"embed.weight has shape \[272, 32\] in it, \[288, 32\] in the model"):
         load(make(tmp_path / "more", "gpt2", f"init_from={tmp_path / 'alone'}", "model.vocab_size=280"))
     adapters = make(tmp_path / "adapters", "gpt2", "lora.rank=2")
     save(adapters, load(adapters))
-    assert "trained adapters" in refused("gpt2", adapters)
+    assert "trained LoRA adapters" in refused("gpt2", adapters)
 
 
 def test_a_resume_asks_for_nothing_but_frozen_weights(tmp_path: Path) -> None:
     values = {"init_from": str(tmp_path / "gone"), "resume": "x", "model": {}, "lora": {"rank": 0}}
     init_from.check(values)
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         init_from.check(values | {"lora": {"rank": 2}})
     with pytest.raises(ValueError, match="must name a folder"):
         init_from.check(values | {"init_from": "", "resume": None})

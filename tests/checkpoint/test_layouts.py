@@ -130,5 +130,5 @@ def test_an_overlap_does_not_make_up_for_a_hole() -> None:
 @pytest.mark.parametrize("kind", ["grid", "runs"])
 @pytest.mark.parametrize("row", [[0, 3], [1, 4], [0, 5], [0, 2, 2, 4], [0, 3, 2, 4], [4]], ids=str)
 def test_cuts_lead_from_0_to_the_end(kind: str, row: list[int]) -> None:
-    with pytest.raises(LayoutError, match="do not lead from 0 to the end"):
+    with pytest.raises(LayoutError, match="do not run from 0 to the end"):
         layouts.parse({"ranks": [0] * (len(row) - 1), kind: [row]}, (4,), 8)

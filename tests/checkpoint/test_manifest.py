@@ -170,7 +170,7 @@ ON_DISK: dict[str, Callable[[Path], object]] = {
     "manifest is deep": replace("manifest.json", lambda p: p.write_text("[" * 200_000)),
     "manifest is a deep object": replace("manifest.json", lambda p: p.write_text('{"a":' * 200_000)),
     "manifest is large": replace("manifest.json", lambda p: os.truncate(os.open(p, os.O_CREAT | os.O_WRONLY), 10**10)),
-    "manifest is no text": replace("manifest.json", lambda p: p.write_bytes(b"\xff\xfe\x00")),
+    "manifest is not a string": replace("manifest.json", lambda p: p.write_bytes(b"\xff\xfe\x00")),
     "shard is a FIFO": replace(SHARD, os.mkfifo),
     "shard is a device": replace(SHARD, lambda p: p.symlink_to("/dev/zero")),
     "shard is a link": replace(SHARD, lambda p: p.symlink_to(p.parent.parent / "step-00000001" / SHARD)),
@@ -202,7 +202,7 @@ def test_strays_and_renamed_folders_do_not_win(folder: Path) -> None:
     shutil.copytree(folder / "step-00000001", folder / "step-00000050")  # an older one under a newer name
     said: list[str] = []
     assert loaded(folder, said.append) == 2.0
-    assert len(said) == 1 and "step-00000050 is damaged (it holds step 1 under another name)" in said[0]
+    assert len(said) == 1 and "step-00000050 is damaged (its folder name does not match its step, 1)" in said[0]
 
 
 def test_a_checkpoint_of_another_run_is_left_alone(folder: Path) -> None:
@@ -385,7 +385,7 @@ def test_a_run_neither_counts_nor_deletes_nor_takes_what_another_run_saved(tmp_p
 
 def test_what_a_load_would_call_damaged_is_never_saved(tmp_path: Path) -> None:
     saved_first = store.save(tmp_path, 1, state(1.0), {}, keep=2)
-    with pytest.raises(CheckpointError, match="samples is no whole number"):
+    with pytest.raises(CheckpointError, match="samples is not a whole number"):
         store.save(tmp_path, 2, state(2.0), {"samples": -1}, keep=2)
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == [saved_first.name]
     own = {"extra": {"precision": {"scale": 2.0, "growth_tracker": 3}}}  # of a precision that is a user's
@@ -420,7 +420,7 @@ def test_a_file_elsewhere_with_the_right_bytes_falls_back(absolute: bool, folder
     shutil.move(path / SHARD, elsewhere)
     name = str(elsewhere) if absolute else f"../../{SHARD}"
     rewrite(path, lambda v: v["files"].update({name: v["files"].pop(SHARD)}))
-    assert "is no name of a file of a checkpoint" in store.verify(path)
+    assert "is not a valid name of a checkpoint file" in store.verify(path)
     assert loaded(folder) == 1.0
 
 

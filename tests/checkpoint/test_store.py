@@ -248,7 +248,7 @@ def test_all_damaged_is_an_error_and_never_a_fresh_start(tmp_path: Path) -> None
     saved(tmp_path, 1)
     flip(tmp_path / "step-00000001" / "rank-00000.safetensors", 999)
     for _ in range(2):  # also the second time, when only the .corrupt folder is left
-        with pytest.raises(CheckpointError, match="no good checkpoint is left"):
+        with pytest.raises(CheckpointError, match="no usable checkpoint is left"):
             store.newest_good(tmp_path, lambda text: None)
 
 

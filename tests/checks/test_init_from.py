@@ -138,7 +138,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     huggingface_folder.check_folder(tmp_path / "again", model)
     part.unlink()
     sparse(part, whole[:8], 20 * 2**30)
-    refused(tmp_path / "again", model, "model-1.safetensors is no safetensors file")
+    refused(tmp_path / "again", model, "model-1.safetensors is not a safetensors file")
     part.unlink()
     os.mkfifo(part)
     refused(tmp_path / "again", model, "model-1.safetensors is missing")
@@ -148,7 +148,7 @@ def test_one_weight_under_two_names(tmp_path: Path) -> None:
     model = make(tmp_path, "gpt2")
     part = tmp_path / "model-1.safetensors"
     save_file(load_file(part) | {"wte.weight": np.zeros((16, 8), np.float32)}, part)
-    refused(tmp_path, model, "which are one weight")
+    refused(tmp_path, model, "which are the same weight")
 
 
 # ---- mutated folders -----------------------------------------------------------------------------------------

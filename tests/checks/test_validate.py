@@ -334,7 +334,7 @@ def test_what_is_taken_out_is_missed(base: dict[str, Any], key: str) -> None:
     config = copy.deepcopy(base)
     *path, leaf = key.split(".")
     del (config[path[0]] if path else config)[leaf]
-    assert message(config) == f"{key}: was taken out, and a run needs it\n  fix: leave out ~{key}"
+    assert message(config) == f"{key}: is required and cannot be deleted\n  fix: leave out ~{key}"
 
 
 # ---- did you mean --------------------------------------------------------------------------------------------

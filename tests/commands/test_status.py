@@ -60,7 +60,7 @@ def test_status_of_a_job_with_a_history(fakes: Fakes, capsys: pytest.CaptureFixt
         (run / "logs" / name).write_text("x\n")
     assert status_main(["a"]) == 0
     shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert shown[1] == "status preempted (waits in the queue again: BeginTime: SLURM lets a requeued job wait a little)"
+    assert shown[1] == "status preempted (queued again: BeginTime: SLURM delays a requeued job a little)"
     assert shown[2].startswith("job 7 · PENDING · waits")
     assert shown[3].startswith("attempts 1 ") and "from step 0 to step 10, preempted" in shown[3]
     assert shown[4].endswith("node1,node2 from step 10 killed") and "to step 20" in shown[5]
@@ -108,7 +108,7 @@ def test_logs_show_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "\ufffd\n"
     assert logs_main(["a", "--rank", "1"]) == 0  # it is there, and silent
     shown = capsys.readouterr()
-    assert shown.err == "[rank-1.log has nothing in it; this is outputs/a/logs/batch.log]\n"
+    assert shown.err == "[rank-1.log is empty; showing outputs/a/logs/batch.log]\n"
     with pytest.raises(ValueError, match=r"--rank=2: the run has ranks 0 to 1\n  fix: "):
         logs_main(["a", "--rank", "2"])
     with pytest.raises(ValueError, match=r"-n x: .*\n  fix: "):
@@ -207,7 +207,7 @@ def test_cancel_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     make("multirun/d/t1/0-a=1", status="running")
     make("multirun/d/t2/0-a=1", status="running")
     for word in ("multirun/d", "multirun", "."):
-        with pytest.raises(ValueError, match=r"folders of runs\n  fix: "):
+        with pytest.raises(ValueError, match=r"run folders\n  fix: "):
             cancel_main([word])
     assert not list(Path().rglob("cancelled"))
 

@@ -108,8 +108,8 @@ def test_packed_text_is_unpacked_or_refused(tmp_path: Path) -> None:
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     assert found(packed) == found(plain) == found(tmp_path, pattern="*.gz")
     for content, message in (
-        (packed.read_bytes(), "is packed by gzip"),
-        (b"\x28\xb5\x2f\xfd\x24\x10", "is packed by zstd"),
+        (packed.read_bytes(), "is compressed by gzip"),
+        (b"\x28\xb5\x2f\xfd\x24\x10", "is compressed by zstd"),
         (b"PK\x03\x04\x14\0", "is a zip archive"),
         (b"PAR1\x15\x04", "is a Parquet table"),
         (b"a.txt".ljust(257, b"\0") + b"ustar\0", "is a tar archive"),

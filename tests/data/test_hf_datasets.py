@@ -52,9 +52,9 @@ def test_a_saved_dataset_that_cannot_be_used_is_refused(saved: Path, tmp_path: P
         (
             saved / "one",
             {"field": "body"},
-            "data.field='body' is no column of text .* id, text\n  fix: data.field=text",
+            "data.field='body' is not a text column of .* id, text\n  fix: data.field=text",
         ),
-        (saved / "one", {"field": "id"}, "data.field='id' is no column of text"),
+        (saved / "one", {"field": "id"}, "data.field='id' is not a text column of"),
         (saved / "untrained", {}, "no split named train, only test\n  fix: data.path=.*untrained/test"),
     ]
     for path, settings, message in refused:
@@ -68,7 +68,7 @@ def test_a_saved_dataset_that_cannot_be_used_is_refused(saved: Path, tmp_path: P
     with pytest.raises(ValueError, match=r"torn' lacks data-00001-of-00002.arrow"):
         text.check(path=str(tmp_path / "torn"))
     (tmp_path / "torn" / "state.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"torn' is torn .*_data_files"):
+    with pytest.raises(ValueError, match=r"torn' is damaged .*_data_files"):
         text.check(path=str(tmp_path / "torn"))
 
 

@@ -175,14 +175,14 @@ CASES: dict[str, tuple[KIND, KIND, str]] = {
     ),
     "a label's line of 300 MB": (labelled, lambda p: sparse(p / "c.jsonl", 300 * 2**20), "line 1 is longer than"),
     "a line of empty objects": (
-        text, lambda p: file(p / "d.jsonl", b'{"text": [' + b"{}," * 2**22 + b"{}]}"), "beside its",
+        text, lambda p: file(p / "d.jsonl", b'{"text": [' + b"{}," * 2**22 + b"{}]}"), "besides its",
     ),
     "deep JSON": (text, lambda p: file(p / "e.jsonl", DEEP), "line 1 is not JSON"),
-    "deep labels": (labelled, lambda p: file(p / "f.jsonl", DEEP), "line 1 of f.jsonl is no JSON"),
+    "deep labels": (labelled, lambda p: file(p / "f.jsonl", DEEP), "line 1 of f.jsonl is not JSON"),
     "a number of a million digits": (
         text, lambda p: file(p / "g.jsonl", b'{"text": ' + b"9" * 10**6 + b"}"), "is not JSON",
     ),
-    "no UTF-8": (labelled, lambda p: file(p / "h.jsonl", b'{"text": "\xff", "label": 1}'), "is no JSON"),
+    "no UTF-8": (labelled, lambda p: file(p / "h.jsonl", b'{"text": "\xff", "label": 1}'), "is not JSON"),
     "a million fields": (text, lambda p: fields(p / "i.jsonl"), "no field"),
     "a FIFO": (text, lambda p: fifo(p / "fifo"), "neither a file nor a folder"),
     "a device": (text, lambda p: Path("/dev/zero"), "neither a file nor a folder"),
@@ -205,25 +205,25 @@ CASES: dict[str, tuple[KIND, KIND, str]] = {
     ),
     "a picture that is cut off": (picture, lambda p: pictures(p / "cut", "a.png", png(64, 64)), "a.png cannot be read"),
     "a program as a picture": (
-        picture, lambda p: pictures(p / "eps", "a.jpg", EPS), "a.jpg cannot be read (it is none of JPEG",
+        picture, lambda p: pictures(p / "eps", "a.jpg", EPS), "a.jpg cannot be read (its format is none of JPEG",
     ),
     "a FIFO as a picture": (
         picture, lambda p: pictures(p / "pipe", "a.jpg", None), "a.jpg cannot be read (it is a FIFO",
     ),
-    "an idx file of 2**96 values": (mnist, lambda p: idx(p / "idx", *[2**32 - 1] * 3), "not as long as it says"),
+    "an idx file of 2**96 values": (mnist, lambda p: idx(p / "idx", *[2**32 - 1] * 3), "shorter or longer"),
     "a sparse idx file of 64 GB": (
-        mnist, lambda p: idx(p / "sparse", 4, 2**17, 2**17, size=64 * 2**30), "not as long",
+        mnist, lambda p: idx(p / "sparse", 4, 2**17, 2**17, size=64 * 2**30), "shorter or longer",
     ),
     "an idx file without pixels": (mnist, lambda p: idx(p / "none", 9, 0, 28), "9 x 0 x 28"),
     "a CIFAR of 30 GB": (cifar, lambda p: large_cifar(p), "data_batch_1.bin has 30730000000 bytes"),
     "documents of 2**60 tokens": (
-        tokens, lambda p: token_folder(p / "starts", [-(2**60), 0]), "train.starts is not in order",
+        tokens, lambda p: token_folder(p / "starts", [-(2**60), 0]), "train.starts is not sorted",
     ),
     "documents beyond the end": (
-        tokens, lambda p: token_folder(p / "beyond", [0, 2**60]), "train.starts is not in order",
+        tokens, lambda p: token_folder(p / "beyond", [0, 2**60]), "train.starts is not sorted",
     ),
     "numbers as texts": (
-        tokens, lambda p: token_folder(p / "m1", train_tokens="20"), "train_tokens=20 in meta.json, no number",
+        tokens, lambda p: token_folder(p / "m1", train_tokens="20"), "train_tokens=20 in meta.json, not a number",
     ),
     "a dtype that is a list": (tokens, lambda p: token_folder(p / "m2", dtype=["uint16"]), "not uint16 or uint32"),
     "a vocabulary of 1e30": (tokens, lambda p: token_folder(p / "m3", vocab_size=1e30), "vocab_size=1e+30"),
@@ -243,13 +243,13 @@ CASES: dict[str, tuple[KIND, KIND, str]] = {
     "a saved folder with files elsewhere": (
         text, lambda p: saved_folder(p / "s1", [{"filename": "../a.jsonl"}]), "lacks ../a.jsonl",
     ),
-    "a saved folder of nonsense": (text, lambda p: saved_folder(p / "s2", {"filename": 1}), "is torn"),
-    "a saved folder of odd columns": (text, lambda p: saved_folder(p / "s3", [], column=[1]), "no column of text"),
+    "a saved folder of nonsense": (text, lambda p: saved_folder(p / "s2", {"filename": 1}), "is damaged"),
+    "a saved folder of odd columns": (text, lambda p: saved_folder(p / "s3", [], column=[1]), "not a text column"),
     "a table that lies": (text, lambda p: crafted_arrow(p / "s4"), "d.arrow' cannot be read"),
     "a table that is none": (
         text, lambda p: saved_folder(file(p / "s5" / "d", b"\xff" * 64).parent, [{"filename": "d"}]), "cannot be read",
     ),
-    "a deep description": (text, lambda p: file(saved_folder(p / "s6", []) / "state.json", DEEP).parent, "is torn"),
+    "a deep description": (text, lambda p: file(saved_folder(p / "s6", []) / "state.json", DEEP).parent, "is damaged"),
 }  # fmt: skip
 
 

@@ -121,7 +121,7 @@ def test_a_picture_that_cannot_be_read_is_named(two_levels: Path) -> None:
     whole = path.read_bytes()
     for damaged in (b"", b"not a picture", whole[: len(whole) // 2]):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"the picture .*val/red/1.jpg cannot be read .*\n  fix: replace it"):
+        with pytest.raises(ValueError, match=r"the image .*val/red/1.jpg cannot be read .*\n  fix: replace it"):
             dataset.batch(np.array([3]))
     Image.fromarray(np.full((4, 4), 40000, dtype=np.uint16)).save(two_levels / "val" / "blue" / "0.PNG", format="PNG")
     with pytest.raises(ValueError, match=r"0.PNG cannot be read \(its pixels have more than 8 bits"):
@@ -133,19 +133,19 @@ def test_folders_and_settings_that_cannot_work_are_refused(tmp_path: Path, two_l
         with pytest.raises(ValueError, match=f"{match}(.|\n)*\n  fix: "):
             images.check(**({"path": str(path), "image_size": 8} | changes))  # type: ignore[arg-type]
 
-    refused("data.path=.*none: is no folder", tmp_path / "none")
+    refused("data.path=.*none: is not a folder", tmp_path / "none")
     refused("data.path=.*red: has 0 folders", two_levels / "train" / "red")
     refused("data.crop_scale", crop_scale=[0.5, 0.2])
     refused("data.val_crop=0", val_crop=0.0)
     refused("data.std", std=[0.0])
     refused("model.channels=4", channels=4)
     draw(two_levels / "val" / "green" / "0.png", RED)
-    refused("val/green is no class of train")
+    refused("val/green is not a class of train")
     (two_levels / "train" / "empty").mkdir()
-    refused("there is no picture in .*empty")
+    refused("there is no image in .*empty")
     (two_levels / "train" / "empty").rmdir()
     (two_levels / "val").rename(two_levels / "test")
-    refused("has train/ and no val/")
+    refused("has train/ but no val/")
 
 
 def test_a_check_imports_no_torch_and_decodes_nothing(two_levels: Path) -> None:
@@ -175,13 +175,13 @@ def test_folders_below_a_class_are_searched_and_what_is_left_out_is_said(
     assert "left out 2 files" in caplog.text and "red/notes.txt" in caplog.text
     (two_levels / "train" / "green" / "below").mkdir(parents=True)
     (two_levels / "train" / "green" / "below" / "x.heic").touch()
-    with pytest.raises(ValueError, match=r"there is no picture in .*green(.|\n)*\n  fix: "):
+    with pytest.raises(ValueError, match=r"there is no image in .*green(.|\n)*\n  fix: "):
         images.check(str(two_levels), 8)
 
 
 def test_a_link_to_nothing_is_named(two_levels: Path) -> None:
     (two_levels / "val" / "red" / "5.jpg").symlink_to(two_levels / "nowhere.jpg")
-    with pytest.raises(ValueError, match=r"the picture .*5.jpg cannot be read (.|\n)*\n  fix: "):
+    with pytest.raises(ValueError, match=r"the image .*5.jpg cannot be read (.|\n)*\n  fix: "):
         _ = Images(str(two_levels), 8).dataset("val").fingerprint
 
 

@@ -51,16 +51,18 @@ def test_mnist_comes_out_as_it_was_written(tmp_path: Path, pack: bool, dot: bool
 
 
 def test_mnist_that_is_missing_or_damaged_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no folder\n  fix: "):
+    with pytest.raises(ValueError, match="not a folder\n  fix: "):
         mnist.check(str(tmp_path / "none"), 28)
     arrays = write_mnist(tmp_path)
     images = tmp_path / "train-images-idx3-ubyte"
     whole = images.read_bytes()
     images.write_bytes(whole[:-5])
-    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte: is not as long as it says(.|\n)*fix: download it"):
+    with pytest.raises(
+        ValueError, match=r"train-images-idx3-ubyte: is shorter or longer than its header says(.|\n)*fix: download it"
+    ):
         mnist.check(str(tmp_path), 28)
     images.write_bytes(whole[:9])
-    with pytest.raises(ValueError, match="is no idx file of bytes in 3 dimensions"):
+    with pytest.raises(ValueError, match="is not an idx file of bytes in 3 dimensions"):
         mnist.check(str(tmp_path), 28)
     images.unlink()
     with pytest.raises(ValueError, match=r"has no train-images-idx3-ubyte or train-images-idx3-ubyte.gz\n  fix: "):
@@ -71,7 +73,7 @@ def test_mnist_that_is_missing_or_damaged_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot be read(.|\n)*fix: download it again"):
         Mnist(str(tmp_path), 28).dataset("train")
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(arrays["t10k-images-idx3-ubyte"])))
-    with pytest.raises(ValueError, match="6 pictures and 12 labels of train"):
+    with pytest.raises(ValueError, match="6 images and 12 labels of train"):
         Mnist(str(tmp_path), 28).dataset("train")
 
 
@@ -108,7 +110,7 @@ def test_cifar_that_is_missing_damaged_or_pickled_is_refused(tmp_path: Path) -> 
         cifar.check(str(tmp_path), 32)
     pickled = tmp_path / "other"
     (pickled / "cifar-10-batches-py").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"pickled, (.|\n)*fix: the binary version, cifar-10-binary.tar.gz"):
+    with pytest.raises(ValueError, match=r"pickled, (.|\n)*fix: use the binary version, cifar-10-binary.tar.gz"):
         cifar.check(str(pickled), 32)
 
 
@@ -119,9 +121,11 @@ def test_a_header_that_says_too_much_is_refused(tmp_path: Path) -> None:
         path = tmp_path / "train-images-idx3-ubyte.gz"
         path.write_bytes(gzip.compress(header + b"x" * 100))
         if shape[0]:
-            with pytest.raises(ValueError, match=r"gz: is not as long as it says(.|\n)*fix: download it"):
+            with pytest.raises(
+                ValueError, match=r"gz: is shorter or longer than its header says(.|\n)*fix: download it"
+            ):
                 mnist.read_idx(path, 3, header_only=True)
         else:
             assert mnist.read_idx(path, 3, header_only=True).size == 0
-        with pytest.raises(ValueError, match=r"gz: is not as long as it says"):
+        with pytest.raises(ValueError, match=r"gz: is shorter or longer than its header says"):
             mnist.read_idx(path, 3)

@@ -214,4 +214,4 @@ def test_a_tokenizer_without_an_end_is_spoken_of(
     Tokenizer(models.WordLevel(words, unk_token="?")).save(str(tmp_path / "t.json"))
     text.check(path=str(folder), tokenizer=str(tmp_path / "t.json"))
     assert text.load_tokenizer(str(tmp_path / "t.json")).separator == (None if name is None else 2)
-    assert ("nothing between them" in caplog.text) == (name is None)
+    assert ("without a separator" in caplog.text) == (name is None)

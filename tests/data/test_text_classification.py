@@ -116,7 +116,7 @@ def test_a_folder_has_its_own_split(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [ROWS[0] | {"label": "yes"}, *ROWS[1:50]])
     assert Labelled(str(tmp_path), 16, 0).dataset("train").fingerprint != before, "the label is data, too"
     write(tmp_path / "val.jsonl", [{"text": "x", "label": "new"}])
-    with pytest.raises(ValueError, match=r"val.jsonl has the label 'new', which train.jsonl has not"):
+    with pytest.raises(ValueError, match=r"val.jsonl has the label 'new', which train.jsonl does not have"):
         text_classification.check(str(tmp_path), 16, 0)
     (tmp_path / "val.jsonl").unlink()
     with pytest.raises(ValueError, match=r"is a folder without val.jsonl"):
@@ -126,9 +126,9 @@ def test_a_folder_has_its_own_split(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("{no json", "line 4 of a.jsonl is no JSON"),
-        ("[" * 100_000, "line 4 of a.jsonl is no JSON"),
-        ("[1, 2]", "line 4 of a.jsonl is no object"),
+        ("{no json", "line 4 of a.jsonl is not JSON"),
+        ("[" * 100_000, "line 4 of a.jsonl is not JSON"),
+        ("[1, 2]", "line 4 of a.jsonl is not an object"),
         ({"text": 5, "label": "no"}, "line 4 of a.jsonl: text must be text, and not empty"),
         ({"text": "", "label": "no"}, "line 4 of a.jsonl: text must be text, and not empty"),
         ({"label": "no"}, "line 4 of a.jsonl: text must be text"),
@@ -141,8 +141,8 @@ def test_a_folder_has_its_own_split(tmp_path: Path) -> None:
             "line 4 of a.jsonl: text_pair must be in all lines, or in none",
         ),
         ({"text": "a", "text_pair": 1, "label": "no"}, "line 4 of a.jsonl: text_pair must be text"),
-        ({"text": "a\ud800", "label": "no"}, "line 4 of a.jsonl: text has half a character"),
-        ({"text": "a\0", "label": "no"}, "line 4 of a.jsonl: text has a character 0"),
+        ({"text": "a\ud800", "label": "no"}, "line 4 of a.jsonl: text has a lone surrogate"),
+        ({"text": "a\0", "label": "no"}, "line 4 of a.jsonl: text has a NUL character"),
     ],
 )
 def test_bad_lines_are_refused_by_number(row: Any, message: str, tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             text_classification.check(*arguments)  # type: ignore[arg-type]
     (tmp_path / "e.jsonl").write_bytes(b'{"text": "caf\xe9", "label": 1}\n')
-    with pytest.raises(ValueError, match=r"line 1 of e.jsonl is no JSON \('utf-8'"):
+    with pytest.raises(ValueError, match=r"line 1 of e.jsonl is not JSON \('utf-8'"):
         text_classification.check(str(tmp_path / "e.jsonl"), 16, 0)
 
 

@@ -125,8 +125,12 @@ CRAFTED: dict[str, tuple[Any, int, str]] = {  # header, bytes of data, what the 
     "twice": (b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{}}', 0, "comes twice"),
     "deep": (b'{"a":' + b"[" * 200_000, 0, "nested too deeply"),
     "deep shape": (b'{"a":{"dtype":"U8","shape":' + b"[" * 500 + b"]" * 500 + b',"data_offsets":[0,0]}}', 0, "shape"),
-    "digits": (b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,0]}}', 0, "no safetensors file"),
-    "not UTF-8": (b'{"\xff":{}}', 0, "no safetensors file"),
+    "digits": (
+        b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,0]}}',
+        0,
+        "not a safetensors file",
+    ),
+    "not UTF-8": (b'{"\xff":{}}', 0, "not a safetensors file"),
     "list": ([1], 0, "not a JSON object"),
     "metadata": ({"__metadata__": {"a": 1}}, 0, "__metadata__"),
     "many values": (b'{"a":[' + b"1," * 3_000_000 + b"1]}", 0, "more than"),
@@ -158,7 +162,7 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
         read_header(tmp_path / "pointer")
     for length in range(9):
         (tmp_path / "short").write_bytes(bytes([1] * length))
-        with pytest.raises(HeaderError, match="cut short"):
+        with pytest.raises(HeaderError, match="truncated"):
             read_header(tmp_path / "short")
 
 

@@ -154,7 +154,7 @@ def test_a_run_of_something_else_writes_no_text(tmp_path: Path, capsys: pytest.C
     assert train(folder) == [0]
     (folder / "launch.json").write_text('{"launches": []}')
     assert main(["sample", str(folder), "x", "--trust", "tests"]) == 2
-    assert "is no text, so the model writes none" in capsys.readouterr().err
+    assert "is not text, so the model cannot generate text" in capsys.readouterr().err
 
 
 def test_export_loads_without_dtrain(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

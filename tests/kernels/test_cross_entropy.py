@@ -157,7 +157,7 @@ LAYOUTS = {
     "fsdp": (2, ["strategy=fsdp"]),
     "zero2": (2, ["strategy=zero2"]),
     "zero3": (2, ["strategy=zero3"]),
-    "the last stage of a pipeline": (2, ["strategy=pipeline", "train.micro_batch_size=1"]),
+    "the last pipeline stage": (2, ["strategy=pipeline", "train.micro_batch_size=1"]),
     "a pipeline that splits its backward pass": (
         2, ["strategy=pipeline", "strategy.schedule=zbv", "train.micro_batch_size=1"],
     ),

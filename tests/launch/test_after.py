@@ -115,14 +115,14 @@ def test_cancel(free: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     until(runs[0], "running")
     assert cancel_main(["1-a=1"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"multirun/d/t/1-a=1: job {array}_1 (queued) cancelled\ngo on with: ")
+    assert said.startswith(f"multirun/d/t/1-a=1: job {array}_1 (queued) cancelled\nresume with: ")
     assert until(runs[1], "cancelled") and record(runs[2]).status == "queued" and record(runs[0]).status == "running"
     assert cancel_main(["multirun/d/t"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"multirun/d/t/0-a=0: job {array}_0 (running) cancelled",
         "multirun/d/t/1-a=1: cancelled already; nothing to cancel",
         f"multirun/d/t/2-a=2: job {array}_2 (queued) cancelled",
-        "go on with what is unfinished: dtrain launch -m a=1,2",
+        "resume the unfinished runs: dtrain launch -m a=1,2",
     ]
     for run in runs:
         until(run, "cancelled")
@@ -212,7 +212,7 @@ def test_with_accounting_the_past_is_known(
         assert runs_main([]) == 0
         *table, problem = capsys.readouterr().out.splitlines()
         assert {line.split()[0]: line.split()[1] for line in table[1:]} == {**statuses, "outputs/gone": "running"}
-        assert problem.startswith("SLURM did not answer, so this is what the files say: squeue")
+        assert problem.startswith("SLURM did not answer, so this is from the run folders only: squeue")
         with pytest.raises(ValueError, match=r"outputs/gone: squeue did not answer .*\n  fix: "):
             cancel_main(["gone"])
     finally:

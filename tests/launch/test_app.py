@@ -323,7 +323,7 @@ def saved(run_dir: Path, step: int) -> None:
 def test_a_resume_without_a_checkpoint_says_where_it_begins(
     old: Path, started: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = f"{old.name} has no checkpoint yet, so it begins at step 1 again\n"
+    said = f"{old.name} has no checkpoint yet, so the run starts again from step 1\n"
     run(f"resume={old}", "dry_run=true")
     assert said in capsys.readouterr().err
     run(f"resume={old}")
@@ -337,11 +337,11 @@ def test_a_resume_without_a_checkpoint_says_where_it_begins(
 @pytest.mark.parametrize(
     "words, complaint",
     [
-        (["profile=torch", "profile.start=4"], "the run ends after 9 steps, and step 10 is the last to be recorded"),
+        (["profile=torch", "profile.start=4"], "the run ends after 9 steps, and step 10 is the last one to record"),
         (["profile=torch", "profile.start=4"], "fix: profile.start=3, or train.steps=10 'resume_allow=[train.steps]'"),
         (["profile=torch", "profile.start=5", "train.stop_after=8"],
          "fix: profile.start=3 profile.num_steps=1, or train.stop_after=11"),
-        (["nsys=true", "profile.start=6", "profile.num_steps=1"], "step 10 is the last to be recorded"),
+        (["nsys=true", "profile.start=6", "profile.num_steps=1"], "step 10 is the last one to record"),
         (["profile.start=3"], "profile.start=3: profile=none records nothing"),
     ],
 )  # fmt: skip
@@ -396,7 +396,7 @@ def test_a_recipe_cannot_reach_hydras_own_settings(
     (tmp_path / "evil_module.py").write_text("open('was-imported', 'w').close()\nclass Thing: pass\n")
     (tmp_path / "mine.yaml").write_text(text)
     assert main(["launch", "recipe=./mine.yaml", "dry_run=true"]) == 2
-    assert "take them out of the file" in capsys.readouterr().err
+    assert "remove them from the file" in capsys.readouterr().err
     assert not (tmp_path / "was-imported").exists()
 
 
@@ -427,4 +427,4 @@ def test_a_mistake_in_your_own_file_is_told(
         == 2
     )
     error = capsys.readouterr().err
-    assert "is not valid Python" in error and "line 1" in error and "mend the file" in error
+    assert "is not valid Python" in error and "line 1" in error and "correct the file" in error

@@ -75,7 +75,7 @@ def test_the_words_that_it_names_give_the_same_run(started: list[Path], monkeypa
     monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 2)
     words = ["model=llama-1b", "hardware=h100", "data=synthetic", "precision=bf16"]
     assert main(["launch", "strategy=auto", *words, "run_dir=auto"]) == 0
-    chosen = read(started[0])["choices"]["auto"].partition("As words: ")[2].split()
+    chosen = read(started[0])["choices"]["auto"].partition("As overrides: ")[2].split()
     assert main(["launch", *chosen, *words, "run_dir=typed"]) == 0
     first, second = read(started[0]), read(started[1])
     assert first.pop("run_dir") != second.pop("run_dir")
@@ -173,7 +173,7 @@ def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     )
     words = ["model=my_net_auto.Net", "data=digits", "data.image_size=8", "data.channels=1", "hardware=h100"]
     error = refused(capsys, *words)
-    assert error.startswith("error: strategy=auto: ") and "fix: a strategy by its name" in error
+    assert error.startswith("error: strategy=auto: ") and "fix: choose a strategy" in error
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def test_slurm_reads_a_name_as_it_was_typed(cluster: Cluster, name: str) -> None
     "payload", [*PAYLOADS.values(), *MORE.values(), *CONTROL.values(), "", "nice\n", "Nice", "n_e"]
 )
 def test_a_name_of_a_parameter_is_a_name(payload: str) -> None:
-    with pytest.raises(ValueError, match="long name of a parameter"):
+    with pytest.raises(ValueError, match="long name of an sbatch option"):
         Slurm(sbatch={payload: "x"})
 
 
@@ -262,7 +262,7 @@ def test_code_does_not_come_from_a_recipe_or_a_run_folder(
     capsys.readouterr()
     assert main(["launch", "resume=theirs"]) == 2
     message = capsys.readouterr().err
-    assert f"cluster.{setting}" in message and "type it again" in message, message
+    assert f"cluster.{setting}" in message and "give it again" in message, message
     assert [*run.glob("submitit/*")] == jobs and not list(canaries.iterdir())
 
 

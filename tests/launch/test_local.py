@@ -226,7 +226,7 @@ def test_resume_under_another_strategy_and_world_size(tmp_path: Path) -> None:
     assert "resuming from step 6" in second.stdout
     assert summary(tmp_path / "run")["strategy"] == "fsdp" and sorted(losses(tmp_path / "run")) == list(range(1, 21))
     third = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert third.returncode == 2 and "the run has made 20 steps already" in third.stderr
+    assert third.returncode == 2 and "the run has already done 20 steps" in third.stderr
     assert summary(tmp_path / "run")["train_loss"], "a finished run's summary is left alone"
     launches = json.loads((tmp_path / "run" / "launch.json").read_text())["launches"]
     assert [entry["choices"]["strategy"] for entry in launches] == ["ddp", "fsdp"]

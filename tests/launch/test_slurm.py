@@ -468,7 +468,9 @@ def test_a_node_that_means_something_else_is_refused(tmp_path: Path) -> None:
     save(run, config | {"cluster": config["cluster"] | {"node_rank": None}})  # as node 0 writes it
     other = config | {"cluster": config["cluster"] | {"node_rank": 1}}
     wait_for_node_0(run, other, patience_s=0)
-    with pytest.raises(ValueError, match=r"(?s)cluster.node_rank=1: node 0 wrote another configuration.*fix: the same"):
+    with pytest.raises(
+        ValueError, match=r"(?s)cluster.node_rank=1: node 0 wrote another configuration.*fix: run the same"
+    ):
         wait_for_node_0(run, other | {"train": other["train"] | {"steps": 21}}, patience_s=0.6)
     with pytest.raises(ValueError, match="node 0 wrote nothing"):
         wait_for_node_0(tmp_path / "elsewhere", other, patience_s=0)
@@ -565,7 +567,7 @@ def test_a_run_that_gets_nowhere_is_given_up(begun: Begun, cluster: Cluster) -> 
     assert cluster.wait(job_id(run), timeout=120, restarts=2) == "FAILED"
     assert failure(run)["type"] == "no progress" and "3 starts in a row from step 0" in failure(run)["message"]
     assert "checkpoint.every" in failure(run)["message"] and summary(run)["status"] == "failed"
-    assert "SIGUSR1 came before the ranks could hear it" in attempts(run, "end")[0]["why"]
+    assert "SIGUSR1 arrived before the ranks could handle it" in attempts(run, "end")[0]["why"]
     assert [end["code"] for end in attempts(run, "end")] == [75, 75, 3]
     assert_no_orphans(run)
 

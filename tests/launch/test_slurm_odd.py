@@ -47,7 +47,7 @@ def test_a_sweep_that_is_typed_twice_at_once_is_submitted_once(
     second = subprocess.run(command, capture_output=True, text=True, timeout=patience(60))
     output, _ = first.communicate(timeout=patience(60))
     assert first.returncode == 0, output
-    assert second.returncode == 2 and "another command is at work there" in second.stderr, second
+    assert second.returncode == 2 and "another command is using this folder" in second.stderr, second
     ids = cluster.run("squeue", "-h", "-r", "-t", "all", "-o", "%F").stdout.split()
     assert len({job_id(run).partition("_")[0] for run in (here / "sweep").glob("[01]-*")} & set(ids)) == 1
 

@@ -95,7 +95,7 @@ def test_targets_are_ends_of_names() -> None:
     # the head's weight is used, but the layer is not called: an adapter there would never be asked
     for unknown in ("o_proj", "p", "output"):
         with pytest.raises(
-            ValueError, match=r"lora.targets.*\n  fix: choose of q, k, v, proj, gate, up, down;"
+            ValueError, match=r"lora.targets.*\n  fix: choose from q, k, v, proj, gate, up, down;"
         ) as error:
             chosen(["q", unknown])
         assert repr(unknown) in str(error.value)

@@ -136,8 +136,8 @@ def test_a_model_without_a_loss_is_refused_before_the_launch_if_it_can_be_told(m
     ("words", "told"),
     [
         (["loss.label_smoothing=1"], "loss.label_smoothing=1: must be at least 0 and less than 1"),
-        (["strategy=pipeline"], "loss=cross_entropy: the last stage of a pipeline must give the loss itself"),
-        (["strategy=tensor", "strategy.loss_parallel=true"], "strategy.loss_parallel=true: cuts the outputs"),
+        (["strategy=pipeline"], "loss=cross_entropy: the last pipeline stage must compute the loss itself"),
+        (["strategy=tensor", "strategy.loss_parallel=true"], "strategy.loss_parallel=true: shards the outputs"),
         (["loss.gamma=1"], "gamma"),
     ],
 )

@@ -33,16 +33,19 @@ def with_torchao(monkeypatch: pytest.MonkeyPatch, gpus: int = 8) -> None:
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["precision=bf16", "precision.stream=float16"], "precision.stream=float16: what flows between blocks"),
-        (["precision=fp32", "precision.stream=bfloat16"], "precision.stream=bfloat16: what flows between blocks"),
+        (["precision=bf16", "precision.stream=float16"], "precision.stream=float16: the residual stream must be"),
+        (["precision=fp32", "precision.stream=bfloat16"], "precision.stream=bfloat16: the residual stream must be"),
         (
             ["precision=bf16-pure", "strategy=zero2"],
             "precision=bf16-pure: works under ddp and fsdp, and not under zero",
         ),
         (["precision=bf16-pure", "strategy=tensor"], "precision=bf16-pure: works under ddp and fsdp"),
-        (["precision=bf16-pure", "optim=sgd"], "precision=bf16-pure: only adamw rounds updates by chance"),
-        (["precision=bf16-pure", "strategy=fsdp", "strategy.offload=cpu"], "strategy.offload=cpu: rounding by chance"),
-        (["precision=fp32", "+precision.parameters=bfloat16"], "precision.parameters=bfloat16: is for products in bf"),
+        (["precision=bf16-pure", "optim=sgd"], "precision=bf16-pure: only adamw has stochastic rounding"),
+        (
+            ["precision=bf16-pure", "strategy=fsdp", "strategy.offload=cpu"],
+            "strategy.offload=cpu: stochastic rounding on the host",
+        ),
+        (["precision=fp32", "+precision.parameters=bfloat16"], "precision.parameters=bfloat16: needs matmuls in bf"),
         (["precision=fp8"], "precision=fp8: torchao is not installed"),
         (
             ["precision=fp8", "precision.float8=blockwise"],
@@ -66,8 +69,8 @@ def test_what_cannot_be_is_refused_before_the_launch(
     [
         ([], 8, ""),
         ([], 0, "precision=fp8: needs GPUs"),
-        (["hardware=a100-80gb"], 8, "precision=fp8: A100 has no float8 products"),
-        (["lora.rank=8"], 8, "lora.rank=8: adapters do not go with float8"),
+        (["hardware=a100-80gb"], 8, "precision=fp8: A100 has no float8 matmuls"),
+        (["lora.rank=8"], 8, "lora.rank=8: LoRA adapters do not work with float8"),
         (["strategy=pipeline"], 8, "precision=fp8: works under ddp and fsdp, and not under pipeline"),
         (["model.seq_len=5", "train.micro_batch_size=1"], 8, "precision=fp8: a forward pass of 1 samples has 5 tokens"),
     ],
@@ -94,7 +97,7 @@ def test_an_old_gpu_is_refused_by_the_rank(monkeypatch: pytest.MonkeyPatch) -> N
     with_torchao(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    with pytest.raises(ValueError, match="precision=fp8: NVIDIA A100 has no float8 products"):
+    with pytest.raises(ValueError, match="precision=fp8: NVIDIA A100 has no float8 matmuls"):
         check_float8(torch.device("cuda"))
 
 

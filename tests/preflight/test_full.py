@@ -54,7 +54,7 @@ def test_real_ranks_measure_devices_and_collectives(tmp_path: Path) -> None:
     check = Preflight("full", min_shm_gib=0.001, sizes_mib=[1], outlier=0.0)  # a busy machine is no finding here
     report = check.run(settings, tmp_path, ["node1", "node2"], Replaced(FORKING), said.append)
     assert [texts[0].partition(":")[0] for texts in report.bad.values()] == [
-        "no pair of nodes is fast enough, so it is the fabric or its profile"
+        "no pair of nodes is fast enough, so the cause is the fabric or its profile"
     ] * 2, said
     for node in ("node1", "node2"):
         for name in ("matmul", "memory", "all-reduce", "all-gather", "reduce-scatter"):
@@ -120,7 +120,7 @@ def test_good_figures_pass(tmp_path: Path) -> None:
 def test_a_slow_gpu_is_named_by_its_number(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     cluster.post("node2", "rates", {"matmul_tflops": 300.0, "memory_gb_s": 3000.0}, 5)
-    assert list(bad := cluster.bad()) == ["node2"] and "GPU 5 reaches 300 TFLOP/s; expected are 791" in bad["node2"]
+    assert list(bad := cluster.bad()) == ["node2"] and "GPU 5 reaches 300 TFLOP/s; expected: 791" in bad["node2"]
 
 
 def test_without_expectations_the_others_are_the_measure(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_without_expectations_the_others_are_the_measure(tmp_path: Path) -> None
     cluster = Cluster(tmp_path, **unknown)
     cluster.post("node3", "inside", {"all_reduce": [100, 256], "all_gather": [320, 256], "reduce_scatter": [318, 256]})
     assert list(bad := cluster.bad()) == ["node3"] and "all-reduce inside the node runs at 100 GB/s" in bad["node3"]
-    assert "median over all is 420" in bad["node3"]
+    assert "median of all is 420" in bad["node3"]
 
 
 def test_a_slow_way_across_names_the_node(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_slow_way_across_names_the_node(tmp_path: Path) -> None:
         "node1", "pairs", {"pairs": [["node1", "node2", 41.0], ["node1", "node3", 300.0], ["node2", "node3", 42.0]]}
     )
     assert list(bad := cluster.bad()) == ["node2"]
-    assert "node1 – node2 41 GB/s" in bad["node2"] and "expected are 287" in bad["node2"]
+    assert "node1 – node2 41 GB/s" in bad["node2"] and "expected: 287" in bad["node2"]
 
 
 def test_all_slow_is_the_fabric(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_half_a_node_is_not_held_against_a_whole_one(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, gpus_per_node=4)
     for node in NODES:
         cluster.post(node, "inside", {"all_reduce": [200, 256]})
-    assert cluster.bad() == {} and cluster.report.state("node1", "expected figures") == "skipped"
+    assert cluster.bad() == {} and cluster.report.state("node1", "expected rates") == "skipped"
 
 
 @pytest.mark.parametrize(("text", "bad"), [(FELL_BACK, True), (IB, False), ("", False)])
@@ -164,7 +164,7 @@ def test_what_nccl_says_is_compared_with_the_profile(tmp_path: Path, text: str, 
     found = cluster.report.bad
     assert list(found) == (["node2"] if bad else [])
     if bad:
-        assert found["node2"][0].startswith("InfiniBand asked for (cluster.fabric.transport=ib), sockets used")
+        assert found["node2"][0].startswith("InfiniBand requested (cluster.fabric.transport=ib), sockets used")
 
 
 def test_who_hangs_is_named_with_its_stage(tmp_path: Path) -> None:

@@ -55,10 +55,10 @@ def test_the_way_inside_a_node() -> None:
 
 def test_what_was_asked_for_and_not_used() -> None:
     said = mismatch(config("ib"), FELL_BACK)
-    assert said and said.startswith("InfiniBand asked for (cluster.fabric.transport=ib), sockets used")
+    assert said and said.startswith("InfiniBand requested (cluster.fabric.transport=ib), sockets used")
     assert "NET/IB : No device found." in said and "\n  fix: " in said
     said = mismatch(config("efa"), FELL_BACK)
-    assert said and said.startswith("EFA asked for") and "aws-ofi-nccl" in said
+    assert said and said.startswith("EFA requested") and "aws-ofi-nccl" in said
     assert "InfiniBand used" in (mismatch(config("socket"), IB) or "")
 
 

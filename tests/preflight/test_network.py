@@ -222,7 +222,7 @@ def test_lost_nodes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             assert f"fix: sinfo -n {node}; is it up" in text and f"cluster.exclude={node}" in text
 
         found = bad_nodes(cluster, runs["alone"], slurm_knows=False)
-        why = "not looked at: node2, where this runs, cannot reach SLURM's controller, so no agent was started\n"
+        why = "not checked: node2, where this runs, cannot reach SLURM's controller, so no agent was started\n"
         assert found["node2"][0] == found["node3"][0] and found["node2"][0].startswith(why)
         assert "ip -br addr and ip route on node2" in found["node2"][0]
         assert found["node2"][1].startswith("cluster.fabric.interface=eth0: it is switched off; there is eth0 (down)")
@@ -246,7 +246,7 @@ def test_a_slow_link_is_named_and_can_be_left_out(home: Path, cluster: Cluster, 
     assert ", and eth0 says 10 Gb/s; the best of all has " in text and "\n  fix: ethtool, ip -s link and tc" in text
 
     assert cluster.wait(job_id(run), timeout=120) == "COMPLETED", said(run)
-    assert "going on without node2 (node2: the link is slow: " in (run / "logs" / "batch.log").read_text()
+    assert "continuing without node2 (node2: the link is slow: " in (run / "logs" / "batch.log").read_text()
     assert summary(run)["status"] == "done" and summary(run)["world_size"] == 4 and len(losses(run)) == 20
 
 
@@ -260,7 +260,7 @@ def test_pairs_of_nodes_tell_which_link_becomes_slow(home: Path, cluster: Cluste
         [(node, [text])] = bad_nodes(cluster, run).items()
     finally:
         cluster.slow_link("node2", None)
-    assert node == "node2" and text.startswith("the way to this node is slow: node1 – node2 0.00")
+    assert node == "node2" and text.startswith("the link to this node is slow: node1 – node2 0.00")
     assert re.search(r"node2 – node3 0\.00\d+ GB/s; the best has [\d.]+ \(all: all-reduce 0\.00", text)
     assert checks(run)["node1", "across"][0] == checks(run)["node3", "across"][0] == "ok"
 
@@ -296,7 +296,7 @@ def test_ipv4_where_all_have_it_else_ipv6(tmp_path: Path) -> None:
     assert same_family({"a": [four, six], "b": [six]}) == {"a": six, "b": six}
     assert same_family({"a": [four], "b": [six]}) == {"a": four, "b": six} and same_family({}) == {}
     why = Peer("127.0.0.1", "t", "a").reach({"b": six}, 1.0)["b"]
-    assert why == "fd00::1 there, 127.0.0.1 here: IPv4 and IPv6 do not meet"
+    assert why == "fd00::1 there, 127.0.0.1 here: IPv4 and IPv6 cannot connect"
 
     desk = Desk("token", Messages(tmp_path))
     link = Link([("::1", desk.port), ("127.0.0.1", desk.port)], "token", "n", Messages(tmp_path))

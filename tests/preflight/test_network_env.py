@@ -156,18 +156,18 @@ def test_quoting_survives_a_shell(value: str) -> None:
         ("infiniband", {"env": {"NCCL_NET_GDR_LEVEL": "near"}}, "must be one of LOC, PIX"),
         ("gcp-ethernet", {"env": {"NCCL_SOCKET_IFNAME": "^docker0"}}, r"so that lo could be chosen\n.*\^docker,lo"),
         ("gcp-ethernet", {"env": {"NCCL_SOCKET_IFNAME": "^lo"}}, "so that docker could be chosen"),
-        ("gcp-ethernet", {"env": {"GLOO_SOCKET_IFNAME": "=eth0"}}, "gloo knows only plain names"),
+        ("gcp-ethernet", {"env": {"GLOO_SOCKET_IFNAME": "=eth0"}}, "gloo accepts only plain names"),
         ("gcp-ethernet", {"env": {"nccl_debug": "WARN"}}, "capitals"),
         ("gcp-ethernet", {"env": {"WANDB_API_KEY": "x"}}, "looks like a secret"),
-        ("gcp-ethernet", {"env": {"LD_PRELOAD": "evil.so"}}, "not a profile's to set"),
-        ("gcp-ethernet", {"env": {"MASTER_ADDR": "x"}}, "not a profile's to set"),
+        ("gcp-ethernet", {"env": {"LD_PRELOAD": "evil.so"}}, "must not be set by a network profile"),
+        ("gcp-ethernet", {"env": {"MASTER_ADDR": "x"}}, "must not be set by a network profile"),
         ("gcp-ethernet", {"env": {"NCCL_X": "a\nb"}}, "control characters"),
         ("gcp-ethernet", {"env": {"NCCL_X": {"value": "1"}}}, "exactly a value and a why"),
         ("gcp-ethernet", {"env": {"NCCL_X": {"value": "1", "why": " "}}}, "must say why"),
         ("gcp-ethernet", {"env": {"NCCL_X": True}}, "text or a whole number"),
         ("aws-efa", {"env": {"NCCL_IB_HCA": "mlx5"}}, "AWS offers no InfiniBand"),
         ("aws-efa", {"env": {"FI_PROVIDER": "efa"}}, "obsolete"),
-        ("aws-efa", {"env": {"NCCL_PROTO": "simple"}}, "forbids the faster"),
+        ("aws-efa", {"env": {"NCCL_PROTO": "simple"}}, "disables the faster"),
         ("aws-efa", {"env": {"NCCL_NET": "Socket"}}, "contradicts cluster.fabric.transport=efa"),
         ("infiniband", {"env": {"NCCL_IB_DISABLE": "1"}}, "contradicts"),
         ("gcp-ethernet", {"interface": "=eth0"}, "without = or"),
@@ -214,5 +214,5 @@ def test_whatever_passes_the_rules_can_be_exported(env: dict[str, Any]) -> None:
 def test_a_mistake_on_the_command_line_is_explained() -> None:
     with pytest.raises(ValueError, match=r"cluster=gcp: there is no such option\n  fix: .*gcp-ethernet"):
         compose(["cluster=gcp"])
-    with pytest.raises(ValueError, match="is no setting"):
+    with pytest.raises(ValueError, match="is not a setting"):
         compose(["--help"])

@@ -102,7 +102,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_folder_that_is_not_shared(tmp_path: Path) -> None:
     (found,) = node_checks.run_folder(tmp_path, 1, "", tmp_path / "elsewhere")
-    assert found["state"] == "bad" and "not seen here" in found["text"]
+    assert found["state"] == "bad" and "does not exist here" in found["text"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -160,7 +160,7 @@ def test_only_the_gpus_that_are_ours_count() -> None:
 
 def test_gpus_that_are_missing_or_sick_are_named() -> None:
     (few,) = gpus.gpus(8, gpus.look(smi(GOOD)))
-    assert few["state"] == "bad" and "8 GPUs are needed on each node, and this one shows 2" in few["text"]
+    assert few["state"] == "bad" and "8 GPUs are needed on each node, but this one shows 2" in few["text"]
     assert "cluster.gpus_per_node=0" in gpus.gpus(8, [], present=0)[0]["fix"]
     sick = GOOD.replace(
         "1, NVIDIA H100 80GB HBM3, 550.54.15, 4, 81559, 0", "1, NVIDIA H100 80GB HBM3, 550.54.15, 20480, 81559, 7"

@@ -216,7 +216,7 @@ def test_for_a_cluster_the_command_asks_slurm_for_nodes(monkeypatch: pytest.Monk
     (command,) = called
     assert command[0] == "salloc" and {"--nodes=2", "--partition=gpu", "--gpus-per-node=4"} <= set(command)
     assert command[command.index("preflight") :][1:3] == ["cluster=slurm", "cluster.nodes=2"]
-    with pytest.raises(ValueError, match="nothing to do"):
+    with pytest.raises(ValueError, match="nothing to check"):
         main(["preflight=off"])
 
 

@@ -217,7 +217,7 @@ def test_the_command_prints_the_tables(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "profiles" / "node-0.nsys-rep").touch()
     assert main(["profile", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    for word in ("steps 10–12", "0.35 ms a step", "matrix products", "host gaps", "ncclDevKernel", "train.py:7 step"):
+    for word in ("steps 10–12", "0.35 ms a step", "matmuls", "host gaps", "ncclDevKernel", "train.py:7 step"):
         assert word in text, word
     assert "node-0.nsys-rep" in text
     assert main(["profile", str(tmp_path), "--json"]) == 0
@@ -276,14 +276,14 @@ def test_a_run_without_a_profile_names_the_words_to_type(tmp_path: Path, capsys:
         (["profile=torch", "profile.ranks=[]"], "profile.ranks=[]: no rank would be recorded"),
         (["profile=torch", "train.steps=11"], "profile.start=10: the run ends after 11 steps"),
         (["profile=torch", "train.stop_after=5"], "profile.start=10: the run ends after 5 steps"),
-        (["profile=torch", "train.steps=2"], "last to be recorded\n  fix: train.steps=12"),
+        (["profile=torch", "train.steps=2"], "last one to record\n  fix: train.steps=12"),
         (["profile=memory", "profile.num_steps=500"], "profile.start=10: the run ends after"),
         (["nsys=true", "profile.start=1000"], "profile.start=1000: the run ends after"),
-        (["profile.start=5"], "profile.start=5: profile=none records nothing\n  fix: profile=torch beside it"),
+        (["profile.start=5"], "profile.start=5: profile=none records nothing\n  fix: add profile=torch"),
         (["profile=none", "++profile.num_steps=2"], "profile.num_steps=2: profile=none records nothing"),
         (["profile.ranks=null"], "profile.ranks=null: profile=none records nothing"),
         (["profile=torch", "profile.start=1"], "profile.start=1: must be at least 3"),
-        (["profile=torch", "nsys=true"], "nsys=true: profile=torch records the same steps"),
+        (["profile=torch", "nsys=true"], "nsys=true: profile=torch already records these steps"),
         (["profile=tarch"], "profile=tarch: there is no such option"),
         (["profile.num_stepz=1"], "profile.num_stepz: there is no such setting"),
     ],
@@ -304,7 +304,7 @@ def test_a_profile_of_ones_own_needs_no_settings_of_ours(
     (tmp_path / "own_profile.py").write_text("from dtrain.profile.record import Profile\nclass Mine(Profile): pass\n")
     assert main(["launch", *SMALL, "profile=own_profile.Mine", "dry_run=true"]) == 0, capsys.readouterr().err
     assert main(["launch", *SMALL, "profile=own_profile.Mine", "nsys=true", "dry_run=true"]) == 2
-    assert "nsys=true: profile=your own records the same steps" in capsys.readouterr().err
+    assert "nsys=true: profile=your own already records these steps" in capsys.readouterr().err
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------

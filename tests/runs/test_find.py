@@ -70,7 +70,7 @@ def test_find_ambiguous() -> None:
     with pytest.raises(ValueError) as error:
         find_run("gpt2")
     assert str(error.value).splitlines() == [
-        "run 'gpt2': 7 runs have that in their name; it must mean one",
+        "run 'gpt2': 7 runs have that in their name; it must match exactly one",
         "  fix: give more of the path; newest first:",
         *(f"    outputs/d/10-00-0{i}-gpt2-{i}" for i in (6, 5, 4, 3, 2)),
         "    … and 2 more; `dtrain runs` lists them",

@@ -109,7 +109,7 @@ def test_a_file_of_huggingface_is_filled_and_its_tuning_kept(check: Check) -> No
     ],
 )
 def test_a_file_that_contradicts_the_settings_is_refused(user: Any, words: list[str], check: Check) -> None:
-    with pytest.raises(ValueError, match=r"(?s)strategy\.deepspeed_config=.*\n  fix: take ") as error:
+    with pytest.raises(ValueError, match=r"(?s)strategy\.deepspeed_config=.*\n  fix: remove ") as error:
         check(user)
     assert [w for w in words if w not in str(error.value)] == []
 

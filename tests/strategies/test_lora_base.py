@@ -94,12 +94,12 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_target_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"lora.targets=\['q_proj'\]: .*\n  fix: choose of q, k, v"):
+    with pytest.raises(ValueError, match=r"lora.targets=\['q_proj'\]: .*\n  fix: choose from q, k, v"):
         make_run(tmp_path / "none", *LLAMA, "lora.targets=[q_proj]", "cluster.processes=1")
     # the head is there, but in no block: that the model itself must say
     run = make_run(tmp_path / "run", *LLAMA, "lora.targets=[output]", "cluster.processes=1")
     assert train(run, 1) == [2]
-    assert "choose of q, k, v" in json.loads((run / "logs" / "failure-0.json").read_text())["message"]
+    assert "choose from q, k, v" in json.loads((run / "logs" / "failure-0.json").read_text())["message"]
 
 
 def test_frozen_weights_on_a_disk_are_refused_before_the_launch(tmp_path: Path) -> None:

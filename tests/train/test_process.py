@@ -98,6 +98,8 @@ def test_an_operation_without_a_deterministic_kernel_is_a_matter_of_the_setting(
     error = RuntimeError(message)
     told = process.explained(error)
     assert isinstance(told, ValueError) and told.__cause__ is error  # the line of the model is in the traceback
-    assert str(told).startswith("deterministic=True: cumsum_cuda_kernel has no kernel") and "\n  fix: " in str(told)
+    assert str(told).startswith(
+        "deterministic=True: cumsum_cuda_kernel has no deterministic kernel"
+    ) and "\n  fix: " in str(told)
     other = RuntimeError("out of memory")
     assert process.explained(other) is other

@@ -79,9 +79,11 @@ def gpus_for(question: Question, limit_s: float, tokens: float | None) -> Answer
             slower += nodes * ranks > batch
         else:
             if best.run_s <= limit_s:
-                text = f"{gpus(nodes * ranks)} {'does' if nodes * ranks == 1 else 'do'} it in {duration(best.run_s)}"
+                text = (
+                    f"{gpus(nodes * ranks)} {'finishes' if nodes * ranks == 1 else 'finish'} in {duration(best.run_s)}"
+                )
                 text += f", with {name(best.layout)}. That is {si(best.gpu_hours)} GPU-hours"
-                text += f", {best.cost:,.0f} in money." if best.cost else "."
+                text += f", at a cost of {best.cost:,.0f}." if best.cost else "."
                 return Answer("gpus_for", text, nodes * ranks, rows, columns, launch_command(sized, best))
             slower = slower + 1 if best.run_s > 0.95 * before else 0
             before = min(before, best.run_s)
@@ -96,14 +98,14 @@ def too_slow(rows: list[dict[str, Any]], limit_s: float, batch: int) -> str:
     if timed:
         fastest = min(timed, key=lambda row: row["run_s"])
         takes = "takes" if fastest["gpus"] == 1 else "take"
-        text = f"Not in {duration(limit_s)}: {gpus(fastest['gpus'])} {takes} {duration(fastest['run_s'])}"
+        text = f"Not possible in {duration(limit_s)}: {gpus(fastest['gpus'])} {takes} {duration(fastest['run_s'])}"
         shared = rows[-1]["run_s"] or rows[-1]["layout"] == NOTHING_FITS
-        more = "more do not help with" if shared else "more cannot share"
-        return f"{text}, and {more} train.global_batch_size={batch}; a larger batch can be shared by more."
+        more = "more GPUs do not help with" if shared else "more GPUs cannot share"
+        return f"{text}, and {more} train.global_batch_size={batch}; a larger batch can use more GPUs."
     tried = f"up to {rows[-1]['gpus']} GPUs were tried with train.global_batch_size={batch}"
     if any(row["layout"] == NOTHING_FITS for row in rows):
-        return f"It fits on none of these: {tried}."
-    return f"No layout can share the batch: {tried}. A multiple of 8 divides by more."
+        return f"The model fits on none of these: {tried}."
+    return f"No layout can divide the batch: {tried}. A multiple of 8 can be divided over more ranks."
 
 
 def cluster_sizes(config: Mapping[str, Any]) -> list[tuple[int, int]]:
@@ -138,7 +140,7 @@ def best_of(question: Question, tokens: float | None) -> tuple[Prediction | None
     found = search(config, question.typed, task_of(config, tokens), time_unfit=False)
     best = next((p for p in found if p.fits is not False), None)
     batch = config["train"]["global_batch_size"]
-    return best, NOTHING_FITS if found else f"no layout shares a batch of {batch}"
+    return best, NOTHING_FITS if found else f"no layout can divide a batch of {batch}"
 
 
 def summary(prediction: Prediction | None, lacks: str = NOTHING_FITS) -> dict[str, Any]:
@@ -183,7 +185,7 @@ def largest_model(question: Question) -> Answer:
     named = [row for row in fitting if row["model"] in options_of("model")]
     text = f"{si(best['parameters'])} parameters fit on {here}: {best['model']}, with {best['layout']}."
     if named and named[-1] is not best:
-        text += f" Of those in conf/model the largest is {named[-1]['model']}."
+        text += f" The largest of those in conf/model is {named[-1]['model']}."
     return Answer("largest_model", text, best["parameters"], rows, columns)
 
 
@@ -284,14 +286,14 @@ def largest_micro_batch(question: Question, task: Task) -> Answer:
         "tokens_per_s": (speed_of(task), si), "mfu": ("MFU", percent),
     }  # fmt: skip
     if not rows:
-        text = "Not one sample a pass fits, under any layout of these GPUs."
+        text = "Not even one sample per pass fits under any layout of these GPUs."
         return Answer("largest_micro_batch", text, None, rows, columns)
     best_row = max(rows, key=lambda row: row["micro_batch_size"])
     fastest = max(rows, key=lambda row: row["tokens_per_s"] or 0.0)
-    text = f"{best_row['micro_batch_size']} samples a pass fit with {best_row['layout']}"
+    text = f"{best_row['micro_batch_size']} samples per pass fit with {best_row['layout']}"
     text += f" and activation_checkpointing={best_row['activation_checkpointing']}."
     if fastest is not best_row and fastest["tokens_per_s"]:
-        text += f" Fastest at its largest is {fastest['layout']} with activation_checkpointing="
+        text += f" The fastest at its largest micro-batch is {fastest['layout']} with activation_checkpointing="
         text += f"{fastest['activation_checkpointing']}: {fastest['micro_batch_size']} samples."
     return Answer("largest_micro_batch", text, best_row["micro_batch_size"], rows, columns)
 

@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from dtrain.plan.predict import Prediction, Task
 
 USAGE = """usage: dtrain plan [GROUP=OPTION ...] [setting=value ...] [OPTION ...]
-       dtrain plan calibrate ...      measure this machine, or one run, for better figures (… --help)
+       dtrain plan calibrate ...      measure this machine, or one run, for better predictions (… --help)
 
-Settings are those of a launch, a recipe=NAME, too. What is typed stays; what is not, is looked for:
+Takes the settings of a launch, also recipe=NAME. Settings you give are fixed; the planner searches over the rest:
   dtrain plan model=llama-7b cluster=aws-ib cluster.nodes=4        all strategies, the best first
   dtrain plan model=llama-7b hardware=h100 strategy=fsdp           the layouts of one strategy
   dtrain plan … strategy=3d strategy.tp=8 strategy.pp=4            that one layout
-  dtrain plan recipe=gpt2-1.5b-fsdp-4gpu hardware=a100-80gb        what a recipe will do there
+  dtrain plan recipe=gpt2-1.5b-fsdp-4gpu hardware=a100-80gb        what a recipe needs there
 
   --json                    the same for scripts: a list of layouts, best first; for the three questions below an object
                             (question, answer, sentence, rows, command); not with --explain
-  --all                     every layout, also slow ones, not only the best few and the best of each strategy
-  --explain                 the arithmetic of the first one, with the numbers put in
-  --tokens N                plan a run of so many tokens (or pictures): 300B, 1.5T, 26e6; default: train.steps
-  --gpus-for TIME           how many GPUs would do it in 3d, 12h, 90m ...
+  --all                     every layout, even slow ones, not only the best few and the best of each strategy
+  --explain                 the calculation of the best layout, with its numbers
+  --tokens N                plan a run of N tokens (or images): 300B, 1.5T, 26e6; default: train.steps
+  --gpus-for TIME           how many GPUs finish the run in 3d, 12h, 90m ...
   --largest-model           the largest model of this family that fits here
-  --largest-micro-batch     the most samples a pass that fit, by strategy and checkpointing
-  --stack NAME              time as another program would take it, to compare with published figures: megatron-2021,
-                            llm-foundry, torchtitan, ... (dtrain/plan/time/stack.py); memory stays ours
-  --config-dir DIR          files of your own beside conf/, e.g. DIR/hardware/mine.yaml for hardware=mine
+  --largest-micro-batch     the largest micro-batch that fits, by strategy and activation checkpointing
+  --stack NAME              predict another program's step time, to compare with published results: megatron-2021,
+                            llm-foundry, torchtitan, ... (dtrain/plan/time/stack.py); memory stays dtrain's
+  --config-dir DIR          your own files in addition to conf/, e.g. DIR/hardware/mine.yaml for hardware=mine
 
-Exit codes: 0 there is a plan (that may say: does not fit), 2 bad configuration."""
+Exit codes: 0 there is a plan (even if nothing fits), 2 bad configuration."""
 
 FLAGS = ("--json", "--all", "--explain", "--largest-model", "--largest-micro-batch")
 VALUES = ("--tokens", "--gpus-for", "--config-dir", "--stack")
@@ -98,12 +98,12 @@ def read_options(argv: Sequence[str]) -> Options:
             setattr(options, name[2:].replace("-", "_"), read(name, value))
         else:
             if name in ("-m", "--multirun"):
-                raise ValueError(f"{word}: a plan takes no sweep\n  fix: plan each point, or launch with {name}")
+                raise ValueError(f"{word}: dtrain plan takes no sweep\n  fix: plan each point, or launch with {name}")
             near = difflib.get_close_matches(name.lower(), (*FLAGS, *VALUES), 1, 0.75)
             fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join((*FLAGS, *VALUES))}"
             raise ValueError(f"{word}: there is no such option\n  fix: {fix}")
     if options.json and options.explain:
-        raise bad("--explain", "", "is text for people, and --json is data", "one of the two")
+        raise bad("--explain", "", "is text for people and cannot be combined with --json", "leave out one of them")
     return options
 
 
@@ -111,7 +111,7 @@ def tokens(name: str, text: str) -> float:
     """Parse 300B, 1.5T, 26e6 or 1000000."""
     found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([KMBGT]?)", text.replace("_", ""), re.IGNORECASE)
     if found is None or float(found[1]) <= 0:
-        raise bad(name, text, "must be a number of tokens, or of pictures", f"{name} 300B")
+        raise bad(name, text, "must be a number of tokens, or of images", f"{name} 300B")
     return float(found[1]) * UNITS[found[2].upper()]
 
 
@@ -146,7 +146,12 @@ def answer(question: Question, options: Options) -> int:
     asked = [name for name in QUESTIONS if getattr(options, name[2:].replace("-", "_"))]
     if asked:
         if len(asked) > 1 or options.stack or options.explain:
-            raise bad(asked[0], "", "is a question of its own", f"dtrain plan … {asked[0]} without the other options")
+            raise bad(
+                asked[0],
+                "",
+                "cannot be combined with --stack, --explain or another question",
+                f"dtrain plan … {asked[0]} without the other options",
+            )
         from dtrain.commands.plan import capacity
 
         if options.gpus_for:
@@ -185,7 +190,7 @@ def one_layout(question: Question, task: Task) -> Prediction:
     if few and "strategy.schedule" not in question.typed:  # the launcher would reject it and suggest this one
         strategy["schedule"] = "gpipe"
         layout = layout_of(question.config)
-        question.notes.append("strategy.schedule=gpipe, as 1f1b needs as many micro-batches as ranks in a row")
+        question.notes.append("strategy.schedule=gpipe, as 1f1b needs as many micro-batches as pipeline ranks")
     check_layout(question.config, MeshSizes(layout.pp, layout.dp, layout.tp), layout.micro_batches)
     return predict_layout(layout, task)
 
@@ -247,10 +252,10 @@ def figures_note(best: Prediction) -> list[str]:
 
     notes = []
     if not best.time:
-        notes.append("no time is told: the hardware's file lacks rates (dtrain plan calibrate measures them)")
+        notes.append("no time is predicted: the hardware file lacks rates (dtrain plan calibrate measures them)")
     if not host_known(best):
         notes.append(
-            "what is offloaded may not fit in the hosts: their memory is not known (hardware.host_memory_gib=…)"
+            "the offloaded state may not fit in host memory, whose size is not known (hardware.host_memory_gib=…)"
         )
     return notes
 
@@ -285,5 +290,5 @@ def none_possible(config: dict[str, Any]) -> ValueError:
     from dtrain.config.hardware import world_size
 
     batch, ranks = config["train"]["global_batch_size"], world_size(config)
-    rule = f"no layout of {ranks} GPUs keeps the rules with it and the other settings that are typed"
+    rule = f"no layout of {ranks} GPUs is valid with it and the other settings you gave"
     return bad("train.global_batch_size", batch, rule, f"train.global_batch_size={-(-batch // ranks) * ranks}")

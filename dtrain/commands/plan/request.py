@@ -90,9 +90,9 @@ def compose(words: list[str], config_dir: str | None = None) -> Question:
         raise ValueError(explain(error)) from error
     if assumed_network(config):
         name = config["choices"]["hardware"]
-        notes.append(f"hardware={name} says nothing about a network: that of {usual_network(config)} was taken")
+        notes.append(f"hardware={name} has no network rates: those of {usual_network(config)} are used")
     if implied:
-        notes.append("planned for cluster=slurm; launch with the cluster that is yours")
+        notes.append("planned for cluster=slurm; launch with your own cluster=NAME")
         words = [*words, "cluster=slurm"]
     words = [*words, *ranks_said(config, typed, default_gpus)]
     return Question(config, frozenset(typed), words, notes, config_dir)
@@ -156,13 +156,13 @@ def set_nodes(config: dict[str, Any], typed: set[str], notes: list[str]) -> None
         if "cluster.gpus_per_node" not in typed and said == SLURM_GPUS and size and size != said:
             if size > 1:
                 cluster["gpus_per_node"] = size
-                notes.append(f"a node has {size} GPUs, by hardware={name}; others: cluster.gpus_per_node=…")
+                notes.append(f"a node has {size} GPUs, by hardware={name}; to change it: cluster.gpus_per_node=…")
             else:  # a file for one card does not define the number of cards per node
-                notes.append(f"a node with {said} GPUs was taken; others: cluster.gpus_per_node=…")
+                notes.append(f"a node with {said} GPUs is assumed; to change it: cluster.gpus_per_node=…")
         cluster["processes"] = ranks_per_node(cluster)
         most = cluster.get("gpus_per_node") or None
     if most and cluster["processes"] > most and config["hardware"].get("gpu"):
-        rule = f"a node has {most} GPUs, and ranks that share one are not predicted"
+        rule = f"a node has {most} GPUs, and ranks that share a GPU cannot be predicted"
         raise bad("cluster.processes", cluster["processes"], rule, f"cluster.nodes=… with {most} ranks each")
 
 
@@ -177,7 +177,7 @@ def set_precision(config: dict[str, Any], typed: set[str], notes: list[str]) -> 
         return
     config["precision"] = dict(section("precision", name))
     config["choices"]["precision"] = name
-    notes.append(f"precision={name} was chosen, as you typed none; the launcher's default is fp32")
+    notes.append(f"precision={name} was chosen, as you gave none; the launcher's default is fp32")
 
 
 # ---- checks --------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def argument_parser() -> argparse.ArgumentParser:
   strategies=ddp,fsdp      default: all of conf/strategy that can run here; the others are listed with the reason
   processes=2,4            default: the two smallest of 2, 4 and 8 that a strategy's axes can make a mesh of
   precisions=fp32,bf16     default: fp32, and each other one at the smallest number of processes
-  model=… train.steps=…    any setting of `dtrain launch`, for all runs; those of strategy.… not for the one process
+  model=… train.steps=…    any setting of `dtrain launch`, for all runs; strategy.… does not apply to the single process
 
 Exit codes: 0 all passed, 2 bad input, 3 one did not pass.""",
     )
@@ -131,7 +131,7 @@ def read_request(options: argparse.Namespace) -> Request:
                 raise bad(key, ",".join(lists[key]), f"there is no {group} {name!r}", fix)
     for text in lists["processes"]:
         if not text.isdecimal() or int(text) < 1:
-            raise bad("processes", ",".join(lists["processes"]), "must be whole numbers from 1 on", "processes=2,4")
+            raise bad("processes", ",".join(lists["processes"]), "must be whole numbers, at least 1", "processes=2,4")
     if not options.timeout > 0:
         raise bad("--timeout", options.timeout, "must be more than 0 seconds", "--timeout 120")
     sizes = [int(text) for text in lists["processes"]]
@@ -192,7 +192,7 @@ def run_folder(keep: str | None) -> Iterator[Path]:
         return
     kept = Path(keep).expanduser().absolute()
     if kept.exists() and (not kept.is_dir() or any(kept.iterdir())):
-        raise bad("--keep", keep, "is there already, and not an empty folder", "--keep with another name")
+        raise bad("--keep", keep, "already exists and is not an empty folder", "choose another name for --keep")
     yield kept
 
 
@@ -243,7 +243,7 @@ def rows(references: dict[str, Case], cases: Sequence[Case], timeout: float) -> 
     for case in cases:
         if case.precision not in failed:
             error = compare.run(references[case.precision], timeout, env)
-            failed[case.precision] = f"the one process to compare with: {error}" if error else ""
+            failed[case.precision] = f"the single-process reference run: {error}" if error else ""
         start = time.monotonic()
         error = case.refused or failed[case.precision] or compare.run(case, timeout, env)
         yield judge(case, references[case.precision], error, round(time.monotonic() - start, 1))

@@ -108,7 +108,7 @@ class Differences:
 def compare(run_dir: Path, reference: Path) -> Differences:
     """Compare a run with another one with the same steps."""
     ours, theirs = steps_of(run_dir), steps_of(reference)
-    assert ours.keys() == theirs.keys(), f"not the same steps: {sorted(ours.keys() ^ theirs.keys())}"
+    assert ours.keys() == theirs.keys(), f"the runs logged different steps: {sorted(ours.keys() ^ theirs.keys())}"
     return Differences(
         loss=max(apart(ours[s].get(k), theirs[s].get(k)) for s in theirs for k in ("loss", "val_loss")),
         grad_norm=max(apart(ours[s]["grad_norm"], theirs[s]["grad_norm"], relative=True) for s in theirs),

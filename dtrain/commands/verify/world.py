@@ -159,4 +159,4 @@ def failure(run_dir: Path, codes: list[int | None]) -> str:
         steps = newest_figures(run_dir).get("steps", "none")
         return f"rank {codes.index(None)} did not end in time; the last step was {steps}"
     rank, code = next((r, code) for r, code in enumerate(codes) if code)
-    return f"rank {rank} ended with {code} and left no note; see {run_dir}/logs"
+    return f"rank {rank} ended with {code} and wrote no error report; see {run_dir}/logs"

@@ -1,16 +1,16 @@
-"""`dtrain plan calibrate`: measure this machine and write a hardware file that the planner then goes by.
+"""`dtrain plan calibrate`: measure this machine and write a hardware file for the planner.
 
     dtrain plan calibrate [out=NAME|FILE.yaml] [seconds=40] [json=FILE]
     dtrain plan calibrate from=RUN [out=NAME|FILE.yaml]
 
-The first measures, in about a minute: matrix products by shape, a large copy, what a kernel costs the host and the GPU,
-Adam on the CPU, the way to the GPU, and collectives by size over this machine's GPUs (without one: two processes).
-The second takes one run that was predicted and measured: its compute time over the predicted one becomes
-`calibration`, by which compute is multiplied from then on.
+The first measures, in about a minute: matmuls by shape, a large copy, the cost of a kernel on the host and the GPU,
+Adam on the CPU, copies to the GPU, and collectives by size over this machine's GPUs (without one: two processes).
+The second uses one run that was predicted and measured: its compute time divided by the predicted one becomes
+`calibration`, a factor on every later prediction of compute time.
 
-A NAME is written to conf/hardware/NAME.yaml and chosen with hardware=NAME. A FILE.yaml may lie anywhere; the launcher
-finds it after it was put into conf/hardware, or in DIR/hardware with `--config-dir DIR`. What cannot be measured here
-(the network, peak rates, a price) is taken from the file that knows this GPU.
+A NAME is written to conf/hardware/NAME.yaml and chosen with hardware=NAME. A FILE.yaml may be anywhere; the launcher
+finds it only in conf/hardware, or in DIR/hardware with `--config-dir DIR`. What cannot be measured here
+(the network, peak rates, a price) is taken from the file of this GPU in conf/hardware.
 """
 
 from __future__ import annotations
@@ -57,10 +57,8 @@ def main(argv: list[str]) -> int:
         figures, comments, source = base | measured["figures"], measured_comments(measured, name), "measured"
         if base["peak_bf16_tflops"] is None:  # MFU is then relative to the measured rate
             figures["peak_bf16_tflops"] = figures["matmul_tflops"]
-            comments["peak_bf16_tflops"] = (
-                "as measured: there is no data sheet's rate for this machine in conf/hardware"
-            )
-        title = f"measured with {measured['versions']}; what it does not say is measured is from conf/hardware/{name}"
+            comments["peak_bf16_tflops"] = "as measured: conf/hardware has no data sheet rate for this machine"
+        title = f"measured with {measured['versions']}; values without a comment are from conf/hardware/{name}"
         if options.get("json"):
             Path(options["json"]).write_text(json.dumps(measured, indent=1) + "\n")
         print("\n".join(table(measured)))
@@ -86,7 +84,7 @@ def parse(argv: list[str]) -> dict[str, str]:
             near = difflib.get_close_matches(key, OPTIONS, 1)
             known = ", ".join(f"{name}={example}" for name, example in OPTIONS.items())
             fix = f"did you mean {near[0]}={value or OPTIONS[near[0]]}?" if near else f"use one of {known}"
-            raise ValueError(f"{word}: is no option of dtrain plan calibrate\n  fix: {fix}")
+            raise ValueError(f"{word}: is not an option of dtrain plan calibrate\n  fix: {fix}")
         if not equals:
             value = words.pop(0) if words and not words[0].startswith("--") else ""
         if not value:
@@ -108,10 +106,10 @@ def positive(text: str) -> float:
 def place(out: str) -> Path:
     """Return where to write: conf/hardware/NAME.yaml, or the given file. Never replaces a hand-written file."""
     if os.sep in out and not out.endswith((".yaml", ".yml")):
-        raise bad("out", out, "is a name, or a file that ends in .yaml", f"out={out}.yaml")
+        raise bad("out", out, "must be a name, or a file that ends in .yaml", f"out={out}.yaml")
     path = Path(out).expanduser() if out.endswith((".yaml", ".yml")) else CONF / "hardware" / f"{out}.yaml"
     if not path.parent.is_dir():
-        raise bad("out", out, f"there is no folder {path.parent}", "make it first, or out=NAME")
+        raise bad("out", out, f"there is no folder {path.parent}", "create it first, or use out=NAME")
     if path.is_file() and not path.read_text(encoding="utf-8").startswith(MARK):
         raise bad("out", out, "would replace a file that this command did not write", f"out=my-{path.stem}")
     return path
@@ -160,17 +158,19 @@ def measured_comments(measured: Mapping[str, Any], name: str) -> dict[str, str]:
     """Describe how each value was measured; values from conf/hardware have no comment."""
     how = {
         "gpu": "this machine's",
-        "gpus_per_node": "of this machine" if measured["more"] else "ranks of a run here, where nothing else is said",
-        "matmul_tflops": "the best shape above for some seconds, bf16" if measured["more"] else "bf16, 512 × 512 × 512",
+        "gpus_per_node": "of this machine" if measured["more"] else "default number of ranks on this machine",
+        "matmul_tflops": "the best shape above, sustained for some seconds, bf16"
+        if measured["more"]
+        else "bf16, 512 × 512 × 512",
         "peak_fp32_tflops": "measured, without TF32: 4096 × 4096 × 4096"
         if measured["more"]
         else "the best shape above",
         "stream_gb_s": "a large copy",
-        "launch_us": "host time a kernel, small layers forward and backward" if measured["more"] else "x.add_(1)",
-        "kernel_us": "replayed one after another from a graph" if measured["more"] else "x.add_(1)",
+        "launch_us": "host time per kernel, small layers forward and backward" if measured["more"] else "x.add_(1)",
+        "kernel_us": "replayed one after another from a CUDA graph" if measured["more"] else "x.add_(1)",
         "cpu_adam_gb_s": "torch's fused AdamW in fp32 on all cores",
         "pcie_gb_s": "from pinned memory",
-        "nvlink_max_gb_s": "these: a line through the collectives above",
+        "nvlink_max_gb_s": "a line fitted to the collectives above",
         "gpu_memory_gib": f"as in {name}" if measured["more"] else "half of the host's: a run has two ranks here",
     }
     return {key: how.get(key, "measured") for key in measured["figures"]} | {"": "\n".join(rows_of(measured))}
@@ -214,18 +214,23 @@ def from_run(run_dir: Path) -> tuple[str, dict[str, Any], dict[str, str], str]:
     if not total or not compute or not rate:
         reason = plan.get("reason") or "its plan.json has no step time"
         raise bad(
-            "from", run_dir, f"nothing was predicted for this run ({reason})", "a run of a known model and hardware"
+            "from",
+            run_dir,
+            f"nothing was predicted for this run ({reason})",
+            "choose a run of a known model and hardware",
         )
     if not measured:
-        raise bad("from", run_dir, "its summary.json has no tokens_per_s", "a run that has made some steps")
+        raise bad("from", run_dir, "its summary.json has no tokens_per_s", "choose a run that has done some steps")
     step_s = total * rate / measured
     left = step_s - (total - compute)
     if left <= 0:
-        rule = f"its step took {step_s:.3g} s, less than the {total - compute:.3g} s predicted beside compute"
-        raise bad("from", run_dir, rule, "a run on one GPU, where compute is nearly all")
+        rule = (
+            f"its step took {step_s:.3g} s, less than the {total - compute:.3g} s predicted for everything but compute"
+        )
+        raise bad("from", run_dir, rule, "choose a run on one GPU, where nearly all time is compute")
     name, base = hardware_of(run_dir, plan.get("hardware"))
     factor = left / compute * (finite(base.get("calibration")) or 1.0)
-    how = f"compute took {left:.4g} s of a step of {step_s:.4g} s; predicted were {compute:.4g} s of {total:.4g} s"
+    how = f"compute took {left:.4g} s of a step of {step_s:.4g} s; the prediction was {compute:.4g} s of {total:.4g} s"
     print(f"calibration {factor:.3f}: {how}")
     return name, {**base, "calibration": rounded(factor)}, {"calibration": how}, f"{base.get('source', '')}; calibrated"
 
@@ -234,19 +239,24 @@ def hardware_of(run_dir: Path, name: object) -> tuple[str, dict[str, Any]]:
     """Return the hardware's name and values that a run was predicted with. The run folder is untrusted, and both are
     written into a file that the launcher reads: so the name must be a plain word, and each value one of Hardware's."""
     if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
-        fix = "a run of a known hardware; dtrain runs lists them"
+        fix = "choose a run on known hardware; dtrain runs lists them"
         raise bad("from", run_dir, f"its plan.json names no hardware file ({json.dumps(name)})", fix)
     known = inspect.signature(Hardware).parameters
     chosen = {k: v for k, v in as_dict(read_config(run_dir).get("hardware")).items() if k in known}
     if not chosen.get("gpu_memory_gib"):  # detected by the launcher, not typed
         if not (CONF / "hardware" / f"{name}.yaml").is_file():
-            raise bad("from", run_dir, f"there is no hardware={name} any more", "a run of a hardware in conf/hardware")
+            raise bad(
+                "from",
+                run_dir,
+                f"there is no hardware={name} any more",
+                "choose a run on hardware that is in conf/hardware",
+            )
         return name, dict(section("hardware", name))
     for key, value in chosen.items():
         text = key in ("gpu", "source") and isinstance(value, str) and not CONTROL.search(value)
         if value is not None and not text and (finite(value) is None or key in ("gpu", "source")):
-            rule = f"its config.yaml has hardware.{key}={json.dumps(value, default=str)}, which is no such figure"
-            raise bad("from", run_dir, rule, "another run; dtrain runs lists them")
+            rule = f"its config.yaml has hardware.{key}={json.dumps(value, default=str)}, which is not a valid value"
+            raise bad("from", run_dir, rule, "choose another run; dtrain runs lists them")
     return name, chosen
 
 
@@ -256,7 +266,9 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     try:
         return as_dict(yaml.safe_load(read_text(run_dir / "config.yaml")))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise bad("from", run_dir, "its config.yaml cannot be read", "another run; dtrain runs lists them") from error
+        raise bad(
+            "from", run_dir, "its config.yaml cannot be read", "choose another run; dtrain runs lists them"
+        ) from error
 
 
 # ---- the file -----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ element):
 activation_checkpointing=ops keeps only the block's input and the results of matmuls and attention.
 
 torch.compile's partitioner keeps less: one cast for all layers that read it, and the gate's activation is recomputed;
-block by block it keeps attention's result in e bytes instead of the fp32 sum with it. These lists match its graphs
+block by block it keeps attention output in e bytes instead of the fp32 sum with it. These lists match its graphs
 (torch 2.13, counted in tests/plan/test_activations.py), and measurements on an H200 agree to 1%.
 """
 
@@ -85,23 +85,23 @@ def block_tensors(shape: Transformer, way: Way) -> tuple[tuple[str, float], ...]
     if not shape.fused_qkv:
         widths = [("queries", d), ("keys", shape.kv_dim), ("values", shape.kv_dim)]
     tensors += [(name, e * width / tp) for name, width in widths]
-    tensors += [("attention's result", e * d / tp), ("log-sums of attention", WIDE * shape.num_heads / tp)]
+    tensors += [("attention output", e * d / tp), ("log-sum-exp of attention", WIDE * shape.num_heads / tp)]
     if shape.rotary and saves_input(shape, "attention.proj"):  # it has the layout of the rotated queries
-        tensors.append(("attention's result, head by head", e * d / tp))
+        tensors.append(("attention output, head by head", e * d / tp))
     tensors += score_tensors(shape, way)
     hidden = e * shape.hidden_dim / tp
     tensors.append(("MLP, before its activation", hidden))
     if shape.gated:
-        tensors.append(("MLP, the other factor", hidden))
+        tensors.append(("MLP, the other input of the gate", hidden))
         if eager:
-            tensors.append(("MLP, the gate's activation", hidden))
+            tensors.append(("MLP, the activated gate", hidden))
     if saves_input(shape, "mlp.down"):
         tensors.append(("MLP, after its activation", hidden))
     if shape.dropout and eager:
-        tensors += [("dropout: which stay", d / between)] * 2
+        tensors += [("dropout masks", d / between)] * 2
     if shape.lora_rank:
         count = sum(is_target(shape, linear) for linear in block_linears(shape))
-        tensors.append(("adapters, between their matrices", float(count * e * shape.lora_rank)))
+        tensors.append(("LoRA, between its matrices", float(count * e * shape.lora_rank)))
     return tuple(tensors)
 
 
@@ -114,18 +114,18 @@ def kept_tensors(shape: Transformer, way: Way) -> tuple[tuple[str, float], ...]:
     between = tp if way.sequence_parallel else 1
     sums = e * d + (e * d / between if tp > 1 else 0.0)
     tensors = [("residual stream", way.stream * d / between)]
-    tensors += [("queries, keys, values", e * (d + 2 * shape.kv_dim) / tp), ("attention's result", e * d / tp)]
-    tensors += [("log-sums of attention", WIDE * shape.num_heads / tp), ("attention's projection", sums)]
+    tensors += [("queries, keys, values", e * (d + 2 * shape.kv_dim) / tp), ("attention output", e * d / tp)]
+    tensors += [("log-sum-exp of attention", WIDE * shape.num_heads / tp), ("attention projection", sums)]
     tensors += [("MLP, before its activation", e * shape.hidden_dim / tp)]
     if shape.gated:
-        tensors.append(("MLP, the other factor", e * shape.hidden_dim / tp))
+        tensors.append(("MLP, the other input of the gate", e * shape.hidden_dim / tp))
     if way.graph == "eager" or shape.kind == "bert":
-        tensors.append(("MLP's result", sums))
+        tensors.append(("MLP output", sums))
     if not shape.packed:
         tensors += score_tensors(shape, way)
     for linear in block_linears(shape):
         if shape.lora_rank and is_target(shape, linear):
-            tensors.append(("adapters, both products", float(e * (shape.lora_rank + linear.outs))))
+            tensors.append(("LoRA, both matmuls", float(e * (shape.lora_rank + linear.outs))))
     return tuple(tensors)
 
 

@@ -99,7 +99,7 @@ def state_items(layout: Layout, held: Held) -> list[Item]:
         Item("parameters", "weights", weights, "{:,} parameters over {} data ranks", (held.parameters, share.weights)),
         Item("optimizer", "state", state, "{:,} trained ones over {} data ranks", (held.trained, share.optimizer)),
         Item("buffers", "cuBLAS workspace", WORKSPACE, "2 × 32 MiB"),
-        Item("fragmentation", "rounding of weights and state", STATE_ROUNDING * (weights + state),
+        Item("fragmentation", "allocator rounding of weights and state", STATE_ROUNDING * (weights + state),
              "{} of them", (STATE_ROUNDING,)),
     ]  # fmt: skip
     if share.zero == 3:
@@ -116,7 +116,9 @@ def batch_items(shape: Transformer, layout: Layout, cut: tuple[Stage, ...], toke
     if layout.pp > 1:
         mail = mailbox_bytes(shape, layout, cut, tokens)
         numbers = (layout.micro_batches, tokens)
-        items.append(Item("buffers", "mailboxes of the pipeline", mail, "{} micro-batches × {:,} tokens", numbers))
+        items.append(
+            Item("buffers", "receive buffers of the pipeline", mail, "{} micro-batches × {:,} tokens", numbers)
+        )
     return items
 
 
@@ -130,8 +132,9 @@ def saved_items(shape: Transformer, layout: Layout, cut: tuple[Stage, ...], wait
     items = [
         Item("activations", "saved by blocks", waiting * kept * one, "{} passes × {:g} blocks × {:,} tokens × {:,.0f}",
              (waiting, kept, tokens, one / tokens)),
-        Item("activations", "saved at the ends", waiting * ends, "{} passes × {:,.0f}", (waiting, ends)),
-        Item("fragmentation", "rounding of activations", waiting * kept * rounding, "{:,.0f} a block", (rounding,)),
+        Item("activations", "saved by embedding and head", waiting * ends, "{} passes × {:,.0f}", (waiting, ends)),
+        Item("fragmentation", "allocator rounding of activations", waiting * kept * rounding, "{:,.0f} a block",
+             (rounding,)),
     ]  # fmt: skip
     if again:
         numbers = (waiting, again, only_input)
@@ -150,9 +153,9 @@ def convolutional(shape: Convolutions, layout: Layout) -> list[Item]:
     samples, pictures = layout.micro_batch_size, layout.micro_batch_size * layout.micro_batches
     picture = convolution_bytes(shape, layout)
     images = WIDE * shape.image_size**2 * shape.channels
-    backward = [Item("activations", "saved", samples * picture, "{} pictures × {:,.0f}", (samples, picture))]
+    backward = [Item("activations", "saved", samples * picture, "{} images × {:,.0f}", (samples, picture))]
     if not share.zero and e != WIDE:
         backward.append(Item("buffers", "weights cast to 16 bits", float(e * count), "{:,} × {}", (count, e)))
-    always = [*state_items(layout, held), Item("buffers", "pictures", pictures * images, "{} × {}", (pictures, images))]
+    always = [*state_items(layout, held), Item("buffers", "images", pictures * images, "{} × {}", (pictures, images))]
     candidates = [backward + phases.resident_items(layout, held), phases.update_items(layout, held)]
     return always + max(candidates, key=total)

@@ -177,7 +177,7 @@ def block_items(shape: Transformer, layout: Layout, held: Held, tokens: int, wai
     items = [Item("activations", "gradients in a block", temporary, "{:,} tokens", (tokens,))]
     if layout.activation_checkpointing != "none":
         again = recomputed_bytes(shape, way, tokens)
-        items.append(Item("activations", "a block computed again", again, "{:,} tokens", (tokens,)))
+        items.append(Item("activations", "a recomputed block", again, "{:,} tokens", (tokens,)))
     if fuses_loss(shape, layout) and not shape.lora_rank and not share.zero and not resident_gradients(held, layout)[0]:
         each = e if share.gathers else state_bytes(layout)  # fsdp reduces it with the ends, when all of them are there
         items.append(Item("gradients", "of the head", float(each * held.head), "{:,} × {}", (held.head, each)))
@@ -185,9 +185,11 @@ def block_items(shape: Transformer, layout: Layout, held: Held, tokens: int, wai
     if share.gathers:
         # the next block is gathered; this block's 16-bit gradient is copied to fp32 to be reduced
         beside = (2 * e + WIDE) * held.block
-        items.append(Item("buffers", "a block's gradient on its way", beside, "{:,} × {}", (held.block, 2 * e + WIDE)))
+        items.append(
+            Item("buffers", "gradient of a block, being reduced", beside, "{:,} × {}", (held.block, 2 * e + WIDE))
+        )
     if share.zero == 2:
-        items.append(Item("gradients", "this rank's share", gradient_bytes(held, layout), "{:,} over {}",
+        items.append(Item("gradients", "this rank's shard", gradient_bytes(held, layout), "{:,} over {}",
                           (held.trained, share.gradients)))  # fmt: skip
     if share.zero in (1, 2):
         items.append(Item("buffers", "buckets", 2 * layout.bucket_mb * MIB, "2 × {} MiB", (layout.bucket_mb,)))
@@ -200,7 +202,7 @@ def first_items(shape: Transformer, layout: Layout, held: Held, tokens: int) -> 
     items = [Item("activations", "gradients in a block", block_again_bytes(shape, way, tokens), "{:,}", (tokens,))]
     if layout.activation_checkpointing != "none":
         again = recomputed_bytes(shape, way, tokens)
-        items.append(Item("activations", "a block computed again", again, "{:,} tokens", (tokens,)))
+        items.append(Item("activations", "a recomputed block", again, "{:,} tokens", (tokens,)))
     if sharing(layout).gathers:
         items += first_gathered_items(layout, held)
     return items + all_gradients_items(layout, held, left=0 if shape.lora_rank else held.ends)
@@ -215,7 +217,9 @@ def first_gathered_items(layout: Layout, held: Held) -> list[Item]:
     count = held.parameters if layout.pp > 1 else held.ends + held.block
     return [
         Item("buffers", "gathered weights", float(e * count), "{:,} × {} bytes", (count, e)),
-        Item("buffers", "a block's gradient on its way", float((e + WIDE) * block), "{:,} × {}", (block, e + WIDE)),
+        Item(
+            "buffers", "gradient of a block, being reduced", float((e + WIDE) * block), "{:,} × {}", (block, e + WIDE)
+        ),
     ]
 
 
@@ -233,14 +237,14 @@ def ends_items(shape: Transformer, layout: Layout, held: Held, tokens: int) -> l
         unit, kept = max(trained, held.block), held.parameters - held.ends
         on_its_way = WIDE * unit + WIDE * unit / share.gradients
         items.append(Item("buffers", "gathered weights", float(e * kept), "{:,} × {} bytes", (kept, e)))
-        items.append(Item("buffers", "a unit's gradient on its way", on_its_way, "{:,}", (unit,)))
+        items.append(Item("buffers", "gradient of a unit, being reduced", on_its_way, "{:,}", (unit,)))
         return items + all_gradients_items(layout, held)
     if share.gathers:
         on_its_way = float((e + WIDE) * trained + e * held.uncut)
-        items.append(Item("buffers", "gradient of the ends on its way", on_its_way, "{:,}", (trained,)))
+        items.append(Item("buffers", "gradient of embedding and head, being reduced", on_its_way, "{:,}", (trained,)))
         return items + all_gradients_items(layout, held, left=trained)
     table = (e if share.zero else state_bytes(layout)) * (0 if shape.lora_rank else held.embed)
-    items.append(Item("gradients", "of the embedding, once more", float(table), "{:,}", (held.embed,)))
+    items.append(Item("gradients", "of the embedding, before they are added", float(table), "{:,}", (held.embed,)))
     if held.uncut:  # plus that of an earlier pass, to which it is added
         rows = held.uncut * (2 if several else 1)
         items.append(Item("gradients", "of the embedding, other ranks' rows", float(WIDE * rows), "{:,}", (rows,)))

@@ -161,10 +161,10 @@ def resident_gradients(held: Held, layout: Layout) -> tuple[float, str]:
         e = product_bytes(layout.precision)
         return whole + (e * held.trained if several and e != WIDE else 0), "of the step before, or of earlier passes"
     if share.zero == 3:
-        return whole / share.gradients, "one buffer for good"
+        return whole / share.gradients, "one permanent buffer"
     if several or layout.pp > 1:
         cut = share.zero == 2 or cut_in_every_pass(layout)
         return (each * held.trained / share.gradients if cut else whole), "of earlier passes"
     if layout.dp > 1 and layout.strategy in ("ddp", "fairscale") and layout.data in ("ddp", "oss"):
-        return whole, "they live in the buckets"
+        return whole, "stored in the buckets"
     return 0.0, ""

@@ -21,14 +21,14 @@ from dtrain.util.format import gib
 # what each strategy of the tree does to solve the previous one's problem
 DOES = {
     "ddp": "with the whole model on every GPU",
-    "zero1": "with the optimizer's state cut over {dp}",
-    "zero2": "with gradients and optimizer state cut over {dp}",
-    "fairscale": "with the optimizer's state dealt out over {dp}",
-    "fsdp": "with weights, gradients and optimizer state cut over {cut}",
-    "zero3": "with weights, gradients and optimizer state cut over {dp}",
-    "tensor": "with each layer shared by {tp} of a node",
-    "pipeline": "with the layers dealt out to {pp} in a row, and only small messages between them",
-    "3d": "with each layer shared by {tp} of a node and the layers dealt out to {groups} such groups in a row",
+    "zero1": "with optimizer state sharded over {dp}",
+    "zero2": "with gradients and optimizer state sharded over {dp}",
+    "fairscale": "with optimizer state sharded over {dp}",
+    "fsdp": "with weights, gradients and optimizer state sharded over {shards}",
+    "zero3": "with weights, gradients and optimizer state sharded over {dp}",
+    "tensor": "with each layer sharded over {tp} of a node",
+    "pipeline": "with the layers split into stages on {pp}, and only small send/recv between them",
+    "3d": "with each layer sharded over {tp} of a node, and the layers split into {groups} pipeline stages",
 }
 TREE = ("ddp", "fsdp", "tensor", "pipeline", "3d")  # in the order of the decision tree
 AFTER_DDP = ("zero1", "zero2", "fairscale")  # between ddp and fsdp, if only the optimizer state is too large
@@ -38,9 +38,9 @@ def why(found: Sequence[Prediction], config: Mapping[str, Any], one_strategy: bo
     """Explain the first prediction of a search; or what is lacking if nothing fits."""
     best = found[0]
     if best.fits is False:
-        return f"Nothing fits: {name(best.layout)} comes nearest, and it {lacking(best)}. {way_out(best)}"
+        return f"Nothing fits: {name(best.layout)} comes closest, but it {lacking(best)}. {way_out(best)}"
     layout = best.layout
-    counts = {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "cut": layout.replica_size or layout.dp}
+    counts = {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "shards": layout.replica_size or layout.dp}
     texts = {key: gpus(count) for key, count in counts.items()}
     does = DOES.get(layout.strategy, "").format(**texts, groups=layout.pp)
     limit = f" of {gib(best.task.limit / GIB)}" if best.task.limit else ""
@@ -51,7 +51,7 @@ def why(found: Sequence[Prediction], config: Mapping[str, Any], one_strategy: bo
     reasons = [reason for simpler in before if (reason := against(simpler, best, found))]
     batch, ranks = config["train"]["global_batch_size"], world_size(config)
     if batch % ranks and "fsdp" in before:
-        reasons.insert(0, f"ddp and fsdp need a batch that {ranks} GPUs can share, and it is {batch} samples")
+        reasons.insert(0, f"ddp and fsdp need a batch that divides over {ranks} GPUs, but it has {batch} samples")
     return f"{name(best.layout)}: {'; '.join([*reasons, f'{does} {needs}'])}."
 
 
@@ -136,4 +136,4 @@ def way_out(best: Prediction) -> str:
     layout = best.layout
     if layout.activation_checkpointing != "full":
         return "Try activation_checkpointing=full."
-    return "More GPUs, a smaller model or shorter samples: --gpus-for 30d looks for how many."
+    return "More GPUs, a smaller model or shorter samples: --gpus-for 30d finds how many."

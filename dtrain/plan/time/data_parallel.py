@@ -72,7 +72,7 @@ def replicated_items(
     items = [
         Item(
             "communication", "gradients", added,
-            "{} × ({} of {:.3g} bytes over {} ranks takes {:.2f} ms, beside {:.2f} ms of backward pass; "
+            "{} × ({} of {:.3g} bytes over {} ranks takes {:.2f} ms, overlapping {:.2f} ms of backward pass; "
             "the embedding's, at the end, {:.2f} ms)",
             (times, kind, num_bytes, group.size, one * 1e3, backward * 1e3 if stack.overlap else 0.0, rest * 1e3),
         )
@@ -117,16 +117,16 @@ def sharded_items(layout: Layout, hardware: Hardware, stack: Stack, passes: Pass
     items = [
         Item(
             "communication", "weights and gradients of blocks", added,
-            "{} passes × {} units: gather {:.3f} ms beside {:.3f} forward; again, and scatter {:.3f}, beside {:.3f} "
-            "backward; what hides still takes {:.0%} of the multiprocessors",
+            "{} passes × {} units: all-gather {:.3f} ms, overlapping {:.3f} forward; again, and "
+            "reduce-scatter {:.3f}, overlapping {:.3f} backward; collectives take {:.0%} of the SMs",
             (
                 times, passes.count, gather * 1e3, unit.forward_s * 1e3, scatter * 1e3, unit.backward_s * 1e3,
                 taken(hardware),
             ),
         ),
         Item(
-            "communication", "weights and gradients of the ends", ends,
-            "{:.3g} parameters, with nothing to hide behind", (passes.ends,),
+            "communication", "weights and gradients of embedding and head", ends,
+            "{:.3g} parameters, without overlap", (passes.ends,),
         ),
     ]  # fmt: skip
     if layout.replica_size is not None:  # hybrid: once per step, the replicas' shards are all-reduced
@@ -135,9 +135,9 @@ def sharded_items(layout: Layout, hardware: Hardware, stack: Stack, passes: Pass
         num_bytes = all_parameters * stack.gradient / layout.replica_size
         one = collective_s(hardware, "all_reduce", copies, num_bytes)
         added = exposed(hardware, one, passes.count * unit.backward_s)
-        formula = "all_reduce of {:.3g} bytes over {} copies takes {:.2f} ms, beside the last backward pass"
+        formula = "all_reduce of {:.3g} bytes over {} replicas takes {:.2f} ms, overlapping the last backward pass"
         items.append(
-            Item("communication", "gradients of the copies", added, formula, (num_bytes, copies.size, one * 1e3))
+            Item("communication", "gradients of the replicas", added, formula, (num_bytes, copies.size, one * 1e3))
         )
     return items
 

@@ -47,10 +47,10 @@ def pipeline_items(shape: Shape, layout: Layout, hardware: Hardware, stack: Stac
     formula = "{:.2f} × {:.2f} passes × {:.3f} ms, of {} ranks"
     return [
         Item(
-            "bubble", "pipeline fills and empties", bubble, formula,
+            "bubble", "pipeline bubble", bubble, formula,
             (bubble_share(layout), idle, one * 1e3, layout.pp),
         ),
-        Item("communication", "between stages", sends * send, "{} messages × {:.3f} ms", (sends, send * 1e3)),
+        Item("communication", "between stages", sends * send, "{} send/recv × {:.3f} ms", (sends, send * 1e3)),
         *tied_items(shape, layout, hardware, crosses),
     ]  # fmt: skip
 

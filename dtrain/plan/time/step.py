@@ -84,7 +84,7 @@ class Load:
     tensor_s: float  # of the collectives between tensor ranks, per block and pass
     launches: float  # by the host, including the update's
     gpu_s: float
-    busy_s: float  # GPU time, plus waiting for the host
+    busy_s: float  # GPU time, plus launch-bound time
 
 
 def rank_loads(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack, update_s: float) -> list[Load]:
@@ -112,22 +112,26 @@ def launch_s(hardware: Hardware) -> float:
 def compute_items(layout: Layout, hardware: Hardware, rank: Load, update_s: float) -> list[Item]:
     """The passes of one step on this rank, the slowest."""
     n, slower = layout.micro_batches, hardware.calibration or 1.0
-    each = "{} passes × {} blocks and the ends: {:.3f} ms a pass"
+    each = "{} passes × {} blocks, embedding and head: {:.3f} ms a pass"
     items = [
         Item("compute", name, n * value * slower, each, (n, rank.layers, value * slower * 1e3))
         for name, value in (
-            ("matrix products", rank.work.products), ("attention", rank.work.attention),
+            ("matmuls", rank.work.products), ("attention", rank.work.attention),
             ("norms, activations, casts, loss", rank.work.moved),
         )
     ]  # fmt: skip
-    one = "where it would, a step of {:.0f} launches is one"
-    hidden = one if not layout.waits_for_host else "{:.0f} launches × {:.1f} µs, less what the GPU's {:.1f} ms hide"
+    one = "none: a launch-bound step of {:.0f} launches is captured as a CUDA graph"
+    hidden = (
+        one if not layout.waits_for_host else "{:.0f} launches × {:.1f} µs, less the overlap with {:.1f} ms of GPU work"
+    )
     numbers = (rank.launches, launch_s(hardware) * 1e6, (rank.gpu_s + update_s) * 1e3)
-    items.append(Item("compute", "waiting for the host", rank.busy_s - rank.gpu_s, hidden, numbers))
+    items.append(Item("compute", "launch-bound time", rank.busy_s - rank.gpu_s, hidden, numbers))
     if layout.tp > 1:
         formula = "{} passes × {} blocks × {:.3f} ms"
         value = n * rank.layers * rank.tensor_s
-        items.append(Item("communication", "tensor ranks", value, formula, (n, rank.layers, rank.tensor_s * 1e3)))
+        items.append(
+            Item("communication", "tensor-parallel collectives", value, formula, (n, rank.layers, rank.tensor_s * 1e3))
+        )
     return items
 
 

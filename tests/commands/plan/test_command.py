@@ -203,7 +203,7 @@ def test_what_does_not_fit_is_told_with_what_does(capsys: pytest.CaptureFixture[
 def test_without_rates_memory_is_told_and_no_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "model=gpt2-350m", "hardware=h100", "hardware.matmul_tflops=null"]) == 0
     out = capsys.readouterr().out
-    assert "no time is told" in out and "chosen  ddp: " in out and "\nstep " not in out
+    assert "no time is predicted" in out and "chosen  ddp: " in out and "\nstep " not in out
 
 
 def test_fp32_is_told_what_16_bits_would_bring(capsys: pytest.CaptureFixture[str]) -> None:
@@ -310,7 +310,7 @@ def test_a_hardware_file_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_pat
         (("model=llama-7b", "hardware=h100", "--gpus-for=soon"), "--gpus-for 3d"),
         (("model=llama-7b", "hardware=h100", "--gpus-for"), "--gpus-for 3d"),
         (("model=llama-7b", "hardware=h100", "--stack", "x"), "--stack can be eager, "),
-        (("model=llama-7b", "hardware=h100", "--largest-model", "--gpus-for", "3d"), "is a question of its own"),
+        (("model=llama-7b", "hardware=h100", "--largest-model", "--gpus-for", "3d"), "cannot be combined with"),
         (("recipe=no-such", "hardware=h100"), "recipe"),
         (("fsdp", "hardware=h100"), "strategy=fsdp"),
     ],
@@ -365,7 +365,7 @@ def test_how_many_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     more = planned(capsys, *words, "--gpus-for", "3h")["answer"]
     assert more is None or more > gpus
     assert main(["plan", *words, "--gpus-for", "12h"]) == 0
-    assert capsys.readouterr().out.startswith(f"{gpus} GPUs do it in ")
+    assert capsys.readouterr().out.startswith(f"{gpus} GPUs finish in ")
 
 
 def test_more_gpus_than_the_batch_can_use_are_not_the_answer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,8 +88,8 @@ def test_how_many_gpus_comes_with_its_launch_line(
 def test_a_batch_that_does_not_divide_is_not_a_lack_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["model=gpt2-124m", "hardware=h100", "strategy=fsdp", "train.global_batch_size=33", "--tokens", "100B"]
     out = said(capsys, *words, "--gpus-for", "1h")
-    assert "nothing fits" not in out and "no layout shares a batch of 33" in out
-    assert "more cannot share train.global_batch_size=33" in out
+    assert "nothing fits" not in out and "no layout can divide a batch of 33" in out
+    assert "more GPUs cannot share train.global_batch_size=33" in out
 
 
 def test_pictures_are_counted_as_samples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,8 +109,8 @@ def test_pictures_are_counted_as_samples(capsys: pytest.CaptureFixture[str]) -> 
     [
         (("hardware=h100", "--bogus"), "use one of --json"),
         (("hardware=h100", "--gpu-for", "3d"), "did you mean --gpus-for?"),
-        (("hardware=h100", "-m", "train.steps=1,2"), "a plan takes no sweep"),
-        (("hardware=h100", "--json", "--explain"), "--json is data"),
+        (("hardware=h100", "-m", "train.steps=1,2"), "dtrain plan takes no sweep"),
+        (("hardware=h100", "--json", "--explain"), "combined with --json"),
         (("hardware=unknown",), "hardware=unknown: nothing is known about the GPUs"),
         (
             ("hardware=selene", "cluster.nodes=64", "strategy=3d", "strategy.tp=8", "strategy.pp=2", "strategy.dp=31"),
@@ -139,5 +139,5 @@ def test_16_bits_that_bring_nothing_are_not_praised(capsys: pytest.CaptureFixtur
 def test_auto_says_which_memory_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     lean = made(1.0, strategy="fsdp", offload="cpu", hardware={"host_memory_gib": 1e-6})
     monkeypatch.setattr(auto, "search", lambda *_, **__: [lean])
-    with pytest.raises(ValueError, match=r"the leanest, fsdp, lacks .* of host memory"):
+    with pytest.raises(ValueError, match=r"the smallest, fsdp, lacks .* of host memory"):
         auto.choose(compose("model=gpt2-124m", "hardware=h100"), set())

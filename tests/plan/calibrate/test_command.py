@@ -51,15 +51,15 @@ def calibrate_collectives() -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["secnds=3"], r"secnds=3: is no option.*\n  fix: did you mean seconds=3\?"),
-        (["--outt", "x"], r"--outt: is no option.*\n  fix: did you mean out=NAME\?"),
-        (["fast"], r"fast: is no option.*\n  fix: use one of out=NAME"),
+        (["secnds=3"], r"secnds=3: is not an option.*\n  fix: did you mean seconds=3\?"),
+        (["--outt", "x"], r"--outt: is not an option.*\n  fix: did you mean out=NAME\?"),
+        (["fast"], r"fast: is not an option.*\n  fix: use one of out=NAME"),
         (["seconds=0"], r"seconds=0: must be.*\n  fix: seconds=40"),
         (["seconds=soon"], r"seconds=soon: must be"),
         (["--out"], r"out=: needs a value\n  fix: out=NAME"),
         (["out=h100"], r"out=h100: would replace a file that this command did not write\n  fix: out=my-h100"),
         (["out=/no/such/folder/a.yaml"], r"there is no folder"),
-        (["out=folder/name"], r"is a name, or a file that ends in .yaml\n  fix: out=folder/name.yaml"),
+        (["out=folder/name"], r"must be a name, or a file that ends in .yaml\n  fix: out=folder/name.yaml"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_measured(
@@ -135,7 +135,7 @@ def test_settings_that_a_foreign_run_adds_are_left_out(tmp_path: Path) -> None:
 def test_a_foreign_run_s_figures_are_figures(tmp_path: Path, key: str, value: Any) -> None:
     run = make_run(tmp_path, 1000)
     (run / "config.yaml").write_text(yaml.safe_dump({"hardware": section("hardware", "h200") | {key: value}}))
-    with pytest.raises(ValueError, match=rf"hardware.{key}=.*is no such figure\n  fix: another run"):
+    with pytest.raises(ValueError, match=rf"hardware.{key}=.*is not a valid value\n  fix: choose another run"):
         command.main([f"from={run}", f"out={tmp_path / 'mine.yaml'}"])
 
 
@@ -146,7 +146,7 @@ def test_a_foreign_run_s_figures_are_figures(tmp_path: Path, key: str, value: An
         (0.0, {}, "its summary.json has no tokens_per_s"),
         (float("nan"), {}, "its summary.json has no tokens_per_s"),
         (1000.0, {"step_s": {"total": float("inf"), "compute": 0.8}}, "nothing was predicted for this run"),
-        (10000.0, {}, "less than the 0.2 s predicted beside compute"),
+        (10000.0, {}, "less than the 0.2 s predicted for everything but compute"),
     ],
 )
 def test_a_run_that_cannot_calibrate_says_why(

@@ -29,7 +29,7 @@ def test_little_room_is_said() -> None:
 
 def test_one_gpu_is_one() -> None:
     text = told(made(8.0, 0.6, dp=1))
-    assert "cut over 1 GPU it needs" in text
+    assert "sharded over 1 GPU it needs" in text
 
 
 @pytest.mark.parametrize(("micro", "said"), [(1, True), (16, False)])
@@ -50,27 +50,29 @@ def test_another_micro_batch_that_is_faster_is_named(micro: int, said: bool) -> 
 
 def test_optimizer_state_that_does_not_fit_is_cut() -> None:
     text = told(made(60.0, 0.5, **DDP), made(30.0, 0.4, strategy="zero1", data="zero1"), made(8.0, 0.6))
-    assert text.startswith("zero1: ddp would need 61.0 GiB a GPU; with the optimizer's state cut over 4 GPUs it needs")
+    assert text.startswith("zero1: ddp would need 61.0 GiB a GPU; with optimizer state sharded over 4 GPUs it needs")
 
 
 def test_a_model_that_does_not_fit_is_cut() -> None:
     text = told(made(60.0, 0.5, **DDP), made(8.0, 0.6))
     assert text == (
         "fsdp: ddp would need 61.0 GiB a GPU; "
-        "with weights, gradients and optimizer state cut over 4 GPUs it needs 9.00 GiB of 39.0 GiB a GPU."
+        "with weights, gradients and optimizer state sharded over 4 GPUs it needs 9.00 GiB of 39.0 GiB a GPU."
     )
 
 
 def test_a_faster_strategy_says_how_much_slower_the_simpler_ones_are() -> None:
     text = told(made(60.0, 0.5, **DDP), made(8.0, 0.6), made(9.0, 0.5, strategy="tensor", tp=2, dp=2))
     assert "ddp would need 61.0 GiB a GPU; fsdp fits, but is 20% slower (600 ms a step); " in text
-    assert text.startswith("tensor, tp 2 × dp 2: ") and "shared by 2 GPUs of a node" in text
+    assert text.startswith("tensor, tp 2 × dp 2: ") and "sharded over 2 GPUs of a node" in text
 
 
 def test_a_batch_too_small_for_data_parallel_is_said() -> None:
     config = {"train": {"global_batch_size": 2}, "cluster": {"nodes": 1, "processes": 4}}
     text = why([made(8.0, 0.6, strategy="3d", tp=2, pp=2, dp=1)], config)
-    assert text.startswith("3d, tp 2 × pp 2: ddp and fsdp need a batch that 4 GPUs can share, and it is 2 samples; ")
+    assert text.startswith(
+        "3d, tp 2 × pp 2: ddp and fsdp need a batch that divides over 4 GPUs, but it has 2 samples; "
+    )
 
 
 def test_what_was_needed_to_make_it_fit_is_said() -> None:
@@ -81,7 +83,7 @@ def test_what_was_needed_to_make_it_fit_is_said() -> None:
 def test_when_nothing_fits_what_is_lacking_is_said() -> None:
     text = told(made(60.0, 0.5, **DDP), made(50.0, 0.6))
     assert text.startswith(
-        "Nothing fits: fsdp comes nearest, and it lacks 12.0 GiB. Try activation_checkpointing=full."
+        "Nothing fits: fsdp comes closest, but it lacks 12.0 GiB. Try activation_checkpointing=full."
     )
     hopeless = told(made(50.0, 0.6, activation_checkpointing="full"))
     assert "More GPUs" in hopeless

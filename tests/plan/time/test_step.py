@@ -103,7 +103,7 @@ def test_adapters_leave_out_the_gradients_of_weights() -> None:
 def test_the_host_is_the_limit_of_small_batches() -> None:
     def waiting(batch: int, **more: Any) -> float:
         items = step_time(GPT, Layout("fsdp", micro_batch_size=batch, data="fsdp", **more), NODE)
-        return sum(i.value for i in items if i.name == "waiting for the host") / total(items)
+        return sum(i.value for i in items if i.name == "launch-bound time") / total(items)
 
     assert waiting(1) > 0.5 > 0.1 > waiting(32)
     assert waiting(1, one_launch=True, micro_batches=8) == 0 < waiting(1, one_launch=True, micro_batches=9)
