@@ -97,24 +97,24 @@ def fit(
     check_place()
     groups = {"model": model, "data": data, "loss": loss, "strategy": strategy, "cluster": cluster}
     given = {k: v for k, v in groups.items() if v is not None} | settings
-    words, folders = spell(given)
+    overrides, folders = spell(given)
     if processes is not None:
-        words.append(f"cluster.processes={value_of('processes', processes)}")
+        overrides.append(f"cluster.processes={value_of('processes', processes)}")
     with hydra_aside(), import_path(folders):
         try:
-            ended = launch.start(words)
+            ended = launch.start(overrides)
         except MISTAKES as error:
             raise ValueError(explain(error)) from (error if os.environ.get("HYDRA_FULL_ERROR") == "1" else None)
         except SystemExit as stop:
             if stop.code and stop.code != PREEMPTED:  # Hydra's argument parser printed why
-                raise ValueError(f"these overrides are not understood: {words}") from stop
+                raise ValueError(f"these overrides are not understood: {overrides}") from stop
             raise  # dry_run printed its preview
     code, run_dir = ended[-1]
     if code == PREEMPTED:
         raise Preempted(run_dir)
     if code != DONE:
         raise RunFailed(run_dir, code)
-    return Result(run_dir, tuple(trust_of(words)))
+    return Result(run_dir, tuple(trust_of(overrides)))
 
 
 def check_place() -> None:

@@ -154,8 +154,8 @@ def test_ctrl_c_saves_and_ends_the_script_with_75(folder: Path) -> None:
         "    print('AFTER')\n"
     )
     # a shell's background job ignores Ctrl-C, and so would all that it starts: these tests may be one
-    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
-    process = python("long.py", start_new_session=True, preexec_fn=heard)
+    default_sigint = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    process = python("long.py", start_new_session=True, preexec_fn=default_sigint)
     deadline = time.monotonic() + 90
     while not losses(folder / "long") and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.1)

@@ -161,7 +161,7 @@ class Saver:
     def _write_copies(self, stall: float, begin: float, step: int, copies: Copies, meta: dict[str, Any]) -> None:
         """Body of a save's thread."""
         try:
-            run_behind()
+            lower_priority()
             # how long training stalls: the loop's own time, plus the GPU's copy time, in which it computes nothing
             stall += copies.wait()
             failpoint("save.copied")
@@ -242,7 +242,7 @@ class Buffers:
             def pin(buffer: Tensor) -> int:
                 # a new thread would use GPU 0 and create a context on it
                 torch.cuda.set_device(gpu)
-                run_behind()
+                lower_priority()
                 # fault the pages in first: CUDA would do it while it blocks kernel launches
                 return register(buffer.zero_())
 
@@ -277,7 +277,7 @@ def gpu_of(files: Files) -> torch.device | None:
     return next((device for device in devices if device.type == "cuda"), None)
 
 
-def run_behind() -> None:
+def lower_priority() -> None:
     """Lower this thread's priority below training's. On Linux, each thread has its own priority."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)

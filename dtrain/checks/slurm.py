@@ -97,10 +97,10 @@ def check_secrets(texts: list[str]) -> None:
                 )  # fmt: skip
 
 
-def check_words(said: dict[str, Any], folder: Path, import_path: str) -> None:
+def check_texts(texts: dict[str, Any], folder: Path, import_path: str) -> None:
     """Reject what quoting cannot protect: SLURM parses the #SBATCH lines itself; bash sees only comments."""
-    check_values({**said, "run_dir": str(folder)})  # job names and log paths are readable by others
-    for key, value in said.items():
+    check_values({**texts, "run_dir": str(folder)})  # job names and log paths are readable by others
+    for key, value in texts.items():
         if isinstance(value, str) and "\\" in value:
             raise bad(key, value, "SLURM treats a backslash as an escape, even inside quotes", "leave it out")
     if found := re.search(r"[%\\]", str(folder)):
@@ -112,8 +112,8 @@ def check_words(said: dict[str, Any], folder: Path, import_path: str) -> None:
             raise bad("run_dir", repr(path), rule, "work in a folder without one in its path")
 
 
-def refused(said: str, parameters: dict[str, Any]) -> ValueError:
-    text = " ".join(re.sub(r"(sbatch|allocation): (error|failure): ", "", line) for line in said.split("\n") if line)
+def refused(answer: str, parameters: dict[str, Any]) -> ValueError:
+    text = " ".join(re.sub(r"(sbatch|allocation): (error|failure): ", "", line) for line in answer.split("\n") if line)
     option = re.search(r"invalid --([a-z-]+) specification|option '--([a-z-]+)", text, re.IGNORECASE)
     if option:
         name = option[1] or option[2]

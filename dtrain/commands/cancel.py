@@ -71,10 +71,10 @@ def _check_reach(record: Record, problem: str) -> None:
     if host != socket.gethostname():
         raise ValueError(f"cancel {run}: it runs on {host}\n  fix: run the same command there, or kill {pid}")
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        cmdline = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
-        words = b""
-    if not isinstance(pid, int) or not (b"launch" in words or b"dtrain" in words):
+        cmdline = b""
+    if not isinstance(pid, int) or not (b"launch" in cmdline or b"dtrain" in cmdline):
         raise ValueError(
             f"cancel {run}: process {pid} is not a dtrain launcher any more\n"
             f"  fix: nothing is running; resume with {LAUNCH} {resume_argument(record.run_dir)}"

@@ -61,8 +61,8 @@ def evaluate(
             num_targets = int((targets != IGNORED).sum()) if not targets.is_floating_point() else targets.numel()
             sums = sums + model(inputs, targets).double().cpu().reshape(-1) * num_targets
             count += num_targets
-    figures = metrics.figures(model, (sums / count).tolist())
-    found = {name.removeprefix("val_"): value for name, value in figures.items()}
+    values = metrics.evaluated(model, (sums / count).tolist())
+    found = {name.removeprefix("val_"): value for name, value in values.items()}
     return {"run": str(run_dir), "split": split, "samples": len(dataset), "targets": count, **found}
 
 

@@ -55,12 +55,12 @@ def follow(run_dir: Path, paths: Sequence[Path], lines: int | None = 50) -> None
     Waits for a job that has not started yet, and for one that was requeued.
     """
     tails: dict[Path, Tail | None] = dict.fromkeys(paths)
-    told, last, seen, job = "", None, None, None
+    shown, last, seen, job = "", None, None, None
     asked = over_since = -math.inf
     while True:
         last = _more(tails, last, lines)
         record, now = Record.read(run_dir), time.monotonic()
-        news = (record.said, record.num_launches, record.attempts)
+        news = (record.reported_status, record.num_launches, record.attempts)
         if record.job_id and (now - asked >= ASK_S or news != seen):
             (record,), _ = load([run_dir], ask_all=True)
             job, asked, seen = record.job, now, news
@@ -71,14 +71,14 @@ def follow(run_dir: Path, paths: Sequence[Path], lines: int | None = 50) -> None
             over_since = -math.inf
         elif over_since == -math.inf:
             over_since = now
-        elif now - over_since > (SURE_S if record.job_id or record.said == "failed" else 0):
+        elif now - over_since > (SURE_S if record.job_id or record.reported_status == "failed" else 0):
             break
         else:
             asked = min(asked, now - ASK_S + 1)  # is it really over? query again in a second
-        words = _waiting(record, any(tails.values()))
-        if words and words != told:
-            _note(words)
-        told = words
+        text = _waiting(record, any(tails.values()))
+        if text and text != shown:
+            _note(text)
+        shown = text
         time.sleep(LOOK_S)
     _more(tails, last, lines, final=True)
     if not any(tails.values()):

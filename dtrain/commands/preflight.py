@@ -38,15 +38,15 @@ def main(argv: list[str]) -> int:
         return DONE
     from dtrain.launch.compose import compose
 
-    words = [word.partition("=")[0] for word in argv]
-    config = compose(argv if {"preflight", "preflight.level"} & set(words) else [*argv, "preflight=quick"])
+    keys = [word.partition("=")[0] for word in argv]
+    config = compose(argv if {"preflight", "preflight.level"} & set(keys) else [*argv, "preflight=quick"])
     settings = {k: v for k, v in config["preflight"].items() if k != "_target_"}
     check = Preflight(**settings)
     if check.level == "off":
         raise bad("preflight", "off", "leaves nothing to check", "preflight=quick or preflight=full")
     nodes, start = nodes_and_starter(config, argv)
     run_dir = Path(config["run_dir"]).absolute()
-    asked = "run_dir" in words
+    asked = "run_dir" in keys
     if not asked:  # check the disk where runs go; the checks' files there are removed afterwards
         parent = run_dir.parents[1]
         parent.mkdir(parents=True, exist_ok=True)

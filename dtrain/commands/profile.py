@@ -111,7 +111,7 @@ def print_time(table: dict[str, Any], folder: Path, num_kernels: int, console: C
     longest = table["kernels"][:num_kernels]
     for kernel, name in zip(longest, short_names([clean(str(k.get("name"))) for k in longest]), strict=True):
         calls = number(kernel.get("calls")) or 0
-        kernels.add_row(figure(kernel.get("ms"), 2), figure(kernel.get("percent"), 1), f"{calls:.4g}", Text(name))
+        kernels.add_row(decimal(kernel.get("ms"), 2), decimal(kernel.get("percent"), 1), f"{calls:.4g}", Text(name))
     console.print(kernels)
     trace = folder / str(table.get("trace"))
     say(console, f"trace: {short_path(trace)}  (open it in ui.perfetto.dev or chrome://tracing)\n")
@@ -129,7 +129,7 @@ def print_memory(table: dict[str, Any], folder: Path, num_lines: int, console: C
     rows = grid(title, "GiB", "%", "tensors", "allocated at")
     for row in table["allocations"][:num_lines]:
         text = clean(str(row.get("where")))
-        rows.add_row(size(row.get("bytes")), figure(row.get("percent"), 1), str(row.get("count")), Text(text))
+        rows.add_row(size(row.get("bytes")), decimal(row.get("percent"), 1), str(row.get("count")), Text(text))
     console.print(rows)
     snapshot = folder / str(table.get("snapshot"))
     say(console, f"snapshot: {short_path(snapshot)}  (open it in pytorch.org/memory_viz)\n")
@@ -161,20 +161,20 @@ def grid(title: str, *columns: str) -> Any:
 def add(table: Any, label: str, value: object, meaning: str, dim: bool = False) -> None:
     share = as_dict(value)
     style = "dim" if dim else None
-    table.add_row(label, figure(share.get("ms"), 2), figure(share.get("percent"), 1), meaning, style=style)
+    table.add_row(label, decimal(share.get("ms"), 2), decimal(share.get("percent"), 1), meaning, style=style)
 
 
 def label(part: str) -> str:
     return {"matrix_products": "matmuls"}.get(part, part.replace("_", " "))
 
 
-def figure(value: object, digits: int) -> str:
+def decimal(value: object, digits: int) -> str:
     n = number(value)
     return "-" if n is None else f"{n:.{digits}f}"
 
 
 def milliseconds(value: object) -> str:
-    return f"{figure(value, 2)} ms"
+    return f"{decimal(value, 2)} ms"
 
 
 def size(value: object) -> str:

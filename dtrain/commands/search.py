@@ -64,7 +64,7 @@ MANY = 3  # stop after this many failed trials in a row
 
 @dataclass(frozen=True)
 class Request:
-    words: dict[str, str]  # the keys of DEFAULTS
+    options: dict[str, str]  # the keys of DEFAULTS
     space: list[Override]
     fixed: list[str]
 
@@ -80,8 +80,8 @@ def main(argv: list[str]) -> int:
         raise bad("search", "", "optuna is not installed", "pip install 'dtrain[search]'") from None
     request = read_request(argv)
     typed = ["search", *sorted(a for a in argv if not a.startswith(("dir=", "detach=", "trials=", "parallel=")))]
-    folder = Path(request.words["dir"] or sweeps.earlier(typed) or time.strftime("multirun/%Y-%m-%d/%H-%M-%S-search"))
-    if request.words["detach"] == "true" or (not request.words["detach"] and _is_submitted(request)):
+    folder = Path(request.options["dir"] or sweeps.earlier(typed) or time.strftime("multirun/%Y-%m-%d/%H-%M-%S-search"))
+    if request.options["detach"] == "true" or (not request.options["detach"] and _is_submitted(request)):
         return _detach(argv, folder)
     with sweeps.lock(folder):
         sweeps.note(folder, typed)
@@ -99,25 +99,25 @@ def read_request(argv: Sequence[str]) -> Request:
         if path.is_file():
             section = recipe_section(path)
             check_space(path, section)
-    words = DEFAULTS | {k: str(v) for k, v in section.items() if k != "space"}
+    settings = DEFAULTS | {k: str(v) for k, v in section.items() if k != "space"}
     overrides = [str(word) for word in section.get("space", [])]
     for word in argv:
         key, equals, value = word.partition("=")
         if word.startswith("-") or not equals:
             raise ValueError(f"{word}: is not understood as key=value\n  fix: dtrain search --help")
-        if key in words:
-            words[key] = value
+        if key in settings:
+            settings[key] = value
         else:
             overrides.append(word)
     for key in ("trials", "parallel", "seed"):
-        if not words[key].isdecimal() or int(words[key]) < (key != "seed"):
-            raise bad(key, words[key], "must be a whole number, at least 1", f"{key}={DEFAULTS[key]}")
-    if words["metric"] not in METRICS:
-        raise bad("metric", words["metric"], "is not in a run's summary", f"metric can be {', '.join(METRICS)}")
+        if not settings[key].isdecimal() or int(settings[key]) < (key != "seed"):
+            raise bad(key, settings[key], "must be a whole number, at least 1", f"{key}={DEFAULTS[key]}")
+    if settings["metric"] not in METRICS:
+        raise bad("metric", settings["metric"], "is not in a run's summary", f"metric can be {', '.join(METRICS)}")
     for key, options in (("direction", ("minimize", "maximize")), ("sampler", ("tpe", "random"))):
-        if words[key] not in options:
-            raise bad(key, words[key], f"must be {' or '.join(options)}", f"{key}={DEFAULTS[key]}")
-    unknown = set(words) - set(DEFAULTS)
+        if settings[key] not in options:
+            raise bad(key, settings[key], f"must be {' or '.join(options)}", f"{key}={DEFAULTS[key]}")
+    unknown = set(settings) - set(DEFAULTS)
     if unknown:
         raise bad(
             f"search.{unknown.pop()}", "…", "there is no such setting", f"use one of {', '.join(DEFAULTS)}, space"
@@ -139,7 +139,7 @@ def read_request(argv: Sequence[str]) -> Request:
             raise bad(
                 key, override.get_value_string(), why, f"{key}=interval(LOW,HIGH), range(FROM,TO) or a,b"
             ) from error
-    return Request(words, space, fixed)
+    return Request(settings, space, fixed)
 
 
 def recipe_section(path: Path) -> Any:
@@ -202,19 +202,19 @@ def distribution(override: Override) -> optuna.distributions.BaseDistribution:
 
 def _is_submitted(request: Request) -> bool:
     """Are the trials submitted to a scheduler, which outlives this terminal?"""
-    words = [w for w in request.fixed if w.startswith(("cluster", "recipe"))]
+    overrides = [w for w in request.fixed if w.startswith(("cluster", "recipe"))]
     from dtrain.launch.compose import compose
 
-    return compose(words)["cluster"].get("launcher") == "submitit"
+    return compose(overrides)["cluster"].get("launcher") == "submitit"
 
 
 def _detach(argv: list[str], folder: Path) -> int:
     """Continue in a separate process that survives the end of the terminal."""
     sweeps.lock(folder).close()  # creates the folder; raises if the search is already running
-    words = [a for a in argv if not a.startswith(("detach=", "dir="))]
+    overrides = [a for a in argv if not a.startswith(("detach=", "dir="))]
     with open(folder / "search.log", "ab") as log:
         process = subprocess.Popen(
-            [*start.command("dtrain.cli"), "search", *words, f"dir={folder}", "detach=false"],
+            [*start.command("dtrain.cli"), "search", *overrides, f"dir={folder}", "detach=false"],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     time.sleep(3)  # long enough to see an early error
@@ -235,14 +235,14 @@ class Search:
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
 
-        self.folder, self.request, self.words = folder, request, request.words
+        self.folder, self.request, self.options = folder, request, request.options
         self.study = optuna.create_study(
             storage=JournalStorage(JournalFileBackend(str(folder / "study.journal"))),
-            study_name="search", load_if_exists=True, direction=self.words["direction"],  # type: ignore[arg-type]
+            study_name="search", load_if_exists=True, direction=self.options["direction"],  # type: ignore[arg-type]
         )  # fmt: skip
-        seed = int(self.words["seed"]) + len(self.study.trials)  # a resumed search must not draw the same values again
+        seed = int(self.options["seed"]) + len(self.study.trials)  # a resumed search must draw other values
         samplers = {"tpe": optuna.samplers.TPESampler(seed=seed), "random": optuna.samplers.RandomSampler(seed=seed)}
-        self.study.sampler = samplers[self.words["sampler"]]
+        self.study.sampler = samplers[self.options["sampler"]]
         self.space = {o.key_or_group: distribution(o) for o in request.space}
         self.stopped = False
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -267,7 +267,7 @@ class Search:
             if self.stopped and not any(p.poll() is None for p in self.processes.values()):
                 print("stopped; the same command resumes it", flush=True)
                 return PREEMPTED
-            if not self.stopped and made < int(self.words["trials"]) and running < int(self.words["parallel"]):
+            if not self.stopped and made < int(self.options["trials"]) and running < int(self.options["parallel"]):
                 asked = self.study.ask(self.space)
                 self._launch(asked.number, asked.params)
             elif not running:
@@ -280,7 +280,7 @@ class Search:
             return FAILED
         best = " ".join(f"{k}={v}" for k, v in self.study.best_params.items())
         number, value = self.study.best_trial.number, self.study.best_value
-        print(f"best: trial {number}, {self.words['metric']} {value:.6g} with {best}")
+        print(f"best: trial {number}, {self.options['metric']} {value:.6g} with {best}")
         return DONE
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -300,11 +300,11 @@ class Search:
     def _launch(self, number: int, params: dict[str, Any]) -> None:
         run_dir = self._run_dir(number)
         varied = [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in params.items()]
-        words = [*self.request.fixed, *varied, f"run_dir='{run_dir}'"]
+        overrides = [*self.request.fixed, *varied, f"run_dir='{run_dir}'"]
         if (run_dir / "launch.json").exists():
-            words = [f"resume={run_dir}"]
+            overrides = [f"resume={run_dir}"]
         print(f"trial {number}: {' '.join(varied)}", flush=True)
-        command = [*start.command("dtrain.cli"), "launch", *words]
+        command = [*start.command("dtrain.cli"), "launch", *overrides]
         # a separate session: this process gets Ctrl-C and forwards it
         self.processes[number] = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
 
@@ -333,13 +333,13 @@ class Search:
         elif record.is_live:
             return None
         elif status == "done":
-            value = read_summary(run_dir).get(self.words["metric"])
+            value = read_summary(run_dir).get(self.options["metric"])
             if isinstance(value, (int, float)) and math.isfinite(value):
                 self.study.tell(number, float(value))
-                print(f"trial {number}: {self.words['metric']} {value:.6g}", flush=True)
+                print(f"trial {number}: {self.options['metric']} {value:.6g}", flush=True)
             else:
                 self.study.tell(number, state=TrialState.FAIL)
-                print(f"trial {number}: its summary has no {self.words['metric']}", flush=True)
+                print(f"trial {number}: its summary has no {self.options['metric']}", flush=True)
         elif status == "cancelled" or (process is not None and process.returncode == PREEMPTED):
             if self.stopped:
                 return None

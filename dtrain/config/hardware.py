@@ -211,10 +211,10 @@ def smi_name(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.r
     return answer.stdout.strip().partition("\n")[0] or None if answer.returncode == 0 else None
 
 
-def load(name: str, **figures: Any) -> Hardware:
-    """Load conf/hardware/NAME.yaml; `figures` replace single values."""
+def load(name: str, **values: Any) -> Hardware:
+    """Load conf/hardware/NAME.yaml; `values` replace single values."""
     known = {key: value for key, value in section("hardware", name).items() if key != "_target_"}
-    return Hardware(**known | figures)
+    return Hardware(**known | values)
 
 
 def world_size(config: Any) -> int:

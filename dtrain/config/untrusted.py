@@ -184,10 +184,10 @@ def check_file(path: Path, tree: dict[str, Any]) -> None:
 
 
 def check_resolvers(tree: Any, typed: Iterable[str] = ()) -> None:
-    words = list(typed)
+    overrides = list(typed)
     for key, text in resolvers(tree):
         asked = re.findall(r"\$\{[^}]*\}*", text)
-        if not in_conf(text) and not all(any(part in word for word in words) for part in asked):
+        if not in_conf(text) and not all(any(part in word for word in overrides) for part in asked):
             rule = "only the command line may use resolvers (environment variables, files, …), not a file"
             raise bad(key, text, rule, f"write the value itself, or give it on the command line: {key}=…")
 

@@ -139,8 +139,8 @@ def compare(path: Path, model: Mapping[str, Any], theirs: Mapping[str, Any], fix
     """Refuse a model of other sizes, and list all overrides to type."""
     differ = differing(model, theirs)
     if differ:
-        said = ", ".join(f"model.{k} is {_text(model[k])} and {_text(v)} in init_from" for k, v in differ.items())
-        raise wrong(path, f"its sizes differ from the model's: {said}", fix or typed(differ))
+        pairs = ", ".join(f"model.{k} is {_text(model[k])} and {_text(v)} in init_from" for k, v in differ.items())
+        raise wrong(path, f"its sizes differ from the model's: {pairs}", fix or typed(differ))
 
 
 def differing(model: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,5 +235,5 @@ def check_headers(path: Path, family: Family, entries: Mapping[str, Entry], sett
         if entry.shape != wanted[entry] and not name.startswith(huggingface.CLASSES):  # a new head is drawn
             odd.append(entry)
     if odd:
-        said = f"{odd[0].name} has shape {list(odd[0].shape)}, but {list(wanted[odd[0]])} by its config.json"
-        raise wrong(path, f"{said}; {len(odd)} such in all", AGAIN)
+        text = f"{odd[0].name} has shape {list(odd[0].shape)}, but {list(wanted[odd[0]])} by its config.json"
+        raise wrong(path, f"{text}; {len(odd)} such in all", AGAIN)

@@ -161,8 +161,8 @@ def write_stream(path: Path, final: Final, dtype: torch.dtype | None, metadata: 
             file.write(len(start).to_bytes(8, "little") + start)
             for name, weight in final:
                 weight = as_dtype(weight, dtype)
-                said = (next(names, None), header.get(name, {}).get("shape"))
-                assert said == (name, list(weight.shape)), f"{name} differs from its header: {said}"
+                written = (next(names, None), header.get(name, {}).get("shape"))
+                assert written == (name, list(weight.shape)), f"{name} differs from its header: {written}"
                 if weight.numel():
                     file.write(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             assert next(names, None) is None and file.tell() == 8 + len(start) + end, "the header says more"

@@ -41,7 +41,7 @@ def quad(first: int) -> int:
     return -(-first // 4)
 
 
-def by_chance(x: Tensor, noise: Tensor) -> Tensor:
+def rounded(x: Tensor, noise: Tensor) -> Tensor:
     """fp32 to bf16: add 16 random bits below the last kept bit, and truncate. NaN stays NaN."""
     cut = (x.view(torch.int32) + noise.to(torch.int32)) & -(1 << 16)
     return torch.where(x.isnan(), x, cut.view(torch.float32)).bfloat16()

@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
 
 def start(argv: list[str]) -> list[tuple[int, Path]]:
     """Compose and launch the runs that `argv` describes; return (exit code, run folder) per run. Errors propagate."""
-    environ, words = {name: os.environ.get(name) for name in ("HYDRA_FULL_ERROR", TRUST)}, sys.argv
+    environ, typed_argv = {name: os.environ.get(name) for name in ("HYDRA_FULL_ERROR", TRUST)}, sys.argv
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, so that dtrain formats the error and exits with 2
     ended: list[tuple[int, Path]] = []
     if os.getcwd() not in sys.path:  # the user's own modules are here; the ranks import from here too
@@ -88,11 +88,11 @@ def start(argv: list[str]) -> list[tuple[int, Path]]:
         with composed.mode_known(sys.argv[1:]), composed.quick():
             hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
     except SystemExit as stop:
-        if stop.__cause__ is not None:  # an exception raised inside a Hydra callback, see `heard`
+        if stop.__cause__ is not None:  # an exception raised inside a Hydra callback, see `raise_through_hydra`
             raise stop.__cause__ from None
         raise
     finally:
-        sys.argv = words
+        sys.argv = typed_argv
         for name, value in environ.items():
             os.environ.pop(name, None)
             if value is not None:
@@ -106,7 +106,7 @@ def slug(text: str) -> str:
 
 
 @contextmanager
-def heard() -> Iterator[None]:
+def raise_through_hydra() -> Iterator[None]:
     """Re-raise exceptions as SystemExit: Hydra turns any other exception in a callback into a warning and continues."""
     try:
         yield
@@ -123,14 +123,14 @@ class Gate(Callback):
         self._check([config])
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        with heard():
+        with raise_through_hydra():
             redaction.check(str(config.hydra.sweep.dir), "hydra.sweep.dir")
         if sweeps.known_before(config.hydra):
             folder = Path(config.hydra.sweep.dir)
-            with heard():  # check the lock first: folders that another command is still filling look broken
+            with raise_through_hydra():  # check the lock first: folders still being filled look broken
                 self.lock = sweeps.lock(folder) if (folder / sweeps.LOCK).exists() else None
             self._check(sweeps.jobs_of(config))
-            with heard():
+            with raise_through_hydra():
                 self.lock = self.lock or sweeps.lock(folder)  # held until this process ends
             sweeps.note(folder, sys.argv[1:])
         # else: a search chooses its jobs as it runs; each job is checked when it starts
@@ -139,7 +139,7 @@ class Gate(Callback):
         log = logging.getLogger("dtrain")
         log.disabled = False  # Hydra's logging is off, and turning it off disables every other logger
         log.setLevel(logging.WARNING)
-        with heard():
+        with raise_through_hydra():
             checked = [resolve(config) for config in configs]
             os.environ[TRUST] = ",".join(checked[0]["trust"])  # dry_run prints it
             plans = [run_prediction.plan_of(config) for config in checked]
@@ -153,7 +153,7 @@ class Gate(Callback):
                 elif hasattr(cluster, "check"):  # the scheduler or this machine can reject the request
                     cluster.check(config)
         if checked[0]["dry_run"]:
-            with heard():  # `| head` closes the pipe; the error must not fall through to a launch
+            with raise_through_hydra():  # `| head` closes the pipe; the error must not fall through to a launch
                 for cluster, config, plan in zip(clusters, checked, plans, strict=True):
                     if config["resume"]:
                         say_beginning(Path(config["run_dir"]), sys.stderr)
@@ -170,7 +170,7 @@ class Gate(Callback):
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
-        with heard():
+        with raise_through_hydra():
             submitted = sweeps.submit(folder, self.asked)
         tables.print_sweep(sweeps.points(folder))
         if submitted:
@@ -257,9 +257,9 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
             )
     if "choices" in cfg:
         raise unknown("choices", known_settings())
-    words: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)  # one by one, interpolations would resolve
+    overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)  # one by one, they would resolve
     try:
-        config = resolved(cfg, words)
+        config = resolved(cfg, overrides)
     except InterpolationKeyError as error:  # e.g. text data for a user's model that defines no sequence length
         asked = re.search(r"'([\w.]+)' not found", str(error))
         if asked is None or not error.full_key:

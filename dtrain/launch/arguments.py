@@ -125,8 +125,8 @@ def offer_own(argv: list[str]) -> list[str]:
     argv = [re.sub(rf"^({'|'.join(own)})\.", r"++\g<0>", a) for a in argv]
     if re.fullmatch(r"\[.*\]", given.get("trust", "[]")) is None:  # not a list: rejected later with a message
         return argv
-    words = trust_of(argv)
-    return [*(a for a in argv if not a.startswith("trust=")), *([f"trust=[{','.join(words)}]"] if words else [])]
+    trusted = trust_of(argv)
+    return [*(a for a in argv if not a.startswith("trust=")), *([f"trust=[{','.join(trusted)}]"] if trusted else [])]
 
 
 def trust_of(argv: list[str]) -> list[str]:

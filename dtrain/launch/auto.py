@@ -27,7 +27,7 @@ from dtrain.plan.model_shape import shape_of
 from dtrain.plan.predict import why_not
 from dtrain.plan.report import lacking
 from dtrain.plan.search.explain_choice import name, why
-from dtrain.plan.search.search import search, words
+from dtrain.plan.search.search import overrides_of, search
 from dtrain.plan.sections import missing_package, strategy_section, with_detected
 from dtrain.util.format import gib
 from dtrain.util.host_memory import described, total_bytes
@@ -68,8 +68,8 @@ def recipe_settings(name: str | None) -> set[str]:
 def unsaid(section: Mapping[str, Any], typed: set[str], chosen: list[str]) -> list[str]:
     """Return overrides that reset the recipe's settings for its original strategy."""
     target = strategy_section(chosen[0].partition("=")[2])
-    said = {word.partition("=")[0] for word in chosen} | typed
-    recipes = [key for key, value in section.items() if value != STAND_IN.get(key) and f"strategy.{key}" not in said]
+    given = {word.partition("=")[0] for word in chosen} | typed
+    recipes = [key for key, value in section.items() if value != STAND_IN.get(key) and f"strategy.{key}" not in given]
     return [f"strategy.{k}={json.dumps(target[k])}" if k in target else f"~strategy.{k}" for k in recipes]
 
 
@@ -79,7 +79,7 @@ def choose(config: Mapping[str, Any], typed: set[str]) -> tuple[list[str], str]:
     check_ranges(flatten(dict(config)))
     config = with_detected(dict(config))
     if reason := why_not(config):
-        return without_figures(config, typed, reason)
+        return without_predictions(config, typed, reason)
     found = [p for p in search(config, typed, time_unfit=False) if not missing_package(p.layout.strategy)]
     if not found:
         fix = "give fewer of the degrees and batch sizes, or choose a strategy: strategy=fsdp"
@@ -88,11 +88,11 @@ def choose(config: Mapping[str, Any], typed: set[str]) -> tuple[list[str], str]:
     if best.fits is False and not config["force"]:
         rule = f"no layout fits: the smallest, {name(best.layout)}, {lacking(best)}"
         raise bad("strategy", AUTO, rule, "more GPUs (dtrain plan says how many), or a smaller model")
-    chosen = words(best, config)
+    chosen = overrides_of(best, config)
     return chosen, f"{why(found, config)} As overrides: {' '.join(chosen)}"
 
 
-def without_figures(config: Mapping[str, Any], typed: set[str], reason: str) -> tuple[list[str], str]:
+def without_predictions(config: Mapping[str, Any], typed: set[str], reason: str) -> tuple[list[str], str]:
     """Choose without a ranking: without a GPU, use ddp if all copies fit in the machine's memory."""
     shape = shape_of(config)
     here = "gpus_per_node" not in config["cluster"]

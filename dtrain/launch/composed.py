@@ -24,11 +24,11 @@ from dtrain.config.untrusted import quick_yaml
 
 
 @contextmanager
-def mode_known(words: Sequence[str]) -> Iterator[None]:
+def mode_known(overrides: Sequence[str]) -> Iterator[None]:
     """Skip the composition that only reads hydra.mode, unless an override may set it; conf/ never sets it."""
     original = Hydra.get_mode
     may_set = re.compile(r"\W*hydra(/|=|\.mode|\.searchpath)|--config|-c[pnd]$")
-    if not any(may_set.match(word) for word in words):
+    if not any(may_set.match(word) for word in overrides):
         Hydra.get_mode = lambda self, config_name, overrides: None  # type: ignore[method-assign]
     try:
         yield
@@ -73,10 +73,10 @@ def keep_jobs(loader: Any) -> None:
     kept: dict[tuple[str, ...], DictConfig] = {}
 
     def once(master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        words = tuple(sweep_overrides)
-        if words not in kept:
-            kept[words] = compose(master_config, sweep_overrides)
-        config = copy.deepcopy(kept[words])
+        overrides = tuple(sweep_overrides)
+        if overrides not in kept:
+            kept[overrides] = compose(master_config, sweep_overrides)
+        config = copy.deepcopy(kept[overrides])
         OmegaConf.copy_cache(from_config=master_config, to_config=config)  # ${now:} stays the first job's
         return config
 

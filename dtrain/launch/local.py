@@ -110,8 +110,8 @@ class Torchrun(Supervisor):
     def place(self) -> dict[str, Any]:
         return {"nodes": [socket.gethostname()]}
 
-    def killed_ranks(self, said: str) -> list[tuple[int, str]]:
-        return killed_ranks(said)
+    def killed_ranks(self, output: str) -> list[tuple[int, str]]:
+        return killed_ranks(output)
 
 
 def killed_ranks(torchrun_log: str) -> list[tuple[int, str]]:

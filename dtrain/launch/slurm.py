@@ -211,9 +211,9 @@ class Slurm:
         }  # fmt: skip
 
     def _check_words(self, name: str, folder: Path) -> None:
-        said = {f"cluster.{k}": v for k, v in self.parameters.items()}
-        said |= {f"cluster.sbatch.{k}": v for k, v in self.additional.items()}
-        slurm.check_words({"name": name, **said}, folder, _import_path())
+        texts = {f"cluster.{k}": v for k, v in self.parameters.items()}
+        texts |= {f"cluster.sbatch.{k}": v for k, v in self.additional.items()}
+        slurm.check_texts({"name": name, **texts}, folder, _import_path())
 
     def submit(self, run_dirs: Sequence[Path], folder: Path, name: str | None = None) -> list[str]:
         """Submit one job for one run, or an array for runs with equal requests; write each job id to launch.json."""

@@ -95,8 +95,8 @@ class Srun(Supervisor):
         """Check NCCL's choice, if NCCL_DEBUG=INFO logged it: sockets in place of InfiniBand are easy to miss."""
         from dtrain.preflight import nccl_log
 
-        said = (run_dir / "logs" / "rank-0.log").read_bytes()[-TAIL:].decode(errors="replace")
-        if found := nccl_log.mismatch(self.config, said):
+        output = (run_dir / "logs" / "rank-0.log").read_bytes()[-TAIL:].decode(errors="replace")
+        if found := nccl_log.mismatch(self.config, output):
             say(f"warning: {found}")
 
     def kill(self, process: subprocess.Popen[bytes]) -> None:
@@ -110,17 +110,17 @@ class Srun(Supervisor):
     def place(self) -> dict[str, Any]:
         return {"job_id": job_id(), "restart": int(os.environ.get("SLURM_RESTART_COUNT", "0")), "nodes": self.nodes}
 
-    def killed_ranks(self, said: str) -> list[tuple[int, str]]:
-        self.killed_node = killed_node(said, self.cluster["processes"]) if len(self.nodes) > 1 else ""
-        return killed_ranks(said)
+    def killed_ranks(self, output: str) -> list[tuple[int, str]]:
+        self.killed_node = killed_node(output, self.cluster["processes"]) if len(self.nodes) > 1 else ""
+        return killed_ranks(output)
 
 
-def killed_ranks(said: str) -> list[tuple[int, str]]:
+def killed_ranks(output: str) -> list[tuple[int, str]]:
     """(rank, signal) of the first task that died, according to srun: `srun: error: node2: task 3: Killed`."""
     names = {"Killed": "SIGKILL", "Out Of Memory": "SIGKILL", "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT"}
     names |= {"Bus error": "SIGBUS", "Illegal instruction": "SIGILL", "Floating point exception": "SIGFPE"}
     names |= {"User defined signal 1": "SIGUSR1", "User defined signal 2": "SIGUSR2", "Terminated": "SIGTERM"}
-    found = re.search(rf"srun: error: \S+ tasks? (\d+)[\d,-]*: ({'|'.join(names)}|Exited with exit code (\d+))", said)
+    found = re.search(rf"srun: error: \S+ tasks? (\d+)[\d,-]*: ({'|'.join(names)}|Exited with exit code (\d+))", output)
     if not found or found[3] in OUR_CODES:  # ranks that exit with one of our codes leave a failure note
         return []
     code = int(found[3] or 0)
@@ -128,9 +128,9 @@ def killed_ranks(said: str) -> list[tuple[int, str]]:
     return [(int(found[1]), names.get(found[2]) or by_shell.get(code) or f"exit code {code}")]
 
 
-def killed_node(said: str, ranks_per_node: int) -> str:
+def killed_node(output: str, ranks_per_node: int) -> str:
     """The node whose ranks died first and all at once. The cause is the node or a late kill by SLURM, not a rank."""
-    found = re.search(r"srun: error: (\S+): tasks? (\d+)(?:-(\d+))?: (\w+)", said)
+    found = re.search(r"srun: error: (\S+): tasks? (\d+)(?:-(\d+))?: (\w+)", output)
     whole = found and found[4] == "Killed" and int(found[3] or found[2]) - int(found[2]) + 1 == ranks_per_node > 1
     return found[1] if found and whole else ""
 
@@ -158,8 +158,8 @@ def scontrol(*command: str, timeout: float = 60) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        say(f"{shlex.join(command)}: {said.strip()}")
+        output = getattr(error, "stderr", None) or str(error)
+        say(f"{shlex.join(command)}: {output.strip()}")
         return ""
 
 

@@ -83,8 +83,8 @@ class Supervisor:
         stop: returns True if a stop signal arrived before the handlers here were installed.
         """
         wanted = [*STOP_SIGNALS, signal.SIGHUP]  # SIGHUP: the terminal was closed
-        heard = [s for s in wanted if signal.getsignal(s) != signal.SIG_IGN]  # nohup ignores SIGHUP; respect that
-        before = {number: signal.signal(number, self._on_signal) for number in heard}
+        handled = [s for s in wanted if signal.getsignal(s) != signal.SIG_IGN]  # nohup ignores SIGHUP; respect that
+        before = {number: signal.signal(number, self._on_signal) for number in handled}
         if stop():
             self.stop_requested_at = time.monotonic()
         try:
@@ -164,8 +164,9 @@ class Supervisor:
             kind, source = ("start", self.log_name) if self.hung else ("stopped", "rank-0.log")
             self.failure = failure(None, kind, killed_because, f"logs/{source}")
         else:
-            said = (logs / self.log_name).read_bytes()[position:].decode(errors="replace")
-            self.failure = first_failure(run_dir, self.killed_ranks(said)) or self._silence(run_dir, returncode, said)
+            output = (logs / self.log_name).read_bytes()[position:].decode(errors="replace")
+            first = first_failure(run_dir, self.killed_ranks(output))
+            self.failure = first or self._silence(run_dir, returncode, output)
         if self.node_rank == 0:
             with contextlib.suppress(OSError):  # on a full disk, only the screen shows it
                 write_json(run_dir / "failure.json", self.failure)
@@ -216,11 +217,11 @@ class Supervisor:
             self.stepped = True
             self.on_first_step(run_dir)
 
-    def _silence(self, run_dir: Path, returncode: int, said: str) -> dict[str, Any]:
+    def _silence(self, run_dir: Path, returncode: int, output: str) -> dict[str, Any]:
         log = f"logs/{self.log_name}"
         if full := disk_space.shortage(run_dir, 2**20):
             return failure(None, "disk", f"{full}, then resume", log)
-        tail = "\n".join(said.splitlines()[-15:])
+        tail = "\n".join(output.splitlines()[-15:])
         return failure(None, "launch", f"{Path(self.log_name).stem} ended with {returncode}\n{tail}", log)
 
 

@@ -105,8 +105,8 @@ def init_weights(inner: Callable[..., None], name: str, weight: Tensor, generato
         inner(name, weight, generator)
 
 
-def share_of(figure: Callable[[], float], share: float) -> float:
-    return figure() * share
+def share_of(total: Callable[[], float], share: float) -> float:
+    return total() * share
 
 
 # ---- the base: every weight that adapters leave unchanged ----------------------------------------------------

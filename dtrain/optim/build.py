@@ -31,12 +31,12 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        by_chance = any(p.dtype == torch.bfloat16 for group in self.param_groups for p in group["params"])
-        if closure is None and (by_chance or has_kernel()):
+        stochastic = any(p.dtype == torch.bfloat16 for group in self.param_groups for p in group["params"])
+        if closure is None and (stochastic or has_kernel()):
             plan = self._plan()
             if plan.fits:
                 return self._launch(plan, None, None)
-            if by_chance:
+            if stochastic:
                 return self._step_by_chance(plan)
             plan.gradients = []
         return super().step(closure)
@@ -125,9 +125,7 @@ class AdamW(torch.optim.AdamW):
                 noise = stochastic_rounding.words(p.numel(), self.seed, count, s.number, s.offset, p.device).view(
                     p.shape
                 )
-                p, m, v = (
-                    stochastic_rounding.by_chance(t, noise >> at & 0xFFFF) for t, at in ((p, 0), (m, 8), (v, 16))
-                )
+                p, m, v = (stochastic_rounding.rounded(t, noise >> at & 0xFFFF) for t, at in ((p, 0), (m, 8), (v, 16)))
             s.values.copy_(p)
             s.first.copy_(m)
             s.second.copy_(v)

@@ -56,8 +56,8 @@ def way_out(config: Mapping[str, Any]) -> str:
         found = None
     if found is None:
         return "more GPUs, or a smaller model: no layout of these GPUs holds it"
-    words, prediction = found
-    return f"{' '.join(words)}{left_out(config, words)} ({gib(prediction.row()['memory_gib']['total'])})"
+    overrides, prediction = found
+    return f"{' '.join(overrides)}{left_out(config, overrides)} ({gib(prediction.row()['memory_gib']['total'])})"
 
 
 def in_half(config: Mapping[str, Any]) -> tuple[list[str], Prediction] | None:
@@ -70,5 +70,5 @@ def in_half(config: Mapping[str, Any]) -> tuple[list[str], Prediction] | None:
     choices = {**config["choices"], "precision": name}
     half = {**config, "precision": dict(section("precision", name)), "choices": choices}
     prediction = predict(half)
-    words, best = ([], prediction) if prediction and prediction.fits else nearest(half) or ([], None)
-    return ([f"precision={name}", *words], best) if best else None
+    overrides, best = ([], prediction) if prediction and prediction.fits else nearest(half) or ([], None)
+    return ([f"precision={name}", *overrides], best) if best else None

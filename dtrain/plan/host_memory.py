@@ -97,9 +97,9 @@ def rank_bytes(held: Held, layout: Layout, forgets: bool) -> float:
 def leaner(config: Mapping[str, Any], has: float) -> str:
     """Return the smallest change with which the states leave enough room, as overrides."""
     try:
-        for words, variant in lean_changes(config):
+        for overrides, variant in lean_changes(config):
             if needs := accepted(variant, HOST_SHARE * has):
-                return f"{' '.join(words)}{left_out(config, words)} ({gib(needs / GIB)})"
+                return f"{' '.join(overrides)}{left_out(config, overrides)} ({gib(needs / GIB)})"
     except Exception as fault:  # the rejection is right even without a suggestion
         if strict():
             raise

@@ -90,9 +90,9 @@ def asked_for(config: Mapping[str, Any], start: str) -> bool:
     return bool(config["resume"] or config["choices"].get("recipe") or any(w.startswith(start) for w in typed))
 
 
-def left_out(config: Mapping[str, Any], words: list[str]) -> str:
+def left_out(config: Mapping[str, Any], overrides: list[str]) -> str:
     """List the user's strategy settings that the replacement strategy does not have."""
-    new = next((word.partition("=")[2] for word in words if word.startswith("strategy=")), None)
+    new = next((word.partition("=")[2] for word in overrides if word.startswith("strategy=")), None)
     if new is None:
         return ""
     before, after = strategy_section(config["choices"]["strategy"]), strategy_section(new)
@@ -110,7 +110,7 @@ def show(plan: Mapping[str, Any], stream: TextIO) -> None:
 
 def lines(plan: Mapping[str, Any]) -> list[str]:
     """Return the lines printed before a run: the choice of strategy=auto, and the prediction. Empty if unknown."""
-    said = [f"{'auto':<10}{plan['chosen']}"] if plan.get("chosen") else []
+    lines = [f"{'auto':<10}{plan['chosen']}"] if plan.get("chosen") else []
     memory, step_s = as_dict(plan.get("memory_gib")), as_dict(plan.get("step_s")).get("total")
     parts = [memory_text(memory) if memory.get("limit") else ""]  # CPU processes use more than their tensors
     if step_s is not None:
@@ -120,7 +120,7 @@ def lines(plan: Mapping[str, Any]) -> list[str]:
     text = " · ".join(part for part in parts if part)
     rates = "rates measured; no run compared yet" if plan.get("measured") else "not calibrated"
     certain = "calibrated by a measured step" if plan.get("calibrated") else rates
-    return [*said, f"{'predicted':<10}{text} (hardware={plan['hardware']}, {certain})"] if text else said
+    return [*lines, f"{'predicted':<10}{text} (hardware={plan['hardware']}, {certain})"] if text else lines
 
 
 def memory_text(memory: Mapping[str, Any]) -> str:

@@ -45,8 +45,8 @@ def with_detected(config: dict[str, Any]) -> dict[str, Any]:
     name = detect()
     if name is None:
         return config
-    said = {key: value for key, value in config["hardware"].items() if value not in (None, "")}
-    hardware = {**section("hardware", name), **this_host(name), **said}
+    given = {key: value for key, value in config["hardware"].items() if value not in (None, "")}
+    hardware = {**section("hardware", name), **this_host(name), **given}
     return {**config, "hardware": hardware, "choices": {**config["choices"], "hardware": name}}
 
 

@@ -132,8 +132,8 @@ class Full:
     ) -> None:
         """Explain an unfinished measurement: which node broke, or which was behind at the timeout."""
         if died:
-            said = tail(self.log(died)) or f"see {self.log(died)}"
-            text = f"the measuring ranks ended with code {processes[died].poll()}: {said}"
+            output = tail(self.log(died)) or f"see {self.log(died)}"
+            text = f"the measuring ranks ended with code {processes[died].poll()}: {output}"
             self.add(died, "measurements", "bad", text, f"the whole log: {self.log(died)}")
             return
         stages = {
@@ -199,9 +199,7 @@ class Full:
         inside = {node: self.get(node, "inside") for node in self.nodes}
         for name, label in LABELS.items():
             expected = self.hardware.nvlink_busbw_gb_s if name == "all_reduce" else self.hardware.gather_busbw_gb_s
-            found = {
-                node: figure for node, values in inside.items() if (figure := figure_of(values.get(name))) is not None
-            }
+            found = {node: busbw for node, values in inside.items() if (busbw := rate_of(values.get(name))) is not None}
             middle = median(found.values()) if found else 0.0
             for node, value in found.items():
                 problem = self.problem(value, expected, middle, len(found))
@@ -216,33 +214,33 @@ class Full:
 
     def judge_across(self) -> None:
         across = self.get(self.nodes[0], "across")
-        figures = {name: value for name in LABELS if (value := figure_of(across.get(name))) is not None}
-        if not figures:
+        rates = {name: value for name in LABELS if (value := rate_of(across.get(name))) is not None}
+        if not rates:
             return  # explain_end reported why
         least = self.plan["least_across"]
-        said = ", ".join(f"{LABELS[name]} {three_digits(value)} GB/s" for name, value in figures.items())
+        summary = ", ".join(f"{LABELS[name]} {three_digits(value)} GB/s" for name, value in rates.items())
         pairs = [tuple(p) for p in self.get(self.nodes[0], "pairs").get("pairs", [])]
         hunt = Hunt(self.nodes, least, self.outlier)
-        for a, b, figure in pairs:
-            hunt.record((a, b), figure)
+        for a, b, rate in pairs:
+            hunt.record((a, b), rate)
         verdict = hunt.verdict() if pairs else None
         slow = verdict.nodes if verdict else []
         slow += [node for pair in (verdict.links if verdict else []) for node in pair if node not in slow]
-        too_slow = least is not None and figures.get("all_reduce", math.inf) < least
+        too_slow = least is not None and rates.get("all_reduce", math.inf) < least
         if too_slow and not slow:
             slow = list(self.nodes)
         wanted = f"; expected: {self.hardware.network_busbw_gb_s:g} GB/s" if least is not None else ""
         for node in self.nodes:
-            mine = [f"{a} – {b} {three_digits(v)} GB/s" for (a, b), v in hunt.figures.items() if node in (a, b)]
-            best = three_digits(max(hunt.figures.values(), default=0.0))
+            mine = [f"{a} – {b} {three_digits(v)} GB/s" for (a, b), v in hunt.rates.items() if node in (a, b)]
+            best = three_digits(max(hunt.rates.values(), default=0.0))
             if node not in slow:
-                short = f"{three_digits(figures.get('all_reduce', 0))} GB/s"
-                self.add(node, "across", "ok", f"across all nodes: {said}", short=short)
+                short = f"{three_digits(rates.get('all_reduce', 0))} GB/s"
+                self.add(node, "across", "ok", f"across all nodes: {summary}", short=short)
                 continue
             if (verdict and verdict.all_slow) or not mine:
-                text = f"no pair of nodes is fast enough, so the cause is the fabric or its profile: {said}{wanted}"
+                text = f"no pair of nodes is fast enough, so the cause is the fabric or its profile: {summary}{wanted}"
             else:
-                text = f"the link to this node is slow: {', '.join(mine)}{wanted}; the best has {best} (all: {said})"
+                text = f"the link to this node is slow: {', '.join(mine)}{wanted}; the best has {best} (all: {summary})"
             fix = "ethtool or ibstat there: the link's rate and errors; cluster.exclude it until it is repaired"
             self.add(node, "across", "bad", text, fix)
 
@@ -266,6 +264,6 @@ class Full:
                 self.add(node, "transport", "skipped", "NCCL's log does not say what it uses")
 
 
-def figure_of(value: Any) -> float | None:
+def rate_of(value: Any) -> float | None:
     """Return the GB/s of a posted (GB/s, MiB)."""
     return number(value[0]) if isinstance(value, (list, tuple)) and value else None

@@ -83,7 +83,7 @@ def adapters(
     wanted = [word.partition(":")[0] for word in (hca or "").split(",") if word] or active
     missing, idle = [w for w in wanted if w not in others], [w for w in wanted if w in others and w not in active]
     if not wanted or missing or idle:
-        said = [
+        problems = [
             f"{', '.join(missing)} not there" if missing else "",
             f"{', '.join(idle)} without an active port" if idle else "",
         ]
@@ -94,7 +94,7 @@ def adapters(
         fix = "ibstat shows the ports; is the subnet manager up?"
         if active:
             fix = f"'cluster.fabric.hca=\"{','.join(active)}\"'"
-        text = f"cluster.fabric.hca={hca}: {'; '.join(filter(None, said)) or 'no adapter'}; {there}"
+        text = f"cluster.fabric.hca={hca}: {'; '.join(filter(None, problems)) or 'no adapter'}; {there}"
         return finding("adapters", "bad", text, fix)
     return finding("adapters", "ok", f"active: {', '.join(wanted)}", short=f"{len(wanted)} ib")
 

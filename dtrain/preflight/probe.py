@@ -60,11 +60,11 @@ class Rank:
         from dtrain.util import device_rates
 
         self.stage(self.link, "measuring its device")
-        figures = {
+        rates = {
             "matmul_tflops": device_rates.matmul_tflops(self.device),
             "memory_gb_s": device_rates.memory_gb_s(self.device),
         }
-        self.link.post("rates", figures)
+        self.link.post("rates", rates)
         if len(self.nodes) * self.tasks == 1:
             self.link.post("inside", {"done": True})
             return
@@ -139,18 +139,18 @@ class Rank:
             if not pairs:
                 break
             mine = next((pair for pair in pairs if self.node in pair), None)
-            figure = 0.0
+            rate = 0.0
             if mine:
-                figure = self.measure(list(mine), COLLECTIVES[:1], f"pair {mine[0]}, {mine[1]}")["all_reduce"][0]
+                rate = self.measure(list(mine), COLLECTIVES[:1], f"pair {mine[0]}, {mine[1]}")["all_reduce"][0]
             else:
                 self.groups([self.node])
-            said: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(said, (mine, figure), group=control)
-            for pair, value in said:
+            gathered: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, (mine, rate), group=control)
+            for pair, value in gathered:
                 if pair is not None:
                     hunt.record(tuple(pair), value)
         if self.rank == 0:
-            self.link.post("pairs", {"pairs": [[a, b, figure] for (a, b), figure in hunt.figures.items()]})
+            self.link.post("pairs", {"pairs": [[a, b, rate] for (a, b), rate in hunt.rates.items()]})
 
 
 if __name__ == "__main__":

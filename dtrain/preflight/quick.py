@@ -138,26 +138,26 @@ class Quick:
     def silent(self, node: str, agent: subprocess.Popen[bytes] | str) -> list[Check]:
         """Explain a node that never answered: it could not be started, its agent broke, or nothing arrived."""
         seconds = time.monotonic() - self.began
-        said = tail(self.log(node))
+        ending = tail(self.log(node))
         fix = f"sinfo -n {node}; is it up, and does it see {self.run_dir}? cluster.exclude={node} leaves it out"
         if "SLURM_JOB_ID" not in os.environ:
             fix = f"is it up, and does it see {self.run_dir}?"
         own = []
         if isinstance(agent, str):
             text = f"the agent could not be started: {agent}"
-        elif NO_CONTROLLER.search(said):  # not the node's fault
+        elif NO_CONTROLLER.search(ending):  # not the node's fault
             here = node_name()
             text = f"not checked: {here}, where this runs, cannot reach SLURM's controller, so no agent was started"
             fix = f"ip -br addr and ip route on {here}, scontrol ping there: is its link down, or the controller?"
             if node == here:
                 found = node_checks.guarded("interface", lambda: node_checks.interface(self.interface, interfaces()))
                 own = [as_check(node, finding) for finding in found if finding["state"] == "bad"]
-        elif UNREACHABLE.search(said):
-            text = f"SLURM cannot reach it: the node is down, or its link is ({said})"
+        elif UNREACHABLE.search(ending):
+            text = f"SLURM cannot reach it: the node is down, or its link is ({ending})"
         elif agent.poll() is not None:
-            text = f"the agent ended with code {agent.poll()} before it answered" + (f": {said}" if said else "")
+            text = f"the agent ended with code {agent.poll()} before it answered" + (f": {ending}" if ending else "")
         else:
-            text = f"no answer within {seconds:.0f} s" + (f"; its log says: {said}" if said else "")
+            text = f"no answer within {seconds:.0f} s" + (f"; its log says: {ending}" if ending else "")
         return [Check(node, "answer", "bad", text, fix), *own]
 
 

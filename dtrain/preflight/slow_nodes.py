@@ -25,34 +25,34 @@ class Hunt:
 
     def __init__(self, nodes: list[str], least: float | None, outlier: float) -> None:
         self.nodes, self.least, self.outlier = nodes, least, outlier
-        self.figures: dict[Pair, float] = {}
+        self.rates: dict[Pair, float] = {}
 
-    def record(self, pair: Pair, figure: float) -> None:
-        self.figures[self.key(pair)] = figure
+    def record(self, pair: Pair, rate: float) -> None:
+        self.rates[self.key(pair)] = rate
 
     def key(self, pair: Pair) -> Pair:
         a, b = sorted(pair, key=self.nodes.index)
         return a, b
 
     def slow(self, pair: Pair) -> bool:
-        least = self.least if self.least is not None else self.outlier * max(self.figures.values())
-        return self.figures[self.key(pair)] < least
+        least = self.least if self.least is not None else self.outlier * max(self.rates.values())
+        return self.rates[self.key(pair)] < least
 
     def good(self) -> set[str]:
         """Return nodes with at least one pair that is not slow: a slow node has none."""
-        return {node for pair in self.figures if not self.slow(pair) for node in pair}
+        return {node for pair in self.rates if not self.slow(pair) for node in pair}
 
     def settled(self) -> set[str]:
         """Return good nodes, and nodes that are slow with two good ones: with one, the link may be the cause."""
         good = self.good()
-        beside = [node for pair in self.figures for node, other in (pair, pair[::-1]) if other in good]
+        beside = [node for pair in self.rates for node, other in (pair, pair[::-1]) if other in good]
         return good | {node for node in beside if beside.count(node) > 1}
 
     def next_round(self) -> list[Pair]:
         """Return disjoint pairs to measure now; [] if pairs can show nothing more."""
-        if not self.figures:
+        if not self.rates:
             return list(zip(self.nodes[::2], self.nodes[1::2], strict=False))
-        if self.least is None and len(self.figures) < 3:  # a single result is always the best: compare at least three
+        if self.least is None and len(self.rates) < 3:  # a single result is always the best: compare at least three
             return self.disjoint(combinations(self.nodes, 2))
         good, settled = self.good(), self.settled()
         open_nodes = [node for node in self.nodes if node not in settled]
@@ -64,13 +64,13 @@ class Hunt:
         """Return as many new, disjoint pairs as possible, in order."""
         free, chosen = set(self.nodes), []
         for pair in map(self.key, wanted):
-            if pair not in self.figures and set(pair) <= free:
+            if pair not in self.rates and set(pair) <= free:
                 chosen.append(pair)
                 free -= set(pair)
         return chosen
 
     def verdict(self) -> Verdict:
         good = self.good()
-        slow_nodes = [node for node in self.nodes if node not in good and any(node in pair for pair in self.figures)]
-        links = [pair for pair in self.figures if self.slow(pair) and set(pair) <= good]
+        slow_nodes = [node for node in self.nodes if node not in good and any(node in pair for pair in self.rates)]
+        links = [pair for pair in self.rates if self.slow(pair) and set(pair) <= good]
         return Verdict(slow_nodes, links, not good)

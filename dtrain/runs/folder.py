@@ -182,7 +182,7 @@ def predicted(run_dir: Path) -> dict[str, float] | None:
     if as_dict(plan.get("memory_gib")).get("limit") is None:  # on a CPU the process is measured, not its tensors
         plan.pop("memory_gib", None)
     values = {key: as_dict(plan.get(key)).get("total", plan.get(key)) for key in FIGURES}
-    return {key: figure for key, value in values.items() if (figure := finite(value)) is not None} or None
+    return {key: number for key, value in values.items() if (number := finite(value)) is not None} or None
 
 
 PLAN = "plan.json"

@@ -47,9 +47,9 @@ def started(run_dir: Path, launches: dict[str, Any] | None = None) -> float:
         written = path.stat().st_mtime
     except OSError:  # removed in the meantime
         return 0.0
-    said = launch_time(read_json(path) if launches is None else launches)
+    noted = launch_time(read_json(path) if launches is None else launches)
     # The mtime orders two launches within one second; it is only valid if the folder was not copied.
-    return written if said is None or abs(written - said) < 2 else said
+    return written if noted is None or abs(written - noted) < 2 else noted
 
 
 def run_name(run_dir: Path) -> str:
@@ -109,7 +109,7 @@ class Record:
         return any(str(a["job_id"]) == self.job_id for a in self.attempts)
 
     @property
-    def said(self) -> str | None:
+    def reported_status(self) -> str | None:
         """The status that the newest launch wrote, if any."""
         if self.job_id is not None and not self.has_begun:
             return None
@@ -119,7 +119,7 @@ class Record:
     @property
     def interrupted(self) -> bool:
         """Whether it reported a stop with a checkpoint and was not started again since."""
-        return self.said == "preempted" and (not self.attempts or self.attempts[-1]["ended"] is not None)
+        return self.reported_status == "preempted" and (not self.attempts or self.attempts[-1]["ended"] is not None)
 
     @property
     def cancel_asked(self) -> float | None:
@@ -130,13 +130,13 @@ class Record:
     @property
     def is_open(self) -> bool:
         """Whether only SLURM knows the run's state."""
-        return self.job_id is not None and self.said not in ("done", "failed") and not self.interrupted
+        return self.job_id is not None and self.reported_status not in ("done", "failed") and not self.interrupted
 
     @property
     def is_final(self) -> bool:
         """Whether the newest launch reported that it is finished for good."""
-        if self.said != "failed":
-            return self.said == "done"
+        if self.reported_status != "failed":
+            return self.reported_status == "done"
         if self.job_id is not None:
             return bool(self.attempts) and self.attempts[-1]["ended"] is not None
         return not as_dict(self.launch.get("cluster")).get("max_restarts")
@@ -149,7 +149,7 @@ class Record:
         if self.job:
             return not self.job.ended
         if self.job_id is not None:
-            return self.said != "failed"  # unknown: assume alive, since two jobs in one folder are worse than waiting
+            return self.reported_status != "failed"  # unknown: assume alive; two jobs in one folder are worse
         return self.status.rstrip("?") in ("queued", "starting", "running")
 
     @property
@@ -158,15 +158,15 @@ class Record:
 
         `died`: it reported running, but its process or job is gone. `?`: unknown, and no file changed for long.
         """
-        said, job = self.said, self.job
-        if said in ("done", "failed"):
-            return said
+        reported, job = self.reported_status, self.job
+        if reported in ("done", "failed"):
+            return reported
         if self.interrupted:
             return "cancelled" if self.cancel_asked and not (job and not job.ended) else "preempted"
-        if said not in (None, "running", "preempted"):
-            return str(said)
+        if reported not in (None, "running", "preempted"):
+            return str(reported)
         if self.job_id is None or job is None:
-            word = self._without_slurm(said)
+            word = self._without_slurm(reported)
             over = self.job_id is not None or word == "died"  # a local run may still be saving
             return "cancelled" if over and self.cancel_asked else word
         if job.queued:
@@ -175,19 +175,19 @@ class Record:
             return "running"
         if self.cancel_asked or job.state == "CANCELLED":
             return "cancelled"
-        if said is None and job.state in ("FAILED", "BOOT_FAIL", "OUT_OF_MEMORY", "TIMEOUT", "DEADLINE"):
+        if reported is None and job.state in ("FAILED", "BOOT_FAIL", "OUT_OF_MEMORY", "TIMEOUT", "DEADLINE"):
             return "failed"
         # SLURM requeues a job some seconds after it lost a node.
         return "preempted" if job.state in ("PREEMPTED", "NODE_FAIL") else "died"
 
-    def _without_slurm(self, said: str | None) -> str:
+    def _without_slurm(self, reported: str | None) -> str:
         launch, cluster = self.launch, as_dict(self.launch.get("cluster"))
-        word = "running" if said else "starting" if self.job_id is None else "queued"
+        word = "running" if reported else "starting" if self.job_id is None else "queued"
         pid = launch.get("pid")
         # A submitted job outlives the process that submitted it, so that pid is irrelevant.
         ours = "local" in str(cluster.get("_target_", "local")) or cluster.get("launcher") == "torchrun"
         # A run that was never submitted ends with its launcher.
-        ours = (ours or said is None) and self.job_id is None and launch.get("host") == socket.gethostname()
+        ours = (ours or reported is None) and self.job_id is None and launch.get("host") == socket.gethostname()
         if ours and isinstance(pid, int) and pid > 0:
             try:
                 os.kill(pid, 0)

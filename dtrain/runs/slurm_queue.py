@@ -75,8 +75,8 @@ def call(command: Sequence[str], seconds: float | None = None) -> str:
     except OSError as error:
         raise NoAnswer(f"{command[0]}: {error.strerror}", missing=True) from None
     if done.returncode:
-        said = " ".join((done.stderr.strip() or done.stdout.strip()).split())
-        raise NoAnswer(said or f"{command[0]} ended with exit code {done.returncode}")
+        message = " ".join((done.stderr.strip() or done.stdout.strip()).split())
+        raise NoAnswer(message or f"{command[0]} ended with exit code {done.returncode}")
     return done.stdout
 
 

@@ -54,15 +54,15 @@ class LateResult:
 
     late = True
 
-    def __init__(self, figures: Tensor) -> None:
-        self.figures = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
-        self.figures.copy_(figures, non_blocking=True)
+    def __init__(self, metrics: Tensor) -> None:
+        self.metrics = torch.empty(metrics.shape, dtype=metrics.dtype, pin_memory=True)
+        self.metrics.copy_(metrics, non_blocking=True)
         self.arrived = torch.cuda.Event()
         self.arrived.record()
 
     def read(self) -> StepResult:
         self.arrived.synchronize()
-        loss, norm, finite = self.figures.tolist()
+        loss, norm, finite = self.metrics.tolist()
         return StepResult(loss, norm, updated=bool(finite))
 
 
@@ -188,9 +188,9 @@ class Strategy:
         self.count_targets(targets)
         num_passes = len(inputs) / self.micro_batch_size
         if self.recorded is not None and not self.is_profiled and num_passes <= MOST_PASSES:
-            figures = self.recorded(inputs, targets)
-            if figures is not None:
-                return LateResult(figures)
+            metrics = self.recorded(inputs, targets)
+            if metrics is not None:
+                return LateResult(metrics)
         result = self.update(self.forward_backward(inputs, targets))
         if self.recorded is not None and isinstance(result, LateResult):
             self.recorded.watch(result.arrived)
@@ -276,7 +276,7 @@ class Strategy:
         return usual and ours and model and self.model is self.module and on_device and dist.get_world_size() == 1
 
     @property
-    def is_one_launch(self) -> bool:
+    def is_captured(self) -> bool:
         return self.recorded is not None and self.recorded.graph is not None
 
     def step_on_device(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -317,11 +317,11 @@ class Strategy:
         self.share_buffers()
         self.model.eval()
         self.count_targets(targets)
-        figures = []
+        results = []
         for x, y in zip(inputs.split(self.micro_batch_size), targets.split(self.micro_batch_size), strict=True):
             with self.autocast():
-                figures.append(self.model(x, y).float() * self.weight(y))
-        return self.mean_over_data_ranks(torch.stack(figures).mean(dim=0))
+                results.append(self.model(x, y).float() * self.weight(y))
+        return self.mean_over_data_ranks(torch.stack(results).mean(dim=0))
 
     def share_buffers(self) -> None:
         """Before an evaluation or a save: copy data rank 0's buffers to all data ranks.

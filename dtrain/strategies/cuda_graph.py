@@ -40,7 +40,7 @@ class RecordedStep:
         """Drop the graph before weights or state move to other memory; capture again."""
         self.graph: torch.cuda.CUDAGraph | None = None
         self.batch: tuple[Tensor, ...] = ()
-        self.figures = torch.empty(0)
+        self.metrics = torch.empty(0)
         self.number = self.steps_late = 0
         self.began = self.launched = 0.0
         self.ended: torch.cuda.Event | None = None
@@ -60,7 +60,7 @@ class RecordedStep:
             then.copy_(now, non_blocking=True)
         self.send()
         self.graph.replay()
-        return self.figures
+        return self.metrics
 
     def watch(self, ended: torch.cuda.Event) -> None:
         """Call after an eager step. If the step before it has already ended, the GPU is waiting for Python.
@@ -96,7 +96,7 @@ class RecordedStep:
                 torch.cuda.stream(stream),
                 torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
             ):
-                self.figures = self.step(*self.batch)
+                self.metrics = self.step(*self.batch)
         except Exception as error:
             # torch 2.11 leaves its allocator and generator in capture mode (pytorch pull request 180395)
             graph.reset()

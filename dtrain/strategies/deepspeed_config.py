@@ -259,15 +259,15 @@ def check_agreement(user: Mapping[str, Any], wanted: Mapping[str, tuple[Any, str
             conflicts[key] = f"{value}: dtrain has no value for it"
         elif key in wanted and "auto" not in (value, rival) and value != rival:
             conflicts[key] = f"{value}: {setting} is {rival}" if setting else f"{value}: dtrain needs {rival}"
-            changes += [f"{setting}={in_our_words(key, value)}"] if setting else []
+            changes += [f"{setting}={setting_value(key, value)}"] if setting else []
     if conflicts:
         lines = "".join(f"\n    {key}={why}" for key, why in conflicts.items())
         fix = f"remove {', '.join(conflicts)} from the file" + (f"; or {' '.join(changes)}" if changes else "")
         raise bad("strategy.deepspeed_config", path, f"contradicts dtrain's settings{lines}", fix)
 
 
-def in_our_words(key: str, value: Any) -> Any:
-    words = {
+def setting_value(key: str, value: Any) -> Any:
+    values = {
         "zero_optimization.stage": f"zero{value}",
         "bf16.enabled": "bf16" if value else "fp32",
         "fp16.enabled": "fp16" if value else "fp32",
@@ -275,7 +275,7 @@ def in_our_words(key: str, value: Any) -> Any:
         "fp16.initial_scale_power": 2.0**value if isinstance(value, (int, float)) else value,
         "scheduler.type": {v: k for k, v in SCHEDULES.items()}.get(str(value), "…"),
     }
-    return words.get(key, value)
+    return values.get(key, value)
 
 
 # ---- on each rank: the swap folder ---------------------------------------------------------------------------

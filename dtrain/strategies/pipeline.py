@@ -20,7 +20,7 @@ from dtrain.strategies.fsdp import data_mesh, free_layers, shard_layers
 from dtrain.strategies.grad_norm import total_norm
 from dtrain.strategies.pipeline_stages import Stages, TiedWeights, split_points, stage_of
 from dtrain.strategies.stage_layout import stages_of_rank
-from dtrain.strategies.tensor import cut_layers, finish_sums
+from dtrain.strategies.tensor import finish_sums, parallelize_layers
 from dtrain.util.dtensor import Held
 
 SCHEDULES: dict[str, Any] = {
@@ -91,7 +91,7 @@ class Pipeline(Strategy):
 
     def parallelize_stage(self, stage: nn.Module) -> nn.Module:
         """Apply tensor and data parallel inside a stage, as without a pipeline."""
-        cut_layers(stage, self.mesh["tp"], self.sequence_parallel, self.loss_parallel)
+        parallelize_layers(stage, self.mesh["tp"], self.sequence_parallel, self.loss_parallel)
         if self.compile != "none":
             compile_layers(stage)
         stage.forward = autocast_inside(stage.forward, self.autocast)  # not around the backward pass

@@ -37,7 +37,7 @@ class TensorParallel(Strategy):
         self.data, self.sequence_parallel, self.loss_parallel = data, sequence_parallel, loss_parallel
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        cut_layers(model, self.mesh["tp"], self.sequence_parallel, self.loss_parallel)
+        parallelize_layers(model, self.mesh["tp"], self.sequence_parallel, self.loss_parallel)
         if self.compile != "none":
             compile_layers(model)
         if self.sizes.dp > 1:
@@ -67,7 +67,7 @@ class TensorParallel(Strategy):
         return loss
 
 
-def cut_layers(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool, loss_parallel: bool) -> None:
+def parallelize_layers(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool, loss_parallel: bool) -> None:
     """Shard the model's matrices as its tp_plan says."""
     if mesh.size() == 1:
         return

@@ -110,7 +110,7 @@ def evaluate(run: Run, validation: Validation) -> None:
         batch = validation.data.batch(i * validation.batch_size)
         inputs, targets = (t.to(run.device, non_blocking=True) for t in batch)
         batches.append(run.strategy.eval_step(inputs, targets))
-    found = metrics.figures(run.model, torch.stack(batches).mean(dim=0).reshape(-1).tolist())
+    found = metrics.evaluated(run.model, torch.stack(batches).mean(dim=0).reshape(-1).tolist())
     run.summary |= found
     if run.recorder:
         run.recorder.write(step=run.step, **found)
@@ -140,7 +140,7 @@ def finish(run: Run, saver: background.Saver, preempted: bool) -> None:
             step_s = statistics.median(run.step_times[1:] or run.step_times)  # the first includes compilation
             run.summary |= {"tokens_per_s": run.rate.tokens_per_s(step_s), "mfu": run.rate.mfu(step_s)}
         run.summary |= {
-            "skipped_steps": run.num_skipped, "one_launch": run.strategy.is_one_launch, **saver.totals,
+            "skipped_steps": run.num_skipped, "one_launch": run.strategy.is_captured, **saver.totals,
             "weights_sha256": store.weights_sha256(saved) if saved else None,
             "wall_s": time.perf_counter() - run.began,
         }  # fmt: skip

@@ -85,7 +85,7 @@ class Rate:
         return self.flops_per_step / step_s / self.peak if self.peak else None
 
 
-def figures(model: Any, values: list[float]) -> dict[str, float]:
+def evaluated(model: Any, values: list[float]) -> dict[str, float]:
     """Return an evaluation's metrics by name: the loss, the metrics that the model returns, and perplexity."""
     names = ("loss", *getattr(model, "figures", ()))
     found = {f"val_{name}": value for name, value in zip(names, values, strict=True)}
@@ -111,7 +111,7 @@ def memory_gib(device: torch.device) -> float:
     """Return this rank's peak memory: of the CUDA allocator, or of the process on a CPU."""
     if device.type == "cuda":
         # torch.cuda.max_memory_allocated first sorts all hundred allocator statistics: 80 µs more
-        figures = torch.cuda.memory_stats_as_nested_dict(device)
-        return float(figures["allocated_bytes"]["all"]["peak"]) / 2**30 if figures else 0.0
+        stats = torch.cuda.memory_stats_as_nested_dict(device)
+        return float(stats["allocated_bytes"]["all"]["peak"]) / 2**30 if stats else 0.0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

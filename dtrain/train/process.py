@@ -151,10 +151,10 @@ class StopRequest:
         """After the step: return whether the run stops here."""
         if vote is None:
             return self.requested and dist.get_world_size() == 1  # a single rank need not wait for a vote
-        figures, work = vote
+        sums, work = vote
         if work is not None:
             work.wait()
-        asked, step_s = figures.tolist()
+        asked, step_s = sums.tolist()
         self.interval = max(1, min(MOST_STEPS, int(VOTE_S / step_s)))
         return bool(asked)
 

@@ -20,8 +20,8 @@ def number(value: object) -> float | None:
 
 def finite(value: object) -> float | None:
     """Like `number`, but None also for NaN and the infinities: use it for calculations."""
-    figure = number(value)
-    return figure if figure is not None and math.isfinite(figure) else None
+    found = number(value)
+    return found if found is not None and math.isfinite(found) else None
 
 
 def without_nan(value: Any) -> Any:

@@ -70,7 +70,7 @@ def test_mistakes_are_explained_and_leave_nothing(
 def test_the_recipe_holds_a_search_and_what_is_typed_wins() -> None:
     assert "search:" in (RECIPES / "search-lr.yaml").read_text()
     request = read_request(["recipe=search-lr", "trials=3", "optim.lr=1e-3,2e-3"])
-    assert request.words["trials"] == "3" and request.words["metric"] == "val_loss"
+    assert request.options["trials"] == "3" and request.options["metric"] == "val_loss"
     assert {o.key_or_group: distribution(o) for o in request.space} == {
         "optim.lr": CategoricalDistribution([1e-3, 2e-3]),
         "schedule.warmup_steps": IntDistribution(2, 20),

@@ -46,7 +46,7 @@ def test_rounding_by_chance_is_right_in_the_mean(sign: float) -> None:
     """0.3 of the way from 1 to its upper neighbour is that neighbour in 30 of 100 cases."""
     x = torch.full((200_000,), sign * (1 + 0.3 * 2**-7))
     noise = stochastic_rounding.words(len(x), 1, 1, 0, 0, CPU) & 0xFFFF
-    rounded = stochastic_rounding.by_chance(x, noise).float()
+    rounded = stochastic_rounding.rounded(x, noise).float()
     assert set(rounded.abs().unique().tolist()) == {1.0, 1 + 2**-7}
     assert (rounded.abs() > 1).float().mean().item() == pytest.approx(0.3, abs=0.01)
 
@@ -54,9 +54,9 @@ def test_rounding_by_chance_is_right_in_the_mean(sign: float) -> None:
 def test_what_bfloat16_can_hold_is_left_alone_and_nan_stays_nan() -> None:
     values = torch.tensor([0.0, 1.0, -2.5, 3e38, float("inf"), float("-inf")]).bfloat16()
     most = torch.full((len(values),), 0xFFFF)
-    assert torch.equal(stochastic_rounding.by_chance(values.float(), most), values)
+    assert torch.equal(stochastic_rounding.rounded(values.float(), most), values)
     nan = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
-    assert stochastic_rounding.by_chance(nan, most[:2]).isnan().all()
+    assert stochastic_rounding.rounded(nan, most[:2]).isnan().all()
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from dtrain.plan.layout import Layout
 from dtrain.plan.memory.states import held_whole
 from dtrain.plan.model_shape import Convolutions, Transformer, shape_of
 from dtrain.strategies.pipeline_stages import split_points, stage_of
-from dtrain.strategies.tensor import cut_layers
+from dtrain.strategies.tensor import parallelize_layers
 from dtrain.util.dtensor import local
 
 MODELS = sorted(path.stem for path in Path(CONF, "model").glob("*.yaml"))
@@ -112,7 +112,7 @@ def test_a_tensor_rank_holds_what_the_models_plan_gives_it(name: str, loss_paral
     shape = shape_of({"model": settings})
     assert isinstance(shape, Transformer)
     model = module_of(settings)
-    cut_layers(model, two_ranks, False, loss_parallel)
+    parallelize_layers(model, two_ranks, False, loss_parallel)
     (stage,) = parameters.stages(shape, 1, tp=2, loss_parallel=loss_parallel)
     assert stage.parameters == numel(model)
 
@@ -126,7 +126,7 @@ def test_a_tensor_ranks_gradients_are_as_large_as_said(name: str, loss_parallel:
     assert isinstance(shape, Transformer)
     numbers = {key: float(value) if value == "1e-5" else value for key, value in settings.items()}  # yaml reads text
     model = build(OmegaConf.create(numbers))
-    cut_layers(model, two_ranks, False, loss_parallel)
+    parallelize_layers(model, two_ranks, False, loss_parallel)
     tokens = torch.zeros(1, shape.seq_len, dtype=torch.long)
     with tensor_parallel.loss_parallel() if loss_parallel else contextlib.nullcontext():
         model(tokens, tokens).backward()
@@ -154,5 +154,5 @@ def test_adapters_are_those_that_lora_makes(name: str, targets: list[str], two_r
     assert parameters.trained_parameters(shape) == model.num_trained
     assert parameters.held_parameters(shape) == numel(model)
     assert parameters.flops_per_sample(shape) == model.flops_per_sample()
-    cut_layers(model, two_ranks, False, False)
+    parallelize_layers(model, two_ranks, False, False)
     assert parameters.stages(shape, 1, tp=2)[0].parameters == numel(model)

@@ -25,7 +25,7 @@ def hunt(
             return found
         assert len({node for pair in pairs for node in pair}) == 2 * len(pairs)
         for pair in pairs:
-            assert found.key(pair) not in found.figures
+            assert found.key(pair) not in found.rates
             found.record(pair, 1.0 if set(pair) & slow or frozenset(pair) in links else 10.0)
     raise AssertionError("too many rounds")
 

@@ -176,7 +176,7 @@ def test_the_same_bits_as_kernel_by_kernel(world: Any, words: str) -> None:
             recorded, usual = strategy_of("auto", *words.split()), strategy_of("none", *words.split())
             pictures = "resnet" in words
             assert losses_of(recorded, pictures=pictures) == losses_of(usual, pictures=pictures)
-        assert recorded.is_one_launch and usual.recorded is None
+        assert recorded.is_captured and usual.recorded is None
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -209,7 +209,7 @@ def test_a_gpu_that_does_not_wait_for_python_is_left_alone(world: Any) -> None:
     torch.cuda._sleep(4_000_000_000)  # two seconds of work
     for batch in batches[-5:]:
         strategy.train_step(*batch)
-    assert strategy.recorded is not None and not strategy.is_one_launch
+    assert strategy.recorded is not None and not strategy.is_captured
 
 
 @pytest.mark.gpu
@@ -218,4 +218,4 @@ def test_a_profiled_step_is_launched_kernel_by_kernel(world: Any) -> None:
     strategy.is_profiled = True
     for step in range(NUMBER + 2):
         strategy.train_step(*batch_of(step)).read()
-    assert strategy.recorded is not None and not strategy.is_one_launch
+    assert strategy.recorded is not None and not strategy.is_captured

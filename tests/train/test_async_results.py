@@ -1,4 +1,4 @@
-"""The loop as a GPU runs it: a step's figures are read while the next one computes. Here on a CPU, by a stand-in."""
+"""The loop as a GPU runs it: a step's metrics are read while the next one computes. Here on a CPU, by a stand-in."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def late_rank(run_dir: Path, broken_step: int) -> int:
     from dtrain.train import loop
 
     class Here(base.LateResult):
-        def __init__(self, figures: Tensor) -> None:
-            self.figures, self.arrived = figures.clone(), SimpleNamespace(synchronize=lambda: None)  # type: ignore[assignment]
+        def __init__(self, metrics: Tensor) -> None:
+            self.metrics, self.arrived = metrics.clone(), SimpleNamespace(synchronize=lambda: None)  # type: ignore[assignment]
 
     def forward_backward(self: base.Strategy, inputs: Tensor, targets: Tensor) -> Tensor:
         steps.append(1)

@@ -120,18 +120,18 @@ def with_ranks(question: Question, nodes: int, ranks: int) -> Question:
     """Return the same question for a cluster of this size, with the overrides that launch it there."""
     cluster, choices = question.config["cluster"], question.config["choices"]
     config = {**question.config, "cluster": {**cluster, "nodes": nodes, "processes": ranks}}
-    words = [word for word in question.words if word.partition("=")[0] not in ("cluster.nodes", "cluster.processes")]
+    overrides = [o for o in question.overrides if o.partition("=")[0] not in ("cluster.nodes", "cluster.processes")]
     if choices["cluster"] != "local":
-        words += [f"cluster.nodes={nodes}"] if nodes != 1 or "cluster.nodes" in question.typed else []
-        words += [f"cluster.processes={ranks}"] if ranks != cluster.get("gpus_per_node") else []
+        overrides += [f"cluster.nodes={nodes}"] if nodes != 1 or "cluster.nodes" in question.typed else []
+        overrides += [f"cluster.processes={ranks}"] if ranks != cluster.get("gpus_per_node") else []
     elif nodes == 1:
-        words.append(f"cluster.processes={ranks}")
+        overrides.append(f"cluster.processes={ranks}")
     else:
-        words = [word for word in words if word != "cluster=local"]
-        words += [] if "hardware" in question.typed else [f"hardware={choices['hardware']}"]
-        words += ["cluster=slurm", f"cluster.nodes={nodes}"]
-        words += [f"cluster.gpus_per_node={ranks}"] if ranks != SLURM_GPUS else []
-    return replace(question, config=config, words=words)
+        overrides = [word for word in overrides if word != "cluster=local"]
+        overrides += [] if "hardware" in question.typed else [f"hardware={choices['hardware']}"]
+        overrides += ["cluster=slurm", f"cluster.nodes={nodes}"]
+        overrides += [f"cluster.gpus_per_node={ranks}"] if ranks != SLURM_GPUS else []
+    return replace(question, config=config, overrides=overrides)
 
 
 def best_of(question: Question, tokens: float | None) -> tuple[Prediction | None, str]:

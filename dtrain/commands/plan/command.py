@@ -52,7 +52,7 @@ SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 class Options:
     """The options given beside the settings."""
 
-    words: list[str]
+    overrides: list[str]
     json: bool = False
     all: bool = False
     explain: bool = False
@@ -76,24 +76,24 @@ def main(argv: list[str]) -> int:
     options = read_options(argv)
     from dtrain.commands.plan import request  # imported late: Hydra takes 0.2 s, and a mistyped option does not need it
 
-    question = request.compose(options.words, options.config_dir)
+    question = request.compose(options.overrides, options.config_dir)
     return answer(question, options)
 
 
 def read_options(argv: Sequence[str]) -> Options:
     """Separate options from settings; the settings go to Hydra."""
-    options, words = Options([]), list(argv)
-    while words:
-        word = words.pop(0)
+    options, rest = Options([]), list(argv)
+    while rest:
+        word = rest.pop(0)
         if not word.startswith("-"):
-            options.words.append(word)
+            options.overrides.append(word)
             continue
         name, equals, value = word.partition("=")
         if name in FLAGS and not equals:
             setattr(options, name[2:].replace("-", "_"), True)
         elif name in VALUES:
             if not equals:
-                value = words.pop(0) if words else ""
+                value = rest.pop(0) if rest else ""
             read = {"--tokens": tokens, "--gpus-for": seconds, "--stack": stack}.get(name, lambda _, text: text)
             setattr(options, name[2:].replace("-", "_"), read(name, value))
         else:
@@ -141,7 +141,7 @@ def answer(question: Question, options: Options) -> int:
     config = question.config
     task = task_of(config, options.tokens)
     if task is None:
-        raise unknown(config, dict(w.split("=", 1) for w in question.words if "=" in w).get("hardware"))
+        raise unknown(config, dict(w.split("=", 1) for w in question.overrides if "=" in w).get("hardware"))
     task = replace(task, stack=options.stack)
     asked = [name for name in QUESTIONS if getattr(options, name[2:].replace("-", "_"))]
     if asked:
@@ -270,7 +270,7 @@ def package_note(best: Prediction) -> list[str]:
     return [f"{best.layout.strategy} needs {package}, which is not installed here: pip install 'dtrain[{package}]'"]
 
 
-def unknown(config: dict[str, Any], said: str | None = None) -> ValueError:
+def unknown(config: dict[str, Any], given: str | None = None) -> ValueError:
     """Explain why nothing can be planned, with a fix."""
     from dtrain.commands.plan.request import own_model
     from dtrain.config.files import options_of
@@ -278,7 +278,7 @@ def unknown(config: dict[str, Any], said: str | None = None) -> ValueError:
 
     if shape_of(config) is None:
         return own_model(config["choices"].get("model"))
-    chosen = said or config["choices"].get("hardware")  # a typed hardware stays, even if one was detected
+    chosen = given or config["choices"].get("hardware")  # a typed hardware stays, even if one was detected
     names = ", ".join(name for name in options_of("hardware") if name not in ("unknown", "cpu"))
     rule = "there is no GPU here to plan for" if chosen == "cpu" else "nothing is known about the GPUs to plan for"
     fix = f"hardware=NAME, where NAME can be {names}; or measure this machine: dtrain plan calibrate"

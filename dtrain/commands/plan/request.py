@@ -34,7 +34,7 @@ class Question:
 
     config: dict[str, Any]
     typed: frozenset[str]
-    words: list[str]  # as typed, to be repeated for a launch
+    overrides: list[str]  # as typed, to be repeated for a launch
     notes: list[str] = field(default_factory=list)
     config_dir: str | None = None  # the user's own folder beside conf/
 
@@ -44,7 +44,7 @@ class Question:
 
         A recipe or a resumed run is complete: unless strategy=auto was typed, its strategy is used as it is.
         """
-        if "strategy=auto" not in self.words and {"recipe", "resume"} & self.typed:
+        if "strategy=auto" not in self.overrides and {"recipe", "resume"} & self.typed:
             return True
         if "strategy" not in self.typed:
             return False
@@ -55,17 +55,17 @@ class Question:
         return all(degree in self.typed for degree in degrees)
 
 
-def compose(words: list[str], config_dir: str | None = None) -> Question:
+def compose(overrides: list[str], config_dir: str | None = None) -> Question:
     """Compose the settings from the arguments and check everything that matters to a plan.
 
     config_dir: the user's own folder with hardware/NAME.yaml etc., like the launcher's --config-dir.
     """
-    check_arguments(words)
-    given = dict(word.split("=", 1) for word in words if "=" in word)
+    check_arguments(overrides)
+    given = dict(word.split("=", 1) for word in overrides if "=" in word)
     typed = {key.lstrip("+") for key in given} | recipe_keys(given.get("recipe"))
     if re.fullmatch(r"[^\W\d]\w*(\.\w+)+", given.get("model", "")):
         raise own_model(given["model"])
-    asked = list(words)
+    asked = list(overrides)
     if given.get("strategy") == "auto":
         asked.remove("strategy=auto")
         typed -= {key for key in typed if key == "strategy" or (key.startswith("strategy.") and key not in given)}
@@ -93,17 +93,17 @@ def compose(words: list[str], config_dir: str | None = None) -> Question:
         notes.append(f"hardware={name} has no network rates: those of {usual_network(config)} are used")
     if implied:
         notes.append("planned for cluster=slurm; launch with your own cluster=NAME")
-        words = [*words, "cluster=slurm"]
-    words = [*words, *ranks_said(config, typed, default_gpus)]
-    return Question(config, frozenset(typed), words, notes, config_dir)
+        overrides = [*overrides, "cluster=slurm"]
+    overrides = [*overrides, *ranks_override(config, typed, default_gpus)]
+    return Question(config, frozenset(typed), overrides, notes, config_dir)
 
 
-def ranks_said(config: dict[str, Any], typed: set[str], default_gpus: int | None) -> list[str]:
+def ranks_override(config: dict[str, Any], typed: set[str], default_gpus: int | None) -> list[str]:
     """Return overrides that give a launch the planned ranks: on another machine the defaults would count its GPUs."""
     cluster = config["cluster"]
     if config["choices"]["cluster"] == "local":
-        told = "hardware" not in typed or "cluster.processes" in typed
-        return [] if told else [f"cluster.processes={cluster['processes']}"]
+        is_implied = "hardware" not in typed or "cluster.processes" in typed
+        return [] if is_implied else [f"cluster.processes={cluster['processes']}"]
     same = cluster.get("gpus_per_node") == default_gpus
     return [] if same else [f"cluster.gpus_per_node={cluster['gpus_per_node']}"]
 
@@ -151,14 +151,14 @@ def set_nodes(config: dict[str, Any], typed: set[str], notes: list[str]) -> None
             cluster["processes"] = here or size or ranks_per_node(cluster)
         most = size and max(size, 8)  # similar machines exist with more such cards
     else:
-        said, name = cluster.get("gpus_per_node"), config["choices"]["hardware"]
+        configured, name = cluster.get("gpus_per_node"), config["choices"]["hardware"]
         # the default is not a user's choice; a different number in a cluster's own file is
-        if "cluster.gpus_per_node" not in typed and said == SLURM_GPUS and size and size != said:
+        if "cluster.gpus_per_node" not in typed and configured == SLURM_GPUS and size and size != configured:
             if size > 1:
                 cluster["gpus_per_node"] = size
                 notes.append(f"a node has {size} GPUs, by hardware={name}; to change it: cluster.gpus_per_node=…")
             else:  # a file for one card does not define the number of cards per node
-                notes.append(f"a node with {said} GPUs is assumed; to change it: cluster.gpus_per_node=…")
+                notes.append(f"a node with {configured} GPUs is assumed; to change it: cluster.gpus_per_node=…")
         cluster["processes"] = ranks_per_node(cluster)
         most = cluster.get("gpus_per_node") or None
     if most and cluster["processes"] > most and config["hardware"].get("gpu"):
@@ -202,19 +202,19 @@ def launch_command(question: Question, prediction: Prediction) -> str:
     """Return the full command line for a layout: the typed overrides, except those that the layout sets itself."""
     import shlex
 
-    from dtrain.plan.search.search import words
+    from dtrain.plan.search.search import overrides_of
     from dtrain.ui.console import LAUNCH
 
-    chosen = words(prediction, question.config)
+    chosen = overrides_of(prediction, question.config)
     if "precision" not in question.typed and question.config["choices"]["precision"] != "fp32":
         chosen.append(f"precision={question.config['choices']['precision']}")
-    said = {word.partition("=")[0] for word in chosen}
+    chosen_keys = {word.partition("=")[0] for word in chosen}
     kept = [
         word
-        for word in question.words
-        if (key := word.partition("=")[0].lstrip("+")) not in said and not key.startswith("strategy")
+        for word in question.overrides
+        if (key := word.partition("=")[0].lstrip("+")) not in chosen_keys and not key.startswith("strategy")
     ]
-    typed = [w for w in question.words if w.startswith("strategy.") and w.partition("=")[0] not in said]
+    typed = [w for w in question.overrides if w.startswith("strategy.") and w.partition("=")[0] not in chosen_keys]
     folder = ["--config-dir", question.config_dir] if question.config_dir else []
     return f"{LAUNCH} {shlex.join([*folder, *kept, *chosen, *others_of(typed, prediction)])}"
 

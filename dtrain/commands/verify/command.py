@@ -227,10 +227,10 @@ class Row:
     left_out: str = ""  # why it cannot run on this machine
 
     def cells(self) -> list[str]:
-        figures = (self.max_loss_diff, self.max_grad_norm_diff, self.max_weight_diff, self.tolerance)
+        values = (self.max_loss_diff, self.max_grad_norm_diff, self.max_weight_diff, self.tolerance)
         return [
             self.strategy, str(self.world_size), self.mesh or "-", self.precision,
-            *("-" if x is None else f"{x:.1e}" for x in figures), f"{self.seconds:.1f}",
+            *("-" if x is None else f"{x:.1e}" for x in values), f"{self.seconds:.1f}",
             "PASS" if self.passed else "FAIL",
         ]  # fmt: skip
 

@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     if "from" in options:
         from dtrain.runs.find import find_run
 
-        name, figures, comments, source = from_run(find_run(options["from"]))
+        name, values, comments, source = from_run(find_run(options["from"]))
         path = place(options.get("out") or f"{name}-calibrated")
         title = f"a run's step against its prediction with hardware={name}"
     else:
@@ -54,16 +54,16 @@ def main(argv: list[str]) -> int:
         path = place(options.get("out") or f"my-{name}")
         measured = measure(seconds)
         base = section("hardware", name)
-        figures, comments, source = base | measured["figures"], measured_comments(measured, name), "measured"
+        values, comments, source = base | measured["figures"], measured_comments(measured, name), "measured"
         if base["peak_bf16_tflops"] is None:  # MFU is then relative to the measured rate
-            figures["peak_bf16_tflops"] = figures["matmul_tflops"]
+            values["peak_bf16_tflops"] = values["matmul_tflops"]
             comments["peak_bf16_tflops"] = "as measured: conf/hardware has no data sheet rate for this machine"
         title = f"measured with {measured['versions']}; values without a comment are from conf/hardware/{name}"
         if options.get("json"):
             Path(options["json"]).write_text(json.dumps(measured, indent=1) + "\n")
         print("\n".join(table(measured)))
-    text = as_yaml(figures | {"source": f"{source} on {time.strftime('%Y-%m-%d')}"}, comments, title)
-    Hardware(**{k: v for k, v in figures.items() if k not in ("_target_", "source")})  # raises if a value is invalid
+    text = as_yaml(values | {"source": f"{source} on {time.strftime('%Y-%m-%d')}"}, comments, title)
+    Hardware(**{k: v for k, v in values.items() if k not in ("_target_", "source")})  # raises if a value is invalid
     path.write_text(text)
     print(f"wrote {path}")
     found = path.parent.resolve() == (CONF / "hardware").resolve()
@@ -76,9 +76,9 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> dict[str, str]:
     """Parse options; out=NAME, --out=NAME and --out NAME are equivalent."""
-    options, words = {}, list(argv)
-    while words:
-        word = words.pop(0)
+    options, rest = {}, list(argv)
+    while rest:
+        word = rest.pop(0)
         key, equals, value = word.lstrip("-").partition("=")
         if key not in OPTIONS or not (equals or word.startswith("--")):
             near = difflib.get_close_matches(key, OPTIONS, 1)
@@ -86,7 +86,7 @@ def parse(argv: list[str]) -> dict[str, str]:
             fix = f"did you mean {near[0]}={value or OPTIONS[near[0]]}?" if near else f"use one of {known}"
             raise ValueError(f"{word}: is not an option of dtrain plan calibrate\n  fix: {fix}")
         if not equals:
-            value = words.pop(0) if words and not words[0].startswith("--") else ""
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else ""
         if not value:
             raise bad(key, "", "needs a value", f"{key}={OPTIONS[key]}")
         options[key] = value
@@ -129,16 +129,16 @@ def measure(seconds: float) -> dict[str, Any]:
     share = 0.7 if ranks > 1 else 1.0
     found = measure.device_rates(seconds * share)
     rows = measure.collective_rows(ranks, seconds * (1 - share)) if ranks > 1 else []
-    figures: dict[str, Any] = {**found["figures"], **link_fit.link_figures(rows)}
+    values: dict[str, Any] = {**found["figures"], **link_fit.link_values(rows)}
     if gpus:
-        figures |= {"gpus_per_node": gpus, "gpu": found["more"]["gpu"].removeprefix("NVIDIA ")}
+        values |= {"gpus_per_node": gpus, "gpu": found["more"]["gpu"].removeprefix("NVIDIA ")}
     else:  # what one of two ranks may hold
-        figures |= {key: figures["host_memory_gib"] / 2 for key in ("gpu_memory_gib", "usable_memory_gib")}
-        figures["gpus_per_node"] = 2
+        values |= {key: values["host_memory_gib"] / 2 for key in ("gpu_memory_gib", "usable_memory_gib")}
+        values["gpus_per_node"] = 2
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     versions += f", CUDA {torch.version.cuda}" if gpus else f", {os.cpu_count()} cores, half of them a rank"
     return {
-        "figures": {key: rounded(value, 5 if key.endswith("_gib") else 3) for key, value in figures.items()},
+        "figures": {key: rounded(value, 5 if key.endswith("_gib") else 3) for key, value in values.items()},
         "matmul": found["matmul"],
         "collectives": rows,
         "more": found["more"],
@@ -178,8 +178,8 @@ def measured_comments(measured: Mapping[str, Any], name: str) -> dict[str, str]:
 
 def table(measured: Mapping[str, Any]) -> list[str]:
     """Format the result: the measurements by shape and by size, then the values."""
-    figures = {**measured["figures"], **measured["more"]}
-    lines = [f"{key:>20}  {value if isinstance(value, str) else f'{value:g}'}" for key, value in figures.items()]
+    values = {**measured["figures"], **measured["more"]}
+    lines = [f"{key:>20}  {value if isinstance(value, str) else f'{value:g}'}" for key, value in values.items()]
     return [*rows_of(measured), *lines]
 
 
@@ -274,13 +274,13 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 # ---- the file -----------------------------------------------------------------------------------------------
 
 
-def as_yaml(figures: Mapping[str, Any], comments: Mapping[str, str], title: str) -> str:
+def as_yaml(values: Mapping[str, Any], comments: Mapping[str, str], title: str) -> str:
     """Return a complete hardware file: every setting, in the order of Hardware, each with its origin as a comment."""
     lines = [f"{MARK} on {time.strftime('%Y-%m-%d')}: {title}."]
     lines += [f"# {line}".rstrip() for line in comments.get("", "").splitlines()]
     lines += ["# What a setting means is in unknown.yaml.", "_target_: dtrain.config.hardware.Hardware"]
     for key in inspect.signature(Hardware).parameters:
-        value = figures.get(key)
+        value = values.get(key)
         text = json.dumps(value, ensure_ascii=False)
         lines.append(f"{key}: {text}" + (f" # {comments[key]}" if comments.get(key) else ""))
     return "\n".join(lines) + "\n"

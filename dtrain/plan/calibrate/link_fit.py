@@ -37,23 +37,23 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return start, slope
 
 
-def link_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def link_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return Hardware settings from measured rows of {collective, ranks, bytes, us}; {} without rows."""
     most = max((row["ranks"] for row in rows), default=0)
-    figures: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name, link in (("all_reduce", "nvlink"), ("all_gather", "gather")):
         times = {r["bytes"]: r["us"] / 1e6 for r in rows if r["collective"] == name and r["ranks"] == most}
         if len(times) < 2:
             continue
         start, slope = line([(bus_bytes(name, most, size), seconds) for size, seconds in times.items()])
         if slope > 0:
-            figures[f"{link}_max_gb_s"] = 1 / slope / 1e9
+            values[f"{link}_max_gb_s"] = 1 / slope / 1e9
         if (seconds := times.get(256 * 2**20)) is not None:  # the size that preflight compares at
-            figures[f"{link}_busbw_gb_s"] = bus_bytes(name, most, 256 * 2**20) / seconds / 1e9
+            values[f"{link}_busbw_gb_s"] = bus_bytes(name, most, 256 * 2**20) / seconds / 1e9
         if name == "all_reduce":
             two = [(r["bytes"], r["us"] / 1e6) for r in rows if r["collective"] == name and r["ranks"] == 2]
-            figures |= latency(start * 1e6, most, line(two)[0] * 1e6 if most > 2 and len(two) > 1 else None)
-    return figures
+            values |= latency(start * 1e6, most, line(two)[0] * 1e6 if most > 2 and len(two) > 1 else None)
+    return values
 
 
 def latency(start_us: float, ranks: int, of_two_us: float | None = None) -> dict[str, float]:

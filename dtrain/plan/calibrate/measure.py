@@ -80,7 +80,7 @@ def device_rates(budget_s: float) -> dict[str, Any]:
     shape = (best["rows"], best["inner"], best["cols"]) if cuda else square
     lasting = [matmul(shape, half, device, 0.08 * budget_s) for _ in range(2)]
     rest = 0.34 * budget_s / 5
-    figures: dict[str, float | int] = {
+    values: dict[str, float | int] = {
         "matmul_tflops": lasting[-1]["tflops"],
         "peak_fp32_tflops": matmul(square, torch.float32, device, each)["tflops"] if cuda else best["tflops"],
         "stream_gb_s": stream_gb_s(device, rest),
@@ -90,10 +90,10 @@ def device_rates(budget_s: float) -> dict[str, Any]:
     }
     more: dict[str, Any] = {}
     if not cuda:
-        figures["num_sms"] = 1  # a CPU matmul has no waves of tiles
+        values["num_sms"] = 1  # a CPU matmul has no waves of tiles
     else:
         properties = torch.cuda.get_device_properties(device)
-        figures |= {
+        values |= {
             "usable_memory_gib": torch.cuda.mem_get_info(device)[1] / GIB,
             "num_sms": properties.multi_processor_count,
             "l2_mib": properties.L2_cache_size / MIB,
@@ -104,7 +104,7 @@ def device_rates(budget_s: float) -> dict[str, Any]:
             "adam_gb_s": adam_gb_s(device, rest),
             "best_tflops": best["tflops"],
         }
-    return {"figures": figures, "matmul": rows, "more": more}
+    return {"figures": values, "matmul": rows, "more": more}
 
 
 def matmul(shape: tuple[int, ...], dtype: Any, device: Any, budget_s: float) -> Row:

@@ -8,7 +8,7 @@ from typing import Any
 from dtrain.checks.validate import validate
 from dtrain.plan.layout import layout_of
 from dtrain.plan.predict import Prediction, predict_layout, task_of
-from dtrain.plan.search.search import divisors, search, words
+from dtrain.plan.search.search import divisors, overrides_of, search
 from dtrain.plan.sections import missing_package, strategy_section
 
 MORE_NODES = (2, 4, 8, 16)  # factors; beyond that it is another project
@@ -37,7 +37,7 @@ def nearest(config: Mapping[str, Any]) -> tuple[list[str], Prediction] | None:
         for prediction in search(larger, time_unfit=False):
             if prediction.fits and not missing_package(prediction.layout.strategy):
                 more = [f"cluster.nodes={nodes}"] if times > 1 else []
-                return [*more, *words(prediction, config)], prediction
+                return [*more, *overrides_of(prediction, config)], prediction
     return None
 
 

@@ -224,7 +224,7 @@ def base_layout(frame: Frame, config: Mapping[str, Any]) -> Layout:
 # ---- as overrides --------------------------------------------------------------------------------------------
 
 
-def words(prediction: Prediction, config: Mapping[str, Any]) -> list[str]:
+def overrides_of(prediction: Prediction, config: Mapping[str, Any]) -> list[str]:
     """Return the overrides for this layout, on top of the configuration."""
     layout = prediction.layout
     section = strategy_section(layout.strategy)

@@ -130,8 +130,8 @@ def stack_of(layout: Layout) -> Stack:
         # 16-bit weights beside fp32 master weights. DeepSpeed's copies: gradients into buckets, in fp32 (6), and from
         # there into the owner's part (8); under zero3 also out of gathered buffers, twice (8)
         copies = {"zero1": 4.0, "zero2": 14.0, "zero3": 22.0}[layout.data]
-        dear = layout.data == "zero3" and layout.compile == "none"
-        return replace(stack, casts=copies, sums=6.0, again=160.0 if dear else stack.again)
+        expensive = layout.data == "zero3" and layout.compile == "none"
+        return replace(stack, casts=copies, sums=6.0, again=160.0 if expensive else stack.again)
     if sharded(layout) and layout.dp > 1:
         if layout.pp > 1:  # gathered in 16 bits once per step; full gradients are summed in fp32
             return replace(stack, casts=0.0, sums=10.0)

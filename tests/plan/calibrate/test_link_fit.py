@@ -26,7 +26,7 @@ def test_what_a_ring_would_take_is_found_again(fixed: float, hop: float, gb_s: f
 
     rows = [row("all_reduce", 2, size) for size in SIZES]
     rows += [row(name, ranks, size) for name in ("all_reduce", "all_gather") for size in SIZES]
-    found = link_fit.link_figures(rows)
+    found = link_fit.link_values(rows)
     assert found["nvlink_max_gb_s"] == pytest.approx(gb_s, rel=1e-3)
     assert found["gather_max_gb_s"] == pytest.approx(gb_s, rel=1e-3)
     assert found["collective_us"] == pytest.approx(fixed, rel=0.02, abs=0.2)
@@ -41,7 +41,7 @@ def test_a_line_never_promises_negative_time(points: list[tuple[float, float]]) 
 
 
 def test_nothing_measured_says_nothing() -> None:
-    assert link_fit.link_figures([]) == {}
+    assert link_fit.link_values([]) == {}
 
 
 # ---- against what was published ------------------------------------------------------------------------------

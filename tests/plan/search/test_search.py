@@ -31,9 +31,9 @@ from dtrain.plan.search.search import (
     idle,
     in_mode,
     modes_of,
+    overrides_of,
     rank,
     search,
-    words,
 )
 from tests.commands.plan.capacity import applied, question
 from tests.plan.test_predict import made
@@ -45,7 +45,7 @@ GROUPED = ("model=llama-1b", "hardware=l4", "cluster.processes=4", "data=synthet
 MASKED = ("model=bert-large", "hardware=h100", "cluster.nodes=3", "train.global_batch_size=48")
 
 
-@pytest.mark.parametrize("asked", [SEVEN_B, LARGE, PICTURES, GROUPED, MASKED], ids=lambda words: words[0])
+@pytest.mark.parametrize("asked", [SEVEN_B, LARGE, PICTURES, GROUPED, MASKED], ids=lambda asked: asked[0])
 def test_the_launcher_accepts_what_is_proposed_and_means_the_same(
     asked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,7 +54,7 @@ def test_the_launcher_accepts_what_is_proposed_and_means_the_same(
     found = candidates(config)
     assert len(found) > 10
     for prediction in found[:: max(1, len(found) // 40)]:
-        typed = words(prediction, config)
+        typed = overrides_of(prediction, config)
         composed = applied(typed, config)
         sizes = validate(composed)  # a ValueError here is a layout that must not have been proposed
         assert sizes == MeshSizes(prediction.layout.pp, prediction.layout.dp, prediction.layout.tp), typed
@@ -265,7 +265,7 @@ def test_a_strategy_that_was_never_clocked_needs_a_lead(strategy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [("model=bert-large", "train.global_batch_size=64"), ("model=gpt2-124m",)], ids=lambda words: words[0]
+    "asked", [("model=bert-large", "train.global_batch_size=64"), ("model=gpt2-124m",)], ids=lambda asked: asked[0]
 )
 def test_a_model_that_fits_easily_is_not_put_into_a_pipeline(asked: tuple[str, ...]) -> None:
     best = search(question(*asked, "hardware=h200", "cluster=slurm", "cluster.nodes=1").config)[0]
@@ -296,5 +296,5 @@ def test_divisors_are_all_and_rising(number: int) -> None:
 def test_words_say_only_what_differs() -> None:
     asked = question(*SEVEN_B, "strategy=fsdp", "train.micro_batch_size=1")
     plain = next(p for p in candidates(asked.config, asked.typed) if p.layout.data == "fsdp")
-    assert words(plain, asked.config) == ["strategy=fsdp"]
-    assert words(plain, question(*SEVEN_B).config) == ["strategy=fsdp", "train.micro_batch_size=1"]
+    assert overrides_of(plain, asked.config) == ["strategy=fsdp"]
+    assert overrides_of(plain, question(*SEVEN_B).config) == ["strategy=fsdp", "train.micro_batch_size=1"]

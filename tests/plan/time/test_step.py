@@ -106,7 +106,7 @@ def test_the_host_is_the_limit_of_small_batches() -> None:
         return sum(i.value for i in items if i.name == "launch-bound time") / total(items)
 
     assert waiting(1) > 0.5 > 0.1 > waiting(32)
-    assert waiting(1, one_launch=True, micro_batches=8) == 0 < waiting(1, one_launch=True, micro_batches=9)
+    assert waiting(1, captured=True, micro_batches=8) == 0 < waiting(1, captured=True, micro_batches=9)
 
 
 def test_what_hides_and_what_does_not() -> None:
@@ -164,7 +164,7 @@ def says_what_was_predicted(kind: str, sequence_parallel: bool) -> None:
 
     from dtrain.models.gpt2 import GPT2
     from dtrain.models.llama import Llama
-    from dtrain.strategies.tensor import cut_layers
+    from dtrain.strategies.tensor import parallelize_layers
 
     names = {
         "all_reduce": "all_reduce",
@@ -188,7 +188,7 @@ def says_what_was_predicted(kind: str, sequence_parallel: bool) -> None:
     for layers in (1, 3):
         sizes: dict[str, Any] = {"num_layers": layers, "dim": 64, "num_heads": 4, "vocab_size": 256, "seq_len": 32}
         model = GPT2(**sizes) if kind == "gpt2" else Llama(**sizes, num_kv_heads=4, hidden_dim=128)
-        cut_layers(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"], sequence_parallel, False)
+        parallelize_layers(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"], sequence_parallel, False)
         tokens = torch.randint(0, 256, (2, 32))
         with Count() as count:
             with torch.autocast("cpu", torch.bfloat16):
