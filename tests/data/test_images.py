@@ -172,7 +172,7 @@ def test_folders_below_a_class_are_searched_and_what_is_left_out_is_said(
     dataset = Images(str(two_levels), 8).dataset("train")
     assert [n for n in dataset.names if n.count("/") > 1] == ["red/linked/8.png", "red/more/deep/9.png"]
     assert len(dataset) == 10 and dataset.batch(np.arange(10))[1].tolist() == [0] * 4 + [1] * 6
-    assert "left out 2 files" in caplog.text and "red/notes.txt" in caplog.text
+    assert "skipped 2 files" in caplog.text and "red/notes.txt" in caplog.text
     (two_levels / "train" / "green" / "below").mkdir(parents=True)
     (two_levels / "train" / "green" / "below" / "x.heic").touch()
     with pytest.raises(ValueError, match=r"there is no image in .*green(.|\n)*\n  fix: "):

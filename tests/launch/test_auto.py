@@ -188,9 +188,8 @@ def test_a_fault_of_the_planner_is_told(capsys: pytest.CaptureFixture[str], monk
     monkeypatch.setattr(auto, "search", broken)
     monkeypatch.delenv("DTRAIN_STRICT")
     error = refused(capsys, "hardware=h100")
-    assert (
-        error.startswith("error: strategy=auto: the planner failed (KeyError: 'oops')") and "fix: a strategy" in error
-    )
+    assert error.startswith("error: strategy=auto: the planner failed (KeyError: 'oops')")
+    assert "fix: choose a strategy" in error
 
 
 def test_mistakes_are_told_before_anything_is_planned(capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,7 +157,7 @@ def test_quoting_survives_a_shell(value: str) -> None:
         ("gcp-ethernet", {"env": {"NCCL_SOCKET_IFNAME": "^docker0"}}, r"so that lo could be chosen\n.*\^docker,lo"),
         ("gcp-ethernet", {"env": {"NCCL_SOCKET_IFNAME": "^lo"}}, "so that docker could be chosen"),
         ("gcp-ethernet", {"env": {"GLOO_SOCKET_IFNAME": "=eth0"}}, "gloo accepts only plain names"),
-        ("gcp-ethernet", {"env": {"nccl_debug": "WARN"}}, "capitals"),
+        ("gcp-ethernet", {"env": {"nccl_debug": "WARN"}}, "capital letters"),
         ("gcp-ethernet", {"env": {"WANDB_API_KEY": "x"}}, "looks like a secret"),
         ("gcp-ethernet", {"env": {"LD_PRELOAD": "evil.so"}}, "must not be set by a network profile"),
         ("gcp-ethernet", {"env": {"MASTER_ADDR": "x"}}, "must not be set by a network profile"),

@@ -113,7 +113,7 @@ def test_a_foreign_run_writes_no_line_of_its_own(tmp_path: Path, name: Any) -> N
     run = make_run(tmp_path, 1000, hardware=name)
     if name == "nothing-like-it":  # a plain word, which may be a file of one's own: then the figures are in config.yaml
         (run / "config.yaml").write_text(yaml.safe_dump({"hardware": {}}))
-    with pytest.raises(ValueError, match=r"from=.*hardware.*\n  fix: a run of a"):
+    with pytest.raises(ValueError, match=r"from=.*hardware.*\n  fix: choose a run on"):
         command.main([f"from={run}", f"out={tmp_path / 'mine.yaml'}"])
     assert not (tmp_path / "mine.yaml").exists()
 
