@@ -28,20 +28,20 @@ from typing import Any
 
 from throughput import ROOT, environment
 
-Words = dict[str, Any]
-COMMON: Words = {
+Overrides = dict[str, Any]
+COMMON: Overrides = {
     "model": "gpt2-124m", "data": "stdlib", "train.global_batch_size": 16, "train.eval_batches": 0, "optim.lr": 3e-4,
     "checkpoint.every": 0, "cluster.processes": 1, "schedule.warmup_steps": 20, "train.log_every": 1,
 }  # fmt: skip
-TINY: Words = {"model": "gpt2-tiny", "model.seq_len": 64, "train.global_batch_size": 8}
+TINY: Overrides = {"model": "gpt2-tiny", "model.seq_len": 64, "train.global_batch_size": 8}
 # The path that all others are held against: every setting that is fast by default is named here with its plain value.
-PLAIN: Words = {
+PLAIN: Overrides = {
     "strategy": "ddp", "precision": "bf16", "precision.stream": "float32", "compile": "none", "fused_loss": "false",
     "deterministic": "true", "activation_checkpointing": "none",
 }  # fmt: skip
-FAST: Words = {"precision.stream": "bfloat16", "compile": "auto", "fused_loss": "auto", "deterministic": "false"}
+FAST: Overrides = {"precision.stream": "bfloat16", "compile": "auto", "fused_loss": "auto", "deterministic": "false"}
 # What a path has instead. `{}` is the plain path itself.
-PATHS: dict[str, Words] = {
+PATHS: dict[str, Overrides] = {
     "plain": {},
     "rounding alone (two micro-batches)": {"train.micro_batch_size": 8},
     "defaults, ddp": FAST,
@@ -61,15 +61,15 @@ TOLERANCE = 0.02  # of the mean loss over the last steps
 LAST = 50
 
 
-def losses_of(words: Words, steps: int, timeout_s: float) -> dict[str, Any]:
+def losses_of(overrides: Overrides, steps: int, timeout_s: float) -> dict[str, Any]:
     """One run: its losses, and its tokens a second where it had the machine for itself."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        settings = [f"{key}={value}" for key, value in words.items()]
+        settings = [f"{key}={value}" for key, value in overrides.items()]
         command = [sys.executable, str(ROOT / "launch.py"), f"run_dir={run_dir}", f"train.steps={steps}", *settings]
         launch = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        said: list[str] = []
-        reader = threading.Thread(target=lambda: said.append(launch.stdout.read()), daemon=True)  # type: ignore[union-attr]
+        output: list[str] = []
+        reader = threading.Thread(target=lambda: output.append(launch.stdout.read()), daemon=True)  # type: ignore[union-attr]
         reader.start()
         began, lines = time.perf_counter(), []
         try:
@@ -86,7 +86,7 @@ def losses_of(words: Words, steps: int, timeout_s: float) -> dict[str, Any]:
         wall_s = time.perf_counter() - began
         if len(lines) < steps:
             notes = [json.loads(p.read_text())["message"] for p in (run_dir / "logs").glob("failure-*.json")]
-            return {"error": ("".join(notes) or "".join(said))[-600:], "steps": len(lines), "wall_s": wall_s}
+            return {"error": ("".join(notes) or "".join(output))[-600:], "steps": len(lines), "wall_s": wall_s}
         rates = [line["tokens_per_s"] for line in lines[len(lines) // 4 :] if line.get("tokens_per_s")]
         return {
             "losses": [line["loss"] for line in lines], "wall_s": wall_s,
@@ -100,8 +100,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, whole) if line.get("loss") is not None]
 
 
-def compare(name: str, words: Words, found: dict[str, Any], plain: list[float] | None) -> dict[str, Any]:
-    row: dict[str, Any] = {"row": name, "words": words}
+def compare(name: str, overrides: Overrides, found: dict[str, Any], plain: list[float] | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"row": name, "words": overrides}
     if "error" in found or plain is None:
         return row | {"error": found.get("error", "the plain path failed"), "wall_s": found["wall_s"]}
     apart = [a - b for a, b in zip(found["losses"], plain, strict=True)]
@@ -146,20 +146,20 @@ def main() -> None:
 
     names = ["plain", *(name for name in options.paths if name != "plain")]
     common = COMMON | (TINY if options.cpu else {})
-    words = {name: common | PLAIN | PATHS[name] for name in names}
-    for chosen in words.values():
+    overrides = {name: common | PLAIN | PATHS[name] for name in names}
+    for chosen in overrides.values():
         if options.cpu and "train.micro_batch_size" in chosen:
             chosen |= TINY_BATCHES
     head, rows, plain = environment(), [], None
     with ThreadPoolExecutor(options.together) as pool:
-        runs = {name: pool.submit(losses_of, words[name], options.steps, options.timeout) for name in names}
+        runs = {name: pool.submit(losses_of, overrides[name], options.steps, options.timeout) for name in names}
         for name, run in runs.items():
             found = run.result()
             if options.together > 1:
                 found["tokens_per_s"] = None
             if name == "plain":
                 plain = found.get("losses")
-            rows.append(compare(name, words[name], found, plain))
+            rows.append(compare(name, overrides[name], found, plain))
             print({k: v for k, v in rows[-1].items() if k not in ("losses", "words")}, flush=True)
             if options.json:  # after each row: a lent machine may be taken back
                 content = {"benchmark": "curves", **head, "tolerance": TOLERANCE, "last": LAST, "rows": rows}

@@ -109,7 +109,7 @@ class World:
     """One training on a terminal of its own, that runs a block of steps when told and else waits."""
 
     def __init__(self, folder: Path, name: str, batch: int, block: int, steps: int) -> None:
-        self.name, self.is_ours, self.said = name, name == "ours", b""
+        self.name, self.is_ours, self.output = name, name == "ours", b""
         self.busy = self.ran = 0.0  # seconds: CPU of our supervisor, and wall, over all blocks
         self.ranks: list[Any] = []
         address = str(folder / f"{name}.sock")
@@ -182,12 +182,12 @@ class World:
     def _read_screen(self) -> None:
         with contextlib.suppress(OSError):  # the other end has closed
             while data := os.read(self.screen, 65536):
-                self.said = (self.said + data)[-4000:]
+                self.output = (self.output + data)[-4000:]
         os.close(self.screen)
 
     def _fail(self) -> NoReturn:
         self.kill()
-        raise RuntimeError(f"the world {self.name!r} ended early:\n{self.said.decode(errors='replace')}")
+        raise RuntimeError(f"the world {self.name!r} ended early:\n{self.output.decode(errors='replace')}")
 
 
 def cpu_seconds(pid: int) -> float:

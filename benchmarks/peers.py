@@ -36,8 +36,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "peers-h200.json"
 
-OURS = ["precision=bf16"]  # beside the defaults; every peer of ours has these words
-# name: what the row says, the loop in peer/loops.py, its words, the packages it needs, its memory beside plain torch's
+OURS = ["precision=bf16"]  # beside the defaults; every peer of ours has these overrides
+# name: row label, loop in peer/loops.py, its overrides, the packages it needs, its memory beside plain torch's
 PEERS: dict[str, tuple[str, str, list[str], list[str], float]] = {
     "plain": ("plain torch", "plain", [], [], 1.0),
     "ddp": ("dtrain ddp", "ours", ["strategy=ddp"], [], 0.75),
@@ -53,7 +53,7 @@ PEERS: dict[str, tuple[str, str, list[str], list[str], float]] = {
 }
 FIRST = ("plain", "plain-torchvision", "ddp", "fsdp", "zero2")  # of several models, before the other peers of any
 VISION = ("resnet50", "vit-b16")
-# name: words, batch, GiB of plain torch's peak (roughly), and the tiny one for --cpu
+# name: overrides, batch, GiB of plain torch's peak (roughly), and the tiny one for --cpu
 CASES: dict[str, tuple[list[str], int, float, list[str]]] = {
     "gpt2-124m": (["model=gpt2-124m"], 32, 16, ["model=gpt2-tiny"]),
     "gpt2-124m-4": (["model=gpt2-124m"], 4, 6, ["model=gpt2-tiny"]),
@@ -75,18 +75,18 @@ Row = dict[str, Any]
 # ---- one model -----------------------------------------------------------------------------------------------
 
 
-def words_of(case: str, peer: str, cpu: bool) -> list[str]:
-    words, batch, _, tiny = CASES[case]
+def overrides_of(case: str, peer: str, cpu: bool) -> list[str]:
+    overrides, batch, _, tiny = CASES[case]
     batch = min(4, batch) if cpu else batch
-    model = tiny if cpu else words
+    model = tiny if cpu else overrides
     common = [*model, *OURS, "cluster.nodes=1", "cluster.processes=1", f"train.global_batch_size={batch}"]
     return [*common, *PEERS[peer][2]]
 
 
 def spec_of(case: str, peer: str, cpu: bool) -> dict[str, Any]:
     batch = CASES[case][1]
-    words = words_of(case, peer, cpu)
-    return {"peer": peer, "loop": PEERS[peer][1], "words": words, "batch": min(4, batch) if cpu else batch}
+    overrides = overrides_of(case, peer, cpu)
+    return {"peer": peer, "loop": PEERS[peer][1], "words": overrides, "batch": min(4, batch) if cpu else batch}
 
 
 def waves(case: str, peers: list[str]) -> list[list[str]]:
@@ -238,8 +238,8 @@ class Measured:
             self.reference.stop()
 
     def row(self, peer: str, figures: Row) -> Row:
-        words = {"words": words_of(self.case, peer, self.options.cpu)} if PEERS[peer][1] == "ours" else {}
-        return {"case": self.case, **self.shape, "peer": peer, "name": PEERS[peer][0], **figures, **words}
+        overrides = {"words": overrides_of(self.case, peer, self.options.cpu)} if PEERS[peer][1] == "ours" else {}
+        return {"case": self.case, **self.shape, "peer": peer, "name": PEERS[peer][0], **figures, **overrides}
 
 
 # ---- results -------------------------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ def submit(checkout: Path, commands: list[list[str]], env: dict[str, str]) -> tu
     env = env | {"PYTHONPATH": str(checkout)}
     with tempfile.TemporaryDirectory() as folder:
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-        for words in commands:
-            command = [sys.executable, str(checkout / "launch.py"), *words]
+        for overrides in commands:
+            command = [sys.executable, str(checkout / "launch.py"), *overrides]
             done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
             assert done.returncode == 0, done.stdout + done.stderr
         wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -70,8 +70,8 @@ def main() -> None:
         env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
         env |= {**cluster.env, "PYTHONPYCACHEPREFIX": bytecode}
         for checkout in checkouts.values():  # untimed: it writes the bytecode
-            words = [str(checkout / "launch.py"), *JOB, "run_dir=run", "dry_run=true"]
-            subprocess.run([sys.executable, *words], cwd=bytecode, env=env | {"PYTHONPATH": str(checkout)}, check=True,
+            dry = [str(checkout / "launch.py"), *JOB, "run_dir=run", "dry_run=true"]
+            subprocess.run([sys.executable, *dry], cwd=bytecode, env=env | {"PYTHONPATH": str(checkout)}, check=True,
                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
         for _ in range(options.rounds):
             for way, commands in WAYS.items():
@@ -94,8 +94,8 @@ def main() -> None:
 
 
 def _commit(checkout: Path) -> str:
-    said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=checkout, capture_output=True, text=True)
-    return said.stdout.strip() or checkout.name
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=checkout, capture_output=True, text=True)
+    return done.stdout.strip() or checkout.name
 
 
 if __name__ == "__main__":

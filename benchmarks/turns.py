@@ -1,6 +1,6 @@
 """Is one way to train faster than another? Both in one process, a block of steps in turn.
 
-    python benchmarks/turns.py [words of all] -- [words of one] -- [words of another] ... [--rounds 9] [--json FILE]
+    python benchmarks/turns.py [overrides of all] -- [of one] -- [of another] ... [--rounds 9] [--json FILE]
     python benchmarks/turns.py model=gpt2-124m train.global_batch_size=32 -- -- without=products -- compile=blocks
 
 `without=products` leaves products to torch's own choice of kernel, `without=gelu` GELU's backward pass to the compiler.
@@ -45,15 +45,15 @@ def without(names: list[str]) -> contextlib.ExitStack:
 class Way:
     """A strategy that is set up, and its steps."""
 
-    def __init__(self, words: list[str], device: Any) -> None:
+    def __init__(self, overrides: list[str], device: Any) -> None:
         from measure import batch_of
 
         from benchmarks.peer.loops import set_up
         from dtrain.config.run_file import Settings
         from dtrain.launch.compose import compose
 
-        self.missing = [word.partition("=")[2] for word in words if word.startswith("without=")]
-        cfg = Settings(compose([word for word in words if not word.startswith("without=")]))
+        self.missing = [override.partition("=")[2] for override in overrides if override.startswith("without=")]
+        cfg = Settings(compose([override for override in overrides if not override.startswith("without=")]))
         size = cfg.train.global_batch_size
         self.batches = [batch_of(cfg, size, device) for _ in range(4)]
         self.taken, self.last, self.steps_s, self.samples = 0, None, [], []  # type: ignore[var-annotated]
@@ -90,9 +90,9 @@ def watched(samples: list[list[float]]) -> Any:
             samples.append([float(power), float(clock), float(limited == "Active")])
 
 
-def row_of(way: Way, first: Way, words: list[str]) -> dict[str, Any]:
+def row_of(way: Way, first: Way, overrides: list[str]) -> dict[str, Any]:
     ratio = statistics.median(a / b for a, b in zip(first.steps_s, way.steps_s, strict=True))
-    row = {"words": words, "step_ms": 1e3 * statistics.median(way.steps_s), "ratio": ratio, "rounds_s": way.steps_s}
+    row = {"words": overrides, "step_ms": 1e3 * statistics.median(way.steps_s), "ratio": ratio, "rounds_s": way.steps_s}
     if way.samples:
         watt, clock, limited = zip(*way.samples, strict=True)
         row |= {"watt": statistics.median(watt), "mhz": statistics.median(clock), "limited": statistics.mean(limited)}
@@ -107,9 +107,9 @@ def main() -> None:
     cut = next((i for i, word in enumerate(given) if word in ("--rounds", "--json", "-h", "--help")), len(given))
     options = parser.parse_args(given[cut:])
     groups: list[list[str]] = [[]]
-    for word in given[:cut]:
-        groups.append([]) if word == "--" else groups[-1].append(word)
-    common, ways_words = [*COMMON, *groups[0]], groups[1:] or [[]]
+    for override in given[:cut]:
+        groups.append([]) if override == "--" else groups[-1].append(override)
+    common, ways_overrides = [*COMMON, *groups[0]], groups[1:] or [[]]
 
     from dtrain.launch.compose import compose
     from dtrain.preflight.network_env import environment
@@ -125,9 +125,9 @@ def main() -> None:
     device = worker.join_process_group()
     torch._dynamo.config.recompile_limit = 64
     ways = []
-    for words in ways_words:
+    for overrides in ways_overrides:
         torch.manual_seed(0)
-        ways.append(Way([*common, *words], device))
+        ways.append(Way([*common, *overrides], device))
         ways[-1].run(4)
     first_s, *_ = [way.run(2) for way in ways]
     steps = max(2, round(BLOCK_S / first_s))
@@ -138,7 +138,7 @@ def main() -> None:
             way.run(UNTIMED)
             with watched(way.samples):
                 way.steps_s.append(way.run(steps))
-    rows = [row_of(way, ways[0], words) for way, words in zip(ways, ways_words, strict=True)]
+    rows = [row_of(way, ways[0], overrides) for way, overrides in zip(ways, ways_overrides, strict=True)]
     print(f"{'':<40}{'ms a step':>10}{'ratio':>8}{'watt':>7}{'MHz':>7}{'limited':>9}{'loss':>8}")
     for row in rows:
         power = f"{row['watt']:>7.0f}{row['mhz']:>7.0f}{row['limited']:>9.0%}" if "watt" in row else " " * 23

@@ -26,7 +26,7 @@ def draw(results: dict[str, Any]) -> str:
         ends[side] += height
     width, bottom = 2 * column + GAP + 40, max(ends) + 10
     versions = results["versions"]
-    words = (
+    subtitle = (
         f"{results['hardware']}, torch {versions['torch']}, bf16. Bars: speed over plain torch + compile (the line)."
     )
     drawn = [
@@ -35,7 +35,7 @@ def draw(results: dict[str, Any]) -> str:
         "<title>Training speed beside other tools</title>",
         f'<rect width="{width}" height="{bottom}" rx="8" fill="#ffffff"/>',
         '<text x="20" y="28" font-size="16" font-weight="600">Training speed beside other tools</text>',
-        f'<text x="20" y="48" fill="#57606a">{escape(words)}</text>',
+        f'<text x="20" y="48" fill="#57606a">{escape(subtitle)}</text>',
     ]
     for case, rows in panels.items():
         drawn += panel(rows, *places[case], widest)

@@ -28,14 +28,14 @@ class Peer:
             [sys.executable, str(ROOT / "benchmarks" / "peers.py"), "--worker", json.dumps(spec)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=os.environ | limits,
         )  # fmt: skip
-        self.said: queue.Queue[str] = queue.Queue()
+        self.lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
         assert self.process.stdout
         for line in self.process.stdout:
-            self.said.put(line)
-        self.said.put("")
+            self.lines.put(line)
+        self.lines.put("")
 
     def go(self, untimed: int, timed: int) -> None:
         assert self.process.stdin
@@ -45,7 +45,7 @@ class Peer:
     def report(self, timeout_s: float) -> dict[str, Any]:
         """What the block that runs has found; its first is the warm-up, which begins unasked."""
         try:
-            line = self.said.get(timeout=max(1.0, timeout_s))
+            line = self.lines.get(timeout=max(1.0, timeout_s))
         except queue.Empty:
             raise RuntimeError(f"no answer within {timeout_s:.0f} s") from None
         if not line:

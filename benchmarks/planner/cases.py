@@ -12,9 +12,9 @@ BATCHES = {"gpt2-124m": (32, 16, 8), "gpt2-1.5b": (8, 16, 4), "llama-1b": (4, 8,
 SPREAD = {"gpt2-124m": 16, "gpt2-1.5b": 8, "llama-1b": 4}
 
 
-def case(model: str, strategy: str, batch: int, *words: str, ranks: int = 1, **settings: Any) -> Case:
+def case(model: str, strategy: str, batch: int, *overrides: str, ranks: int = 1, **settings: Any) -> Case:
     """One layout: `batch` samples a rank and pass."""
-    made = {"model": model, "strategy": strategy, "batch": batch, "words": list(words), "ranks": ranks}
+    made = {"model": model, "strategy": strategy, "batch": batch, "words": list(overrides), "ranks": ranks}
     made |= {"checkpointing": "none", "compile": False, "precision": "bf16", "deterministic": True, "passes": 1}
     return made | {"limits": False} | settings
 
@@ -66,8 +66,8 @@ def spread(strategies: tuple[str, ...] = ("fsdp", "ddp", "zero1", "zero2", "zero
     for model, batch in SPREAD.items():
         for mode in ("none", "full"):
             cases += [case(model, strategy, batch, ranks=8, checkpointing=mode) for strategy in strategies]
-    for words in ((), ("strategy.sequence_parallel=true",), ("strategy.loss_parallel=true",)):
-        cases += [case("llama-1b", "tensor", 4, "strategy.tp=8", *words, ranks=8)]
+    for overrides in ((), ("strategy.sequence_parallel=true",), ("strategy.loss_parallel=true",)):
+        cases += [case("llama-1b", "tensor", 4, "strategy.tp=8", *overrides, ranks=8)]
     for data in ("fsdp", "ddp"):
         cases += [case("llama-1b", "tensor", 4, "strategy.tp=2", "strategy.dp=4", f"strategy.data={data}", ranks=8)]
     cases += [
@@ -98,9 +98,9 @@ def again() -> list[Case]:
     return spread(("fsdp", "ddp", "zero1", "zero2")) + adapters() + several + missing
 
 
-def today(model: str, strategy: str, batch: int, *words: str, **settings: Any) -> Case:
+def today(model: str, strategy: str, batch: int, *overrides: str, **settings: Any) -> Case:
     """A layout of the defaults. Compiled by block: one graph for all layers takes seconds, one of them all a minute."""
-    return case(model, strategy, batch, *words, **{"compile": "blocks", "deterministic": False} | settings)
+    return case(model, strategy, batch, *overrides, **{"compile": "blocks", "deterministic": False} | settings)
 
 
 def fast() -> list[Case]:
@@ -139,8 +139,8 @@ def largest() -> list[Case]:
     cases = []
     for model, mode in (("gpt2-1.5b", "none"), ("gpt2-1.5b", "ops"), ("llama-1b", "none"), ("llama-1b", "ops")):
         length = [f"model.seq_len={LENGTHS[model]}"] if model in LENGTHS else []
-        words = [f"model={model}", f"activation_checkpointing={mode}", "compile=blocks", "precision=bf16", *length]
-        config = compose([*words, "strategy=ddp", "hardware=h200", "cluster.processes=1"])
+        overrides = [f"model={model}", f"activation_checkpointing={mode}", "compile=blocks", "precision=bf16", *length]
+        config = compose([*overrides, "strategy=ddp", "hardware=h200", "cluster.processes=1"])
         task = task_of(config)
         assert task is not None
         cases.append(today(model, "ddp", most_samples(layout_of(config), task), checkpointing=mode))

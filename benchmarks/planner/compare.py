@@ -26,12 +26,12 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def shape_for(model: str, words: list[str]) -> Shape:
+def shape_for(model: str, overrides: list[str]) -> Shape:
     """The model of conf/model with a row's overrides."""
     settings = yaml.safe_load((ROOT / "conf" / "model" / f"{model}.yaml").read_text())
     settings.pop("defaults", None)
     config: dict[str, Any] = {"model": settings, "data": {}, "lora": {"rank": 0, "targets": []}}
-    for word in words:
+    for word in overrides:
         name, _, value = word.partition("=")
         section, _, key = name.partition(".")
         if section in config:
@@ -49,7 +49,7 @@ def layout_for(row: dict[str, Any]) -> Layout:
     """
     if "layout" in row:
         return Layout(**row["layout"])
-    words = dict(word.split("=", 1) for word in row.get("words", []))
+    overrides = dict(word.split("=", 1) for word in row.get("words", []))
     return Layout(
         strategy=row["strategy"],
         tp=row.get("tp", 1),
@@ -58,11 +58,11 @@ def layout_for(row: dict[str, Any]) -> Layout:
         micro_batch_size=row["micro_batch_size"],
         micro_batches=row.get("micro_batches", 1),
         data=row.get("data") or row["strategy"],
-        sequence_parallel=words.get("strategy.sequence_parallel") == "true",
-        loss_parallel=words.get("strategy.loss_parallel") == "true",
+        sequence_parallel=overrides.get("strategy.sequence_parallel") == "true",
+        loss_parallel=overrides.get("strategy.loss_parallel") == "true",
         activation_checkpointing=row.get("activation_checkpointing", "none"),
-        offload=words.get("strategy.offload", "none"),
-        offload_params=words.get("strategy.offload_params", "none"),
+        offload=overrides.get("strategy.offload", "none"),
+        offload_params=overrides.get("strategy.offload_params", "none"),
         precision=row.get("precision", "bf16"),
         compile=first_compile(row),
         bucket_mb=100 if row["strategy"].startswith("zero") else 25,
@@ -78,24 +78,25 @@ def first_compile(row: dict[str, Any]) -> str:
 
 
 def measured(path: Path) -> list[dict[str, Any]]:
-    """The rows of our own file, and those of other benchmarks in its words."""
+    """The rows of our own file, and those of other benchmarks in its format."""
     rows = list(json.loads(path.read_text())["rows"])
     for row in json.loads((RESULTS / "throughput-h200.json").read_text())["rows"]:
         if row["model"] == "bert-large":
-            words = ["model.task=classify", "model.num_classes=3", "model.seq_len=128"]
+            overrides = ["model.task=classify", "model.num_classes=3", "model.seq_len=128"]
         else:
-            words = ["model.seq_len=2048"] if row["model"].startswith("llama") else []
+            overrides = ["model.seq_len=2048"] if row["model"].startswith("llama") else []
         rows.append({
-            "model": row["model"], "strategy": row["strategy"], "world_size": 1, "words": words,
+            "model": row["model"], "strategy": row["strategy"], "world_size": 1, "words": overrides,
             "micro_batch_size": row["global_batch_size"], "compile": "compile" in row["row"],
             "activation_checkpointing": "full" if "checkpointing" in row["row"] else "none",
             "peak_gib": row["peak_mem_gib"], "source": "throughput",
         })  # fmt: skip
     for row in json.loads((RESULTS / "lora-h200.json").read_text())["rows"]:
         if row["tool"] == "dtrain" and "peak_mem_gib" in row:
-            words = [f"model.seq_len={row['seq_len']}", f"lora.rank={row['rank']}", f"lora.targets={row['targets']}"]
+            lora = [f"lora.rank={row['rank']}", f"lora.targets={row['targets']}"]
+            overrides = [f"model.seq_len={row['seq_len']}", *lora]
             rows.append({
-                "model": row["model"], "strategy": row["strategy"], "world_size": 1, "words": words,
+                "model": row["model"], "strategy": row["strategy"], "world_size": 1, "words": overrides,
                 "micro_batch_size": row["batch"], "compile": row.get("compile", False),
                 "peak_gib": row["peak_mem_gib"], "source": "lora",
             })  # fmt: skip
@@ -112,8 +113,8 @@ def measured(path: Path) -> list[dict[str, Any]]:
 
 
 def offloaded(name: str) -> list[str]:
-    words = ["strategy.offload=cpu"] if "offloaded" in name else []
-    return words + (["strategy.offload_params=cpu"] if "weights offloaded" in name else [])
+    overrides = ["strategy.offload=cpu"] if "offloaded" in name else []
+    return overrides + (["strategy.offload_params=cpu"] if "weights offloaded" in name else [])
 
 
 def errors(path: Path) -> list[tuple[dict[str, Any], float, dict[str, float]]]:
@@ -133,9 +134,9 @@ def set_aside(row: dict[str, Any]) -> str:
 
 
 def name_of(row: dict[str, Any]) -> str:
-    words = [w for w in row.get("words", []) if not w.startswith("model.seq_len")]
+    overrides = [w for w in row.get("words", []) if not w.startswith("model.seq_len")]
     extra = [row.get("activation_checkpointing", "none")] + ["compile"] * compiled(row) + ["fast"] * ("layout" in row)
-    extra += [p for p in [row.get("precision", "bf16")] if p != "bf16"] + words
+    extra += [p for p in [row.get("precision", "bf16")] if p != "bf16"] + overrides
     passes = f"×{row['micro_batches']}" if row.get("micro_batches", 1) > 1 else ""
     return (
         f"{row['model']} {row['strategy']} on {row['world_size']}, {row['micro_batch_size']}{passes}, {' '.join(extra)}"

@@ -49,7 +49,7 @@ def draw(title: str, scored: list[Scored]) -> str:
 
     errors = Errors.of(one.error for one in scored)
     width, height = LEFT + SIDE + LEGEND, TOP + SIDE + BOTTOM
-    words = (
+    subtitle = (
         f"{errors.count} rows · error {errors.mean:.1%} on average, median {errors.median:.1%}, worst "
         f"{errors.worst:.0%}, bias {errors.bias:+.1%}"
     )
@@ -64,7 +64,7 @@ def draw(title: str, scored: list[Scored]) -> str:
         f"<title>{escape(title)}: predicted against measured seconds of a step</title>",
         f'<rect width="{width}" height="{height}" rx="8" fill="#ffffff"/>',
         f'<text x="{LEFT}" y="26" font-size="16" font-weight="600">{escape(title)}</text>',
-        f'<text x="{LEFT}" y="45" fill="#57606a">{escape(words)}</text>',
+        f'<text x="{LEFT}" y="45" fill="#57606a">{escape(subtitle)}</text>',
         f'<rect x="{LEFT}" y="{TOP}" width="{SIDE}" height="{SIDE}" fill="#f6f8fa"/>',
         f'<polygon points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in corners)}" fill="#dde7f3"/>',
     ]

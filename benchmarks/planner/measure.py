@@ -151,13 +151,14 @@ def measure(spec: dict[str, Any], device: Any) -> dict[str, Any]:
 
     ranks = spec["ranks"]
     length = [f"model.seq_len={LENGTHS[spec['model']]}"] if spec["model"] in LENGTHS else []
-    words = [
+    overrides = [
         f"model={spec['model']}", f"strategy={spec['strategy']}", f"precision={spec['precision']}",
         f"activation_checkpointing={spec['checkpointing']}", f"compile={spec['compile']}".lower(),
         f"train.micro_batch_size={spec['batch']}", "cluster.nodes=1", f"cluster.processes={ranks}",
         *length, *spec["words"],
     ]  # fmt: skip
-    settings = compose([*words, f"deterministic={spec['deterministic']}".lower(), "train.global_batch_size=1000000"])
+    deterministic = f"deterministic={spec['deterministic']}".lower()
+    settings = compose([*overrides, deterministic, "train.global_batch_size=1000000"])
     strategy = build(settings["strategy"]).for_world(ranks)
     sizes = strategy.resolve_mesh(ranks, ranks)
     per_rank = spec["batch"] * spec["passes"]

@@ -50,7 +50,7 @@ def test_every_strategy_has_a_layout_over_all_gpus(name: str) -> None:
         (["strategy=ddp", "compile=none"], {"fast_products": False}),
         (["strategy=ddp", "deterministic=true"], {"fast_products": False}),
         (["strategy=3d", "strategy.tp=2"], {"fast_products": False}),
-        (["strategy=ddp"], {"captured": False}),  # of many ranks
+        (["strategy=ddp"], {"one_launch": False}),  # of many ranks
     ],
 )  # fmt: skip
 def test_what_is_typed_is_in_the_layout(words: list[str], expected: dict[str, Any]) -> None:
@@ -75,7 +75,7 @@ def test_what_follows_from_a_gpu_does_not_from_a_cpu() -> None:
 )  # fmt: skip
 def test_which_steps_are_one_launch(words: str, expected: bool) -> None:
     asked = question("model=gpt2-tiny", "hardware=h200", "cluster.processes=1", "cluster.nodes=1", *words.split())
-    assert layout_of(asked.config).captured is expected
+    assert layout_of(asked.config).one_launch is expected
 
 
 @pytest.mark.parametrize("name", ["bf16", "bf16-pure", "fp8", "fp16", "fp32"])
