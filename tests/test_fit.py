@@ -304,7 +304,7 @@ def test_a_class_of_the_script_is_named_by_its_file(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(main, "__file__", str(tmp_path / "script_xyz.py"))
     Path("script_xyz.py").write_text("")
     importlib.invalidate_caches()
-    with pytest.raises(ValueError, match=r"would take .*elsewhere/script_xyz\.py for script_xyz"):
+    with pytest.raises(ValueError, match=r"would import .*elsewhere/script_xyz\.py as script_xyz"):
         python_objects.name_of("model", Outer)
 
 

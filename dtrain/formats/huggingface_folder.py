@@ -211,7 +211,7 @@ def check_names(path: Path, family: Family, entries: Mapping[str, Entry], names:
     """Check that the file has all that the model needs, and no layer that the model lacks."""
     missing = [n for n in names if not huggingface.is_new(n) and family.theirs(n) not in entries]
     if missing:
-        text = f"{family.theirs(missing[0])} (our {missing[0]}) is not in it; {len(missing)} missing in all"
+        text = f"{family.theirs(missing[0])} ({missing[0]} in dtrain) is missing; {len(missing)} missing in all"
         raise wrong(path, f"its weights are not complete: {text}", AGAIN)
     extra = [e.name for bare, e in entries.items() if (family.layer_of(bare) or 0) >= num_layers]
     if extra:

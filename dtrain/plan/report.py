@@ -190,7 +190,7 @@ def explained(prediction: Prediction) -> list[str]:
     each = "GPU" if prediction.task.hardware.gpu else "rank"
     lines = [f"memory of the fullest {each}, GiB:"]
     lines += [explained_item(item, f"{item.value / GIB:9.3f}") for item in prediction.memory]
-    beside = f"; beside it {gib(prediction.reserve / GIB)} for {RESERVED}" if prediction.task.limit else ""
+    beside = f"; plus {gib(prediction.reserve / GIB)} for {RESERVED}" if prediction.task.limit else ""
     lines.append(f"  {prediction.memory_bytes / GIB:9.3f}  in all{beside}")
     if prediction.time is not None:
         lines += ["", f"one step of the slowest {each}, ms:"]

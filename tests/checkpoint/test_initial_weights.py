@@ -339,7 +339,7 @@ def test_weights_of_another_shape_name_or_number_are_refused(tmp_path: Path) -> 
 
     with_weights({k: v for k, v in original.items() if "layers.1" not in k})
     message = refused("llama", tmp_path / "hf")
-    assert "(our layers.1.norm1.weight) is not in it; 9 missing in all" in message
+    assert "(layers.1.norm1.weight in dtrain) is missing; 9 missing in all" in message
     with_weights(original | {f"model.layers.2.{k}.weight": torch.ones(1) for k in ("a", "b")})
     assert "it has 3 layers, the model 2: model.layers.2.a.weight; 2 extra weights" in refused("llama", tmp_path / "hf")
     with_weights(original | {key: original[key][:8]})
@@ -360,7 +360,7 @@ def test_a_bias_that_is_missing_is_found_by_the_ranks(tmp_path: Path) -> None:
     CASES["gpt2"].make(tmp_path / "hf")
     change(tmp_path / "hf", lambda state: {k: v for k, v in state.items() if not k.endswith("c_fc.bias")})
     message = refused_by_ranks("gpt2", tmp_path)
-    assert "layers.0.mlp.up.bias is not in it; 2 differences in all" in message
+    assert "layers.0.mlp.up.bias is missing in init_from; 2 differences in all" in message
 
 
 def refused_by_ranks(name: str, folder: Path) -> str:
@@ -384,7 +384,7 @@ def test_runs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         and f"dtrain export {run} OUT --format hf" in message
     )
     shutil.copytree(run / "checkpoints" / "step-00000001", tmp_path / "alone")  # says no settings: the ranks compare
-    with pytest.raises(ValueError, match=r"embed.weight has shape \[272, 32\] in it, \[288, 32\] in the model"):
+    with pytest.raises(ValueError, match=r"embed.weight has shape \[272, 32\] in init_from, \[288, 32\] in the model"):
         load(make(tmp_path / "more", "gpt2", f"init_from={tmp_path / 'alone'}", "model.vocab_size=280"))
     adapters = make(tmp_path / "adapters", "gpt2", "lora.rank=2")
     save(adapters, load(adapters))

@@ -319,7 +319,7 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     assert train(run) == [3]
     note = json.loads((run / "logs" / "failure-0.json").read_text())
     assert (
-        "is a checkpoint of another model: model.embed.weight has shape [64, 32] in it, [64, 64] here"
+        "another model: model.embed.weight has shape [64, 32] in the checkpoint, [64, 64] in the model"
         in note["message"]
     )
     assert "Fix:" in note["message"]

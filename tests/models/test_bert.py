@@ -162,7 +162,7 @@ def test_data_of_the_other_task_is_refused(task: str, text: str) -> None:
 
 def test_data_for_models_that_read_forwards_is_refused() -> None:
     tokens, _ = sample("mlm")
-    with pytest.raises(ValueError, match=r"(?s)model.task=mlm: .*copied\n  fix: data=stdlib-mlm"):
+    with pytest.raises(ValueError, match=r"(?s)model.task=mlm: .*asks it to predict\n  fix: data=stdlib-mlm"):
         small()(tokens[:, :-1], tokens[:, 1:])
 
 

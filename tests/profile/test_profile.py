@@ -272,7 +272,7 @@ def test_a_run_without_a_profile_names_the_words_to_type(tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     "words, complaint",
     [
-        (["profile=torch", "profile.ranks=[0,5]"], "profile.ranks=[0, 5]: there is no rank 5 among 2"),
+        (["profile=torch", "profile.ranks=[0,5]"], "profile.ranks=[0, 5]: there is no rank 5 in a run of 2 ranks"),
         (["profile=torch", "profile.ranks=[]"], "profile.ranks=[]: no rank would be recorded"),
         (["profile=torch", "train.steps=11"], "profile.start=10: the run ends after 11 steps"),
         (["profile=torch", "train.stop_after=5"], "profile.start=10: the run ends after 5 steps"),
