@@ -112,7 +112,7 @@ CRAFTED: dict[str, tuple[Any, int, str]] = {  # header, bytes of data, what the 
     "the wrong way round": (one(data_offsets=[8, 0]), 8, "data_offsets"),
     "shape larger than its bytes": (one(shape=[2**40]), 8, "its shape needs"),
     "overlap": (one() | {"b": one()["a"]}, 8, "overlaps"),
-    "gap": (one() | {"b": {**one()["a"], "data_offsets": [16, 24]}}, 24, "hole"),
+    "gap": (one() | {"b": {**one()["a"], "data_offsets": [16, 24]}}, 24, "gap"),
     "rest": (one(), 9, "its header says"),
     "negative": (one(shape=[-2]), 8, "shape"),
     "bool": (one(shape=[True, 2]), 8, "shape"),

@@ -82,7 +82,7 @@ def test_how_many_gpus_comes_with_its_launch_line(
         config = launched(found["command"])
         assert layout_of(config).world_size == found["answer"] == found["rows"][-1]["gpus"]
     assert config["choices"]["cluster"] == "slurm" and config["cluster"]["nodes"] > 1
-    assert said(capsys, "model=gpt2-124m", "hardware=h100", "--gpus-for", "30d").startswith("1 GPU does it in ")
+    assert said(capsys, "model=gpt2-124m", "hardware=h100", "--gpus-for", "30d").startswith("1 GPU finishes in ")
 
 
 def test_a_batch_that_does_not_divide_is_not_a_lack_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
