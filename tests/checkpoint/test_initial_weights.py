@@ -344,7 +344,7 @@ def test_weights_of_another_shape_name_or_number_are_refused(tmp_path: Path) -> 
     assert "it has 3 layers, the model 2: model.layers.2.a.weight; 2 extra weights" in refused("llama", tmp_path / "hf")
     with_weights(original | {key: original[key][:8]})
     message = refused("llama", tmp_path / "hf")
-    assert f"{key} has shape [8, 32], and [32, 32] by its config.json; 1 such in all" in message
+    assert f"{key} has shape [8, 32], but [32, 32] by its config.json; 1 such in all" in message
     embed = "model.embed_tokens.weight"
     with_weights(original | {embed: original[embed][:-4]})
     assert f"[{VOCAB - 4}, 32], and [{VOCAB}, 32]" in refused("llama", tmp_path / "hf"), "not as if tokens were new"
