@@ -77,9 +77,9 @@ def launch_help() -> str:
     """Hydra's help without the composed configuration: configuration.md describes each setting."""
     whole = help_text("launch")
     head, found, rest = whole.partition("== Settings, with their defaults ==\n")
-    settings, _, tail = rest.partition("== Often typed ==\n")
+    settings, _, tail = rest.partition("== Common commands ==\n")
     assert found and settings and tail, "conf/config.yaml: hydra.help.template has these headings"
-    return f"{head}{found}(left out here: the composed configuration)\n\n== Often typed ==\n{tail}"
+    return f"{head}{found}(left out here: the composed configuration)\n\n== Common commands ==\n{tail}"
 
 
 def cli_page() -> str:

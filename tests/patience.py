@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from dtrain.runs.protocol import Deadline, slowness
 
-
 MEASURED = {"at": -60.0, "slowness": 1.0}
 
 
