@@ -6,6 +6,8 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 # processes that run the tests: 2 take two thirds of the time of one on two cores; 0 = all in this one, as --pdb needs it
 WORKERS ?= 2
+# without compiling: that takes a minute, for modules of which most are never imported
+INSTALL = $(BIN)/python -m pip install -q --no-compile -c constraints.txt
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS)
 
 .PHONY: train test test-all nvme lint docs clean
@@ -40,21 +42,24 @@ docs: .venv/installed-docs
 	$(BIN)/mkdocs build --strict
 
 # torch goes in first and by its pinned version, so that nothing else pulls another build of it
-.venv/installed: pyproject.toml constraints.txt
+.venv/torch: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo 'dtrain needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=python3.11'; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	$(INSTALL) torch
 	touch $@
 
-.venv/installed-dev: .venv/installed
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+.venv/installed: .venv/torch
+	$(INSTALL) -e .
 	touch $@
 
-.venv/installed-docs: .venv/installed
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
-	touch $@
+.venv/installed-dev: .venv/torch
+	$(INSTALL) -e '.[dev]'
+	touch .venv/installed $@
+
+.venv/installed-docs: .venv/torch
+	$(INSTALL) -e '.[docs]'
+	touch .venv/installed $@
 
 clean:
 	rm -rf .venv site outputs multirun dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

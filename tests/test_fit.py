@@ -81,7 +81,7 @@ def commanded(folder: Path) -> Path:
     """The page's command, run."""
     words = shlex.split(COMMAND)
     assert words[:2] == ["python", "launch.py"]
-    process = python(str(ROOT / "launch.py"), *words[2:], "run_dir=commanded", "cluster.processes=2")
+    process = python(str(ROOT / "launch.py"), *words[2:], "run_dir=commanded", "cluster.processes=1")
     said = process.communicate(timeout=patience(120))[0]
     assert process.returncode == 0, said
     return folder / "commanded"
@@ -109,7 +109,7 @@ def test_fit_is_the_command_to_the_bit_and_can_be_called_again_to_go_on(
 
     things: dict[str, Any] = {"model": functools.partial(Net, 32), "data": Rings, "loss": (focal, {"gamma": 1.5})}
     before = signal.getsignal(signal.SIGINT), os.environ.copy(), list(sys.argv), logging.getLogger().level
-    result = dtrain.fit(**things, strategy="ddp", processes=2, train={"steps": 20, "stop_after": 12})
+    result = dtrain.fit(**things, strategy="ddp", processes=1, train={"steps": 20, "stop_after": 12})
     assert before == (signal.getsignal(signal.SIGINT), os.environ.copy(), list(sys.argv), logging.getLogger().level)
     assert not GlobalHydra.instance().is_initialized() and not logging.getLogger("dtrain").disabled
     assert result.status == "done" and result.summary["steps"] == 12
@@ -119,7 +119,7 @@ def test_fit_is_the_command_to_the_bit_and_can_be_called_again_to_go_on(
     record = json.loads((result.run_dir / "launch.json").read_text())
     assert "dtrain launch model=net.Net data=net.Rings loss=net.focal strategy=ddp model.dim=32" in record["command"]
 
-    again = dtrain.fit(**things, resume="latest", **{"cluster.processes": 2})
+    again = dtrain.fit(**things, resume="latest", **{"cluster.processes": 1})
     assert again.run_dir == result.run_dir and losses(again.run_dir) == expected
     assert again.summary["weights_sha256"] == summary(commanded)["weights_sha256"]
     model = again.load()

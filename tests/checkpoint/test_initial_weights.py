@@ -347,13 +347,13 @@ def test_weights_of_another_shape_name_or_number_are_refused(tmp_path: Path) -> 
     assert f"{key} has shape [8, 32], but [32, 32] by its config.json; 1 such in all" in message
     embed = "model.embed_tokens.weight"
     with_weights(original | {embed: original[embed][:-4]})
-    assert f"[{VOCAB - 4}, 32], and [{VOCAB}, 32]" in refused("llama", tmp_path / "hf"), "not as if tokens were new"
+    assert f"[{VOCAB - 4}, 32], but [{VOCAB}, 32]" in refused("llama", tmp_path / "hf"), "not as if tokens were new"
     with_weights(original | {key: original[key].to(torch.int8)})
     assert "is of type I8" in refused("llama", tmp_path / "hf")
     CASES["gpt2"].make(tmp_path / "gpt2")
     key = "transformer.h.1.mlp.c_fc.bias"
     change(tmp_path / "gpt2", lambda state: state | {key: state[key][1:]})
-    assert f"{key} has shape [127], and [128]" in refused("gpt2", tmp_path / "gpt2")
+    assert f"{key} has shape [127], but [128]" in refused("gpt2", tmp_path / "gpt2")
 
 
 def test_a_bias_that_is_missing_is_found_by_the_ranks(tmp_path: Path) -> None:

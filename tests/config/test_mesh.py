@@ -60,7 +60,7 @@ def test_the_number_of_ranks_that_a_refusal_proposes_is_accepted(world: int, pp:
     try:
         resolve(world, None, pp, dp, tp)
     except ValueError as error:
-        assert f"there are {world}" in str(error)
+        assert f"the number of ranks, {world}\n" in str(error)
         found = re.search(r"cluster\.processes=(\d+)", str(error))
         assert found
         assert resolve(int(found[1]), None, pp, dp, tp).world_size == int(found[1])

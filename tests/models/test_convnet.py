@@ -37,7 +37,9 @@ def test_number_of_parameters_at_the_size_of_mnist() -> None:
 
 
 def test_a_picture_that_is_too_small_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model.image_size=7: .* at least 8 pixels\n  fix: model.image_size=8"):
+    with pytest.raises(
+        ValueError, match=r"model.image_size=7: must be at least 8 pixels, .*\n  fix: model.image_size=8"
+    ):
         ConvNet(7)
 
 

@@ -29,7 +29,7 @@ class Odd(GPT2):
     def forward(self, inputs, targets=None):
         self.calls += 1
         if os.environ["RANK"] == "1" and self.calls == 6:
-            if (attempt := len(open(os.environ["STARTS"]).read())) != 2:
+            if (attempt := len(open(os.environ["STARTS"]).read())) != 1:
                 raise ConnectionResetError(104, "Connection reset by peer")
             os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(inputs, targets)
@@ -40,7 +40,7 @@ if os.environ.get("RANK") == "1":
 
 
 def test_each_attempt_keeps_its_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A user's ConnectionResetError, then a real SIGKILL of which gloo tells rank 0."""
+    """A real SIGKILL of which gloo tells rank 0, then a user's ConnectionResetError."""
     (tmp_path / "mine.py").write_text(MODEL)
     words = ["cluster.processes=2", "model._target_=mine.Odd", "trust=[mine]", "checkpoint.every=2"]
     env = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "STARTS": str(tmp_path / "starts")}
@@ -50,15 +50,15 @@ def test_each_attempt_keeps_its_cause(tmp_path: Path, capsys: pytest.CaptureFixt
     reset = "rank 1: ConnectionResetError: [Errno 104] Connection reset by peer (logs/rank-1.log)"
     killed = "rank 1: SIGKILL: the process was killed by SIGKILL (out of memory?) (logs/rank-1.log)"
     lines = [" ".join(line.split()) for line in output.splitlines()]
-    assert f"attempt 1 failed: {reset}" in lines and f"attempt 2 failed: {killed}" in lines, output
-    assert f"attempts attempt 1: {reset}" in lines and f"attempt 2: {killed}" in lines, output
+    assert f"attempt 1 failed: {killed}" in lines, output
+    assert f"attempts attempt 1: {killed}" in lines and f"attempt 2: {reset}" in lines, output
     assert f"at {tmp_path}/mine.py:12, in forward" in lines, output
 
     run = tmp_path / "run"
     noted = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
     assert [line["event"] for line in noted] == ["start", "end"] * 2
-    assert [line["why"] for line in noted if line["event"] == "end"] == [reset, killed]
-    assert noted[1]["failure"]["where"].startswith(f"{tmp_path}/mine.py:12"), noted[1]
+    assert [line["why"] for line in noted if line["event"] == "end"] == [killed, reset]
+    assert noted[3]["failure"]["where"].startswith(f"{tmp_path}/mine.py:12"), noted[3]
     assert main(["status", str(run)]) == 0
     status = capsys.readouterr().out
     assert status.count(reset) == 1 and killed in status and "mine.py:12, in forward" in status, status
