@@ -18,11 +18,11 @@ train: .venv/installed
 	@echo; echo 'dtrain sample latest "def "'
 	@$(BIN)/dtrain sample latest "def "
 
-test: lint
+test: .venv/installed-dev
 	$(PYTEST) $(ARGS)
 
 # Also every pair of strategies as saver and resumer; --matrix FILE writes what came out to FILE.json and FILE.md
-test-all: lint
+test-all: .venv/installed-dev
 	$(PYTEST) --all $(ARGS)
 
 # DeepSpeed's operation for offload to NVMe: 2 to 5 minutes of compiling, for which libaio-dev and g++ must be there

@@ -351,14 +351,14 @@ def fuzz(good: Path, tmp_path: Path, seeds: range) -> dict[str, int]:
 
 
 def test_no_mutation_of_a_manifest_gives_other_weights(good: Path, tmp_path: Path) -> None:
-    outcomes = fuzz(good, tmp_path, range(500))
-    assert outcomes["older"] > 250 and outcomes["refused"] < 10, outcomes
+    outcomes = fuzz(good, tmp_path, range(200))
+    assert outcomes["older"] > 100 and outcomes["refused"] < 5, outcomes
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_no_mutation_of_a_manifest_gives_other_weights_in_6500_tries(good: Path, tmp_path: Path) -> None:
-    outcomes = fuzz(good, tmp_path, range(500, 7000))
+def test_no_mutation_of_a_manifest_gives_other_weights_in_6800_tries(good: Path, tmp_path: Path) -> None:
+    outcomes = fuzz(good, tmp_path, range(200, 7000))
     assert outcomes["older"] > 3000 and outcomes["refused"] < 120, outcomes
 
 

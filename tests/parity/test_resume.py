@@ -10,6 +10,7 @@ import pytest
 
 from tests.world import layouts, losses, make_run, start, summary, train, wait_for
 
+STEPS = 18
 WIDE = ("ddp", "zero3", "3d")  # at 4 ranks; the other strategies there with --all
 
 
@@ -30,21 +31,23 @@ def test_sigkill_and_resume_is_bit_exact(strategy: str, size: int, tmp_path: Pat
             tmp_path / name,
             f"strategy={strategy}",
             f"cluster.processes={size}",
-            "train.steps=30",
+            f"train.steps={STEPS}",
             "checkpoint.every=5",
             "model.dropout=0.1",
             "train.micro_batch_size=2",
             "+data.path=" + str(tmp_path / f"{name}-ids"),
             "data._target_=tests.recording.Recorder",
             "trust=[tests]",
-            "data.num_samples=150",
+            "data.num_samples=80",  # an epoch of 10 steps
         )
 
     whole, broken = run("whole"), run("broken")
     assert train(whole, size) == [0] * size
 
     rng = random.Random()
-    kill_at = rng.randint(6, 24)  # any step after the first checkpoint; printed, so that a failure can be repeated
+    kill_at = rng.randint(
+        6, STEPS - 4
+    )  # any step after the first checkpoint; printed, so that a failure can be repeated
     print(f"killed when step {kill_at} was seen")
     world = start(broken, size)
     wait_for(world, broken, kill_at)
@@ -53,13 +56,13 @@ def test_sigkill_and_resume_is_bit_exact(strategy: str, size: int, tmp_path: Pat
     assert train(broken, size) == [0] * size
 
     resumed_at = summary(broken)["start_step"]
-    assert 0 < resumed_at < 30 and resumed_at % 5 == 0
+    assert 0 < resumed_at < STEPS and resumed_at % 5 == 0
     hex_losses = [[(s, x.hex()) for s, x in losses(r).items()] for r in (whole, broken)]
-    assert hex_losses[0] == hex_losses[1] and len(hex_losses[0]) == 30
+    assert hex_losses[0] == hex_losses[1] and len(hex_losses[0]) == STEPS
     assert summary(whole)["weights_sha256"] == summary(broken)["weights_sha256"]
     for r in range(size):
         # the batch after the last step is read ahead, or not, before the process ends
-        uninterrupted = asked_for(tmp_path / "whole-ids", r)[1:31]
-        second_life = asked_for(tmp_path / "broken-ids", r)[len(first_life[r]) + 1 :][: 30 - resumed_at]
+        uninterrupted = asked_for(tmp_path / "whole-ids", r)[1 : STEPS + 1]
+        second_life = asked_for(tmp_path / "broken-ids", r)[len(first_life[r]) + 1 :][: STEPS - resumed_at]
         assert first_life[r][1:] == uninterrupted[: len(first_life[r]) - 1]
         assert second_life == uninterrupted[resumed_at:]

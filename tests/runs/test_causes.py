@@ -58,7 +58,9 @@ def test_each_attempt_keeps_its_cause(tmp_path: Path, capsys: pytest.CaptureFixt
     noted = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
     assert [line["event"] for line in noted] == ["start", "end"] * 2
     assert [line["why"] for line in noted if line["event"] == "end"] == [killed, reset]
-    assert noted[3]["failure"]["where"].startswith(f"{tmp_path}/mine.py:12"), noted[3]
+    assert (noted[1]["failure"]["rank"], noted[1]["failure"]["type"]) == (1, "SIGKILL"), noted[1]
+    last = json.loads((run / "failure.json").read_text())
+    assert last["where"].startswith(f"{tmp_path}/mine.py:12"), last
     assert main(["status", str(run)]) == 0
     status = capsys.readouterr().out
     assert status.count(reset) == 1 and killed in status and "mine.py:12, in forward" in status, status

@@ -94,12 +94,12 @@ LAYOUTS: list[Layout] = [
         ["strategy.pp=2", "strategy.data=ddp"],
         [("model.norm.weight", [2, 3]), ("model.embed.weight", [3])],
     ),
-    ("3d", [], [("model.norm.weight", [2, 3]), ("model.embed.weight", [3])]),
     ("fairscale", [], [("model.layers.1.mlp.up.weight", [3])]),
     ("zero1", [], [("model.layers.1.mlp.up.weight", [3])]),
     ("local_sgd", ["strategy.every=2"], [("model.layers.1.mlp.up.weight", [3])]),
 ]
 MORE: list[Layout] = [
+    ("3d", [], [("model.norm.weight", [2, 3]), ("model.embed.weight", [3])]),
     ("fsdp", [], []),
     ("tensor", ["strategy.tp=2"], [("model.norm.weight", [2, 3]), ("optim.norm.bias.exp_avg", [2, 3])]),
     ("zero3", [], []),
