@@ -1,7 +1,8 @@
-"""Measure matmuls and memory of one device, and collectives over a group, as (rate, message size)."""
+"""Time a call on a device, and collectives over a group: for preflight and for `dtrain plan calibrate`."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,18 +26,42 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def timed(step: Callable[[], object], device: torch.device, steps: int) -> float:
+    """Seconds per step by the host's clock, over this many steps."""
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    synchronize(device)
+    return (time.perf_counter() - began) / steps
+
+
+def timed_on_device(step: Callable[[], object], device: torch.device, steps: int) -> float:
+    """Seconds per step between two events on the GPU, without the time to launch the first; on a CPU, `timed`."""
+    if device.type != "cuda":
+        return timed(step, device, steps)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    for _ in range(steps):
+        step()
+    last.record()
+    torch.cuda.synchronize(device)
+    return float(first.elapsed_time(last)) / 1e3 / steps
+
+
 def best_time(step: Callable[[], object], device: torch.device, repeats: int, steps: int) -> float:
     """Seconds per step, the best of several repeats: other load on the host only slows it down."""
     step()
-    best = float("inf")
-    for _ in range(repeats):
-        synchronize(device)
-        began = time.perf_counter()
-        for _ in range(steps):
-            step()
-        synchronize(device)
-        best = min(best, (time.perf_counter() - began) / steps)
-    return best
+    return min(timed(step, device, steps) for _ in range(repeats))
+
+
+def seconds_per_call(step: Callable[[], object], device: torch.device, budget_s: float) -> float:
+    """Seconds per call on the device: the median of up to 5 rounds that take the budget together."""
+    timed_on_device(step, device, 2)
+    once = max(timed_on_device(step, device, 1), 1e-7)
+    calls = max(1, int(budget_s / 5 / once))
+    rounds = min(5, max(1, int(budget_s / once / calls)))
+    return statistics.median(timed_on_device(step, device, calls) for _ in range(rounds))
 
 
 def matmul_tflops(device: torch.device) -> float:
@@ -88,15 +113,6 @@ def bus_bandwidth(
             seconds = min(seconds, slowest(timed(step, device, steps), control))
         break
     return BUS[name](dist.get_world_size(group)) * size * MIB / seconds / 1e9, size
-
-
-def timed(step: Callable[[], object], device: torch.device, steps: int) -> float:
-    synchronize(device)
-    began = time.perf_counter()
-    for _ in range(steps):
-        step()
-    synchronize(device)
-    return (time.perf_counter() - began) / steps
 
 
 def slowest(seconds: float, control: Group) -> float:

@@ -1,4 +1,4 @@
-"""The measurements of `dtrain plan calibrate`. torch is imported inside the functions only.
+"""The measurements of `dtrain plan calibrate`, by the clocks of util/device_rates.py. Functions import torch.
 
 Times are medians after a warm-up, on random data: zeros would run faster than real values.
 """
@@ -10,7 +10,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,33 +32,6 @@ GPU_SIZES = (64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB)
 CPU_SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 ADAM_BYTES = 28  # in fp32: weight, gradient and two moments are read, all but the gradient written
-
-
-def seconds_of(step: Callable[[], object], device: Any, budget_s: float) -> float:
-    """Seconds per call: the median of up to 5 rounds that take the budget together."""
-    import torch
-
-    cuda = device.type == "cuda"
-
-    def round_of(calls: int) -> float:
-        if cuda:
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            for _ in range(calls):
-                step()
-            last.record()
-            torch.cuda.synchronize(device)
-            return float(first.elapsed_time(last)) / 1e3 / calls
-        began = time.perf_counter()
-        for _ in range(calls):
-            step()
-        return (time.perf_counter() - began) / calls
-
-    round_of(2)
-    once = max(round_of(1), 1e-7)
-    calls = max(1, int(budget_s / 5 / once))
-    rounds = min(5, max(1, int(budget_s / once / calls)))
-    return statistics.median(round_of(calls) for _ in range(rounds))
 
 
 def device_rates(budget_s: float) -> dict[str, Any]:
@@ -111,11 +83,13 @@ def matmul(shape: tuple[int, ...], dtype: Any, device: Any, budget_s: float) -> 
     """Time one matmul [rows × inner] · [inner × cols], as a row of the table."""
     import torch
 
+    from dtrain.util import device_rates as rates
+
     rows, inner, cols = shape
     a = torch.randn(rows, inner, device=device, dtype=torch.float32).to(dtype)
     b = torch.randn(inner, cols, device=device, dtype=torch.float32).to(dtype)
     out = torch.empty(rows, cols, device=device, dtype=dtype)
-    seconds = seconds_of(lambda: torch.mm(a, b, out=out), device, budget_s)
+    seconds = rates.seconds_per_call(lambda: torch.mm(a, b, out=out), device, budget_s)
     tflops = 2 * rows * inner * cols / seconds / 1e12
     return {"rows": rows, "inner": inner, "cols": cols, "dtype": str(dtype)[6:], "us": seconds * 1e6, "tflops": tflops}
 
@@ -124,23 +98,29 @@ def stream_gb_s(device: Any, budget_s: float) -> float:
     """Measure a copy too large for any cache: each byte is read once and written once."""
     import torch
 
+    from dtrain.util import device_rates as rates
+
     source = torch.randn((GIB if device.type == "cuda" else 128 * MIB) // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * 4 * source.numel() / seconds_of(lambda: target.copy_(source), device, budget_s) / 1e9
+    return 2 * 4 * source.numel() / rates.seconds_per_call(lambda: target.copy_(source), device, budget_s) / 1e9
 
 
 def pcie_gb_s(device: Any, budget_s: float) -> float:
     import torch
 
+    from dtrain.util import device_rates as rates
+
     host = torch.randn(64 * MIB).pin_memory()
     there = torch.empty_like(host, device=device)
-    seconds = seconds_of(lambda: there.copy_(host, non_blocking=True), device, budget_s)
+    seconds = rates.seconds_per_call(lambda: there.copy_(host, non_blocking=True), device, budget_s)
     return 4 * host.numel() / seconds / 1e9
 
 
 def adam_gb_s(device: Any, budget_s: float) -> float:
     """Measure torch's fused AdamW in fp32; on the CPU it matches DeepSpeed's, which needs compiling."""
     import torch
+
+    from dtrain.util import device_rates as rates
 
     count = 100_000_000 if device.type == "cuda" else 8_000_000
     weight = torch.nn.Parameter(torch.randn(count, device=device))
@@ -149,7 +129,7 @@ def adam_gb_s(device: Any, budget_s: float) -> float:
     if device.type == "cpu":
         torch.set_num_threads(os.cpu_count() or 1)
     optimizer = torch.optim.AdamW([weight], lr=1e-6, fused=True)
-    seconds = seconds_of(optimizer.step, device, budget_s)
+    seconds = rates.seconds_per_call(optimizer.step, device, budget_s)
     torch.set_num_threads(threads)
     return ADAM_BYTES * count / seconds / 1e9
 
@@ -161,9 +141,11 @@ def launch_costs(device: Any, budget_s: float) -> dict[str, float]:
     """
     import torch
 
+    from dtrain.util import device_rates as rates
+
     x = torch.randn(64, 64, device=device)
     if device.type != "cuda":
-        smallest = seconds_of(lambda: x.add_(1.0), device, budget_s) * 1e6
+        smallest = rates.seconds_per_call(lambda: x.add_(1.0), device, budget_s) * 1e6
         return {"launch_us": smallest, "kernel_us": smallest}
     layers = torch.nn.Sequential(
         *(torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(32))
@@ -190,7 +172,7 @@ def launch_costs(device: Any, budget_s: float) -> dict[str, float]:
     with torch.cuda.graph(graph):
         for _ in range(count):
             x.add_(1e-6)
-    replay = seconds_of(graph.replay, device, budget_s / 2)
+    replay = rates.seconds_per_call(graph.replay, device, budget_s / 2)
     return {"launch_us": statistics.median(host) / max(1, kernels) * 1e6, "kernel_us": replay / count * 1e6}
 
 
