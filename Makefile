@@ -10,6 +10,7 @@ WORKERS ?= 2
 INSTALL = $(BIN)/python -m pip install -q --no-compile -c constraints.txt
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS)
 
+.NOTPARALLEL: # one pip at a time in .venv
 .PHONY: train test test-all nvme lint docs clean
 
 # The main job on an embedded default: gpt2-tiny, 2 processes, the Python standard library's source; then a sample.

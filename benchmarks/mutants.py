@@ -175,9 +175,9 @@ def verdict(mutant: dict[str, Any], tree: Path, options: argparse.Namespace) -> 
     target.write_text(mutated(good, mutant))
     began = time.monotonic()
     try:
-        for suite, marks in (("test", "not slow and not gpu"), ("test-all", "slow and not gpu")):
+        for suite, more in (("test", []), ("test-all", ["--all"])):
             command = [
-                options.python, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--all", "-m", marks,
+                options.python, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not gpu", *more,
                 *(word for name in options.deselect for word in ("--deselect", name)), *related(mutant["file"]),
             ]  # fmt: skip
             env = os.environ | {"PYTHONPATH": f"{tree}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}

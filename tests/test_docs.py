@@ -113,6 +113,19 @@ def test_links(page: Path) -> None:
     assert broken == []
 
 
+def test_every_test_file_that_is_named_exists() -> None:
+    texts = {path: path.read_text() for folder in ("dtrain", "tests", "benchmarks", "docs") for path in files(folder)}
+    texts |= {path: path.read_text() for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md")}
+    named = {
+        (path.name, name) for path, text in texts.items() for name in re.findall(r"\btests/[\w/]*\w{3}\.py\b", text)
+    }
+    assert len(named) > 20 and [at for at in named if not (ROOT / at[1]).exists()] == []
+
+
+def files(folder: str) -> list[Path]:
+    return [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
+
+
 def test_every_page_is_on_the_map() -> None:
     for file, text in (
         ("docs/index.md", (ROOT / "docs/index.md").read_text()),

@@ -107,7 +107,7 @@ def eval_batch_size(num_samples: int, batch_size: int, micro: int, sizes: MeshSi
     if num_samples >= batch_size:
         return batch_size
     if num_samples < unit:
-        rule = f"the validation split has only {num_samples} samples, but one micro-batch on every rank needs {unit}"
+        rule = f"the validation split has only {num_samples} samples, but one evaluation step needs {unit}"
         fix = "train.eval_batches=0, a smaller train.micro_batch_size, or more data to hold out"
         raise bad("train.eval_batches", "…", rule, fix)
     return num_samples // unit * unit

@@ -64,7 +64,8 @@ def prepare_arguments(argv: list[str]) -> list[str]:
         store_recipes()
     elif "recipe" in given:
         store_recipes(given["recipe"])
-    if "recipe" in given and given["recipe"] not in built_in() and re.search(r"[/\\]|\.ya?ml$", given["recipe"]):
+    is_file = re.search(r"[/\\]|\.ya?ml$", given.get("recipe", "")) and given["recipe"] not in built_in()
+    if is_file and not ({"-m", "--multirun"} & set(argv) and re.search(r"[,(]", given["recipe"])):  # a sweep: tiny/a,b
         path = Path(given["recipe"]).expanduser()
         if not path.is_file():
             raise bad("recipe", given["recipe"], "there is no such file", "dtrain recipes ls shows the built-in ones")

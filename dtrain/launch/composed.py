@@ -39,16 +39,18 @@ def mode_known(overrides: Sequence[str]) -> Iterator[None]:
 class KeptFiles(ConfigRepository):
     """Parses each file of conf/ once per process. A composition modifies the nodes it gets, so it gets copies."""
 
-    parsed: ClassVar[dict[tuple[str, str, int], ConfigResult | None]] = {}
+    parsed: ClassVar[dict[tuple[str | int, ...], ConfigResult | None]] = {}
 
     def load_config(self, config_path: str) -> ConfigResult | None:
         source = self._find_object_source(config_path=config_path, object_type=ObjectType.CONFIG)
         if source is None or source.scheme() != "file":  # Hydra's store: another recipe may have taken the name since
             return super().load_config(config_path)
         file = os.path.join(source.path, f"{config_path.removesuffix('.yaml')}.yaml")
-        key = (source.path, config_path, os.stat(file).st_mtime_ns)
+        stat = os.stat(file)
+        key = (os.path.realpath(file), source.provider, stat.st_ino, stat.st_size, stat.st_mtime_ns)
         if key not in self.parsed:
-            self.parsed[key] = super().load_config(config_path)
+            with quick_yaml():
+                self.parsed[key] = super().load_config(config_path)
         return copy.deepcopy(self.parsed[key])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptFiles:
@@ -58,11 +60,10 @@ class KeptFiles(ConfigRepository):
 
 @contextmanager
 def quick() -> Iterator[None]:
-    """Compose in half the time: files are parsed by libyaml, and once per process."""
+    """Compose in half the time: each file of conf/ is parsed once per process, by libyaml."""
     config_loader_impl.ConfigRepository = KeptFiles  # type: ignore[attr-defined]
     try:
-        with quick_yaml():
-            yield
+        yield
     finally:
         config_loader_impl.ConfigRepository = ConfigRepository  # type: ignore[attr-defined]
 

@@ -198,7 +198,7 @@ class Slurm:
         from submitit.slurm.slurm import _make_sbatch_string
 
         folder = _job_folder(run_dir)
-        self._check_words(name, folder)
+        self._check_texts(name, folder)
         command = f"{_python()} -u -m submitit.core._submit {shlex.quote(str(folder))}"
         return _make_sbatch_string(command=command, folder=folder, **self._all_parameters(name)) + "\n"
 
@@ -210,7 +210,7 @@ class Slurm:
             "job_name": name, "array_parallelism": self.array_parallelism, "additional_parameters": self.additional,
         }  # fmt: skip
 
-    def _check_words(self, name: str, folder: Path) -> None:
+    def _check_texts(self, name: str, folder: Path) -> None:
         texts = {f"cluster.{k}": v for k, v in self.parameters.items()}
         texts |= {f"cluster.sbatch.{k}": v for k, v in self.additional.items()}
         slurm.check_texts({"name": name, **texts}, folder, _import_path())
@@ -222,7 +222,7 @@ class Slurm:
 
         name = name or str(run_file.load(run_dirs[0])["name"])
         job_folder = _job_folder(folder)
-        self._check_words(name, job_folder)
+        self._check_texts(name, job_folder)
         job_folder.mkdir(parents=True, mode=0o700)
         executor = SlurmExecutor(job_folder, python=_python())
         executor.update_parameters(**self._all_parameters(name))

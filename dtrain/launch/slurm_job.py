@@ -270,10 +270,8 @@ class Job:
         if code == FAILED and ranks.failure["type"] in {number.name for number in STOP_SIGNALS}:
             return PREEMPTED, f"{ranks.failure['type']} arrived before the ranks could handle it"  # Python was starting
         if code == FAILED and (job := query([self.id]).get(self.id)) and job.state != "RUNNING":
-            return (
-                PREEMPTED,
-                "SLURM ended the job before it could save",
-            )  # SLURM requeues the job itself, or was told not to
+            # SLURM requeues the job itself, or was told not to
+            return PREEMPTED, "SLURM ended the job before it could save"
         return code, ranks.failure if code not in (DONE, PREEMPTED) else read_summary(self.run_dir).get("status", "")
 
     def _end(self, code: int, why: dict[str, Any] | str) -> int:

@@ -111,8 +111,8 @@ def submit(folder: Path, asked: Sequence[dict[str, Any]] | None = None) -> list[
         if launch.get("prepared"):
             code = [key for key in CODE if launch["cluster"].get(key)]
             if code if asked is None else launch["cluster"] not in asked:
-                rule = f"{run_dir.name} is queued there with a different cluster than this command's"
-                raise bad("hydra.sweep.dir", folder, rule, "use another folder, or cancel that run")
+                rule = f"{run_dir.name} was prepared there for a different cluster and not submitted"
+                raise bad("hydra.sweep.dir", folder, rule, "use another folder, or delete that run folder")
             waiting.setdefault(json.dumps(launch["cluster"], sort_keys=True), []).append(run_dir)
     ids = []
     for cluster, run_dirs in waiting.items():

@@ -37,7 +37,7 @@ class AdamW(torch.optim.AdamW):
             if plan.fits:
                 return self._launch(plan, None, None)
             if stochastic:
-                return self._step_by_chance(plan)
+                return self._step_stochastic(plan)
             plan.gradients = []
         return super().step(closure)
 
@@ -109,7 +109,7 @@ class AdamW(torch.optim.AdamW):
         plans = list((self._plans or {}).values())
         return bool(plans) and all(plan.fits for plan in plans)
 
-    def _step_by_chance(self, plan: Plan) -> None:
+    def _step_stochastic(self, plan: Plan) -> None:
         """The kernel's step, written with plain ops."""
         for s, gradient in zip(plan.steps, plan.gradients, strict=True):
             group = self.param_groups[s.group]

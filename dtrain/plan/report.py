@@ -24,7 +24,7 @@ NUMBERS = {"micro", "memory", "states", "activations", "logits", "rest", "step",
 # columns that a narrow terminal drops first
 LEAST_NEEDED = ("rest", "logits", "optimizer", "bubble", "states", "activations", "compute", "communication", "hours",
                 "time", "cost", "more", "mfu")  # fmt: skip
-RESERVED = "CUDA, NCCL and fragmentation"  # what peak.reserve counts
+RESERVED = "CUDA, NCCL and gaps between allocations"  # what peak.reserve counts
 TIGHT = 0.04  # of a card: with less room, another process or fragmentation can end the run
 TOP, UNFIT = 5, 3  # rows: the best of all and of each strategy, and a few that do not fit
 

@@ -37,7 +37,7 @@ def timed(step: Callable[[], object], device: torch.device, steps: int) -> float
 
 
 def timed_on_device(step: Callable[[], object], device: torch.device, steps: int) -> float:
-    """Seconds per step between two events on the GPU, without the time to launch the first; on a CPU, `timed`."""
+    """Seconds per step between two events on the GPU; on a CPU, by the host's clock."""
     if device.type != "cuda":
         return timed(step, device, steps)
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -170,7 +170,7 @@ ON_DISK: dict[str, Callable[[Path], object]] = {
     "manifest is deep": replace("manifest.json", lambda p: p.write_text("[" * 200_000)),
     "manifest is a deep object": replace("manifest.json", lambda p: p.write_text('{"a":' * 200_000)),
     "manifest is large": replace("manifest.json", lambda p: os.truncate(os.open(p, os.O_CREAT | os.O_WRONLY), 10**10)),
-    "manifest is not a string": replace("manifest.json", lambda p: p.write_bytes(b"\xff\xfe\x00")),
+    "manifest is not UTF-8": replace("manifest.json", lambda p: p.write_bytes(b"\xff\xfe\x00")),
     "shard is a FIFO": replace(SHARD, os.mkfifo),
     "shard is a device": replace(SHARD, lambda p: p.symlink_to("/dev/zero")),
     "shard is a link": replace(SHARD, lambda p: p.symlink_to(p.parent.parent / "step-00000001" / SHARD)),

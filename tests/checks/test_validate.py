@@ -75,7 +75,7 @@ def needed(path: Path, tmp_path: Path) -> list[str]:
     section = OmegaConf.to_container(OmegaConf.load(path))
     assert isinstance(section, dict)
     if path.parent.name == "precision" and path.stem == "fp8":
-        pytest.skip("needs torchao and a GPU: tests/test_precision.py")
+        pytest.skip("needs torchao and a GPU: tests/optim/test_precision.py")
     models = {"digits": "convnet", "mnist": "convnet", "cifar10": "convnet", "images": "convnet"}
     models |= {"mlm": "bert-tiny", "stdlib-mlm": "bert-tiny"}
     models |= dict.fromkeys(["labelled", "stdlib-lines"], "bert-tiny-classify")

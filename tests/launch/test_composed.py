@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from dtrain.cli import main
@@ -70,6 +71,31 @@ def test_a_job_of_a_sweep_is_composed_once(counted: list[str], tmp_path: Path) -
     [alone], jobs = configs(tmp_path, "alone"), configs(tmp_path / "sweep")
     [job] = [c for c in jobs if (c["train"]["seed"], c["choices"]["model"]) == (3, "llama-tiny")]
     assert {k: v for k, v in job.items() if k != "run_dir"} == {k: v for k, v in alone.items() if k != "run_dir"}
+
+
+def test_a_recipe_brings_those_it_is_based_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    store = ConfigStore.instance().repo
+    monkeypatch.setitem(store, "recipe", {})
+    assert main(["launch", "recipe=tiny/vit-imagenet-ddp", "dry_run=true"]) == 0
+    assert {*store["recipe"], *store["recipe"]["tiny"]} == {
+        "tiny", "vit-imagenet-ddp.yaml", "small.yaml",
+    }, "and no other"  # fmt: skip
+    for words in ("cpu-tiny,mnist-ddp", "tiny/vit-imagenet-ddp,cpu-tiny", "choice(cpu-tiny,tiny/vit-imagenet-ddp)"):
+        monkeypatch.setitem(store, "recipe", {})
+        assert main(["launch", "-m", f"recipe={words}", "dry_run=true"]) == 0, words
+    assert main(["launch", "recipe=no/such.yaml"]) == 2
+
+
+def test_two_files_of_one_name_and_time_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, dim in (("a", 8), ("b", 9)):
+        (tmp_path / name / "c" / "model").mkdir(parents=True)
+        file = tmp_path / name / "c" / "model" / "mine.yaml"
+        file.write_text(f"dim: {dim}\n")
+        os.utime(file, (1, 1))
+        monkeypatch.chdir(tmp_path / name)
+        assert hydra_config(["model=mine", "hydra.searchpath=[c]"]).model.dim == dim
 
 
 def test_a_file_that_changes_is_parsed_again_and_nobody_gets_another_ones_values(tmp_path: Path) -> None:

@@ -170,6 +170,7 @@ def test_a_disk_without_room_for_the_checkpoints(jobs: dict[str, Path], cluster:
 
 def test_a_disk_that_becomes_full(jobs: dict[str, Path], cluster: Cluster, home: Path, small_disk: Path) -> None:
     """Up to the last pages, on which the supervisor can just write what is wrong."""
+    bad_nodes(cluster, jobs["disk"])  # its job has ended: it counts what is free on the same disk
     run = submit(*NODES_2, held("full"), run=str(small_disk / "full"))
     until(lambda: (home / "full-there").exists(), "the job's start", PROMISE_S)
     (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 60_000))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -51,6 +52,7 @@ def test_each_attempt_keeps_its_cause(tmp_path: Path, capsys: pytest.CaptureFixt
     killed = "rank 1: SIGKILL: the process was killed by SIGKILL (out of memory?) (logs/rank-1.log)"
     lines = [" ".join(line.split()) for line in output.splitlines()]
     assert f"attempt 1 failed: {killed}" in lines, output
+    assert any(re.search(r", restart 1 of 1 from step-0000000[24]", line) for line in lines), output
     assert f"attempts attempt 1: {killed}" in lines and f"attempt 2: {reset}" in lines, output
     assert f"at {tmp_path}/mine.py:12, in forward" in lines, output
 

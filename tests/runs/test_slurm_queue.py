@@ -1,6 +1,6 @@
 """What SLURM says, when it answers oddly, late or not at all; and the status of a run that follows from it.
 
-What it ordinarily says comes from a real one, in tests/launchers/test_after.py.
+What it ordinarily says comes from a real one, in tests/launch/test_after.py.
 """
 
 import json

@@ -13,7 +13,7 @@ activation_checkpointing=ops keeps only the block's input and the results of mat
 
 torch.compile's partitioner keeps less: one cast for all layers that read it, and the gate's activation is recomputed;
 block by block it keeps attention output in e bytes instead of the fp32 sum with it. These lists match its graphs
-(torch 2.13, counted in tests/plan/test_activations.py), and measurements on an H200 agree to 1%.
+(torch 2.13, counted in tests/plan/memory/test_activations.py), and measurements on an H200 agree to 1%.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Stack:
 
 # Our launch counts were measured on the H200 with batches so small that the host is the limit: GPT-2 124M with 8
 # samples in one and in four passes, 1.5B with 4, Llama 1B with 2 (benchmarks/results/planner-h200.json). Runs of one
-# layout differ by 10 to 15% there. tests/plan/test_step.py counts the collectives of tensor ranks.
+# layout differ by 10 to 15% there. tests/plan/time/test_step.py counts the collectives of tensor ranks.
 #
 # torch's checkpointing, eager: hooks around every kept tensor, generator states, a frame. Inspecting each op (`ops`)
 # takes about as long instead: for GPT-2 1.5B with 16 samples, 40 would be right.
