@@ -32,7 +32,7 @@ SAVED, STEPS = 4, 6  # a checkpoint after the 4th step; the 5th loss needs its w
 # plain weights, shards, DeepSpeed's flat partitions, and stages of shards
 FEW = ("ddp", "fsdp", "zero3", "3d")
 OPTIONS = (
-    f"train.steps={STEPS + 2}", f"train.stop_after={STEPS}", "train.max_grad_norm=0.5", "train.micro_batch_size=1",
+    f"train.steps={STEPS + 2}", f"train.stop_after={STEPS}", "train.max_grad_norm=0.5", "train.micro_batch_size=2",
     f"checkpoint.every={SAVED}", "checkpoint.keep=9",
 )  # fmt: skip
 
