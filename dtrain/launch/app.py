@@ -42,7 +42,7 @@ from dtrain.config.redaction import redact
 from dtrain.config.run_file import save
 from dtrain.config.untrusted import check_own, resolved
 from dtrain.errors import bad, unknown
-from dtrain.launch import composed, sweeps
+from dtrain.launch import compose_cache, sweeps
 from dtrain.launch.arguments import AUTO, prepare_arguments, read_config
 from dtrain.plan import fits, run_prediction
 from dtrain.runs import folder
@@ -85,7 +85,7 @@ def start(argv: list[str]) -> list[tuple[int, Path]]:
         sys.argv = ["launch.py", *prepare_arguments(argv)]
         OmegaConf.register_new_resolver("dtrain.slug", slug, replace=True)
         task = functools.wraps(run)(lambda cfg: ended.append((run(cfg, argv), Path(cfg.run_dir))))
-        with composed.mode_known(sys.argv[1:]), composed.quick():
+        with compose_cache.mode_known(sys.argv[1:]), compose_cache.cached_files():
             hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
     except SystemExit as stop:
         if stop.__cause__ is not None:  # an exception raised inside a Hydra callback, see `raise_through_hydra`

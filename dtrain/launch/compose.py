@@ -17,13 +17,13 @@ from dtrain.config.files import CONF
 from dtrain.config.hydra_errors import GROUPS, MISTAKES, explain
 from dtrain.config.schema import check_keys_and_types
 from dtrain.config.untrusted import resolved
-from dtrain.launch import composed
+from dtrain.launch import compose_cache
 from dtrain.launch.arguments import prepare_arguments
 
 
 def hydra_config(overrides: Sequence[str]) -> DictConfig:
     """Compose conf/ with these overrides; Hydra's own settings are under `hydra`."""
-    with composed.quick(), hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+    with compose_cache.cached_files(), hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = hydra.compose("config", list(overrides), return_hydra_config=True)
     HydraConfig.instance().set_config(cfg)
     return cfg

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, open_dict, read_write
 from dtrain.config.build import build, typed_trust
 from dtrain.config.files import CODE
 from dtrain.errors import bad
-from dtrain.launch import composed
+from dtrain.launch import compose_cache
 from dtrain.runs import record as records
 from dtrain.runs.folder import last_launch, read_json, write_json
 
@@ -36,7 +36,7 @@ def jobs_of(config: DictConfig) -> Iterator[DictConfig]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     loader = GlobalHydra.instance().config_loader()
-    composed.keep_jobs(loader)
+    compose_cache.cache_jobs(loader)
     overrides = OverridesParser.create(loader).parse_overrides(list(config.hydra.overrides.task))
     folder = Path(config.hydra.sweep.dir)  # read from the sweeper's config, where ${now:} is resolved
     jobs = [job for batch in BasicSweeper.split_arguments(overrides, None) for job in batch]

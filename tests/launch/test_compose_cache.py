@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from dtrain.cli import main
 from dtrain.config.files import CONF
-from dtrain.launch import composed
+from dtrain.launch import compose_cache
 from dtrain.launch.compose import hydra_config
 from dtrain.launch.local import Local
 
@@ -34,7 +34,7 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(owner, name, counting)
 
     count(ConfigLoaderImpl, "load_configuration", "composed")
-    monkeypatch.setattr(composed.KeptFiles, "parsed", {})
+    monkeypatch.setattr(compose_cache.CachedFiles, "parsed", {})
     parse = OmegaConf.load
 
     def counting(file: Any) -> Any:
