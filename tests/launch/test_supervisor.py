@@ -72,6 +72,21 @@ def test_ranks_that_never_start_are_noticed_whatever_the_clocks_say(skew: int, t
     assert ranks.hung and not ranks.ranks_began, "the log of the attempt before is not a sign of life"
 
 
+def test_the_first_step_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A SLURM job then reads in the log which network NCCL has chosen."""
+    seen: list[Path] = []
+    monkeypatch.setattr(Ranks, "on_first_step", lambda self, run_dir: seen.append(run_dir))
+    steps = "".join(f"write('metrics.jsonl', '{{\"step\": {step}}}\\n')\n" for step in (1, 2))
+    ranks = Ranks(HEALTHY.replace("time.sleep(2.5)\n", "time.sleep(0.3)\n" + steps + "time.sleep(0.5)\n"), 0, start_s=9)
+    assert ranks.supervise(resumed_run(tmp_path, 0)) == 0, ranks.failure
+    assert seen == [tmp_path] and ranks.stepped
+
+    seen.clear()
+    (tmp_path / "second").mkdir()
+    assert Ranks(HEALTHY, 0, start_s=9).supervise(resumed_run(tmp_path / "second", 0)) == 0
+    assert seen == [], "no step was made"
+
+
 def test_a_failed_rank_ends_peers_that_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dtrain.launch.supervisor.PEERS_S", 0.2)
     note = {"time": 1.0, "rank": 7, "type": "E", "message": "it broke", "exit_code": 3, "log": "l", "traceback": ""}
