@@ -175,7 +175,7 @@ class Saver:
     ) -> dict[str, Any]:
         path, num_bytes = store.commit(self.folder, step, files, self.writers.index, meta, group)
         seconds, gib = time.perf_counter() - begin, num_bytes / 2**30
-        store.prune(self.folder, path, self.keep, group)
+        store.prune(self.folder, path, self.keep, files if num_bytes else None, group)
         self.newest = path
         return {"save_step": step, "save_s": seconds, "save_gib": gib, "save_gib_per_s": gib / seconds}
 

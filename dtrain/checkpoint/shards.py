@@ -1,7 +1,8 @@
 """Tensors in safetensors files: written with a checksum and flushed to disk, and read back piece by piece.
 
 The format is eight bytes of header length, a JSON header, and the tensors' bytes. Writing it here, tensor by tensor,
-gives the checksum of exactly the bytes written, without a second copy of the shard in memory.
+gives the checksum of exactly the bytes written, without a second copy of the shard in memory. A rank that has just
+written a file still holds its tensors, and compares the file with them instead of hashing it again.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -40,42 +43,67 @@ Names = tuple[str, str]  # of a tensor, and of one of its boxes in a rank's file
 
 def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> tuple[int, str]:
     """Write one safetensors file, flushed to disk; return its size and sha256."""
-    header: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the format requires aligned tensors
+    text = header(tensors, metadata)
+    size = len(text) + sum(tensor.nbytes for tensor in tensors.values())
     digest = hashlib.sha256()
     try:
         with open(path, "wb") as file:
-            for values in _parts(text, tensors):
-                for begin in range(0, len(values), BLOCK):
-                    block = values[begin : begin + BLOCK]
-                    digest.update(block)
-                    file.write(block)
+            for block in _blocks(text, tensors):
+                digest.update(block)
+                file.write(block)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise disk_space.describe(error, path, 8 + len(text) + end) from error
-    return 8 + len(text) + end, digest.hexdigest()
+        raise disk_space.describe(error, path, size) from error
+    return size, digest.hexdigest()
 
 
-def _parts(header: bytes, tensors: dict[str, Tensor]) -> Iterator[Any]:
-    yield len(header).to_bytes(8, "little")
-    yield header
-    for tensor in tensors.values():  # one at a time: a GPU shard is never entirely in host memory
+def header(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
+    """Return what a safetensors file has before the tensors' bytes."""
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)  # the format requires aligned tensors
+    return len(text).to_bytes(8, "little") + text
+
+
+def _blocks(text: bytes, tensors: dict[str, Tensor]) -> Iterator[memoryview]:
+    """Yield a file's bytes, at most BLOCK at a time: a GPU shard is never entirely in host memory."""
+    for tensor in (torch.frombuffer(bytearray(text), dtype=torch.uint8), *tensors.values()):
         if tensor.numel():
-            yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            for begin in range(0, len(values), BLOCK):
+                yield values[begin : begin + BLOCK]
 
 
 def sha256(path: Path) -> str:
     """Return the hash of what is on disk: the file's cached pages are dropped first."""
     with regular(path) as file:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+        _drop_cached_pages(file)
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def holds(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> bool:
+    """Return whether a file on disk has exactly the bytes that `write` was given: several times faster than its hash.
+
+    The file's cached pages are dropped first.
+    """
+    buffer = np.empty(BLOCK, np.uint8)
+    with regular(path) as file:
+        _drop_cached_pages(file)
+        for block in _blocks(header(tensors, metadata), tensors):
+            found = buffer[: len(block)]
+            if file.readinto(found.data) < len(block) or not np.array_equal(found, np.frombuffer(block, np.uint8)):
+                return False
+        return not file.read(1)
+
+
+def _drop_cached_pages(file: BufferedReader) -> None:
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def fsync_folder(path: Path) -> None:

@@ -16,10 +16,10 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ MAX_FILES, FILE_BYTES = 8, 256 * 2**20
 
 read_manifest = manifest.read
 Files = dict[str, dict[Names, Chunk]]  # what a rank writes, by file
+T = TypeVar("T")
 
 
 # ---- save ----------------------------------------------------------------------------------------------------
@@ -53,8 +54,8 @@ def save(folder: Path, step: int, tensors: Mapping[str, Held], meta: dict[str, A
     """Save under `folder`. When this returns on any rank, the checkpoint is on disk and is `latest`."""
     writers = Writers()
     files = share_out(tensors, writers)
-    final, _ = commit(folder, step, files, writers.index, meta)
-    prune(folder, final, keep)
+    final, num_bytes = commit(folder, step, files, writers.index, meta)
+    prune(folder, final, keep, files if num_bytes else None)
     return final
 
 
@@ -91,7 +92,10 @@ def share_out(tensors: Mapping[str, Held], writers: Writers) -> Files:
 def commit(
     folder: Path, step: int, files: Files, index: dict[str, Any], meta: dict[str, Any], group: Group = None
 ) -> tuple[Path, int]:
-    """Write every rank's files and make them the `latest` checkpoint; return its path and its bytes over all ranks."""
+    """Write every rank's files and make them the `latest` checkpoint; return its path and its bytes over all ranks.
+
+    If a good checkpoint of this step is there, it stays, and no bytes are written.
+    """
     final = folder / f"step-{step:08d}"
     what = f"saving {final}"
 
@@ -145,19 +149,25 @@ def write_files(folder: Path, files: Files) -> dict[str, Any]:
         torch.cuda.synchronize()  # other threads copy from the GPU, each in its own stream
 
     def write(file: str) -> dict[str, Any]:
-        chunks = files[file]
-        values = {key: c.values for (_, key), c in chunks.items()}
-        size, digest = shards.write(folder / file, values, shards.metadata(chunks))
+        size, digest = shards.write(folder / file, *content(files[file]))
         return {"size": size, "sha256": digest}
 
-    with ThreadPoolExecutor(num_threads()) as pool:
-        return dict(zip(files, pool.map(write, files), strict=True))
+    return dict(zip(files, in_parallel(write, files), strict=True))
 
 
-def num_threads() -> int:
-    """Return how many files a rank hashes in parallel: one per core of this rank's share."""
+def content(chunks: dict[Names, Chunk]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the metadata of one file."""
+    return {key: c.values for (_, key), c in chunks.items()}, shards.metadata(chunks)
+
+
+def in_parallel(function: Callable[[str], T], files: Collection[str]) -> list[T]:
+    """Call a function with each of a rank's files, in one thread per core of this rank's share."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MAX_FILES, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    num_threads = min(MAX_FILES, len(files), cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    if num_threads <= 1:
+        return [function(file) for file in files]
+    with ThreadPoolExecutor(num_threads) as pool:
+        return list(pool.map(function, files))
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
@@ -175,8 +185,10 @@ def point_latest(folder: Path, name: str) -> None:
     shards.fsync_folder(folder)
 
 
-def prune(folder: Path, newest: Path, keep: int, group: Group = None) -> None:
+def prune(folder: Path, newest: Path, keep: int, written: Files | None = None, group: Group = None) -> None:
     """Delete all but the newest `keep`, but only after the newest was read back from disk and verified.
+
+    `written`: the content of this rank's files of the newest, if it was just written.
 
     Checkpoints of another run in the same folder are neither counted nor deleted.
     """
@@ -188,7 +200,7 @@ def prune(folder: Path, newest: Path, keep: int, group: Group = None) -> None:
     old = from_rank_0(others, f"listing {folder}", group)
     if not old:
         return
-    problem = verify(newest, group)
+    problem = verify(newest, group) if written is None else compare(newest, written, group)
     if problem:
         raise CheckpointError(f"{newest} does not read back as it was written ({problem}); older checkpoints are kept")
     if rank() == 0:
@@ -264,6 +276,26 @@ def put_aside(path: Path, group: Group = None) -> None:
             os.rename(path, path.with_name(f"{path.name}.corrupt-{uuid.uuid4().hex[:4]}"))
 
 
+def compare(path: Path, written: Files, group: Group = None) -> str:
+    """Return how a checkpoint on disk differs from what the ranks have just written, or "". All get the same answer.
+
+    Each rank compares its files with the tensors that it still holds: faster than a hash, and as strict.
+    """
+    problem = ""
+
+    def check(file: str) -> str:
+        return "" if shards.holds(path / file, *content(written[file])) else f"{file} differs from what was written"
+
+    with agreed(f"reading {path}", group=group):
+        try:
+            if rank() == 0:
+                read_manifest(path)
+            problem = next((p for p in in_parallel(check, written) if p), "")
+        except Damaged as error:
+            problem = str(error)
+    return next((p for p in gather(problem, group) if p), "")
+
+
 def verify(path: Path, group: Group = None, needed: tuple[str, ...] = (), step: int | None = None) -> str:
     """Return what is damaged in a checkpoint, or "". The ranks share the files; all get the same answer.
 
@@ -283,10 +315,7 @@ def verify(path: Path, group: Group = None, needed: tuple[str, ...] = (), step: 
             for writer in mine:  # headers first, because they are short
                 shards.check_files(path, saved, writer)
             files = [file for writer in mine for file in saved.files_of[writer]]
-            with ThreadPoolExecutor(num_threads()) as pool:
-                problem = next(
-                    (p for p in pool.map(lambda file: damage(path / file, saved.files[file]), files) if p), ""
-                )
+            problem = next((p for p in in_parallel(lambda f: damage(path / f, saved.files[f]), files) if p), "")
         except Damaged as error:
             problem = str(error)
     return next((p for p in gather(problem, group) if p), "")

@@ -9,8 +9,9 @@ import json
 import os
 import reprlib
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring = 2, 80
@@ -20,7 +21,7 @@ class NotRegular(OSError):
     """A folder, a FIFO, a socket, a device, or a forbidden link."""
 
 
-def open_regular(path: Path, follow_symlinks: bool = True) -> BinaryIO:
+def open_regular(path: Path, follow_symlinks: bool = True) -> BufferedReader:
     """Open a regular file for reading; raise an OSError for anything else, and never block."""
     status = os.stat(path, follow_symlinks=follow_symlinks)  # first by name: opening a device may have side effects
     _check_kind(path, status.st_mode)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -222,15 +223,34 @@ def test_a_run_that_fails_lets_a_save_under_way_end(tmp_path: Path, monkeypatch:
     assert equal(held(tmp_path), state(1.0))
 
 
-def test_nothing_is_pruned_if_the_new_one_does_not_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Saver(tmp_path, keep=1) as saver:
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("place", [-1, 0, None], ids=["value", "header", "size"])
+def test_nothing_is_pruned_if_the_new_one_does_not_read_back(
+    place: int | None, background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = shards.write
+
+    def damaged(path: Path, *rest: Any) -> tuple[int, str]:
+        """A disk that keeps other bytes than it was given."""
+        written = write(path, *rest)
+        data = bytearray(path.read_bytes())
+        if place is not None:
+            data[place] ^= 1
+        path.write_bytes(data if place is not None else data[:-1])
+        return written
+
+    with Saver(tmp_path, keep=1, background=background) as saver:
         saver.save(1, state(1.0), META)
-        saver.wait()
-        monkeypatch.setattr(store, "verify", lambda *_: "rank-00000.safetensors does not match its checksum")
         saver.save(2, state(2.0), META)
-        with pytest.raises(CheckpointError, match="older checkpoints are kept"):
+        saver.wait()
+        assert not (tmp_path / "step-00000001").exists(), "good ones are pruned"
+        monkeypatch.setattr(shards, "write", damaged)
+        with pytest.raises(CheckpointError, match="older checkpoints are kept") as raised:
+            saver.save(3, state(3.0), META)
             saver.wait()
-    assert (tmp_path / "step-00000001").is_dir()
+    assert "rank-00000.safetensors differs from what was written" in str(raised.value)
+    shutil.rmtree(tmp_path / "step-00000003")
+    assert equal(held(tmp_path), state(2.0)), "the older one is still good"
 
 
 # ---- whole runs ----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import random
 import shutil
@@ -226,11 +227,13 @@ def test_a_run_saves_its_id_and_refuses_the_checkpoints_of_another(tmp_path: Pat
     assert "saved by another run" in json.loads((run / "logs" / "failure-0.json").read_text())["message"]
 
 
-def test_a_read_back_comes_from_the_disk(tmp_path: Path) -> None:
-    """Of pages that the kernel has in memory, none is left when the hash begins to read."""
+@pytest.mark.parametrize("how", ["hash", "compare"])
+def test_a_read_back_comes_from_the_disk(how: str, tmp_path: Path) -> None:
+    """Of pages that the kernel has in memory, none is left when the read begins."""
     path = tmp_path / "shard"
-    path.write_bytes(os.urandom(2**22))
-    os.sync()
+    tensors = {"a": torch.rand(2**20), "b": torch.arange(3)}
+    size, digest = shards.write(path, tensors, {})
+    assert path.stat().st_size == size > 2**22
 
     def read_from_disk() -> int:
         lines = Path("/proc/self/io").read_text().splitlines()
@@ -242,8 +245,28 @@ def test_a_read_back_comes_from_the_disk(tmp_path: Path) -> None:
         pytest.skip("this kernel does not say what was read from the disk")
     if os.statvfs(tmp_path).f_fsid == os.statvfs("/dev/shm").f_fsid:
         pytest.skip("a file system in memory has no disk to read from")
-    shards.sha256(path)
+    assert shards.sha256(path) == digest if how == "hash" else shards.holds(path, tensors, {})
     assert read_from_disk() - before >= 2**22
+
+
+@pytest.mark.parametrize("block", [7, 64, 8 * 2**20])
+def test_a_file_is_compared_with_its_tensors_to_the_last_byte(
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "BLOCK", block)
+    path, tensors = tmp_path / "shard", {"a": torch.tensor([1.0, math.nan]), "none": torch.empty(0), "b": torch.ones(3)}
+    shards.write(path, tensors, {"boxes": "{}"})
+    data = path.read_bytes()
+    assert data == bytes(shards.header(tensors, {"boxes": "{}"})) + b"".join(
+        t.numpy().tobytes() for t in tensors.values()
+    )
+    assert shards.holds(path, tensors, {"boxes": "{}"})
+    for i in range(len(data)):
+        path.write_bytes(data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :])
+        assert not shards.holds(path, tensors, {"boxes": "{}"}), i
+    for other in (data[:-1], data + b"x", b""):
+        path.write_bytes(other)
+        assert not shards.holds(path, tensors, {"boxes": "{}"})
 
 
 # ---- the first format ----------------------------------------------------------------------------------------

@@ -83,12 +83,12 @@ def test_keep_prunes_the_oldest(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000003", "step-00000004"]
 
 
-def test_prune_waits_for_a_newer_one_that_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_good_checkpoint_of_the_same_step_stays_and_older_ones_are_pruned(tmp_path: Path) -> None:
+    """After a restart a step is saved again, perhaps with other bits: what is there is not compared with these."""
     saved(tmp_path, 1, 2)
-    monkeypatch.setattr(store, "verify", lambda *_: "rank-00000.safetensors does not match its checksum")
-    with pytest.raises(CheckpointError, match="older checkpoints are kept"):
-        saved(tmp_path, 3, keep=1)
-    assert {"step-00000001", "step-00000002"} <= {p.name for p in tmp_path.glob("step-*")}
+    store.save(tmp_path, 2, state(7.0), {"samples": 16, "extra": {}}, keep=1)
+    assert [p.name for p in tmp_path.glob("step-*")] == ["step-00000002"]
+    assert_holds(tmp_path / "step-00000002", store.read_manifest(tmp_path / "step-00000002"), 2.0)
 
 
 @given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), data=st.data())
