@@ -90,6 +90,13 @@ def test_sigkill_and_resume_is_bit_exact(strategy: str, shape: list[str], tmp_pa
     assert summary(whole)["weights_sha256"] == summary(broken)["weights_sha256"]
 
 
+@pytest.mark.parametrize("attempt", range(3))
+def test_tensor_ranks_compile_to_the_same_bits(attempt: int, tmp_path: Path) -> None:
+    """The cache is empty, so each rank times kernels itself: weights that all ranks hold must not drift apart."""
+    run, size = made(tmp_path, "tensor", "compile=blocks", "train.steps=6", "train.check_replicas_every=1")
+    assert train(run, size, {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}) == [0] * size
+
+
 def test_a_checkpoint_moves_between_cpu_and_gpu(tmp_path: Path) -> None:
     options = ("cluster.processes=1", "train.steps=8")
     no_gpu = {"CUDA_VISIBLE_DEVICES": ""}

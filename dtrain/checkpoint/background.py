@@ -30,7 +30,7 @@ from torch import Tensor
 from dtrain.checkpoint import store
 from dtrain.checkpoint.store import Files
 from dtrain.checkpoint.writers import Writers
-from dtrain.util.collective import Group, failpoint, gather, world_size
+from dtrain.util.collective import Group, all_problems, failpoint, world_size
 from dtrain.util.dtensor import Held
 from dtrain.util.host_memory import free_bytes
 
@@ -150,7 +150,7 @@ class Saver:
         problem = ""
         if free is not None and needed > 0.9 * free:
             problem = f"{needed / 2**30:.1f} GiB are needed for the copies, {free / 2**30:.1f} GiB are free"
-        problems = [p for p in gather(problem) if p]
+        problems = all_problems(problem)
         if problems:
             log.warning(
                 "checkpoint.background: not enough host memory (%s); training waits during each save", problems[0]

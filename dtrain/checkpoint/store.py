@@ -32,7 +32,17 @@ from dtrain.checkpoint.shards import Names
 from dtrain.checkpoint.writers import Writers
 from dtrain.errors import CheckpointError as CheckpointError
 from dtrain.runs.folder import checkpoints, read_json
-from dtrain.util.collective import Group, agreed, collect, distinct, failpoint, from_rank_0, rank, world_size
+from dtrain.util.collective import (
+    Group,
+    agreed,
+    all_problems,
+    collect,
+    distinct,
+    failpoint,
+    from_rank_0,
+    rank,
+    world_size,
+)
 from dtrain.util.collective import broadcast as broadcast
 from dtrain.util.collective import gather as gather
 from dtrain.util.dtensor import Chunk, Held, chunks_of
@@ -293,7 +303,7 @@ def compare(path: Path, written: Files, group: Group = None) -> str:
             problem = next((p for p in in_parallel(check, written) if p), "")
         except Damaged as error:
             problem = str(error)
-    return next((p for p in gather(problem, group) if p), "")
+    return next(iter(all_problems(problem, group)), "")
 
 
 def verify(path: Path, group: Group = None, needed: tuple[str, ...] = (), step: int | None = None) -> str:
@@ -318,7 +328,7 @@ def verify(path: Path, group: Group = None, needed: tuple[str, ...] = (), step: 
             problem = next((p for p in in_parallel(lambda f: damage(path / f, saved.files[f]), files) if p), "")
         except Damaged as error:
             problem = str(error)
-    return next((p for p in gather(problem, group) if p), "")
+    return next(iter(all_problems(problem, group)), "")
 
 
 def damage(file: Path, spec: dict[str, Any]) -> str:

@@ -34,7 +34,13 @@ def compile_model(model: nn.Module, mode: str) -> None:
 
 
 def compile_options() -> dict[str, Any]:
-    """On a GPU, add a graph pass that gives each GEMM its fastest kernel."""
+    """On a GPU, add a graph pass that gives each GEMM its fastest kernel.
+
+    Ranks that repeat a computation must get the same bits, but the compiler and that pass time kernels and keep the
+    fastest, and two ranks may choose differently. So there, neither may.
+    """
+    if cublaslt.copies_stay_alike:
+        return {"options": {"deterministic": True}}
     if not torch.cuda.is_available() or not cublaslt.is_used():
         return {}
     from dtrain.kernels.gemm_pass import fastest_products  # imports the compiler: seconds

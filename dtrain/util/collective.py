@@ -50,6 +50,14 @@ def broadcast(value: Any, group: Group = None) -> Any:
     return box[0]
 
 
+def all_problems(problem: str, group: Group = None) -> list[str]:
+    """Return every rank's problem, on every rank. If no rank has one, this is a single small all-reduce."""
+    found = torch.tensor([bool(problem)], dtype=torch.int32)
+    if world_size() > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return [p for p in gather(problem, group) if p] if found.item() else []
+
+
 def from_rank_0(ask: Callable[[], Any], what: str, group: Group = None) -> Any:
     """Run `ask` on rank 0 and broadcast its result; its error is raised on all ranks.
 
@@ -85,7 +93,15 @@ def exchange(parcels: Mapping[int, Any], group: Group = None) -> dict[int, Any]:
 
 def collect(value: Any, group: Group = None) -> list[Any]:
     """Return every rank's JSON value on rank 0; nothing on the other ranks."""
-    return list(exchange({0: value}, group).values())
+    if world_size() == 1:
+        return [json.loads(json.dumps(value))]
+    text = json.dumps(value).encode()
+    longest = torch.tensor([len(text)])
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+    sent = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8)  # JSON may end in spaces
+    received = [torch.empty_like(sent) for _ in range(world_size())] if rank() == 0 else None
+    dist.gather(sent, received, dst=0, group=group)
+    return [json.loads(bytes(part.numpy())) for part in received or []]
 
 
 def distinct(value: Any, group: Group = None) -> list[Any]:
@@ -136,7 +152,7 @@ def agreed(what: str, clean_up: Path | None = None, group: Group = None) -> Iter
         yield
     except (OSError, CheckpointError) as error:
         problem, cause = f"rank {rank()}: {error}", error
-    problems = [p for p in gather(problem, group) if p]
+    problems = all_problems(problem, group)
     if problems:
         if rank() == 0 and clean_up is not None:
             shutil.rmtree(clean_up, ignore_errors=True)

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from dtrain.commands.verify.world import World, train_rank
-from dtrain.util.collective import require_same
+from dtrain.util.collective import all_problems, collect, require_same
 from tests.world import make_run, spawn, start_server
 
 
@@ -27,6 +27,20 @@ def refuses_what_differs() -> None:
         f"data=…: must be the same on all ranks: rank 1 ({host}) has 6 samples, and rank 0 ({host}) has 5 samples\n"
         f"  fix: copy it to {host}"
     )
+
+
+def collects_values_and_problems() -> None:
+    rank = dist.get_rank()
+    value = {"rank": rank, "long": "é" * 100 * rank}  # one is longer than the other
+    expected = [{"rank": r, "long": "é" * 100 * r} for r in range(2)] if rank == 0 else []
+    assert collect(value) == expected
+    assert all_problems("") == []
+    assert all_problems("full disk" if rank == 1 else "") == ["full disk"]
+    assert all_problems(f"rank {rank}") == ["rank 0", "rank 1"]
+
+
+def test_values_reach_rank_0_and_problems_all_ranks() -> None:
+    spawn(2, collects_values_and_problems)
 
 
 def test_a_rank_with_something_else_is_named() -> None:
