@@ -1,4 +1,4 @@
-"""Cache Hydra's compositions: each takes 0.2 s, and Hydra makes three for every job of a sweep.
+"""Cache Hydra's compositions: without it each takes 0.2 s, and Hydra makes three for every job of a sweep.
 
 Hydra composes a command once for hydra.mode and once to run it. A job of a sweep is composed by our gate, by Hydra's
 batch check and by its launcher. Each composition reads the files in conf/ again.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from hydra._internal import config_loader_impl
+from hydra._internal import config_loader_impl, defaults_list
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.hydra import Hydra
 from hydra.core.object_type import ObjectType
@@ -37,35 +38,58 @@ def mode_known(overrides: Sequence[str]) -> Iterator[None]:
 
 
 class CachedFiles(ConfigRepository):
-    """Parses each file of conf/ once per process. A composition modifies the nodes it gets, so it gets copies."""
+    """Parses each file of conf/ and of Hydra's package once per process.
 
-    parsed: ClassVar[dict[tuple[str | int, ...], ConfigResult | None]] = {}
+    A composition modifies the nodes it gets, so it gets copies: unpickled, in a fifth of the time of a deepcopy.
+    """
+
+    parsed: ClassVar[dict[tuple[str | int, ...], bytes]] = {}
 
     def load_config(self, config_path: str) -> ConfigResult | None:
         source = self._find_object_source(config_path=config_path, object_type=ObjectType.CONFIG)
-        if source is None or source.scheme() != "file":  # Hydra's store: another recipe may have taken the name since
+        key: tuple[str | int, ...]
+        if source is not None and source.scheme() == "file":
+            file = os.path.join(source.path, f"{config_path.removesuffix('.yaml')}.yaml")
+            stat = os.stat(file)
+            key = (os.path.realpath(file), config_path, source.provider, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        elif source is not None and source.scheme() == "pkg" and source.path.startswith("hydra"):
+            key = (source.path, config_path, source.provider)
+        else:  # Hydra's store: another recipe may have taken the name since
             return super().load_config(config_path)
-        file = os.path.join(source.path, f"{config_path.removesuffix('.yaml')}.yaml")
-        stat = os.stat(file)
-        key = (os.path.realpath(file), config_path, source.provider, stat.st_ino, stat.st_size, stat.st_mtime_ns)
         if key not in self.parsed:
             with quick_yaml():
-                self.parsed[key] = super().load_config(config_path)
-        return copy.deepcopy(self.parsed[key])
+                self.parsed[key] = pickle.dumps(super().load_config(config_path))
+        loaded: ConfigResult | None = pickle.loads(self.parsed[key])
+        return loaded
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedFiles:
         """Copy for a composition, which may use other sources; Hydra would copy its whole store, with all recipes."""
         return copy.copy(self)
 
 
+def choices_if_needed(overrides: Any, defaults: list[Any], self_added: bool) -> DictConfig:
+    """Return the choices for defaults that refer to another group's choice; without such defaults, nothing."""
+    if any(default.is_interpolation() for default in defaults):
+        return all_choices(overrides, defaults, self_added)
+    return OmegaConf.create()
+
+
+all_choices = defaults_list._create_interpolation_map
+
+
 @contextmanager
 def cached_files() -> Iterator[None]:
-    """Compose in half the time: each file of conf/ is parsed once per process, by libyaml."""
+    """Compose in half of Hydra's time: files are parsed once per process, by libyaml.
+
+    Hydra also builds a node with all choices for each file it reads, although only interpolations in defaults use it.
+    """
     config_loader_impl.ConfigRepository = CachedFiles  # type: ignore[attr-defined]
+    defaults_list._create_interpolation_map = choices_if_needed  # type: ignore[assignment]
     try:
         yield
     finally:
         config_loader_impl.ConfigRepository = ConfigRepository  # type: ignore[attr-defined]
+        defaults_list._create_interpolation_map = all_choices
 
 
 def cache_jobs(loader: Any) -> None:

@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import hydra
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from dtrain.cli import main
 from dtrain.config.files import CONF
@@ -71,6 +72,25 @@ def test_a_job_of_a_sweep_is_composed_once(counted: list[str], tmp_path: Path) -
     [alone], jobs = configs(tmp_path, "alone"), configs(tmp_path / "sweep")
     [job] = [c for c in jobs if (c["train"]["seed"], c["choices"]["model"]) == (3, "llama-tiny")]
     assert {k: v for k, v in job.items() if k != "run_dir"} == {k: v for k, v in alone.items() if k != "run_dir"}
+
+
+def test_a_default_that_follows_another_choice_is_composed_as_hydra_does(tmp_path: Path) -> None:
+    for name in ("a/one", "a/two", "b/one", "b/two"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text(f"is: {name}\n")
+    (tmp_path / "top.yaml").write_text("defaults: [{a: one}, {b: '${a}'}, _self_]\n")
+
+    def composed(overrides: list[str]) -> DictConfig:
+        with hydra.initialize_config_dir(str(tmp_path), version_base="1.3"):
+            return hydra.compose("top", overrides, return_hydra_config=True)
+
+    for overrides, expected in (([], "b/one"), (["a=two"], "b/two"), (["b=two"], "b/two")):
+        plain = OmegaConf.to_container(composed(overrides))
+        with compose_cache.cached_files():
+            for _ in range(2):
+                cached = composed(overrides)
+                assert OmegaConf.to_container(cached) == plain and cached.b["is"] == expected
+                cached.a["is"] = cached.hydra.run.dir = "changed"  # must not reach the next composition
 
 
 def test_a_recipe_brings_those_it_is_based_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
