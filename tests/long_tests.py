@@ -21,7 +21,7 @@ LONG: dict[str, tuple[str, ...]] = {
     # local_sgd and fairscale have a resume of their own in tests/strategies
     "parity/test_resume.py::test_sigkill_and_resume_is_bit_exact": ("ddp-2", "fsdp-2"),
     "parity/test_exchange.py::test_a_save_on_the_way_changes_nothing": ("ddp", "fsdp"),
-    "parity/test_exchange.py::test_takes_over_from": ("3d", "ddp", "fsdp", "zero3"),
+    "parity/test_exchange.py::test_takes_over_from": ("3d", "fsdp", "zero3"),
     "strategies/test_variants.py::test_same_maths": (
         "fsdp-4-strategy.sharding=hybrid,strategy.replica_size=2", "fsdp-2-strategy.offload=cpu",
         "tensor-2-strategy.sequence_parallel=true,strategy.loss_parallel=true",

@@ -193,11 +193,11 @@ def compose(overrides: Sequence[str]) -> DictConfig:
 def several_passes(cfg: DictConfig, size: int, precision: str) -> int:
     """Return a micro-batch size that gives a data rank four accumulation steps: first, last, and some in between.
 
-    One sample if the rank has fewer, for pipelines (which must be filled) and in 16 bits, as for the tolerances.
+    One sample if the rank has fewer, for pipelines that four would not fill, and in 16 bits, as for the tolerances.
     """
     sizes = mesh_of(cfg.strategy, size)
     samples = cfg.train.global_batch_size // sizes.dp
-    return 1 if sizes.pp > 1 or samples % 4 or precision != FULL else samples // 4
+    return 1 if 2 * sizes.pp > 4 or samples % 4 or precision != FULL else samples // 4
 
 
 def make_case(
