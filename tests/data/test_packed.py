@@ -97,6 +97,14 @@ def test_a_batch_follows_the_order_of_the_indices() -> None:
         dataset.batch(np.array([len(dataset)]))
 
 
+def test_a_document_far_into_a_corpus_has_only_its_own_pieces() -> None:
+    """Memory for pieces of all that is before each document would not be there: a corpus has billions of tokens."""
+    far = 10**15
+    start, length, last = packed.cut_pieces(np.array([far]), np.array([far + 20]), 8)
+    assert (start - far).tolist() == [0, 8, 16] and length.tolist() == [8, 8, 4]
+    assert last.tolist() == [False, False, True]
+
+
 def test_the_layout_is_pinned() -> None:
     """Runs in the field resume by packing again: a change here gives them other samples, and their data is refused."""
     dataset = PackedDataset(corpus_of([5, 9, 3, 7, 2, 20, 1, 4]), 8)
