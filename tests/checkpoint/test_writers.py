@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from dtrain.checkpoint import layouts, writers
 from dtrain.checkpoint.background import Saver
 from dtrain.checkpoint.writers import Entry, Part
+from tests.world import spawn
 
 
 def delivered(parcels: dict[int, dict[int, Any]]) -> dict[int, dict[int, Any]]:
@@ -105,3 +107,17 @@ def test_a_second_save_of_the_same_layout_plans_nothing(tmp_path: Path, monkeypa
             saver.save(step, {"model.weight": torch.full((rows, 2), float(step))}, {"samples": step, "extra": {}})
             saver.wait()
     assert plans == [1, 1], "for the first save, and for the one of another shape"
+
+
+def one_of_two_changes() -> None:
+    """Rank 1 holds another tensor from the second save on; rank 0 what it held before."""
+    rank, chosen = int(os.environ["RANK"]), writers.Writers()
+    rows: list[Entry] = [("whole", (2 * rank, 0), (2, 3), (4, 3), "float32")]
+    more: list[Entry] = [("more", (0,), (5,), (5,), "float32")] if rank == 1 else []
+    assert chosen.choose(rows) == {entry[:3] for entry in rows}
+    assert chosen.choose(rows + more) == {entry[:3] for entry in rows + more}
+    assert sorted(chosen.index.get("tensors", {})) == (["more", "whole"] if rank == 0 else [])
+
+
+def test_all_ranks_plan_again_if_one_holds_something_else() -> None:
+    spawn(2, one_of_two_changes)
