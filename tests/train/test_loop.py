@@ -144,3 +144,26 @@ def test_rank_0_says_that_a_first_step_compiles(compile: str, times: int, tmp_pa
     said = [(run / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
     assert [text.count("compiling the model: the first step takes longer") for text in said] == [times, 0]
     assert summary(run)["compile"] == compile
+
+
+CLOSING = """
+from pathlib import Path
+from dtrain.strategies.ddp import DDP
+
+class Closing(DDP):
+    def close(self):
+        folder = Path(__file__).parent
+        saved = sorted(path.name for path in (folder / "run" / "checkpoints").glob("step-*"))
+        with open(folder / "closed", "a") as file:
+            file.write(f"{saved[-1]}\\n")
+"""
+
+
+def test_a_strategy_is_closed_once_after_the_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have files on a disk that would stay."""
+    (tmp_path / "closing.py").write_text(CLOSING)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["strategy._target_=closing.Closing", "trust=[closing]", "cluster.processes=1", "train.steps=2"]
+    run = make_run(tmp_path / "run", *words)
+    assert train(run) == [0]
+    assert (tmp_path / "closed").read_text() == "step-00000002\n"

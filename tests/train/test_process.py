@@ -103,3 +103,23 @@ def test_an_operation_without_a_deterministic_kernel_is_a_matter_of_the_setting(
     ) and "\n  fix: " in str(told)
     other = RuntimeError("out of memory")
     assert process.explained(other) is other
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_on_a_gpu_convolutions_are_benchmarked_or_deterministic(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups: list[str] = []
+    chosen: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", groups.append)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", chosen.append)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    for name, value in {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}.items():
+        monkeypatch.setenv(name, value)
+    assert process.join_process_group(deterministic) == torch.device("cuda", 1)
+    assert torch.backends.cudnn.benchmark is not deterministic and chosen == [True] * deterministic
+    assert groups == ["cpu:gloo,cuda:nccl"]
