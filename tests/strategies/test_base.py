@@ -178,6 +178,26 @@ def test_clipping_scales_all_gradients_by_one_norm() -> None:
     torch.testing.assert_close(gradients, torch.tensor([0.6, 0.0, 0.0, 0.8]))
 
 
+def test_fp8_says_that_it_is_slow_only_if_nothing_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dtrain.optim.precision.check_float8", lambda device: None)  # without a GPU
+    monkeypatch.setattr("dtrain.optim.precision.to_float8", lambda model, scaling: None)
+    cfg = load(make_run(tmp_path / "run", "cluster.processes=1"))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for compile, warnings in (("whole", 0), ("blocks", 0), ("none", 1)):
+            with torch.device("meta"):
+                model = build(cfg.model)
+            build(cfg.strategy).setup(
+                model, build(cfg.optim), precision=Precision("bfloat16", float8="tensorwise"), first=Drawn(5),
+                device=torch.device("cpu"), micro_batch_size=1, compile=compile,
+            )  # fmt: skip
+            assert caplog.text.count("precision=fp8 is slower than bf16") == warnings, compile
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.timeout(600)  # a minute for all of them on a quiet machine
 @pytest.mark.parametrize("strategies", [("fsdp", "3d"), pytest.param(STRATEGIES, marks=pytest.mark.slow)])
 def test_compile_keeps_the_maths(strategies: Sequence[str], tmp_path: Path) -> None:
