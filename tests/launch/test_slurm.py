@@ -527,6 +527,21 @@ def test_a_node_whose_ranks_were_killed_at_once(said: str, ranks: int, found: st
     assert slurm_job.killed_node(said, ranks) == found
 
 
+def test_a_job_forgets_the_ranks_of_the_shell_that_submitted_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM hands the whole environment on, and the user may have been inside another job."""
+    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    for name in ranks:
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("SLURM_JOB_ID", "3")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+    monkeypatch.setattr(slurm_job, "scontrol", lambda *words: "node1\nnode2\n")
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    assert slurm_job.Job(tmp_path).nodes == ["node1", "node2"]
+    assert not [name for name in ranks if name in os.environ]
+
+
 def test_a_node_is_lost_if_none_of_its_ranks_left_a_note(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     for rank in (0, 3):
