@@ -19,7 +19,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "parity/test_parity.py::test_memory_settings_do_not_change_the_maths": (),
     "parity/test_parity.py::test_bf16_means_the_same_under_every_strategy": (),
     # local_sgd and fairscale have a resume of their own in tests/strategies
-    "parity/test_resume.py::test_sigkill_and_resume_is_bit_exact": ("ddp-2", "fsdp-2"),
+    "parity/test_resume.py::test_sigkill_and_resume_is_bit_exact": ("ddp-4", "fsdp-2"),
     "parity/test_exchange.py::test_a_save_on_the_way_changes_nothing": ("ddp", "fsdp"),
     "parity/test_exchange.py::test_takes_over_from": ("3d", "fsdp", "zero3"),
     "strategies/test_variants.py::test_same_maths": (
@@ -100,7 +100,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "config/test_hardware.py::test_a_section_is_what_hydra_composes": ("a100-80gb", "cpu", "h100"),
     "plan/calibrate/test_command.py::test_this_machine_is_measured_and_written": (),
     "plan/memory/test_activations.py::test_a_compiled_block_saves_what_the_partitioner_says": (),
-    "data/test_prefetch.py::test_a_long_tmpdir_is_no_place_for_sockets": (),
+    "data/test_prefetch.py::test_a_long_tmpdir_is_no_place_for_sockets": ("code0",),
     # recipes: each composes and shows its command; these also train
     "test_recipes.py::test_a_twin_trains": (
         "tiny/vit-imagenet-ddp",

@@ -80,6 +80,7 @@ def case(command: str, *words: str) -> object:
 CASES = [
     # words that are not there
     case("launch strategy=fdsp", "strategy=fdsp", "did you mean strategy=fsdp?"),
+    case("launch +train.steps=5", "+train.steps", "leave out the +, as in train.steps=VALUE"),
     case("launch strategy=../model/gpt2-tiny", "strategy=../model/gpt2-tiny", "strategy can be "),
     case("launch strategy=ddp.yaml", "strategy=ddp.yaml", "without .yaml"),
     case("launch strategy=", "strategy=:", "strategy can be "),
