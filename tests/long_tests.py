@@ -51,7 +51,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "strategies/test_lora_base.py::test_the_same_maths": ("pipeline-2-options2",),
     "strategies/test_lora_base.py::test_holding_frozen_weights_in_16_bits_keeps_every_bit": ("bf16",),
     "strategies/test_replicas.py::test_replicas_that_differ_are_never_saved": ("model.norm.weight-0-6", "missed-1-5"),
-    "kernels/test_gelu.py::test_in_a_compiled_layer_with_and_without_recomputation": ("tanh-ops",),
+    "kernels/test_gelu.py::test_in_a_compiled_layer_with_and_without_recomputation": (),
     "kernels/test_gelu.py::test_a_graph_that_ddp_cuts_at_its_buckets": (),
     "kernels/test_gemm_pass.py::test_a_bias_that_is_no_row_is_left_to_torch": (),
     "kernels/test_gemm_pass.py::test_layers_share_a_graph": (),
