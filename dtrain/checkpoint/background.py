@@ -173,9 +173,9 @@ class Saver:
     def _write(
         self, begin: float, step: int, files: Files, meta: dict[str, Any], group: Group = None
     ) -> dict[str, Any]:
-        path, num_bytes = store.commit(self.folder, step, files, self.writers.index, meta, group)
+        path, specs, num_bytes = store.commit(self.folder, step, files, self.writers.index, meta, group)
         seconds, gib = time.perf_counter() - begin, num_bytes / 2**30
-        store.prune(self.folder, path, self.keep, files if num_bytes else None, group)
+        store.prune(self.folder, path, self.keep, (files, specs) if specs else None, group)
         self.newest = path
         return {"save_step": step, "save_s": seconds, "save_gib": gib, "save_gib_per_s": gib / seconds}
 

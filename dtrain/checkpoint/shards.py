@@ -13,7 +13,6 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dtrain.checkpoint.layouts import Box, LayoutError, ints, overlap
-from dtrain.checkpoint.manifest import Damaged, Manifest, Part, check_boxes, rank_of, regular
+from dtrain.checkpoint.manifest import Damaged, Manifest, Part, check_boxes, drop_cached_pages, rank_of, regular
 from dtrain.formats.bounded import NotRegular, parse_json, short
 from dtrain.formats.safetensors_header import Entry, HeaderError, read_header
 from dtrain.util import disk_space
@@ -71,7 +70,7 @@ def header(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
 
 
 def _blocks(text: bytes, tensors: dict[str, Tensor]) -> Iterator[memoryview]:
-    """Yield a file's bytes, at most BLOCK at a time: a GPU shard is never entirely in host memory."""
+    """Yield a file's bytes, at most BLOCK at a time. A GPU's tensors are copied to host memory one after another."""
     for tensor in (torch.frombuffer(bytearray(text), dtype=torch.uint8), *tensors.values()):
         if tensor.numel():
             values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -82,28 +81,20 @@ def _blocks(text: bytes, tensors: dict[str, Tensor]) -> Iterator[memoryview]:
 def sha256(path: Path) -> str:
     """Return the hash of what is on disk: the file's cached pages are dropped first."""
     with regular(path) as file:
-        _drop_cached_pages(file)
+        drop_cached_pages(file)
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def holds(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> bool:
-    """Return whether a file on disk has exactly the bytes that `write` was given: several times faster than its hash.
-
-    The file's cached pages are dropped first.
-    """
+    """Return whether a file has exactly the bytes that `write` was given, on disk: cached pages are dropped first."""
     buffer = np.empty(BLOCK, np.uint8)
     with regular(path) as file:
-        _drop_cached_pages(file)
+        drop_cached_pages(file)
         for block in _blocks(header(tensors, metadata), tensors):
             found = buffer[: len(block)]
             if file.readinto(found.data) < len(block) or not np.array_equal(found, np.frombuffer(block, np.uint8)):
                 return False
         return not file.read(1)
-
-
-def _drop_cached_pages(file: BufferedReader) -> None:
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def fsync_folder(path: Path) -> None:

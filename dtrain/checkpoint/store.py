@@ -64,8 +64,8 @@ def save(folder: Path, step: int, tensors: Mapping[str, Held], meta: dict[str, A
     """Save under `folder`. When this returns on any rank, the checkpoint is on disk and is `latest`."""
     writers = Writers()
     files = share_out(tensors, writers)
-    final, num_bytes = commit(folder, step, files, writers.index, meta)
-    prune(folder, final, keep, files if num_bytes else None)
+    final, specs, _ = commit(folder, step, files, writers.index, meta)
+    prune(folder, final, keep, (files, specs) if specs else None)
     return final
 
 
@@ -101,10 +101,11 @@ def share_out(tensors: Mapping[str, Held], writers: Writers) -> Files:
 
 def commit(
     folder: Path, step: int, files: Files, index: dict[str, Any], meta: dict[str, Any], group: Group = None
-) -> tuple[Path, int]:
-    """Write every rank's files and make them the `latest` checkpoint; return its path and its bytes over all ranks.
+) -> tuple[Path, dict[str, Any], int]:
+    """Write every rank's files and make them the `latest` checkpoint.
 
-    If a good checkpoint of this step is there, it stays, and no bytes are written.
+    Return its path, the manifest's entries of this rank's files, and the bytes over all ranks. If a good checkpoint of
+    this step is there, it stays, and nothing is written.
     """
     final = folder / f"step-{step:08d}"
     what = f"saving {final}"
@@ -124,7 +125,7 @@ def commit(
     if is_there:
         if not verify(final, group, step=step):  # saved before a restart of this run, and good
             from_rank_0(attempt.rmdir, what, group)
-            return final, 0
+            return final, {}, 0
         put_aside(final, group)
     with agreed(what, attempt, group):
         written = write_files(attempt, files)
@@ -150,7 +151,7 @@ def commit(
         failpoint("save.latest")
         return sum(spec["size"] for spec in reports.values())
 
-    return final, int(from_rank_0(end, what, group))
+    return final, written, int(from_rank_0(end, what, group))
 
 
 def write_files(folder: Path, files: Files) -> dict[str, Any]:
@@ -195,10 +196,16 @@ def point_latest(folder: Path, name: str) -> None:
     shards.fsync_folder(folder)
 
 
-def prune(folder: Path, newest: Path, keep: int, written: Files | None = None, group: Group = None) -> None:
+def prune(
+    folder: Path,
+    newest: Path,
+    keep: int,
+    written: tuple[Files, dict[str, Any]] | None = None,
+    group: Group = None,
+) -> None:
     """Delete all but the newest `keep`, but only after the newest was read back from disk and verified.
 
-    `written`: the content of this rank's files of the newest, if it was just written.
+    `written`: what this rank has just written of the newest, and its entries in the manifest; None if it was there.
 
     Checkpoints of another run in the same folder are neither counted nor deleted.
     """
@@ -210,7 +217,7 @@ def prune(folder: Path, newest: Path, keep: int, written: Files | None = None, g
     old = from_rank_0(others, f"listing {folder}", group)
     if not old:
         return
-    problem = verify(newest, group) if written is None else compare(newest, written, group)
+    problem = verify(newest, group) if written is None else compare(newest, *written, group)
     if problem:
         raise CheckpointError(f"{newest} does not read back as it was written ({problem}); older checkpoints are kept")
     if rank() == 0:
@@ -286,21 +293,24 @@ def put_aside(path: Path, group: Group = None) -> None:
             os.rename(path, path.with_name(f"{path.name}.corrupt-{uuid.uuid4().hex[:4]}"))
 
 
-def compare(path: Path, written: Files, group: Group = None) -> str:
+def compare(path: Path, files: Files, specs: dict[str, Any], group: Group = None) -> str:
     """Return how a checkpoint on disk differs from what the ranks have just written, or "". All get the same answer.
 
-    Each rank compares its files with the tensors that it still holds: faster than a hash, and as strict.
+    Like `verify`, but each rank compares its files with the tensors that it still holds instead of hashing them again:
+    faster on a CPU without SHA instructions. `specs`: the entries of this rank's files that the manifest must have.
     """
     problem = ""
 
     def check(file: str) -> str:
-        return "" if shards.holds(path / file, *content(written[file])) else f"{file} differs from what was written"
+        return "" if shards.holds(path / file, *content(files[file])) else f"{file} differs from what was written"
 
     with agreed(f"reading {path}", group=group):
         try:
-            if rank() == 0:
-                read_manifest(path)
-            problem = next((p for p in in_parallel(check, written) if p), "")
+            saved = read_manifest(path)
+            if {file: saved.files.get(file) for file in specs} != specs:
+                raise Damaged("manifest.json has other checksums than were written")
+            shards.check_files(path, saved, rank())
+            problem = next((p for p in in_parallel(check, files) if p), "")
         except Damaged as error:
             problem = str(error)
     return next(iter(all_problems(problem, group)), "")

@@ -36,7 +36,8 @@ def explain(error: BaseException) -> str:
     if isinstance(error, OverrideParseException):
         word = error.override
         return f"{word if word.strip() else repr(word)}: is not understood as key=value\n  fix: {probably_meant(word)}"
-    if there := re.search(r"An item is already at '([\w./@-]+)'", text):
+    there = re.search(r"An item is already at '([\w./@-]+)'", text)
+    if there and "." in there[1]:
         return f"+{there[1]}: the setting is there already\n  fix: leave out the +, as in {there[1]}=VALUE"
     key = re.search(r"Could not (?:override|append to|delete from) config.*?'?([\w./@-]+)'?\."
                     r"|Could not override '([\w.@/-]+)'", text)  # fmt: skip

@@ -52,7 +52,7 @@ class CachedFiles(ConfigRepository):
             file = os.path.join(source.path, f"{config_path.removesuffix('.yaml')}.yaml")
             stat = os.stat(file)
             key = (os.path.realpath(file), config_path, source.provider, stat.st_ino, stat.st_size, stat.st_mtime_ns)
-        elif source is not None and source.scheme() == "pkg" and source.path.startswith("hydra"):
+        elif source is not None and source.scheme() == "pkg" and source.path.split(".")[0] == "hydra":
             key = (source.path, config_path, source.provider)
         else:  # Hydra's store: another recipe may have taken the name since
             return super().load_config(config_path)

@@ -125,6 +125,8 @@ class Strategy:
         set_stream(model, precision.stream)
         lora.hold(model, precision.dtype)
         cublaslt.copies_stay_alike = self.sizes.tp > 1
+        if self.sizes.tp > 1:
+            torch.backends.cudnn.benchmark = False  # it would choose kernels by timing, too
         precision.apply(model, device, compiled=self.compile != "none")
         checkpoint_layers(model, activation_checkpointing, activation_checkpointing_every)
         self.module = self.parallelize(model)  # the unwrapped module: its parameter names are the canonical ones

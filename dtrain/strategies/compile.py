@@ -34,10 +34,10 @@ def compile_model(model: nn.Module, mode: str) -> None:
 
 
 def compile_options() -> dict[str, Any]:
-    """On a GPU, add a graph pass that gives each GEMM its fastest kernel.
+    """Return torch.compile's options: on a GPU, a graph pass that gives each GEMM its fastest kernel.
 
-    Ranks that repeat a computation must get the same bits, but the compiler and that pass time kernels and keep the
-    fastest, and two ranks may choose differently. So there, neither may.
+    That pass times kernels, and so does the compiler: two ranks may choose different ones. Tensor-parallel ranks repeat
+    computations and must get the same bits, so both are turned off there.
     """
     if cublaslt.copies_stay_alike:
         return {"options": {"deterministic": True}}

@@ -7,20 +7,23 @@ import json
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dtrain.checkpoint import background as saving
-from dtrain.checkpoint import shards, store
+from dtrain.checkpoint import manifest, shards, store
 from dtrain.checkpoint.background import Saver
 from dtrain.checkpoint.store import CheckpointError
 from dtrain.commands.verify import world
 from dtrain.commands.verify.world import World
+from dtrain.util.dtensor import Chunk
 from tests.models import vision
-from tests.world import make_run, metrics, start_server, summary, train
+from tests.world import make_run, metrics, spawn, start_server, summary, train
 
 RESNET = ["model.image_size=8", "model.channels=1", "model.num_classes=10", "model.width=8", "model.blocks=[1,1,1,1]"]
 META: dict[str, Any] = {"samples": 8, "extra": {}}
@@ -248,9 +251,67 @@ def test_nothing_is_pruned_if_the_new_one_does_not_read_back(
         with pytest.raises(CheckpointError, match="older checkpoints are kept") as raised:
             saver.save(3, state(3.0), META)
             saver.wait()
-    assert "rank-00000.safetensors differs from what was written" in str(raised.value)
+    assert "rank-00000.safetensors" in str(raised.value)
     shutil.rmtree(tmp_path / "step-00000003")
     assert equal(held(tmp_path), state(2.0)), "the older one is still good"
+
+
+def damage_manifest(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_bytes(path.read_bytes().replace(b'"samples"', b'"sAmples"'))
+
+
+def other_checksum(folder: Path) -> None:
+    values = json.loads((folder / "manifest.json").read_text())
+    values["files"]["rank-00000.safetensors"]["sha256"] = "0" * 64
+    manifest.write(folder, values)
+
+
+def other_index(folder: Path) -> None:
+    values = json.loads((folder / "manifest.json").read_text())
+    values["tensors"]["model.another"] = values["tensors"].pop("model.flags")
+    manifest.write(folder, values)
+
+
+@pytest.mark.parametrize("damage", [damage_manifest, other_checksum, other_index])
+def test_nothing_is_pruned_if_the_manifest_is_not_that_of_the_files(
+    damage: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(tmp_path, 1, state(1.0), META, keep=1)
+    point = store.point_latest
+
+    def point_and_damage(folder: Path, name: str) -> None:
+        point(folder, name)
+        damage(folder / name)
+
+    monkeypatch.setattr(store, "point_latest", point_and_damage)
+    with pytest.raises(CheckpointError, match="older checkpoints are kept"):
+        store.save(tmp_path, 2, state(2.0), META, keep=1)
+    assert (tmp_path / "step-00000001").is_dir()
+
+
+def saves_on_a_lying_disk(folder: Path) -> None:
+    """The second rank's disk keeps other bytes than it was given: both ranks must keep the older checkpoint."""
+    state = {"model.w": [Chunk(torch.ones(4) * dist.get_rank(), (8,), (4 * dist.get_rank(),))]}
+    store.save(folder, 1, state, META, keep=1)
+    write = shards.write
+
+    def damaged(path: Path, *rest: Any) -> tuple[int, str]:
+        written = write(path, *rest)
+        if dist.get_rank() == 1:
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+        return written
+
+    shards.write = damaged
+    with pytest.raises(CheckpointError, match=r"rank-00001.safetensors differs .* older checkpoints are kept"):
+        store.save(folder, 2, state, META, keep=1)
+    assert (folder / "step-00000001").is_dir()
+
+
+def test_all_ranks_keep_the_older_one_if_one_cannot_read_back(tmp_path: Path) -> None:
+    spawn(2, saves_on_a_lying_disk, tmp_path)
 
 
 # ---- whole runs ----------------------------------------------------------------------------------------------

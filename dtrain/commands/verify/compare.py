@@ -197,7 +197,7 @@ def several_passes(cfg: DictConfig, size: int, precision: str) -> int:
     """
     sizes = mesh_of(cfg.strategy, size)
     samples = cfg.train.global_batch_size // sizes.dp
-    return 1 if 2 * sizes.pp > 4 or samples % 4 or precision != FULL else samples // 4
+    return 1 if sizes.pp > 2 or samples % 4 or precision != FULL else samples // 4
 
 
 def make_case(
