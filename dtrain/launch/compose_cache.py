@@ -59,7 +59,7 @@ class CachedFiles(ConfigRepository):
         if key not in self.parsed:
             with quick_yaml():
                 self.parsed[key] = pickle.dumps(super().load_config(config_path))
-        loaded: ConfigResult | None = pickle.loads(self.parsed[key])
+        loaded: ConfigResult | None = pickle.loads(self.parsed[key])  # what this process has pickled itself
         return loaded
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedFiles:
