@@ -71,7 +71,8 @@ def describe(record: Record) -> dict[str, Any]:
     row, begun = record.row(), record.job_id is None or record.has_begun
     steps, total, speed = (number(row[k]) for k in ("steps", "total_steps", "tokens_per_s"))
     per_step, eta = number(summary.get("tokens_per_step")), None
-    if row["status"].startswith("running") and None not in (steps, total, speed, per_step) and speed:
+    standstill = record.standstill
+    if row["status"].startswith("running") and not standstill and None not in (steps, total, speed, per_step) and speed:
         eta = per_step / speed * (total - steps)  # type: ignore[operator]
     return {
         **row,
@@ -81,6 +82,7 @@ def describe(record: Record) -> dict[str, Any]:
         "cancel_asked": record.cancel_asked,
         "last_sign": record.last_sign,
         "eta_s": eta,
+        "standstill": standstill,
         "checkpoint": str(checkpoint) if checkpoint else None,
         "preflight": read_json(run_dir / "preflight.json") or None,
         "failure": (read_json(run_dir / "failure.json") or None) if begun else None,
@@ -135,7 +137,9 @@ def print_status(record: Record, data: dict[str, Any], console: Console) -> None
         fields += [f"{si(data['tokens_per_s'])} tok/s"] if data["tokens_per_s"] is not None else []
         fields += [f"ETA {duration(data['eta_s'])}"] if data["eta_s"] is not None else []
         line("progress", "  ".join(fields))
-    if data["status"].startswith("running") and (quiet := record.quiet_s) > 60:
+    if data["standstill"]:
+        line("stands still", (data["standstill"], "yellow"))
+    elif data["status"].startswith("running") and (quiet := record.quiet_s) > 60:
         line("", (f"nothing new for {duration(quiet)}", "yellow"))
     if data["checkpoint"]:
         line("checkpoint", short_path(Path(data["checkpoint"])))

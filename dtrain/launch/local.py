@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dtrain import start
 from dtrain.checks import profile as profiling
@@ -18,7 +18,7 @@ from dtrain.config import run_file
 from dtrain.config.build import TRUST, build, typed_trust
 from dtrain.errors import bad
 from dtrain.launch import nsys
-from dtrain.launch.supervisor import Supervisor
+from dtrain.launch.supervisor import Supervisor, hang_settings
 from dtrain.preflight import network_env
 from dtrain.runs import causes
 from dtrain.runs.folder import note_attempt, read_summary
@@ -29,7 +29,15 @@ from dtrain.util import file_handles
 class Local:
     """Runs on this machine only."""
 
-    def __init__(self, nodes: int = 1, processes: int | None = None, max_restarts: int = 0, grace_s: int = 300) -> None:
+    def __init__(
+        self,
+        nodes: int = 1,
+        processes: int | None = None,
+        max_restarts: int = 0,
+        grace_s: int = 300,
+        hang_timeout: float | None = None,
+        on_hang: Literal["stop", "warn"] = "stop",
+    ) -> None:
         if nodes != 1:
             fix = "cluster.nodes=1; for more: cluster=slurm, also without SLURM (cluster.launcher=torchrun)"
             raise bad("cluster.nodes", nodes, "cluster=local is one machine", fix)
@@ -65,7 +73,9 @@ class Torchrun(Supervisor):
         self.config, self.rendezvous, self.node_rank = config, rendezvous, node_rank
         if node_rank:
             self.log_name = f"torchrun-{node_rank}.log"
-        super().__init__(config["cluster"]["processes"], max_restarts, grace_s)
+        cluster = config["cluster"]
+        super().__init__(cluster["processes"], max_restarts, grace_s, *hang_settings(cluster))
+        self.world_size, self.is_one_host = cluster["processes"] * cluster["nodes"], cluster["nodes"] == 1
 
     def command(self, run_dir: Path) -> list[str]:
         torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", *self.rendezvous]

@@ -73,6 +73,8 @@ class Slurm:
         max_restarts: int = 0,
         grace_s: int = 300,
         start_s: int = 600,
+        hang_timeout: float | None = None,
+        on_hang: Literal["stop", "warn"] = "stop",
         fabric: dict[str, Any] | None = None,
     ) -> None:
         self.nodes, self.launcher = nodes, launcher

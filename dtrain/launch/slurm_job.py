@@ -23,7 +23,7 @@ from dtrain.config import run_file
 from dtrain.config.build import build
 from dtrain.config.redaction import hide
 from dtrain.launch import nsys
-from dtrain.launch.supervisor import Supervisor, failure
+from dtrain.launch.supervisor import Supervisor, failure, hang_settings
 from dtrain.preflight import network_env
 from dtrain.preflight.start import python_command
 from dtrain.runs import causes
@@ -45,6 +45,7 @@ from dtrain.runs.protocol import (
     FAILED,
     PREEMPTED,
     PREFLIGHT,
+    STACK_SIGNAL,
     STOP_SIGNALS,
     free_port,
 )
@@ -67,7 +68,9 @@ class Srun(Supervisor):
         self.config, self.nodes, self.cluster = config, nodes, config["cluster"]
         self.master = {"MASTER_ADDR": master_addr, "MASTER_PORT": master_port}
         self.start_s = self.cluster["start_s"]
-        super().__init__(len(nodes) * self.cluster["processes"], self.cluster["max_restarts"], self.cluster["grace_s"])
+        num_ranks, cluster = len(nodes) * self.cluster["processes"], self.cluster
+        super().__init__(num_ranks, cluster["max_restarts"], cluster["grace_s"], *hang_settings(cluster))
+        self.is_one_host = len(nodes) == 1
 
     def command(self, run_dir: Path) -> list[str]:
         rank = [*python_command(self.config, "dtrain.train.rank"), str(run_dir)]
@@ -90,6 +93,14 @@ class Srun(Supervisor):
             return  # nsys would get the signal too, and die from it
         # if the job is being requeued, scancel retries every 5 s for a minute; the ranks have received SIGTERM by then
         scontrol("scancel", "--signal=USR1", job_id(), timeout=4)
+
+    def ask_for_stacks(self, positions: dict[int, Any]) -> None:
+        """Signal all tasks, also those of other nodes; a task that has no handler ignores this signal."""
+        scontrol("scancel", f"--signal={STACK_SIGNAL.name.removeprefix('SIG')}", job_id(), timeout=4)
+
+    def failure_is_known(self) -> bool:
+        """Did the rank that held up the others answer?"""
+        return self.standstill is not None and any(map(self.standstill.has_answered, self.standstill.ranks))
 
     def on_first_step(self, run_dir: Path) -> None:
         """Check NCCL's choice, if NCCL_DEBUG=INFO logged it: sockets in place of InfiniBand are easy to miss."""
@@ -260,7 +271,9 @@ class Job:
             gone = silent_nodes(self.run_dir, nodes, config["cluster"]["processes"])
             what = f"a node was lost ({', '.join(gone)})" if gone else "the connection between nodes was lost"
             return PREEMPTED, f"{what}: {ranks.failure['message'].splitlines()[0]}"
-        if code == FAILED and ranks.hung:  # srun sometimes hangs when a node has just come back
+        if code == FAILED and ranks.failure["type"] == "hang" and len(nodes) > 1 and not ranks.failure_is_known():
+            return PREEMPTED, ranks.failure["message"]  # a node was lost, or the network between nodes
+        if code == FAILED and ranks.never_started:  # srun sometimes hangs when a node has just come back
             return PREEMPTED, ranks.failure["message"]
         if code == FAILED and ranks.failure["type"] == "SIGKILL" and not ranks.ranks_began:
             # no rank imported torch yet: a late kill by SLURM, meant for the previous start, whose step had this number

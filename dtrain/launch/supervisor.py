@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import time
@@ -19,10 +20,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from dtrain.launch import hang
 from dtrain.launch.attempt_files import AttemptFiles
 from dtrain.runs import causes
 from dtrain.runs.folder import latest_checkpoint, look_again, note_attempt, read_summary, write_json
-from dtrain.runs.protocol import DONE, FAILED, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent, slowness
+from dtrain.runs.protocol import DONE, FAILED, HANG_FILE, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent, slowness
 from dtrain.ui.console import print_summary
 from dtrain.ui.progress import Monitor
 from dtrain.util import disk_space, file_handles
@@ -46,10 +48,17 @@ class Supervisor:
     start_s = math.inf  # if no rank has started after this many seconds, give up
     node_rank = 0  # if one run has several supervisors, only node 0's writes the run's state
 
-    def __init__(self, num_ranks: int, max_restarts: int, grace_s: int) -> None:
+    def __init__(
+        self, num_ranks: int, max_restarts: int, grace_s: int, hang_timeout: float | None = None, on_hang: str = "stop"
+    ) -> None:
         self.num_ranks, self.max_restarts, self.grace_s = num_ranks, max_restarts, grace_s
+        self.hang_timeout, self.on_hang = hang_timeout, on_hang
+        self.world_size = num_ranks  # more, if one run has several supervisors
+        self.is_one_host = True
+        self.standstill: hang.Standstill | None = None  # the one that lasted until the attempt ended
         self.stop_requested_at = math.inf
-        self.end_at_once = self.ranks_began = self.stepped = self.hung = False
+        self.end_at_once = self.ranks_began = self.stepped = self.never_started = False
+        self.ended_first: list[int] = []  # ranks whose processes had ended when the first failure note was seen
         self.failure: dict[str, Any] = {}
         self.failures: list[dict[str, Any]] = []  # one per failed attempt, including the current one
 
@@ -70,6 +79,10 @@ class Supervisor:
 
     def on_first_step(self, run_dir: Path) -> None:
         """Hook: called once when all ranks have connected and finished a step."""
+
+    def ask_for_stacks(self, positions: dict[int, hang.Position]) -> None:
+        """Ask ranks to print their stacks into their logs."""
+        hang.send_here(positions)
 
     def killed_ranks(self, log: str) -> list[tuple[int, str]]:
         """Parse `log_name` for ranks that were killed and left no failure note: (rank, signal name)."""
@@ -133,9 +146,10 @@ class Supervisor:
     def _run_once(self, run_dir: Path, monitor: Monitor) -> int:
         logs = run_dir / "logs"
         logs.mkdir(exist_ok=True)
-        self.hung = False  # per attempt
+        self.never_started, self.standstill, self.ended_first = False, None, []  # per attempt
         if self.node_rank == 0:
-            for old in (run_dir / STOP_FILE, run_dir / "failure.json", *logs.glob("failure-*.json")):
+            of_ranks = [*logs.glob("failure-*.json"), *logs.glob("position-*.json"), run_dir / HANG_FILE]
+            for old in (run_dir / STOP_FILE, run_dir / "failure.json", *of_ranks):
                 old.unlink(missing_ok=True)
         past, files = read_summary(run_dir), AttemptFiles(run_dir)
         with open(logs / self.log_name, "ab") as log:
@@ -160,13 +174,17 @@ class Supervisor:
         summary = read_summary(run_dir)
         if summary != past and summary.get("status") in ("done", "preempted"):
             return DONE if summary["status"] == "done" else PREEMPTED
-        if killed_because:
-            kind, source = ("start", self.log_name) if self.hung else ("stopped", "rank-0.log")
+        if killed_because and self.standstill:
+            self.failure = of_standstill(self.standstill)
+        elif killed_because:
+            kind, source = ("start", self.log_name) if self.never_started else ("stopped", "rank-0.log")
             self.failure = failure(None, kind, killed_because, f"logs/{source}")
         else:
             output = (logs / self.log_name).read_bytes()[position:].decode(errors="replace")
-            first = first_failure(run_dir, self.killed_ranks(output))
+            first = first_failure(run_dir, self.killed_ranks(output), self.ended_first)
             self.failure = first or self._silence(run_dir, returncode, output)
+            if self.standstill and self.standstill.ranks and is_timeout(self.failure):
+                self.failure = of_standstill(self.standstill)  # torch's own timeout names a rank that waited
         if self.node_rank == 0:
             with contextlib.suppress(OSError):  # on a full disk, only the screen shows it
                 write_json(run_dir / "failure.json", self.failure)
@@ -179,12 +197,19 @@ class Supervisor:
         because = ""
         started, look_at, failed = time.monotonic(), 0.0, False
         self.ranks_began = self.stepped = False
+        watch = hang.HangWatch(run_dir, self.world_size, self.hang_timeout, self.ask_for_stacks)
         while process.poll() is None:
             now = time.monotonic()
             if now >= look_at:
                 monitor.poll()
                 self._look(run_dir, files)
-                failed = failed or files.has_failed()
+                if not failed and files.has_failed():
+                    failed = True
+                    # on several hosts, a rank that ended without a note may have lost its node
+                    ranks = range(self.world_size) if self.is_one_host else ()
+                    self.ended_first = [rank for rank in ranks if hang.has_ended(run_dir, rank)]
+                if not because and not failed and self.node_rank == 0 and self._hangs(watch, monitor):
+                    deadline, because = now, str(self.standstill)
                 look_at = now + min(LOOK_S, (now - started) / 20)
             if not because and self.stop_requested_at < math.inf:
                 (run_dir / STOP_FILE).touch()
@@ -199,7 +224,7 @@ class Supervisor:
             elif deadline == math.inf and failed:
                 deadline = now + PEERS_S * slowness()  # its peers may wait for it forever
             elif now > started + self.start_s and not self.ranks_began:
-                self.hung = True
+                self.never_started = True
                 deadline, because = now, f"no rank had started after {now - started:.0f} s (cluster.start_s)"
             if self.end_at_once:
                 deadline, because = now, "stopped twice: ended at once, without saving"
@@ -217,6 +242,19 @@ class Supervisor:
             self.stepped = True
             self.on_first_step(run_dir)
 
+    def _hangs(self, watch: hang.HangWatch, monitor: Monitor) -> bool:
+        """Report a standstill; return whether to stop the attempt for it. A fault in the watch must not end the run."""
+        try:
+            found = watch.look()
+        except Exception as error:
+            monitor.message(f"the watch for hangs failed, and is off now: {type(error).__name__}: {error}")
+            watch.look = lambda: None  # type: ignore[method-assign]
+            return False
+        self.standstill = watch.found
+        if found is not None:
+            monitor.message(f"{found}. All stacks: {short_path(watch.report)}")
+        return found is not None and found.stop and self.on_hang == "stop"
+
     def _silence(self, run_dir: Path, returncode: int, output: str) -> dict[str, Any]:
         log = f"logs/{self.log_name}"
         if full := disk_space.shortage(run_dir, 2**20):
@@ -225,10 +263,13 @@ class Supervisor:
         return failure(None, "launch", f"{Path(self.log_name).stem} ended with {returncode}\n{tail}", log)
 
 
-def first_failure(run_dir: Path, killed: Sequence[tuple[int, str]] = ()) -> dict[str, Any] | None:
+def first_failure(
+    run_dir: Path, killed: Sequence[tuple[int, str]] = (), ended: Sequence[int] = ()
+) -> dict[str, Any] | None:
     """Find the rank that failed first, and why: from the ranks' failure notes, or from the launcher's log.
 
     A killed rank leaves no note, but its peers report the lost connection; then the killed rank is named.
+    ended: the ranks whose processes had ended when the first note was seen.
     """
     found = [(p.stat().st_mtime_ns, json.loads(p.read_text())) for p in (run_dir / "logs").glob("failure-*.json")]
     # sort by the file server's clock: the clocks of two nodes may differ by more than the time between two failures
@@ -243,7 +284,27 @@ def first_failure(run_dir: Path, killed: Sequence[tuple[int, str]] = ()) -> dict
             f"was killed by {name}{hint}" if name.startswith("SIG") else f"ended with {name} and wrote no error report"
         )
         return failure(rank, name, f"the process {how}", f"logs/rank-{rank}.log")
+    reported = {note["rank"] for note in notes}
+    for rank in ended:
+        if rank not in reported:  # exit code 0, for example from os._exit: no launcher reports that
+            how = "the process ended before the run did, and wrote no error report"
+            return failure(rank, "early exit", how, f"logs/rank-{rank}.log")
     return dict(notes[0]) if notes else None
+
+
+def is_timeout(failure: dict[str, Any]) -> bool:
+    """Is it what a rank reports that waited for another one for too long?"""
+    words = re.search(r"timed? ?out|watchdog", str(failure.get("message")), re.I)
+    return bool(failure.get("lost_peer") or words) or failure.get("type") == "SIGABRT"  # NCCL's watchdog aborts
+
+
+def of_standstill(found: hang.Standstill) -> dict[str, Any]:
+    return failure(found.ranks[0] if found.ranks else None, "hang", str(found), HANG_FILE)
+
+
+def hang_settings(cluster: dict[str, Any]) -> tuple[float | None, str]:
+    """(timeout, what to do), also of a run from before these settings."""
+    return cluster.get("hang_timeout"), cluster.get("on_hang", "stop")
 
 
 def failure(rank: int | None, kind: str, message: str, log: str) -> dict[str, Any]:

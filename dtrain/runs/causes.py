@@ -58,10 +58,16 @@ def own_line(error: BaseException) -> str:
         traceback = traceback.tb_next
     for text in getattr(error, "__notes__", []):  # a loader process sends its traceback as text
         frames += FRAME.findall(text)
+    own = [frame for frame in frames if is_users_file(frame[0])]
+    return f"{own[-1][0]}:{own[-1][1]}, in {own[-1][2]}" if own else ""
+
+
+def is_users_file(path: str) -> bool:
+    """Is it neither Python's, nor an installed package's, nor dtrain's?"""
     paths = sysconfig.get_paths()
     theirs = ("<", str(Path(__file__).parent.parent), *(paths[key] for key in ("stdlib", "purelib", "platlib")))
-    own = [frame for frame in frames if not frame[0].startswith(theirs)]
-    return f"{own[-1][0]}:{own[-1][1]}, in {own[-1][2]}" if own else ""
+    installed = ("/site-packages/", "/dist-packages/", "/lib/python3")  # also those of a container
+    return not path.startswith(theirs) and not any(part in path for part in installed)
 
 
 def one_line(failure: dict[str, Any]) -> str:

@@ -21,6 +21,9 @@ DONE, BAD_CONFIG, FAILED, PREFLIGHT, PREEMPTED = 0, 2, 3, 4, 75
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 CANCELLED_FILE = "cancelled"  # in the run folder: `dtrain cancel` writes it, and the run is not requeued
 ATTEMPTS_FILE = "attempts.jsonl"  # one line per start and per end of a job
+POSITION_FILE = "logs/position-{}.json"  # where a rank is; rank 0 writes it once a second
+HANG_FILE = "logs/hang.json"  # while the run stands still: the positions of all ranks
+STACK_SIGNAL = signal.SIGURG  # a rank prints its stacks into its log; programs without a handler ignore this signal
 STOP_FILE = "stop"  # in the run folder: the launcher's stop request; `touch RUN/stop` works too
 
 
@@ -40,6 +43,14 @@ def die_with_parent() -> None:
     pr_set_pdeathsig = 1
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def pid_namespace() -> str:
+    """Identify the processes that this process's numbers of processes mean: this machine, outside of containers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return socket.gethostname()
 
 
 MOST_PATIENCE = 8.0  # upper limit of slowness(); anything slower hangs

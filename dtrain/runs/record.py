@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.runs.folder import file_clock, last_launch, launch_time, parse_line, read_json, read_summary
-from dtrain.runs.protocol import ATTEMPTS_FILE, CANCELLED_FILE
+from dtrain.runs.protocol import ATTEMPTS_FILE, CANCELLED_FILE, HANG_FILE
 from dtrain.runs.slurm_queue import Job, query
 from dtrain.util.format import as_dict, number
 
@@ -196,6 +196,12 @@ class Record:
             except (OSError, OverflowError):
                 pass  # someone else's process: alive
         return word if word != "queued" and self.quiet_s < QUIET_S else word + "?"
+
+    @property
+    def standstill(self) -> str | None:
+        """Who holds up the run, if it stands still now."""
+        text = read_json(self.run_dir / HANG_FILE).get("text") if self.is_live else None
+        return str(text) if text else None
 
     @property
     def last_sign(self) -> float:

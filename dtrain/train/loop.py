@@ -27,6 +27,7 @@ from dtrain.runs.protocol import BAD_CONFIG, DONE, FAILED, PREEMPTED
 from dtrain.strategies.replicas import Replicas
 from dtrain.train import metrics, process
 from dtrain.train.pending import FinishedStep, PendingSteps
+from dtrain.train.position import Position
 from dtrain.train.process import log
 from dtrain.train.setup import Run, Validation, set_up
 
@@ -35,18 +36,20 @@ class NonFiniteError(RuntimeError):
     """Loss or gradient became NaN or Inf, and train.nonfinite is `stop`."""
 
 
-def train(run: Run, saver: background.Saver, stop: process.StopRequest) -> bool:
+def train(run: Run, saver: background.Saver, stop: process.StopRequest, position: Position) -> bool:
     """Train until the last step or a stop request. Return True if training stopped before the last step."""
     settings, strategy, device = run.cfg.train, run.strategy, run.device
     pending, replicas = PendingSteps(), Replicas(strategy)
     stopping = False
     while run.step < run.last_step and not stopping:
         pending.begin()
+        position.enter("data", run.step + 1)
         before = time.perf_counter()
         inputs, targets = run.train_data.batch(run.samples)
         inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
         data_s = time.perf_counter() - before
 
+        position.enter("step", run.step + 1)
         vote = stop.start_vote()
         lr = strategy.set_lr(run.schedule(run.step))
         process.seed_everything(settings.seed, run.step, strategy.random_rank)
@@ -65,8 +68,9 @@ def train(run: Run, saver: background.Saver, stop: process.StopRequest) -> bool:
 
         # once in a while: evaluate, save, compare the replicas
         if run.validation and eval_due:
-            evaluate(run, run.validation)
+            evaluate(run, run.validation, position)
         if save_due:
+            position.enter("save", run.step)
             save(run, saver, replicas, is_last)
         elif _every(settings.check_replicas_every, run.step):
             replicas.check(run.step)
@@ -103,10 +107,11 @@ def log_step(run: Run, finished: FinishedStep) -> None:
         )  # fmt: skip
 
 
-def evaluate(run: Run, validation: Validation) -> None:
+def evaluate(run: Run, validation: Validation, position: Position) -> None:
     """The mean over some batches of the held-out split."""
     batches = []
     for i in range(validation.num_batches):
+        position.enter("evaluation", run.step)
         batch = validation.data.batch(i * validation.batch_size)
         inputs, targets = (t.to(run.device, non_blocking=True) for t in batch)
         batches.append(run.strategy.eval_step(inputs, targets))
@@ -150,14 +155,18 @@ def finish(run: Run, saver: background.Saver, preempted: bool) -> None:
 
 def main(run_dir: Path) -> int:
     """One rank, from the process group to the exit code."""
+    position = Position(run_dir, int(os.environ["RANK"]))
     try:
         cfg = Settings(run_file.completed(run_file.load(run_dir)) | {"trust": typed_trust()})
         check_run(cfg, cfg.trust, GROUPS)
+        position.hang_timeout = cfg.cluster.get("hang_timeout")  # an old run has no such setting
         device = process.join_process_group(cfg.deterministic)
-        with background.Saver(run_dir / "checkpoints", cfg.checkpoint.keep, cfg.checkpoint.background) as saver:
+        saves = cfg.checkpoint
+        with background.Saver(run_dir / "checkpoints", saves.keep, saves.background) as saver, position:
             stop = process.StopRequest(run_dir)
             run = set_up(run_dir, cfg, device, saver)
-            preempted = train(run, saver, stop)
+            preempted = train(run, saver, stop, position)
+            position.enter("end", run.step)
             finish(run, saver, preempted)
         dist.barrier()  # rank 0 may still be writing the summary; if we left early, it would see a lost peer
         dist.destroy_process_group()
@@ -166,5 +175,7 @@ def main(run_dir: Path) -> int:
         error = process.explained(error)
         # our own errors about settings include a fix; any other ValueError is an ordinary failure
         exit_code = BAD_CONFIG if isinstance(error, ValueError) and "\n  fix: " in str(error) else FAILED
-        process.report_failure(run_dir, int(os.environ["RANK"]), error, exit_code)
+        process.report_failure(run_dir, position.rank, error, exit_code)
         return exit_code
+    finally:
+        position.end()

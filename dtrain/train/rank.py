@@ -1,5 +1,6 @@
 """The entry point that torchrun or srun starts for each rank: tie it to its parent, then import torch (seconds)."""
 
+import faulthandler
 import gc
 import os
 import signal
@@ -9,6 +10,7 @@ from pathlib import Path
 from dtrain.runs.protocol import (
     DONE,
     PREEMPTED,
+    STACK_SIGNAL,
     STOP_FILE,
     STOP_SIGNALS,
     die_with_parent,
@@ -39,6 +41,8 @@ if __name__ == "__main__":
     gc.freeze()  # collections during training skip imported objects, too
     gc.enable()
     process.redirect_output(run_dir, int(os.environ["RANK"]))
+    # the handler is written in C: it prints the stacks even while a thread does not release the GIL
+    faulthandler.register(STACK_SIGNAL, file=sys.stderr)
     code = loop.main(run_dir)
     sys.stdout.flush()
     remove_sockets()

@@ -46,6 +46,20 @@ def test_status_of_a_local_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert (data["status"], data["eta_s"], data["job"], data["attempts"]) == ("running", 120, None, [])
 
 
+def test_status_of_a_run_that_stands_still(capsys: pytest.CaptureFixture[str]) -> None:
+    run = make(
+        "outputs/d/a", launch={"pid": os.getpid(), "host": HERE, "launches": [{"cluster": LOCAL}]},
+        status="running", total_steps=100, tokens_per_step=1000,
+    )  # fmt: skip
+    (run / "metrics.jsonl").write_text('{"step": 40, "loss": 2.5, "tokens_per_s": 500.0}\n')
+    (run / "logs").mkdir(exist_ok=True)
+    (run / "logs" / "hang.json").write_text('{"text": "1 of 2 ranks wait; rank 1 is in x.py:3, in f"}')
+    assert status_main(["latest"]) == 0
+    output = capsys.readouterr().out
+    assert "stands still     1 of 2 ranks wait; rank 1 is in x.py:3, in f" in output
+    assert "ETA" not in output
+
+
 def test_status_of_a_job_with_a_history(fakes: Fakes, capsys: pytest.CaptureFixture[str]) -> None:
     fakes(squeue=row("7", "PENDING", "BeginTime"))
     run = make("outputs/a", launch=job("7"), status="preempted", steps=20, total_steps=100, train_loss=2.0)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.launch import attempt_files
+from dtrain.launch import attempt_files, hang
 from dtrain.launch.attempt_files import AttemptFiles
-from dtrain.launch.supervisor import Supervisor, first_failure
+from dtrain.launch.supervisor import Supervisor, first_failure, is_timeout
 
 # What a rank writes, dated by a file server whose clock is SKEW seconds away from the supervisor's.
 RANK = """
@@ -62,14 +62,14 @@ def resumed_run(run_dir: Path, skew: float) -> Path:
 def test_a_healthy_run_is_left_alone_whatever_the_clocks_say(skew: int, tmp_path: Path) -> None:
     ranks = Ranks(HEALTHY, skew, start_s=2)
     assert ranks.supervise(resumed_run(tmp_path, skew)) == 0, ranks.failure
-    assert ranks.ranks_began and not ranks.hung
+    assert ranks.ranks_began and not ranks.never_started
 
 
 @pytest.mark.parametrize("skew", [-60, 60])
 def test_ranks_that_never_start_are_noticed_whatever_the_clocks_say(skew: int, tmp_path: Path) -> None:
     ranks = Ranks("time.sleep(600)", skew, start_s=0.5)
     assert ranks.supervise(resumed_run(tmp_path, skew)) == 3
-    assert ranks.hung and not ranks.ranks_began, "the log of the attempt before is not a sign of life"
+    assert ranks.never_started and not ranks.ranks_began, "the log of the attempt before is not a sign of life"
 
 
 def test_the_first_step_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +105,30 @@ def test_the_first_failure_is_first_by_the_servers_clock(tmp_path: Path) -> None
         os.utime(path, (written, written))
     found = first_failure(tmp_path)
     assert found and found["rank"] == 0
+
+
+def test_a_rank_that_left_without_a_note_is_named_before_those_that_lost_it(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for rank in (0, 2):
+        note = {"time": 1.0, "rank": rank, "message": "Connection reset by peer", "lost_peer": True}
+        (tmp_path / "logs" / f"failure-{rank}.json").write_text(json.dumps(note))
+    found = first_failure(tmp_path, ended=[0, 1])
+    assert found and (found["rank"], found["type"]) == (1, "early exit")
+    assert (first_failure(tmp_path, ended=[0]) or {})["rank"] == 0
+
+
+def test_torchs_own_timeout_does_not_hide_the_rank_that_hung(tmp_path: Path) -> None:
+    assert is_timeout({"type": "RuntimeError", "message": "[…gloo/…] Timed out waiting 1800000ms for recv"})
+    assert is_timeout({"type": "SIGABRT", "message": "the process was killed by SIGABRT"})
+    assert not is_timeout({"type": "ValueError", "message": "data.path=x: no such file", "lost_peer": False})
+
+
+def test_a_fault_in_the_watch_for_hangs_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hang, "read", lambda *_, **__: {}["a fault"])
+    assert Ranks(HEALTHY, 0, 60).supervise(resumed_run(tmp_path, 0)) == 0
+    assert capsys.readouterr().out.count("the watch for hangs failed, and is off now: KeyError") == 1
 
 
 def test_a_thousand_logs_are_not_listed_while_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
