@@ -90,7 +90,8 @@ def test_a_cluster_of_ones_own(started: list[Path], tmp_path: Path, monkeypatch:
     (tmp_path / "my_cluster_xyz.py").write_text(
         "from dtrain.launch.local import Local\n"
         "class Mine(Local):\n"
-        "    def __init__(self, nodes: int, processes: int, max_restarts: int, grace_s: int):\n"
+        "    def __init__(self, nodes: int, processes: int, max_restarts: int, grace_s: int,\n"
+        "                 hang_timeout: float | None, on_hang: str):\n"
         "        super().__init__(1, processes)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

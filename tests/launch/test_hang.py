@@ -171,6 +171,15 @@ def test_a_rank_that_never_started_comes_first() -> None:
     assert text.endswith("rank 1 has not started")
 
 
+def test_a_rank_that_does_not_answer_is_told_from_one_that_is_known_to_hang() -> None:
+    """On SLURM, the first may have lost its node: its job is queued again."""
+    silent = {k: v for k, v in at(9, 7, ranks=[]).items() if k not in ("threads", "groups", "process")}
+    positions = {0: at(9, 7, ranks=[]), 1: silent, 2: {}, 3: silent | {"printed": ["x.py:1, in f"]}}
+    found = hang.Standstill(30.0, 30.0, True, [1], "", positions)
+    assert [found.has_answered(rank) for rank in range(4)] == [True, False, False, True]
+    assert hang.holding_up(silent) == "does not answer: it was stopped, or its node is gone"
+
+
 def test_hosts_are_named_if_there_are_several() -> None:
     positions = {0: at(9, 7, call(7), ranks=[0, 1]), 1: at(9, 6, ranks=[0, 1]) | {"host": "b"}}
     assert "rank 1 on b is in x.py:1, in f" in hang.roll_call(positions)[1]
