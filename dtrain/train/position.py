@@ -61,7 +61,8 @@ class Position:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.enter("end" if error is None else "failing", self.step)  # a failing rank first waits for its save
+        if error is not None:  # a failing rank first waits for its running save, then writes its error report
+            self.enter("failing", self.step)
 
     def end(self) -> None:
         self._ended.set()
