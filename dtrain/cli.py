@@ -19,6 +19,8 @@ USAGE = """usage: dtrain COMMAND ...
   runs [RUN …|SWEEP]           list runs, or compare them; a sweep's table
   status RUN                   one run: its job, progress, attempts, and the next command
   logs RUN [-f] [--rank N]     the log of a rank
+  why RUN                      why it ended: the cause, the rank, the evidence, what to do
+  chaos RUN [--kinds …]        inject faults into copies of a run; is each recognised?
   cancel RUN|SWEEP [--save]    remove it from the queue, or stop it
   profile RUN                  where its step time or memory goes, after profile=torch or memory
   env cluster=NAME             a cluster's environment variables as shell exports, with reasons
@@ -43,6 +45,8 @@ COMMANDS = {
     "runs": "dtrain.commands.runs",
     "status": "dtrain.commands.status",
     "logs": "dtrain.commands.logs",
+    "why": "dtrain.commands.why",
+    "chaos": "dtrain.commands.chaos",
     "cancel": "dtrain.commands.cancel",
     "profile": "dtrain.commands.profile",
     "env": "dtrain.commands.env",

@@ -1,9 +1,7 @@
 """Finds a run that stands still, and the rank that the others wait for.
 
 Rank 0 writes its position once a second (train/position.py). If it does not move for too long, the positions of all
-ranks are read. Each says which collectives it has begun, so together they form a graph: a rank with an open collective
-waits for the members of its group that have not begun it. The ranks that others wait for, and that wait for nobody
-themselves, hold up the run.
+ranks are read. Each says which collectives it has begun; wait_graph.py compares them.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.launch.attempt_files import signature
+from dtrain.launch.wait_graph import Position, culprits, is_waiting, main_stack, open_collectives, path_of
 from dtrain.runs.causes import is_users_file
 from dtrain.runs.folder import write_json
 from dtrain.runs.protocol import HANG_FILE, POSITION_FILE, STACK_SIGNAL, pid_namespace
@@ -36,8 +35,6 @@ SILENT_S = 5.0  # rank 0 writes once a second; after this long without it, the o
 ANSWER_S = 2.0  # time for a rank to print its stacks
 FRESH_S = 60.0  # a rank that stands still writes at least every 30 s
 
-Position = dict[str, Any]
-
 
 @dataclass
 class Standstill:
@@ -47,6 +44,7 @@ class Standstill:
     limit_s: float
     stop: bool  # long enough to stop the run
     ranks: list[int]  # those that hold up the others; [] if it is not known
+    differ: bool  # these ranks called another collective than the others
     text: str
     positions: dict[int, Position]
 
@@ -143,6 +141,7 @@ class HangWatch:
         for position in positions.values():
             if is_here(position):
                 position["process"] = process_state(position["pid"])
+                position["stopped_children"] = stopped_children(position["pid"])
         return positions
 
     def _ask_for_stacks(self, silent: dict[int, Position]) -> None:
@@ -172,97 +171,12 @@ def read(path: Path, tries: int = 3) -> Position:
     return {}
 
 
-# ---- who waits for whom ----------------------------------------------------------------------------------------
-
-
-def culprits(positions: dict[int, Position]) -> list[int]:
-    """The ranks that hold up the others, by the first rule that tells some ranks from the rest; [] if none does."""
-    rules = (
-        [rank for rank, position in positions.items() if not position],  # has not started
-        [rank for rank, position in positions.items() if position.get("process") in ("ended", "stopped")],
-        [rank for rank, position in positions.items() if "threads" not in position],  # could not write
-        awaited(positions),
-        different(positions),
-        behind(positions),
-        [rank for rank, position in positions.items() if not is_waiting(position)],
-        [rank for rank, position in positions.items() if calls_itself(position)],
-    )
-    if len(positions) == 1:
-        return list(positions)
-    return next((sorted(ranks) for ranks in rules if 0 < len(ranks) < len(positions)), [])
-
-
-def awaited(positions: dict[int, Position]) -> list[int]:
-    """The ranks that others wait for and that wait for nobody."""
-    waits_for: dict[int, set[int]] = {rank: set() for rank in positions}
-    late: dict[tuple[str, int], set[int]] = {}  # the members of a group that have not begun a collective
-    for rank, position in positions.items():
-        for name, group in position.get("groups", {}).items():
-            newest = max((one["seq"] for one in group["open"]), default=0)
-            if (name, newest) not in late:
-                members = [peer for peer in group["ranks"] if "groups" in positions.get(peer, {})]
-                late[name, newest] = {peer for peer in members if begun(positions[peer], name) < newest}
-            waits_for[rank] |= late[name, newest]
-    found = set().union(*waits_for.values())
-    return [rank for rank in found if not waits_for[rank] and not is_blocked(positions[rank])]
-
-
-def begun(position: Position, group: str) -> int:
-    """The number of collectives of the group that the rank has begun; a group without any is not listed."""
-    return int(position["groups"].get(group, {}).get("begun", 0))
-
-
-def different(positions: dict[int, Position]) -> list[int]:
-    """The ranks whose open collective is not the one that most members of the group call in its place.
-
-    Without a majority, the ranks whose user's code called it.
-    """
-    calls: dict[tuple[int, str], dict[int, str]] = {}
-    for rank, position in positions.items():
-        for name, group in position.get("groups", {}).items():
-            for one in group["open"]:
-                calls.setdefault((one["seq"], f"{name} {group['ranks']}"), {})[rank] = f"{one['op']} {one['sizes']}"
-    for _, called in sorted(calls.items()):
-        usual, times = Counter(called.values()).most_common(1)[0]
-        if times < len(called) < 2 * times:
-            return [rank for rank, call in called.items() if call != usual]
-        if times < len(called):
-            return [rank for rank in called if calls_itself(positions[rank])]
-    return []
-
-
-def behind(positions: dict[int, Position]) -> list[int]:
-    """The ranks that have made the fewest moves through the loop."""
-    moves = {rank: position.get("moves", -1) for rank, position in positions.items()}
-    return [rank for rank, count in moves.items() if count == min(moves.values())]
-
-
-def is_waiting(position: Position) -> bool:
-    return bool(open_collectives(position)) or is_blocked(position)
-
-
-def is_blocked(position: Position) -> bool:
-    """Is the main thread inside of torch.distributed? gloo's send and recv show there only."""
-    return any("/torch/distributed/" in line for line in main_stack(position)[:1])
-
-
-def calls_itself(position: Position) -> bool:
-    """Does the user's code call the collective in which the rank waits?"""
-    stack = [path_of(line) for line in main_stack(position)]
-    callers = [path for path in stack if not path.endswith(("distributed_c10d.py", "c10d_logger.py"))]
-    return bool(callers) and stack[0] != callers[0] and is_users_file(callers[0])
-
-
-def open_collectives(position: Position) -> list[dict[str, Any]]:
-    return [one for group in position.get("groups", {}).values() for one in group["open"]]
-
-
 # ---- in words --------------------------------------------------------------------------------------------------
 
 
-def roll_call(positions: dict[int, Position]) -> tuple[list[int], str]:
-    """The ranks that hold up the others, and a sentence about all ranks."""
-    held_up_by = culprits(positions)
+def roll_call(positions: dict[int, Position]) -> tuple[list[int], bool, str]:
+    """The ranks that hold up the others, whether by another collective, and a sentence about all ranks."""
+    held_up_by, differ = culprits(positions)
     others = Counter(waiting(position) for rank, position in positions.items() if rank not in held_up_by)
     parts = [f"{count} of {len(positions)} ranks {what}" for what, count in others.most_common(3)]
     hosts = {position["host"] for position in positions.values() if position}
@@ -271,7 +185,7 @@ def roll_call(positions: dict[int, Position]) -> tuple[list[int], str]:
         parts.append(f"rank {rank}{host} {holding_up(positions[rank])}")
     if len(held_up_by) > 3:
         parts.append(f"and {len(held_up_by) - 3} more ranks")
-    return held_up_by, "; ".join(parts)
+    return held_up_by, differ, "; ".join(parts)
 
 
 def waiting(position: Position) -> str:
@@ -292,6 +206,9 @@ def holding_up(position: Position) -> str:
         return "has ended"
     if position.get("process") == "stopped":
         return "was stopped by a signal or a debugger"
+    if stopped := position.get("stopped_children"):
+        what = "its loader process" if position["phase"] == "data" else "its process"
+        return f"waits for {what} {stopped[0]}, which was stopped by a signal or a debugger ({phase(position)})"
     if "threads" in position:
         return f"is in {place(position)} ({phase(position)})"
     if "printed" in position:
@@ -315,14 +232,6 @@ def place(position: Position) -> str:
     return "an unknown place"
 
 
-def path_of(line: str) -> str:
-    return line.partition(":")[0]
-
-
-def main_stack(position: Position) -> list[str]:
-    return list(position.get("threads", {}).get("MainThread") or position.get("printed") or [])
-
-
 # ---- processes of this machine -----------------------------------------------------------------------------------
 
 
@@ -333,6 +242,15 @@ def process_state(pid: int) -> str:
     except OSError:
         return "ended"
     return {"T": "stopped", "t": "stopped", "Z": "ended", "X": "ended"}.get(letter, "running")
+
+
+def stopped_children(pid: int) -> list[int]:
+    """The children of a process that a signal or a debugger has stopped."""
+    children: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            children += map(int, path.read_text().split())
+    return [child for child in children if process_state(child) == "stopped"]
 
 
 def has_ended(run_dir: Path, rank: int) -> bool:

@@ -125,7 +125,8 @@ class Torchrun(Supervisor):
 
 
 def killed_ranks(torchrun_log: str) -> list[tuple[int, str]]:
-    """(rank, signal) of the ranks that died from a signal, according to torchrun."""
-    found = re.findall(r"rank\s*:\s*(\d+).*?\n.*?exitcode\s*:\s*-(\d+)", torchrun_log)
+    """(rank, signal) of the ranks that died from a signal, according to torchrun; the one that it saw first, first."""
+    later, _, first = torchrun_log.rpartition("Root Cause (first observed failure)")
+    found = re.findall(r"rank\s*:\s*(\d+).*?\n.*?exitcode\s*:\s*-(\d+)", first + later)
     # torchrun sends SIGTERM to end the other ranks
     return [(int(rank), signal.Signals(int(n)).name) for rank, n in found if int(n) != signal.SIGTERM]

@@ -23,7 +23,8 @@ from dtrain.config import run_file
 from dtrain.config.build import build
 from dtrain.config.redaction import hide
 from dtrain.launch import nsys
-from dtrain.launch.supervisor import Supervisor, failure, hang_settings
+from dtrain.launch.failures import failure
+from dtrain.launch.supervisor import Supervisor, hang_settings
 from dtrain.preflight import network_env
 from dtrain.preflight.start import python_command
 from dtrain.runs import causes

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
 import os
-import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from dtrain.launch import hang
 from dtrain.launch.attempt_files import AttemptFiles
+from dtrain.launch.failures import failure, first_failure, is_timeout, mismatch, of_standstill
+from dtrain.launch.wait_graph import Position
 from dtrain.runs import causes
 from dtrain.runs.folder import latest_checkpoint, look_again, note_attempt, read_summary, write_json
 from dtrain.runs.protocol import DONE, FAILED, HANG_FILE, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent, slowness
 from dtrain.ui.console import print_summary
 from dtrain.ui.progress import Monitor
-from dtrain.util import disk_space, file_handles
+from dtrain.util import disk_space, file_handles, kernel_log
 from dtrain.util.format import short_path
 
 PEERS_S = 5.0  # time for the other ranks to exit after one rank failed, on an idle machine
@@ -80,7 +80,7 @@ class Supervisor:
     def on_first_step(self, run_dir: Path) -> None:
         """Hook: called once when all ranks have connected and finished a step."""
 
-    def ask_for_stacks(self, positions: dict[int, hang.Position]) -> None:
+    def ask_for_stacks(self, positions: dict[int, Position]) -> None:
         """Ask ranks to print their stacks into their logs."""
         hang.send_here(positions)
 
@@ -151,7 +151,7 @@ class Supervisor:
             of_ranks = [*logs.glob("failure-*.json"), *logs.glob("position-*.json"), run_dir / HANG_FILE]
             for old in (run_dir / STOP_FILE, run_dir / "failure.json", *of_ranks):
                 old.unlink(missing_ok=True)
-        past, files = read_summary(run_dir), AttemptFiles(run_dir)
+        past, files, began = read_summary(run_dir), AttemptFiles(run_dir), kernel_log.now()
         with open(logs / self.log_name, "ab") as log:
             position = log.tell()
             process = subprocess.Popen(
@@ -183,8 +183,11 @@ class Supervisor:
             output = (logs / self.log_name).read_bytes()[position:].decode(errors="replace")
             first = first_failure(run_dir, self.killed_ranks(output), self.ended_first)
             self.failure = first or self._silence(run_dir, returncode, output)
+            if first and first["rank"] is not None:
+                self.failure = mismatch(run_dir, first, self.world_size) or first
             if self.standstill and self.standstill.ranks and is_timeout(self.failure):
                 self.failure = of_standstill(self.standstill)  # torch's own timeout names a rank that waited
+        self.failure["kernel"] = kernel_log.since(began)
         if self.node_rank == 0:
             with contextlib.suppress(OSError):  # on a full disk, only the screen shows it
                 write_json(run_dir / "failure.json", self.failure)
@@ -263,52 +266,9 @@ class Supervisor:
         return failure(None, "launch", f"{Path(self.log_name).stem} ended with {returncode}\n{tail}", log)
 
 
-def first_failure(
-    run_dir: Path, killed: Sequence[tuple[int, str]] = (), ended: Sequence[int] = ()
-) -> dict[str, Any] | None:
-    """Find the rank that failed first, and why: from the ranks' failure notes, or from the launcher's log.
-
-    A killed rank leaves no note, but its peers report the lost connection; then the killed rank is named.
-    ended: the ranks whose processes had ended when the first note was seen.
-    """
-    found = [(p.stat().st_mtime_ns, json.loads(p.read_text())) for p in (run_dir / "logs").glob("failure-*.json")]
-    # sort by the file server's clock: the clocks of two nodes may differ by more than the time between two failures
-    found.sort(key=lambda one: (one[0], one[1]["time"]))
-    notes = [note for _, note in found]
-    own = [note for note in notes if not note.get("lost_peer")]
-    if own:
-        return dict(own[0])
-    for rank, name in killed:
-        hint = {"SIGKILL": " (out of memory?)", "SIGBUS": f". {disk_space.shared_memory()}"}.get(name, "")
-        how = (
-            f"was killed by {name}{hint}" if name.startswith("SIG") else f"ended with {name} and wrote no error report"
-        )
-        return failure(rank, name, f"the process {how}", f"logs/rank-{rank}.log")
-    reported = {note["rank"] for note in notes}
-    for rank in ended:
-        if rank not in reported:  # exit code 0, for example from os._exit: no launcher reports that
-            how = "the process ended before the run did, and wrote no error report"
-            return failure(rank, "early exit", how, f"logs/rank-{rank}.log")
-    return dict(notes[0]) if notes else None
-
-
-def is_timeout(failure: dict[str, Any]) -> bool:
-    """Is it what a rank reports that waited for another one for too long?"""
-    words = re.search(r"timed? ?out|watchdog", str(failure.get("message")), re.I)
-    return bool(failure.get("lost_peer") or words) or failure.get("type") == "SIGABRT"  # NCCL's watchdog aborts
-
-
-def of_standstill(found: hang.Standstill) -> dict[str, Any]:
-    return failure(found.ranks[0] if found.ranks else None, "hang", str(found), HANG_FILE)
-
-
 def hang_settings(cluster: dict[str, Any]) -> tuple[float | None, str]:
     """(timeout, what to do), also of a run from before these settings."""
     return cluster.get("hang_timeout"), cluster.get("on_hang", "stop")
-
-
-def failure(rank: int | None, kind: str, message: str, log: str) -> dict[str, Any]:
-    return {"rank": rank, "type": kind, "message": message, "exit_code": FAILED, "log": log, "traceback": ""}
 
 
 def _tie_to(parent: int) -> None:

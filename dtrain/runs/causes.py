@@ -17,6 +17,7 @@ from dtrain.errors import chain
 from dtrain.runs.protocol import LOST_PEER
 
 GLOO = re.compile(r"\[[^\]\n]*\bgloo/[^\]\n]*:\d+\]")  # gloo's errors start with their C++ source location
+INJECTED = str(Path(__file__).parents[1] / "faults" / "inject.py")
 RAISE = opmap["RAISE_VARARGS"]
 FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')  # in a traceback that is text
 
@@ -63,7 +64,9 @@ def own_line(error: BaseException) -> str:
 
 
 def is_users_file(path: str) -> bool:
-    """Is it neither Python's, nor an installed package's, nor dtrain's?"""
+    """Is it neither Python's, nor an installed package's, nor dtrain's? Injected faults stand for the user's code."""
+    if path == INJECTED:
+        return True
     paths = sysconfig.get_paths()
     theirs = ("<", str(Path(__file__).parent.parent), *(paths[key] for key in ("stdlib", "purelib", "platlib")))
     installed = ("/site-packages/", "/dist-packages/", "/lib/python3")  # also those of a container

@@ -31,6 +31,7 @@ LATEST_S = 15.0  # a phase that takes longer is treated as one
 MOST_STILL_S = 30.0  # longest time between two writes of a standstill
 RECENT = 100  # phases of a kind whose slowest counts
 FRAMES = 60  # of each thread
+CALLS = 512  # newest collectives of each group that are listed
 
 
 class Position:
@@ -63,6 +64,8 @@ class Position:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:  # a failing rank first waits for its running save, then writes its error report
             self.enter("failing", self.step)
+            self._details = {"groups": self._groups()}  # the supervisor compares what the ranks have called
+            self._write()
 
     def end(self) -> None:
         self._ended.set()
@@ -108,7 +111,7 @@ class Position:
 
 
 def groups() -> dict[str, dict[str, Any]]:
-    """The process groups of this rank: members, collectives begun, and those that have not ended."""
+    """The process groups of this rank: members, collectives begun, the newest, and those that have not ended."""
     if not dist.is_initialized():
         return {}
     world = dist.distributed_c10d._world
@@ -125,11 +128,15 @@ def groups() -> dict[str, dict[str, Any]]:
                 continue
             # a group with both backends counts the collectives of each
             group = found.setdefault(
-                f"{entry['process_group'][0]} {backend}", {"ranks": sorted(ranks), "begun": 0, "open": []}
+                f"{entry['process_group'][0]} {backend}", {"ranks": sorted(ranks), "begun": 0, "open": [], "calls": []}
             )
-            group["begun"] = max(group["begun"], entry["collective_seq_id"])
+            seq, sizes = entry["collective_seq_id"], entry["input_sizes"]
+            group["begun"] = max(group["begun"], seq)
+            # of the other collectives, each rank may have another size
+            call = f"{op} {sizes}" if op in ("all_reduce", "broadcast") else op
+            group["calls"] = [*group["calls"][1 - CALLS :], [seq, call]]
             if not entry["retired"]:
-                group["open"].append({"seq": entry["collective_seq_id"], "op": op, "sizes": entry["input_sizes"]})
+                group["open"].append({"seq": seq, "op": op, "sizes": sizes})
     return found
 
 

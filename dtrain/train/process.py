@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import math
@@ -179,6 +180,8 @@ def report_failure(run_dir: Path, rank: int, error: BaseException, exit_code: in
         "lost_peer": causes.is_lost_peer(error),
         "log": f"logs/rank-{rank}.log", "traceback": "".join(traceback.format_exception(error)),
     }  # fmt: skip
+    with contextlib.suppress(OSError):
+        os.close(0)  # stdin, never read: without file handles left, the report needs one
     try:
         write_json(run_dir / "logs" / f"failure-{rank}.json", note)
     except OSError as full:  # then the log above is the only record

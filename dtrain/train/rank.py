@@ -36,13 +36,18 @@ if __name__ == "__main__":
 
     file_handles.raise_limit()  # srun inherits the limit of the shell that submitted the job
     gc.disable()  # imports create almost no garbage, and collections would take a fifth of the import time
-    from dtrain.train import loop, process
+    from dtrain.train import loop, position, process
 
     gc.freeze()  # collections during training skip imported objects, too
     gc.enable()
     process.redirect_output(run_dir, int(os.environ["RANK"]))
     # the handler is written in C: it prints the stacks even while a thread does not release the GIL
     faulthandler.register(STACK_SIGNAL, file=sys.stderr)
+    faulthandler.enable(file=sys.stderr)  # the stacks of a crash (SIGSEGV, SIGABRT, SIGBUS), too
+    if os.environ.get("DTRAIN_FAULT"):  # dtrain chaos
+        from dtrain.faults import inject
+
+        inject.install(position.Position, run_dir, int(os.environ["RANK"]))
     code = loop.main(run_dir)
     sys.stdout.flush()
     remove_sockets()

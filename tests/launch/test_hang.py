@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.launch import hang
+from dtrain.launch import hang, wait_graph
 from dtrain.runs.protocol import POSITION_FILE
 from tests.patience import patience
 from tests.world import ROOT, SMALL, summary
@@ -106,8 +106,13 @@ def test_the_rank_that_holds_up_the_others_is_named(
 def at(moves: int, begun: int, *open_: dict[str, Any], ranks: list[int], stack: str = "x.py:1, in f") -> dict[str, Any]:
     return {
         "rank": 0, "pid": 1, "host": "a", "moves": moves, "phase": "step", "step": 5, "process": "running",
-        "groups": {"0": {"ranks": ranks, "begun": begun, "open": list(open_)}}, "threads": {"MainThread": [stack]},
+        "groups": {"0": {"ranks": ranks, "begun": begun, "open": list(open_), "calls": calls(*open_)}},
+        "threads": {"MainThread": [stack]},
     }  # fmt: skip
+
+
+def calls(*open_: dict[str, Any]) -> list[list[Any]]:
+    return [[one["seq"], f"{one['op']} {one['sizes']}"] for one in open_]
 
 
 def call(seq: int, op: str = "all_reduce", size: int = 4) -> dict[str, Any]:
@@ -120,7 +125,7 @@ def test_the_rank_that_has_not_begun_the_collective_is_named(drawn: tuple[int, i
     everyone = list(range(size))
     positions = {rank: at(9, 10 + ahead, call(10 + ahead), ranks=everyone) for rank in everyone}
     positions[who] = at(9, 10, call(10), ranks=everyone)  # its own all-reduce is still open, as ddp's overlap with it
-    assert hang.culprits(positions) == [who]
+    assert wait_graph.culprits(positions)[0] == [who]
 
 
 @given(st.permutations(range(5)))
@@ -131,42 +136,42 @@ def test_a_chain_of_waits_ends_at_the_rank_that_waits_for_nobody(order: list[int
         name, ranks = f"{first}-{second}", sorted([first, second])
         positions[first]["groups"][name] = {"ranks": ranks, "begun": 3, "open": [call(3)]}
         positions[second]["groups"][name] = {"ranks": ranks, "begun": 2, "open": []}
-    assert hang.culprits(positions) == [order[-1]]
+    assert wait_graph.culprits(positions)[0] == [order[-1]]
 
 
 def test_another_collective_at_the_same_place_is_named() -> None:
     everyone = [0, 1, 2]
     positions = {rank: at(9, 7, call(7), ranks=everyone) for rank in everyone}
     positions[1] = at(9, 7, call(7, size=5), ranks=everyone)
-    assert hang.culprits(positions) == [1]
+    assert wait_graph.culprits(positions)[0] == [1]
     positions[1] = at(9, 7, call(7, op="broadcast"), ranks=everyone)
-    assert hang.culprits(positions) == [1]
+    assert wait_graph.culprits(positions)[0] == [1]
 
 
 def test_two_ranks_that_call_different_collectives_name_nobody() -> None:
     """There is no majority: to name one of them would be a guess. Only the user's code gives one of them away."""
     ours = f"{Path(hang.__file__)}:9, in f"
     positions = {rank: at(9, 7, call(7, size=rank + 1), ranks=[0, 1], stack=ours) for rank in (0, 1)}
-    ranks, text = hang.roll_call(positions)
+    ranks, _, text = hang.roll_call(positions)
     assert ranks == []
     assert text == "2 of 2 ranks wait in all_reduce 7 (step 5)"
     torch = "/venv/torch/distributed/distributed_c10d.py:3252, in all_reduce"
     for rank, caller in ((0, ours), (1, "/home/u/net.py:3, in forward")):
         positions[rank]["threads"]["MainThread"] = [torch, caller]
-    assert hang.culprits(positions) == [1]
+    assert wait_graph.culprits(positions)[0] == [1]
 
 
 def test_a_rank_that_waits_in_send_or_recv_is_not_named() -> None:
     waiting = at(9, 7, ranks=[0, 1], stack="/venv/torch/distributed/pipelining/schedules.py:683, in _wait_batch_p2p")
     positions = {0: waiting, 1: at(9, 7, ranks=[0, 1], stack="/home/u/net.py:3, in forward")}
-    assert hang.roll_call(positions)[1] == (
+    assert hang.roll_call(positions)[2] == (
         "1 of 2 ranks wait for a peer (step 5); rank 1 is in net.py:3, in forward (step 5)"
     )
 
 
 def test_a_rank_that_never_started_comes_first() -> None:
     positions = {0: at(0, 0, ranks=[]), 1: {}, 2: at(0, 0, ranks=[])}
-    ranks, text = hang.roll_call(positions)
+    ranks, _, text = hang.roll_call(positions)
     assert ranks == [1]
     assert text.endswith("rank 1 has not started")
 
@@ -175,14 +180,14 @@ def test_a_rank_that_does_not_answer_is_told_from_one_that_is_known_to_hang() ->
     """On SLURM, the first may have lost its node: its job is queued again."""
     silent = {k: v for k, v in at(9, 7, ranks=[]).items() if k not in ("threads", "groups", "process")}
     positions = {0: at(9, 7, ranks=[]), 1: silent, 2: {}, 3: silent | {"printed": ["x.py:1, in f"]}}
-    found = hang.Standstill(30.0, 30.0, True, [1], "", positions)
+    found = hang.Standstill(30.0, 30.0, True, [1], False, "", positions)
     assert [found.has_answered(rank) for rank in range(4)] == [True, False, False, True]
     assert hang.holding_up(silent) == "does not answer: it was stopped, or its node is gone"
 
 
 def test_hosts_are_named_if_there_are_several() -> None:
     positions = {0: at(9, 7, call(7), ranks=[0, 1]), 1: at(9, 6, ranks=[0, 1]) | {"host": "b"}}
-    assert "rank 1 on b is in x.py:1, in f" in hang.roll_call(positions)[1]
+    assert "rank 1 on b is in x.py:1, in f" in hang.roll_call(positions)[2]
 
 
 # ---- how long is too long --------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from dtrain.launch.failures import first_failure
 from dtrain.launch.local import killed_ranks
-from dtrain.launch.supervisor import first_failure, origin
+from dtrain.launch.supervisor import origin
 from tests.patience import patience, until
 from tests.world import ROOT, SMALL, losses, metrics, summary
 

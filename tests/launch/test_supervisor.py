@@ -13,7 +13,8 @@ import pytest
 
 from dtrain.launch import attempt_files, hang
 from dtrain.launch.attempt_files import AttemptFiles
-from dtrain.launch.supervisor import Supervisor, first_failure, is_timeout
+from dtrain.launch.failures import first_failure, is_timeout
+from dtrain.launch.supervisor import Supervisor
 
 # What a rank writes, dated by a file server whose clock is SKEW seconds away from the supervisor's.
 RANK = """

@@ -125,7 +125,7 @@ def test_a_loader_without_shared_memory_names_it(tmp_path: Path) -> None:
 
 
 def test_what_a_rank_killed_by_a_bus_error_hints_at(tmp_path: Path) -> None:
-    from dtrain.launch.supervisor import first_failure
+    from dtrain.launch.failures import first_failure
 
     (tmp_path / "logs").mkdir()
     found = first_failure(tmp_path, [(1, "SIGBUS")])

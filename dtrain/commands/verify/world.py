@@ -18,7 +18,8 @@ from typing import Any
 
 from dtrain import start
 from dtrain.config.hardware import count_gpus
-from dtrain.launch.supervisor import PEERS_S, first_failure
+from dtrain.launch.failures import first_failure
+from dtrain.launch.supervisor import PEERS_S
 from dtrain.runs.folder import newest_figures
 from dtrain.runs.protocol import Deadline, die_with_parent, free_port, place_sockets
 from dtrain.util import file_handles

@@ -1,0 +1,84 @@
+"""Evidence in a run folder: the last error of a log, lines that match, and the metrics before the end."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dtrain.runs.folder import parse_line
+from dtrain.util.format import number
+
+NEWEST = 2**18  # bytes of a log that are read
+FATAL = re.compile(r"^(Fatal Python error: .+|terminate called after throwing .+|\s*what\(\): .+)$")
+RAISED = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Timeout)\w*)(: .*)?$")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """file: inside the run folder, or where else it is from."""
+
+    file: str
+    line: int | None
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}{f':{self.line}' if self.line else ''}: {self.text}"
+
+
+def numbered_tail(path: Path) -> list[tuple[int, str]]:
+    """The last lines of a file with their numbers."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return []
+    begin = max(0, len(data) - NEWEST)
+    first = data[:begin].count(b"\n") + 1
+    return list(enumerate(data[begin:].decode(errors="replace").split("\n"), first))
+
+
+def last_error(path: Path) -> Evidence | None:
+    """The last exception or crash in a rank's log."""
+    for line, text in reversed(numbered_tail(path)):
+        if RAISED.match(text) or FATAL.match(text):
+            return Evidence(f"logs/{path.name}", line, text.strip()[:300])
+    return None
+
+
+def line_of(path: Path, pattern: str) -> list[tuple[int, str]]:
+    """(number, text) of the lines that match."""
+    wanted = re.compile(pattern)
+    return [(line, text.strip()[:300]) for line, text in numbered_tail(path) if wanted.search(text)]
+
+
+@dataclass(frozen=True)
+class LastMetrics:
+    step: int
+    evidence: Evidence
+
+
+def metrics_before_the_end(run_dir: Path, most: int = 100) -> list[LastMetrics]:
+    """The newest step with metrics, if any, and what changed before it: loss, norm, memory, the wait for data."""
+    rows: deque[dict[str, Any]] = deque(maxlen=most)
+    last = 0
+    for line, text in numbered_tail(run_dir / "metrics.jsonl"):
+        row = parse_line(text.encode())
+        if "loss" in row:
+            rows.append(row)
+            last = line
+    if not rows:
+        return []
+    parts = [f"step {rows[-1].get('step')}: loss {rows[-1].get('loss')}"]
+    for key, name, least in (("loss", "loss", 1.5), ("grad_norm", "gradient norm", 5.0), ("mem_gib", "memory", 1.1)):
+        values = [value for row in rows if (value := number(row.get(key))) is not None]
+        before, now = (statistics.median(values[:-1]), values[-1]) if len(values) > 4 else (0.0, 0.0)
+        if before > 0 and now > least * before:
+            parts.append(f"{name} {now / before:.1f} times its median of the {len(values) - 1} steps before")
+    waits = [(number(row.get("data_s")) or 0.0) / step_s for row in rows if (step_s := number(row.get("step_s")))]
+    if waits and statistics.median(waits) > 0.3:
+        parts.append(f"{statistics.median(waits):.0%} of a step was spent on waiting for data")
+    step = int(number(rows[-1].get("step")) or 0)
+    return [LastMetrics(step, Evidence("metrics.jsonl", last, "; ".join(parts)))]
