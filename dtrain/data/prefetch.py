@@ -130,7 +130,16 @@ class Processes:
             self._next = -1
         if position != self._next:
             self._start(position)
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except (EOFError, ConnectionError) as error:  # torch's own report of a killed process may come later
+            for child in self._children:
+                child.join(timeout=1)
+            dead = [child for child in self._children if child.exitcode is not None]
+            if not dead:
+                raise
+            how = f"ended with exit code {dead[0].exitcode} (negative: killed by that signal)"
+            raise RuntimeError(f"DataLoader worker (pid {dead[0].pid}) {how}") from error
         self._next = position + self.stride
         if isinstance(batch, Exception):
             raise batch

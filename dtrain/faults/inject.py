@@ -237,13 +237,13 @@ def loader_stopped(victim: bool, run: Any) -> None:
 
 def skipped_collective(victim: bool, run: Any) -> None:
     """The next all-reduce of this rank that is not the vote's asynchronous one does not happen."""
-    replace_next_all_reduce(lambda tensor, *args: None)
+    replace_next_all_reduce(lambda tensor, *args, **kwargs: None)
 
 
 def other_shape(victim: bool, run: Any) -> None:
     """The next all-reduce of this rank that is not the vote's asynchronous one has one element more."""
     usual = dist.all_reduce
-    replace_next_all_reduce(lambda tensor, *args: usual(torch.cat([tensor, tensor[:1]]), *args))
+    replace_next_all_reduce(lambda tensor, *args, **kwargs: usual(torch.ones(tensor.numel() + 1), *args, **kwargs))
 
 
 def replace_next_all_reduce(other: Callable[..., None]) -> None:
@@ -253,7 +253,7 @@ def replace_next_all_reduce(other: Callable[..., None]) -> None:
         if kwargs.get("async_op") or threading.current_thread() is not threading.main_thread():  # a vote, a save
             return usual(tensor, *args, **kwargs)
         dist.all_reduce = usual
-        return other(tensor, *args, *kwargs.values())
+        return other(tensor, *args, **kwargs)
 
     dist.all_reduce = once
 

@@ -29,10 +29,10 @@ def first_failure(
     notes = [note for _, note in found]
     own = [note for note in notes if not note.get("lost_peer")]
     if own:
-        return dict(own[0])
+        return dict(own[0]) | named_by(own[0])
     for rank, name in killed:
-        full = f". {disk_space.shared_memory()}" if disk_space.shortage(disk_space.SHARED_MEMORY, 2**24) else ""
-        hint = {"SIGKILL": " (out of memory?)", "SIGBUS": full}.get(name, "")
+        mapped = f": a mapped file was truncated, or shared memory was full. If it was full: {disk_space.shared_memory()}"
+        hint = {"SIGKILL": " (out of memory?)", "SIGBUS": mapped}.get(name, "")
         how = (
             f"was killed by {name}{hint}" if name.startswith("SIG") else f"ended with {name} and wrote no error report"
         )
@@ -43,6 +43,12 @@ def first_failure(
             how = "the process ended before the run did, and wrote no error report"
             return failure(rank, "early exit", how, f"logs/rank-{rank}.log")
     return dict(notes[0]) if notes else None
+
+
+def named_by(note: dict[str, Any]) -> dict[str, Any]:
+    """If all ranks compared something and report the same rank as different: that rank, not the first to report it."""
+    found = re.search(r"\brank (\d+) \([^)]*\) (?:differs from its replicas|has )", str(note["message"]))
+    return {"rank": int(found[1]), "log": f"logs/rank-{found[1]}.log"} if found else {}
 
 
 def mismatch(run_dir: Path, first: dict[str, Any], num_ranks: int) -> dict[str, Any] | None:

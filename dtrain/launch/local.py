@@ -22,8 +22,10 @@ from dtrain.launch.supervisor import Supervisor, hang_settings
 from dtrain.preflight import network_env
 from dtrain.runs import causes
 from dtrain.runs.folder import note_attempt, read_summary
-from dtrain.runs.protocol import DONE, PREEMPTED, PREFLIGHT, SOCKETS, short_tmp
+from dtrain.runs.protocol import BAD_CONFIG, DONE, FAILED, PREEMPTED, PREFLIGHT, SOCKETS, short_tmp
 from dtrain.util import file_handles
+
+OWN_CODES = (1, BAD_CONFIG, FAILED, PREEMPTED)  # 1: Python itself failed, and its traceback is in torchrun's log
 
 
 class Local:
@@ -123,10 +125,19 @@ class Torchrun(Supervisor):
     def killed_ranks(self, output: str) -> list[tuple[int, str]]:
         return killed_ranks(output)
 
+    def ended_well(self, output: str) -> list[int]:
+        """Ranks that ended with 0 in an attempt that failed: torchrun lists all others."""
+        listed = {int(rank) for rank in re.findall(r"rank\s*:\s*(\d+) \(local_rank", output)}
+        return [rank for rank in range(self.world_size) if rank not in listed] if listed and self.is_one_host else []
+
 
 def killed_ranks(torchrun_log: str) -> list[tuple[int, str]]:
     """(rank, signal) of the ranks that died from a signal, according to torchrun; the one that it saw first, first."""
     later, _, first = torchrun_log.rpartition("Root Cause (first observed failure)")
-    found = re.findall(r"rank\s*:\s*(\d+).*?\n.*?exitcode\s*:\s*-(\d+)", first + later)
+    found = re.findall(r"rank\s*:\s*(\d+).*?\n.*?exitcode\s*:\s*(-?\d+)", first + later)
     # torchrun sends SIGTERM to end the other ranks
-    return [(int(rank), signal.Signals(int(n)).name) for rank, n in found if int(n) != signal.SIGTERM]
+    return [(int(rank), ended(int(n))) for rank, n in found if int(n) not in (-signal.SIGTERM, *OWN_CODES)]
+
+
+def ended(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"

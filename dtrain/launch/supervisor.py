@@ -22,6 +22,7 @@ from dtrain.launch import hang
 from dtrain.launch.attempt_files import AttemptFiles
 from dtrain.launch.failures import failure, first_failure, is_timeout, mismatch, of_standstill
 from dtrain.launch.wait_graph import Position
+from dtrain.report.why import short_form
 from dtrain.runs import causes
 from dtrain.runs.folder import latest_checkpoint, look_again, note_attempt, read_summary, write_json
 from dtrain.runs.protocol import DONE, FAILED, HANG_FILE, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent, slowness
@@ -88,6 +89,10 @@ class Supervisor:
         """Parse `log_name` for ranks that were killed and left no failure note: (rank, signal name)."""
         raise NotImplementedError
 
+    def ended_well(self, log: str) -> list[int]:
+        """Parse `log_name` for ranks that ended with exit code 0."""
+        return []
+
     # ---- shared by all launchers -----------------------------------------------------------------------------
 
     def supervise(self, run_dir: Path, stop: Callable[[], bool] = lambda: False) -> int:
@@ -117,6 +122,7 @@ class Supervisor:
                 status="failed" if failed else None,
                 failure=self.failure if failed else None,
                 attempts=causes.distinct(self.failures) if len(self.failures) > 1 else [],
+                why=short_form(run_dir, self.failure) if failed else "",
             )
             return code
         finally:
@@ -181,7 +187,8 @@ class Supervisor:
             self.failure = failure(None, kind, killed_because, f"logs/{source}")
         else:
             output = (logs / self.log_name).read_bytes()[position:].decode(errors="replace")
-            first = first_failure(run_dir, self.killed_ranks(output), self.ended_first)
+            ended = self.ended_first or self.ended_well(output)
+            first = first_failure(run_dir, self.killed_ranks(output), ended)
             self.failure = first or self._silence(run_dir, returncode, output)
             if first and first["rank"] is not None:
                 self.failure = mismatch(run_dir, first, self.world_size) or first

@@ -128,7 +128,15 @@ def complete(found: Diagnosis, record: Record) -> None:
     origin = f"step {newest_step(run_dir)}" if newest else "the beginning, because nothing was saved yet"
     found.again = found.again or cause.again.format(origin=origin)
     found.advice = found.advice or cause.advice
-    found.next = found.next or next_commands(run_dir, "failed", record.summary)
+    found.next = found.next or next_commands(run_dir, "preempted", record.summary)
+
+
+def short_form(run_dir: Path, failure: dict[str, Any]) -> str:
+    """The cause, whose it is and whether starting again helps, for the last screen of a failed run."""
+    found = of_failure(run_dir, failure)
+    cause = CAUSES[found.cause]
+    newest = f"step {newest_step(run_dir)}" if latest_checkpoint(run_dir) else "the beginning"
+    return f"{found.cause}. {cause.whose} {cause.again.format(origin=newest)}"
 
 
 def as_step(value: object) -> int | None:
@@ -154,9 +162,6 @@ def of_failure(run_dir: Path, failure: dict[str, Any]) -> Diagnosis:
     found = Diagnosis(cause, f"{what.format(who=who)}", rank, evidence=evidence)
     if cause in ("numbers", "network") or (cause == "settings" and "must be the same" not in message):
         found.rank = None  # every rank reports it, and the first one to do so is chance
-    if cause == "setup":
-        named = re.search(r"rank (\d+) \([^)]*\) has", message)
-        found.rank = int(named[1]) if named else None
     if failure.get("type") in ("hang", "collective mismatch") and (run_dir / HANG_FILE).is_file():
         found.evidence.append(Evidence(HANG_FILE, None, "the stacks and collectives of all ranks"))
     found.evidence += [Evidence("kernel log", None, line) for line in kernel[-3:]]
@@ -178,7 +183,7 @@ GPU = re.compile(
 )
 GPU_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|CUDNN_STATUS_ALLOC_FAILED|NCCL.*out of memory", re.I)
 HOST_MEMORY = re.compile(r"DefaultCPUAllocator: can't allocate|Cannot allocate memory|\bMemoryError\b|std::bad_alloc")
-LOADER = re.compile(r"DataLoader worker .* (is killed by signal: (.+?)\.|exited unexpectedly)")
+LOADER = re.compile(r"DataLoader worker .* (is killed by signal: |exited unexpectedly|ended with exit code)")
 
 
 def classify(
@@ -191,7 +196,7 @@ def classify(
         (kind == "hang", "hang", f"The run stood still: {says}."),
         (kind == "collective mismatch", "collective", f"{{who}} called other collectives: {says}."),
         (kind == "SIGKILL", *killed(run_dir, failure, kernel)),
-        (kind == "early exit", *exited(own)),
+        (kind == "early exit" or kind.startswith("exit code"), *exited(own)),
         (kind.startswith("SIG"), *crashed(kind, kernel)),
         (kind == "start", "start", f"The ranks did not start: {says}."),
         (kind == "stopped", "stopped", f"The run was asked to stop, and was ended: {says}."),

@@ -112,7 +112,7 @@ def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[s
     own = typed_trust()  # typed for this process; never read from a run folder, which is untrusted
     resume += f" 'trust=[{','.join(own)}]'" if own else ""
     if status in ("failed", "preempted", "died", "cancelled"):
-        return [resume]
+        return [*([f"dtrain why {shell_path(run_dir)}"] if status in ("failed", "died") else []), resume]
     if status != "done":
         return []
     run, total = shell_path(run_dir), number(summary.get("total_steps")) or 1000
@@ -133,11 +133,12 @@ def print_summary(
     status: str | None = None,
     failure: dict[str, Any] | None = None,
     attempts: Sequence[str] = (),
+    why: str = "",
 ) -> None:
     """Print the end of a run on one screen: its metrics, what failed, and the next commands.
 
     status, failure: override the files if the caller knows better (a killed run, a full disk).
-    attempts: why each attempt of this launch failed.
+    attempts: why each attempt of this launch failed. why: the cause in one sentence, as `dtrain why` gives it.
     """
     console, run_dir = console or stdout_console(), Path(run_dir)
     summary, failure = read_summary(run_dir), failure or read_json(run_dir / "failure.json")
@@ -159,6 +160,8 @@ def print_summary(
         )
     if status in ("failed", "died"):
         _say_failure(console, run_dir, failure if status == "failed" else {})
+        if why:
+            say(console, (label("why"), "dim"), why)
     for i, line in enumerate(attempts):
         say(console, (label("" if i else "attempts"), "dim"), line)
     if failure.get("exit_code") == 2 and not latest_checkpoint(run_dir):

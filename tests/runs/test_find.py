@@ -284,7 +284,8 @@ def test_command_tells_that_a_run_died(dead_pid: int, capsys: pytest.CaptureFixt
     assert main(["latest"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "status           died"
-    assert shown[-1] == "next             python launch.py resume=outputs/d/a"
+    assert shown[-2] == "next             dtrain why outputs/d/a"
+    assert shown[-1] == "                 python launch.py resume=outputs/d/a"
 
 
 def test_command_with_a_sweep_folder(capsys: pytest.CaptureFixture[str]) -> None:

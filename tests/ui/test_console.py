@@ -102,7 +102,8 @@ def test_summary_of_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "noise 9",
         "CUDA error: [bold]assert " + "x" * 90,
         "log              logs/rank-1.log",
-        "next             python launch.py resume=./.",
+        "next             dtrain why .",
+        "python launch.py resume=./.",
     ]
 
 

@@ -1,0 +1,158 @@
+"""What `dtrain why` says about run folders, also about damaged ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrain.commands import why as command
+from dtrain.report.why import CAUSES, diagnose
+from dtrain.runs.record import Record
+from dtrain.runs.slurm_queue import Job
+
+USERS = "/home/u/net.py:12, in forward"
+
+
+def failure(kind: str, message: str, rank: int | None = 1, **more: Any) -> dict[str, Any]:
+    base = {"rank": rank, "type": kind, "message": message, "exit_code": 3, "log": f"logs/rank-{rank}.log"}
+    return base | {"traceback": "Traceback", "where": "", "lost_peer": False, "kernel": []} | more
+
+
+KILLED = "Memory cgroup out of memory: Killed process 77 (python) total-vm:1kB"
+CASES = [
+    (failure("RuntimeError", "shapes do not fit", where=USERS), "code", 1),
+    (failure("ConnectionResetError", "[Errno 104] Connection reset by peer", where=USERS), "code", 1),
+    (failure("AttributeError", "'NoneType' object has no attribute 'x'"), "dtrain", 1),
+    (
+        failure("hang", "no progress for 31s: 3 of 4 ranks wait in all_reduce 812; rank 1 is in my.py:8, in f"),
+        "hang",
+        1,
+    ),
+    (
+        failure("collective mismatch", "it called broadcast [[3]] where the others called all_reduce [[5]]"),
+        "collective",
+        1,
+    ),
+    (failure("SIGKILL", "the process was killed by SIGKILL (out of memory?)"), "killed", 1),
+    (failure("SIGKILL", "the process was killed by SIGKILL (out of memory?)", kernel=[KILLED]), "memory", 1),
+    # of another process: no evidence about this rank
+    (failure("SIGKILL", "the process was killed by SIGKILL", kernel=[KILLED.replace("77", "78")]), "killed", 1),
+    (failure("SIGSEGV", "the process was killed by SIGSEGV"), "crash", 1),
+    (failure("SIGABRT", "killed by SIGABRT", kernel=["NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off"]), "gpu", 1),
+    (failure("early exit", "the process ended before the run did, and wrote no error report"), "exit", 1),
+    (failure("exit code 7", "the process ended with exit code 7 and wrote no error report"), "exit", 1),
+    (failure("SystemExit", "1", where=USERS), "exit", 1),
+    (failure("NonFiniteError", "step 9: loss nan, gradient norm nan: not finite"), "numbers", None),
+    (failure("ReplicaError", "step 9: rank 1 (a) differs from its replicas in model.x"), "corruption", 1),
+    (failure("CheckpointError", "no checkpoint is intact"), "checkpoint", 1),
+    (failure("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB", where=USERS), "gpu memory", 1),
+    (failure("RuntimeError", "DefaultCPUAllocator: can't allocate memory: you tried", where=USERS), "memory", 1),
+    (failure("OSError", "[Errno 28] the disk of /x is full. Fix: make room", where=USERS), "storage", 1),
+    (failure("OSError", "[Errno 5] Input/output error: '/data/x'", where=USERS), "storage", 1),
+    (failure("RuntimeError", "DataLoader worker (pid 9) is killed by signal: Killed. "), "loader", 1),
+    (failure("RuntimeError", "[…gloo/…] Connection closed by peer", lost_peer=True), "network", None),
+    (failure("RuntimeError", "CUDA error: uncorrectable ECC error encountered", where=USERS), "gpu", 1),
+    (failure("ValueError", "data: differs\n  fix: restore it", exit_code=2), "settings", None),
+    (failure("ValueError", "dtrain=…: must be the same on all ranks: rank 1 (a) has 0", exit_code=2), "setup", 1),
+    (failure("start", "no rank had started after 60 s", None), "start", None),
+    (failure("launch", "torchrun ended with 1", None, traceback=""), "start", None),
+    (failure("stopped", "the run did not save within cluster.grace_s=300 seconds", None), "stopped", None),
+]
+
+
+def folder_of(run_dir: Path, found: dict[str, Any]) -> Path:
+    logs = run_dir / "logs"
+    logs.mkdir(parents=True)
+    (run_dir / "launch.json").write_text(json.dumps({"pid": 1, "host": "elsewhere", "launches": [{}]}))
+    (run_dir / "summary.json").write_text(json.dumps({"status": "failed", "steps": 8, "total_steps": 30}))
+    (run_dir / "failure.json").write_text(json.dumps(found))
+    rows = [{"step": step, "loss": 3.0, "grad_norm": 1.0, "step_s": 0.1, "data_s": 0.0} for step in range(1, 9)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run_dir / "attempts.jsonl").write_text('{"event": "start", "time": 1, "step": 0, "nodes": ["a"]}\n')
+    position = {"rank": 1, "pid": 77, "host": "a", "moves": 9, "phase": "step", "step": 9}
+    (logs / "position-1.json").write_text(json.dumps(position))
+    (logs / "failure-0.json").write_text(json.dumps({"rank": 0, "lost_peer": True, "message": "closed by peer"}))
+    if found["traceback"] and not found["type"].startswith(("SIG", "exit", "early")):
+        (logs / "rank-1.log").write_text(f"INFO rank 1\nTraceback\n{found['type']}: {found['message']}\n")
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    "found, cause, rank", CASES, ids=lambda value: value["type"] if isinstance(value, dict) else ""
+)
+def test_cause_and_rank(tmp_path: Path, found: dict[str, Any], cause: str, rank: int | None) -> None:
+    said = diagnose(Record.read(folder_of(tmp_path / "run", found)))
+    assert (said.cause, said.rank) == (cause, rank)
+    assert said.paragraph and "{" not in said.paragraph
+    assert said.evidence[0].file == "failure.json"
+    assert said.step == 9
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(CASES), st.lists(st.tuples(st.integers(0, 99), st.floats(0, 1), st.booleans()), min_size=1))
+def test_a_damaged_folder_gives_the_same_cause_or_none(
+    case: tuple[dict[str, Any], str, int | None], damage: list[tuple[int, float, bool]]
+) -> None:
+    """Files are cut off at any byte, or missing: then `why` may know less, but never claims something else."""
+    found, cause, rank = case
+    less = {"unknown", "died", "nothing"}  # nothing: what is left looks like a run that is still running
+    if cause == "memory":
+        less |= {"killed"}  # without the rank's process number, the kernel's line cannot be attributed
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = folder_of(Path(folder) / "run", found)
+        files = sorted(path for path in run_dir.rglob("*") if path.is_file() and path.name != "launch.json")
+        for which, share, remove in damage:
+            path = files[which % len(files)]
+            if remove:
+                path.unlink(missing_ok=True)
+            elif path.exists():
+                path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+        said = diagnose(Record.read(run_dir))
+    assert said.cause in {cause} | less
+    assert said.rank in (rank, None)
+
+
+def test_runs_that_did_not_fail(tmp_path: Path) -> None:
+    run_dir = folder_of(tmp_path / "run", CASES[0][0])
+    (run_dir / "failure.json").unlink()
+    for status, cause in (("done", "nothing"), ("running", "nothing")):
+        (run_dir / "summary.json").write_text(json.dumps({"status": status}))
+        assert diagnose(Record.read(run_dir)).cause == cause
+    (run_dir / "attempts.jsonl").write_text('{"event": "start", "time": 1}\n{"event": "end", "time": 2}\n')
+    (run_dir / "summary.json").write_text(json.dumps({"status": "preempted"}))
+    assert diagnose(Record.read(run_dir)).cause == "stopped"
+
+
+@pytest.mark.parametrize(
+    "state, cause", [("OUT_OF_MEMORY", "memory"), ("TIMEOUT", "time"), ("NODE_FAIL", "node"), ("FAILED", "unknown")]
+)
+def test_what_slurm_knows(tmp_path: Path, state: str, cause: str) -> None:
+    run_dir = folder_of(tmp_path / "run", CASES[0][0])
+    for name in ("failure.json", "summary.json"):
+        (run_dir / name).unlink()
+    (run_dir / "launch.json").write_text(json.dumps({"job_id": "7", "launches": [{"job_id": "7"}]}))
+    shutil.rmtree(run_dir / "logs")
+    record = Record.read(run_dir)
+    record.job = Job("7", state, exit="0:9")
+    said = diagnose(record)
+    assert said.cause in (cause, "stopped")
+    if cause != "unknown":
+        assert f"job 7: {state}, exit code 0:9" in str(said.evidence[0])
+
+
+def test_every_cause_has_its_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert {cause for _, cause, _ in CASES} <= CAUSES.keys()
+    run_dir = folder_of(tmp_path / "run", CASES[0][0])
+    assert command.main([str(run_dir)]) == 0
+    screen = capsys.readouterr().out
+    for part in ("code", "rank 1, on a, step 9", USERS, "Starting again", "logs/rank-1.log:3", "resume="):
+        assert part in screen
+    assert command.main([str(run_dir), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cause"] == "code"
