@@ -26,14 +26,15 @@ TINY = ["model.num_layers=6", "model.dim=32", "model.num_heads=4", "model.vocab_
         "checkpoint.every=5", "train.check_replicas_every=5"]  # fmt: skip
 
 
-def chaos(folder: Path, strategy: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+def chaos(folder: Path, strategy: str, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One run of the strategy, and what became of the faults in copies of it."""
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     dtrain, run = [sys.executable, "-m", "dtrain.cli"], folder / strategy
-    launch = [*dtrain, "launch", *TINY, f"strategy={strategy}", f"cluster.processes={LAYOUTS[strategy]}"]
-    subprocess.run([*launch, "train.steps=8", f"run_dir={run}"], cwd=ROOT, env=env, check=True, capture_output=True)
-    command = [*dtrain, "chaos", str(run), "--rounds", str(options.rounds), "--seed", str(options.seed), "--json"]
-    command += ["--jobs", str(options.jobs), "--folder", str(folder / f"chaos-{strategy}")]
+    if not run.exists():
+        launch = [*dtrain, "launch", *TINY, f"strategy={strategy}", f"cluster.processes={LAYOUTS[strategy]}"]
+        subprocess.run([*launch, "train.steps=8", f"run_dir={run}"], cwd=ROOT, env=env, check=True, capture_output=True)
+    command = [*dtrain, "chaos", str(run), "--seed", str(seed), "--json"]
+    command += ["--jobs", str(options.jobs), "--folder", str(folder / f"chaos-{strategy}-{seed}")]
     command += ["--kinds", *options.kinds] if options.kinds else []
     done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
     return [row | {"strategy": strategy, "ranks": LAYOUTS[strategy]} for row in json.loads(done.stdout)]
@@ -54,10 +55,11 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=os.environ.get("DTRAIN_FAULTS_FOLDER")) as folder:
-        for strategy in options.strategies:
-            rows += chaos(Path(folder), strategy, options)
-            wrong = [row for row in rows if row["strategy"] == strategy and not row["right"]]
-            for row in wrong:
+        seeds = range(options.seed, options.seed + options.rounds)
+        for seed, strategy in [(seed, strategy) for seed in seeds for strategy in options.strategies]:
+            found = chaos(Path(folder), strategy, seed, options)
+            rows += found
+            for row in [row for row in found if not row["right"]]:
                 print(strategy, row["fault"], row["cause"], row["rank"], row["text"][:300], flush=True)
             if options.json:
                 content = {"benchmark": "faults", **environment(), "rows": rows}

@@ -31,7 +31,9 @@ def first_failure(
     if own:
         return dict(own[0]) | named_by(own[0])
     for rank, name in killed:
-        mapped = f": a mapped file was truncated, or shared memory was full. If it was full: {disk_space.shared_memory()}"
+        mapped = (
+            f": a mapped file was truncated, or shared memory was full. If it was full: {disk_space.shared_memory()}"
+        )
         hint = {"SIGKILL": " (out of memory?)", "SIGBUS": mapped}.get(name, "")
         how = (
             f"was killed by {name}{hint}" if name.startswith("SIG") else f"ended with {name} and wrote no error report"
