@@ -85,6 +85,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "checkpoint/test_background.py::test_a_run_saves_the_same_bits_while_it_goes_on": (
         "strategy=fsdp",
     ),
+    "checkpoint/test_incremental.py::test_strategies_take_over_from_each_other": ("fsdp-tensor",),
     "inference/test_export.py::test_a_run_goes_to_transformers_and_back": ("gpt2", "bert-classify"),
     "profile/test_profile.py::test_the_parts_add_up_to_the_step_on_two_ranks": ("ddp",),
     # every model, every file of conf/hardware

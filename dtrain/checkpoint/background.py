@@ -28,7 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.checkpoint import store
-from dtrain.checkpoint.store import Files
+from dtrain.checkpoint.incremental import Links
+from dtrain.checkpoint.rank_files import Files, share_out
 from dtrain.checkpoint.writers import Writers
 from dtrain.util.collective import Group, all_problems, failpoint, world_size
 from dtrain.util.dtensor import Held
@@ -45,8 +46,9 @@ class Saver:
     As a context manager, it lets a running save end when the run fails.
     """
 
-    def __init__(self, folder: Path, keep: int, background: bool = True) -> None:
+    def __init__(self, folder: Path, keep: int, background: bool = True, incremental: int = 0) -> None:
         self.folder, self.keep, self.background = folder, keep, background
+        self.links = Links(incremental) if incremental else None
         self.group: Group = dist.new_group(backend="gloo") if background and world_size() > 1 else None
         self.writers = Writers()  # which parts this rank writes: decided once per layout
         self.buffers = Buffers()
@@ -57,6 +59,8 @@ class Saver:
         self.reports: list[dict[str, Any]] = []
         self.stalls: list[float] = []
         self.totals = {"saves": 0, "save_stall_s": 0.0, "save_s": 0.0, "save_gib": 0.0}
+        if self.links:
+            self.totals["save_linked_gib"] = 0.0
 
     def __enter__(self) -> Saver:
         return self
@@ -74,7 +78,7 @@ class Saver:
 
     def prepare(self, tensors: Mapping[str, Held]) -> None:
         """Allocate the first save's buffers while the first steps run: many GiB take seconds to fault in and to pin."""
-        files = store.share_out(tensors, self.writers)
+        files = share_out(tensors, self.writers, self.links)
         if self.background and self.has_room(files):
             sizes, gpu = sizes_of(files), gpu_of(files)  # not the tensors, which the thread would keep alive
 
@@ -105,7 +109,7 @@ class Saver:
         called = time.perf_counter() if asked is None else asked
         self.wait()
         begin = time.perf_counter()
-        files = store.share_out(tensors, self.writers)
+        files = share_out(tensors, self.writers, self.links)
         if last or not self.background or not self.has_room(files):
             report = self._write(begin, step, files, meta)
             self.reports.append(report | {"save_stall_s": time.perf_counter() - called})
@@ -133,7 +137,7 @@ class Saver:
         ended, self.reports = self.reports, []
         for report in ended:
             self.totals["saves"] += 1
-            for key in ("save_stall_s", "save_s", "save_gib"):
+            for key in self.totals.keys() & report.keys():
                 self.totals[key] += report[key]
             self.stalls.append(report["save_stall_s"])
             self.totals["save_stall_median_s"] = statistics.median(self.stalls)
@@ -173,11 +177,12 @@ class Saver:
     def _write(
         self, begin: float, step: int, files: Files, meta: dict[str, Any], group: Group = None
     ) -> dict[str, Any]:
-        path, specs, num_bytes = store.commit(self.folder, step, files, self.writers.index, meta, group)
-        seconds, gib = time.perf_counter() - begin, num_bytes / 2**30
-        store.prune(self.folder, path, self.keep, (files, specs) if specs else None, group)
-        self.newest = path
-        return {"save_step": step, "save_s": seconds, "save_gib": gib, "save_gib_per_s": gib / seconds}
+        saved = store.commit(self.folder, step, files, self.writers.index, meta, group, self.links)
+        seconds, gib = time.perf_counter() - begin, saved.written_bytes / 2**30
+        store.prune(self.folder, saved, self.keep, files, group, self.links)
+        self.newest = saved.path
+        report = {"save_step": step, "save_s": seconds, "save_gib": gib, "save_gib_per_s": gib / seconds}
+        return report | ({"save_linked_gib": saved.linked_bytes / 2**30} if self.links else {})
 
 
 @dataclasses.dataclass
@@ -229,12 +234,12 @@ class Buffers:
 
     def reserve(self, sizes: dict[str, int], gpu: torch.device | None) -> None:
         """Allocate each file's buffer, all in parallel: the kernel faults in and pins the pages."""
-        missing = [f for f, size in sizes.items() if f not in self.tensors or len(self.tensors[f]) < size]
-        if not missing:
-            return
-        for file in missing:
+        missing = [f for f, size in sizes.items() if not self._fits(f, size)]
+        for file in {*missing, *(self.tensors.keys() - sizes.keys())}:
             self._unpin(file)
             self.tensors.pop(file, None)
+        if not missing:
+            return
         made = {file: empty(sizes[file]) for file in missing}
         codes = []
         if gpu is not None:
@@ -254,6 +259,10 @@ class Buffers:
             log.warning(
                 "CUDA could not pin the checkpoint buffers (error %d): saves block training for longer", max(codes)
             )
+
+    def _fits(self, file: str, size: int) -> bool:
+        """An incremental save may move a tensor to another file: a buffer that became far too large is given back."""
+        return file in self.tensors and size <= len(self.tensors[file]) <= max(2 * size, mmap.PAGESIZE)
 
     def free(self) -> None:
         for file in list(self.tensors):

@@ -162,7 +162,8 @@ def main(run_dir: Path) -> int:
         position.hang_timeout = cfg.cluster.get("hang_timeout")  # an old run has no such setting
         device = process.join_process_group(cfg.deterministic)
         saves = cfg.checkpoint
-        with background.Saver(run_dir / "checkpoints", saves.keep, saves.background) as saver, position:
+        saver = background.Saver(run_dir / "checkpoints", saves.keep, saves.background, saves.incremental)
+        with saver, position:
             stop = process.StopRequest(run_dir)
             run = set_up(run_dir, cfg, device, saver)
             preempted = train(run, saver, stop, position)
