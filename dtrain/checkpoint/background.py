@@ -29,9 +29,12 @@ from torch import Tensor
 
 from dtrain.checkpoint import store
 from dtrain.checkpoint.incremental import Links
+from dtrain.checkpoint.manifest import Manifest
+from dtrain.checkpoint.peer import PeerCopies
 from dtrain.checkpoint.rank_files import Files, share_out
 from dtrain.checkpoint.writers import Writers
-from dtrain.util.collective import Group, all_problems, failpoint, world_size
+from dtrain.runs.folder import checkpoints
+from dtrain.util.collective import Group, all_problems, failpoint, from_rank_0, world_size
 from dtrain.util.dtensor import Held
 from dtrain.util.host_memory import free_bytes
 
@@ -46,12 +49,15 @@ class Saver:
     As a context manager, it lets a running save end when the run fails.
     """
 
-    def __init__(self, folder: Path, keep: int, background: bool = True, incremental: int = 0) -> None:
-        self.folder, self.keep, self.background = folder, keep, background
+    def __init__(
+        self, folder: Path, keep: int, background: bool = True, incremental: int = 0, peer: PeerCopies | None = None
+    ) -> None:
+        self.folder, self.keep, self.background, self.peer = folder, keep, background, peer
         self.links = Links(incremental) if incremental else None
         self.group: Group = dist.new_group(backend="gloo") if background and world_size() > 1 else None
         self.writers = Writers()  # which parts this rank writes: decided once per layout
         self.buffers = Buffers()
+        self.only_in_memory = False  # the state that the run resumed from is not on disk yet
         self.is_prepared = False  # all ranks have been asked for the memory
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
@@ -76,6 +82,15 @@ class Saver:
         """A background save failed, on this rank and on all others: the next save or wait raises its error."""
         return self.error is not None
 
+    def newest_good(self, needed: tuple[str, ...] = ()) -> tuple[Path, Manifest] | None:
+        """Return the newest good checkpoint of the run folder and of the hosts' memory, or None."""
+        found = None
+        if self.peer:
+            newest = from_rank_0(lambda: [int(p.name[5:]) for p in checkpoints(self.folder)], f"listing {self.folder}")
+            found = self.peer.newest(max(newest, default=0), needed)
+            self.only_in_memory = found is not None and found[1]["step"] not in newest
+        return found or store.newest_good(self.folder, log.warning, needed=needed)
+
     def prepare(self, tensors: Mapping[str, Held]) -> None:
         """Allocate the first save's buffers while the first steps run: many GiB take seconds to fault in and to pin."""
         files = share_out(tensors, self.writers, self.links)
@@ -98,10 +113,12 @@ class Saver:
         meta: dict[str, Any],
         asked: float | None = None,
         last: bool = False,
+        on_disk: bool = True,
     ) -> None:
         """Save the current state. After this returns, the state may change; after the last save it is also on disk.
 
-        `asked`: when the loop began to wait, by time.perf_counter(); gathering the state counts as waiting.
+        `asked`: when the loop began to wait, by time.perf_counter(); gathering the state counts as waiting. `on_disk`:
+        False for a copy in memory only (checkpoint.peer).
 
         The last save is written directly: no training continues meanwhile, and a run that saves only at its end needs
         no buffers.
@@ -111,13 +128,13 @@ class Saver:
         begin = time.perf_counter()
         files = share_out(tensors, self.writers, self.links)
         if last or not self.background or not self.has_room(files):
-            report = self._write(begin, step, files, meta)
+            report = self._write(begin, step, files, meta, on_disk, None if last else self.peer)
             self.reports.append(report | {"save_stall_s": time.perf_counter() - called})
             return
         copies = self.buffers.stage(files)
         failpoint("save.stage")
         stall = time.perf_counter() - called
-        arguments = (stall, begin, step, copies, copy.deepcopy(meta))
+        arguments = (stall, begin, step, copies, copy.deepcopy(meta), on_disk)
         self.thread = threading.Thread(target=self._write_copies, args=arguments, name="saver", daemon=True)
         self.thread.start()
 
@@ -136,7 +153,7 @@ class Saver:
             return []
         ended, self.reports = self.reports, []
         for report in ended:
-            self.totals["saves"] += 1
+            self.totals["saves"] += "save_step" in report
             for key in self.totals.keys() & report.keys():
                 self.totals[key] += report[key]
             self.stalls.append(report["save_stall_s"])
@@ -162,26 +179,41 @@ class Saver:
             self.background = False
         return not problems
 
-    def _write_copies(self, stall: float, begin: float, step: int, copies: Copies, meta: dict[str, Any]) -> None:
+    def _write_copies(
+        self, stall: float, begin: float, step: int, copies: Copies, meta: dict[str, Any], on_disk: bool
+    ) -> None:
         """Body of a save's thread."""
         try:
             lower_priority()
             # how long training stalls: the loop's own time, plus the GPU's copy time, in which it computes nothing
             stall += copies.wait()
             failpoint("save.copied")
-            report = self._write(begin, step, copies.files, meta, self.group)
+            report = self._write(begin, step, copies.files, meta, on_disk, self.peer, self.group)
             self.reports.append(report | {"save_stall_s": stall})
         except BaseException as error:  # any error: the loop raises it
             self.error = error
 
     def _write(
-        self, begin: float, step: int, files: Files, meta: dict[str, Any], group: Group = None
+        self,
+        begin: float,
+        step: int,
+        files: Files,
+        meta: dict[str, Any],
+        on_disk: bool,
+        peer: PeerCopies | None,
+        group: Group = None,
     ) -> dict[str, Any]:
+        """Write to the memory of the hosts, then to the disk; return the metrics."""
+        report: dict[str, Any] = {}
+        if peer and peer.save(step, files, self.writers.index, meta, group):
+            report = {"peer_step": step, "peer_s": time.perf_counter() - begin}
+        if not on_disk:
+            return report
         saved = store.commit(self.folder, step, files, self.writers.index, meta, group, self.links)
         seconds, gib = time.perf_counter() - begin, saved.written_bytes / 2**30
         store.prune(self.folder, saved, self.keep, files, group, self.links)
         self.newest = saved.path
-        report = {"save_step": step, "save_s": seconds, "save_gib": gib, "save_gib_per_s": gib / seconds}
+        report |= {"save_step": step, "save_s": seconds, "save_gib": gib, "save_gib_per_s": gib / seconds}
         return report | ({"save_linked_gib": saved.linked_bytes / 2**30} if self.links else {})
 
 

@@ -108,7 +108,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     # ---- the newest good checkpoint of this run, whatever layout it was saved under ----------------------------
     step = samples = 0
     loaded_from = None
-    found = store.newest_good(folder / "checkpoints", log.warning, needed=strategy.needed_to_resume())
+    found = saver.newest_good(strategy.needed_to_resume())
     if found is not None:
         loaded_from, manifest = found
         if manifest["data"] != data_identity and "data" not in cfg.resume_allow:
