@@ -3,9 +3,10 @@
     python benchmarks/incremental.py [--model gpt2-124m] [--rounds 5] [--folder .] [--rows NAME ...] [--json FILE]
     python benchmarks/incremental.py --kills 200 [--folder .] [--json FILE]
 
-One process on the CPU. Weights, moments and their names are those that dtrain saves; between two rounds its AdamW makes
-one step with random gradients. Both ways then save the same state to the same disk, in turn, the first of them
-alternating. The first round of each is full and not counted; a row is the median of the others.
+One process, on the GPU if there is one. Weights, moments and their names are those that dtrain saves; between two
+rounds its AdamW makes one step with random gradients. Both ways then save the same state to the same disk, in turn, the
+first of them alternating. The first round of each is full and not counted; a row has the medians of the others, and of
+their ratios.
 
 written: bytes of new files. stall: until training could continue. on disk: until `latest` names it.
 read back: until older checkpoints are deleted, which needs a second look at what is on the disk.
@@ -42,8 +43,10 @@ from dtrain.train.build import make
 
 State = dict[str, Tensor]
 GIB = 2**30
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 META: dict[str, Any] = {"samples": 0, "data": "", "extra": {}}
 FULL_EVERY, KEEP = 8, 3
+KEYS = {"save_gib": "GiB", "save_stall_s": "s", "save_s": "s", "read_back_s": "s"}
 # name -> overrides, the parameters that are frozen (by the start of their names), whether frozen ones are saved
 ROWS: dict[str, tuple[list[str], tuple[str, ...], bool]] = {
     "LoRA, as dtrain saves it (no base)": (["lora.rank=16"], (), False),
@@ -64,7 +67,9 @@ class Trained:
         cfg = compare.compose([f"model={model}", *overrides])
         dtype = build(cfg.precision).parameters
         self.parameters = {
-            name: nn.Parameter(torch.rand(p.shape, dtype=dtype), p.requires_grad and not name.startswith(frozen or "-"))
+            name: nn.Parameter(
+                torch.rand(p.shape, dtype=dtype, device=DEVICE), p.requires_grad and not name.startswith(frozen or "-")
+            )
             for name, p in make(cfg).named_parameters()
         }
         self.optimizer = build(cfg.optim, global_batch_size=32)(self.parameters.items())
@@ -100,29 +105,36 @@ def measure(row: str, model: str, rounds: int, parent: Path) -> Iterator[dict[st
             trained.step()
             for way in sorted(savers, reverse=bool(i % 2)):
                 saver = savers[way]
+                if DEVICE.type == "cuda":
+                    torch.cuda.synchronize()
                 os.sync()  # what the other one has left to the disk is not this one's time
                 begin = time.perf_counter()
                 saver.save(i + 1, trained.state(), META)
                 saver.wait()
                 (figures,) = saver.finished()
                 found[way].append(figures | {"read_back_s": time.perf_counter() - begin})
-            yield {"row": row, "checkpoint_gib": whole, **{way: medians(each[1:]) for way, each in found.items()}}
+            yield {"row": row, "checkpoint_gib": whole, **summary(found)}
     for folder in ("full", "incremental"):
         shutil.rmtree(parent / folder)
 
 
-def medians(figures: list[dict[str, float]]) -> dict[str, float]:
-    keys = ("save_gib", "save_stall_s", "save_s", "read_back_s")
-    return {key: statistics.median(f[key] for f in figures) for key in keys} if figures else {}
+def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Medians of each way, and of the ratios of its rounds: what comes and goes on the machine hits both of a round."""
+    pairs = list(zip(found["full"][1:], found["incremental"][1:], strict=False))
+    if not pairs:
+        return {}
+    result: dict[str, Any] = {
+        way: {key: statistics.median(pair[i][key] for pair in pairs) for key in KEYS}
+        for i, way in enumerate(("full", "incremental"))
+    }
+    return result | {"ratio": {key: statistics.median(new[key] / old[key] for old, new in pairs) for key in KEYS}}
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     print("| | checkpoint | written | stall | on disk | read back |\n|---|---|---|---|---|---|")
     for row in rows:
-        cells = [
-            " → ".join(f"{row[way][key]:.2f}" for way in ("full", "incremental")) + unit
-            for key, unit in (("save_gib", " GiB"), ("save_stall_s", " s"), ("save_s", " s"), ("read_back_s", " s"))
-        ]
+        full, new, ratio = row["full"], row["incremental"], row["ratio"]
+        cells = [f"{full[key]:.2f} → {new[key]:.2f} {unit}, × {ratio[key]:.2f}" for key, unit in KEYS.items()]
         print(f"| {row['row']} | {row['checkpoint_gib']:.2f} GiB | {' | '.join(cells)} |")
 
 
@@ -166,7 +178,7 @@ def kills(count: int, folder: Path) -> dict[str, Any]:
                 os._exit(1)
         os.close(writing)
         first = os.read(reading, 8)  # the writer has resumed and saved once
-        time.sleep(rng.random() * 0.5)
+        time.sleep(rng.random() * 1.5)
         os.kill(process, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL, "the writer failed"
         data = first

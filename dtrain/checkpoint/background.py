@@ -33,6 +33,7 @@ from dtrain.checkpoint.manifest import Manifest
 from dtrain.checkpoint.peer import PeerCopies
 from dtrain.checkpoint.rank_files import Files, share_out
 from dtrain.checkpoint.writers import Writers
+from dtrain.errors import CheckpointError
 from dtrain.runs.folder import checkpoints
 from dtrain.util.collective import Group, all_problems, failpoint, from_rank_0, world_size
 from dtrain.util.dtensor import Held
@@ -84,12 +85,25 @@ class Saver:
 
     def newest_good(self, needed: tuple[str, ...] = ()) -> tuple[Path, Manifest] | None:
         """Return the newest good checkpoint of the run folder and of the hosts' memory, or None."""
-        found = None
-        if self.peer:
-            newest = from_rank_0(lambda: [int(p.name[5:]) for p in checkpoints(self.folder)], f"listing {self.folder}")
-            found = self.peer.newest(max(newest, default=0), needed)
-            self.only_in_memory = found is not None and found[1]["step"] not in newest
-        return found or store.newest_good(self.folder, log.warning, needed=needed)
+        if self.peer is None:
+            return store.newest_good(self.folder, log.warning, needed=needed)
+        steps = from_rank_0(lambda: [int(p.name[5:]) for p in checkpoints(self.folder)], f"listing {self.folder}")
+        found = self.peer.newest(max(steps, default=0), needed)
+        if found is None:
+            on_disk, error = None, None
+            try:
+                on_disk = store.newest_good(self.folder, log.warning, needed=needed)
+            except CheckpointError as raised:  # on all ranks
+                error = raised
+            # the newest on disk may turn out to be damaged
+            found = self.peer.newest(on_disk[1]["step"] + 1 if on_disk else 0, needed) if steps else None
+            if found is None:
+                if error:
+                    raise error
+                return on_disk
+            steps = []
+        self.only_in_memory = found[1]["step"] not in steps
+        return found
 
     def prepare(self, tensors: Mapping[str, Held]) -> None:
         """Allocate the first save's buffers while the first steps run: many GiB take seconds to fault in and to pin."""

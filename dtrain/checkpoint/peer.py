@@ -11,6 +11,7 @@ Every method is collective: all ranks call it. What fails here never ends the ru
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import os
 import shutil
@@ -177,12 +178,12 @@ class PeerCopies:
         found = {}
         for path in checkpoints(self.folder) if memory.is_private(self.folder) else ():
             try:
-                saved = manifest.read(path)
+                saved, digest = manifest.read(path), shards.sha256(path / "manifest.json")
                 sizes = {p.name: p.stat().st_size for p in path.iterdir()}
             except (OSError, CheckpointError):
                 continue
             full = [file for file, spec in saved.files.items() if sizes.get(file) == spec["size"]]
-            found[int(path.name[5:])] = (shards.sha256(path / "manifest.json"), full)
+            found[int(path.name[5:])] = (digest, full)
         return found
 
     def _complete(self, path: Path, held: dict[int, tuple[str, list[str]]]) -> None:
@@ -191,7 +192,11 @@ class PeerCopies:
         if len({digest for digest, _ in held.values()}) > 1:
             raise CheckpointError("the hosts have different copies of it")
         first = min(held)
-        texts = gather((path / "manifest.json").read_text() if rank() == first else None, self.group)
+        text = ""
+        if rank() == first:
+            with contextlib.suppress(OSError):  # then nobody can parse it
+                text = (path / "manifest.json").read_text()
+        texts = gather(text, self.group)
         leaders = sorted({self.hosts.index(host) for host in self.hosts})
         sizes: dict[str, int] = {}
         with agreed(what, group=self.group):

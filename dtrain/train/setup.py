@@ -145,7 +145,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
         if strategy.compile != "none" and step < last_step:  # gpt2-1.5b: 8 s by blocks, 71 s whole
             log.info("compiling the model: the first step takes longer")
     profiler.attach(strategy, train_data, step, last_step - step)  # wraps the steps to profile, if any
-    every = cfg.checkpoint.every
+    every = cfg.checkpoint.peer_every or cfg.checkpoint.every
     if device.type == "cuda" and every and step - step % every + every < last_step:
         saver.prepare(strategy.state_dict())  # allocates memory for the copies while the first step compiles
     return Run(

@@ -15,6 +15,7 @@ from dtrain.checkpoint.background import Saver
 from dtrain.checkpoint.peer import PeerCopies, next_host
 from dtrain.checkpoint.rank_files import share_out
 from dtrain.checkpoint.writers import Writers
+from dtrain.errors import CheckpointError
 from dtrain.runs import memory
 from dtrain.util.dtensor import Chunk
 from tests.world import make_run, metrics, spawn, start, summary, train
@@ -72,6 +73,26 @@ def test_the_newest_of_disk_and_memory_is_used(on_disk: int, in_memory: int, use
     assert found is not None and held(found[0]) == used
     assert (copies.folder in found[0].parents) == (on_disk <= in_memory)
     assert saver.only_in_memory == (on_disk < in_memory)
+
+
+@pytest.mark.parametrize("others", [[], [1], [1, 5]])
+def test_an_older_copy_is_used_if_all_newer_ones_on_disk_are_damaged(others: list[int], tmp_path: Path) -> None:
+    copies = PeerCopies(tmp_path / "run", root=tmp_path)
+    copied(copies, 3, state(3.0))
+    for step in (*others, 7):
+        store.save(tmp_path / "run" / "checkpoints", step, state(float(step)), META, 9)
+    flip(tmp_path / "run" / "checkpoints" / "step-00000007" / "rank-00000.safetensors")
+    saver = Saver(tmp_path / "run" / "checkpoints", 3, peer=copies)
+    found = saver.newest_good()
+    assert found is not None and held(found[0]) == (5.0 if 5 in others else 3.0)
+    assert saver.only_in_memory == (5 not in others)
+
+
+def test_nothing_good_is_an_error_as_without_copies(tmp_path: Path) -> None:
+    store.save(tmp_path / "run" / "checkpoints", 7, state(7.0), META, 9)
+    flip(tmp_path / "run" / "checkpoints" / "step-00000007" / "rank-00000.safetensors")
+    with pytest.raises(CheckpointError, match="no usable checkpoint is left"):
+        Saver(tmp_path / "run" / "checkpoints", 3, peer=PeerCopies(tmp_path / "run", root=tmp_path)).newest_good()
 
 
 def damage(path: Path) -> None:
