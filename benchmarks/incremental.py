@@ -1,6 +1,6 @@
 """What do incremental checkpoints save, and do they lose anything? Full saves in turn with checkpoint.incremental.
 
-    python benchmarks/incremental.py [--model gpt2-124m] [--rounds 5] [--folder .] [--rows NAME ...] [--json FILE]
+    python benchmarks/incremental.py [--model OVERRIDE ...] [--rounds 5] [--folder .] [--rows NAME ...] [--json FILE]
     python benchmarks/incremental.py --kills 200 [--folder .] [--json FILE]
 
 One process, on the GPU if there is one. Weights, moments and their names are those that dtrain saves; between two
@@ -63,8 +63,8 @@ ROWS: dict[str, tuple[list[str], tuple[str, ...], bool]] = {
 class Trained:
     """A model with its optimizer, and random gradients in the place of a backward pass."""
 
-    def __init__(self, model: str, overrides: list[str], frozen: tuple[str, ...], save_frozen: bool) -> None:
-        cfg = compare.compose([f"model={model}", *overrides])
+    def __init__(self, model: list[str], overrides: list[str], frozen: tuple[str, ...], save_frozen: bool) -> None:
+        cfg = compare.compose([*model, *overrides])
         dtype = build(cfg.precision).parameters
         self.parameters = {
             name: nn.Parameter(
@@ -94,7 +94,7 @@ class Trained:
         return state
 
 
-def measure(row: str, model: str, rounds: int, parent: Path) -> Iterator[dict[str, Any]]:
+def measure(row: str, model: list[str], rounds: int, parent: Path) -> Iterator[dict[str, Any]]:
     """Save in both ways, round after round; yield the figures so far after each."""
     trained = Trained(model, *ROWS[row])
     whole = sum(t.nbytes for t in trained.state().values()) / GIB
@@ -113,7 +113,7 @@ def measure(row: str, model: str, rounds: int, parent: Path) -> Iterator[dict[st
                 saver.wait()
                 (figures,) = saver.finished()
                 found[way].append(figures | {"read_back_s": time.perf_counter() - begin})
-            yield {"row": row, "checkpoint_gib": whole, **summary(found)}
+            yield {"row": row, "model": model, "rounds": i, "checkpoint_gib": whole, **summary(found)}
     for folder in ("full", "incremental"):
         shutil.rmtree(parent / folder)
 
@@ -178,7 +178,7 @@ def kills(count: int, folder: Path) -> dict[str, Any]:
                 os._exit(1)
         os.close(writing)
         first = os.read(reading, 8)  # the writer has resumed and saved once
-        time.sleep(rng.random() * 1.5)
+        time.sleep(rng.random() * 0.5)
         os.kill(process, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL, "the writer failed"
         data = first
@@ -206,12 +206,12 @@ def kills(count: int, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="gpt2-124m")
+    parser.add_argument("--model", nargs="*", default=["model=gpt2-124m"], help="overrides", metavar="OVERRIDE")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path("."), help="on the disk to measure")
     parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS), metavar="NAME")
     parser.add_argument("--kills", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="what the file already has of the other part is kept")
+    parser.add_argument("--json", type=Path, help="rows and kills that the file has, and that are not measured, stay")
     options = parser.parse_args()
     torch.set_num_threads(1)  # a forked process has no others, and on a busy machine they wait for each other
     parent = Path(tempfile.mkdtemp(dir=options.folder, prefix="incremental-benchmark-"))
@@ -231,11 +231,11 @@ def main() -> None:
             write()
             return
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-        content |= {"model": options.model, "rounds": options.rounds, "rows": []}
+        rows = {row["row"]: row for row in content.get("rows", [])}
         for name in options.rows:
-            done = content["rows"]
             for row in measure(name, options.model, options.rounds, parent):
-                content["rows"] = [*done, row]
+                rows[name] = row
+                content["rows"] = [rows[name] for name in ROWS if name in rows]
                 write()
         show(content["rows"])
         dist.destroy_process_group()
