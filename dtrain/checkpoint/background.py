@@ -28,9 +28,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.checkpoint import store
-from dtrain.checkpoint.store import Files
+from dtrain.checkpoint.incremental import Links
+from dtrain.checkpoint.manifest import Manifest
+from dtrain.checkpoint.peer import PeerCopies
+from dtrain.checkpoint.rank_files import Files, share_out
 from dtrain.checkpoint.writers import Writers
-from dtrain.util.collective import Group, all_problems, failpoint, world_size
+from dtrain.errors import CheckpointError
+from dtrain.runs.folder import checkpoints
+from dtrain.util.collective import Group, all_problems, failpoint, from_rank_0, world_size
 from dtrain.util.dtensor import Held
 from dtrain.util.host_memory import free_bytes
 
@@ -45,11 +50,15 @@ class Saver:
     As a context manager, it lets a running save end when the run fails.
     """
 
-    def __init__(self, folder: Path, keep: int, background: bool = True) -> None:
-        self.folder, self.keep, self.background = folder, keep, background
+    def __init__(
+        self, folder: Path, keep: int, background: bool = True, incremental: int = 0, peer: PeerCopies | None = None
+    ) -> None:
+        self.folder, self.keep, self.background, self.peer = folder, keep, background, peer
+        self.links = Links(incremental) if incremental else None
         self.group: Group = dist.new_group(backend="gloo") if background and world_size() > 1 else None
         self.writers = Writers()  # which parts this rank writes: decided once per layout
         self.buffers = Buffers()
+        self.only_in_memory = False  # the state that the run resumed from is not on disk yet
         self.is_prepared = False  # all ranks have been asked for the memory
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
@@ -57,6 +66,8 @@ class Saver:
         self.reports: list[dict[str, Any]] = []
         self.stalls: list[float] = []
         self.totals = {"saves": 0, "save_stall_s": 0.0, "save_s": 0.0, "save_gib": 0.0}
+        if self.links:
+            self.totals["save_linked_gib"] = 0.0
 
     def __enter__(self) -> Saver:
         return self
@@ -72,9 +83,31 @@ class Saver:
         """A background save failed, on this rank and on all others: the next save or wait raises its error."""
         return self.error is not None
 
+    def newest_good(self, needed: tuple[str, ...] = ()) -> tuple[Path, Manifest] | None:
+        """Return the newest good checkpoint of the run folder and of the hosts' memory, or None."""
+        if self.peer is None:
+            return store.newest_good(self.folder, log.warning, needed=needed)
+        steps = from_rank_0(lambda: [int(p.name[5:]) for p in checkpoints(self.folder)], f"listing {self.folder}")
+        found = self.peer.newest(max(steps, default=0), needed)
+        if found is None:
+            on_disk, error = None, None
+            try:
+                on_disk = store.newest_good(self.folder, log.warning, needed=needed)
+            except CheckpointError as raised:  # on all ranks
+                error = raised
+            # the newest on disk may turn out to be damaged
+            found = self.peer.newest(on_disk[1]["step"] + 1 if on_disk else 0, needed) if steps else None
+            if found is None:
+                if error:
+                    raise error
+                return on_disk
+            steps = []
+        self.only_in_memory = found[1]["step"] not in steps
+        return found
+
     def prepare(self, tensors: Mapping[str, Held]) -> None:
         """Allocate the first save's buffers while the first steps run: many GiB take seconds to fault in and to pin."""
-        files = store.share_out(tensors, self.writers)
+        files = share_out(tensors, self.writers, self.links)
         if self.background and self.has_room(files):
             sizes, gpu = sizes_of(files), gpu_of(files)  # not the tensors, which the thread would keep alive
 
@@ -94,10 +127,12 @@ class Saver:
         meta: dict[str, Any],
         asked: float | None = None,
         last: bool = False,
+        on_disk: bool = True,
     ) -> None:
         """Save the current state. After this returns, the state may change; after the last save it is also on disk.
 
-        `asked`: when the loop began to wait, by time.perf_counter(); gathering the state counts as waiting.
+        `asked`: when the loop began to wait, by time.perf_counter(); gathering the state counts as waiting. `on_disk`:
+        False for a copy in memory only (checkpoint.peer).
 
         The last save is written directly: no training continues meanwhile, and a run that saves only at its end needs
         no buffers.
@@ -105,15 +140,15 @@ class Saver:
         called = time.perf_counter() if asked is None else asked
         self.wait()
         begin = time.perf_counter()
-        files = store.share_out(tensors, self.writers)
+        files = share_out(tensors, self.writers, self.links)
         if last or not self.background or not self.has_room(files):
-            report = self._write(begin, step, files, meta)
+            report = self._write(begin, step, files, meta, on_disk, None if last else self.peer)
             self.reports.append(report | {"save_stall_s": time.perf_counter() - called})
             return
         copies = self.buffers.stage(files)
         failpoint("save.stage")
         stall = time.perf_counter() - called
-        arguments = (stall, begin, step, copies, copy.deepcopy(meta))
+        arguments = (stall, begin, step, copies, copy.deepcopy(meta), on_disk)
         self.thread = threading.Thread(target=self._write_copies, args=arguments, name="saver", daemon=True)
         self.thread.start()
 
@@ -132,8 +167,8 @@ class Saver:
             return []
         ended, self.reports = self.reports, []
         for report in ended:
-            self.totals["saves"] += 1
-            for key in ("save_stall_s", "save_s", "save_gib"):
+            self.totals["saves"] += "save_step" in report
+            for key in self.totals.keys() & report.keys():
                 self.totals[key] += report[key]
             self.stalls.append(report["save_stall_s"])
             self.totals["save_stall_median_s"] = statistics.median(self.stalls)
@@ -158,26 +193,42 @@ class Saver:
             self.background = False
         return not problems
 
-    def _write_copies(self, stall: float, begin: float, step: int, copies: Copies, meta: dict[str, Any]) -> None:
+    def _write_copies(
+        self, stall: float, begin: float, step: int, copies: Copies, meta: dict[str, Any], on_disk: bool
+    ) -> None:
         """Body of a save's thread."""
         try:
             lower_priority()
             # how long training stalls: the loop's own time, plus the GPU's copy time, in which it computes nothing
             stall += copies.wait()
             failpoint("save.copied")
-            report = self._write(begin, step, copies.files, meta, self.group)
+            report = self._write(begin, step, copies.files, meta, on_disk, self.peer, self.group)
             self.reports.append(report | {"save_stall_s": stall})
         except BaseException as error:  # any error: the loop raises it
             self.error = error
 
     def _write(
-        self, begin: float, step: int, files: Files, meta: dict[str, Any], group: Group = None
+        self,
+        begin: float,
+        step: int,
+        files: Files,
+        meta: dict[str, Any],
+        on_disk: bool,
+        peer: PeerCopies | None,
+        group: Group = None,
     ) -> dict[str, Any]:
-        path, specs, num_bytes = store.commit(self.folder, step, files, self.writers.index, meta, group)
-        seconds, gib = time.perf_counter() - begin, num_bytes / 2**30
-        store.prune(self.folder, path, self.keep, (files, specs) if specs else None, group)
-        self.newest = path
-        return {"save_step": step, "save_s": seconds, "save_gib": gib, "save_gib_per_s": gib / seconds}
+        """Write to the memory of the hosts, then to the disk; return the metrics."""
+        report: dict[str, Any] = {}
+        if peer and peer.save(step, files, self.writers.index, meta, group):
+            report = {"peer_step": step, "peer_s": time.perf_counter() - begin}
+        if not on_disk:
+            return report
+        saved = store.commit(self.folder, step, files, self.writers.index, meta, group, self.links)
+        seconds, gib = time.perf_counter() - begin, saved.written_bytes / 2**30
+        store.prune(self.folder, saved, self.keep, files, group, self.links)
+        self.newest = saved.path
+        report |= {"save_step": step, "save_s": seconds, "save_gib": gib, "save_gib_per_s": gib / seconds}
+        return report | ({"save_linked_gib": saved.linked_bytes / 2**30} if self.links else {})
 
 
 @dataclasses.dataclass
@@ -229,12 +280,12 @@ class Buffers:
 
     def reserve(self, sizes: dict[str, int], gpu: torch.device | None) -> None:
         """Allocate each file's buffer, all in parallel: the kernel faults in and pins the pages."""
-        missing = [f for f, size in sizes.items() if f not in self.tensors or len(self.tensors[f]) < size]
-        if not missing:
-            return
-        for file in missing:
+        missing = [f for f, size in sizes.items() if not self._fits(f, size)]
+        for file in {*missing, *(self.tensors.keys() - sizes.keys())}:
             self._unpin(file)
             self.tensors.pop(file, None)
+        if not missing:
+            return
         made = {file: empty(sizes[file]) for file in missing}
         codes = []
         if gpu is not None:
@@ -254,6 +305,10 @@ class Buffers:
             log.warning(
                 "CUDA could not pin the checkpoint buffers (error %d): saves block training for longer", max(codes)
             )
+
+    def _fits(self, file: str, size: int) -> bool:
+        """An incremental save may move a tensor to another file: a buffer that became far too large is given back."""
+        return file in self.tensors and size <= len(self.tensors[file]) <= max(2 * size, mmap.PAGESIZE)
 
     def free(self) -> None:
         for file in list(self.tensors):

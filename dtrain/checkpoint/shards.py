@@ -8,10 +8,11 @@ written a file still holds its tensors, and compares the file with them instead 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,10 @@ def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> t
     size = len(text) + sum(tensor.nbytes for tensor in tensors.values())
     digest = hashlib.sha256()
     try:
-        with open(path, "wb") as file:
-            for block in _blocks(text, tensors):
+        with open(path, "xb") as file:  # a new file: never one that another checkpoint shares
+            digest.update(text)
+            file.write(text)
+            for block in itertools.chain.from_iterable(map(_blocks, tensors.values())):
                 digest.update(block)
                 file.write(block)
             file.flush()
@@ -69,13 +72,12 @@ def header(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _blocks(text: bytes, tensors: dict[str, Tensor]) -> Iterator[memoryview]:
-    """Yield a file's bytes, at most BLOCK at a time. A GPU's tensors are copied to host memory one after another."""
-    for tensor in (torch.frombuffer(bytearray(text), dtype=torch.uint8), *tensors.values()):
-        if tensor.numel():
-            values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            for begin in range(0, len(values), BLOCK):
-                yield values[begin : begin + BLOCK]
+def _blocks(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield a tensor's bytes, at most BLOCK at a time, from host memory."""
+    if tensor.numel():
+        values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        for begin in range(0, len(values), BLOCK):
+            yield values[begin : begin + BLOCK]
 
 
 def sha256(path: Path) -> str:
@@ -85,16 +87,25 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def holds(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> bool:
-    """Return whether a file has exactly the bytes that `write` was given, on disk: cached pages are dropped first."""
-    buffer = np.empty(BLOCK, np.uint8)
+def differing(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> set[str]:
+    """Return which tensors of a file differ from what `write` was given, on disk: cached pages are dropped first.
+
+    A file with another header or size differs in all, and in "".
+    """
+    text, buffer = header(tensors, metadata), np.empty(BLOCK, np.uint8)
+    found: set[str] = set()
     with regular(path) as file:
         drop_cached_pages(file)
-        for block in _blocks(header(tensors, metadata), tensors):
-            found = buffer[: len(block)]
-            if file.readinto(found.data) < len(block) or not np.array_equal(found, np.frombuffer(block, np.uint8)):
-                return False
-        return not file.read(1)
+        if file.read(len(text)) != text:
+            return {"", *tensors}
+        for name, tensor in tensors.items():
+            for block in _blocks(tensor):
+                read = buffer[: len(block)]
+                if file.readinto(read.data) < len(block):
+                    return {"", *tensors}
+                if not np.array_equal(read, np.frombuffer(block, np.uint8)):
+                    found.add(name)
+        return {"", *tensors} if file.read(1) else found
 
 
 def fsync_folder(path: Path) -> None:
@@ -168,7 +179,7 @@ class Reader:
         return self.files[file]
 
 
-def metadata(chunks: dict[Names, Chunk]) -> dict[str, str]:
+def metadata(chunks: Mapping[Names, Chunk]) -> dict[str, str]:
     """Return a shard's own description of its content: each tensor's keys, and where each box begins."""
     boxes: dict[str, list[Any]] = {}
     for (name, key), chunk in chunks.items():

@@ -16,19 +16,18 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from dtrain.checkpoint import manifest, shards
+from dtrain.checkpoint.incremental import Links
 from dtrain.checkpoint.layouts import LayoutError
 from dtrain.checkpoint.manifest import Damaged as Damaged
 from dtrain.checkpoint.manifest import Manifest as Manifest
-from dtrain.checkpoint.shards import Names
+from dtrain.checkpoint.rank_files import Files, content, in_parallel, share_out, write_files
 from dtrain.checkpoint.writers import Writers
 from dtrain.errors import CheckpointError as CheckpointError
 from dtrain.runs.folder import checkpoints, read_json
@@ -45,67 +44,52 @@ from dtrain.util.collective import (
 )
 from dtrain.util.collective import broadcast as broadcast
 from dtrain.util.collective import gather as gather
-from dtrain.util.dtensor import Chunk, Held, chunks_of
+from dtrain.util.dtensor import Held, chunks_of
 
 log = logging.getLogger("dtrain")
-# sha256 limits the speed of one file: 1.2 GiB/s per core, while a disk takes 2. So a rank writes several files, each
-# hashed and written by its own thread; below this size more files do not pay off.
-MAX_FILES, FILE_BYTES = 8, 256 * 2**20
-
 read_manifest = manifest.read
-Files = dict[str, dict[Names, Chunk]]  # what a rank writes, by file
-T = TypeVar("T")
 
 
 # ---- save ----------------------------------------------------------------------------------------------------
 
 
-def save(folder: Path, step: int, tensors: Mapping[str, Held], meta: dict[str, Any], keep: int) -> Path:
+class Saved(NamedTuple):
+    """A checkpoint that was committed: its path, the manifest's entries of this rank's files, and all ranks' bytes."""
+
+    path: Path
+    specs: dict[str, Any]
+    written_bytes: int
+    linked_bytes: int
+
+
+def save(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Held],
+    meta: dict[str, Any],
+    keep: int,
+    links: Links | None = None,
+) -> Path:
     """Save under `folder`. When this returns on any rank, the checkpoint is on disk and is `latest`."""
     writers = Writers()
-    files = share_out(tensors, writers)
-    final, specs, _ = commit(folder, step, files, writers.index, meta)
-    prune(folder, final, keep, (files, specs) if specs else None)
-    return final
-
-
-def share_out(tensors: Mapping[str, Held], writers: Writers) -> Files:
-    """Return the part of all ranks' state that this rank writes, by file."""
-    # a rank may hold several boxes of one tensor: the first uses the tensor's name as its key
-    chunks = {
-        (name, name if i == 0 else f"{name}#{i}"): chunk
-        for name, held in tensors.items() for i, chunk in enumerate(chunks_of(held))
-        if chunk.nbytes or not chunk.shape  # uneven sharding leaves some ranks with nothing
-    }  # fmt: skip
-    assert len({key for _, key in chunks}) == len(chunks), (
-        "a tensor name with # clashes with the key of another tensor's second box"
-    )
-    chosen = writers.choose(
-        [
-            (name, c.offset, c.shape, c.whole_shape, str(c.values.dtype).removeprefix("torch."))
-            for (name, _), c in chunks.items()
-        ]
-    )
-    mine = {names: c for names, c in chunks.items() if (names[0], c.offset, c.shape) in chosen}
-    num_files = max(1, min(MAX_FILES, sum(c.nbytes for c in mine.values()) // FILE_BYTES))
-    stem = f"rank-{rank():05d}"
-    files: Files = {f"{stem}-{i}.safetensors" if i else f"{stem}.safetensors": {} for i in range(num_files)}
-    load, file_of = dict.fromkeys(files, 0), {}
-    for names in sorted(mine, key=lambda names: -mine[names].nbytes):  # largest first balances better
-        file_of[names] = min(load, key=load.__getitem__)
-        load[file_of[names]] += mine[names].nbytes
-    for names, chunk in mine.items():
-        files[file_of[names]][names] = chunk
-    return files
+    files = share_out(tensors, writers, links)
+    saved = commit(folder, step, files, writers.index, meta, links=links)
+    prune(folder, saved, keep, files, links=links)
+    return saved.path
 
 
 def commit(
-    folder: Path, step: int, files: Files, index: dict[str, Any], meta: dict[str, Any], group: Group = None
-) -> tuple[Path, dict[str, Any], int]:
+    folder: Path,
+    step: int,
+    files: Files,
+    index: dict[str, Any],
+    meta: dict[str, Any],
+    group: Group = None,
+    links: Links | None = None,
+) -> Saved:
     """Write every rank's files and make them the `latest` checkpoint.
 
-    Return its path, the manifest's entries of this rank's files, and the bytes over all ranks. If a good checkpoint of
-    this step is there, it stays, and nothing is written.
+    If a good checkpoint of this step is there, it stays, and nothing is written.
     """
     final = folder / f"step-{step:08d}"
     what = f"saving {final}"
@@ -125,14 +109,17 @@ def commit(
     if is_there:
         if not verify(final, group, step=step):  # saved before a restart of this run, and good
             from_rank_0(attempt.rmdir, what, group)
-            return final, {}, 0
+            if links:
+                links.end(None, {}, {})
+            return Saved(final, {}, 0, 0)
         put_aside(final, group)
     with agreed(what, attempt, group):
-        written = write_files(attempt, files)
+        written = write_files(attempt, files, links)
         failpoint("save.shard")
-    reports = {file: spec for by_rank in collect(written, group) for file, spec in by_rank.items()}
+    of_all = collect([written, sum(links.linked.values()) if links else 0], group)
+    reports = {file: spec for by_rank, _ in of_all for file, spec in by_rank.items()}
 
-    def end() -> int:
+    def end() -> tuple[int, int]:
         try:
             values = manifest.content(step, {"run": run_id(folder)} | meta, reports, index)
             manifest.parse(values)  # never save what a load would call damaged
@@ -149,36 +136,13 @@ def commit(
         failpoint("save.rename")
         point_latest(folder, final.name)
         failpoint("save.latest")
-        return sum(spec["size"] for spec in reports.values())
+        linked = sum(num_bytes for _, num_bytes in of_all)
+        return sum(spec["size"] for spec in reports.values()) - linked, linked
 
-    return final, written, int(from_rank_0(end, what, group))
-
-
-def write_files(folder: Path, files: Files) -> dict[str, Any]:
-    """Write a rank's files in parallel; return each file's entry in the manifest."""
-    if any(c.values.is_cuda for chunks in files.values() for c in chunks.values()):
-        torch.cuda.synchronize()  # other threads copy from the GPU, each in its own stream
-
-    def write(file: str) -> dict[str, Any]:
-        size, digest = shards.write(folder / file, *content(files[file]))
-        return {"size": size, "sha256": digest}
-
-    return dict(zip(files, in_parallel(write, files), strict=True))
-
-
-def content(chunks: dict[Names, Chunk]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the metadata of one file."""
-    return {key: c.values for (_, key), c in chunks.items()}, shards.metadata(chunks)
-
-
-def in_parallel(function: Callable[[str], T], files: Collection[str]) -> list[T]:
-    """Call a function with each of a rank's files, in one thread per core of this rank's share."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    num_threads = min(MAX_FILES, len(files), cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    if num_threads <= 1:
-        return [function(file) for file in files]
-    with ThreadPoolExecutor(num_threads) as pool:
-        return list(pool.map(function, files))
+    num_bytes = from_rank_0(end, what, group)
+    if links:
+        links.end(final, written, files)
+    return Saved(final, written, *num_bytes)
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
@@ -198,28 +162,33 @@ def point_latest(folder: Path, name: str) -> None:
 
 def prune(
     folder: Path,
-    newest: Path,
+    newest: Saved,
     keep: int,
-    written: tuple[Files, dict[str, Any]] | None = None,
+    files: Files,
     group: Group = None,
+    links: Links | None = None,
 ) -> None:
     """Delete all but the newest `keep`, but only after the newest was read back from disk and verified.
 
-    `written`: what this rank has just written of the newest, and its entries in the manifest; None if it was there.
+    `files`: what this rank has just written of the newest. Files that it linked were read before.
 
     Checkpoints of another run in the same folder are neither counted nor deleted.
     """
 
     def others() -> list[str]:
         run = run_id(folder)
-        return [p.name for p in checkpoints(folder) if p != newest and not is_foreign(p, run)][keep - 1 :]
+        return [p.name for p in checkpoints(folder) if p != newest.path and not is_foreign(p, run)][keep - 1 :]
 
     old = from_rank_0(others, f"listing {folder}", group)
     if not old:
         return
-    problem = verify(newest, group) if written is None else compare(newest, *written, group)
+    if links:
+        files = {file: chunks for file, chunks in files.items() if file not in links.linked}
+    problem = compare(newest.path, files, newest.specs, group) if newest.specs else verify(newest.path, group)
     if problem:
-        raise CheckpointError(f"{newest} does not read back as it was written ({problem}); older checkpoints are kept")
+        raise CheckpointError(
+            f"{newest.path} does not read back as it was written ({problem}); older checkpoints are kept"
+        )
     if rank() == 0:
         for name in old:
             doomed = folder / f".attempt-pruned-{name}"  # rename first: a half-deleted folder must not look complete
@@ -302,7 +271,7 @@ def compare(path: Path, files: Files, specs: dict[str, Any], group: Group = None
     problem = ""
 
     def check(file: str) -> str:
-        return "" if shards.holds(path / file, *content(files[file])) else f"{file} differs from what was written"
+        return f"{file} differs from what was written" if shards.differing(path / file, *content(files[file])) else ""
 
     with agreed(f"reading {path}", group=group):
         try:

@@ -49,6 +49,7 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
 
     init_from.check(config)
     check_adapters(config)
+    check_copies(config["checkpoint"])
     check_data(config)
     profiling.check(config)
     if config["logger"]["_target_"] == "dtrain.train.loggers.Wandb" and importlib.util.find_spec("wandb") is None:
@@ -126,6 +127,12 @@ def check_adapters(config: dict[str, Any]) -> None:
         if target.rpartition(".")[2] not in known:
             rule = f"model={config['choices'].get('model')} has no linear layer that ends in {target!r}"
             raise bad("lora.targets", config["lora"]["targets"], rule, f"choose from {', '.join(known)}; or [] for all")
+
+
+def check_copies(saves: dict[str, Any]) -> None:
+    if saves["peer_every"] and not saves["peer"]:
+        fix = "checkpoint.peer=true, or checkpoint.peer_every=0"
+        raise bad("checkpoint.peer_every", saves["peer_every"], "copies in memory are off (checkpoint.peer=false)", fix)
 
 
 def check_data(config: dict[str, Any]) -> None:

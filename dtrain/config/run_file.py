@@ -78,6 +78,8 @@ def completed(config: dict[str, Any]) -> dict[str, Any]:
         precision.setdefault("stream", "float32")
     if isinstance(checkpoint, dict):
         checkpoint.setdefault("background", True)
+        for setting, value in {"incremental": 0, "peer": False, "peer_every": 0}.items():
+            checkpoint.setdefault(setting, value)
     if isinstance(config.get("train"), dict):
         config["train"].setdefault("check_replicas_every", 500)
     return {"nsys": False, "cuda_graphs": "none", "profile": {"_target_": "dtrain.profile.record.Profile"}} | config

@@ -67,6 +67,7 @@ class Torchrun(Supervisor):
     """The ranks of this machine, which may be one node of several, each with its own torchrun, started by hand."""
 
     log_name = "torchrun.log"
+    ends_copies = True
     folder = ""  # temporary folder, set while it runs
 
     def __init__(

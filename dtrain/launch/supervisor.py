@@ -23,8 +23,8 @@ from dtrain.launch.attempt_files import AttemptFiles
 from dtrain.launch.failures import failure, first_failure, is_timeout, mismatch, of_standstill
 from dtrain.launch.wait_graph import Position
 from dtrain.report.why import short_form
-from dtrain.runs import causes
-from dtrain.runs.folder import latest_checkpoint, look_again, note_attempt, read_summary, write_json
+from dtrain.runs import causes, memory
+from dtrain.runs.folder import latest_checkpoint, look_again, newest_step, note_attempt, read_summary, write_json
 from dtrain.runs.protocol import DONE, FAILED, HANG_FILE, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent, slowness
 from dtrain.ui.console import print_summary
 from dtrain.ui.progress import Monitor
@@ -38,7 +38,9 @@ LOOK_S = 1.0  # maximum time between two file checks; a run that just started is
 
 def origin(run_dir: Path) -> str:
     """Describe where a restart begins."""
-    newest = latest_checkpoint(run_dir)
+    newest, in_memory = latest_checkpoint(run_dir), memory.newest_step(run_dir)
+    if in_memory > newest_step(run_dir):
+        return f"from the copy of step {in_memory} in memory"
     return f"from {newest.name}" if newest else "from the beginning, as nothing was saved yet"
 
 
@@ -47,6 +49,7 @@ class Supervisor:
 
     log_name: str  # file in RUN/logs: output of the program that starts the ranks
     start_s = math.inf  # if no rank has started after this many seconds, give up
+    ends_copies = False  # whether a failed run's copies in memory (checkpoint.peer) are on this host, and end with it
     node_rank = 0  # if one run has several supervisors, only node 0's writes the run's state
 
     def __init__(
@@ -116,6 +119,8 @@ class Supervisor:
                     self.failures += [self.failure] if code not in (DONE, PREEMPTED) else []
                     if code != FAILED or self.stop_requested_at < math.inf:  # a bad configuration fails again
                         break
+                if self.ends_copies and (left := memory.remove_old(run_dir)):
+                    monitor.message(left)
             failed = code not in (DONE, PREEMPTED)
             print_summary(
                 run_dir,

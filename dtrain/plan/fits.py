@@ -8,6 +8,7 @@ from typing import Any
 from dtrain.config.files import section
 from dtrain.config.hardware import half_precision
 from dtrain.errors import bad
+from dtrain.plan.peer_memory import check_copies
 from dtrain.plan.predict import Prediction, predict
 from dtrain.plan.run_prediction import CERTAIN, FAULT, NO_GPU, STATES, asked_for, left_out, log, memory_text, strict
 from dtrain.plan.sections import with_detected
@@ -19,6 +20,7 @@ def check(config: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
     from dtrain.plan.host_memory import check_host  # not at the top: host_memory imports this module
 
     check_host(config)
+    check_copies(config)
     if str(plan.get("reason")).startswith(FAULT):
         log.warning("%s, so there is no prediction for this run", plan["reason"])
     elif str(plan.get("reason")).endswith(NO_GPU):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dtrain.checkpoint import background, store
+from dtrain.checkpoint.peer import PeerCopies
 from dtrain.config import run_file
 from dtrain.config.build import typed_trust
 from dtrain.config.files import GROUPS
@@ -40,7 +41,9 @@ def train(run: Run, saver: background.Saver, stop: process.StopRequest, position
     """Train until the last step or a stop request. Return True if training stopped before the last step."""
     settings, strategy, device = run.cfg.train, run.strategy, run.device
     pending, replicas = PendingSteps(), Replicas(strategy)
-    stopping = False
+    stopping, saves = False, run.cfg.checkpoint
+    if saver.only_in_memory:  # of hosts that may be lost, too
+        save(run, saver, replicas, is_last=run.step == run.last_step)
     while run.step < run.last_step and not stopping:
         pending.begin()
         position.enter("data", run.step + 1)
@@ -61,7 +64,8 @@ def train(run: Run, saver: background.Saver, stop: process.StopRequest, position
 
         is_last = run.step == run.last_step or stopping
         eval_due = not stopping and (is_last or _every(settings.eval_every, run.step))
-        save_due = is_last or _every(run.cfg.checkpoint.every, run.step)
+        on_disk = is_last or _every(saves.every, run.step)
+        save_due = on_disk or _every(saves.peer_every, run.step)
         pending.add(result, run.step, run.samples, lr, data_s)
         for finished in pending.read(all_of_them=eval_due or save_due):
             log_step(run, finished)
@@ -71,7 +75,7 @@ def train(run: Run, saver: background.Saver, stop: process.StopRequest, position
             evaluate(run, run.validation, position)
         if save_due:
             position.enter("save", run.step)
-            save(run, saver, replicas, is_last)
+            save(run, saver, replicas, is_last, on_disk)
         elif _every(settings.check_replicas_every, run.step):
             replicas.check(run.step)
         if saver.failed:  # the next vote informs all ranks, and the next save raises the error
@@ -121,7 +125,7 @@ def evaluate(run: Run, validation: Validation, position: Position) -> None:
         run.recorder.write(step=run.step, **found)
 
 
-def save(run: Run, saver: background.Saver, replicas: Replicas, is_last: bool) -> None:
+def save(run: Run, saver: background.Saver, replicas: Replicas, is_last: bool, on_disk: bool = True) -> None:
     """Compare the replicas and save; the files are written while training continues."""
     asked = time.perf_counter()
     meta = {
@@ -131,7 +135,7 @@ def save(run: Run, saver: background.Saver, replicas: Replicas, is_last: bool) -
     }  # fmt: skip
     state = run.strategy.state_dict()
     replicas.check(run.step, state)  # a tensor that differs between ranks is never saved
-    saver.save(run.step, state, meta, asked, last=is_last)
+    saver.save(run.step, state, meta, asked, is_last, on_disk)
 
 
 def finish(run: Run, saver: background.Saver, preempted: bool) -> None:
@@ -151,6 +155,8 @@ def finish(run: Run, saver: background.Saver, preempted: bool) -> None:
         }  # fmt: skip
         write_json(run.folder / "summary.json", run.summary)
         run.recorder.logger.finish(run.summary)
+    if saver.peer:
+        saver.peer.remove()
 
 
 def main(run_dir: Path) -> int:
@@ -162,7 +168,9 @@ def main(run_dir: Path) -> int:
         position.hang_timeout = cfg.cluster.get("hang_timeout")  # an old run has no such setting
         device = process.join_process_group(cfg.deterministic)
         saves = cfg.checkpoint
-        with background.Saver(run_dir / "checkpoints", saves.keep, saves.background) as saver, position:
+        peer = PeerCopies(run_dir) if saves.peer else None
+        saver = background.Saver(run_dir / "checkpoints", saves.keep, saves.background, saves.incremental, peer)
+        with saver, position:
             stop = process.StopRequest(run_dir)
             run = set_up(run_dir, cfg, device, saver)
             preempted = train(run, saver, stop, position)

@@ -108,7 +108,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     # ---- the newest good checkpoint of this run, whatever layout it was saved under ----------------------------
     step = samples = 0
     loaded_from = None
-    found = store.newest_good(folder / "checkpoints", log.warning, needed=strategy.needed_to_resume())
+    found = saver.newest_good(strategy.needed_to_resume())
     if found is not None:
         loaded_from, manifest = found
         if manifest["data"] != data_identity and "data" not in cfg.resume_allow:
@@ -145,7 +145,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
         if strategy.compile != "none" and step < last_step:  # gpt2-1.5b: 8 s by blocks, 71 s whole
             log.info("compiling the model: the first step takes longer")
     profiler.attach(strategy, train_data, step, last_step - step)  # wraps the steps to profile, if any
-    every = cfg.checkpoint.every
+    every = cfg.checkpoint.peer_every or cfg.checkpoint.every
     if device.type == "cuda" and every and step - step % every + every < last_step:
         saver.prepare(strategy.state_dict())  # allocates memory for the copies while the first step compiles
     return Run(

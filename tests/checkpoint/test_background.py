@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dtrain.checkpoint import background as saving
-from dtrain.checkpoint import manifest, shards, store
+from dtrain.checkpoint import manifest, rank_files, shards, store
 from dtrain.checkpoint.background import Saver
 from dtrain.checkpoint.store import CheckpointError
 from dtrain.commands.verify import world
@@ -95,7 +95,7 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_same_bits_as_a_save_that_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "FILE_BYTES", 60)  # several files
+    monkeypatch.setattr(rank_files, "FILE_BYTES", 60)  # several files
     for name, background in (("after", False), ("beside", True)):
         with Saver(tmp_path / name, 3, background) as saver:
             for step in (1, 2):
@@ -169,7 +169,7 @@ def test_a_save_makes_its_buffers_if_they_could_not_be_made_before(
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return empty(size)
 
-    monkeypatch.setattr(store, "FILE_BYTES", 64)  # several files
+    monkeypatch.setattr(rank_files, "FILE_BYTES", 64)  # several files
     with Saver(tmp_path, keep=3) as saver:
         with monkeypatch.context() as patch:
             patch.setattr(saving, "empty", not_twice)
