@@ -79,7 +79,10 @@ def completed(config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(checkpoint, dict):
         checkpoint.setdefault("background", True)
     if isinstance(config.get("train"), dict):
-        config["train"].setdefault("check_replicas_every", 500)
+        config["train"].setdefault("spike", None)
+        every = config["train"].pop("check_replicas_every", 500)  # its former name and default
+        if isinstance(config.get("guard", {}), dict):
+            config["guard"] = {"replicas_every": every, "replay_every": 0} | config.get("guard", {})
     return {"nsys": False, "cuda_graphs": "none", "profile": {"_target_": "dtrain.profile.record.Profile"}} | config
 
 
