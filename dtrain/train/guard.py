@@ -27,6 +27,7 @@ from dtrain.util.collective import all_problems
 from dtrain.util.dtensor import is_dtensor, local
 
 Sums = dict[str, int]
+SUMMED = " Other ranks contributed to these sums, so the fault may also be on one of them."
 
 
 class CorruptionError(RuntimeError):
@@ -197,4 +198,5 @@ def agree(own: list[str], summed: list[str], text: str) -> None:
             what=what[0] + more,
             hosts=listed(sorted({report["host"] for report in reports})),
         )
+        + (SUMMED if kind == "summed" else "")
     )

@@ -54,7 +54,9 @@ class Spikes:
     def state(self) -> dict[str, Any]:
         """Return what a resume needs, for the checkpoint's manifest."""
         found: dict[str, Any] = {"passed_over": self.passed_over} if self.passed_over else {}
-        return found | ({"recent": list(self.recent), "in_a_row": self.in_a_row} if self.action else {})
+        return found | (
+            {"recent": [list(entry) for entry in self.recent], "in_a_row": self.in_a_row} if self.action else {}
+        )
 
     def next_samples(self, samples: int) -> int:
         """Return the position of the next batch: after the samples that are passed over."""
