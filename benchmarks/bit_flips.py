@@ -304,16 +304,15 @@ def main() -> None:
             if any(codes):
                 sys.exit(f"{strategy}: ranks ended with {codes}")
             rows += json.loads(file.read_text())
-    lines = table(rows)
-    heads = list(lines[0])
-    print("".join(f"{head:>16}" for head in heads))
-    for line in lines:
-        print("".join(f"{line[head]!s:>16}" for head in heads))
-    if options.json:
-        from throughput import environment
+        if options.json:  # after each strategy, because all of them take long
+            from throughput import environment
 
-        content = {"benchmark": "bit_flips", **environment(), "every": options.every, "table": lines, "flips": rows}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+            content = {"benchmark": "bit_flips", **environment(), "every": options.every, "table": table(rows)}
+            options.json.write_text(json.dumps(content | {"flips": rows}, indent=1) + "\n")
+    lines = table(rows)
+    print("".join(f"{head:>16}" for head in lines[0]))
+    for line in lines:
+        print("".join(f"{value!s:>16}" for value in line.values()))
 
 
 if __name__ == "__main__":

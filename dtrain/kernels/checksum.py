@@ -7,6 +7,7 @@ depend on the order of the programs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,34 +25,43 @@ def add_up(table, owners, sums, count, BLOCK: tl.constexpr):  # type: ignore[no-
     block = tl.program_id(0)
     tensor = tl.load(owners + block).to(tl.int64)
     words = tl.load(table + tensor).to(tl.pointer_type(tl.int32))
-    places = (block - tl.load(table + 2 * count + tensor)) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    number = block - tl.load(table + 2 * count + tensor)
+    here = tl.arange(0, BLOCK)
+    places = number * BLOCK + here
     values = tl.load(words + places, mask=places < tl.load(table + count + tensor), other=0).to(tl.int64)
-    odd = (places + 1) * -0x61C8864680B583EB  # splitmix64 without its last rounds
-    odd = (odd ^ (odd >> 30)) * -0x40A7B892E31B1A47
-    tl.atomic_add(sums + tensor, tl.sum(values * (odd ^ (odd >> 27) | 1)))
+    # all places of a block have different multipliers: these hashes are permutations of 32 bits
+    mixed = (here + 1).to(tl.uint32) * 0x9E3779B1
+    mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA77
+    total = tl.sum(values * ((mixed ^ (mixed >> 13)).to(tl.int64) * 2 + 1))
+    of_block = (number + 1) * -0x61C8864680B583EB
+    tl.atomic_add(sums + tensor, total * ((of_block ^ (of_block >> 30)) | 1))
 
 
 def of_gpu(tensors: Sequence[Tensor]) -> Tensor:
     """Return one int64 per tensor, without a host sync. All tensors are on one GPU."""
     device = tensors[0].device
-    words = [_words(tensor) for tensor in tensors]
-    sizes = torch.tensor([len(w) for w in words])
-    blocks = (sizes + BLOCK - 1) // BLOCK
-    rows = [torch.tensor([w.data_ptr() for w in words]), sizes, blocks.cumsum(0) - blocks]
-    sums = torch.zeros(len(words), dtype=torch.int64, device=device)
-    owners = torch.arange(len(words), dtype=torch.int32).repeat_interleave(blocks)
+    held = [_in_words(tensor) for tensor in tensors]
+    table, owners = _tables(device, *((t.data_ptr(), t.numel() * t.element_size() // 4) for t in held))
+    sums = torch.zeros(len(held), dtype=torch.int64, device=device)
     if len(owners):
-        table = torch.stack(rows).pin_memory().to(device, non_blocking=True)
         run: Any = add_up[(len(owners),)]
         with torch.cuda.device(device):
-            run(table, owners.pin_memory().to(device, non_blocking=True), sums, len(words), BLOCK=BLOCK, num_warps=8)
+            run(table, owners, sums, len(held), BLOCK=BLOCK, num_warps=8)
     return sums
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """Return the elements in their order as 32-bit words; a last odd byte or two is padded with zeros."""
-    data = tensor.detach().reshape(-1)
-    size = data.numel() * data.element_size()
-    if size % 4 or data.data_ptr() % 4:
-        data = torch.nn.functional.pad(data.view(torch.uint8), (0, -size % 4))
-    return data.view(torch.int32)
+def _in_words(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy of it with its elements in order and padded with zeros to whole 32-bit words."""
+    size = tensor.numel() * tensor.element_size()
+    if tensor.is_contiguous() and not size % 4 and not tensor.data_ptr() % 4:
+        return tensor
+    return torch.nn.functional.pad(tensor.detach().reshape(-1).view(torch.uint8), (0, -size % 4))
+
+
+@functools.lru_cache(maxsize=8)
+def _tables(device: torch.device, *places: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return the kernel's table for these addresses and sizes, and which tensor owns each block. Weights stay put."""
+    addresses, sizes = torch.tensor(places).unbind(1)
+    blocks = (sizes + BLOCK - 1) // BLOCK
+    owners = torch.arange(len(places), dtype=torch.int32).repeat_interleave(blocks)
+    return torch.stack([addresses, sizes, blocks.cumsum(0) - blocks]).to(device), owners.to(device)
