@@ -102,8 +102,7 @@ def flip(tensor: Any, element: float, bit: int) -> None:
 
     bits = tensor.reshape(-1).view(torch.int32)
     assert bits.data_ptr() == tensor.data_ptr()
-    value = int(bits[int(element * len(bits))]) ^ (1 << bit)
-    bits[int(element * len(bits))] = value if value < 2**31 else value - 2**32
+    bits[int(element * len(bits))] ^= -(2**31) if bit == 31 else 1 << bit
 
 
 def arm(rank: Rank, plan: dict[str, Any], step: int) -> Any:

@@ -153,7 +153,11 @@ def test_rollback_passes_over_the_samples(tmp_path: Path) -> None:
     assert newer["samples"] == 31 * BATCH
     assert newer["spikes"]["passed_over"] == [{"step": 25, "begin": BAD, "end": BAD + BATCH}]
 
-    # stopped before it reaches the passed-over samples, and after; results that come late
+
+def test_a_rollback_survives_a_stop_and_late_results(tmp_path: Path) -> None:
+    """Stopped before the passed-over samples are reached, and after."""
+    run, codes = run_with(tmp_path / "run", "train.spike=rollback")
+    assert codes == [0, 0]
     for stops in ((23, 36), (32, 36)):
         for stop in stops:
             part, codes = run_with(tmp_path / f"stopped-{stops[0]}", "train.spike=rollback", f"train.stop_after={stop}")
