@@ -166,7 +166,7 @@ def run(rank: Rank, plan: dict[str, Any] | None, guarded: bool, replay: bool = F
     last = -(-step // every) * every
     guard = Guard(s, every if guarded else 0, 1 if replay else 0)
     end = arm(rank, plan, step) if plan else lambda: None
-    found, spiked, saved = "", False, plan["save"] if plan else 0
+    found, spiked, saved, is_written = "", False, plan["save"] if plan else 0, False
     try:
         guard.after_step(rank.first)
         for number in range(rank.first + 1, last + 1):
@@ -181,6 +181,7 @@ def run(rank: Rank, plan: dict[str, Any] | None, guarded: bool, replay: bool = F
             is_saved = guarded and number == min(last, step + saved)
             if is_saved:
                 guard.replicas.check(number, s.state_dict())
+                is_written = True
             guard.after_step(number, is_saved)
     except (ReplicaError, CorruptionError) as error:
         found = str(error)
@@ -190,7 +191,7 @@ def run(rank: Rank, plan: dict[str, Any] | None, guarded: bool, replay: bool = F
     finally:
         end()
         s.passes = None
-    return {"found": found, "spiked": spiked, "sums": sums(rank)}
+    return {"found": found, "spiked": spiked, "written": is_written, "sums": sums(rank)}
 
 
 def sums(rank: Rank) -> list[int]:
@@ -241,7 +242,8 @@ def flips(overrides: list[str], strategy: str, count: int, every: int, seed: int
         for replay in (False, True) if plan["place"] == "gradient before" and strategy != "zero1" else (False,):
             guarded = run(rank, plan, guarded=True, replay=replay)
             text = guarded["found"]
-            saved = not text and differs(guarded["sums"], usual[every], len(guarded["sums"]))
+            differs_now = differs(guarded["sums"], usual[every], len(guarded["sums"]))
+            saved = guarded["written"] and (bool(text) or differs_now)
             blamed = text.partition(" differ")[0].partition(" computed ")[0].partition(" held ")[0]
             parts = plan["name"].removeprefix("model.").removeprefix("optim.").split(" ")[0].rpartition(".")
             weight = parts[0] if plan["place"] == "optimizer" else f"{parts[0]}.{parts[2]}"
