@@ -1,11 +1,15 @@
 """What does it cost to compare replicas? The time of a check beside that of a step, and its share of a run.
 
-    python benchmarks/replicas.py [--ranks 2] [--rows NAME ...] [--rounds 9] [--json FILE]
+    python benchmarks/replicas.py [--ranks 2] [--rows NAME ...] [--strategy ddp] [--every 50] [--rounds 9]
+                                  [--interleaved N] [--json FILE]
 
 Steps and checks take turns, so that other load on the machine hits both; medians over the rounds. A check is all that
-`train.check_replicas_every` adds: checksums of weights and optimizer state, the all-reduce, and the wait for its
-result. With one rank (the default where there is a GPU) there is nothing to compare with: then only the checksums are
-measured, and the wait for them. The share depends on the samples a step has: the rows say how many.
+`guard.replicas_every` adds: checksums of weights and optimizer state, the all-reduce, and the wait for its result. With
+one rank (the default where there is a GPU) there is nothing to compare with: then only the checksums are measured, and
+the wait for them. What only one rank holds, as under fsdp, is summed twice for each check, and compared in between:
+`rest_ms` is both. The share depends on the samples a step has: the rows say how many.
+
+--interleaved N: N times as many steps as an interval has, with the guard and without, in turns.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ def set_up(cfg: Any, device: Any) -> Any:
     return strategy
 
 
-def measure(overrides: list[str], rounds: int, file: Path) -> int:
+def measure(overrides: list[str], every: int, rounds: int, interleaved: int, file: Path) -> int:
     """One rank: rounds of some steps and a check; rank 0 leaves the row in a file."""
     import torch
     import torch.distributed as dist
@@ -56,8 +60,10 @@ def measure(overrides: list[str], rounds: int, file: Path) -> int:
 
     from dtrain.config.run_file import Settings
     from dtrain.launch.compose import compose
-    from dtrain.strategies.replicas import Replicas, checksums, held_tensors
+    from dtrain.strategies.checksums import checksums
+    from dtrain.strategies.replicas import held_tensors
     from dtrain.train import process
+    from dtrain.train.guard import Guard
     from dtrain.util.dtensor import local
 
     device = process.join_process_group()
@@ -65,7 +71,7 @@ def measure(overrides: list[str], rounds: int, file: Path) -> int:
     strategy = set_up(cfg, device)
     world_size = dist.get_world_size()
     batch = batch_of(cfg, cfg.train.global_batch_size // world_size, device)
-    replicas = Replicas(strategy)
+    guard = Guard(strategy, every, 0)
 
     def step() -> None:
         strategy.set_lr(0.1)
@@ -73,9 +79,24 @@ def measure(overrides: list[str], rounds: int, file: Path) -> int:
 
     def check() -> None:
         if world_size > 1:
-            replicas.check(0)
+            guard.replicas.check(0)
         else:
             checksums([local(t) for t in held_tensors(strategy, None).values()], device).sum().item()
+
+    def rest() -> None:
+        """What a check adds for tensors with one holder."""
+        if world_size > 1 and guard.holds_alone is not False:
+            before = guard.sums_at_rest()
+            if before is not None:
+                guard.compare_at_rest(before)
+
+    def guarded(number: int) -> None:
+        """As the loop does it; one rank computes the checksums that several would compare."""
+        guard.before_step(number)
+        step()
+        guard.after_step(number)
+        if world_size == 1 and number % every == 0:
+            check()
 
     def timed(work: Any, times: int) -> float:
         if device.type == "cuda":
@@ -90,22 +111,29 @@ def measure(overrides: list[str], rounds: int, file: Path) -> int:
     for _ in range(10 if device.type == "cuda" else 1):  # compiles, and decides whether a step is a CUDA graph
         step()
     check()
+    rest()
     steps = max(1, min(10, round(1.0 / timed(step, 1))))
-    steps_s, checks_s = [], []
+    steps_s, checks_s, rests_s = [], [], []
     for _ in range(rounds):
         steps_s.append(timed(step, steps))
         checks_s.append(timed(check, 3 if world_size == 1 else 1))
-    step_s, check_s = statistics.median(steps_s), statistics.median(checks_s)
-    every = cfg.train.check_replicas_every
+        rests_s.append(timed(rest, 1))
+    step_s, check_s, rest_s = (statistics.median(some) for some in (steps_s, checks_s, rests_s))
+    turns = []
+    for _ in range(interleaved):
+        plain = timed(lambda: [step() for _ in range(every)], 1)
+        turns.append(timed(lambda: [guarded(number) for number in range(1, every + 1)], 1) / plain - 1)
     tensors = held_tensors(strategy, None).values()
     if dist.get_rank() == 0:
         row = {
             "model": cfg.choices.model, "strategy": cfg.choices.strategy, "precision": cfg.choices.precision,
             "ranks": world_size, "global_batch_size": cfg.train.global_batch_size, "seq_len": cfg.model.seq_len,
             "tensors": len(tensors), "mib": sum(local(t).numel() * t.element_size() for t in tensors) / 2**20,
-            "step_ms": 1e3 * step_s, "check_ms": 1e3 * check_s, "check_replicas_every": every,
-            "share": check_s / (every * step_s), "steps_for_target": check_s / (TARGET * step_s),
-            "rounds_step_s": steps_s, "rounds_check_s": checks_s,
+            "step_ms": 1e3 * step_s, "check_ms": 1e3 * check_s, "rest_ms": 1e3 * rest_s, "replicas_every": every,
+            "share": (check_s + rest_s) / (every * step_s),
+            "steps_for_target": (check_s + rest_s) / (TARGET * step_s),
+            "interleaved_share": statistics.median(turns) if turns else None, "rounds_interleaved": turns,
+            "rounds_step_s": steps_s, "rounds_check_s": checks_s, "rounds_rest_s": rests_s,
         }  # fmt: skip
         file.write_text(json.dumps(row))
     dist.barrier()
@@ -121,22 +149,28 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1 if gpus else 2)
     parser.add_argument("--rows", nargs="*", choices=list(ROWS), metavar="NAME")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--strategy", default="ddp")
+    parser.add_argument("--every", type=int, default=50, help="guard.replicas_every")
+    parser.add_argument("--interleaved", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    common = ["strategy=ddp", f"precision={'bf16' if gpus else 'fp32'}", "cluster.nodes=1"]
+    common = [f"strategy={options.strategy}", f"precision={'bf16' if gpus else 'fp32'}", "cluster.nodes=1"]
     rows = []
-    print(f"{'':<20}{'ranks':>6}{'MiB':>8}{'ms a step':>12}{'ms a check':>12}{'share':>9}   (target {TARGET:.1%})")
+    print(f"{'':<20}{'ranks':>6}{'MiB':>8}{'ms a step':>12}{'ms a check':>12}{'at rest':>9}{'share':>9}{'in turn':>9}"
+          f"   (target {TARGET:.1%} at every {options.every})")
     for name in options.rows or (["gpt2-124m"] if gpus else ["gpt2-tiny", "gpt2-124m, short"]):
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "row.json"
             overrides = [*common, f"cluster.processes={options.ranks}", *ROWS[name]]
-            codes = World(options.ranks, measure, overrides, options.rounds, file).join(3600)
+            arguments = (overrides, options.every, options.rounds, options.interleaved, file)
+            codes = World(options.ranks, measure, *arguments).join(3600)
             if any(codes):
                 sys.exit(f"{name}: ranks ended with {codes}")
             row = {"row": name, **json.loads(file.read_text())}
         rows.append(row)
-        figures = f"{row['mib']:>8.0f}{row['step_ms']:>12.1f}{row['check_ms']:>12.2f}{row['share']:>9.3%}"
-        print(f"{name:<20}{row['ranks']:>6}{figures}", flush=True)
+        times = f"{row['mib']:>8.0f}{row['step_ms']:>12.1f}{row['check_ms']:>12.2f}{row['rest_ms']:>9.2f}"
+        turn = "" if row["interleaved_share"] is None else f"{row['interleaved_share']:>9.3%}"
+        print(f"{name:<20}{row['ranks']:>6}{times}{row['share']:>9.3%}{turn}", flush=True)
     if options.json:
         from throughput import environment
 

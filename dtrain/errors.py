@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+RENAMED = {"train.check_replicas_every": "guard.replicas_every"}
 LONGEST = 400  # longest value, in characters, that a message repeats
 
 
@@ -16,6 +17,8 @@ def bad(key: str, value: Any, rule: str, fix: str) -> ValueError:
 
 
 def unknown(key: str, known: Iterable[str]) -> ValueError:
+    if key in RENAMED:
+        return ValueError(f"{key}: has another name now\n  fix: {RENAMED[key]}=…")
     known = sorted(known)
     leaf = key.rpartition(".")[2]
     near = [k for k in known if k.rpartition(".")[2] == leaf]  # lr is meant as optim.lr, not as logger

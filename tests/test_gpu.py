@@ -93,7 +93,7 @@ def test_sigkill_and_resume_is_bit_exact(strategy: str, shape: list[str], tmp_pa
 @pytest.mark.parametrize("attempt", range(3))
 def test_tensor_ranks_compile_to_the_same_bits(attempt: int, tmp_path: Path) -> None:
     """With an empty cache, ranks that chose kernels by timing drifted apart in most runs."""
-    run, size = made(tmp_path, "tensor", "compile=blocks", "train.steps=6", "train.check_replicas_every=1")
+    run, size = made(tmp_path, "tensor", "compile=blocks", "train.steps=6", "guard.replicas_every=1")
     assert train(run, size, {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}) == [0] * size
 
 

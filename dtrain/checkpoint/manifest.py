@@ -207,8 +207,9 @@ def check_meta(values: dict[str, Any]) -> None:
         expect(key not in values or is_count(values[key]), f"{key} is not a whole number")
     for key in ("data", "config_sha256", "run"):
         expect(isinstance(values.get(key, ""), (str, type(None))), f"{key} is not a string")
-    for key in ("mesh", "choices", "extra"):
+    for key in ("mesh", "choices", "extra", "spikes"):
         expect(isinstance(values.get(key, {}), dict), f"{key} is not an object")
+    check_spikes(values.get("spikes", {}))
     extra = values.get("extra", {})
     for key in ("optimizer", "precision", "base"):
         part = extra.get(key, {})
@@ -219,6 +220,16 @@ def check_meta(values: dict[str, Any]) -> None:
     for name, counts in extra.get("optimizer", {}).items():
         fine = isinstance(counts, dict) and all(is_number(v) for v in counts.values())
         expect(fine, f"extra.optimizer of {name:.80} is not an object of numbers")
+
+
+def check_spikes(spikes: dict[str, Any]) -> None:
+    """Check the recent losses and norms, and the samples that the run passes over."""
+    recent, passed_over = spikes.get("recent", []), spikes.get("passed_over", [])
+    fine = is_count(spikes.get("in_a_row", 0)) and isinstance(recent, list) and isinstance(passed_over, list)
+    fine = fine and all(isinstance(e, list) and len(e) == 3 and all(map(is_number, e)) for e in recent)
+    keys = ("step", "begin", "end")
+    fine = fine and all(isinstance(p, dict) and all(is_count(p.get(key)) for key in keys) for p in passed_over)
+    expect(fine, "spikes are not losses, norms and ranges of samples")
 
 
 def check_files(files: Any) -> dict[str, dict[str, Any]]:

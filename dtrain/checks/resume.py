@@ -21,8 +21,8 @@ FREE_ON_RESUME = (
     "strategy", "cluster", "hardware", "preflight", "logger", "profile", "nsys", "choices", "checkpoint", "compile",
     "fused_loss", "cuda_graphs", "deterministic", "activation_checkpointing", "activation_checkpointing_every",
     "train.micro_batch_size", "train.log_every", "train.eval_every", "train.eval_batches", "train.loader_workers",
-    "train.stop_after", "train.nonfinite", "train.check_replicas_every", "resume", "resume_allow", "run_dir", "name",
-    "trust", "dry_run", "force",
+    "train.stop_after", "train.nonfinite", "train.spike", "train.check_replicas_every", "guard",
+    "resume", "resume_allow", "run_dir", "name", "trust", "dry_run", "force",
 )  # fmt: skip
 
 

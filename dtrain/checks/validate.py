@@ -7,7 +7,7 @@ import importlib.util
 import math
 from typing import Any
 
-from dtrain.checks import network, strategy
+from dtrain.checks import guard, network, strategy
 from dtrain.checks import profile as profiling
 from dtrain.config import mesh
 from dtrain.config.files import CONTROL, flatten
@@ -43,6 +43,7 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
         check_model(config["model"], sizes)
     _, _, num_micro_batches = batch_sizes(config, sizes)
     strategy.check(config, sizes, num_micro_batches)
+    guard.check(config, sizes)
     from dtrain.checks import (
         init_from,  # imported late, like the modules below: `dtrain plan` does not need them and must start fast
     )

@@ -11,7 +11,7 @@ from dtrain.errors import bad
 AT_LEAST = {
     "train.steps": 1, "train.global_batch_size": 1, "train.micro_batch_size": 1, "train.log_every": 1,
     "train.eval_every": 0, "train.eval_batches": 0, "train.stop_after": 1, "train.seed": 0,
-    "train.loader_workers": 0, "train.check_replicas_every": 0, "lora.rank": 0,
+    "train.loader_workers": 0, "guard.replicas_every": 0, "guard.replay_every": 0, "lora.rank": 0,
     "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.incremental": 0, "checkpoint.peer_every": 0,
     "activation_checkpointing_every": 1,
     "model.num_layers": 1, "model.dim": 1, "model.num_heads": 1, "model.num_kv_heads": 1, "model.vocab_size": 1,

@@ -81,7 +81,10 @@ def completed(config: dict[str, Any]) -> dict[str, Any]:
         for setting, value in {"incremental": 0, "peer": False, "peer_every": 0}.items():
             checkpoint.setdefault(setting, value)
     if isinstance(config.get("train"), dict):
-        config["train"].setdefault("check_replicas_every", 500)
+        config["train"].setdefault("spike", None)
+        every = config["train"].pop("check_replicas_every", 500)  # its former name and default
+        if isinstance(config.get("guard", {}), dict):
+            config["guard"] = {"replicas_every": every, "replay_every": 0} | config.get("guard", {})
     return {"nsys": False, "cuda_graphs": "none", "profile": {"_target_": "dtrain.profile.record.Profile"}} | config
 
 

@@ -28,6 +28,7 @@ CHOICES = {
     "cuda_graphs": ("auto", "none"),
     "activation_checkpointing": ("none", "ops", "selective", "full"),
     "train.nonfinite": ("stop", "skip"),
+    "train.spike": ("stop", "skip", "rollback", None),
 }
 NULLABLE = {
     "train.micro_batch_size": int,

@@ -80,11 +80,17 @@ class Loader:
         """Return this rank's sample ids of the global batch that starts at `position`."""
         return self.request(position).indices
 
+    def global_indices(self, position: int) -> np.ndarray:
+        """Return all ranks' sample ids of the global batch that starts at `position`."""
+        return self._samples(position, self.global_batch_size).indices
+
     def request(self, position: int) -> Request:
         """Return this rank's sample ids at `position`, and their random keys if the dataset draws."""
         assert position >= 0, position
-        start = position + self.data_rank * self.rank_batch_size
-        epochs, offsets = np.divmod(np.arange(start, start + self.rank_batch_size), len(self.dataset))
+        return self._samples(position + self.data_rank * self.rank_batch_size, self.rank_batch_size)
+
+    def _samples(self, start: int, count: int) -> Request:
+        epochs, offsets = np.divmod(np.arange(start, start + count), len(self.dataset))
         if not self.shuffle:  # validation: the same samples with the same draws every time
             return self._request(offsets, 0 * epochs)
         order = [self._order(epoch)[offsets[epochs == epoch]] for epoch in range(epochs[0], epochs[-1] + 1)]

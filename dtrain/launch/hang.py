@@ -28,7 +28,7 @@ from dtrain.util.format import duration
 # before REPORT_S, and stopped after FACTOR times as long, but not before STOP_S (NCCL's own timeout).
 FACTOR, REPORT_S, STOP_S = 10, 30.0, 600.0
 # Other phases vary more: the first steps compile, the last save is not in the background, a start prepares data.
-OTHER_S = {"start": 1800.0, "first steps": 1800.0, "evaluation": 600.0, "save": 600.0, "end": 600.0}
+OTHER_S = {"start": 1800.0, "first steps": 1800.0, "rollback": 1800.0, "evaluation": 600.0, "save": 600.0, "end": 600.0}
 FIRST_STEPS = 3
 LONGEST_LOOK_S = 2.0  # a longer time between two looks: this process was suspended, and probably the ranks, too
 SILENT_S = 5.0  # rank 0 writes once a second; after this long without it, the other ranks' files are read, too

@@ -10,7 +10,6 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -33,37 +32,10 @@ from dtrain.strategies.grad_norm import clip_factor, scale_gradients, total_norm
 from dtrain.strategies.materialize import init_weights, materialize, set_stream
 from dtrain.strategies.optimizer_state import init_optimizer_state, merged
 from dtrain.strategies.recompute import checkpoint_layers
+from dtrain.strategies.results import LateResult as LateResult
+from dtrain.strategies.results import StepResult as StepResult
 from dtrain.strategies.stage_layout import MOST_PASSES
 from dtrain.util.dtensor import Held, local
-
-
-@dataclass
-class StepResult:
-    loss: float  # mean over the global batch
-    grad_norm: float  # over the whole model, before clipping
-    updated: bool  # False: loss or gradient was not finite; weights and optimizer are unchanged
-    overflow: bool = False  # skipped only because the fp16 loss scale was too large; the scale is smaller now
-    late = False
-
-    def read(self) -> StepResult:
-        return self
-
-
-class LateResult:
-    """A step's metrics, still on the GPU. `read` waits for this step only, not for later ones."""
-
-    late = True
-
-    def __init__(self, metrics: Tensor) -> None:
-        self.metrics = torch.empty(metrics.shape, dtype=metrics.dtype, pin_memory=True)
-        self.metrics.copy_(metrics, non_blocking=True)
-        self.arrived = torch.cuda.Event()
-        self.arrived.record()
-
-    def read(self) -> StepResult:
-        self.arrived.synchronize()
-        loss, norm, finite = self.metrics.tolist()
-        return StepResult(loss, norm, updated=bool(finite))
 
 
 class Strategy:
@@ -75,6 +47,8 @@ class Strategy:
     compiles = "whole"  # "blocks" if the strategy communicates between layers
     recorded: RecordedStep | None = None  # the step captured as a CUDA graph, if it can be
     is_profiled = False  # True while a profiler needs to tell the parts of a step apart
+    limits: Tensor | None = None  # loss and gradient norm above which a step is a spike, and makes no update
+    passes: Callable[[Tensor, Tensor], Tensor] | None = None  # replaces forward_backward in a step that is checked
 
     def __init__(self, pp: int = 1, dp: int = -1, tp: int = 1) -> None:
         self.axes = {"pp": pp, "dp": dp, "tp": tp}
@@ -189,11 +163,13 @@ class Strategy:
             self.model.train()
         self.count_targets(targets)
         num_passes = len(inputs) / self.micro_batch_size
-        if self.recorded is not None and not self.is_profiled and num_passes <= MOST_PASSES:
+        is_usual = not self.is_profiled and self.passes is None
+        if self.recorded is not None and is_usual and num_passes <= MOST_PASSES:
             metrics = self.recorded(inputs, targets)
             if metrics is not None:
                 return LateResult(metrics)
-        result = self.update(self.forward_backward(inputs, targets))
+        passes = self.passes or self.forward_backward
+        result = self.update(passes(inputs, targets))
         if self.recorded is not None and isinstance(result, LateResult):
             self.recorded.watch(result.arrived)
         return result
@@ -228,43 +204,49 @@ class Strategy:
         return total
 
     def update(self, loss: Tensor) -> StepResult | LateResult:
-        """Unscale, clip, and step if everything is finite. All ranks decide on the same numbers."""
+        """Unscale, clip, and step if everything is finite and no spike. All ranks decide on the same numbers."""
         if self.decides_on_device():
             return LateResult(self.update_on_device(loss))
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         if self.precision.scaled:
             torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], 1.0 / self.precision.scale)
         norm = self.clip(parameters)
-        loss, norm = self.agreed(loss, norm.to(loss.device))  # offloaded gradients have their norm on the CPU
-        loss_value, norm_value = torch.stack([loss.float(), norm.float()]).tolist()  # the only host sync of a step
+        loss, norm, spiked = self.agreed(loss, norm.to(loss.device))  # offloaded gradients have their norm on the CPU
+        # the only host sync of a step
+        loss_value, norm_value, is_spike = torch.stack([loss.float(), norm.float(), spiked.float()]).tolist()
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
-        if finite:
+        if finite and not is_spike:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         # a non-finite loss does not come from the loss scale, which only affects gradients
         overflow = math.isfinite(loss_value) and self.precision.update(finite)
-        return StepResult(loss_value, norm_value, updated=finite, overflow=overflow)
+        updated = finite and not is_spike
+        return StepResult(loss_value, norm_value, updated, overflow, spiked=finite and bool(is_spike))
 
-    def agreed(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean loss over the data ranks and the norm. If either is non-finite on one rank, it is on all.
+    def agreed(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the mean loss over the data ranks, the norm, and whether one of them exceeds its limit on any rank.
 
-        Under ddp each rank computes the norm of its own copy of the gradients. A NaN in one copy (a faulty GPU) must
-        not make only that rank skip the update. The flag is the second element of the loss all-reduce, so the loss
-        keeps its position in the reduction, and therefore its bits.
+        If loss or norm is non-finite on one rank, it is on all. Under ddp each rank computes the norm of its own copy
+        of the gradients, and a fault in one copy must not make only that rank skip the update. The flag is the second
+        element of the loss all-reduce, so the loss keeps its position in the reduction, and therefore its bits. It is
+        inf for a non-finite norm and 1 for a spike: their sum over the ranks tells both.
         """
         world_size, num_data_ranks = dist.get_world_size(), self.sizes.dp
-        if world_size == 1:
-            return loss, norm
-        values = torch.stack([loss, (~torch.isfinite(norm)).to(loss.dtype)])
+        over = torch.zeros_like(loss) if self.limits is None else (norm > self.limits[1]).to(loss.dtype)
+        flag = torch.where(torch.isfinite(norm), over, torch.inf) if world_size > 1 else over
         if num_data_ranks > 1:
+            values = torch.stack([loss, flag])
             dist.all_reduce(values, group=self.data_group)  # gloo has no AVG
-        loss, broken = values[0] / num_data_ranks, values[1] > 0
+            loss, flag = values[0] / num_data_ranks, values[1]
+        if self.limits is not None:
+            flag = torch.maximum(flag, (loss > self.limits[0]).to(flag.dtype))
         if num_data_ranks < world_size:  # tensor and pipeline ranks: no collective has compared their losses
-            flags = torch.stack([~torch.isfinite(loss), broken]).float()
+            flags = torch.stack([(~torch.isfinite(loss)).to(flag.dtype), flag])
             dist.all_reduce(flags, dist.ReduceOp.MAX)
             loss = torch.where((flags[0] > 0) & torch.isfinite(loss), torch.nan, loss)
-            broken = flags[1] > 0
-        return loss, torch.where(broken & torch.isfinite(norm), torch.nan, norm)
+            flag = flags[1]
+        norm = torch.where(torch.isinf(flag) & torch.isfinite(norm), torch.nan, norm) if world_size > 1 else norm
+        return loss, norm, flag > 0
 
     def can_be_recorded(self) -> bool:
         """Return whether a step depends on neither the host nor another rank.
@@ -289,12 +271,14 @@ class Strategy:
             raise
 
     def update_on_device(self, loss: Tensor) -> Tensor:
-        """Return loss, norm, and whether both are finite. If not, the GPU skips the update."""
-        loss, norm = self.agreed(loss, self.norm([p for p in self.module.parameters() if p.grad is not None]))
-        ended_well = torch.isfinite(loss) & torch.isfinite(norm)
+        """Return loss, norm, whether the step updates, and whether it is a spike. The GPU itself skips the update."""
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        loss, norm, spiked = self.agreed(loss, self.norm(parameters))
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        ended_well = finite & ~spiked
         self.optimizer.step_if(ended_well, clip_factor(norm, self.max_grad_norm))  # type: ignore[attr-defined]
         self.optimizer.zero_grad(set_to_none=True)
-        return torch.stack([loss.float(), norm.float(), ended_well.float()])
+        return torch.stack([loss.float(), norm.float(), ended_well.float(), (finite & spiked).float()])
 
     def decides_on_device(self) -> bool:
         """Return whether the GPU itself can skip an update. It cannot under fp16: the host keeps the loss scale."""

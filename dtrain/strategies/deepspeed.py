@@ -200,7 +200,10 @@ class Zero(Strategy):
         updated = self.engine.was_step_applied()
         norm = float(self.engine.get_global_grad_norm())
         overflow = math.isfinite(loss_value) and self.precision.update(updated)
-        return StepResult(loss_value, norm, updated=updated, overflow=overflow)
+        spiked = False
+        if updated and self.limits is not None:  # the engine has updated by now, so train.spike=skip is refused
+            spiked = bool((torch.tensor([loss_value, norm]) > self.limits.cpu()).any())
+        return StepResult(loss_value, norm, updated=updated, overflow=overflow, spiked=spiked)
 
     # ---- state -----------------------------------------------------------------------------------------------
 

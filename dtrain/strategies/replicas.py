@@ -9,11 +9,10 @@ rank lists what others hold, and a check is O(tensors) on each rank.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import socket
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.strategies.base import Strategy
+from dtrain.strategies.checksums import checksums
 from dtrain.util.dtensor import Held, chunks_of, is_dtensor, local
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by the bytes of an element
-ROW = 4096  # elements that share one set of multipliers
-# Elements per block: each product takes 8 bytes. On a CPU a block fits in cache; on a GPU it fills the cores.
-BLOCK = {"cpu": 2**16, "cuda": 2**22}
 NOTHING = torch.iinfo(torch.int64).min  # neutral under MAX: this rank does not hold the tensor
 DATA_AXES = {"dp", "replicate", "shard"}  # names of the data-parallel axis, whole or split into replicas and shards
 MAX_REPORTED = 8  # tensors and ranks named in an error message
@@ -35,68 +31,6 @@ MAX_REPORTED = 8  # tensors and ranks named in an error message
 
 class ReplicaError(RuntimeError):
     """Ranks that must hold the same bits do not; the message names rank, host and tensor."""
-
-
-# ---- the checksum of a tensor --------------------------------------------------------------------------------
-
-
-def checksums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return one int64 per tensor, on `device`, that depends on every bit and on the order of the elements.
-
-    It is the sum modulo 2^64 of the elements' bits, each times an odd number that depends on its position. An odd
-    multiplier loses no bit. Elements are read as at most 32 bits: with 64-bit ones, two flipped sign bits would cancel
-    out. Short tensors, two thirds of a transformer's, are summed together, because each GPU kernel costs some
-    microseconds.
-    """
-    sums = torch.empty(len(tensors), dtype=torch.int64, device=device)
-    short: dict[Any, list[tuple[int, Tensor]]] = defaultdict(list)
-    for i, tensor in enumerate(tensors):
-        values = tensor.detach().reshape(-1)
-        bits = values.view(INTEGERS.get(values.element_size(), torch.int32))
-        if len(bits) > ROW:
-            sums[i] = long_sum(bits)
-        else:
-            short[bits.device, bits.dtype].append((i, bits))
-    for (where, _), held in short.items():
-        odd, begins, ends = short_tables(tuple(len(bits) for _, bits in held), where)
-        products = torch.cat([bits for _, bits in held]) * odd
-        until = torch.nn.functional.pad(products.cumsum(0), (1, 0))
-        places = torch.tensor([i for i, _ in held], device=device)
-        sums[places] = (until[ends] - until[begins]).to(device)
-    return sums
-
-
-def long_sum(bits: Tensor) -> Tensor:
-    """Checksum of more than one row of elements: one sum per row, then the sum of the row sums times odd numbers."""
-    whole = len(bits) // ROW * ROW
-    odd = multipliers(ROW + len(bits) // ROW + 1, bits.device)
-    rows = bits[:whole].view(-1, ROW).split(BLOCK.get(bits.device.type, BLOCK["cpu"]) // ROW)
-    sums = [(block * odd[:ROW]).sum(1) for block in rows]
-    if whole < len(bits):
-        sums.append((bits[whole:] * odd[: len(bits) - whole]).sum(0, keepdim=True))
-    of_rows = torch.cat(sums) if len(sums) > 1 else sums[0]
-    return (of_rows * odd[ROW : ROW + len(of_rows)]).sum()
-
-
-@functools.lru_cache(maxsize=16)
-def short_tables(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the multipliers for concatenated tensors of these sizes, and where each tensor begins and ends."""
-    odd = torch.cat([multipliers(ROW, device)[:size] for size in sizes])
-    ends = torch.tensor(sizes).cumsum(0)
-    return odd, (ends - torch.tensor(sizes)).to(device), ends.to(device)
-
-
-def multipliers(count: int, device: torch.device) -> Tensor:
-    return _multipliers(1 << (count - 1).bit_length(), device)[:count]
-
-
-@functools.lru_cache(maxsize=16)
-def _multipliers(count: int, device: torch.device) -> Tensor:
-    """Return pseudo-random odd numbers: positions hashed with splitmix64."""
-    x = torch.arange(1, count + 1) * -0x61C8864680B583EB
-    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
-    x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
-    return (x ^ (x >> 31) | 1).to(device)
 
 
 # ---- the check -----------------------------------------------------------------------------------------------
@@ -128,12 +62,7 @@ class Replicas:
         if dist.get_world_size() == 1 or (state is None and not self.strategy.in_step()):
             return
         tensors = held_tensors(self.strategy, state)
-        key = (state is not None, len(tensors))  # the optimizer creates its state at its first update
-        is_new = torch.tensor([key not in self.layouts], dtype=torch.int32)
-        dist.all_reduce(is_new, dist.ReduceOp.MAX)  # lay_out() is collective: all ranks call it or none
-        if is_new.item():
-            self.layouts[key] = lay_out(self.strategy, tensors)
-        names, axes = self.layouts[key]
+        names, axes = self.layout(tensors, is_save=state is not None)
         device = self.strategy.device
         sums = checksums([local(tensors[name]) for name in names], device)
         differing = [compare(axis, sums) for axis in axes]
@@ -142,6 +71,23 @@ class Replicas:
             dist.all_reduce(found, dist.ReduceOp.MAX)  # all ranks stop or none
         if found.item():
             raise ReplicaError(describe(self.strategy, step, axes, differing, sums))
+
+    def layout(self, tensors: dict[str, Tensor], is_save: bool) -> tuple[list[str], list[Axis]]:
+        """Return which tensors other ranks also hold, and along which axes. Collective."""
+        key = (is_save, len(tensors))  # the optimizer creates its state at its first update
+        is_new = torch.tensor([key not in self.layouts], dtype=torch.int32)
+        dist.all_reduce(is_new, dist.ReduceOp.MAX)  # lay_out() is collective: all ranks call it or none
+        if is_new.item():
+            self.layouts[key] = lay_out(self.strategy, tensors)
+        return self.layouts[key]
+
+    def held_alone(self) -> dict[str, Tensor]:
+        """Return the weights and optimizer state that only this rank holds. Collective."""
+        tensors = held_tensors(self.strategy, None)
+        if dist.get_world_size() == 1:
+            return tensors
+        shared = set(self.layout(tensors, is_save=False)[0])
+        return {name: tensor for name, tensor in tensors.items() if name not in shared and local(tensor).numel()}
 
 
 def held_tensors(strategy: Strategy, state: Mapping[str, Held] | None) -> dict[str, Tensor]:

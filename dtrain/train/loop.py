@@ -25,12 +25,12 @@ from dtrain.config.run_file import Settings
 from dtrain.config.schema import check_run
 from dtrain.runs.folder import write_json
 from dtrain.runs.protocol import BAD_CONFIG, DONE, FAILED, PREEMPTED
-from dtrain.strategies.replicas import Replicas
 from dtrain.train import metrics, process
+from dtrain.train.guard import Guard
 from dtrain.train.pending import FinishedStep, PendingSteps
 from dtrain.train.position import Position
 from dtrain.train.process import log
-from dtrain.train.setup import Run, Validation, set_up
+from dtrain.train.setup import Run, Validation, roll_back, set_up
 
 
 class NonFiniteError(RuntimeError):
@@ -39,15 +39,16 @@ class NonFiniteError(RuntimeError):
 
 def train(run: Run, saver: background.Saver, stop: process.StopRequest, position: Position) -> bool:
     """Train until the last step or a stop request. Return True if training stopped before the last step."""
-    settings, strategy, device = run.cfg.train, run.strategy, run.device
-    pending, replicas = PendingSteps(), Replicas(strategy)
+    settings, checks, strategy, device = run.cfg.train, run.cfg.guard, run.strategy, run.device
+    pending, guard = PendingSteps(), Guard(strategy, checks.replicas_every, checks.replay_every)
     stopping, saves = False, run.cfg.checkpoint
     if saver.only_in_memory:  # of hosts that may be lost, too
-        save(run, saver, replicas, is_last=run.step == run.last_step)
+        save(run, saver, guard, is_last=run.step == run.last_step)
     while run.step < run.last_step and not stopping:
         pending.begin()
         position.enter("data", run.step + 1)
         before = time.perf_counter()
+        run.samples = run.spikes.next_samples(run.samples)
         inputs, targets = run.train_data.batch(run.samples)
         inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
         data_s = time.perf_counter() - before
@@ -57,7 +58,9 @@ def train(run: Run, saver: background.Saver, stop: process.StopRequest, position
         lr = strategy.set_lr(run.schedule(run.step))
         process.seed_everything(settings.seed, run.step, strategy.random_rank)
         # Run forward and backward over the micro-batches, average the gradients over the data ranks, clip them by one
-        # global norm, and update the weights. The update is skipped if the loss or the norm is not finite.
+        # global norm, and update the weights. The update is skipped if the loss or the norm is not finite or a spike.
+        guard.before_step(run.step + 1)
+        run.spikes.set_limits(run.step + 1)
         result = strategy.train_step(inputs, targets)
         run.step, run.samples = run.step + 1, run.samples + settings.global_batch_size
         stopping = stop.read_vote(vote)
@@ -69,15 +72,19 @@ def train(run: Run, saver: background.Saver, stop: process.StopRequest, position
         pending.add(result, run.step, run.samples, lr, data_s)
         for finished in pending.read(all_of_them=eval_due or save_due):
             log_step(run, finished)
+        if run.spikes.rollback_from:
+            position.enter("rollback", run.step)
+            roll_back(run, saver)
+            pending, guard = PendingSteps(), Guard(strategy, checks.replicas_every, checks.replay_every)
+            continue
 
-        # once in a while: evaluate, save, compare the replicas
+        # once in a while: evaluate, save, compare what must be equal
         if run.validation and eval_due:
             evaluate(run, run.validation, position)
         if save_due:
             position.enter("save", run.step)
-            save(run, saver, replicas, is_last, on_disk)
-        elif _every(settings.check_replicas_every, run.step):
-            replicas.check(run.step)
+            save(run, saver, guard, is_last, on_disk)
+        guard.after_step(run.step, is_saved=save_due)
         if saver.failed:  # the next vote informs all ranks, and the next save raises the error
             stop.requested = True  # not |=: it could overwrite a signal that arrives between its read and its write
         if run.recorder:
@@ -92,8 +99,9 @@ def _every(interval: int, step: int) -> bool:
 
 def log_step(run: Run, finished: FinishedStep) -> None:
     """Record a step whose metrics have been read; stop the run if they are not finite."""
-    if not finished.updated:
-        run.num_skipped += 1
+    run.num_skipped += not finished.updated
+    run.spikes.read(finished, run.train_data, run.folder if run.recorder else None)
+    if not finished.updated and not finished.spiked:
         norm = f"gradient norm {finished.grad_norm}"
         what = f"step {finished.step}: loss {finished.loss}, {norm}: not finite, weights unchanged"
         log.warning(what)
@@ -125,16 +133,17 @@ def evaluate(run: Run, validation: Validation, position: Position) -> None:
         run.recorder.write(step=run.step, **found)
 
 
-def save(run: Run, saver: background.Saver, replicas: Replicas, is_last: bool, on_disk: bool = True) -> None:
+def save(run: Run, saver: background.Saver, guard: Guard, is_last: bool, on_disk: bool = True) -> None:
     """Compare the replicas and save; the files are written while training continues."""
     asked = time.perf_counter()
     meta = {
         "samples": run.samples, "data": run.data_identity, "mesh": run.mesh.as_dict(),
         "world_size": dist.get_world_size(), "choices": dict(run.cfg.choices),
         "config_sha256": run_file.fingerprint(run.folder), "extra": run.strategy.extra_state(),
+        "spikes": run.spikes.state(),
     }  # fmt: skip
     state = run.strategy.state_dict()
-    replicas.check(run.step, state)  # a tensor that differs between ranks is never saved
+    guard.replicas.check(run.step, state)  # a tensor that differs between ranks is never saved
     saver.save(run.step, state, meta, asked, is_last, on_disk)
 
 

@@ -29,14 +29,17 @@ class Recorder:
     """Append metrics to metrics.jsonl and the logger. On resume, first drop the steps that will be repeated."""
 
     def __init__(self, run_dir: Path, start_step: int, logger: Any) -> None:
-        self.logger = logger
-        path = run_dir / "metrics.jsonl"
-        kept = [line for line in _lines(path) if line["step"] <= start_step]
-        temporary = run_dir / ".metrics.jsonl.tmp"
+        self.logger, self.path = logger, run_dir / "metrics.jsonl"
+        self.rewind(start_step)
+
+    def rewind(self, step: int) -> None:
+        """Drop the lines of later steps."""
+        kept = [line for line in _lines(self.path) if line["step"] <= step]
+        temporary = self.path.with_name(".metrics.jsonl.tmp")
         temporary.write_text("".join(_dump(line) for line in kept))
-        os.replace(temporary, path)
+        os.replace(temporary, self.path)
         # open until the process ends; line-buffered, so that a reader sees each step immediately
-        self.file = open(path, "a", buffering=1)  # noqa: SIM115
+        self.file = open(self.path, "a", buffering=1)  # noqa: SIM115
 
     def write(self, **values: Any) -> None:
         try:

@@ -21,6 +21,7 @@ class FinishedStep:
     grad_norm: float
     updated: bool
     overflow: bool
+    spiked: bool
 
 
 class PendingSteps:
@@ -47,11 +48,9 @@ class PendingSteps:
             return []
         now = time.perf_counter()
         step_s = (now - self._started) / count  # steps that were read in one wait share its time
-        finished = [
-            FinishedStep(
-                step, samples, lr, data_s, step_s, result.loss, result.grad_norm, result.updated, result.overflow
-            )
-            for result, (_, step, samples, lr, data_s) in zip(results, self._steps[:count], strict=True)
-        ]
+        finished = []
+        for r, (_, step, samples, lr, data_s) in zip(results, self._steps[:count], strict=True):
+            values = (r.loss, r.grad_norm, r.updated, r.overflow, r.spiked)
+            finished.append(FinishedStep(step, samples, lr, data_s, step_s, *values))
         self._steps, self._started = self._steps[count:], now
         return finished

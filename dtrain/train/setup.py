@@ -24,6 +24,7 @@ from dtrain.strategies.base import Strategy
 from dtrain.train import build as models
 from dtrain.train import metrics, process
 from dtrain.train.process import log
+from dtrain.train.spikes import SpikeError, Spikes
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Validation:
 
 @dataclass
 class Run:
-    """One rank's run. `step` and `samples` are its position; only they, `summary` and the last two fields change."""
+    """One rank's run. `step` and `samples` are its position; `spikes`, `summary` and the last four change, too."""
 
     folder: Path
     cfg: Settings
@@ -55,6 +56,7 @@ class Run:
     last_step: int
     step: int
     samples: int
+    spikes: Spikes
     loaded_from: Path | None
     began: float
     num_skipped: int = 0
@@ -106,21 +108,8 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
         validation = Validation(val_data, size, min(cfg.train.eval_batches, len(val_set) // size))
 
     # ---- the newest good checkpoint of this run, whatever layout it was saved under ----------------------------
-    step = samples = 0
-    loaded_from = None
-    found = saver.newest_good(strategy.needed_to_resume())
-    if found is not None:
-        loaded_from, manifest = found
-        if manifest["data"] != data_identity and "data" not in cfg.resume_allow:
-            raise ValueError(
-                f"data: differs from what this run has trained on ({manifest['data']} then, {data_identity} now)\n"
-                "  fix: restore the old data, or allow the new: 'resume_allow=[data]'"
-            )
-        state = strategy.state_dict()
-        store.load(loaded_from, manifest, state)
-        strategy.load_state_dict(state, manifest["extra"])
-        step, samples = manifest["step"], manifest["samples"]
-        log.info("resumed from %s", loaded_from)
+    found = load_newest(saver, cfg, strategy, data_identity)
+    loaded_from, step, samples, spikes = found or (None, 0, 0, {})
 
     # ---- what will run -----------------------------------------------------------------------------------------
     last_step = min(cfg.train.steps, cfg.train.stop_after or cfg.train.steps)
@@ -150,5 +139,43 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
         saver.prepare(strategy.state_dict())  # allocates memory for the copies while the first step compiles
     return Run(
         folder, cfg, device, model, strategy, schedule, mesh, train_data, validation, data_identity, rate, recorder,
-        summary, last_step, step, samples, loaded_from, began,
+        summary, last_step, step, samples, Spikes(cfg.train.spike, strategy, spikes), loaded_from, began,
     )  # fmt: skip
+
+
+def load_newest(
+    saver: Saver, cfg: Settings, strategy: Strategy, data_identity: str
+) -> tuple[Path, int, int, dict[str, Any]] | None:
+    """Load the newest good checkpoint of a run; return its path, step, samples and what it knows of spikes."""
+    found = saver.newest_good(strategy.needed_to_resume())
+    if found is None:
+        return None
+    path, manifest = found
+    if manifest["data"] != data_identity and "data" not in cfg.resume_allow:
+        raise ValueError(
+            f"data: differs from what this run has trained on ({manifest['data']} then, {data_identity} now)\n"
+            "  fix: restore the old data, or allow the new: 'resume_allow=[data]'"
+        )
+    state = strategy.state_dict()
+    store.load(path, manifest, state)
+    strategy.load_state_dict(state, manifest["extra"])
+    log.info("resumed from %s", path)
+    return path, manifest["step"], manifest["samples"], manifest.meta.get("spikes", {})
+
+
+def roll_back(run: Run, saver: Saver) -> None:
+    """After a spike: load the newest checkpoint, and pass over the samples of the spike from now on."""
+    spike = run.spikes.rollback_from
+    assert spike is not None
+    saver.wait()
+    known = run.spikes.passed_over
+    found = load_newest(saver, run.cfg, run.strategy, run.data_identity)
+    if found is None:
+        fix = "a smaller checkpoint.every, or train.spike=skip"
+        raise SpikeError(f"step {spike.step}: a spike, and there is no checkpoint to go back to. Fix: {fix}")
+    run.loaded_from, run.step, run.samples, saved = found
+    run.spikes.restore(saved | {"passed_over": known})
+    run.spikes.pass_over(spike, run.cfg.train.global_batch_size)
+    run.spikes.rollback_from = None
+    if run.recorder:
+        run.recorder.rewind(run.step)

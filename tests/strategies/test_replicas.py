@@ -21,11 +21,13 @@ from dtrain.config.build import build
 from dtrain.config.run_file import load
 from dtrain.strategies import base
 from dtrain.strategies.base import Strategy
-from dtrain.strategies.replicas import ROW, ReplicaError, Replicas, checksums, held_tensors
+from dtrain.strategies.checksums import checksums
+from dtrain.strategies.replicas import ReplicaError, Replicas, held_tensors
 from dtrain.util.dtensor import local
 from tests.world import make_run, spawn, start_server, summary
 
 NAN = float("nan")
+ROW = 4096
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -274,7 +276,7 @@ def test_or_stops_all(tmp_path: Path) -> None:
     ("fault", "every", "step"), [("model.norm.weight", 0, 6), ("optim.norm.weight.exp_avg", 1, 5), ("missed", 1, 5)]
 )
 def test_replicas_that_differ_are_never_saved(fault: str, every: int, step: int, tmp_path: Path) -> None:
-    run, codes = run_with(fault, tmp_path / "run", f"train.check_replicas_every={every}")
+    run, codes = run_with(fault, tmp_path / "run", f"guard.replicas_every={every}")
     assert codes == [3, 3] and [note["type"] for note in notes(run)] == ["ReplicaError"] * 2
     (message,) = {note["message"] for note in notes(run)}
     assert message.startswith(
