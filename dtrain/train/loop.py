@@ -30,6 +30,7 @@ from dtrain.train.pending import FinishedStep, PendingSteps
 from dtrain.train.position import Position
 from dtrain.train.process import log
 from dtrain.train.setup import Run, Validation, set_up
+from dtrain.train.stragglers import StragglerWatch
 
 
 class NonFiniteError(RuntimeError):
@@ -39,7 +40,7 @@ class NonFiniteError(RuntimeError):
 def train(run: Run, saver: background.Saver, stop: process.StopRequest, position: Position) -> bool:
     """Train until the last step or a stop request. Return True if training stopped before the last step."""
     settings, strategy, device = run.cfg.train, run.strategy, run.device
-    pending, replicas = PendingSteps(), Replicas(strategy)
+    pending, replicas, stragglers = PendingSteps(), Replicas(strategy), StragglerWatch(run, saver)
     stopping = False
     while run.step < run.last_step and not stopping:
         pending.begin()
@@ -50,14 +51,17 @@ def train(run: Run, saver: background.Saver, stop: process.StopRequest, position
         data_s = time.perf_counter() - before
 
         position.enter("step", run.step + 1)
-        vote = stop.start_vote()
+        stragglers.start_step()
+        vote = stop.start_vote(stragglers.values)
         lr = strategy.set_lr(run.schedule(run.step))
         process.seed_everything(settings.seed, run.step, strategy.random_rank)
         # Run forward and backward over the micro-batches, average the gradients over the data ranks, clip them by one
         # global norm, and update the weights. The update is skipped if the loss or the norm is not finite.
         result = strategy.train_step(inputs, targets)
+        stragglers.end_step(data_s, pending.waited_s)
         run.step, run.samples = run.step + 1, run.samples + settings.global_batch_size
         stopping = stop.read_vote(vote)
+        stragglers.read(vote)
 
         is_last = run.step == run.last_step or stopping
         eval_due = not stopping and (is_last or _every(settings.eval_every, run.step))
@@ -79,6 +83,7 @@ def train(run: Run, saver: background.Saver, stop: process.StopRequest, position
         if run.recorder:
             for of_a_save in saver.finished():
                 run.recorder.write(step=run.step, **of_a_save)
+    stragglers.finish()
     return stopping and run.step < run.last_step
 
 
