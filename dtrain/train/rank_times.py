@@ -20,7 +20,7 @@ from pathlib import Path
 
 from dtrain.train.process import log
 
-SAMPLE_S = 0.05  # mean time between two samples
+SAMPLE_S = 0.1  # mean time between two samples
 FAST_S = 0.005  # while the process is stopped and continued again and again
 STOPS_LAST_S = 3.0  # after a SIGCONT, further ones are expected for this long
 BUSY = 0.05  # share of a step: with less run-queue delay, its causes are not looked for
