@@ -153,11 +153,12 @@ def cgroup_root() -> Path | None:
     return None
 
 
-def one(kind: str, strategy: str, who: int, at: int, steps: int, cores: list[int]) -> dict[str, Any]:
+def one(kind: str, strategy: str, who: int, at: int, steps: int, batch: int, cores: list[int]) -> dict[str, Any]:
     """One launch with a slow rank."""
     ranks, calls = LAYOUTS[strategy]
     env = {"HOW": kind, "WHO": str(who), "AT": str(at), "CALLS": str(calls)}
-    settings = (f"train.steps={at + steps}", "checkpoint.every=0", "train.eval_batches=0", "train.eval_every=0")
+    settings = [f"train.steps={at + steps}", f"train.global_batch_size={batch}", "checkpoint.every=0"]
+    settings += ["train.eval_batches=0", "train.eval_every=0"]
     with tempfile.TemporaryDirectory() as name:
         launch = Launch(Path(name), strategy, cores, env, *settings)
         from_step = at
@@ -191,11 +192,12 @@ def one(kind: str, strategy: str, who: int, at: int, steps: int, cores: list[int
     }  # fmt: skip
 
 
-def clean(strategy: str, minutes: float, cores: list[int]) -> dict[str, Any]:
+def clean(strategy: str, minutes: float, batch: int, cores: list[int]) -> dict[str, Any]:
     """One launch in which all ranks are alike."""
     from dtrain.runs.protocol import STOP_FILE
 
-    settings = ("train.steps=1000000", "train.eval_every=50", "train.eval_batches=2", "checkpoint.every=100")
+    settings = ["train.steps=1000000", f"train.global_batch_size={batch}", "train.eval_every=50"]
+    settings += ["train.eval_batches=2", "checkpoint.every=100"]
     with tempfile.TemporaryDirectory() as name:
         launch = Launch(Path(name), strategy, cores, {}, *settings)
         while launch.process.poll() is None and not launch.rows():
@@ -206,18 +208,15 @@ def clean(strategy: str, minutes: float, cores: list[int]) -> dict[str, Any]:
         code, rows = launch.process.wait(), launch.rows()
         summary = json.loads((launch.run / "summary.json").read_text())
     return {
-        "strategy": strategy, "minutes": minutes, "steps": launch_steps(rows), "exit_code": code,
+        "strategy": strategy, "minutes": minutes, "steps": rows[-1]["step"], "exit_code": code,
         "named": [row["slow_text"] for row in rows if "slow_text" in row], "ranks": summary["ranks"],
     }  # fmt: skip
-
-
-def launch_steps(rows: list[dict[str, Any]]) -> int:
-    return max((row["step"] for row in rows), default=0)
 
 
 def cost(rounds: int) -> dict[str, Any]:
     """The share of a step that measuring and judging takes, on rank 0 of 4."""
     import numpy as np
+    import torch
     import torch.distributed as dist
     from measure import batch_of
     from replicas import set_up
@@ -231,6 +230,7 @@ def cost(rounds: int) -> dict[str, Any]:
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29518"}
+    torch.set_num_threads(1)
     device = process.join_process_group()
     cfg = Settings(compose(["model=gpt2-tiny", "train.global_batch_size=2"]))
     strategy, batch, judge = set_up(cfg, device), batch_of(cfg, 2, device), Judge([0] * 4)
@@ -251,12 +251,13 @@ def cost(rounds: int) -> dict[str, Any]:
         return (time.perf_counter() - began) / count
 
     def each_us(function: Any, count: int) -> float:
+        """CPU time, the least of 5 turns: on a busy machine, other processes are in the wall time."""
         turns = []
         for _ in range(5):
-            began = time.perf_counter()
+            began = time.thread_time()
             for _ in range(count):
                 function()
-            turns.append((time.perf_counter() - began) / count * 1e6)
+            turns.append((time.thread_time() - began) / count * 1e6)
         return min(turns)
 
     steps(None)
@@ -304,7 +305,6 @@ def main() -> None:
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    BATCH.append(options.batch)
     if options.ranks:
         LAYOUTS.update({name: (options.ranks, 1) for name in ("ddp", "fsdp")})
     if "quota" in options.kinds and cgroup_root() is None:
@@ -344,10 +344,10 @@ def launches(options: argparse.Namespace) -> list[dict[str, Any]]:
         for _ in range(1 if options.clean else options.rounds):
             for strategy in options.strategies:
                 if options.clean:
-                    jobs.append(pool.submit(in_turn, clean, strategy, options.clean))
+                    jobs.append(pool.submit(in_turn, clean, strategy, options.clean, options.batch))
                 for kind in [] if options.clean else options.kinds:
                     who, at = draw.randrange(LAYOUTS[strategy][0]), draw.randrange(20, 40)
-                    jobs.append(pool.submit(in_turn, one, kind, strategy, who, at, options.steps))
+                    jobs.append(pool.submit(in_turn, one, kind, strategy, who, at, options.steps, options.batch))
         rows = [job.result() for job in jobs]
     for process in busy:
         process.kill()

@@ -23,7 +23,7 @@ from dtrain.train.process import log
 SAMPLE_S = 0.1  # mean time between two samples
 FAST_S = 0.005  # while the process is stopped and continued again and again
 STOPS_LAST_S = 3.0  # after a SIGCONT, further ones are expected for this long
-BUSY = 0.05  # share of a step: with less run-queue delay, its causes are not looked for
+BUSY = 0.1  # share of a step: with less run-queue delay, its causes are not looked for
 FUTEX = {"x86_64": b"202", "aarch64": b"98"}.get(platform.machine(), b"")
 
 # Seconds per step. `own` has data, delay, blocked and stopped in it, and computing; the rest of `wall` is waiting.
@@ -173,8 +173,8 @@ def run_delays(without: set[int]) -> dict[int, int]:
     found = {}
     for name in os.listdir("/proc/self/task"):
         if int(name) not in without:
-            with contextlib.suppress(OSError, IndexError):  # it has just ended
-                found[int(name)] = int(Path(f"/proc/self/task/{name}/schedstat").read_text().split()[1])
+            with contextlib.suppress(OSError, IndexError), open(f"/proc/self/task/{name}/schedstat", "rb") as file:
+                found[int(name)] = int(file.read().split()[1])  # unless the thread has just ended
     return found
 
 

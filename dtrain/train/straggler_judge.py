@@ -87,15 +87,17 @@ class Judge:
         if times[:, SAVING].any():  # a save in the background is not the same work on all ranks
             return []
         own = times[:, OWN]
-        if not self.suspects and not self.alone and own.max() < SLOW * own.min():
+        if not self.suspects and not self.alone and own.max() <= SLOW * own.min():
             return []
-        slowdowns, counted, excess = compare(times, self.groups, self.alone)
+        slowdowns, counted = compare(times, self.groups, self.alone)
         matters = own * (1 - 1 / np.maximum(slowdowns, 1.0)) >= LEAST_SHARE * times[:, WALL]
         if self.on_gpu:
             matters &= times[:, WALL] - own <= MOST_WAIT * times[:, WALL]
         levels = matters * ((counted >= SLOW).astype(int) + (counted >= CLEAR))
         seconds = min(3.0, float(np.median(times[:, WALL])) * (last_step - first_step))
-        changed = []
+        if not self.suspects and not levels.any():
+            return []
+        excess, changed = excesses(times, self.groups, self.alone), []
         for rank in {*np.flatnonzero(levels).tolist(), *self.suspects}:
             suspect = self.suspects.setdefault(rank, _Rank(first_step + 1))
             of_rank = (int(levels[rank]), float(slowdowns[rank]), excess[rank])
@@ -164,29 +166,30 @@ class Judge:
         ]  # fmt: skip
 
 
-def compare(times: np.ndarray, groups: list[np.ndarray], alone: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Slowdown of each rank; the same without run-queue delay that may be chance; excess by cause, in seconds."""
-    own, throttled = times[:, OWN], times[:, THROTTLED]
-    delay = times[:, DELAY] - throttled
-    work = own - times[:, DATA] - times[:, DELAY] - times[:, BLOCKED] - times[:, STOPPED]
+def compare(times: np.ndarray, groups: list[np.ndarray], alone: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Slowdown of each rank, and the same without the run-queue delay that may be chance."""
+    own, delay = times[:, OWN], times[:, DELAY] - times[:, THROTTLED]
     # where ranks compete for CPUs, which of them waits for one longer is chance, for seconds on end
     certain = own - np.minimum(delay, NOISE * median_of_others(delay))
-    parts = np.stack([times[:, DATA], throttled, delay, times[:, BLOCKED], times[:, STOPPED], work], axis=1)
     if alone:  # a stage on one rank: nobody has the same work, so each is compared with its own computing
-        work = np.maximum(work, 0.05 * own)
+        work = np.maximum(own - times[:, [DATA, DELAY, BLOCKED, STOPPED]].sum(axis=1), 0.05 * own)
         usual = median_of_others(own / work)
-        parts[:, -1] = 0.0
-        return own / work / usual, certain / work / usual, parts - _columns(parts)
-    slowdowns, counted, excess = np.empty_like(own), np.empty_like(own), np.empty_like(parts)
+        return own / work / usual, certain / work / usual
+    usual = np.empty_like(own)
     for group in groups:
-        usual = np.maximum(median_of_others(own[group]), 1e-9)
-        slowdowns[group], counted[group] = own[group] / usual, certain[group] / usual
-        excess[group] = parts[group] - _columns(parts[group])
-    return slowdowns, counted, excess
+        usual[group] = np.maximum(median_of_others(own[group]), 1e-9)
+    return own / usual, certain / usual
 
 
-def _columns(parts: np.ndarray) -> np.ndarray:
-    return np.stack([median_of_others(column) for column in parts.T], axis=1)
+def excesses(times: np.ndarray, groups: list[np.ndarray], alone: bool) -> np.ndarray:
+    """By how many seconds each rank's parts exceed the others', in the order of CAUSES."""
+    data, delay, throttled, blocked, stopped = times[:, [DATA, DELAY, THROTTLED, BLOCKED, STOPPED]].T
+    work = np.zeros_like(data) if alone else times[:, OWN] - data - delay - blocked - stopped
+    parts = np.stack([data, throttled, delay - throttled, blocked, stopped, work])
+    found = np.empty_like(parts.T)
+    for group in [np.arange(len(times))] if alone else groups:
+        found[group] = (parts[:, group] - np.stack([median_of_others(part) for part in parts[:, group]])).T
+    return found
 
 
 def median_of_others(values: np.ndarray) -> np.ndarray:
