@@ -94,7 +94,6 @@ class StragglerWatch:
         if self.times:
             self.times.end()
         if self.judge:
-            self._record()
             self._summarize()
 
     def _summarize(self) -> None:
