@@ -10,7 +10,7 @@ slowdown is 2. sleep: 0.2 s of sleep in its model at each step. data: 0.2 s in r
 strategies for so many minutes each, with evaluations and saves, beside --load busy processes. The third: turns of steps
 of gpt2-tiny at batch 2 in one process with and without the watch, and the time of its parts as a share of a step.
 
-With --jobs, each launch has its own cores, if there are enough: one per rank.
+With --jobs, each launch has its own cores, if there are enough: as many as ranks, or one more.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "planner")]
 KINDS = ("quota", "stop", "busy", "sleep", "data")
 LAYOUTS = {"ddp": (3, 1), "fsdp": (3, 1), "tensor": (2, 1), "pipeline": (2, 4)}  # ranks, calls of the model per step
-SLEEP_S, PERIOD_S = 0.2, 0.1
+PERIOD_S = 0.1
 SLOW = """
 import os, time
 from dtrain.data.synthetic import Synthetic
@@ -78,7 +78,7 @@ class Launch:
         command = [sys.executable, str(ROOT / "launch.py"), "run_dir=run", "model=gpt2-tiny", "data=synthetic"]
         command += ["model._target_=slow.Model", "data._target_=slow.Data", "trust=[slow]", f"strategy={strategy}"]
         command += [f"cluster.processes={self.ranks}", "train.log_every=1", *overrides]
-        defaults = {"OMP_NUM_THREADS": "1", "HOW": "", "WHO": "-1", "AT": "0", "CALLS": "1", "SLEEP": str(SLEEP_S)}
+        defaults = {"OMP_NUM_THREADS": "1", "HOW": "", "WHO": "-1", "AT": "0", "CALLS": "1"}
         with open(folder / "screen", "w") as screen:
             self.process = subprocess.Popen(
                 command, cwd=folder, env=os.environ | defaults | env, stdout=screen, stderr=screen,
@@ -153,10 +153,12 @@ def cgroup_root() -> Path | None:
     return None
 
 
-def one(kind: str, strategy: str, who: int, at: int, steps: int, batch: int, cores: list[int]) -> dict[str, Any]:
+def one(
+    kind: str, strategy: str, who: int, at: int, steps: int, sleep_s: float, batch: int, cores: list[int]
+) -> dict[str, Any]:
     """One launch with a slow rank."""
     ranks, calls = LAYOUTS[strategy]
-    env = {"HOW": kind, "WHO": str(who), "AT": str(at), "CALLS": str(calls)}
+    env = {"HOW": kind, "WHO": str(who), "AT": str(at), "CALLS": str(calls), "SLEEP": str(sleep_s)}
     settings = [f"train.steps={at + steps}", f"train.global_batch_size={batch}", "checkpoint.every=0"]
     settings += ["train.eval_batches=0", "train.eval_every=0"]
     with tempfile.TemporaryDirectory() as name:
@@ -180,7 +182,7 @@ def one(kind: str, strategy: str, who: int, at: int, steps: int, batch: int, cor
     first = next((row for row in named if row["slow_rank"] == who and row["step"] >= from_step), None)
     final = next((slow["slowdown"] for slow in summary["slow_ranks"] if slow["rank"] == who), None)
     own = statistics.median(r["own_s"] for r in summary["ranks"] if r["rank"] != who) if summary["ranks"] else 0
-    extra = {"sleep": SLEEP_S, "data": after - own}.get(kind, own)
+    extra = {"sleep": sleep_s, "data": after - own}.get(kind, own)
     truth = (own + extra) / own
     return {
         "kind": kind, "strategy": strategy, "ranks": ranks, "who": who, "from_step": from_step,
@@ -297,6 +299,7 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--ranks", type=int, help="of ddp and fsdp, instead of 3")
     parser.add_argument("--batch", type=int, default=24, help="global batch size")
+    parser.add_argument("--sleep", type=float, default=0.2, help="seconds a step, of sleep and data")
     parser.add_argument("--steps", type=int, default=60, help="after the rank became slow")
     parser.add_argument("--jobs", type=int, default=1, help="launches at a time")
     parser.add_argument("--seed", type=int, default=0)
@@ -324,6 +327,7 @@ def main() -> None:
 def launches(options: argparse.Namespace) -> list[dict[str, Any]]:
     """All launches, some at a time. Each has its own cores while it runs, if there are enough."""
     most, cpus = max(LAYOUTS[name][0] for name in options.strategies), sorted(os.sched_getaffinity(0))
+    most += most % 2  # neighbours are often the two threads of one core
     free: SimpleQueue[list[int]] = SimpleQueue()
     for job in range(options.jobs):
         free.put(cpus[job * most : (job + 1) * most] if options.jobs * most <= len(cpus) and not options.load else [])
@@ -347,7 +351,9 @@ def launches(options: argparse.Namespace) -> list[dict[str, Any]]:
                     jobs.append(pool.submit(in_turn, clean, strategy, options.clean, options.batch))
                 for kind in [] if options.clean else options.kinds:
                     who, at = draw.randrange(LAYOUTS[strategy][0]), draw.randrange(20, 40)
-                    jobs.append(pool.submit(in_turn, one, kind, strategy, who, at, options.steps, options.batch))
+                    jobs.append(
+                        pool.submit(in_turn, one, kind, strategy, who, at, options.steps, options.sleep, options.batch)
+                    )
         rows = [job.result() for job in jobs]
     for process in busy:
         process.kill()

@@ -7,6 +7,7 @@ slow window is noise or a one-off. A rank is named if it is clearly slow in most
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +17,9 @@ import numpy as np
 from dtrain.train.rank_times import FIELDS
 
 WALL, OWN, DATA, DELAY, THROTTLED, BLOCKED, STOPPED, SAVING = range(len(FIELDS))
-SLOW, CLEAR = 1.25, 1.5  # slowdowns
+SLOW, CLEAR = 1.3, 1.5  # slowdowns
 LEAST_SHARE = 0.1  # of the step time, that a slow rank must cost
-FEW, OF = 3, 4  # so many of the last windows name a rank that is clearly slow
+FEW, OF = 3, 4  # a rank that is slow in so many of its last windows, and clearly so in their median, is named
 LONG_S, MOSTLY = 30.0, 0.8  # time constant, and share of slow windows, that name a rank that is slow
 AGAIN = 6  # windows that are not slow until a rank counts as recovered
 NOISE = 3  # others' run-queue delay times this may be chance
@@ -59,7 +60,8 @@ class _Rank:
     """What is remembered of a rank that was slow in its recent windows."""
 
     since: int
-    levels: deque[int] = field(default_factory=lambda: deque(maxlen=AGAIN))
+    last: int = 0  # slow step
+    counted: deque[float] = field(default_factory=lambda: deque(maxlen=AGAIN))  # slowdowns; 0: not slow
     slowdowns: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     excess: np.ndarray = field(default_factory=lambda: np.zeros(6))
     long: float = 0.0
@@ -93,43 +95,46 @@ class Judge:
         matters = own * (1 - 1 / np.maximum(slowdowns, 1.0)) >= LEAST_SHARE * times[:, WALL]
         if self.on_gpu:
             matters &= times[:, WALL] - own <= MOST_WAIT * times[:, WALL]
-        levels = matters * ((counted >= SLOW).astype(int) + (counted >= CLEAR))
+        slow = np.where(matters & (counted >= SLOW), counted, 0.0)
         seconds = min(3.0, float(np.median(times[:, WALL])) * (last_step - first_step))
-        if not self.suspects and not levels.any():
+        if not self.suspects and not slow.any():
             return []
         excess, changed = excesses(times, self.groups, self.alone), []
-        for rank in {*np.flatnonzero(levels).tolist(), *self.suspects}:
+        for rank in {*np.flatnonzero(slow).tolist(), *self.suspects}:
             suspect = self.suspects.setdefault(rank, _Rank(first_step + 1))
-            of_rank = (int(levels[rank]), float(slowdowns[rank]), excess[rank])
+            of_rank = (float(slow[rank]), float(slowdowns[rank]), excess[rank])
             changed += self._update(rank, suspect, *of_rank, last_step, seconds)
         return changed
 
     def _update(
-        self, rank: int, suspect: _Rank, level: int, slowdown: float, excess: np.ndarray, step: int, seconds: float
+        self, rank: int, suspect: _Rank, counted: float, slowdown: float, excess: np.ndarray, step: int, seconds: float
     ) -> list[Verdict]:
-        suspect.levels.append(level)
-        suspect.long += (1 - math.exp(-seconds / LONG_S)) * ((level > 0) - suspect.long)
-        if level:
+        suspect.counted.append(counted)
+        suspect.long += (1 - math.exp(-seconds / LONG_S)) * ((counted > 0) - suspect.long)
+        if counted:
+            suspect.last = step
             suspect.slowdowns.append(slowdown)
             suspect.excess = 0.8 * suspect.excess + excess
-        recent = list(suspect.levels)
+        recent = list(suspect.counted)
         verdict = suspect.verdict
         if verdict is None:
-            clearly = level == 2 and recent[-OF:].count(2) >= FEW
-            if clearly or (level and suspect.long >= MOSTLY):
+            few = [one for one in recent[-OF:] if one]
+            clearly = len(few) >= FEW and statistics.median(few) >= CLEAR
+            if counted and (clearly or suspect.long >= MOSTLY):
                 verdict = suspect.verdict = Verdict(rank, suspect.since, 0.0, "")
-                self.verdicts.append(verdict)
                 self._describe(suspect)
+                if self.events[rank] < MOST_EVENTS:
+                    self.verdicts.append(verdict)
                 return self._event(verdict)
             if recent[-2:] == [0, 0] and suspect.long < 0.3:
-                self.one_offs[rank] += 2 in recent
+                self.one_offs[rank] += max(recent) >= CLEAR
                 del self.suspects[rank]
         elif len(recent) == AGAIN and not any(recent):
             self._describe(suspect)
-            verdict.until = step - 1
+            verdict.until = suspect.last
             del self.suspects[rank]
             return self._event(verdict)
-        elif level:
+        elif counted:
             self._describe(suspect)
         return []
 
