@@ -36,7 +36,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "planner")]
 KINDS = ("quota", "stop", "busy", "sleep", "data")
-LAYOUTS = {"ddp": (3, 1), "fsdp": (3, 1), "tensor": (2, 1), "pipeline": (2, 4)}  # ranks, calls of the model per step
+LAYOUTS = {"ddp": (3, 1), "fsdp": (3, 1), "tensor": (2, 1), "pipeline": (2, 8)}  # ranks, calls of the model per step
 PERIOD_S = 0.1
 SLOW = """
 import os, time
@@ -240,8 +240,9 @@ def cost(rounds: int) -> dict[str, Any]:
     def window(times: RankTimes) -> None:
         judge.add(0, WINDOW_STEPS, np.array([times.take()] * 4))
 
-    def steps(times: RankTimes | None, count: int = 60) -> float:
-        began = time.perf_counter()
+    def steps(times: RankTimes | None, count: int = 60) -> tuple[float, float]:
+        """Wall and CPU time of a step."""
+        began, cpu_began = time.perf_counter(), time.thread_time()
         for step in range(count):
             if times:
                 times.start_step()
@@ -250,7 +251,7 @@ def cost(rounds: int) -> dict[str, Any]:
                 times.end_step(0.0)
                 if step % WINDOW_STEPS == 0:
                     window(times)
-        return (time.perf_counter() - began) / count
+        return (time.perf_counter() - began) / count, (time.thread_time() - cpu_began) / count
 
     def each_us(function: Any, count: int) -> float:
         """CPU time, the least of 5 turns: on a busy machine, other processes are in the wall time."""
@@ -278,11 +279,12 @@ def cost(rounds: int) -> dict[str, Any]:
     step_us = each_us(lambda: (times.start_step(), times.end_step(0.0)), 10_000)
     window_us = each_us(lambda: window(times), 2_000)
     dist.destroy_process_group()
-    step_s = statistics.median(without)
+    (wall, cpu), (wall_with, cpu_with) = (np.median(some, axis=0).tolist() for some in (without, with_it))
+    share = statistics.median(sampler)
     return {
-        "step_ms": step_s * 1e3, "ratio": statistics.median(a / b for a, b in zip(with_it, without, strict=True)),
-        "step_us": step_us, "window_us": window_us, "sampler_share": statistics.median(sampler),
-        "computed_share": (step_us + window_us / WINDOW_STEPS) * 1e-6 / step_s + statistics.median(sampler),
+        "step_ms": wall * 1e3, "step_cpu_ms": cpu * 1e3, "ratio": wall_with / wall, "cpu_ratio": cpu_with / cpu,
+        "step_us": step_us, "window_us": window_us, "sampler_share": share,
+        "computed_share": (step_us + window_us / WINDOW_STEPS) * 1e-6 / cpu + share,
     }  # fmt: skip
 
 

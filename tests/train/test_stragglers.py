@@ -216,6 +216,16 @@ def test_a_sleep_is_own_time_and_a_lock_is_waiting(times: RankTimes, caplog: pyt
     assert wall - own > 0.5 * wall and blocked < 0.5 * wall
 
 
+def test_on_a_gpu_the_wait_for_results_is_not_own_time() -> None:
+    times = RankTimes(on_gpu=True)
+    for _ in range(2):
+        times.start_step()
+        times.end_step(0.25, 7.0)
+    wall, own, data, *_ = times.take()
+    assert times.steps == 0 and data == 0.25
+    assert wall - own == pytest.approx(7.0) and own >= 0.25
+
+
 def test_stops_are_own_time(tmp_path: Path) -> None:
     code = (
         "import threading, time; from dtrain.train.rank_times import RankTimes\n"
