@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 LAYOUTS = {"ddp": 3, "fsdp": 3, "tensor": 4, "pipeline": 3}  # ranks: with three or more, a majority shows who differs
 TINY = ["model.num_layers=6", "model.dim=32", "model.num_heads=4", "model.vocab_size=61", "model.vocab_multiple=16",
         "model.seq_len=16", "data=synthetic", "train.global_batch_size=24", "train.eval_batches=0",
-        "checkpoint.every=5", "train.check_replicas_every=5"]  # fmt: skip
+        "checkpoint.every=5", "guard.replicas_every=5"]  # fmt: skip
 
 
 def chaos(folder: Path, strategy: str, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:

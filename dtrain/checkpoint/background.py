@@ -79,6 +79,10 @@ class Saver:
             self.buffers.free()
 
     @property
+    def is_writing(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
+    @property
     def failed(self) -> bool:
         """A background save failed, on this rank and on all others: the next save or wait raises its error."""
         return self.error is not None

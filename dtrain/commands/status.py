@@ -15,7 +15,7 @@ from dtrain.runs.find import find_run
 from dtrain.runs.folder import latest_checkpoint, read_json
 from dtrain.runs.record import Record, load
 from dtrain.runs.slurm_queue import show
-from dtrain.ui.console import next_commands, say, stdout_console
+from dtrain.ui.console import next_commands, say, slow_ranks, stdout_console
 from dtrain.ui.tables import STYLES, print_sweep, say_problem
 from dtrain.util.format import as_dict, duration, loss_text, number, shell_path, short_path, si, without_nan
 
@@ -83,6 +83,7 @@ def describe(record: Record) -> dict[str, Any]:
         "last_sign": record.last_sign,
         "eta_s": eta,
         "standstill": standstill,
+        "slow_ranks": slow_ranks(summary),
         "checkpoint": str(checkpoint) if checkpoint else None,
         "preflight": read_json(run_dir / "preflight.json") or None,
         "failure": (read_json(run_dir / "failure.json") or None) if begun else None,
@@ -141,6 +142,8 @@ def print_status(record: Record, data: dict[str, Any], console: Console) -> None
         line("stands still", (data["standstill"], "yellow"))
     elif data["status"].startswith("running") and (quiet := record.quiet_s) > 60:
         line("", (f"nothing new for {duration(quiet)}", "yellow"))
+    for i, text in enumerate(data["slow_ranks"]):
+        line("" if i else "slow rank", (text, "yellow"))
     if data["checkpoint"]:
         line("checkpoint", short_path(Path(data["checkpoint"])))
     if data["preflight"]:

@@ -31,6 +31,7 @@ from dtrain.train.pending import FinishedStep, PendingSteps
 from dtrain.train.position import Position
 from dtrain.train.process import log
 from dtrain.train.setup import Run, Validation, roll_back, set_up
+from dtrain.train.stragglers import StragglerWatch
 
 
 class NonFiniteError(RuntimeError):
@@ -41,6 +42,7 @@ def train(run: Run, saver: background.Saver, stop: process.StopRequest, position
     """Train until the last step or a stop request. Return True if training stopped before the last step."""
     settings, checks, strategy, device = run.cfg.train, run.cfg.guard, run.strategy, run.device
     pending, guard = PendingSteps(), Guard(strategy, checks.replicas_every, checks.replay_every)
+    stragglers = StragglerWatch(run, saver)
     stopping, saves = False, run.cfg.checkpoint
     if saver.only_in_memory:  # of hosts that may be lost, too
         save(run, saver, guard, is_last=run.step == run.last_step)
@@ -54,7 +56,8 @@ def train(run: Run, saver: background.Saver, stop: process.StopRequest, position
         data_s = time.perf_counter() - before
 
         position.enter("step", run.step + 1)
-        vote = stop.start_vote()
+        stragglers.start_step()
+        vote = stop.start_vote(stragglers.values)
         lr = strategy.set_lr(run.schedule(run.step))
         process.seed_everything(settings.seed, run.step, strategy.random_rank)
         # Run forward and backward over the micro-batches, average the gradients over the data ranks, clip them by one
@@ -62,8 +65,10 @@ def train(run: Run, saver: background.Saver, stop: process.StopRequest, position
         guard.before_step(run.step + 1)
         run.spikes.set_limits(run.step + 1)
         result = strategy.train_step(inputs, targets)
+        stragglers.end_step(data_s, pending.waited_s)
         run.step, run.samples = run.step + 1, run.samples + settings.global_batch_size
         stopping = stop.read_vote(vote)
+        stragglers.read(vote)
 
         is_last = run.step == run.last_step or stopping
         eval_due = not stopping and (is_last or _every(settings.eval_every, run.step))
@@ -90,6 +95,7 @@ def train(run: Run, saver: background.Saver, stop: process.StopRequest, position
         if run.recorder:
             for of_a_save in saver.finished():
                 run.recorder.write(step=run.step, **of_a_save)
+    stragglers.finish()
     return stopping and run.step < run.last_step
 
 

@@ -30,6 +30,7 @@ class PendingSteps:
     def __init__(self) -> None:
         self._steps: list[tuple[StepResult | LateResult, int, int, float, float]] = []
         self._started = 0.0  # start time of the oldest unread step
+        self.waited_s = 0.0  # in the last `read`
 
     def begin(self) -> None:
         """Start timing a step. If another is pending, time counts from when the previous results were read."""
@@ -43,7 +44,9 @@ class PendingSteps:
         """Wait for and return the steps that can be read without idling the GPU, or all of them."""
         leave_newest = self._steps[-1][0].late and not all_of_them
         count = len(self._steps) - leave_newest
+        asked = time.perf_counter()
         results = [step[0].read() for step in self._steps[:count]]
+        self.waited_s = time.perf_counter() - asked
         if not results:
             return []
         now = time.perf_counter()

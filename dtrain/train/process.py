@@ -15,6 +15,7 @@ import struct
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,15 +137,17 @@ class StopRequest:
     def _on_signal(self, number: int, frame: object) -> None:
         self.requested = True
 
-    def start_vote(self) -> Vote | None:
-        """Before a step: start a vote if one is due. Its all-reduce overlaps with the step."""
+    def start_vote(self, carried: Callable[[], list[float]] = list) -> Vote | None:
+        """Before a step: start a vote if one is due. Its all-reduce overlaps with the step.
+
+        `carried`: more values whose maximum over the ranks is needed now and then; as many on each rank.
+        """
         self.steps += 1
         if self.steps < self.interval:
             return None
         now = time.perf_counter()
-        vote = torch.tensor(
-            [float(self.requested or (self.file is not None and self.file.exists())), (now - self.voted) / self.steps]
-        )
+        asked = float(self.requested or (self.file is not None and self.file.exists()))
+        vote = torch.tensor([asked, (now - self.voted) / self.steps, *carried()])
         self.voted, self.steps = now, 0
         return vote, dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True) if dist.get_world_size() > 1 else None
 
@@ -155,7 +158,7 @@ class StopRequest:
         sums, work = vote
         if work is not None:
             work.wait()
-        asked, step_s = sums.tolist()
+        asked, step_s = sums[:2].tolist()
         self.interval = max(1, min(MOST_STEPS, int(VOTE_S / step_s)))
         return bool(asked)
 

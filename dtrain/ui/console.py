@@ -90,9 +90,17 @@ def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str
         ("peak memory", gib(get("peak_mem_gib")), gib(forecast("peak_mem_gib", "memory_gib"))),
         ("wall time", duration(get("wall_s")), "-"),  # a plan covers only the steps
         ("saves", saves_text(summary), "-"),
+        *(("slow rank", text, "-") for text in slow_ranks(summary)),
         ("checkpoint", short_path(checkpoint) if checkpoint else "-", "-"),
     ]
     return [(label, value, "" if guess == "-" else guess) for label, value, guess in rows if value != "-"]
+
+
+def slow_ranks(summary: dict[str, Any]) -> list[str]:
+    """A sentence for each rank that held up the others: the newest ones, and how many more there were."""
+    found = summary.get("slow_ranks")
+    texts = [str(as_dict(one).get("text")) for one in found] if isinstance(found, list) else []
+    return texts[-3:] + ([f"and {len(texts) - 3} more in summary.json"] if len(texts) > 3 else [])
 
 
 def saves_text(summary: dict[str, Any]) -> str:

@@ -160,6 +160,8 @@ class Monitor:
                     self.first = (row["step"], self.clock())
                 if not self.live_wanted and self._due(row["step"]):
                     self._print_row(row)
+            if "slow_text" in row:
+                self.message(str(row["slow_text"]))
             if "val_loss" in row:
                 say(self.console, (eval_text(row), "green"))
 

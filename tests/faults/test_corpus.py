@@ -24,7 +24,7 @@ def test_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(chaos, "LONGEST_S", 240.0)
     settings = [f"strategy={strategy}", f"cluster.processes={LAYOUTS[strategy]}", "train.global_batch_size=24"]
-    settings += ["train.steps=30", "checkpoint.every=5", "train.check_replicas_every=5"]
+    settings += ["train.steps=30", "checkpoint.every=5", "guard.replicas_every=5"]
     fault = Fault(kind, LAYOUTS[strategy] - 1, 11)
     result = inject(fault, tmp_path / "run", [*SMALL, *settings], str(tmp_path))
     assert result.right, (result, (tmp_path / "run.txt").read_text())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dtrain.ui import console
-from dtrain.ui.console import print_error, print_summary
+from dtrain.ui.console import print_error, print_summary, slow_ranks
 from tests.screens import RUNNING, append, lines, metric, plain, text, write
 
 
@@ -21,6 +21,14 @@ def summary_of(run_dir: Path, **values: Any) -> list[str]:
     out = plain(width=30)
     print_summary(run_dir, out)
     return lines(out)
+
+
+def test_only_the_newest_slow_ranks_are_shown() -> None:
+    slow = [{"text": f"rank {rank} is slow"} for rank in range(5)]
+    assert slow_ranks({"slow_ranks": slow[:2]}) == ["rank 0 is slow", "rank 1 is slow"]
+    assert slow_ranks({"slow_ranks": slow})[0] == "rank 2 is slow"
+    assert slow_ranks({"slow_ranks": slow})[-1] == "and 2 more in summary.json"
+    assert slow_ranks({}) == slow_ranks({"slow_ranks": "nonsense"}) == []
 
 
 def test_summary_of_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
