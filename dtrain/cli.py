@@ -20,6 +20,7 @@ USAGE = """usage: dtrain COMMAND ...
   status RUN                   one run: its job, progress, attempts, and the next command
   logs RUN [-f] [--rank N]     the log of a rank
   cancel RUN|SWEEP [--save]    remove it from the queue, or stop it
+  scale RUN N                  continue with N ranks or nodes, if cluster.processes or nodes is a range
   profile RUN                  where its step time or memory goes, after profile=torch or memory
   env cluster=NAME             a cluster's environment variables as shell exports, with reasons
   preflight [preflight=full]   check the nodes, before a run or alone (cluster=…)
@@ -44,6 +45,7 @@ COMMANDS = {
     "status": "dtrain.commands.status",
     "logs": "dtrain.commands.logs",
     "cancel": "dtrain.commands.cancel",
+    "scale": "dtrain.commands.scale",
     "profile": "dtrain.commands.profile",
     "env": "dtrain.commands.env",
     "preflight": "dtrain.commands.preflight",

@@ -27,8 +27,8 @@ from dtrain.config import hardware, run_file
 from dtrain.config.build import TRUST, typed_trust
 from dtrain.errors import bad
 from dtrain.launch import nsys, slurm_job
-from dtrain.launch.local import Torchrun
 from dtrain.launch.supervisor import failure
+from dtrain.launch.torchrun import Torchrun
 from dtrain.preflight import network_env
 from dtrain.runs.folder import read_json, write_json
 from dtrain.util import file_handles
