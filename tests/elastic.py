@@ -114,13 +114,8 @@ class ElasticRun:
 
         until(reached, f"step {step}", 60, lambda: self.screen)
 
-    def process_of(self, rank: int) -> int:
-        """The rank's process: its log begins with it, in every generation."""
-        lines = (self.run_dir / "logs" / f"rank-{rank}.log").read_text().splitlines()
-        return next(int(line.split()[6]) for line in reversed(lines) if " INFO rank " in line and ", process " in line)
-
     def signal(self, rank: int, number: signal.Signals) -> None:
-        os.kill(self.process_of(rank), number)
+        os.kill(process_of(self.run_dir, rank), number)
 
     def scale(self, number: int) -> None:
         members.request(self.run_dir, number)
@@ -135,8 +130,18 @@ class ElasticRun:
             self.process.wait()
 
     def generations(self) -> list[Generation]:
-        """All generations that trained, in order."""
-        return sorted((read(path) for path in (self.folder / "ids").iterdir()), key=lambda g: g.began)
+        return generations(self.folder / "ids")
+
+
+def process_of(run_dir: Path, rank: int) -> int:
+    """The rank's process: its log begins with it, in every generation."""
+    lines = (run_dir / "logs" / f"rank-{rank}.log").read_text().splitlines()
+    return next(int(line.split()[6]) for line in reversed(lines) if " INFO rank " in line and ", process " in line)
+
+
+def generations(folder: Path) -> list[Generation]:
+    """All generations that trained, in order."""
+    return sorted((read(path) for path in folder.iterdir()), key=lambda g: g.began)
 
 
 def read(path: Path) -> Generation:

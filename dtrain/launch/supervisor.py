@@ -187,9 +187,9 @@ class Supervisor:
             return ""
         cause = causes.one_line(self.failure) if lost else ""
         change = self.members.change(run_dir, self.num_members, lost, cause)
-        if not change or not self.choose(change.size, change.gone):
-            return ""  # too few are left: the run ends as it would without a range
         (run_dir / SCALE_FILE).unlink(missing_ok=True)
+        if not change or not self.choose(change.size, change.gone):
+            return ""  # too few are left, or too few in the allocation: it ends as it would without a range
         note_attempt(run_dir, "end", code=code, why=change.why)
         note_attempt(run_dir, "start", attempt=True, **self.place())
         return f"{change.why}: continuing with {self.members.count(self.num_members)}"
@@ -307,8 +307,7 @@ class Supervisor:
             (run_dir / SCALE_FILE).unlink(missing_ok=True)
             return False
         monitor.message(f"{self.members.count(wanted)} requested: saving after this step")
-        (run_dir / STOP_FILE).touch()
-        self.on_stop()
+        (run_dir / STOP_FILE).touch()  # and no signal, which means that a rank leaves
         return True
 
     def _look(self, run_dir: Path, files: AttemptFiles) -> None:
