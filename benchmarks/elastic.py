@@ -1,6 +1,6 @@
 """Ranks that come and go: is the run the same as an undisturbed one, how much is lost, and how soon is it back?
 
-    python benchmarks/elastic.py [--events 50] [--steps 600] [--strategies ddp fsdp tensor zero2] [--seed 0] [--json FILE]
+    python benchmarks/elastic.py [--events 50] [--steps 600] [--strategies ddp fsdp ...] [--seed 0] [--json FILE]
 
 One launched run per strategy with 1 to 4 ranks. At random steps a random rank leaves (SIGTERM) or is killed, or more
 ranks join; rank 0, which hosts the store, is killed most often. Compared with a run of 2 ranks that nothing disturbs:
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=50)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--every", type=int, default=10, help="checkpoint.every")
-    parser.add_argument("--pause", type=float, default=0.02, help="seconds that a forward pass waits, as a larger model")
+    parser.add_argument("--pause", type=float, default=0.02, help="seconds that a forward pass waits")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -80,7 +80,7 @@ class Slurm:
     ) -> None:
         changing = elastic.parse("nodes", nodes) if isinstance(nodes, str) else None
         self.nodes: int = changing.high if changing else int(nodes)
-        self.launcher = launcher
+        self.launcher, self.processes = launcher, processes
         self.node_rank, self.master_addr, self.master_port = node_rank, master_addr, master_port
         self.max_restarts, self.grace_s, self.array_parallelism = max_restarts, grace_s, array_parallelism
         if launcher == "torchrun":
@@ -111,8 +111,10 @@ class Slurm:
             "requeue" if requeue else "no-requeue": True,
         }
         if changing:
-            # replaces submitit's own `nodes`, which must be a number. no-kill: the allocation survives a lost node
-            self.additional |= {"nodes": f"{changing.low}-{changing.high}", "no-kill": True}
+            # With ntasks-per-node SLURM 22.05 grants the smallest number of nodes, with mincpus as many as there are.
+            # `nodes` replaces submitit's own, which must be a number. no-kill: the allocation survives a lost node.
+            cpus = int(self.parameters.pop("ntasks_per_node") or 1) * (self.parameters.pop("cpus_per_task", None) or 1)
+            self.additional |= {"nodes": f"{changing.low}-{changing.high}", "mincpus": cpus, "no-kill": True}
         if reservation is not None:
             self.additional["reservation"] = reservation
         slurm.check_extra(sbatch or {})
@@ -183,7 +185,7 @@ class Slurm:
         with contextlib.suppress(BrokenPipeError):  # `| head`: the job is submitted anyway
             print(
                 f"submitted job {job_id} · {self.additional.get('nodes', self.nodes)} nodes × "
-                f"{self.parameters['ntasks_per_node']} ranks\n"
+                f"{self.processes} ranks\n"
                 f"logs      {run}/logs/rank-0.log (batch.log: the supervisor)\n"
                 f"status    dtrain status {run}\n"
                 f"watch     dtrain logs -f {run}\n"

@@ -80,7 +80,7 @@ class Srun(Supervisor):
         """Send TERM, so that srun ends the step; killing srun would leave the tasks on other nodes running."""
         process.terminate()
         try:
-            process.wait(30)
+            process.wait(10 if self.members else 30)  # it waits for tasks of a lost node
         except subprocess.TimeoutExpired:
             super().kill(process)
 

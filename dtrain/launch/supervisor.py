@@ -281,7 +281,8 @@ class Supervisor:
             elif not because and now == looked and self._is_rescaled(run_dir, monitor):
                 deadline, because = now + self.grace_s, self._too_slow()
             elif deadline == math.inf and failed:
-                deadline = now + PEERS_S * slowness()  # its peers may wait for it forever
+                # its peers may wait for it forever; an elastic run continues without a slow one
+                deadline = now + PEERS_S * (1 if self.members else slowness())
             elif now > started + self.start_s and not self.ranks_began:
                 self.never_started = True
                 deadline, because = now, f"no rank had started after {now - started:.0f} s (cluster.start_s)"
