@@ -65,12 +65,12 @@ def main() -> None:
     rows = []
     for strategy in options.strategies:
         rows.append(one(strategy, options.events, options.steps, options.every, options.seed, options.pause))
+        rows[-1]["load"] = os.getloadavg()[2]  # of the last 15 minutes: other work slows a recovery down
         print({key: value for key, value in rows[-1].items() if key != "rows"}, flush=True)
-    if options.json:
-        settings = {key: getattr(options, key) for key in ("events", "steps", "every", "pause", "seed")}
-        load = os.getloadavg()[1]  # of the last 5 minutes: other work on the machine slows a recovery down
-        content = {"benchmark": "elastic", **environment(), **settings, "load": load, "results": rows}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        if options.json:
+            settings = {key: getattr(options, key) for key in ("events", "steps", "every", "pause", "seed")}
+            content = {"benchmark": "elastic", **environment(), **settings, "results": rows}
+            options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

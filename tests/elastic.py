@@ -55,7 +55,7 @@ class Logged(GPT2):
             numbers = " ".join(map(str, ids.tolist()))
             with open(f"{os.environ['IDS']}/{os.environ['MASTER_PORT']}", "a") as file:
                 file.write(f"{time.time()} {STEP[0]} {os.environ['RANK']} {numbers}\\n")
-            time.sleep(float(os.environ["PAUSE"]))
+            time.sleep(1.0 if os.path.exists("slow") else float(os.environ["PAUSE"]))
         return super().forward(inputs, targets)
 
 def schedule(step: int, steps: int, warmup_steps: int = 5) -> float:

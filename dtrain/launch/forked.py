@@ -18,21 +18,23 @@ from typing import IO, Any
 
 from dtrain import start
 from dtrain.config import elastic
+from dtrain.config.hardware import gpus_per_node
 from dtrain.launch.members import Members
-from dtrain.launch.supervisor import tie_to
+from dtrain.launch.supervisor import PEERS_S, tie_to
 from dtrain.launch.torchrun import Torchrun
 from dtrain.preflight import network_env
+from dtrain.runs import causes
 from dtrain.runs.protocol import ELASTIC, STOP_SIGNALS, free_port
 
 
 class ForkedRanks:
     """The ranks of one generation, with those methods of a process that a supervisor calls."""
 
-    def __init__(self, starter: subprocess.Popen[bytes], num_ranks: int) -> None:
+    def __init__(self, starter: subprocess.Popen[bytes], num_ranks: int, rescue_s: float) -> None:
         self.starter, self.returncode = starter, None
         self.exits: list[tuple[int, int]] = []  # (rank, exit code), in the order in which they ended
         self.read = b""
-        self._tell(ranks=num_ranks, port=free_port())
+        self._tell(ranks=num_ranks, port=free_port(), rescue_s=rescue_s)
 
     returncode: int | None
 
@@ -78,6 +80,10 @@ class Forked(Torchrun):
     def __init__(self, config: dict[str, Any], members: Members, max_restarts: int, grace_s: int) -> None:
         super().__init__(elastic.sized(config, members.usable[-1]), [], max_restarts, grace_s)
         self.members = members
+        can_rescue = config["strategy"]["_target_"] == "dtrain.strategies.ddp.DDP" and not gpus_per_node(
+            config["cluster"]
+        )
+        self.rescue_s = PEERS_S if can_rescue else 0.0  # see train/rescue.py
         self.starter: subprocess.Popen[bytes] | None = None
         self.ranks: ForkedRanks | None = None
 
@@ -91,7 +97,9 @@ class Forked(Torchrun):
         """Print a command that starts the largest number of ranks; the starter ends when its input does."""
         for name, value in self.environment().items():
             print(f"export {name}={network_env.quote(value)}")
-        print(f"(echo '{json.dumps({'ranks': self.num_ranks, 'port': 29500})}'; sleep infinity) |", end=" ")
+        print(
+            f"(echo '{json.dumps({'ranks': self.num_ranks, 'port': 29500, 'rescue_s': 0})}'; sleep infinity) |", end=" "
+        )
         print(shlex.join(self.command(run_dir)))
 
     def start(self, run_dir: Path, log: IO[bytes]) -> ForkedRanks:
@@ -105,7 +113,7 @@ class Forked(Torchrun):
                 start_new_session=True,
                 preexec_fn=functools.partial(tie_to, os.getpid()),
             )
-        self.ranks = ForkedRanks(self.starter, self.num_ranks)
+        self.ranks = ForkedRanks(self.starter, self.num_ranks, self.rescue_s)
         return self.ranks
 
     def launch(self, run_dir: Path) -> int:
@@ -127,10 +135,10 @@ class Forked(Torchrun):
         exits = self.ranks.exits if self.ranks else []
         return [(rank, signal.Signals(-code).name) for rank, code in exits if code < 0][:1]
 
-    def lost(self, run_dir: Path) -> set[int]:
+    def lost(self, run_dir: Path) -> dict[int, str]:
         """The ranks that were killed from outside: not by their own fault, and not by the supervisor."""
         outside = {number.name for number in (signal.SIGKILL, signal.SIGHUP, *STOP_SIGNALS)}
-        return {self.failure["rank"]} if self.failure.get("type") in outside else set()
+        return {self.failure["rank"]: causes.one_line(self.failure)} if self.failure.get("type") in outside else {}
 
     def choose(self, size: int, gone: set[int]) -> bool:
         self.num_ranks = self.world_size = size

@@ -7,7 +7,7 @@ new number: the samples of a step, and so the losses, do not depend on it.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from dtrain.checks.validate import usable_sizes
 from dtrain.config import elastic
 from dtrain.errors import bad
 from dtrain.runs.folder import read_json, write_json
-from dtrain.runs.protocol import LEAVE_FILE, SCALE_FILE
+from dtrain.runs.protocol import LEAVE_FILE, RESCUE_FILE, SCALE_FILE
 from dtrain.util.format import number
 
 
@@ -59,20 +59,21 @@ class Members:
         ranks = [path.name.rpartition("-")[2] for path in found]
         return {int(rank) // self.ranks_each for rank in ranks if rank.isdecimal()}
 
-    def change(self, run_dir: Path, now: int, lost: Collection[int], cause: str = "") -> Change | None:
-        """What changes after the ranks have stopped: `now` members took part, and some of them are lost."""
+    def change(self, run_dir: Path, now: int, lost: Mapping[int, str]) -> Change | None:
+        """What changes after the ranks have stopped: `now` members took part, and some of them are lost, and why."""
         left, wanted = self.left(run_dir), self.requested(run_dir)
         gone = left | set(lost)
         size = self.fit(wanted or now - len(gone))
         if not size or not (gone or wanted):
             return None
         events = [f"{self.names(left)} left"] if left else []
-        events += [cause or f"{self.names(lost)} lost"] if lost else []
+        events += dict.fromkeys(lost.values())
         events += [f"{self.count(wanted)} requested"] if wanted else []
         return Change(size, gone, ", ".join(events))
 
     def forget(self, run_dir: Path) -> None:
-        """Remove the notes of the ranks that left: the next ranks have their own numbers."""
+        """Remove the notes of the ranks: the next ones have their own numbers."""
+        (run_dir / RESCUE_FILE).unlink(missing_ok=True)
         for path in (run_dir / LEAVE_FILE).parent.glob((run_dir / LEAVE_FILE).name.format("*")):
             path.unlink(missing_ok=True)
 

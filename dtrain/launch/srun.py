@@ -17,6 +17,7 @@ from dtrain.launch.members import Members
 from dtrain.launch.supervisor import Supervisor, hang_settings
 from dtrain.preflight import network_env
 from dtrain.preflight.start import python_command
+from dtrain.runs import causes
 from dtrain.runs.protocol import BAD_CONFIG, ELASTIC, FAILED, STACK_SIGNAL, free_port
 from dtrain.start import environment
 
@@ -89,17 +90,17 @@ class Srun(Supervisor):
         restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         return {"job_id": job_id(), "restart": restart, "nodes": self.nodes, **ranks}
 
-    def lost(self, run_dir: Path) -> set[int]:
+    def lost(self, run_dir: Path) -> dict[int, str]:
         """The nodes that are gone, or of which a rank was killed; a user's error is none of these."""
         each, kind, rank = self.cluster["processes"], self.failure["type"], self.failure.get("rank")
-        gone = {self.failed_node, self.killed_node}
+        gone = dict.fromkeys((self.failed_node, self.killed_node), "was lost")
         if kind == "SIGKILL" and rank is not None:
-            gone.add(self.nodes[rank // each])
+            gone[self.nodes[rank // each]] = causes.one_line(self.failure)
         elif self.failure.get("lost_peer"):
-            gone.update(silent_nodes(run_dir, self.nodes, each))
+            gone |= dict.fromkeys(silent_nodes(run_dir, self.nodes, each), "was lost")
         elif kind == "hang" and self.standstill and not self.failure_is_known():
-            gone.update(self.nodes[rank // each] for rank in self.standstill.ranks)
-        return {i for i, node in enumerate(self.nodes) if node in gone}
+            gone |= {self.nodes[rank // each]: "does not answer" for rank in self.standstill.ranks}
+        return {i: f"{node}: {gone[node]}" for i, node in enumerate(self.nodes) if node in gone}
 
     def choose(self, size: int, gone: set[int]) -> bool:
         """Take nodes of the allocation, the present ones first; False: it has too few, and a requeue gets new ones."""

@@ -119,8 +119,8 @@ class Supervisor:
         """Parse `log_name` for ranks that were killed and left no failure note: (rank, signal name)."""
         raise NotImplementedError
 
-    def lost(self, run_dir: Path) -> set[int]:
-        """After a failure, the members that are gone through no fault of the run; only for an elastic run."""
+    def lost(self, run_dir: Path) -> dict[int, str]:
+        """After a failure of an elastic run: which members are gone, and why. The run's own errors are not here."""
         raise NotImplementedError
 
     def choose(self, size: int, gone: set[int]) -> bool:
@@ -182,11 +182,10 @@ class Supervisor:
         """Choose who takes part in the next attempt, if members left, were lost or shall join; return why, or ""."""
         if self.members is None or self.stop_requested_at < math.inf or code not in (PREEMPTED, FAILED):
             return ""
-        lost = self.lost(run_dir) if code == FAILED else set()
+        lost = self.lost(run_dir) if code == FAILED else {}
         if code == FAILED and not lost:
             return ""
-        cause = causes.one_line(self.failure) if lost else ""
-        change = self.members.change(run_dir, self.num_members, lost, cause)
+        change = self.members.change(run_dir, self.num_members, lost)
         (run_dir / SCALE_FILE).unlink(missing_ok=True)
         if not change or not self.choose(change.size, change.gone):
             return ""  # too few are left, or too few in the allocation: it ends as it would without a range

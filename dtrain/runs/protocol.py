@@ -27,6 +27,7 @@ STACK_SIGNAL = signal.SIGURG  # a rank prints its stacks into its log; programs 
 STOP_FILE = "stop"  # in the run folder: the launcher's stop request; `touch RUN/stop` works too
 SCALE_FILE = "scale.json"  # in the run folder: `dtrain scale` writes the wanted number of ranks or nodes
 LEAVE_FILE = "logs/leave-{}"  # a rank of an elastic run that got a stop signal of its own
+RESCUE_FILE = "logs/rescue"  # made by the rank that saves alone after a peer was lost
 ELASTIC = "DTRAIN_ELASTIC"  # set for the ranks if a rank may leave without ending the run
 
 

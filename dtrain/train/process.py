@@ -28,7 +28,7 @@ from dtrain.config.redaction import hide
 from dtrain.errors import bad
 from dtrain.runs import causes
 from dtrain.runs.folder import write_json
-from dtrain.runs.protocol import STOP_FILE, STOP_SIGNALS, note_leave
+from dtrain.runs.protocol import ELASTIC, STOP_FILE, STOP_SIGNALS, note_leave
 from dtrain.util import collective, disk_space
 
 log = logging.getLogger("dtrain")
@@ -155,7 +155,12 @@ class StopRequest:
             return self.requested and dist.get_world_size() == 1  # a single rank need not wait for a vote
         sums, work = vote
         if work is not None:
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError:  # a peer is gone: the step is over, and the next one's collectives raise it again
+                if ELASTIC not in os.environ:
+                    raise
+                return False
         asked, step_s = sums.tolist()
         self.interval = max(1, min(MOST_STEPS, int(VOTE_S / step_s)))
         return bool(asked)

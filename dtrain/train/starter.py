@@ -1,8 +1,8 @@
 """Forks the ranks of an elastic run on this machine: it has imported torch, so a change of ranks takes no new imports.
 
-The supervisor (launch/forked.py) writes one line of JSON per command to stdin: {"ranks": 3, "port": 29500} starts
-ranks, {"kill": true} kills them. The starter writes one line to stdout when all ranks have ended: their exit codes, and
-the order in which they ended. It never trains itself: no threads, no CUDA, no process group.
+The supervisor (launch/forked.py) writes one line of JSON per command to stdin: {"ranks": 3, "port": 29500,
+"rescue_s": 0} starts ranks, {"kill": true} kills them. When all ranks have ended, the starter answers with one line:
+their exit codes, in the order in which they ended. It never trains itself: no threads, no CUDA, no process group.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import select
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ class Starter:
         self.run_dir, self.process, self.answers = run_dir, os.getpid(), answers
         self.ranks: dict[int, int] = {}  # rank of each process
         self.ended: list[tuple[int, int]] = []  # (rank, exit code), in order
+        self.kill_at: float | None = None  # set when a rank was killed: the others may save until then
+        self.rescue_s = 0.0
         self.woken, wake = os.pipe()  # SIGCHLD writes to it
         for end in (self.woken, wake):
             os.set_blocking(end, False)
@@ -60,7 +63,11 @@ class Starter:
             signal.signal(number, signal.SIG_IGN)  # only the supervisor decides when ranks stop
         read = b""
         while True:
-            ready, _, _ = select.select([0, self.woken], [], [])
+            left = max(0.0, self.kill_at - time.monotonic()) if self.kill_at is not None and self.ranks else None
+            ready, _, _ = select.select([0, self.woken], [], [], left)
+            if not ready:
+                self.kill_at = None
+                self.obey({"kill": True})
             if self.woken in ready:
                 os.read(self.woken, 4096)
                 self.reap()
@@ -77,7 +84,7 @@ class Starter:
             for process in self.ranks:
                 os.kill(process, signal.SIGKILL)
             return
-        self.ended = []
+        self.ended, self.kill_at, self.rescue_s = [], None, command["rescue_s"]
         for rank in range(command["ranks"]):
             process = os.fork()
             if process == 0:
@@ -117,8 +124,8 @@ class Starter:
                 continue
             code = os.waitstatus_to_exitcode(status)
             self.ended.append((self.ranks.pop(process), code))
-            if code < 0 and -code not in CRASHES and len(self.ended) == 1:
-                self.obey({"kill": True})  # its peers wait for it, and have nothing to report
+            if code < 0 and -code not in CRASHES and self.kill_at is None:
+                self.kill_at = time.monotonic() + self.rescue_s  # its peers wait for it, and have nothing to report
             if not self.ranks:
                 os.write(self.answers, json.dumps({"ended": self.ended}).encode() + b"\n")
 

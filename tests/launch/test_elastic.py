@@ -34,9 +34,9 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def test_ranks_leave_are_killed_and_join_and_the_run_is_the_same(tmp_path: Path) -> None:
-    """From 3 ranks: rank 0, which hosts the store, is killed; rank 1 leaves; 4 ranks are asked for."""
-    steps = 90
-    run = launch(tmp_path / "a", f"train.steps={steps}", "cluster.processes=1:3", "checkpoint.every=10", pause=0.02)
+    """From 3 ranks: rank 0, which hosts the store, is killed; rank 1 leaves; 3 ranks are asked for."""
+    steps, options = 90, ["strategy=fsdp", "cluster.processes=1:3", "checkpoint.every=10"]
+    run = launch(tmp_path / "a", f"train.steps={steps}", *options, pause=0.02)
     run.wait_for_step(15)
     assert main(["status", str(run.run_dir)]) == 0
     run.signal(0, signal.SIGKILL)
@@ -54,7 +54,7 @@ def test_ranks_leave_are_killed_and_join_and_the_run_is_the_same(tmp_path: Path)
     assert [generation.ranks for generation in generations] == [3, 2, 1, 3]
     assert check_samples(generations, steps) == steps * 12
     killed, left, joined = (b.last + 1 - a.first for b, a in pairwise(generations))
-    assert 0 <= killed <= 11 and left == 0 and joined == 0, "a kill loses the steps since the save, the others none"
+    assert 0 <= killed <= 12 and left == 0 and joined == 0, "a kill loses the steps since the save, the others none"
     assert [m["step"] for m in metrics(run.run_dir) if "loss" in m] == list(range(1, steps + 1)), "one curve"
 
     plain = launch(tmp_path / "b", f"train.steps={steps}", "cluster.processes=1")
@@ -68,8 +68,22 @@ def test_ranks_leave_are_killed_and_join_and_the_run_is_the_same(tmp_path: Path)
     assert_no_orphans(run.run_dir)
 
 
-def test_too_few_ranks_end_the_run_and_a_resume_continues_it(tmp_path: Path) -> None:
-    """A rank that leaves below the smallest number stops the run, saved; an error of the user's code is none."""
+def test_a_survivor_that_holds_a_copy_saves_it(tmp_path: Path) -> None:
+    """Under ddp a kill loses no step, also without a checkpoint, and the metrics of no step."""
+    run = launch(tmp_path, "train.steps=30", "cluster.processes=1:2", "checkpoint.every=0", pause=0.05)
+    run.wait_for_step(8)
+    run.signal(0, signal.SIGKILL)
+    assert run.join() == 0, run.screen
+    before, after = run.generations()
+    assert (before.ranks, after.ranks) == (2, 1)
+    assert before.last == after.first >= 8, "only the step that was interrupted is repeated"
+    assert check_samples([before, after], 30) == 30 * 12
+    assert [m["step"] for m in metrics(run.run_dir) if "loss" in m] == list(range(1, 31))
+    assert "saved step" in (run.run_dir / "logs" / "rank-1.log").read_text()
+
+
+def test_too_few_ranks_end_the_run_saved(tmp_path: Path) -> None:
+    """Ranks that leave below the smallest number stop the run, saved."""
     run = launch(tmp_path, "train.steps=60", "cluster.processes=2:3", "checkpoint.every=50", pause=0.05)
     run.wait_for_step(5)
     for rank in (0, 2):

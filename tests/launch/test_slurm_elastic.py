@@ -17,7 +17,7 @@ from tests.elastic import OVERRIDES, OWN, ElasticRun, apart, check_samples, gene
 from tests.slurm_runs import at_home, attempts, end_jobs, job_id, said, submit, until, until_step
 from tests.world import metrics
 
-STEPS, EVERY = 700, 25
+STEPS, EVERY = 400, 25
 
 
 def test_a_batch_script_without_its_node_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,8 @@ def test_ten_events_on_three_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (tmp_path / "own.py").write_text(OWN)
         (tmp_path / "ids").mkdir()
         monkeypatch.setenv("IDS", str(tmp_path / "ids"))
-        monkeypatch.setenv("PAUSE", "0.05")
+        monkeypatch.setenv("PAUSE", "0")
+        (tmp_path / "slow").touch()  # the run must not end before the last event
         run = submit(
             *OVERRIDES, "cluster=slurm", "cluster.gpus_per_node=0", "cluster.nodes=1:3", "preflight=off",
             f"train.steps={STEPS}", f"checkpoint.every={EVERY}",
@@ -78,13 +79,15 @@ def test_ten_events_on_three_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 began = time.monotonic()
                 event()
                 sizes.append(size)
-                until(lambda: len(generations(tmp_path / "ids")) == len(sizes), f"{sizes}\n{said(run)}", 240)
+                until(lambda: len(generations(tmp_path / "ids")) == len(sizes), f"generation {len(sizes)}", 240)
                 print(f"{sizes[-2]} → {size} nodes in {time.monotonic() - began:.0f} s")
+            (tmp_path / "slow").unlink()
             assert cluster.wait(job_id(run), timeout=300) == "COMPLETED", said(run)
         finally:
             end_jobs(cluster, tmp_path)
     found = generations(tmp_path / "ids")
-    assert [generation.ranks for generation in found] == sizes, said(run)
+    ranks = [(generation.ranks, generation.first, generation.last) for generation in found]
+    assert [number for number, *_ in ranks] == sizes, f"{ranks} {sizes} {attempts(run, 'start')} {said(run)}"
     assert check_samples(found, STEPS) == STEPS * 12
     assert [m["step"] for m in metrics(run) if "loss" in m] == list(range(1, STEPS + 1))
     assert [start["ranks"] for start in attempts(run, "start") if start.get("ranks")]
