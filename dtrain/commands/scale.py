@@ -33,6 +33,10 @@ def main(argv: list[str]) -> int:
     if not record.is_live:
         fix = f"{LAUNCH} {resume_argument(run_dir)}"
         raise bad("scale", short_path(run_dir), f"the run is {record.status}", fix)
+    has = len(record.attempts[-1]["nodes"] or []) if record.attempts else 0
+    if found.unit == "node" and options.number > has and not config["cluster"]["requeue"]:
+        rule = f"the job has {has} nodes, and only a new place in the queue gets more (cluster.requeue=false)"
+        raise bad("scale", options.number, rule, f"dtrain cancel --save RUN, then {LAUNCH} {resume_argument(run_dir)}")
     request(run_dir, options.number)
     print(
         f"{short_path(run_dir)} was asked to save and to continue with {members.count(options.number)}: "

@@ -63,12 +63,14 @@ class Members:
         """What changes after the ranks have stopped: `now` members took part, and some of them are lost, and why."""
         left, wanted = self.left(run_dir), self.requested(run_dir)
         gone = left | set(lost)
-        size = self.fit(wanted or now - len(gone))
+        asked = wanted or now - len(gone)
+        size = self.fit(asked)
         if not size or not (gone or wanted):
             return None
         events = [f"{self.names(left)} left"] if left else []
         events += dict.fromkeys(lost.values())
         events += [f"{self.count(wanted)} requested"] if wanted else []
+        events += [f"{asked} cannot be used"] if size != asked else []
         return Change(size, gone, ", ".join(events))
 
     def forget(self, run_dir: Path) -> None:

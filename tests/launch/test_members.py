@@ -44,6 +44,12 @@ def test_ranks_that_leave_and_are_lost_in_the_same_step(run_dir: Path) -> None:
     assert ranks.left(run_dir) == set()
 
 
+def test_a_number_that_was_rounded_down_is_explained(run_dir: Path) -> None:
+    note_leave(run_dir, 1)
+    change = members([1, 2, 4]).change(run_dir, 4, {})
+    assert change and (change.size, change.why) == (2, "rank 1 left, 3 cannot be used")
+
+
 def test_a_request_is_for_a_number(run_dir: Path) -> None:
     request(run_dir, 4)
     change = members([1, 2, 4]).change(run_dir, 1, {})

@@ -17,7 +17,7 @@ from tests.elastic import OVERRIDES, OWN, ElasticRun, apart, check_samples, gene
 from tests.slurm_runs import at_home, attempts, end_jobs, job_id, said, submit, until, until_step
 from tests.world import metrics
 
-STEPS, EVERY = 400, 25
+STEPS, EVERY = 600, 25
 
 
 def test_a_batch_script_without_its_node_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,8 @@ def test_ten_events_on_three_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             cluster.kill_node(node)
 
         def come_back(node: str) -> None:
-            until(lambda: cluster.node_state(node) == "down*", f"{node} down")
+            # completing: the steps that it had; that lasted for 5 minutes
+            until(lambda: cluster.node_state(node) in ("down*", "completing*"), f"{node} down")
             cluster.start_node(node)
             scale(3)
 
@@ -80,7 +81,7 @@ def test_ten_events_on_three_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 event()
                 sizes.append(size)
                 until(lambda: len(generations(tmp_path / "ids")) == len(sizes), f"generation {len(sizes)}", 240)
-                print(f"{sizes[-2]} → {size} nodes in {time.monotonic() - began:.0f} s")
+                print(f"{sizes[-2]} → {size} nodes in {time.monotonic() - began:.0f} s", flush=True)
             (tmp_path / "slow").unlink()
             assert cluster.wait(job_id(run), timeout=300) == "COMPLETED", said(run)
         finally:
