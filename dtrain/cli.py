@@ -22,6 +22,7 @@ USAGE = """usage: dtrain COMMAND ...
   why RUN                      why it ended: the cause, the rank, the evidence, what to do
   chaos RUN [--kinds …]        inject faults into copies of a run; is each recognised?
   cancel RUN|SWEEP [--save]    remove it from the queue, or stop it
+  scale RUN N                  continue with N ranks or nodes, if cluster.processes or nodes is a range
   profile RUN                  where its step time or memory goes, after profile=torch or memory
   env cluster=NAME             a cluster's environment variables as shell exports, with reasons
   preflight [preflight=full]   check the nodes, before a run or alone (cluster=…)
@@ -48,6 +49,7 @@ COMMANDS = {
     "why": "dtrain.commands.why",
     "chaos": "dtrain.commands.chaos",
     "cancel": "dtrain.commands.cancel",
+    "scale": "dtrain.commands.scale",
     "profile": "dtrain.commands.profile",
     "env": "dtrain.commands.env",
     "preflight": "dtrain.commands.preflight",

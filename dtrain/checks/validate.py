@@ -9,7 +9,7 @@ from typing import Any
 
 from dtrain.checks import guard, network, strategy
 from dtrain.checks import profile as profiling
-from dtrain.config import mesh
+from dtrain.config import elastic, mesh
 from dtrain.config.files import CONTROL, flatten
 from dtrain.config.hardware import world_size
 from dtrain.config.mesh import batch_sizes
@@ -31,7 +31,10 @@ LINEAR_LAYERS = {
 
 
 def validate(config: dict[str, Any]) -> mesh.MeshSizes:
-    """Raise a ValueError for the first broken rule; return the mesh of the configuration."""
+    """Raise a ValueError for the first broken rule; return the mesh of the configuration, of the largest number of
+    ranks if it has a range."""
+    if isinstance(config.get("cluster"), dict) and elastic.range_of(config):
+        return validate(largest(config))
     check_keys_and_types(config)
     flat = flatten(config)
     check_ranges(flat)
@@ -56,6 +59,56 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     if config["logger"]["_target_"] == "dtrain.train.loggers.Wandb" and importlib.util.find_spec("wandb") is None:
         raise bad("logger", "wandb", "wandb is not installed", "pip install 'dtrain[wandb]', or logger=none")
     return sizes
+
+
+def usable_sizes(config: dict[str, Any]) -> list[int]:
+    """The numbers of ranks or nodes in a range that all other settings allow, ascending; [] without a range.
+
+    Not all have to be usable: 2 of the numbers are enough, so that a batch of 32 can have 1:4 ranks, without 3.
+    """
+    found = elastic.range_of(config)
+    if found is None:
+        return []
+    usable, refused = [], {}
+    for number in range(found.high, found.low - 1, -1):
+        try:
+            validate(elastic.sized(config, number))
+            usable.append(number)
+        except ValueError as error:
+            refused[number] = error
+    if not usable:
+        raise refused[found.high]
+    check_elastic(config, found)
+    if len(usable) == 1:
+        number, why = next(iter(refused.items()))
+        rule, _, fix = str(why).partition("\n  fix: ")
+        if rule.startswith("train.global_batch_size"):
+            fix = "a train.global_batch_size that more of these numbers divide"
+        rule = f"only {usable[0]} of these numbers can be used; with {number}: {rule}"
+        raise bad(f"cluster.{found.setting}", config["cluster"][found.setting], rule, fix)
+    return usable[::-1]
+
+
+def largest(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with the largest usable number of ranks; one without a range stays as it is."""
+    usable = usable_sizes(config)
+    return elastic.sized(config, usable[-1]) if usable else config
+
+
+def check_elastic(config: dict[str, Any], found: elastic.Range) -> None:
+    """Reject what needs a fixed number of ranks."""
+    cluster, value = config["cluster"], config["cluster"][found.setting]
+    setting = f"cluster.{found.setting}"
+    if "launcher" in cluster and found.setting == "processes":
+        rule = "the ranks of a node are fixed on a cluster; whole nodes leave and join"
+        raise bad(setting, value, rule, f"{setting}={found.high} cluster.nodes={value}")
+    if cluster.get("launcher") == "torchrun":
+        rule = "nodes that are started by hand cannot be started again by a supervisor"
+        raise bad(setting, value, rule, f"{setting}={found.high}, or cluster.launcher=submitit")
+    if config["nsys"] or config["profile"].get("kind", "your own") != "none":
+        name, typed = ("nsys", "true") if config["nsys"] else ("profile", config["choices"].get("profile"))
+        rule = f"a profile is of one number of ranks, and {found} is several"
+        raise bad(name, typed, rule, f"{setting}={found.high}")
 
 
 def check_text(flat: dict[str, Any]) -> None:

@@ -173,7 +173,7 @@ def other_logs(run_dir: Path, job_id: str | None) -> list[Path]:
     """List other logs: the supervisor's, and the job's output from before the supervisor started."""
     places = [run_dir / "submitit", run_dir.parent / "submitit"] if job_id else []  # of a run; of a sweep's array
     submitit = [p for place in places for p in sorted(place.glob(f"*/{job_id}_*log.*"))]
-    logs = [run_dir / "logs" / f"{name}.log" for name in ("batch", "srun", "torchrun")]
+    logs = [run_dir / "logs" / f"{name}.log" for name in ("batch", "srun", "torchrun", "starter")]
     return [p for p in (logs[0], *submitit, *logs[1:]) if p.is_file() and p.stat().st_size]
 
 

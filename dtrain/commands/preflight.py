@@ -65,7 +65,7 @@ def nodes_and_starter(config: dict[str, Any], argv: list[str]) -> tuple[list[str
     cluster = config["cluster"]
     if cluster.get("launcher", "torchrun") == "torchrun":
         return [socket.gethostname()], local_starter
-    from dtrain.launch import slurm_job
+    from dtrain.launch import slurm_job, srun
 
     listed = os.environ.get("SLURM_JOB_NODELIST")
     if not listed:
@@ -76,7 +76,7 @@ def nodes_and_starter(config: dict[str, Any], argv: list[str]) -> tuple[list[str
         command = [*request, *starting.command("dtrain.cli"), "preflight", *argv]
         print(f"asking SLURM for the nodes: {shlex.join(command)}", flush=True)
         os.execvp(command[0], command)  # salloc runs this command again inside a job; its exit code is the command's
-    nodes = slurm_job.scontrol("scontrol", "show", "hostnames", listed).split()
+    nodes = srun.scontrol("scontrol", "show", "hostnames", listed).split()
     if not nodes:
         raise bad(
             "cluster", config["choices"].get("cluster"), "scontrol does not say which nodes the job has", "squeue --me"

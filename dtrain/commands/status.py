@@ -84,6 +84,7 @@ def describe(record: Record) -> dict[str, Any]:
         "eta_s": eta,
         "standstill": standstill,
         "slow_ranks": slow_ranks(summary),
+        "rank_range": record.rank_range,
         "checkpoint": str(checkpoint) if checkpoint else None,
         "preflight": read_json(run_dir / "preflight.json") or None,
         "failure": (read_json(run_dir / "failure.json") or None) if begun else None,
@@ -131,6 +132,9 @@ def print_status(record: Record, data: dict[str, Any], console: Console) -> None
     line("status", (data["status"], f"bold {STYLES.get(data['status'], 'cyan')}"), why)
     _print_place(record, data["job"], line)
     _print_attempts(record, line)
+    if data["rank_range"]:
+        now = f"{data['world_size'] or '?'} now, " if record.is_live else ""
+        line("ranks", f"{now}{data['rank_range']} (dtrain scale {shell_path(record.run_dir)} N)")
     if data["steps"] is not None:
         fields = [f"step {data['steps']}" + (f"/{data['total_steps']}" if data["total_steps"] else "")]
         fields += [f"loss {loss_text(data['train_loss'])}"] if data["train_loss"] is not None else []
@@ -203,6 +207,7 @@ def _print_attempts(record: Record, line: Any) -> None:
         when = time.strftime("%m-%d %H:%M:%S", time.localtime(began)) if began else "?"
         nodes = attempt["nodes"] if isinstance(attempt["nodes"], list) else []
         where = ",".join(map(str, nodes[:4])) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")
+        where += f" {attempt['ranks']} ranks" if attempt.get("ranks") else ""
         end = "still running" if i == len(attempts) - 1 and record.status == "running" else "killed"
         if ended is not None:
             why = str(attempt["why"] or "").strip().splitlines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from dtrain.config import elastic
 from dtrain.config.files import SECRET
 from dtrain.errors import bad
 
@@ -56,6 +57,8 @@ def check_ranges(flat: dict[str, Any]) -> None:
                 "is part of the run folder's name: it must not be empty or contain a slash",
                 f"{key}={value.replace('/', '-').strip(' .-') or 'my-run'}",
             )
+        if isinstance(value, str) and key in ("cluster.processes", "cluster.nodes"):
+            elastic.parse(key.removeprefix("cluster."), value)
         if not isinstance(value, (int, float)):
             continue
         if isinstance(value, int) and abs(value) >= 2**63:

@@ -32,8 +32,8 @@ from omegaconf.errors import InterpolationKeyError
 from dtrain.checks import loss
 from dtrain.checks import profile as profiling
 from dtrain.checks.resume import check_code, check_profile, check_queue, check_resume, check_unfinished, say_beginning
-from dtrain.checks.validate import validate
-from dtrain.config import redaction
+from dtrain.checks.validate import largest, usable_sizes, validate
+from dtrain.config import elastic, redaction
 from dtrain.config.build import TRUST, build
 from dtrain.config.files import CONF, known_settings
 from dtrain.config.hardware import ranks_per_node
@@ -142,16 +142,16 @@ class Gate(Callback):
         with raise_through_hydra():
             checked = [resolve(config) for config in configs]
             os.environ[TRUST] = ",".join(checked[0]["trust"])  # dry_run prints it
-            plans = [run_prediction.plan_of(config) for config in checked]
+            plans = [run_prediction.plan_of(largest(config)) for config in checked]
             for plan, config in zip(plans, checked, strict=True):
-                fits.check(config, plan)
+                check_fit(config, plan)
             clusters = [build(config["cluster"], config["trust"]) for config in checked]
             self.asked = [config["cluster"] for config in checked]
             for cluster, config in distinct(clusters, checked):
                 if config["dry_run"] and config["cluster"].get("launcher") == "submitit":
                     profiling.check_machine(config)  # sbatch is not called: its script can be previewed on any machine
                 elif hasattr(cluster, "check"):  # the scheduler or this machine can reject the request
-                    cluster.check(config)
+                    cluster.check(largest(config))
         if checked[0]["dry_run"]:
             with raise_through_hydra():  # `| head` closes the pipe; the error must not fall through to a launch
                 for cluster, config, plan in zip(clusters, checked, plans, strict=True):
@@ -288,6 +288,14 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
     return config
 
 
+def check_fit(config: dict[str, Any], plan: dict[str, Any]) -> None:
+    """Check that the run fits in memory; with a range of ranks, also the smallest number, whose shards are largest."""
+    fits.check(largest(config), plan)
+    if usable := usable_sizes(config):
+        smallest = elastic.sized(config, usable[0])
+        fits.check(smallest, run_prediction.plan_of(smallest))
+
+
 def distinct(clusters: Sequence[Any], configs: Sequence[dict[str, Any]]) -> list[tuple[Any, dict[str, Any]]]:
     """Keep one of each distinct request: many points of a sweep ask for the same resources."""
     asked = [[config["cluster"], config["nsys"], config["profile"].get("kind")] for config in configs]
@@ -306,9 +314,9 @@ def run(cfg: DictConfig, argv: list[str]) -> int:
     if in_sweep and config["resume"] and not sweeps.unfinished(run_dir):
         return DONE  # already finished, or already running
     cluster = build(config["cluster"], config["trust"])
-    plan = run_prediction.plan_of(config)
+    plan = run_prediction.plan_of(largest(config))
     if in_sweep and not sweeps.known_before(HydraConfig.get()):
-        fits.check(config, plan)
+        check_fit(config, plan)
     if config["cluster"].get("node_rank"):
         wait_for_node_0(run_dir, config)
         return int(cluster.launch(run_dir))
@@ -366,6 +374,8 @@ def record_launch(run_dir: Path, config: dict[str, Any], argv: list[str], prepar
         "choices": config["choices"],
         "cluster": config["cluster"],
     } | ({"prepared": True} if prepared else {})
+    if usable := usable_sizes(config):
+        launch["usable_sizes"] = usable  # for `dtrain scale`, which may not find the user's modules
     record = {
         "id": past.get("id") or uuid.uuid4().hex,  # the run's id, also stored in its checkpoints
         "command": shlex.join(["dtrain", "launch", *argv]), "cwd": os.getcwd(),

@@ -12,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from dtrain.config import elastic
 from dtrain.config.files import flatten, options_of
 from dtrain.config.hardware import gpus_per_node, world_size
 from dtrain.config.ranges import check_ranges
@@ -38,6 +39,9 @@ def settle(cfg: DictConfig, config: Mapping[str, Any]) -> None:
 
     config: cfg as plain values, as far as they are known without a strategy.
     """
+    if found := elastic.range_of(config):
+        rule = f"the planner chooses for one number of ranks, and {found} is several"
+        raise bad("strategy", AUTO, rule, "choose a strategy: strategy=fsdp")
     hydra = HydraConfig.get()
     overrides = [str(word) for word in hydra.overrides.task]
     typed = {word.partition("=")[0].lstrip("+~") for word in overrides} - {"strategy"}

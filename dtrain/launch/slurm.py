@@ -23,12 +23,13 @@ from typing import Any, Literal
 from dtrain import start
 from dtrain.checks import profile as profiling
 from dtrain.checks import slurm
-from dtrain.config import hardware, run_file
+from dtrain.config import elastic, hardware, run_file
 from dtrain.config.build import TRUST, typed_trust
 from dtrain.errors import bad
 from dtrain.launch import nsys, slurm_job
 from dtrain.launch.failures import failure
-from dtrain.launch.local import Torchrun
+from dtrain.launch.srun import Srun
+from dtrain.launch.torchrun import Torchrun
 from dtrain.preflight import network_env
 from dtrain.runs.folder import read_json, write_json
 from dtrain.util import file_handles
@@ -40,9 +41,9 @@ TEST_S = 60  # timeout for SLURM's controller to accept or reject a job
 class Slurm:
     def __init__(
         self,
-        nodes: int = 1,
+        nodes: int | str = 1,
         gpus_per_node: int = 8,
-        processes: int | None = None,
+        processes: int | str | None = None,
         launcher: Literal["submitit", "torchrun"] = "submitit",
         node_rank: int | None = None,
         master_addr: str | None = None,
@@ -77,7 +78,9 @@ class Slurm:
         on_hang: Literal["stop", "warn"] = "stop",
         fabric: dict[str, Any] | None = None,
     ) -> None:
-        self.nodes, self.launcher = nodes, launcher
+        changing = elastic.parse("nodes", nodes) if isinstance(nodes, str) else None
+        self.nodes: int = changing.high if changing else int(nodes)
+        self.launcher, self.processes = launcher, processes
         self.node_rank, self.master_addr, self.master_port = node_rank, master_addr, master_port
         self.max_restarts, self.grace_s, self.array_parallelism = max_restarts, grace_s, array_parallelism
         if launcher == "torchrun":
@@ -89,7 +92,7 @@ class Slurm:
         }  # fmt: skip
         self.parameters: dict[str, Any] = {
             **{k: v for k, v in by_name.items() if v is not None},
-            "nodes": nodes,
+            "nodes": self.nodes,
             "ntasks_per_node": processes,
             "time": slurm.minutes(time, grace_s),
             "wckey": None,  # submitit defaults to its own name, which a site may reject
@@ -107,6 +110,11 @@ class Slurm:
             "signal": f"B:USR2@{grace_s}",  # before the time limit, to the supervisor only
             "requeue" if requeue else "no-requeue": True,
         }
+        if changing:
+            # With ntasks-per-node SLURM 22.05 grants the smallest number of nodes, with mincpus as many as there are.
+            # `nodes` replaces submitit's own, which must be a number. no-kill: the allocation survives a lost node.
+            cpus = int(self.parameters.pop("ntasks_per_node") or 1) * (self.parameters.pop("cpus_per_task", None) or 1)
+            self.additional |= {"nodes": f"{changing.low}-{changing.high}", "mincpus": cpus, "no-kill": True}
         if reservation is not None:
             self.additional["reservation"] = reservation
         slurm.check_extra(sbatch or {})
@@ -159,11 +167,12 @@ class Slurm:
         print(f"# {run_dir}/submit.sbatch")
         print(self.script(run_dir, config["name"]))
         print("\n# the supervisor in the job adds to the ranks' environment (your own values take precedence):")
+        config = elastic.sized(config, self.nodes)
         for name, value in network_env.environment(config, os.environ).items():
             print(f"# export {name}={network_env.quote(value)}")
         for line in network_env.differences(config, os.environ):
             print(f"# {line}")
-        ranks = slurm_job.Srun(config, [f"NODE{i}" for i in range(self.nodes)], "ADDRESS-OF-NODE0", "A-FREE-PORT")
+        ranks = Srun(config, [f"NODE{i}" for i in range(self.nodes)])
         print("# and starts them with:")
         print(f"# {shlex.join(ranks.command(run_dir))}")
 
@@ -175,7 +184,8 @@ class Slurm:
         run = shell_path(run_dir)
         with contextlib.suppress(BrokenPipeError):  # `| head`: the job is submitted anyway
             print(
-                f"submitted job {job_id} · {self.nodes} nodes × {self.parameters['ntasks_per_node']} ranks\n"
+                f"submitted job {job_id} · {self.additional.get('nodes', self.nodes)} nodes × "
+                f"{self.processes} ranks\n"
                 f"logs      {run}/logs/rank-0.log (batch.log: the supervisor)\n"
                 f"status    dtrain status {run}\n"
                 f"watch     dtrain logs -f {run}\n"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -19,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.checks.validate import validate
-from dtrain.config import run_file
+from dtrain.config import elastic, run_file
 from dtrain.config.build import build
-from dtrain.config.redaction import hide
 from dtrain.launch import nsys
 from dtrain.launch.failures import failure
-from dtrain.launch.supervisor import Supervisor, hang_settings
+from dtrain.launch.members import Members
+from dtrain.launch.srun import Srun, job_id, say, scontrol, silent_nodes, srun
 from dtrain.preflight import network_env
-from dtrain.preflight.start import python_command
 from dtrain.runs import causes
 from dtrain.runs.folder import (
     last_launch,
@@ -46,133 +44,14 @@ from dtrain.runs.protocol import (
     FAILED,
     PREEMPTED,
     PREFLIGHT,
-    STACK_SIGNAL,
     STOP_SIGNALS,
-    free_port,
 )
 from dtrain.runs.slurm_queue import query
-from dtrain.start import environment
+from dtrain.start import command, environment
 
 LOCK_S = 180.0  # wait for the last attempt's supervisor to exit; NFS frees a lost node's lock after 90 s
-OUR_CODES = [str(code) for code in (BAD_CONFIG, FAILED)]
-TAIL = 2**21  # bytes from the end of a rank's log: NCCL's startup output is smaller; earlier starts come before it
+GUARDS = 3  # nodes that watch the first one of an elastic job
 REQUEUE_TRIES = 20  # SLURM's controller may be unavailable for some minutes
-
-
-class Srun(Supervisor):
-    """The ranks of one job step: one task per rank, on the healthy nodes."""
-
-    log_name = "srun.log"
-    killed_node = ""  # set if all ranks of this node were killed at once
-
-    def __init__(self, config: dict[str, Any], nodes: list[str], master_addr: str, master_port: str) -> None:
-        self.config, self.nodes, self.cluster = config, nodes, config["cluster"]
-        self.master = {"MASTER_ADDR": master_addr, "MASTER_PORT": master_port}
-        self.start_s = self.cluster["start_s"]
-        num_ranks, cluster = len(nodes) * self.cluster["processes"], self.cluster
-        super().__init__(num_ranks, cluster["max_restarts"], cluster["grace_s"], *hang_settings(cluster))
-        self.is_one_host = len(nodes) == 1
-
-    def command(self, run_dir: Path) -> list[str]:
-        rank = [*python_command(self.config, "dtrain.train.rank"), str(run_dir)]
-        return [
-            *srun(self.cluster, self.nodes, self.cluster["processes"]), "--kill-on-bad-exit=1", *self.cluster["srun"],
-            *nsys.around(self.config, run_dir, "rank-%q{SLURM_PROCID}", rank),
-        ]  # fmt: skip
-
-    def environment(self) -> dict[str, str]:
-        # self.master overrides a MASTER_ADDR that the user set
-        return (
-            network_env.environment(self.config, os.environ)
-            | self.master
-            | environment(python_command(self.config, ""))
-        )
-
-    def on_stop(self) -> None:
-        """Signal the tasks: a network file system may hide a new stop file for a minute."""
-        if self.config.get("nsys"):
-            return  # nsys would get the signal too, and die from it
-        # if the job is being requeued, scancel retries every 5 s for a minute; the ranks have received SIGTERM by then
-        scontrol("scancel", "--signal=USR1", job_id(), timeout=4)
-
-    def ask_for_stacks(self, positions: dict[int, Any]) -> None:
-        """Signal all tasks, also those of other nodes; a task that has no handler ignores this signal."""
-        scontrol("scancel", f"--signal={STACK_SIGNAL.name.removeprefix('SIG')}", job_id(), timeout=4)
-
-    def failure_is_known(self) -> bool:
-        """Did the rank that held up the others answer?"""
-        return self.standstill is not None and any(map(self.standstill.has_answered, self.standstill.ranks))
-
-    def on_first_step(self, run_dir: Path) -> None:
-        """Check NCCL's choice, if NCCL_DEBUG=INFO logged it: sockets in place of InfiniBand are easy to miss."""
-        from dtrain.preflight import nccl_log
-
-        output = (run_dir / "logs" / "rank-0.log").read_bytes()[-TAIL:].decode(errors="replace")
-        if found := nccl_log.mismatch(self.config, output):
-            say(f"warning: {found}")
-
-    def kill(self, process: subprocess.Popen[bytes]) -> None:
-        """Send TERM, so that srun ends the step; killing srun would leave the tasks on other nodes running."""
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            super().kill(process)
-
-    def place(self) -> dict[str, Any]:
-        return {"job_id": job_id(), "restart": int(os.environ.get("SLURM_RESTART_COUNT", "0")), "nodes": self.nodes}
-
-    def killed_ranks(self, output: str) -> list[tuple[int, str]]:
-        self.killed_node = killed_node(output, self.cluster["processes"]) if len(self.nodes) > 1 else ""
-        return killed_ranks(output)
-
-
-def killed_ranks(output: str) -> list[tuple[int, str]]:
-    """(rank, signal) of the first task that died, according to srun: `srun: error: node2: task 3: Killed`."""
-    names = {"Killed": "SIGKILL", "Out Of Memory": "SIGKILL", "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT"}
-    names |= {"Bus error": "SIGBUS", "Illegal instruction": "SIGILL", "Floating point exception": "SIGFPE"}
-    names |= {"User defined signal 1": "SIGUSR1", "User defined signal 2": "SIGUSR2", "Terminated": "SIGTERM"}
-    found = re.search(rf"srun: error: \S+ tasks? (\d+)[\d,-]*: ({'|'.join(names)}|Exited with exit code (\d+))", output)
-    if not found or found[3] in OUR_CODES:  # ranks that exit with one of our codes leave a failure note
-        return []
-    code = int(found[3] or 0)
-    by_shell = {128 + number: number.name for number in signal.Signals}  # how a wrapper around Python reports a signal
-    return [(int(found[1]), names.get(found[2]) or by_shell.get(code) or f"exit code {code}")]
-
-
-def killed_node(output: str, ranks_per_node: int) -> str:
-    """The node whose ranks died first and all at once. The cause is the node or a late kill by SLURM, not a rank."""
-    found = re.search(r"srun: error: (\S+): tasks? (\d+)(?:-(\d+))?: (\w+)", output)
-    whole = found and found[4] == "Killed" and int(found[3] or found[2]) - int(found[2]) + 1 == ranks_per_node > 1
-    return found[1] if found and whole else ""
-
-
-def silent_nodes(run_dir: Path, nodes: list[str], ranks_per_node: int) -> list[str]:
-    """The nodes where no rank wrote a failure note."""
-    notes = {int(path.stem.removeprefix("failure-")) for path in (run_dir / "logs").glob("failure-*.json")}
-    ranks = {node: range(i * ranks_per_node, (i + 1) * ranks_per_node) for i, node in enumerate(nodes)}
-    return [node for node in nodes if notes.isdisjoint(ranks[node])]
-
-
-def srun(cluster: dict[str, Any], nodes: list[str], tasks_per_node: int) -> list[str]:
-    """Build srun for these nodes of the job. --overlap: a hanging step must not block the next one."""
-    names = ("cpus_per_task", "container_image", "container_mounts")
-    given = [f"--{name.replace('_', '-')}={cluster[name]}" for name in names if cluster[name]]
-    return [
-        "srun", "--export=ALL", "--overlap", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
-        f"--ntasks={len(nodes) * tasks_per_node}", f"--ntasks-per-node={tasks_per_node}", "--distribution=block",
-        "--label", *given,
-    ]  # fmt: skip
-
-
-def scontrol(*command: str, timeout: float = 60) -> str:
-    """Return the output of a SLURM command, or "" if it fails: the job must survive an unavailable controller."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        output = getattr(error, "stderr", None) or str(error)
-        say(f"{shlex.join(command)}: {output.strip()}")
-        return ""
 
 
 # ---- the job -------------------------------------------------------------------------------------------------
@@ -240,7 +119,10 @@ class Job:
 
     def _run(self, config: dict[str, Any]) -> tuple[int, dict[str, Any] | str]:
         """Run preflight, then the ranks; return the exit code and the reason."""
-        nodes = self.nodes
+        nodes, members = self.nodes, None
+        if elastic.range_of(config):
+            members = Members(config)
+            config = elastic.sized(config, len(nodes))
         check = build(config["preflight"])
         if check.level != "off":
             report = check.run(config, self.run_dir, nodes, starter(config), say, stop=lambda: self.stopped)
@@ -255,7 +137,8 @@ class Job:
                     return PREFLIGHT, failure(None, "preflight", why, "logs/batch.log")
                 say(f"continuing without {', '.join(report.bad)} ({why})")
                 try:
-                    validate(dict(config) | {"cluster": dict(config["cluster"]) | {"nodes": len(nodes)}})
+                    if not members:
+                        validate(dict(config) | {"cluster": dict(config["cluster"]) | {"nodes": len(nodes)}})
                 except ValueError as error:
                     return PREFLIGHT, failure(None, "preflight", f"{why}. Without them: {error}", "logs/batch.log")
         for line in network_env.differences(config, os.environ):
@@ -264,7 +147,15 @@ class Job:
             nsys.prepare(config, self.run_dir)
         except ValueError as error:  # checked only here: cluster.setup may provide nsys on the nodes, not at submission
             return BAD_CONFIG, failure(None, "nsys", str(error), "logs/batch.log") | {"exit_code": BAD_CONFIG}
-        ranks = Srun(config, nodes, address_of(nodes[0]), str(free_port()))
+        if members and members.fit(len(nodes)) < len(nodes):
+            usable = ", ".join(map(str, members.usable))
+            say(f"{len(nodes)} nodes cannot be used: with {members.range}, the usable numbers are {usable}")
+            nodes = nodes[: members.fit(len(nodes))]
+            if not nodes:
+                return PREEMPTED, "too few nodes"
+        ranks = Srun(config, nodes, members)
+        if members:
+            self._start_guards(config, nodes[1 : 1 + GUARDS])
         if self.stopped:  # nothing to save yet
             return PREEMPTED, "stopped before the ranks had started"
         code = ranks.supervise(self.run_dir, stop=lambda: self.stopped)
@@ -287,6 +178,13 @@ class Job:
             # SLURM requeues the job itself, or was told not to
             return PREEMPTED, "SLURM ended the job before it could save"
         return code, ranks.failure if code not in (DONE, PREEMPTED) else read_summary(self.run_dir).get("status", "")
+
+    def _start_guards(self, config: dict[str, Any], nodes: list[str]) -> None:
+        """Let other nodes watch this one; outside of a container, which has no SLURM commands."""
+        plain = {"container_image": None, "container_mounts": None, "cpus_per_task": None}
+        begin = starter({"cluster": config["cluster"] | plain})
+        for node in nodes:  # a step each: SLURM ends a step that lost one of its nodes
+            begin(command("dtrain.launch.slurm_guard"), [node], 1, {}, self.run_dir / "logs" / "guard.log")
 
     def _end(self, code: int, why: dict[str, Any] | str) -> int:
         """Record how the job ended; requeue it if it was interrupted and can resume."""
@@ -322,18 +220,6 @@ class Job:
         say("the job could not be requeued; resume with resume=" + shlex.quote(str(self.run_dir)))
 
 
-def say(text: str) -> None:
-    """Write to batch.log; on a full disk drop the line, because logging must not crash the supervisor."""
-    with contextlib.suppress(OSError):
-        os.write(1, f"{hide(text)}\n".encode())
-
-
-def job_id() -> str:
-    """Job id for SLURM commands. An array's last task has the array's own plain id, which would address all tasks."""
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
-
-
 def idle_starts(run_dir: Path) -> int:
     """Count the newest job's consecutive starts from the same checkpoint, including the newest start.
 
@@ -346,22 +232,15 @@ def idle_starts(run_dir: Path) -> int:
     return next((i for i, start in enumerate(starts) if start != starts[0]), len(starts))
 
 
-def address_of(node: str) -> str:
-    """Return a node's address as SLURM knows it: its name may not resolve."""
-    found = re.search(r"NodeAddr=(\S+)", scontrol("scontrol", "show", "node", node))
-    return found[1] if found else node
-
-
 def starter(config: dict[str, Any]) -> Any:
     """Return a function that starts a preflight program on nodes of this job with srun."""
 
     def start(
         argv: list[str], nodes: list[str], tasks_per_node: int, env: dict[str, str], log: Path
     ) -> subprocess.Popen[bytes]:
-        command = [*srun(config["cluster"], nodes, tasks_per_node), *argv]
         with open(log, "ab") as file:
             return subprocess.Popen(
-                command,
+                [*srun(config["cluster"], nodes, tasks_per_node), *argv],
                 env=os.environ | env | environment(argv),
                 stdin=subprocess.DEVNULL,
                 stdout=file,

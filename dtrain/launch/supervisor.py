@@ -16,16 +16,27 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any, Protocol
 
 from dtrain.launch import hang
 from dtrain.launch.attempt_files import AttemptFiles
 from dtrain.launch.failures import failure, first_failure, is_timeout, mismatch, of_standstill
+from dtrain.launch.members import Members
 from dtrain.launch.wait_graph import Position
 from dtrain.report.why import short_form
 from dtrain.runs import causes, memory
 from dtrain.runs.folder import latest_checkpoint, look_again, newest_step, note_attempt, read_summary, write_json
-from dtrain.runs.protocol import DONE, FAILED, HANG_FILE, PREEMPTED, STOP_FILE, STOP_SIGNALS, die_with_parent, slowness
+from dtrain.runs.protocol import (
+    DONE,
+    FAILED,
+    HANG_FILE,
+    PREEMPTED,
+    SCALE_FILE,
+    STOP_FILE,
+    STOP_SIGNALS,
+    die_with_parent,
+    slowness,
+)
 from dtrain.ui.console import print_summary
 from dtrain.ui.progress import Monitor
 from dtrain.util import disk_space, file_handles, kernel_log
@@ -44,6 +55,13 @@ def origin(run_dir: Path) -> str:
     return f"from {newest.name}" if newest else "from the beginning, as nothing was saved yet"
 
 
+class Ranks(Protocol):
+    """The program that starts the ranks, as a process: subprocess.Popen has these methods."""
+
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+
+
 class Supervisor:
     """The part shared by torchrun on this machine and srun in an allocation. A subclass defines how ranks start."""
 
@@ -51,6 +69,7 @@ class Supervisor:
     start_s = math.inf  # if no rank has started after this many seconds, give up
     ends_copies = False  # whether a failed run's copies in memory (checkpoint.peer) are on this host, and end with it
     node_rank = 0  # if one run has several supervisors, only node 0's writes the run's state
+    members: Members | None = None  # of a run whose number of ranks may change
 
     def __init__(
         self, num_ranks: int, max_restarts: int, grace_s: int, hang_timeout: float | None = None, on_hang: str = "stop"
@@ -75,7 +94,19 @@ class Supervisor:
         """Environment variables added for the ranks; variables that the user set take precedence."""
         raise NotImplementedError
 
-    def kill(self, process: subprocess.Popen[bytes]) -> None:
+    def start(self, run_dir: Path, log: IO[bytes]) -> Any:
+        """Start the ranks; their output from before they have logs of their own goes to `log`."""
+        return subprocess.Popen(
+            self.command(run_dir),
+            env=os.environ | self.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C must reach only the supervisor
+            preexec_fn=functools.partial(tie_to, os.getpid()),
+        )
+
+    def kill(self, process: Any) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
     def on_stop(self) -> None:
@@ -96,6 +127,14 @@ class Supervisor:
         """Parse `log_name` for ranks that ended with exit code 0."""
         return []
 
+    def lost(self, run_dir: Path) -> dict[int, str]:
+        """After a failure of an elastic run: which members are gone, and why. The run's own errors are not here."""
+        raise NotImplementedError
+
+    def choose(self, size: int, gone: set[int]) -> bool:
+        """Let this many members take part in the next attempt, without those that are gone; False: they cannot."""
+        raise NotImplementedError
+
     # ---- shared by all launchers -----------------------------------------------------------------------------
 
     def supervise(self, run_dir: Path, stop: Callable[[], bool] = lambda: False) -> int:
@@ -110,15 +149,22 @@ class Supervisor:
             self.stop_requested_at = time.monotonic()
         try:
             with Monitor(run_dir) as monitor:
-                for attempt in range(self.max_restarts + 1):
-                    again = f", restart {attempt} of {self.max_restarts} {origin(run_dir)}" if attempt else ""
-                    if attempt:
-                        self._note_restart(run_dir, attempt, monitor)
+                attempt, again = 0, ""
+                while True:
                     monitor.message(f"starting {self.num_ranks} ranks{again}; logs in {short_path(run_dir / 'logs')}")
                     code = self._run_once(run_dir, monitor)
+                    if why := self._regroup(run_dir, code):
+                        monitor.message(why)
+                        again = f" {origin(run_dir)}"
+                        continue
                     self.failures += [self.failure] if code not in (DONE, PREEMPTED) else []
                     if code != FAILED or self.stop_requested_at < math.inf:  # a bad configuration fails again
                         break
+                    attempt += 1
+                    if attempt > self.max_restarts:
+                        break
+                    again = f", restart {attempt} of {self.max_restarts} {origin(run_dir)}"
+                    self._note_restart(run_dir, attempt, monitor)
                 if self.ends_copies and (left := memory.remove_old(run_dir)):
                     monitor.message(left)
             failed = code not in (DONE, PREEMPTED)
@@ -143,6 +189,25 @@ class Supervisor:
             note_attempt(run_dir, "end", code=self.failure["exit_code"], why=why, failure=cause)
             note_attempt(run_dir, "start", attempt=attempt, **self.place())
 
+    def _regroup(self, run_dir: Path, code: int) -> str:
+        """Choose who takes part in the next attempt, if members left, were lost or shall join; return why, or ""."""
+        if self.members is None or self.stop_requested_at < math.inf or code not in (PREEMPTED, FAILED):
+            return ""
+        lost = self.lost(run_dir) if code == FAILED else {}
+        if code == FAILED and not lost:
+            return ""
+        change = self.members.change(run_dir, self.num_members, lost)
+        (run_dir / SCALE_FILE).unlink(missing_ok=True)
+        if not change or not self.choose(change.size, change.gone):
+            return ""  # too few are left, or too few in the allocation: it ends as it would without a range
+        note_attempt(run_dir, "end", code=code, why=change.why)
+        note_attempt(run_dir, "start", attempt=True, **self.place())
+        return f"{change.why}: continuing with {self.members.count(self.num_members)}"
+
+    @property
+    def num_members(self) -> int:
+        return self.num_ranks // (self.members.ranks_each if self.members else 1)
+
     def place(self) -> dict[str, Any]:
         """Return where the ranks run, for attempts.jsonl."""
         raise NotImplementedError
@@ -162,18 +227,12 @@ class Supervisor:
             of_ranks = [*logs.glob("failure-*.json"), *logs.glob("position-*.json"), run_dir / HANG_FILE]
             for old in (run_dir / STOP_FILE, run_dir / "failure.json", *of_ranks):
                 old.unlink(missing_ok=True)
+            if self.members:
+                self.members.forget(run_dir)
         past, files, began = read_summary(run_dir), AttemptFiles(run_dir), kernel_log.now()
         with open(logs / self.log_name, "ab") as log:
             position = log.tell()
-            process = subprocess.Popen(
-                self.command(run_dir),
-                env=os.environ | self.environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C must reach only the supervisor
-                preexec_fn=functools.partial(_tie_to, os.getpid()),
-            )
+            process = self.start(run_dir, log)
         try:
             killed_because = self._watch(process, run_dir, monitor, files)
         finally:
@@ -206,11 +265,11 @@ class Supervisor:
                 write_json(run_dir / "summary.json", summary | {"status": "failed"})
         return int(self.failure["exit_code"])
 
-    def _watch(self, process: subprocess.Popen[bytes], run_dir: Path, monitor: Monitor, files: AttemptFiles) -> str:
+    def _watch(self, process: Ranks, run_dir: Path, monitor: Monitor, files: AttemptFiles) -> str:
         """Show progress until the ranks have ended. If they had to be killed, return the reason."""
         deadline = math.inf
         because = ""
-        started, look_at, failed = time.monotonic(), 0.0, False
+        started, look_at, looked, failed = time.monotonic(), 0.0, 0.0, False
         self.ranks_began = self.stepped = False
         watch = hang.HangWatch(run_dir, self.world_size, self.hang_timeout, self.ask_for_stacks)
         while process.poll() is None:
@@ -225,19 +284,19 @@ class Supervisor:
                     self.ended_first = [rank for rank in ranks if hang.has_ended(run_dir, rank)]
                 if not because and not failed and self.node_rank == 0 and self._hangs(watch, monitor):
                     deadline, because = now, str(self.standstill)
-                look_at = now + min(LOOK_S, (now - started) / 20)
+                looked, look_at = now, now + min(LOOK_S, (now - started) / 20)
             if not because and self.stop_requested_at < math.inf:
                 (run_dir / STOP_FILE).touch()
                 self.on_stop()
-                deadline, because = (
-                    now + self.grace_s,
-                    f"the run did not save within cluster.grace_s={self.grace_s} seconds",
-                )
+                deadline, because = now + self.grace_s, self._too_slow()
                 monitor.message(
                     f"stop requested: saving after this step, within {self.grace_s} s (Ctrl-C: end at once)"
                 )
+            elif not because and now == looked and self._is_rescaled(run_dir, monitor):
+                deadline, because = now + self.grace_s, self._too_slow()
             elif deadline == math.inf and failed:
-                deadline = now + PEERS_S * slowness()  # its peers may wait for it forever
+                # its peers may wait for it forever; an elastic run continues without a slow one
+                deadline = now + PEERS_S * (1 if self.members else slowness())
             elif now > started + self.start_s and not self.ranks_began:
                 self.never_started = True
                 deadline, because = now, f"no rank had started after {now - started:.0f} s (cluster.start_s)"
@@ -250,6 +309,21 @@ class Supervisor:
             time.sleep(TICK_S)
         self._look(run_dir, files)
         return ""
+
+    def _too_slow(self) -> str:
+        return f"the run did not save within cluster.grace_s={self.grace_s} seconds"
+
+    def _is_rescaled(self, run_dir: Path, monitor: Monitor) -> bool:
+        """If `dtrain scale` asked for another number of members, let the ranks save and stop."""
+        wanted = self.members.requested(run_dir) if self.members else None
+        if self.members is None or wanted is None:
+            return False
+        if self.members.fit(wanted) in (0, self.num_members):
+            (run_dir / SCALE_FILE).unlink(missing_ok=True)
+            return False
+        monitor.message(f"{self.members.count(wanted)} requested: saving after this step")
+        (run_dir / STOP_FILE).touch()  # and no signal, which means that a rank leaves
+        return True
 
     def _look(self, run_dir: Path, files: AttemptFiles) -> None:
         self.ranks_began = self.ranks_began or files.has_started()
@@ -283,7 +357,7 @@ def hang_settings(cluster: dict[str, Any]) -> tuple[float | None, str]:
     return cluster.get("hang_timeout"), cluster.get("on_hang", "stop")
 
 
-def _tie_to(parent: int) -> None:
+def tie_to(parent: int) -> None:
     """Run in the child before it starts the ranks: die with the launcher, even if the launcher is already dead."""
     die_with_parent()
     file_handles.raise_limit()

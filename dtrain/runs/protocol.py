@@ -25,6 +25,10 @@ POSITION_FILE = "logs/position-{}.json"  # where a rank is; rank 0 writes it onc
 HANG_FILE = "logs/hang.json"  # while the run stands still: the positions of all ranks
 STACK_SIGNAL = signal.SIGURG  # a rank prints its stacks into its log; programs without a handler ignore this signal
 STOP_FILE = "stop"  # in the run folder: the launcher's stop request; `touch RUN/stop` works too
+SCALE_FILE = "scale.json"  # in the run folder: `dtrain scale` writes the wanted number of ranks or nodes
+LEAVE_FILE = "logs/leave-{}"  # a rank of an elastic run that got a stop signal of its own
+RESCUE_FILE = "logs/rescue"  # made by the rank that saves alone after a peer was lost
+ELASTIC = "DTRAIN_ELASTIC"  # set for the ranks if a rank may leave without ending the run
 
 
 # What a gloo or NCCL collective reports when a peer is gone. The text alone is no evidence: see causes.py
@@ -51,6 +55,13 @@ def pid_namespace() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
         return socket.gethostname()
+
+
+def note_leave(run_dir: Path, rank: int) -> None:
+    """Note that this rank was asked to stop, for the supervisor of an elastic run; called by a signal handler."""
+    if ELASTIC in os.environ:
+        with contextlib.suppress(OSError):  # on a full disk, the run stops for all ranks
+            (run_dir / LEAVE_FILE.format(rank)).touch()
 
 
 MOST_PATIENCE = 8.0  # upper limit of slowness(); anything slower hangs

@@ -94,7 +94,7 @@ class Record:
             lines = []
         for line in map(parse_line, lines):
             if line.get("event") == "start":
-                keys = {k: line.get(k) for k in ("job_id", "restart", "nodes")}
+                keys = {k: line.get(k) for k in ("job_id", "restart", "nodes", "ranks")}
                 ends = dict.fromkeys(("ended", "code", "why", "step"))
                 found.append({**keys, "started": line.get("time"), "from_step": line.get("step"), **ends})
             elif line.get("event") == "end" and found:
@@ -196,6 +196,12 @@ class Record:
             except (OSError, OverflowError):
                 pass  # someone else's process: alive
         return word if word != "queued" and self.quiet_s < QUIET_S else word + "?"
+
+    @property
+    def rank_range(self) -> str | None:
+        """`2:4 ranks` or `2:8 nodes`, if the number may change while the run trains."""
+        cluster, names = as_dict(self.launch.get("cluster")), (("processes", "ranks"), ("nodes", "nodes"))
+        return next((f"{cluster[key]} {what}" for key, what in names if isinstance(cluster.get(key), str)), None)
 
     @property
     def standstill(self) -> str | None:

@@ -25,7 +25,7 @@ from dtrain.config.run_file import Settings
 from dtrain.config.schema import check_run
 from dtrain.runs.folder import write_json
 from dtrain.runs.protocol import BAD_CONFIG, DONE, FAILED, PREEMPTED
-from dtrain.train import metrics, process
+from dtrain.train import metrics, process, rescue
 from dtrain.train.guard import Guard
 from dtrain.train.pending import FinishedStep, PendingSteps
 from dtrain.train.position import Position
@@ -115,14 +115,10 @@ def log_step(run: Run, finished: FinishedStep) -> None:
             fix = "a smaller optim.lr, a longer schedule.warmup_steps, precision=bf16, or train.nonfinite=skip"
             raise NonFiniteError(f"{what}. Fix: {fix}")
     run.step_times.append(finished.step_s)
+    run.recent = [*run.recent[-1:], finished]
     run.summary.update(steps=finished.step, train_loss=finished.loss if math.isfinite(finished.loss) else None)
     if run.recorder and (finished.step % run.cfg.train.log_every == 0 or finished.step == run.last_step):
-        rate, step_s = run.rate, finished.step_s
-        run.recorder.write(
-            step=finished.step, loss=finished.loss, lr=finished.lr, grad_norm=finished.grad_norm,
-            tokens=finished.samples * rate.tokens_per_sample, tokens_per_s=rate.tokens_per_s(step_s), step_s=step_s,
-            data_s=finished.data_s, mfu=rate.mfu(step_s), mem_gib=metrics.memory_gib(run.device),
-        )  # fmt: skip
+        run.recorder.write(**run.step_metrics(finished))
 
 
 def evaluate(run: Run, validation: Validation, position: Position) -> None:
@@ -142,12 +138,7 @@ def evaluate(run: Run, validation: Validation, position: Position) -> None:
 def save(run: Run, saver: background.Saver, guard: Guard, is_last: bool, on_disk: bool = True) -> None:
     """Compare the replicas and save; the files are written while training continues."""
     asked = time.perf_counter()
-    meta = {
-        "samples": run.samples, "data": run.data_identity, "mesh": run.mesh.as_dict(),
-        "world_size": dist.get_world_size(), "choices": dict(run.cfg.choices),
-        "config_sha256": run_file.fingerprint(run.folder), "extra": run.strategy.extra_state(),
-        "spikes": run.spikes.state(),
-    }  # fmt: skip
+    meta = run.checkpoint_meta() | {"extra": run.strategy.extra_state()}
     state = run.strategy.state_dict()
     guard.replicas.check(run.step, state)  # a tensor that differs between ranks is never saved
     saver.save(run.step, state, meta, asked, is_last, on_disk)
@@ -188,7 +179,8 @@ def main(run_dir: Path) -> int:
         with saver, position:
             stop = process.StopRequest(run_dir)
             run = set_up(run_dir, cfg, device, saver)
-            preempted = train(run, saver, stop, position)
+            with rescue.on_lost_peer(run):
+                preempted = train(run, saver, stop, position)
             position.enter("end", run.step)
             finish(run, saver, preempted)
         dist.barrier()  # rank 0 may still be writing the summary; if we left early, it would see a lost peer

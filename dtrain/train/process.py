@@ -30,7 +30,7 @@ from dtrain.config.redaction import hide
 from dtrain.errors import bad
 from dtrain.runs import causes
 from dtrain.runs.folder import write_json
-from dtrain.runs.protocol import STOP_FILE, STOP_SIGNALS
+from dtrain.runs.protocol import ELASTIC, STOP_FILE, STOP_SIGNALS, note_leave
 from dtrain.util import collective, disk_space
 
 log = logging.getLogger("dtrain")
@@ -126,6 +126,7 @@ class StopRequest:
 
     def __init__(self, run_dir: Path) -> None:
         # one rank per node checks the file: ranks share the kernel's cache of a network file system
+        self.run_dir = run_dir
         self.file = run_dir / STOP_FILE if os.environ.get("LOCAL_RANK", "0") == "0" else None
         self.requested = False
         self.voted = -math.inf  # time of the last vote; -inf makes steps before the first vote count as long
@@ -136,6 +137,7 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.requested = True
+        note_leave(self.run_dir, int(os.environ["RANK"]))
 
     def start_vote(self, carried: Callable[[], list[float]] = list) -> Vote | None:
         """Before a step: start a vote if one is due. Its all-reduce overlaps with the step.
@@ -157,7 +159,12 @@ class StopRequest:
             return self.requested and dist.get_world_size() == 1  # a single rank need not wait for a vote
         sums, work = vote
         if work is not None:
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError:  # a peer is gone: the step is over, and the next one's collectives raise it again
+                if ELASTIC not in os.environ:
+                    raise
+                return False
         asked, step_s = sums[:2].tolist()
         self.interval = max(1, min(MOST_STEPS, int(VOTE_S / step_s)))
         return bool(asked)

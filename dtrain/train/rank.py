@@ -15,10 +15,41 @@ from dtrain.runs.protocol import (
     STOP_SIGNALS,
     die_with_parent,
     name_slurm_rank,
+    note_leave,
     remove_sockets,
 )
 from dtrain.start import import_folders
 from dtrain.util import file_handles
+
+
+def keep_stop_requests(run_dir: Path, rank: int) -> None:
+    """Note stop requests that arrive before the loop handles signals."""
+
+    def on_signal(number: int, frame: object) -> None:
+        note_leave(run_dir, rank)
+        (run_dir / STOP_FILE).touch()
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, on_signal)
+
+
+def train(run_dir: Path, rank: int) -> int:
+    """Run the training loop in this process, which has imported torch; return the exit code."""
+    from dtrain.train import loop, position, process
+
+    process.redirect_output(run_dir, rank)
+    # the handler is written in C: it prints the stacks even while a thread does not release the GIL
+    faulthandler.register(STACK_SIGNAL, file=sys.stderr)
+    faulthandler.enable(file=sys.stderr)  # the stacks of a crash (SIGSEGV, SIGABRT, SIGBUS), too
+    if os.environ.get("DTRAIN_FAULT"):  # dtrain chaos
+        from dtrain.faults import inject
+
+        inject.install(position.Position, run_dir, rank)
+    code = loop.main(run_dir)
+    sys.stdout.flush()
+    remove_sockets()
+    return code
+
 
 if __name__ == "__main__":
     import_folders()
@@ -31,26 +62,15 @@ if __name__ == "__main__":
     parent = Path(f"/proc/{os.getppid()}/cmdline")
     if not on_slurm and parent.exists() and b"torch" not in parent.read_bytes():
         sys.exit(1)
-    for number in STOP_SIGNALS:  # keep stop requests that arrive before the loop handles signals
-        signal.signal(number, lambda *_: (run_dir / STOP_FILE).touch())
+    keep_stop_requests(run_dir, int(os.environ["RANK"]))
 
     file_handles.raise_limit()  # srun inherits the limit of the shell that submitted the job
     gc.disable()  # imports create almost no garbage, and collections would take a fifth of the import time
-    from dtrain.train import loop, position, process
+    import dtrain.train.loop  # noqa: F401 (before the freeze below)
 
     gc.freeze()  # collections during training skip imported objects, too
     gc.enable()
-    process.redirect_output(run_dir, int(os.environ["RANK"]))
-    # the handler is written in C: it prints the stacks even while a thread does not release the GIL
-    faulthandler.register(STACK_SIGNAL, file=sys.stderr)
-    faulthandler.enable(file=sys.stderr)  # the stacks of a crash (SIGSEGV, SIGABRT, SIGBUS), too
-    if os.environ.get("DTRAIN_FAULT"):  # dtrain chaos
-        from dtrain.faults import inject
-
-        inject.install(position.Position, run_dir, int(os.environ["RANK"]))
-    code = loop.main(run_dir)
-    sys.stdout.flush()
-    remove_sockets()
+    code = train(run_dir, int(os.environ["RANK"]))
     # srun ends the whole job step when a task exits with anything but 0; the supervisor reads summary.json
     code = DONE if on_slurm and code == PREEMPTED else code
     os._exit(code)  # a failed rank must not wait for its peers in the process group's destructor

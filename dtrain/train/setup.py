@@ -15,6 +15,7 @@ from torch import nn
 
 from dtrain.checkpoint import store
 from dtrain.checkpoint.background import Saver
+from dtrain.config import run_file
 from dtrain.config.build import build
 from dtrain.config.mesh import MeshSizes, batch_sizes, eval_batch_size
 from dtrain.config.run_file import Settings
@@ -23,6 +24,7 @@ from dtrain.runs.folder import newest_figures, predicted, write_json
 from dtrain.strategies.base import Strategy
 from dtrain.train import build as models
 from dtrain.train import metrics, process
+from dtrain.train.pending import FinishedStep
 from dtrain.train.process import log
 from dtrain.train.spikes import SpikeError, Spikes
 
@@ -38,7 +40,7 @@ class Validation:
 
 @dataclass
 class Run:
-    """One rank's run. `step` and `samples` are its position; `spikes`, `summary` and the last four change, too."""
+    """One rank's run. `step` and `samples` are its position; `spikes`, `summary` and the last fields change, too."""
 
     folder: Path
     cfg: Settings
@@ -61,6 +63,25 @@ class Run:
     began: float
     num_skipped: int = 0
     step_times: list[float] = field(default_factory=list)
+    recent: list[FinishedStep] = field(default_factory=list)  # the newest two, for train/rescue.py
+
+    def step_metrics(self, finished: FinishedStep) -> dict[str, Any]:
+        """A step's line in metrics.jsonl."""
+        rate, step_s = self.rate, finished.step_s
+        return {
+            "step": finished.step, "loss": finished.loss, "lr": finished.lr, "grad_norm": finished.grad_norm,
+            "tokens": finished.samples * rate.tokens_per_sample, "tokens_per_s": rate.tokens_per_s(step_s),
+            "step_s": step_s, "data_s": finished.data_s, "mfu": rate.mfu(step_s),
+            "mem_gib": metrics.memory_gib(self.device),
+        }  # fmt: skip
+
+    def checkpoint_meta(self) -> dict[str, Any]:
+        """What a checkpoint says about the run, besides the strategy's state."""
+        return {
+            "samples": self.samples, "data": self.data_identity, "mesh": self.mesh.as_dict(),
+            "world_size": dist.get_world_size(), "choices": dict(self.cfg.choices),
+            "config_sha256": run_file.fingerprint(self.folder), "spikes": self.spikes.state(),
+        }  # fmt: skip
 
 
 def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> Run:

@@ -493,3 +493,30 @@ def test_the_table_of_linear_layers_is_that_of_the_models() -> None:
         names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         found.setdefault(section["_target_"], set()).update(names)
     assert found == {target: set(names) for target, names in LINEAR_LAYERS.items()}
+
+
+def test_usable_numbers_are_those_that_all_other_settings_allow(base: dict[str, Any]) -> None:
+    elastic = changed(base, cluster__processes="1:4")
+    assert validate.usable_sizes(elastic) == [1, 2, 4], "a batch of 32 cannot be divided by 3"
+    assert validate.validate(elastic).dp == 4, "the largest"
+    assert validate.usable_sizes(changed(elastic, train__global_batch_size=24)) == [1, 2, 3, 4]
+    assert validate.usable_sizes(base) == [] and validate.largest(base) is base
+    assert validate.usable_sizes(compose("strategy=tensor", "strategy.tp=2", "cluster.processes=1:6")) == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cluster.processes=3:4"], "only 4 of these numbers can be used; with 3: train.global_batch_size=32"),
+        (["cluster.processes=2:4", "profile=torch"], "profile=torch: a profile is of one number of ranks"),
+        (["cluster=slurm", "cluster.processes=2:4"], "cluster.nodes=2:4"),
+        (
+            ["cluster=slurm", "cluster.nodes=2:4", "cluster.launcher=torchrun", "cluster.node_rank=0"],
+            "nodes that are started by hand",
+        ),
+        (["cluster.processes=2:4", "optim.lr=-1"], "optim.lr=-1: must be more than 0"),
+    ],
+)
+def test_ranges_that_cannot_work_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        validate.usable_sizes(compose(*overrides))

@@ -176,7 +176,7 @@ def test_every_place_that_shows_or_writes_something_hides_secrets(
     from types import SimpleNamespace
 
     from dtrain.config import run_file
-    from dtrain.launch import slurm_job
+    from dtrain.launch import srun
     from dtrain.preflight import network_env
     from dtrain.train import loggers
     from dtrain.ui import console
@@ -184,7 +184,7 @@ def test_every_place_that_shows_or_writes_something_hides_secrets(
     text, said = f"a {CANARY}0 b", []
     console.print_error(text)
     console.say(console.stdout_console(), text, (text, "red"))
-    slurm_job.say(text)
+    srun.say(text)
     out, err = capfd.readouterr()
     assert out.count("a <redacted> b") == 3 and err.count("a <redacted> b") == 1 and "7d1f" not in out + err
     assert network_env.quote(text) == "'a <redacted> b'"

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from dtrain.launch.failures import first_failure
-from dtrain.launch.local import killed_ranks
 from dtrain.launch.supervisor import origin
+from dtrain.launch.torchrun import killed_ranks
 from tests.patience import patience, until
 from tests.world import ROOT, SMALL, losses, metrics, summary
 

@@ -19,10 +19,10 @@ import pytest
 
 from dtrain.cli import main
 from dtrain.config.run_file import load, save
-from dtrain.launch import slurm_job
+from dtrain.launch import slurm_job, srun
 from dtrain.launch.app import wait_for_node_0
 from dtrain.runs.folder import note_attempt
-from dtrain.runs.protocol import CANCELLED_FILE
+from dtrain.runs.protocol import CANCELLED_FILE, free_port
 from tests import slurm, slurm_runs
 from tests.launch.test_local import assert_no_orphans, ranks_of
 from tests.long_tests import is_long
@@ -509,7 +509,7 @@ def test_a_node_says_which_one_it_is(
     ],
 )
 def test_the_first_rank_that_was_killed(said: str, found: list[tuple[int, str]]) -> None:
-    assert slurm_job.killed_ranks(said) == found
+    assert srun.killed_ranks(said) == found
 
 
 @pytest.mark.parametrize(
@@ -524,7 +524,7 @@ def test_the_first_rank_that_was_killed(said: str, found: list[tuple[int, str]])
     ],
 )
 def test_a_node_whose_ranks_were_killed_at_once(said: str, ranks: int, found: str) -> None:
-    assert slurm_job.killed_node(said, ranks) == found
+    assert srun.killed_node(said, ranks) == found
 
 
 def test_a_job_forgets_the_ranks_of_the_shell_that_submitted_it(
@@ -546,8 +546,8 @@ def test_a_node_is_lost_if_none_of_its_ranks_left_a_note(tmp_path: Path) -> None
     (tmp_path / "logs").mkdir()
     for rank in (0, 3):
         (tmp_path / "logs" / f"failure-{rank}.json").write_text("{}")
-    assert slurm_job.silent_nodes(tmp_path, ["a", "b", "c"], 2) == ["c"]
-    assert slurm_job.silent_nodes(tmp_path, ["a", "b"], 2) == []
+    assert srun.silent_nodes(tmp_path, ["a", "b", "c"], 2) == ["c"]
+    assert srun.silent_nodes(tmp_path, ["a", "b"], 2) == []
 
 
 def test_a_restart_inside_of_a_job_is_no_idle_start(tmp_path: Path) -> None:
@@ -561,7 +561,7 @@ def test_a_restart_inside_of_a_job_is_no_idle_start(tmp_path: Path) -> None:
 def test_the_port_of_rank_0_is_not_one_for_outgoing_connections() -> None:
     """Seconds pass before rank 0 listens there, and another process must not be given it meanwhile."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    ports = [slurm_job.free_port() for _ in range(20)]
+    ports = [free_port() for _ in range(20)]
     assert not [port for port in ports if first <= port <= last] and len(set(ports)) > 10
     with socket.socket() as server:
         server.bind(("", ports[0]))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.checks import validate
+from dtrain.config import elastic
 from dtrain.config.files import flatten, options_of, section, yaml_loader
 from dtrain.config.hardware import gpus_per_node, half_precision, ranks_per_node
 from dtrain.config.hydra_errors import MISTAKES, explain
@@ -81,6 +82,9 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Question:
         asked.append("cluster=slurm")
     try:
         config = plain_config(asked)
+        if found := elastic.range_of(config):
+            config = elastic.sized(config, found.high)
+            notes.append(f"planned for {found.high} {found.unit}s, the largest number of {found}")
         default_gpus = config["cluster"].get("gpus_per_node")
         config = with_detected(config)
         set_nodes(config, typed, notes)

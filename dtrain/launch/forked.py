@@ -1,0 +1,145 @@
+"""The ranks of an elastic run on this machine: forked by one starter process, which lives as long as the run.
+
+torchrun and its ranks import torch anew at every start, which takes seconds. The starter (train/starter.py) imports it
+once, and learns at once when a rank is killed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import select
+import shlex
+import signal
+import subprocess
+from pathlib import Path
+from typing import IO, Any
+
+from dtrain import start
+from dtrain.config import elastic
+from dtrain.config.hardware import gpus_per_node
+from dtrain.launch.members import Members
+from dtrain.launch.supervisor import PEERS_S, tie_to
+from dtrain.launch.torchrun import Torchrun
+from dtrain.preflight import network_env
+from dtrain.runs import causes
+from dtrain.runs.protocol import ELASTIC, STOP_SIGNALS, free_port
+
+
+class ForkedRanks:
+    """The ranks of one generation, with those methods of a process that a supervisor calls."""
+
+    def __init__(self, starter: subprocess.Popen[bytes], num_ranks: int, rescue_s: float) -> None:
+        self.starter, self.returncode = starter, None
+        self.exits: list[tuple[int, int]] = []  # (rank, exit code), in the order in which they ended
+        self.read = b""
+        self._tell(ranks=num_ranks, port=free_port(), rescue_s=rescue_s)
+
+    returncode: int | None
+
+    def _tell(self, **command: Any) -> None:
+        assert self.starter.stdin is not None
+        try:
+            self.starter.stdin.write(json.dumps(command).encode() + b"\n")
+            self.starter.stdin.flush()
+        except OSError:
+            pass  # the starter is dead, and so are its ranks
+
+    def kill(self) -> None:
+        self._tell(kill=True)
+
+    def poll(self) -> int | None:
+        return self._wait(0)
+
+    def wait(self) -> int:
+        while (code := self._wait(1)) is None:
+            pass
+        return code
+
+    def _wait(self, seconds: float) -> int | None:
+        """Wait until all ranks have ended, for some seconds at most; return the first code that is not 0."""
+        output = self.starter.stdout
+        assert output is not None
+        while self.returncode is None and select.select([output], [], [], seconds)[0]:
+            data = os.read(output.fileno(), 65536)
+            self.read += data
+            if not data:
+                self.returncode = self.starter.wait() or 1
+            elif b"\n" in self.read:
+                self.exits = [(rank, code) for rank, code in json.loads(self.read)["ended"]]
+                self.returncode = next((code for _, code in self.exits if code), 0)
+        return self.returncode
+
+
+class Forked(Torchrun):
+    """The ranks of this machine, whose number may change."""
+
+    log_name = "starter.log"
+
+    def __init__(self, config: dict[str, Any], members: Members, max_restarts: int, grace_s: int) -> None:
+        super().__init__(elastic.sized(config, members.usable[-1]), [], max_restarts, grace_s)
+        self.members = members
+        can_rescue = config["strategy"]["_target_"] == "dtrain.strategies.ddp.DDP" and not gpus_per_node(
+            config["cluster"]
+        )
+        self.rescue_s = PEERS_S if can_rescue else 0.0  # see train/rescue.py
+        self.starter: subprocess.Popen[bytes] | None = None
+        self.ranks: ForkedRanks | None = None
+
+    def command(self, run_dir: Path) -> list[str]:
+        return [*start.command("dtrain.train.starter"), str(run_dir)]
+
+    def environment(self) -> dict[str, str]:
+        return super().environment() | {ELASTIC: "1"}
+
+    def dry_run(self, run_dir: Path) -> None:
+        """Print a command that starts the largest number of ranks; the starter ends when its input does."""
+        for name, value in self.environment().items():
+            print(f"export {name}={network_env.quote(value)}")
+        print(
+            f"(echo '{json.dumps({'ranks': self.num_ranks, 'port': 29500, 'rescue_s': 0})}'; sleep infinity) |", end=" "
+        )
+        print(shlex.join(self.command(run_dir)))
+
+    def start(self, run_dir: Path, log: IO[bytes]) -> ForkedRanks:
+        if self.starter is None or self.starter.poll() is not None:
+            self.starter = subprocess.Popen(
+                self.command(run_dir),
+                env=os.environ | self.environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=functools.partial(tie_to, os.getpid()),
+            )
+        self.ranks = ForkedRanks(self.starter, self.num_ranks, self.rescue_s)
+        return self.ranks
+
+    def launch(self, run_dir: Path) -> int:
+        try:
+            return super().launch(run_dir)
+        finally:
+            if self.starter is not None:
+                self.starter.kill()
+                self.starter.communicate()
+
+    def place(self) -> dict[str, Any]:
+        return super().place() | {"ranks": self.num_ranks}
+
+    def kill(self, process: Any) -> None:
+        process.kill()
+
+    def killed_ranks(self, output: str) -> list[tuple[int, str]]:
+        """The rank that died from a signal first: the starter then kills the others."""
+        exits = self.ranks.exits if self.ranks else []
+        return [(rank, signal.Signals(-code).name) for rank, code in exits if code < 0][:1]
+
+    def lost(self, run_dir: Path) -> dict[int, str]:
+        """The ranks that were killed from outside: not by their own fault, and not by the supervisor."""
+        outside = {number.name for number in (signal.SIGKILL, signal.SIGHUP, *STOP_SIGNALS)}
+        return {self.failure["rank"]: causes.one_line(self.failure)} if self.failure.get("type") in outside else {}
+
+    def choose(self, size: int, gone: set[int]) -> bool:
+        self.num_ranks = self.world_size = size
+        return True

@@ -1,0 +1,46 @@
+"""Requeues an elastic job whose first node is lost: runs on other nodes of the allocation, as long as the job does.
+
+With --no-kill SLURM keeps an allocation that lost a node. If that was the node of the batch script, nothing is left to
+continue the run, and the job would wait for its time limit. SLURM's own commands are all that this needs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+
+LOOK_S = 10.0
+
+
+def first_node_is_lost(job: str) -> bool:
+    """Has SLURM removed the node of the batch script from the allocation? job: `scontrol show job`."""
+    host, listed = re.search(r"\bBatchHost=(\S+)", job), re.search(r"\sNodeList=(\S+)", job)
+    if not (host and listed and "JobState=RUNNING" in job):
+        return False
+    nodes = ask("scontrol", "show", "hostnames", listed[1]).split()
+    return bool(nodes) and host[1] not in nodes
+
+
+def ask(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""  # the controller is unavailable: ask again later
+
+
+def main() -> None:
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # stop requests to the ranks reach all steps of the job
+        signal.signal(number, signal.SIG_IGN)
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    job = f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
+    while True:
+        time.sleep(LOOK_S)
+        if first_node_is_lost(ask("scontrol", "show", "job", job)):
+            ask("scontrol", "requeue", job)
+
+
+if __name__ == "__main__":
+    main()

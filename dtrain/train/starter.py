@@ -1,0 +1,139 @@
+"""Forks the ranks of an elastic run on this machine: it has imported torch, so a change of ranks takes no new imports.
+
+The supervisor (launch/forked.py) writes one line of JSON per command to stdin: {"ranks": 3, "port": 29500,
+"rescue_s": 0} starts ranks, {"kill": true} kills them. When all ranks have ended, the starter answers with one line:
+their exit codes, in the order in which they ended. It never trains itself: no threads, no CUDA, no process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from dtrain.config import run_file
+from dtrain.config.hardware import count_gpus
+from dtrain.runs.protocol import STOP_SIGNALS, die_with_parent
+from dtrain.start import import_folders
+
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)  # the rank's own fault
+
+
+def preload(run_dir: Path) -> None:
+    """Import what every rank needs. A module that fails here fails again in the ranks, which report it."""
+    gc.disable()
+    names = ["torch._dynamo", "dtrain.train.loop"]
+    if not count_gpus():  # an optional package may initialize CUDA, which does not survive a fork
+        targets = [s.get("_target_") for s in run_file.load(run_dir).values() if isinstance(s, dict)]
+        names += [t.rpartition(".")[0] for t in targets if isinstance(t, str) and t.startswith("dtrain.")]
+    for name in dict.fromkeys(names):
+        with contextlib.suppress(Exception):
+            module = importlib.import_module(name)
+            getattr(module, "preload", lambda: None)()
+    gc.freeze()  # the ranks' collections skip these objects; scanning would copy every page
+    gc.enable()
+
+
+class Starter:
+    """Starts, reaps and kills the ranks of one generation at a time."""
+
+    def __init__(self, run_dir: Path, answers: int) -> None:
+        self.run_dir, self.process, self.answers = run_dir, os.getpid(), answers
+        self.ranks: dict[int, int] = {}  # rank of each process
+        self.ended: list[tuple[int, int]] = []  # (rank, exit code), in order
+        self.kill_at: float | None = None  # set when a rank was killed: the others may save until then
+        self.rescue_s = 0.0
+        self.woken, wake = os.pipe()  # SIGCHLD writes to it
+        for end in (self.woken, wake):
+            os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+
+    def run(self) -> None:
+        """Obey until stdin is closed."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # only the supervisor decides when ranks stop
+        read = b""
+        while True:
+            left = max(0.0, self.kill_at - time.monotonic()) if self.kill_at is not None and self.ranks else None
+            ready, _, _ = select.select([0, self.woken], [], [], left)
+            if not ready:
+                self.kill_at = None
+                self.obey({"kill": True})
+            if self.woken in ready:
+                os.read(self.woken, 4096)
+                self.reap()
+            if 0 in ready:
+                data = os.read(0, 65536)
+                if not data:
+                    return  # the ranks die with this process
+                *lines, read = (read + data).split(b"\n")
+                for line in lines:
+                    self.obey(json.loads(line))
+
+    def obey(self, command: dict[str, Any]) -> None:
+        if command.get("kill"):
+            for process in self.ranks:
+                os.kill(process, signal.SIGKILL)
+            return
+        self.ended, self.kill_at, self.rescue_s = [], None, command["rescue_s"]
+        for rank in range(command["ranks"]):
+            process = os.fork()
+            if process == 0:
+                self.be_rank(rank, command)
+            self.ranks[process] = rank
+
+    def be_rank(self, rank: int, command: dict[str, Any]) -> None:
+        """Train in this forked process, and end it."""
+        code = 1
+        try:
+            die_with_parent()
+            if os.getppid() != self.process:  # the starter died before that took effect
+                os._exit(1)
+            os.environ |= {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(command["ranks"]),
+                "LOCAL_WORLD_SIZE": str(command["ranks"]), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(command["port"]),
+            }  # fmt: skip
+            from dtrain.train import rank as entry
+
+            entry.keep_stop_requests(self.run_dir, rank)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(nothing, 0)  # commands are for the starter
+            code = entry.train(self.run_dir, rank)
+        finally:
+            os._exit(code)  # a failed rank must not wait for its peers in the process group's destructor
+
+    def reap(self) -> None:
+        """Collect the ranks that have ended, and report when it was the last. A killed rank ends the others."""
+        while self.ranks:
+            process, status = os.waitpid(-1, os.WNOHANG)
+            if process == 0:
+                return
+            if process not in self.ranks:
+                continue
+            code = os.waitstatus_to_exitcode(status)
+            self.ended.append((self.ranks.pop(process), code))
+            if code < 0 and -code not in CRASHES and self.kill_at is None:
+                self.kill_at = time.monotonic() + self.rescue_s  # its peers wait for it, and have nothing to report
+            if not self.ranks:
+                os.write(self.answers, json.dumps({"ended": self.ended}).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    import_folders()
+    die_with_parent()
+    folder, stdout = Path(sys.argv[1]), os.dup(1)
+    os.dup2(2, 1)  # what a module prints is no answer
+    preload(folder)
+    Starter(folder, stdout).run()
