@@ -13,15 +13,20 @@ import subprocess
 import time
 
 LOOK_S = 10.0
+SETTLE_S = 5.0  # until SLURM shows that a job ends or is requeued, if that is why this step is ended
 
 
-def first_node_is_lost(job: str) -> bool:
-    """Has SLURM removed the node of the batch script from the allocation? job: `scontrol show job`."""
+def is_lost(job: str, node: str = "") -> bool:
+    """Has SLURM removed the node of the batch script from the allocation? job: `scontrol show job`.
+
+    node: this node, if its step was cancelled. If the job runs on, and this node is still in it, then the sruns of the
+    batch script have ended, because their node is going down.
+    """
     host, listed = re.search(r"\bBatchHost=(\S+)", job), re.search(r"\sNodeList=(\S+)", job)
     if not (host and listed and "JobState=RUNNING" in job):
         return False
     nodes = ask("scontrol", "show", "hostnames", listed[1]).split()
-    return bool(nodes) and host[1] not in nodes
+    return bool(nodes) and (host[1] not in nodes or node in nodes)
 
 
 def ask(*command: str) -> str:
@@ -34,12 +39,18 @@ def ask(*command: str) -> str:
 def main() -> None:
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # stop requests to the ranks reach all steps of the job
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
     while True:
-        time.sleep(LOOK_S)
-        if first_node_is_lost(ask("scontrol", "show", "job", job)):
+        cancelled = signal.sigtimedwait({signal.SIGTERM}, LOOK_S) is not None  # SLURM's KillWait is left
+        if cancelled:
+            time.sleep(SETTLE_S)
+        node = os.environ.get("SLURMD_NODENAME", "") if cancelled else ""
+        if is_lost(ask("scontrol", "show", "job", job), node):
             ask("scontrol", "requeue", job)
+        if cancelled:
+            return
 
 
 if __name__ == "__main__":

@@ -23,10 +23,12 @@ STEPS, EVERY = 600, 25
 def test_a_batch_script_without_its_node_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm_guard, "ask", lambda *words: "node2\nnode3\n" if words[3] == "node[2-3]" else "")
     job = "JobState=RUNNING ReqNodeList=(null) ExcNodeList=(null)\n   NodeList=node[2-3]\n   BatchHost={}\n"
-    assert slurm_guard.first_node_is_lost(job.format("node1"))
-    assert not slurm_guard.first_node_is_lost(job.format("node2"))
-    assert not slurm_guard.first_node_is_lost(job.format("node1").replace("RUNNING", "PENDING"))
-    assert not slurm_guard.first_node_is_lost("")
+    assert slurm_guard.is_lost(job.format("node1"))
+    assert not slurm_guard.is_lost(job.format("node2"))
+    assert slurm_guard.is_lost(job.format("node2"), "node3"), "cancelled, though the job runs on"
+    assert not slurm_guard.is_lost(job.format("node2"), "node1"), "given back by dtrain scale"
+    assert not slurm_guard.is_lost(job.format("node1").replace("RUNNING", "PENDING"), "node3")
+    assert not slurm_guard.is_lost("", "node3")
 
 
 def test_ten_events_on_three_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
