@@ -31,6 +31,7 @@ def test_a_batch_script_without_its_node_is_noticed(monkeypatch: pytest.MonkeyPa
     assert not slurm_guard.is_lost("", "node3")
 
 
+@pytest.mark.timeout(1500)  # SLURM itself takes a minute to notice a lost node
 def test_ten_events_on_three_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with slurm.temporary(slurm.available(), nodes=3) as cluster:
         at_home(cluster, tmp_path, monkeypatch)
