@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain import start
+from dtrain.config.files import GROUPS, options_of
 from dtrain.errors import bad
 from dtrain.faults.kinds import INJECTED_FILE, KINDS, VARIABLE, Fault, memory_cgroup
 from dtrain.launch.arguments import quote
@@ -24,7 +25,7 @@ from dtrain.ui.console import say, stdout_console
 from dtrain.util.format import as_dict, number, short_path
 
 LONGEST_S = 300.0  # a launch that takes longer is ended, and counts as not recognised
-ENDS = ("run_dir", "resume", "resume_allow", "train.steps", "train.stop_after", "dry_run", "logger", "hydra")
+ENDS = ("run_dir", "resume", "resume_allow", "trust", "train.steps", "train.stop_after", "dry_run", "logger", "hydra")
 
 
 @dataclass
@@ -58,21 +59,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=30, help="train.steps of each copy")
     parser.add_argument("--seed", type=int, default=0, help="of the ranks and steps")
     parser.add_argument("--jobs", type=int, default=1, help="copies that run at the same time")
-    parser.add_argument("--folder", type=Path, default=Path("chaos"), help="where the copies go")
+    parser.add_argument("--folder", type=Path, help="where the copies go; default: chaos/DATE-TIME")
+    parser.add_argument("--trust", nargs="+", default=[], metavar="MODULE", help="your modules that the run names")
     parser.add_argument("--json", action="store_true", help="print data instead of a table")
     options = parser.parse_args(argv)
     for kind in options.kinds:
         if kind not in KINDS:
             raise bad("--kinds", kind, "there is no such fault", f"one of {', '.join(KINDS)}")
+    folder = options.folder or Path("chaos") / time.strftime("%Y-%m-%d-%H-%M-%S")
+    if folder.exists():
+        raise bad("--folder", folder, "exists", "another name: the copies must be new")
     record = load([find_run(options.run)])[0][0]
     faults = chosen(record, options.kinds, options.rounds, options.steps, options.seed)
     console = stdout_console()
     results = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        cwd = str(record.launches.get("cwd") or ".")
-        arguments = [*own_overrides(record), *options.overrides, f"train.steps={options.steps}"]
-        runs = [(fault, options.folder / f"{i:03}-{fault.kind}") for i, fault in enumerate(faults)]
-        for result in pool.map(lambda one: inject(one[0], one[1], arguments, cwd), runs):
+        arguments = [*own_overrides(record, options.trust), *options.overrides, f"train.steps={options.steps}"]
+        runs = [(fault, folder / f"{i:03}-{fault.kind}") for i, fault in enumerate(faults)]
+        for result in pool.map(lambda one: inject(one[0], one[1], arguments), runs):
             results.append(result)
             if not options.json:
                 show(console, result)
@@ -81,7 +85,7 @@ def main(argv: list[str]) -> int:
         rows: list[dict[str, Any]] = [asdict(result) | {"right": result.right} for result in results]
         print(json.dumps(rows, indent=1))
     else:
-        say(console, f"{right} of {len(results)} faults recognised; the copies are in {short_path(options.folder)}")
+        say(console, f"{right} of {len(results)} faults recognised; the copies are in {short_path(folder)}")
     return 0 if right == len(results) else 3
 
 
@@ -111,14 +115,29 @@ def chosen(record: Record, kinds: list[str], rounds: int, steps: int, seed: int)
     return faults
 
 
-def own_overrides(record: Record) -> list[str]:
-    """The overrides that the run was launched with, without those that say where and how long."""
+def own_overrides(record: Record, trust: list[str]) -> list[str]:
+    """The overrides that the run was launched with, without those that say where and how long.
+
+    A run folder is untrusted: code that it names must be named by the user, too.
+    """
     typed = record.launch.get("overrides")
-    words = [str(word) for word in typed] if isinstance(typed, list) else []
-    return [word for word in words if not word.lstrip("+~").partition("=")[0].startswith(ENDS)]
+    kept = []
+    for word in [str(word) for word in typed] if isinstance(typed, list) else []:
+        key, _, value = word.lstrip("+~").partition("=")
+        if word.startswith("-") or key.startswith(ENDS):
+            continue
+        module = ""
+        if key in GROUPS and value not in options_of(key):
+            module = value
+        elif "_target_" in word and not value.startswith("dtrain."):
+            module = value or key
+        if module and not any(module == own or module.startswith(f"{own}.") for own in trust):
+            raise bad("RUN", word, "the run names code that is not dtrain's", f"--trust {module.partition('.')[0]}")
+        kept.append(word)
+    return [*kept, f"trust=[{','.join(trust)}]"] if trust else kept
 
 
-def inject(fault: Fault, run_dir: Path, overrides: list[str], cwd: str) -> Result:
+def inject(fault: Fault, run_dir: Path, overrides: list[str], cwd: Path | None = None) -> Result:
     """Launch a copy with one fault, and diagnose it."""
     run_dir = run_dir.absolute()
     run_dir.parent.mkdir(parents=True, exist_ok=True)

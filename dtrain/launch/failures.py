@@ -49,9 +49,8 @@ def first_failure(
 
 def named_by(note: dict[str, Any]) -> dict[str, Any]:
     """If all ranks compared something and report the same rank as different: that rank, not the first to report it."""
-    found = re.search(
-        r"\brank (\d+) \([^)]*\) (?:differs from its replicas|has |held |computed )", str(note["message"])
-    )
+    words = "differs from its replicas|has |held |computed "
+    found = re.search(rf"(?:step \d+|on all ranks): rank (\d+) \([^)]*\) (?:{words})", str(note["message"]))
     return {"rank": int(found[1]), "log": f"logs/rank-{found[1]}.log"} if found else {}
 
 

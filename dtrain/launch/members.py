@@ -17,7 +17,7 @@ from dtrain.config import elastic
 from dtrain.errors import bad
 from dtrain.runs.folder import read_json, write_json
 from dtrain.runs.protocol import LEAVE_FILE, RESCUE_FILE, SCALE_FILE
-from dtrain.util.format import number
+from dtrain.util.format import finite
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Members:
 
     def requested(self, run_dir: Path) -> int | None:
         """The number that `dtrain scale` asked for."""
-        wanted = number(read_json(run_dir / SCALE_FILE).get("number"))
+        wanted = finite(read_json(run_dir / SCALE_FILE).get("number"))
         return int(wanted) if wanted is not None else None
 
     def left(self, run_dir: Path) -> set[int]:

@@ -10,7 +10,10 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
+
+from dtrain.runs.protocol import POSITION_FILE
 
 LOOK_S = 10.0
 SETTLE_S = 5.0  # until SLURM shows that a job ends or is requeued, if that is why this step is ended
@@ -36,6 +39,14 @@ def ask(*command: str) -> str:
         return ""  # the controller is unavailable: ask again later
 
 
+def written(run_dir: str) -> int:
+    """When rank 0, which is on the first node, wrote its position: it does so once a second."""
+    try:
+        return os.stat(os.path.join(run_dir, POSITION_FILE.format(0))).st_mtime_ns
+    except OSError:
+        return 0
+
+
 def main() -> None:
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # stop requests to the ranks reach all steps of the job
         signal.signal(number, signal.SIG_IGN)
@@ -45,7 +56,10 @@ def main() -> None:
     while True:
         cancelled = signal.sigtimedwait({signal.SIGTERM}, LOOK_S) is not None  # SLURM's KillWait is left
         if cancelled:
+            before = written(sys.argv[1])
             time.sleep(SETTLE_S)
+            if written(sys.argv[1]) != before:
+                return  # the first node is alive: all steps were asked to end, as before a preemption
         node = os.environ.get("SLURMD_NODENAME", "") if cancelled else ""
         if is_lost(ask("scontrol", "show", "job", job), node):
             ask("scontrol", "requeue", job)

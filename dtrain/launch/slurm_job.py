@@ -159,6 +159,7 @@ class Job:
         if self.stopped:  # nothing to save yet
             return PREEMPTED, "stopped before the ranks had started"
         code = ranks.supervise(self.run_dir, stop=lambda: self.stopped)
+        nodes = ranks.nodes  # an elastic run may have lost some
         if code == FAILED and ranks.failure.get("lost_peer") and len(nodes) > 1:
             gone = silent_nodes(self.run_dir, nodes, config["cluster"]["processes"])
             what = f"a node was lost ({', '.join(gone)})" if gone else "the connection between nodes was lost"
@@ -183,8 +184,9 @@ class Job:
         """Let other nodes watch this one; outside of a container, which has no SLURM commands."""
         plain = {"container_image": None, "container_mounts": None, "cpus_per_task": None}
         begin = starter({"cluster": config["cluster"] | plain})
+        guard, log = [*command("dtrain.launch.slurm_guard"), str(self.run_dir)], self.run_dir / "logs" / "guard.log"
         for node in nodes:  # a step each: SLURM ends a step that lost one of its nodes
-            begin(command("dtrain.launch.slurm_guard"), [node], 1, {}, self.run_dir / "logs" / "guard.log")
+            begin(guard, [node], 1, {}, log)
 
     def _end(self, code: int, why: dict[str, Any] | str) -> int:
         """Record how the job ended; requeue it if it was interrupted and can resume."""

@@ -173,12 +173,18 @@ class Supervisor:
                 status="failed" if failed else None,
                 failure=self.failure if failed else None,
                 attempts=causes.distinct(self.failures) if len(self.failures) > 1 else [],
-                why=short_form(run_dir, self.failure) if failed else "",
+                why=self._why(run_dir) if failed else "",
             )
             return code
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _why(self, run_dir: Path) -> str:
+        try:
+            return short_form(run_dir, self.failure)
+        except Exception as error:  # the summary and the exit code matter more
+            return f"unknown: the diagnosis failed with {type(error).__name__}: {error}"
 
     def _note_restart(self, run_dir: Path, attempt: int, monitor: Monitor) -> None:
         """Report why the last attempt failed, on screen and in the run folder: its failure notes are deleted next."""

@@ -19,8 +19,9 @@ from dtrain.util.format import gib
 
 
 def check_copies(config: Mapping[str, Any]) -> None:
-    is_local = config["cluster"]["_target_"] == "dtrain.launch.local.Local"
-    if not config["checkpoint"].get("peer") or not is_local or config["force"] or config.get("dry_run"):
+    if not config.get("checkpoint", {}).get("peer") or config["force"] or config.get("dry_run"):
+        return
+    if config["cluster"]["_target_"] != "dtrain.launch.local.Local":
         return
     off = "checkpoint.peer=false"
     try:

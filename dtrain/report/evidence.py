@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import statistics
 from collections import deque
 from dataclasses import dataclass
@@ -10,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.runs.folder import parse_line
-from dtrain.util.format import number
+from dtrain.util.format import finite, number
 
-NEWEST = 2**18  # bytes of a log that are read
+NEWEST = 2**18  # bytes from the end of a log that are read, at least
+COUNTED = 2**28  # in a larger file, the lines before them are not counted
 FATAL = re.compile(r"^(Fatal Python error: .+|terminate called after throwing .+|\s*what\(\): .+)$")
 RAISED = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Timeout)\w*)(: .*)?$")
 
@@ -30,14 +33,19 @@ class Evidence:
 
 
 def numbered_tail(path: Path) -> list[tuple[int, str]]:
-    """The last lines of a file with their numbers."""
+    """The last lines of a file with their numbers; of a very large file, the numbers count from what is read."""
     try:
-        data = path.read_bytes()
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return []
+        with open(path, "rb") as file:
+            begin = max(0, file.seek(0, os.SEEK_END) - NEWEST)
+            file.seek(0)
+            first = 1 + sum(file.read(NEWEST).count(b"\n") for _ in range(begin // NEWEST) if begin < COUNTED)
+            file.seek(begin // NEWEST * NEWEST)
+            data = file.read()
     except OSError:
         return []
-    begin = max(0, len(data) - NEWEST)
-    first = data[:begin].count(b"\n") + 1
-    return list(enumerate(data[begin:].decode(errors="replace").split("\n"), first))
+    return list(enumerate(data.decode(errors="replace").split("\n"), first))
 
 
 def last_error(path: Path) -> Evidence | None:
@@ -80,5 +88,5 @@ def metrics_before_the_end(run_dir: Path, most: int = 100) -> list[LastMetrics]:
     waits = [(number(row.get("data_s")) or 0.0) / step_s for row in rows if (step_s := number(row.get("step_s")))]
     if waits and statistics.median(waits) > 0.3:
         parts.append(f"{statistics.median(waits):.0%} of a step was spent on waiting for data")
-    step = int(number(rows[-1].get("step")) or 0)
+    step = int(finite(rows[-1].get("step")) or 0)
     return [LastMetrics(step, Evidence("metrics.jsonl", last, "; ".join(parts)))]

@@ -19,7 +19,7 @@ from dtrain.runs.folder import latest_checkpoint, newest_step, read_json
 from dtrain.runs.protocol import BAD_CONFIG, HANG_FILE, POSITION_FILE
 from dtrain.runs.record import Record
 from dtrain.ui.console import next_commands
-from dtrain.util.format import as_dict, number
+from dtrain.util.format import as_dict, finite
 
 AGAIN = "Starting again resumes from {origin}."
 SAME = "Starting again without a change would end the same way."
@@ -39,12 +39,16 @@ CAUSES = {
     "nothing": Cause("", ""),
     "stopped": Cause("It was asked for.", AGAIN),
     "code": Cause(YOURS, SAME, "Correct the line above, then resume."),
-    "exit": Cause(YOURS, SAME, "Look for sys.exit or os._exit in your code and in the libraries it calls."),
+    "exit": Cause(
+        "The process ended itself.", SAME, "Look for sys.exit or os._exit in your code and in the libraries it calls."
+    ),
     "numbers": Cause("It is in the training itself: data, learning rate or precision.", SAME),
     "settings": Cause("It is a setting.", SAME),
     "setup": Cause("The ranks do not run the same thing.", SAME),
     "collective": Cause(
-        YOURS, SAME, "Every rank must make the same collectives in the same order: look for a branch on the rank."
+        "It is in the code that the ranks run.",
+        SAME,
+        "Every rank must make the same collectives in the same order: look for a branch on the rank.",
     ),
     "hang": Cause(UNKNOWN, AGAIN, "cluster.max_restarts=3 restarts a hung run by itself."),
     "loader": Cause(UNKNOWN, AGAIN, "Loader processes are usually killed for memory: try fewer train.loader_workers."),
@@ -140,7 +144,7 @@ def short_form(run_dir: Path, failure: dict[str, Any]) -> str:
 
 
 def as_step(value: object) -> int | None:
-    found = number(value)
+    found = finite(value)
     return int(found) if found else None
 
 
@@ -151,16 +155,18 @@ def of_failure(run_dir: Path, failure: dict[str, Any]) -> Diagnosis:
     """From failure.json: the first failure, as the supervisor found it."""
     rank = failure.get("rank") if isinstance(failure.get("rank"), int) else None
     kind, message = str(failure.get("type") or ""), str(failure.get("message") or "")
-    log = str(failure.get("log") or "")
+    log = Path(str(failure.get("log") or "")).name  # the folder is untrusted: no path of its own
     evidence = [Evidence("failure.json", None, f"{kind}: {first_line(message)}")]
-    kernel = [str(line) for line in failure.get("kernel") or [] if isinstance(line, str)]
-    own = last_error(run_dir / log) if log.endswith(".log") and rank is not None else None
+    lines = failure.get("kernel")
+    kernel = [line for line in lines if isinstance(line, str)] if isinstance(lines, list) else []
+    own = last_error(run_dir / "logs" / log) if log.endswith(".log") and rank is not None else None
     if own:
         evidence.append(own)
     who = "the run" if rank is None else f"rank {rank}"
     cause, what = classify(run_dir, failure, kind, message, kernel, own)
-    found = Diagnosis(cause, f"{what.format(who=who)}", rank, evidence=evidence)
-    if cause in ("numbers", "network") or (cause == "settings" and "must be the same" not in message):
+    found = Diagnosis(cause, what.replace("{who}", who), rank, evidence=evidence)
+    unnamed = cause == "corruption" and not ONE_RANK.search(message)  # without a majority, nobody is named
+    if unnamed or cause in ("numbers", "network") or (cause == "settings" and "must be the same" not in message):
         found.rank = None  # every rank reports it, and the first one to do so is chance
     if failure.get("type") in ("hang", "collective mismatch") and (run_dir / HANG_FILE).is_file():
         found.evidence.append(Evidence(HANG_FILE, None, "the stacks and collectives of all ranks"))
@@ -174,6 +180,7 @@ def of_failure(run_dir: Path, failure: dict[str, Any]) -> Diagnosis:
     return found
 
 
+ONE_RANK = re.compile(r"^step \d+: rank \d+ \([^)]*\) (?:differs from its replicas|held |computed )")
 ERRNO = re.compile(r"\[Errno (\d+)\]")
 STORAGE = {5: "a file could not be read or written (I/O error)", 28: "a file system is full", 122: "a quota is used up",
            24: "the process has no file handles left", 23: "the machine has no file handles left",
@@ -191,13 +198,13 @@ def classify(
 ) -> tuple[str, str]:
     """(cause, sentence); `{who}` in the sentence is the rank."""
     where = f" at {failure['where']}" if failure.get("where") else ""
-    says = first_line(message).replace("{", "{{").replace("}", "}}")
+    says = first_line(message)
     for matches, cause, sentence in (
         (kind == "hang", "hang", f"The run stood still: {says}."),
         (kind == "collective mismatch", "collective", f"{{who}} called other collectives: {says}."),
         (kind == "SIGKILL", *killed(run_dir, failure, kernel)),
         (kind == "early exit" or kind.startswith("exit code"), *exited(own)),
-        (kind.startswith("SIG"), *crashed(kind, kernel)),
+        (kind.startswith("SIG"), *crashed(run_dir, failure, kind, kernel)),
         (kind == "start", "start", f"The ranks did not start: {says}."),
         (kind == "stopped", "stopped", f"The run was asked to stop, and was ended: {says}."),
         (kind == "disk", "storage", f"{says}."),
@@ -224,13 +231,18 @@ def classify(
 
 def killed(run_dir: Path, failure: dict[str, Any], kernel: list[str]) -> tuple[str, str]:
     """SIGKILL: by the kernel for lack of memory, if it says so."""
-    pid = read_json(run_dir / POSITION_FILE.format(failure.get("rank"))).get("pid")
+    pid = pid_of(run_dir, failure.get("rank"))
     of_memory = [line for line in kernel if re.search(rf"Killed process {pid}\b", line)]
     if of_memory:
         limit = "its memory limit (cgroup)" if "cgroup" in of_memory[-1] else "a lack of memory on the machine"
         return "memory", f"The kernel killed {{who}} because of {limit}."
     doubt = "" if can_read_kernel_log() else "; the kernel's log, which would say so, cannot be read here"
     return "killed", f"{{who}} was killed by SIGKILL. No sign that the kernel did it for lack of memory{doubt}."
+
+
+def pid_of(run_dir: Path, rank: object) -> int:
+    pid = read_json(run_dir / POSITION_FILE.format(rank)).get("pid") if isinstance(rank, int) else None
+    return pid if isinstance(pid, int) else -1
 
 
 def can_read_kernel_log() -> bool:
@@ -244,8 +256,9 @@ def exited(own: Evidence | None) -> tuple[str, str]:
     return "exit", "{who} ended by itself before the run did, without an error."
 
 
-def crashed(kind: str, kernel: list[str]) -> tuple[str, str]:
-    if any("Xid" in line for line in kernel):
+def crashed(run_dir: Path, failure: dict[str, Any], kind: str, kernel: list[str]) -> tuple[str, str]:
+    pid = pid_of(run_dir, failure.get("rank"))
+    if any("Xid" in line and re.search(rf"\bpid='?{pid}\b", line) for line in kernel):
         return "gpu", f"{{who}} crashed with {kind}, and the GPU's driver reported an error (Xid)."
     names = {"SIGSEGV": "an invalid memory access", "SIGBUS": "a mapped file or shared memory that is gone or full",
              "SIGABRT": "C code called abort()", "SIGILL": "an illegal instruction"}  # fmt: skip

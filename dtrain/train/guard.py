@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtrain.strategies.base import Strategy
 from dtrain.strategies.checksums import checksums
@@ -65,8 +65,10 @@ class Guard:
         """
         if every(self.replicas_every, step) and not is_saved:
             self.replicas.check(step)
-        # a step that may be a CUDA graph is not checked: it would run without the graph, and so take longer
-        is_next = every(self.replicas_every, step + 1) and self.strategy.recorded is None and self.strategy.in_step()
+        # a step that may be a CUDA graph is not checked: it would run without the graph, and so take longer. A user's
+        # model may change weights in its forward pass (a moving average, Embedding(max_norm=…)).
+        can_be = self.strategy.recorded is None and self.strategy.in_step() and is_ours(self.strategy.module)
+        is_next = every(self.replicas_every, step + 1) and can_be
         self.at_rest = self.sums_at_rest() if is_next and self.holds_alone is not False else None
 
     def sums_at_rest(self) -> Sums | None:
@@ -83,6 +85,12 @@ class Guard:
             f"step {self.step}: {{who}} held {{what}}, which changed in memory between two updates. The run stops "
             "before this update. Fix: resume it from its last checkpoint, and test the memory and GPUs of {hosts}.",
         )
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Is it a model of dtrain, and not a subclass of a user's? FSDP makes a class of its own of each."""
+    kinds = (kind.__module__ for kind in type(module).__mro__)
+    return next(name for name in kinds if not name.startswith(("torch.", "deepspeed."))).startswith("dtrain.")
 
 
 def every(interval: int, step: int) -> bool:
@@ -116,15 +124,17 @@ def run_twice(strategy: Strategy, step: int, inputs: Tensor, targets: Tensor) ->
     Training continues with the second pass, whose bits are those of the first.
     """
     module, device = strategy.module, strategy.device
-    state, buffers = random_state(device), [buffer.clone() for buffer in module.buffers()]
+    own_state = [*module.buffers(), *([] if is_ours(module) else map(local, module.parameters()))]
+    state, kept = random_state(device), [tensor.detach().clone() for tensor in own_state]
     own: list[Sums] = []
     summed: list[Sums] = []
     for is_second in (False, True):
         if is_second:
             strategy.optimizer.zero_grad(set_to_none=True)
             set_random_state(device, state)
-            for buffer, before in zip(module.buffers(), buffers, strict=True):
-                buffer.copy_(before)
+            with torch.no_grad():
+                for tensor, before in zip(own_state, kept, strict=True):
+                    tensor.copy_(before)
         with gradients_before_reduction(strategy) as gradients:
             loss = strategy.forward_backward(inputs, targets)
         own.append(sums_of({"loss": loss}, device) | gradients)

@@ -60,10 +60,10 @@ def train(run: Run, saver: background.Saver, stop: process.StopRequest, position
         vote = stop.start_vote(stragglers.values)
         lr = strategy.set_lr(run.schedule(run.step))
         process.seed_everything(settings.seed, run.step, strategy.random_rank)
-        # Run forward and backward over the micro-batches, average the gradients over the data ranks, clip them by one
-        # global norm, and update the weights. The update is skipped if the loss or the norm is not finite or a spike.
         guard.before_step(run.step + 1)
         run.spikes.set_limits(run.step + 1)
+        # Run forward and backward over the micro-batches, average the gradients over the data ranks, clip them by one
+        # global norm, and update the weights. The update is skipped if the loss or the norm is not finite or a spike.
         result = strategy.train_step(inputs, targets)
         stragglers.end_step(data_s, pending.waited_s)
         run.step, run.samples = run.step + 1, run.samples + settings.global_batch_size
@@ -81,6 +81,9 @@ def train(run: Run, saver: background.Saver, stop: process.StopRequest, position
             position.enter("rollback", run.step)
             roll_back(run, saver)
             pending, guard = PendingSteps(), Guard(strategy, checks.replicas_every, checks.replay_every)
+            stragglers.restart()
+            if stopping:  # what was rolled back to may be in memory only
+                save(run, saver, guard, is_last=True)
             continue
 
         # once in a while: evaluate, save, compare what must be equal

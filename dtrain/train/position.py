@@ -49,7 +49,8 @@ class Position:
         self._ended = threading.Event()
         self._details: dict[str, Any] = {}  # of the standstill that goes on; collecting them takes milliseconds
         self._write()
-        threading.Thread(target=self._report, name="dtrain-position", daemon=True).start()
+        self._thread = threading.Thread(target=self._report, name="dtrain-position", daemon=True)
+        self._thread.start()
 
     def enter(self, phase: str, step: int) -> None:
         now = time.perf_counter()
@@ -64,6 +65,8 @@ class Position:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:  # a failing rank first waits for its running save, then writes its error report
             self.enter("failing", self.step)
+            self._ended.set()
+            self._thread.join(timeout=2 * BEAT_S)  # it would write again, without the collectives
             self._details = {"groups": self._groups()}  # the supervisor compares what the ranks have called
             self._write()
 

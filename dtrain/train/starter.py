@@ -16,6 +16,7 @@ import select
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,8 @@ class Starter:
             nothing = os.open(os.devnull, os.O_RDONLY)
             os.dup2(nothing, 0)  # commands are for the starter
             code = entry.train(self.run_dir, rank)
+        except BaseException:
+            traceback.print_exc()  # into the starter's log
         finally:
             os._exit(code)  # a failed rank must not wait for its peers in the process group's destructor
 

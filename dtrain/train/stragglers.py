@@ -50,6 +50,12 @@ class StragglerWatch:
                 self.times.take()
                 self.first_step = self.run.step + 1
 
+    def restart(self) -> None:
+        """After a rollback: the next window begins at the step that the run went back to."""
+        if self.times:
+            self.times.take()
+            self.first_step = self.run.step
+
     def values(self) -> list[float]:
         """What travels with the next vote: nothing, or a place for each rank's times, of which this rank fills its own.
 

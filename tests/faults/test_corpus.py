@@ -11,6 +11,7 @@ from dtrain.commands import chaos
 from dtrain.commands.chaos import inject
 from dtrain.faults.inject import FAULTS
 from dtrain.faults.kinds import KINDS, Fault, memory_cgroup
+from dtrain.runs.record import Record
 from tests.world import SMALL
 
 LAYOUTS = {"ddp": 3, "fsdp": 3, "tensor": 4, "pipeline": 2}
@@ -26,7 +27,7 @@ def test_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, 
     settings = [f"strategy={strategy}", f"cluster.processes={LAYOUTS[strategy]}", "train.global_batch_size=24"]
     settings += ["train.steps=30", "checkpoint.every=5", "guard.replicas_every=5"]
     fault = Fault(kind, LAYOUTS[strategy] - 1, 11)
-    result = inject(fault, tmp_path / "run", [*SMALL, *settings], str(tmp_path))
+    result = inject(fault, tmp_path / "run", [*SMALL, *settings], tmp_path)
     assert result.right, (result, (tmp_path / "run.txt").read_text())
 
 
@@ -46,3 +47,20 @@ def test_what_cannot_be_injected_is_refused(tmp_path: Path) -> None:
             chaos.main([str(run_dir)])
     with pytest.raises(ValueError, match="there is no such fault"):
         chaos.main([str(run_dir), "--kinds", "earthquake"])
+
+
+def test_a_run_folder_chooses_no_code(tmp_path: Path) -> None:
+    """Overrides of launch.json become a command line, so modules that they name must be named by the user."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    words = ["strategy=ddp", "model=evil.Net", "train.steps=9", "trust=[evil]", "--config-dir=/tmp/x", "optim.lr=1"]
+    cluster = {"_target_": "dtrain.launch.local.Local"}
+    (run_dir / "launch.json").write_text(json.dumps({"launches": [{"cluster": cluster, "overrides": words}]}))
+    record = Record.read(run_dir)
+    with pytest.raises(ValueError, match="--trust evil"):
+        chaos.own_overrides(record, [])
+    kept = ["strategy=ddp", "model=evil.Net", "optim.lr=1"]
+    assert chaos.own_overrides(record, ["evil"]) == [*kept, "trust=[evil]"]
+    record.launch["overrides"] = ["model._target_=os.system"]
+    with pytest.raises(ValueError, match="--trust os"):
+        chaos.own_overrides(record, [])

@@ -173,3 +173,13 @@ def test_ranks_get_as_many_file_handles_as_the_hard_limit_allows(tmp_path: Path)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert json.loads((tmp_path / "summary.json").read_text())["limit"] > 64
+
+
+def test_a_rank_that_all_ranks_report_is_named_only_if_it_is_one(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    note = {"time": 1.0, "rank": 0, "type": "CorruptionError", "lost_peer": False, "exit_code": 3}
+    one = "step 50: rank 2 (a) held model.x, which changed in memory"
+    several = "step 50: rank 0 (a), rank 1 (b) and rank 2 (c) computed gradient of x twice"
+    for message, rank in ((one, 2), (several, 0)):
+        (tmp_path / "logs" / "failure-0.json").write_text(json.dumps(note | {"message": message}))
+        assert (first_failure(tmp_path) or {})["rank"] == rank

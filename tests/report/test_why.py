@@ -45,7 +45,11 @@ CASES = [
     # of another process: no evidence about this rank
     (failure("SIGKILL", "the process was killed by SIGKILL", kernel=[KILLED.replace("77", "78")]), "killed", 1),
     (failure("SIGSEGV", "the process was killed by SIGSEGV"), "crash", 1),
-    (failure("SIGABRT", "killed by SIGABRT", kernel=["NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off"]), "gpu", 1),
+    (
+        failure("SIGABRT", "killed by SIGABRT", kernel=["NVRM: Xid (PCI:0000:3b:00): 79, pid=77, GPU has fallen off"]),
+        "gpu",
+        1,
+    ),
     (failure("early exit", "the process ended before the run did, and wrote no error report"), "exit", 1),
     (failure("exit code 7", "the process ended with exit code 7 and wrote no error report"), "exit", 1),
     (failure("SystemExit", "1", where=USERS), "exit", 1),
@@ -156,3 +160,26 @@ def test_every_cause_has_its_words(tmp_path: Path, capsys: pytest.CaptureFixture
         assert part in screen
     assert command.main([str(run_dir), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cause"] == "code"
+
+
+def test_odd_and_hostile_folders(tmp_path: Path) -> None:
+    """A run folder is untrusted: its values are shown, and nothing else is done with them."""
+    (tmp_path / "secret.log").write_text("ValueError: a secret\n")
+    odd = failure("early exit", "ended {x}", log=f"{tmp_path}/secret.log", kernel=5, where="{0}.py:1")
+    run_dir = folder_of(tmp_path / "run", odd)
+    (run_dir / "logs" / "position-1.json").write_text('{"pid": "(", "step": Infinity, "host": "a"}')
+    (run_dir / "logs" / "rank-1.log").write_text("ValueError: bad batch {'x': 3}\n")
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write('{"step": NaN, "loss": 1.0}\n')
+    said = diagnose(Record.read(run_dir))
+    assert said.cause == "exit" and "secret" not in str(said.evidence)
+    (run_dir / "failure.json").write_text(json.dumps(odd | {"log": "logs/rank-1.log"}))
+    said = diagnose(Record.read(run_dir))
+    assert said.cause == "code" and "{'x': 3}" in said.paragraph
+    (run_dir / "failure.json").write_text(json.dumps(odd | {"type": "SIGKILL", "kernel": ["Killed process ("]}))
+    assert diagnose(Record.read(run_dir)).cause == "killed"
+
+
+def test_without_a_majority_no_rank_is_blamed(tmp_path: Path) -> None:
+    text = "step 9: rank 0 (a) and rank 1 (b) differ in model.x. Replicas must be equal bit for bit"
+    assert diagnose(Record.read(folder_of(tmp_path / "run", failure("ReplicaError", text)))).rank is None

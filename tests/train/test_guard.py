@@ -210,3 +210,11 @@ def test_a_run_stops_before_the_next_save(tmp_path: Path) -> None:
     assert message.startswith(f"step 5: rank 1 ({socket.gethostname()}) computed gradient of {NAME} twice")
     assert saved(run)[-1] == "step-00000004"
     assert json.loads((run / "checkpoints" / "step-00000004" / "manifest.json").read_text())["step"] == 4
+
+
+def test_a_model_that_changes_its_weights_in_its_forward_pass_is_not_accused(tmp_path: Path) -> None:
+    settings = ["model._target_=tests.train.moving_model.Moving", "trust=[tests]", "train.steps=6"]
+    plain, checked = tmp_path / "plain", tmp_path / "checked"
+    for folder, more in ((plain, []), (checked, ["guard.replicas_every=1", "guard.replay_every=2"])):
+        assert train(make_run(folder, *settings, *more), 1, {"DTRAIN_TRUST": "tests"}) == [0]
+    assert losses(plain) == losses(checked)
