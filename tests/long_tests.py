@@ -154,7 +154,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "launch/test_slurm_odd.py::test_a_run_that_has_ended_keeps_its_results": (),
     "launch/test_slurm_elastic.py::test_ten_events_on_three_nodes": (),
     "launch/test_slurm_hang.py::test_a_rank_of_another_node_that_hangs_is_named": (),
-    "faults/test_corpus.py::test_recognised": ("exit-0-ddp", "other-shape-ddp", "loader-stopped-ddp"),
+    "faults/test_corpus.py::test_recognised": ("other-shape-ddp", "loader-stopped-ddp"),
     "launch/test_elastic.py::test_random_events": (),
     "launch/test_hang.py::test_with_warn_the_rank_is_only_named": (),
     "launch/test_hang.py::test_the_rank_that_holds_up_the_others_is_named": ("lock-ddp-3-1",),
