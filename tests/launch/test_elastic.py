@@ -95,6 +95,7 @@ def test_too_few_ranks_end_the_run_saved(tmp_path: Path) -> None:
     assert_no_orphans(run.run_dir)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "zero2"])
 def test_random_events(strategy: str, tmp_path: Path) -> None:
     """12 events over 150 steps; benchmarks/elastic.py has 50 over 600."""
