@@ -27,7 +27,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -214,12 +214,14 @@ class Cluster:
         """Power loss: slurmd, its steps, their tasks and whatever these started are killed at once. SLURM notices after
         25 to 32 s."""
         namespace = self._namespaces.pop(name, None)
+        for pid in _processes(namespace) if namespace else []:
+            # one that is killed late would react to the death of the others, as srun does by ending its step
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
         while namespace and (pids := _processes(namespace)):
             for pid in pids:
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
             if name in self._daemons:
                 self._daemons[name].poll()
             time.sleep(0.01)

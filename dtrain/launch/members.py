@@ -39,6 +39,7 @@ class Members:
         found = elastic.range_of(config)
         assert found is not None
         self.range, self.unit, self.usable = found, found.unit, usable or usable_sizes(config)
+        self.hosts: list[str] = []  # the nodes' names
         self.ranks_each = config["cluster"]["processes"] if self.unit == "node" else 1
 
     def fit(self, number: int) -> int:
@@ -80,7 +81,9 @@ class Members:
             path.unlink(missing_ok=True)
 
     def names(self, members: Collection[int]) -> str:
-        """`rank 1`, `ranks 1 and 3`."""
+        """`rank 1`, `ranks 1 and 3`, or the names of nodes."""
+        if self.hosts:
+            return ", ".join(self.hosts[m] for m in sorted(members))
         one, *others = (str(m) for m in sorted(members))
         return f"{self.unit} {one}" if not others else f"{self.unit}s {', '.join([one, *others[:-1]])} and {others[-1]}"
 

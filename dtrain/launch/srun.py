@@ -8,8 +8,9 @@ import re
 import shlex
 import signal
 import subprocess
+import tempfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from dtrain.config.redaction import hide
 from dtrain.launch import nsys
@@ -90,6 +91,11 @@ class Srun(Supervisor):
         restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         return {"job_id": job_id(), "restart": restart, "nodes": self.nodes, **ranks}
 
+    def start(self, run_dir: Path, log: IO[bytes]) -> Any:
+        if self.members:
+            self.members.hosts = self.nodes
+        return super().start(run_dir, log)
+
     def lost(self, run_dir: Path) -> dict[int, str]:
         """The nodes that are gone, or of which a rank was killed; a user's error is none of these."""
         each, kind, rank = self.cluster["processes"], self.failure["type"], self.failure.get("rank")
@@ -110,7 +116,8 @@ class Srun(Supervisor):
         if len(nodes) < size:
             return False
         if size < len(left):  # give back what `dtrain scale` no longer wants; a requeue asks for the whole range again
-            scontrol("scontrol", "update", f"JobId={job_id()}", f"NodeList={','.join(nodes)}")
+            with tempfile.TemporaryDirectory() as folder:  # scontrol writes two scripts into its working folder
+                scontrol("scontrol", "update", f"JobId={job_id()}", f"NodeList={','.join(nodes)}", cwd=folder)
         self.nodes, self.num_ranks = nodes, size * self.cluster["processes"]
         self.world_size, self.is_one_host = self.num_ranks, size == 1
         say(f"continuing on {', '.join(nodes)}")
@@ -170,10 +177,10 @@ def srun(cluster: dict[str, Any], nodes: list[str], tasks_per_node: int) -> list
     ]  # fmt: skip
 
 
-def scontrol(*command: str, timeout: float = 60) -> str:
+def scontrol(*command: str, timeout: float = 60, cwd: str | None = None) -> str:
     """Return the output of a SLURM command, or "" if it fails: the job must survive an unavailable controller."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=True, cwd=cwd).stdout
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or str(error)
         say(f"{shlex.join(command)}: {output.strip()}")

@@ -64,6 +64,8 @@ def test_a_node_leaves_with_all_its_ranks(run_dir: Path) -> None:
         note_leave(run_dir, rank)
     change = nodes.change(run_dir, 3, {})
     assert change and (change.size, change.gone, change.why) == (2, {1}, "node 1 left")
+    nodes.hosts = ["a", "b", "c"]
+    assert (nodes.change(run_dir, 3, {}) or change).why == "b left"
 
 
 def test_ranks_of_a_fixed_run_note_nothing(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
