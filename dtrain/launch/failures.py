@@ -66,22 +66,27 @@ def mismatch(run_dir: Path, first: dict[str, Any], num_ranks: int) -> dict[str, 
         return None
     positions = {rank: hang.read(run_dir / POSITION_FILE.format(rank)) for rank in range(num_ranks)}
     ranks, called = first_difference(positions)
+    if ranks:
+        return of_difference(ranks, called)
     if called:
-        others = {call for rank, call in called.items() if rank not in ranks}
-        what = f"called {called[ranks[0]]} where" if ranks else "did not call the same collective:"
-        text = f"{what} the others called {' or '.join(sorted(others))}"
-    elif first["type"] == "NonFiniteError":
+        text = f"the ranks called {' and '.join(sorted(set(called.values())))} in the same place"
+        return failure(None, "collective mismatch", text, first["log"])
+    if first["type"] == "NonFiniteError":
         # all ranks read the same loss, so all of them raise this error at the same step
         steps = {rank: position["step"] for rank, position in positions.items() if position}
         newest = max(steps.values(), default=0)
         ranks = [rank for rank, step in steps.items() if step == newest]
         if newest == min(steps.values(), default=0) or len(ranks) * 2 >= num_ranks:
             return None
-        text = f"went on to step {newest}, so it did not call a collective that the others called"
-    else:
-        return None
-    where = f"logs/rank-{ranks[0]}.log" if ranks else first["log"]
-    return failure(ranks[0] if ranks else None, "collective mismatch", f"it {text}", where)
+        text = f"it went on to step {newest}, so it did not call a collective that the others called"
+        return failure(ranks[0], "collective mismatch", text, f"logs/rank-{ranks[0]}.log")
+    return None
+
+
+def of_difference(ranks: list[int], called: dict[int, str]) -> dict[str, Any]:
+    others = sorted({call for rank, call in called.items() if rank not in ranks})
+    text = f"it called {called[ranks[0]]} where the others called {' or '.join(others)}"
+    return failure(ranks[0], "collective mismatch", text, f"logs/rank-{ranks[0]}.log")
 
 
 def tail(path: Path, size: int = 65536) -> str:
@@ -100,7 +105,13 @@ def is_timeout(failure: dict[str, Any]) -> bool:
     return bool(failure.get("lost_peer") or words) or failure.get("type") == "SIGABRT"  # NCCL's watchdog aborts
 
 
-def of_standstill(found: hang.Standstill) -> dict[str, Any]:
+def of_standstill(run_dir: Path, found: hang.Standstill) -> dict[str, Any]:
+    if len(found.ranks) == 1 and found.positions[found.ranks[0]].get("process") == "ended":
+        rank = found.ranks[0]
+        if "gloo::EnforceNotMet" in tail(run_dir / "logs" / f"rank-{rank}.log"):  # gloo has aborted a healthy rank
+            ranks, called = first_difference(found.positions)
+            if ranks and rank not in ranks:
+                return of_difference(ranks, called)
     kind = "collective mismatch" if found.differ else "hang"
     return failure(found.ranks[0] if found.ranks else None, kind, str(found), HANG_FILE)
 

@@ -251,7 +251,7 @@ class Supervisor:
         if summary != past and summary.get("status") in ("done", "preempted"):
             return DONE if summary["status"] == "done" else PREEMPTED
         if killed_because and self.standstill:
-            self.failure = of_standstill(self.standstill)
+            self.failure = of_standstill(run_dir, self.standstill)
         elif killed_because:
             kind, source = ("start", self.log_name) if self.never_started else ("stopped", "rank-0.log")
             self.failure = failure(None, kind, killed_because, f"logs/{source}")
@@ -263,7 +263,7 @@ class Supervisor:
             if first and first["rank"] is not None:
                 self.failure = mismatch(run_dir, first, self.world_size) or first
             if self.standstill and self.standstill.ranks and is_timeout(self.failure):
-                self.failure = of_standstill(self.standstill)  # torch's own timeout names a rank that waited
+                self.failure = of_standstill(run_dir, self.standstill)  # torch's own timeout names a rank that waited
         self.failure["kernel"] = kernel_log.since(began)
         if self.node_rank == 0:
             with contextlib.suppress(OSError):  # on a full disk, only the screen shows it

@@ -13,7 +13,8 @@ import pytest
 
 from dtrain.launch import attempt_files, hang
 from dtrain.launch.attempt_files import AttemptFiles
-from dtrain.launch.failures import first_failure, is_timeout
+from dtrain.launch.failures import first_failure, is_timeout, of_standstill
+from dtrain.launch.hang import Standstill
 from dtrain.launch.supervisor import Supervisor
 
 # What a rank writes, dated by a file server whose clock is SKEW seconds away from the supervisor's.
@@ -183,3 +184,19 @@ def test_a_rank_that_all_ranks_report_is_named_only_if_it_is_one(tmp_path: Path)
     for message, rank in ((one, 2), (several, 0)):
         (tmp_path / "logs" / "failure-0.json").write_text(json.dumps(note | {"message": message}))
         assert (first_failure(tmp_path) or {})["rank"] == rank
+
+
+def test_a_rank_that_gloo_aborted_is_not_blamed_for_a_hang(tmp_path: Path) -> None:
+    """Rank 0 skipped an all-reduce, so gloo aborted rank 2, which got a tensor of another size."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-2.log").write_text("terminate called after throwing 'gloo::EnforceNotMet'\n")
+    usual = [[seq, f"all_reduce [[{(9, 2)[seq % 2]}]]"] for seq in range(10)]
+    skipped = [*usual[:9], [9, "all_reduce [[9]]"]]
+    position = {"process": "running", "threads": {"MainThread": ["x.py:1, in f"]}}
+    groups = [{"0 gloo": {"ranks": [0, 1, 2], "begun": 9, "open": [], "calls": calls}} for calls in (skipped, usual)]
+    positions = {0: position | {"groups": groups[0]}, 1: position | {"groups": groups[1]}, 2: {"process": "ended"}}
+    found = Standstill(5.0, 5.0, True, [2], False, "rank 2 has ended", positions)
+    said = of_standstill(tmp_path, found)
+    assert (said["type"], said["rank"]) == ("collective mismatch", 0)
+    (tmp_path / "logs" / "rank-2.log").write_text("")
+    assert of_standstill(tmp_path, found)["type"] == "hang"
