@@ -10,12 +10,14 @@ the last lines of what it printed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -101,21 +103,33 @@ COMMANDS = {
 }  # fmt: skip
 
 
+def kill_all(case: str) -> None:
+    """Kill the processes of one launch, by their environment."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"CASE={case}".encode() in path.read_bytes().split(b"\0"):
+                os.kill(int(path.parent.name), signal.SIGKILL)
+
+
 def one(tool: str, kind: str, limit: float) -> dict[str, Any]:
-    env = os.environ | {"KIND": kind, "TOOL": tool, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = os.environ | {"KIND": kind, "TOOL": tool, "CASE": f"{os.getpid()}-{tool}-{kind}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     began = time.monotonic()
     more = [f"--main_process_port={29600 + KINDS.index(kind)}"] if tool == "accelerate" else []
     env |= {"MASTER_PORT": str(29700 + KINDS.index(kind))} if tool == "lightning" else {}
-    process = subprocess.Popen(
-        [sys.executable, *COMMANDS[tool], *more, __file__], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
-    try:
-        output = process.communicate(timeout=limit)[0].decode(errors="replace")
-        ended = time.monotonic() - began
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, ended = process.communicate()[0].decode(errors="replace"), None
+    with tempfile.TemporaryFile() as screen:
+        process = subprocess.Popen(
+            [sys.executable, *COMMANDS[tool], *more, __file__], env=env, stdin=subprocess.DEVNULL, stdout=screen,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            process.wait(limit)
+            ended = time.monotonic() - began
+        except subprocess.TimeoutExpired:
+            ended = None
+        kill_all(env["CASE"])  # torchrun's processes have sessions of their own
+        process.wait()
+        screen.seek(0)
+        output = screen.read().decode(errors="replace")
     root = output.rpartition("Root Cause")[2] if "Root Cause" in output else ""
     found = re.search(r"rank\s*:\s*(\d+)", root) or re.search(r"\[rank(\d+)\]", output)
     lines = [line for line in output.splitlines() if line.strip()]
