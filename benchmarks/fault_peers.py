@@ -112,7 +112,8 @@ def kill_all(case: str) -> None:
 
 
 def one(tool: str, kind: str, limit: float) -> dict[str, Any]:
-    env = os.environ | {"KIND": kind, "TOOL": tool, "CASE": f"{os.getpid()}-{tool}-{kind}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = os.environ | {"KIND": kind, "TOOL": tool, "CASE": f"{os.getpid()}-{tool}-{kind}"}
+    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     began = time.monotonic()
     more = [f"--main_process_port={29600 + KINDS.index(kind)}"] if tool == "accelerate" else []
     env |= {"MASTER_PORT": str(29700 + KINDS.index(kind))} if tool == "lightning" else {}
