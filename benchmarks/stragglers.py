@@ -7,8 +7,9 @@
 The first: real launches of gpt2-tiny, in each of which a random rank is slow from a random step on. quota, stop, busy:
 it is held to half a core by a cgroup (needs root), by SIGSTOP and SIGCONT, or by another process on its core, so its
 slowdown is 2. sleep: 0.2 s of sleep in its model at each step. data: 0.2 s in reading each batch. The second: all
-strategies for so many minutes each, with evaluations and saves, beside --load busy processes. The third: turns of steps
-of gpt2-tiny at batch 2 in one process with and without the watch, and the time of its parts as a share of a step.
+strategies for so many minutes each, compiled, with evaluations and with saves to a slow disk, which take longer than
+the limit for hangs, beside --load busy processes; also counts hangs that are reported. The third: turns of steps of
+gpt2-tiny at batch 2 in one process with and without the watch, and the time of its parts as a share of a step.
 
 With --jobs, each launch has its own cores, if there are enough: as many as ranks, or one more.
 """
@@ -42,6 +43,10 @@ SLOW = """
 import os, time
 from dtrain.data.synthetic import Synthetic
 from dtrain.models.gpt2 import GPT2
+
+if os.environ.get("DISK_S"):  # a slow disk
+    fsync = os.fsync
+    os.fsync = lambda file: (time.sleep(float(os.environ["DISK_S"])), fsync(file))
 
 def due(kind, calls):
     return os.environ["HOW"] == kind and os.environ["RANK"] == os.environ["WHO"] and calls > int(os.environ["AT"])
@@ -194,14 +199,15 @@ def one(
     }  # fmt: skip
 
 
-def clean(strategy: str, minutes: float, batch: int, cores: list[int]) -> dict[str, Any]:
+def clean(strategy: str, minutes: float, batch: int, hang_timeout: str, cores: list[int]) -> dict[str, Any]:
     """One launch in which all ranks are alike."""
     from dtrain.runs.protocol import STOP_FILE
 
     settings = ["train.steps=1000000", f"train.global_batch_size={batch}", "train.eval_every=50"]
-    settings += ["train.eval_batches=2", "checkpoint.every=100"]
+    settings += ["train.eval_batches=8", "checkpoint.every=200", "checkpoint.background=false", "compile=blocks"]
+    settings += [f"cluster.hang_timeout={hang_timeout}"]
     with tempfile.TemporaryDirectory() as name:
-        launch = Launch(Path(name), strategy, cores, {}, *settings)
+        launch = Launch(Path(name), strategy, cores, {"DISK_S": "2"}, *settings)
         while launch.process.poll() is None and not launch.rows():
             time.sleep(0.1)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -209,8 +215,11 @@ def clean(strategy: str, minutes: float, batch: int, cores: list[int]) -> dict[s
         (launch.run / STOP_FILE).touch()
         code, rows = launch.process.wait(), launch.rows()
         summary = json.loads((launch.run / "summary.json").read_text())
+        screen = (Path(name) / "screen").read_text()
     return {
         "strategy": strategy, "minutes": minutes, "steps": rows[-1]["step"], "exit_code": code,
+        "saves_s": [row["save_s"] for row in rows if "save_s" in row][:3],
+        "hangs": [line for line in screen.splitlines() if "no progress for" in line],
         "named": [row["slow_text"] for row in rows if "slow_text" in row], "ranks": summary["ranks"],
     }  # fmt: skip
 
@@ -306,6 +315,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="launches at a time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clean", type=float, help="minutes per strategy")
+    parser.add_argument("--hang-timeout", default="5", help="cluster.hang_timeout of clean runs")
     parser.add_argument("--load", type=int, default=0, help="busy processes beside clean runs")
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -319,7 +329,8 @@ def main() -> None:
     if options.cost:
         print(rows[0])
     elif options.clean:
-        print(f"{sum(len(row['named']) for row in rows)} named in {sum(row['minutes'] for row in rows)} minutes")
+        named, hangs = (sum(len(row[what]) for row in rows) for what in ("named", "hangs"))
+        print(f"{named} named and {hangs} hangs reported in {sum(row['minutes'] for row in rows)} minutes")
     else:
         print_found(rows)
     if options.json:
@@ -350,7 +361,8 @@ def launches(options: argparse.Namespace) -> list[dict[str, Any]]:
         for _ in range(1 if options.clean else options.rounds):
             for strategy in options.strategies:
                 if options.clean:
-                    jobs.append(pool.submit(in_turn, clean, strategy, options.clean, options.batch))
+                    settings = strategy, options.clean, options.batch, options.hang_timeout
+                    jobs.append(pool.submit(in_turn, clean, *settings))
                 for kind in [] if options.clean else options.kinds:
                     who, at = draw.randrange(LAYOUTS[strategy][0]), draw.randrange(20, 40)
                     jobs.append(

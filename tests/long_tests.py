@@ -157,7 +157,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "faults/test_corpus.py::test_recognised": ("other-shape-ddp", "loader-stopped-ddp"),
     "launch/test_elastic.py::test_random_events": (),
     "launch/test_hang.py::test_with_warn_the_rank_is_only_named": (),
-    "launch/test_hang.py::test_the_rank_that_holds_up_the_others_is_named": ("lock-ddp-3-1",),
+    "launch/test_hang.py::test_the_rank_that_holds_up_the_others_is_named": ("lock",),
     # the tests' own cluster
     "launch/test_slurm_cluster.py::test_a_requeued_job_counts_its_restarts": (),
     "launch/test_slurm_cluster.py::test_a_node_with_a_network_dies_and_returns": (),

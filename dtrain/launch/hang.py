@@ -28,7 +28,10 @@ from dtrain.util.format import duration
 # before REPORT_S, and stopped after FACTOR times as long, but not before STOP_S (NCCL's own timeout).
 FACTOR, REPORT_S, STOP_S = 10, 30.0, 600.0
 # Other phases vary more: the first steps compile, the last save is not in the background, a start prepares data.
-OTHER_S = {"start": 1800.0, "first steps": 1800.0, "rollback": 1800.0, "evaluation": 600.0, "save": 600.0, "end": 600.0}
+OTHER_S = {
+    "start": 1800.0, "first steps": 1800.0, "rollback": 1800.0, "evaluation": 600.0, "first comparison": 600.0,
+    "save": 600.0, "end": 600.0,
+}  # fmt: skip
 FIRST_STEPS = 3
 LONGEST_LOOK_S = 2.0  # a longer time between two looks: this process was suspended, and probably the ranks, too
 SILENT_S = 5.0  # rank 0 writes once a second; after this long without it, the other ranks' files are read, too
@@ -117,11 +120,16 @@ class HangWatch:
     def limit_s(self) -> float:
         """Return how long the run may stay where it is."""
         phase, slowest = self.position.get("phase", "start"), self.position.get("slowest", {})
+        counts = self.position.get("counts", {})
         if phase in ("data", "step"):
-            if self.position.get("counts", {}).get("step", 0) >= FIRST_STEPS:
+            if counts.get("step", 0) >= FIRST_STEPS:
                 usual = slowest.get("data", 0) + slowest.get("step", 0)
                 return self.timeout or max(REPORT_S, FACTOR * usual)
             phase = "first steps"
+        if phase == "compare":  # of replicas, before a save: collectives only, so it takes as long each time
+            if counts.get("compare"):
+                return self.timeout or max(REPORT_S, FACTOR * slowest["compare"])
+            phase = "first comparison"
         return max(OTHER_S.get(phase, REPORT_S), FACTOR * slowest.get(phase, 0), self.timeout or 0)
 
     def _path(self, rank: int) -> Path:
@@ -217,7 +225,8 @@ def holding_up(position: Position) -> str:
 
 
 def phase(position: Position) -> str:
-    name = {"data": "reading data", "start": "starting", "end": "ending"}.get(position["phase"], position["phase"])
+    names = {"data": "reading data", "start": "starting", "end": "ending", "compare": "comparing replicas"}
+    name = names.get(position["phase"], position["phase"])
     return f"step {position['step']}" if name == "step" else f"{name}, step {position['step']}"
 
 

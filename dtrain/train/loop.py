@@ -83,15 +83,14 @@ def train(run: Run, saver: background.Saver, stop: process.StopRequest, position
             pending, guard = PendingSteps(), Guard(strategy, checks.replicas_every, checks.replay_every)
             stragglers.restart()
             if stopping:  # what was rolled back to may be in memory only
-                save(run, saver, guard, is_last=True)
+                save(run, saver, guard, position, is_last=True)
             continue
 
         # once in a while: evaluate, save, compare what must be equal
         if run.validation and eval_due:
             evaluate(run, run.validation, position)
         if save_due:
-            position.enter("save", run.step)
-            save(run, saver, guard, is_last, on_disk)
+            save(run, saver, guard, position, is_last, on_disk)
         guard.after_step(run.step, is_saved=save_due)
         if saver.failed:  # the next vote informs all ranks, and the next save raises the error
             stop.requested = True  # not |=: it could overwrite a signal that arrives between its read and its write
@@ -138,12 +137,16 @@ def evaluate(run: Run, validation: Validation, position: Position) -> None:
         run.recorder.write(step=run.step, **found)
 
 
-def save(run: Run, saver: background.Saver, guard: Guard, is_last: bool, on_disk: bool = True) -> None:
+def save(
+    run: Run, saver: background.Saver, guard: Guard, position: Position, is_last: bool, on_disk: bool = True
+) -> None:
     """Compare the replicas and save; the files are written while training continues."""
     asked = time.perf_counter()
+    position.enter("compare", run.step)
     meta = run.checkpoint_meta() | {"extra": run.strategy.extra_state()}
     state = run.strategy.state_dict()
     guard.replicas.check(run.step, state)  # a tensor that differs between ranks is never saved
+    position.enter("save", run.step)
     saver.save(run.step, state, meta, asked, is_last, on_disk)
 
 

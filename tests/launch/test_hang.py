@@ -22,18 +22,12 @@ from tests.world import ROOT, SMALL, summary
 # Each way to hold up the others, in the model of one rank at one of its steps.
 HUNG = """
 import os, re, signal, time
-import torch
-import torch.distributed as dist
 from dtrain.models.gpt2 import GPT2
 
 def sleep(): time.sleep(1000)
 def nap(): time.sleep(12)
-def loop():
-    while True: pass
 def lock(): re.match("(a+)+$", "a" * 99 + "b")  # takes for ever, and keeps Python's global lock
 def stop(): os.kill(os.getpid(), signal.SIGSTOP)
-def leave(): os._exit(0)
-def another(): dist.broadcast(torch.ones(3), 0)  # a collective that no other rank calls
 
 class Hung(GPT2):
     def forward(self, inputs, targets=None):
@@ -76,28 +70,24 @@ def test_with_warn_the_rank_is_only_named(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "logs" / "hang.json").exists()
 
 
-KINDS = {
-    "sleep": "is in hung.py:7, in sleep",
-    "loop": "is in hung.py:10, in loop",
-    "lock": "is in hung.py:11, in lock, which does not release Python's global lock",
-    "stop": "was stopped by a signal or a debugger",
-    "leave": "",
-    "another": "",
-}
-LAYOUTS = [("ddp", 3, 1), ("fsdp", 3, 1), ("tensor", 2, 1), ("pipeline", 2, 8)]  # strategy, ranks, calls per step
-
-
-@pytest.mark.parametrize("strategy, ranks, calls", LAYOUTS, ids=lambda value: str(value))
-@pytest.mark.parametrize("how", KINDS)
+@pytest.mark.parametrize(
+    "how, strategy, ranks, calls, message",
+    [
+        ("lock", "ddp", 2, 1, "is in hung.py:7, in lock, which does not release Python's global lock"),
+        ("sleep", "pipeline", 2, 8, "is in hung.py:5, in sleep"),  # calls: of the model, per step
+    ],
+    ids=["lock", "sleep"],
+)
 def test_the_rank_that_holds_up_the_others_is_named(
-    tmp_path: Path, how: str, strategy: str, ranks: int, calls: int
+    tmp_path: Path, how: str, strategy: str, ranks: int, calls: int, message: str
 ) -> None:
+    """All other kinds and strategies: tests/faults/test_corpus.py."""
     settings = [f"strategy={strategy}", f"cluster.processes={ranks}", "train.global_batch_size=24"]
     code, output = hung_run(tmp_path, how, ranks - 1, 6 * calls + 1, *settings)
     assert code == 3, output
     failure = json.loads((tmp_path / "run" / "failure.json").read_text())
     assert failure["rank"] == ranks - 1, output
-    assert KINDS[how] in failure["message"], output
+    assert message in failure["message"], output
 
 
 # ---- who waits for whom ----------------------------------------------------------------------------------------
@@ -234,6 +224,9 @@ def watch_of(run_dir: Path, timeout: float | None = None, ranks: int = 1) -> han
         ({"phase": "evaluation", "slowest": {"evaluation": 80.0}}, 7.0, 800),
         ({"phase": "save", "slowest": {"save": 0.1}}, 7.0, 600),  # the last one is not in the background
         ({"phase": "save"}, 900.0, 900),
+        ({"phase": "compare", "slowest": {"compare": 0.0}}, 7.0, 600),  # the first one
+        ({"phase": "compare", "counts": {"compare": 1}, "slowest": {"compare": 0.1}}, 7.0, 7),
+        ({"phase": "compare", "counts": {"compare": 1}, "slowest": {"compare": 6.0}}, None, 60),
         ({"phase": "start"}, None, 1800),
         ({"phase": "end"}, 7.0, 600),
     ],
