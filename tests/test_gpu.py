@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 import shutil
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
+from dtrain.commands.verify.world import World
 from dtrain.config.build import build
 from dtrain.config.run_file import load
+from tests.train.test_spikes import BAD, run_with, weights, written
 from tests.world import STRATEGIES, losses, make_run, sizes_of, start, summary, train, wait_for
 
 pytestmark = pytest.mark.gpu
@@ -107,3 +110,54 @@ def test_a_checkpoint_moves_between_cpu_and_gpu(tmp_path: Path) -> None:
     cpu, moved = losses(tmp_path / "cpu"), losses(tmp_path / "moved")
     assert summary(tmp_path / "cpu")["device"] == "cpu" != summary(tmp_path / "moved")["device"]
     assert max(abs(cpu[s] - moved[s]) for s in range(5, 9)) < 1e-5
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_replays_and_replica_checks_change_no_bit(size: int, tmp_path: Path) -> None:
+    options = [f"cluster.processes={size}", "precision=bf16", "deterministic=true", "model.dropout=0.1"]
+    checks = {"off": (0, 0), "on": (2, 3)}
+    for name, (replicas, replay) in checks.items():
+        settings = [f"guard.replicas_every={replicas}", f"guard.replay_every={replay}"]
+        assert train(make_run(tmp_path / name, *options, *settings), size) == [0] * size
+    assert losses(tmp_path / "off") == losses(tmp_path / "on")
+    assert summary(tmp_path / "off")["weights_sha256"] == summary(tmp_path / "on")["weights_sha256"]
+
+
+def flipping_rank(run_dir: Path) -> int:
+    """Train; in step 9, a bit of a gradient flips after the first of the two passes."""
+    from dtrain.strategies import base
+    from dtrain.train import loop, process
+
+    process.redirect_output(run_dir, 0)
+    calls, patched = [], cast(Any, base)
+    compute = patched.Strategy.forward_backward
+
+    def forward_backward(self: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = compute(self, inputs, targets)
+        calls.append(loss)
+        if len(calls) == 9:
+            parameter = next(self.module.parameters())
+            parameter.grad.view(torch.int32).view(-1)[3] ^= 1 << 20
+        return cast(torch.Tensor, loss)
+
+    patched.Strategy.forward_backward = forward_backward
+    return loop.main(run_dir)
+
+
+def test_a_replay_finds_a_flipped_bit_of_a_gradient(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "cluster.processes=1", "deterministic=true", "guard.replay_every=9")
+    assert World(1, flipping_rank, run).join() == [3]
+    assert "differ" in (run / "failure.json").read_text()
+    assert not (run / "checkpoints").exists() or not list((run / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("action", ["skip", "rollback"])
+def test_a_spike_is_found_on_the_gpu(action: str, tmp_path: Path) -> None:
+    """The GPU decides by itself; the run learns of it one step later."""
+    one = ("cluster.processes=1", "deterministic=true")
+    run, codes = run_with(tmp_path / "run", f"train.spike={action}", *one, size=1)
+    assert codes == [0] and summary(run)["skipped_steps"] == 1 and summary(run)["device"] != "cpu"
+    assert [(spike["step"], spike["action"]) for spike in written(run)] == [(25, action)]
+    if action == "rollback":
+        expected, codes = run_with(tmp_path / "expected", *one, positions=(), passed=(BAD,), size=1)
+        assert codes == [0] and losses(run) == losses(expected) and weights(run) == weights(expected)

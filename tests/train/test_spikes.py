@@ -61,12 +61,17 @@ def spiking_rank(run_dir: Path, positions: list[int], pass_over: list[int], late
 
 
 def run_with(
-    path: Path, *overrides: str, positions: tuple[int, ...] = (BAD,), passed: tuple[int, ...] = (), late: bool = False
+    path: Path,
+    *overrides: str,
+    positions: tuple[int, ...] = (BAD,),
+    passed: tuple[int, ...] = (),
+    late: bool = False,
+    size: int = 2,
 ) -> tuple[Path, list[int | None]]:
     start_server()
-    options = ["train.steps=36", "checkpoint.every=10", "checkpoint.keep=99", "cluster.processes=2"]
+    options = ["train.steps=36", "checkpoint.every=10", "checkpoint.keep=99", f"cluster.processes={size}"]
     run = make_run(path, *options, "model.num_layers=1", *overrides)
-    return run, World(2, spiking_rank, run, list(positions), list(passed), late).join()
+    return run, World(size, spiking_rank, run, list(positions), list(passed), late).join()
 
 
 def written(run: Path) -> list[dict[str, Any]]:
