@@ -98,8 +98,9 @@ TOOLS = {"torchrun": plain, "lightning": of_lightning, "accelerate": of_accelera
 COMMANDS = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"],
     "lightning": [],  # it starts its processes by itself
-    "accelerate": ["-m", "accelerate.commands.launch", "--cpu", "--multi_cpu", f"--num_processes={RANKS}",
-                   "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"],
+    # --multi_gpu: its launcher for several processes, torch.distributed.run; with --cpu it would start only one
+    "accelerate": ["-m", "accelerate.commands.launch", "--multi_gpu", f"--num_processes={RANKS}", "--num_machines=1",
+                   "--mixed_precision=no", "--dynamo_backend=no"],
 }  # fmt: skip
 
 
@@ -113,7 +114,7 @@ def kill_all(case: str) -> None:
 
 def one(tool: str, kind: str, limit: float) -> dict[str, Any]:
     env = os.environ | {"KIND": kind, "TOOL": tool, "CASE": f"{os.getpid()}-{tool}-{kind}"}
-    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     began = time.monotonic()
     more = [f"--main_process_port={29600 + KINDS.index(kind)}"] if tool == "accelerate" else []
     env |= {"MASTER_PORT": str(29700 + KINDS.index(kind))} if tool == "lightning" else {}
@@ -145,11 +146,12 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", nargs="+", default=list(TOOLS))
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS))
     parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--limit", type=float, default=60.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    cases = [(tool, kind) for tool in options.tools for kind in KINDS]
+    cases = [(tool, kind) for tool in options.tools for kind in options.kinds]
     with ThreadPoolExecutor(options.jobs) as pool:
         rows = list(pool.map(lambda case: one(*case, options.limit), cases))
     for row in rows:

@@ -31,7 +31,17 @@ from dtrain.errors import CheckpointError
 from dtrain.runs import memory
 from dtrain.runs.folder import checkpoints
 from dtrain.runs.protocol import pid_namespace
-from dtrain.util.collective import Group, agreed, all_problems, exchange, failpoint, from_rank_0, gather, rank
+from dtrain.util.collective import (
+    Group,
+    agreed,
+    all_problems,
+    exchange,
+    failpoint,
+    from_rank_0,
+    gather,
+    rank,
+    wait_for_peers,
+)
 from dtrain.util.host_memory import free_bytes
 
 log = logging.getLogger("dtrain")
@@ -149,8 +159,7 @@ class PeerCopies:
                 call, other = (dist.isend, t.target) if sends else (dist.irecv, t.source)
                 works.append((call(piece, other, group=group, tag=tags[t[:2]]), piece))
                 tags[t[:2]] += 1
-        for work, _ in works:
-            work.wait()
+        wait_for_peers(work for work, _ in works)
 
     # ---- load ------------------------------------------------------------------------------------------------
 

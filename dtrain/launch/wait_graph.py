@@ -12,6 +12,7 @@ from typing import Any
 
 from dtrain.runs.causes import is_users_file
 
+CONTEXTS = (1, 2, 3)  # numbers of earlier collectives that are compared, too
 Position = dict[str, Any]  # what a rank wrote about itself (train/position.py); {}: nothing
 
 
@@ -23,9 +24,9 @@ def culprits(positions: dict[int, Position]) -> tuple[list[int], bool]:
     if len(positions) == 1:
         return list(positions), False
     rules: list[Callable[[dict[int, Position]], list[int]]] = [not_started, not_running, silent, awaited, different]
-    for rule in [*rules, behind, not_waiting, calling]:
+    for rule in [*rules, elsewhere, behind, not_waiting, calling]:
         if 0 < len(ranks := rule(positions)) < len(positions):
-            return sorted(ranks), rule in (different, calling)
+            return sorted(ranks), rule in (different, elsewhere, calling)
     return [], False
 
 
@@ -52,6 +53,21 @@ def calling(positions: dict[int, Position]) -> list[int]:
 
 def awaited(positions: dict[int, Position]) -> list[int]:
     """The ranks that others wait for and that wait for nobody."""
+    waits_for = wait_graph(positions)
+    found = set().union(*waits_for.values())
+    return [rank for rank in found if not waits_for[rank] and not is_blocked(positions[rank])]
+
+
+def elsewhere(positions: dict[int, Position]) -> list[int]:
+    """The one rank that waits for a send or receive while all others wait for it in a collective."""
+    waits_for = wait_graph(positions)
+    rest = [rank for rank, peers in waits_for.items() if not peers]
+    is_alone = len(rest) == 1 and all(rest == list(peers) for rank, peers in waits_for.items() if rank != rest[0])
+    return rest if is_alone and len(positions) > 2 and is_blocked(positions[rest[0]]) else []
+
+
+def wait_graph(positions: dict[int, Position]) -> dict[int, set[int]]:
+    """For each rank, the members of its groups that have not begun the collective in which it waits."""
     waits_for: dict[int, set[int]] = {rank: set() for rank in positions}
     late: dict[tuple[str, int], set[int]] = {}  # the members of a group that have not begun a collective
     for rank, position in positions.items():
@@ -61,8 +77,7 @@ def awaited(positions: dict[int, Position]) -> list[int]:
                 members = [peer for peer in group["ranks"] if "groups" in positions.get(peer, {})]
                 late[name, newest] = {peer for peer in members if begun(positions[peer], name) < newest}
             waits_for[rank] |= late[name, newest]
-    found = set().union(*waits_for.values())
-    return [rank for rank in found if not waits_for[rank] and not is_blocked(positions[rank])]
+    return waits_for
 
 
 def begun(position: Position, group: str) -> int:
@@ -78,7 +93,7 @@ def different(positions: dict[int, Position]) -> list[int]:
 def first_difference(positions: dict[int, Position]) -> tuple[list[int], dict[int, str]]:
     """The ranks that differ from most members of the group in the first place where any do, and what each rank called.
 
-    Without a majority: the ranks that never called this collective after the one before it, as a training loop repeats
+    Without a majority: the ranks that never called this collective after the ones before it, as a training loop repeats
     the same calls; then the ranks whose user's code called it.
     """
     calls: dict[tuple[int, str], dict[int, str]] = {}
@@ -92,17 +107,21 @@ def first_difference(positions: dict[int, Position]) -> tuple[list[int], dict[in
             continue
         if len(called) < 2 * times:
             return [rank for rank, call in called.items() if call != usual], called
-        new = [rank for rank in called if is_new(positions[rank]["groups"][name.partition(" [")[0]], seq)]
+        groups = {rank: positions[rank]["groups"][name.partition(" [")[0]] for rank in called}
+        new = [[rank for rank in called if is_new(groups[rank], seq, before)] for before in CONTEXTS]
         own = [rank for rank in called if calls_itself(positions[rank])]
-        return next((some for some in (new, own) if 0 < len(some) < len(called)), []), called
+        return next((some for some in (*new, own) if 0 < len(some) < len(called)), []), called
     return [], {}
 
 
-def is_new(group: dict[str, Any], seq: int) -> bool:
-    """Did no earlier collective of the group follow on the one before it as this one does?"""
+def is_new(group: dict[str, Any], seq: int, before: int) -> bool:
+    """Did no earlier collective of the group follow on as many before it as this one does?"""
     calls = dict(group["calls"])
-    pairs = [(calls.get(i - 1), calls.get(i)) for i in calls if i < seq]
-    return (calls.get(seq - 1), calls[seq]) not in pairs
+
+    def context(last: int) -> list[str | None]:
+        return [calls.get(i) for i in range(last - before, last + 1)]
+
+    return context(seq) not in [context(i) for i in calls if i < seq]
 
 
 def behind(positions: dict[int, Position]) -> list[int]:
@@ -116,8 +135,9 @@ def is_waiting(position: Position) -> bool:
 
 
 def is_blocked(position: Position) -> bool:
-    """Is the main thread inside of torch.distributed? gloo's send and recv show there only."""
-    return any("/torch/distributed/" in line for line in main_stack(position)[:1])
+    """Does the main thread wait inside of torch.distributed? gloo's send and recv show there only."""
+    own = "in wait_for_peers"  # dtrain/util/collective.py
+    return any("/torch/distributed/" in line or line.endswith(own) for line in main_stack(position)[:1])
 
 
 def calls_itself(position: Position) -> bool:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtrain.strategies.stage_layout import balance
+from dtrain.util.collective import wait_for_peers
 from dtrain.util.dtensor import local
 
 
@@ -85,8 +86,7 @@ class TiedWeights:
                 peer, received = holders[holders[0] == self.rank], torch.empty_like(total)
                 swap = [dist.P2POp(dist.isend, total, group=self.group, group_peer=peer),
                         dist.P2POp(dist.irecv, received, group=self.group, group_peer=peer)]  # fmt: skip
-                for work in dist.batch_isend_irecv(swap):
-                    work.wait()
+                wait_for_peers(dist.batch_isend_irecv(swap))
                 total += received
             for gradient in others:
                 gradient.copy_(total)

@@ -18,6 +18,7 @@ from dtrain.train.rank_times import FIELDS
 
 WALL, OWN, DATA, DELAY, THROTTLED, BLOCKED, STOPPED, SAVING = range(len(FIELDS))
 SLOW, CLEAR = 1.3, 1.5  # slowdowns
+CLEAR_WORK = 1.9  # CLEAR, if CPU time itself is longer: a busy hyperthread beside it does 1.6 for seconds
 LEAST_SHARE = 0.1  # of the step time, that a slow rank must cost
 FEW, OF = 3, 4  # a rank that is slow in so many of its last windows, and clearly so in their median, is named
 LONG_S, MOSTLY = 30.0, 0.8  # time constant, and share of slow windows, that name a rank that is slow
@@ -119,7 +120,8 @@ class Judge:
         verdict = suspect.verdict
         if verdict is None:
             few = [one for one in recent[-OF:] if one]
-            clearly = len(few) >= FEW and statistics.median(few) >= CLEAR
+            limit = CLEAR_WORK if self._cause(suspect) == "work" else CLEAR
+            clearly = len(few) >= FEW and statistics.median(few) >= limit
             if counted and (clearly or suspect.long >= MOSTLY):
                 verdict = suspect.verdict = Verdict(rank, suspect.since, 0.0, "")
                 self._describe(suspect)
@@ -145,9 +147,12 @@ class Judge:
     def _describe(self, suspect: _Rank) -> None:
         assert suspect.verdict is not None
         suspect.verdict.slowdown = float(np.median(suspect.slowdowns))
+        suspect.verdict.cause = self._cause(suspect)
+
+    def _cause(self, suspect: _Rank) -> str:
         parts = np.maximum(suspect.excess, 0.0)
         largest = int(parts.argmax())
-        suspect.verdict.cause = list(CAUSES)[largest] if parts[largest] > 0.5 * parts.sum() else ""
+        return list(CAUSES)[largest] if parts[largest] > 0.5 * parts.sum() else ""
 
     def _keep(self, times: np.ndarray) -> None:
         """Remember every window, then every second one, every fourth …, so that memory is bounded."""

@@ -151,6 +151,29 @@ def test_two_ranks_that_call_different_collectives_name_nobody() -> None:
     assert wait_graph.culprits(positions)[0] == [1]
 
 
+def test_a_skipped_collective_shows_in_a_pattern_that_is_new() -> None:
+    """Two ranks left; a step is: gradients, norm, vote. Rank 1 leaves out the norm. The vote has the norm's size."""
+    step = ["all_reduce [[99]]", "all_reduce [[2]]", "all_reduce [[2]]"]
+    listed = {0: step * 4, 1: step * 3 + [step[0], step[2], step[0]]}
+    positions = {rank: at(9, 12, ranks=[0, 1, 2]) for rank in (0, 1)} | {2: {}}
+    for rank, names in listed.items():
+        positions[rank]["groups"]["0"]["calls"] = [[seq, name] for seq, name in enumerate(names, 1)]
+    ranks, called = wait_graph.first_difference(positions)
+    assert ranks == [1] and called == {0: "all_reduce [[2]]", 1: "all_reduce [[99]]"}
+
+
+def test_a_rank_that_waits_for_a_message_while_all_others_wait_for_it_has_skipped_a_collective() -> None:
+    """As in a pipeline that sums the gradients of a shared weight by send and recv, after a collective."""
+    waits = "/home/u/dtrain/util/collective.py:40, in wait_for_peers"
+    positions = {rank: at(9, 8, call(8), ranks=[0, 1, 2]) for rank in (0, 1)}
+    positions[2] = at(9, 7, ranks=[0, 1, 2], stack=waits)
+    assert wait_graph.culprits(positions) == ([2], True)
+    positions[1] = at(9, 7, ranks=[0, 1, 2], stack=waits)  # two exchange something: nobody stands out
+    assert wait_graph.culprits(positions) == ([], False)
+    positions[1] = at(9, 7, ranks=[0, 1, 2], stack="/home/u/net.py:3, in forward")
+    assert wait_graph.culprits(positions) == ([1], False)
+
+
 def test_a_rank_that_waits_in_send_or_recv_is_not_named() -> None:
     waiting = at(9, 7, ranks=[0, 1], stack="/venv/torch/distributed/pipelining/schedules.py:683, in _wait_batch_p2p")
     positions = {0: waiting, 1: at(9, 7, ranks=[0, 1], stack="/home/u/net.py:3, in forward")}

@@ -59,13 +59,13 @@ def test_a_slow_rank_is_named_after_a_few_windows(
     who = data.draw(st.integers(0, size - 1))
     draw, judge = np.random.default_rng(seed), Judge([0] * size)
 
-    def own(factor: float) -> list[float]:
-        values = base * draw.uniform(0.93, 1.07, size)
-        values[who] *= factor
-        return list(values)
+    def times(factor: float) -> np.ndarray:
+        own, blocked = base * draw.uniform(0.93, 1.07, size), np.zeros(size)
+        blocked[who] = (factor - 1) * own[who]
+        return window(list(own + blocked), blocked=list(blocked))
 
-    assert not fed(judge, [window(own(1.0)) for _ in range(20)])
-    ((number, verdict),) = fed(judge, [window(own(slowdown)) for _ in range(5)], first=100)
+    assert not fed(judge, [times(1.0) for _ in range(20)])
+    ((number, verdict),) = fed(judge, [times(slowdown) for _ in range(5)], first=100)
     assert verdict.rank == who and number == FEW - 1
     assert verdict.since == 101 and verdict.until is None
     assert abs(verdict.slowdown / slowdown - 1) < 0.15
@@ -115,6 +115,16 @@ def test_the_cause_is_what_grew(parts: dict[str, list[float]], cause: str) -> No
     assert (verdict.rank, verdict.cause) == (1, cause)
     why = straggler_judge.CAUSES[cause].format(rank=1)
     assert verdict.text("node7") == f"rank 1 (node7) is 2.0x as slow as the others since step 1: {why}"
+
+
+def test_more_cpu_time_must_last_longer() -> None:
+    """A busy hyperthread beside a rank makes it slower for some seconds; a slower CPU does for good."""
+    usual, slow = window([0.25, 0.25]), window([0.4, 0.25])
+    assert not fed(Judge([0, 0]), [usual] * 10 + [slow] * 6 + [usual] * 10)
+    ((number, verdict),) = fed(Judge([0, 0]), [slow] * 60)
+    assert verdict.rank == 0 and verdict.cause == "work" and 20 < number * 5 * 0.4 < 60
+    ((number, verdict),) = fed(Judge([0, 0]), [window([0.5, 0.25])] * 10)
+    assert verdict.rank == 0 and number == FEW - 1
 
 
 def test_evenly_slow_ranks_are_not_named() -> None:
