@@ -13,6 +13,7 @@ from typing import Any
 from dtrain.runs.causes import is_users_file
 
 CONTEXTS = (1, 2, 3)  # numbers of earlier collectives that are compared, too
+OFTEN = 2
 Position = dict[str, Any]  # what a rank wrote about itself (train/position.py); {}: nothing
 
 
@@ -108,20 +109,29 @@ def first_difference(positions: dict[int, Position]) -> tuple[list[int], dict[in
         if len(called) < 2 * times:
             return [rank for rank, call in called.items() if call != usual], called
         groups = {rank: positions[rank]["groups"][name.partition(" [")[0]] for rank in called}
-        new = [[rank for rank in called if is_new(groups[rank], seq, before)] for before in CONTEXTS]
         own = [rank for rank in called if calls_itself(positions[rank])]
-        return next((some for some in (*new, own) if 0 < len(some) < len(called)), []), called
+        return new_ones(groups, seq) or (own if len(own) < len(called) else []), called
     return [], {}
 
 
-def is_new(group: dict[str, Any], seq: int, before: int) -> bool:
-    """Did no earlier collective of the group follow on as many before it as this one does?"""
+def new_ones(groups: dict[int, dict[str, Any]], seq: int) -> list[int]:
+    """The ranks whose collective never followed on those before it, if that of all others did so several times."""
+    for before in CONTEXTS:
+        times = {rank: num_times(group, seq, before) for rank, group in groups.items()}
+        new = [rank for rank, count in times.items() if count == 0]
+        if new and all(count >= OFTEN for rank, count in times.items() if rank not in new):
+            return new if len(new) < len(groups) else []
+    return []
+
+
+def num_times(group: dict[str, Any], seq: int, before: int) -> int:
+    """How often did an earlier collective of the group follow on as many before it as this one does?"""
     calls = dict(group["calls"])
 
     def context(last: int) -> list[str | None]:
         return [calls.get(i) for i in range(last - before, last + 1)]
 
-    return context(seq) not in [context(i) for i in calls if i < seq]
+    return sum(context(i) == context(seq) for i in calls if i < seq)
 
 
 def behind(positions: dict[int, Position]) -> list[int]:

@@ -45,7 +45,7 @@ def train(run: Run, saver: background.Saver, stop: process.StopRequest, position
     stragglers = StragglerWatch(run, saver)
     stopping, saves = False, run.cfg.checkpoint
     if saver.only_in_memory:  # of hosts that may be lost, too
-        save(run, saver, guard, is_last=run.step == run.last_step)
+        save(run, saver, guard, position, is_last=run.step == run.last_step)
     while run.step < run.last_step and not stopping:
         pending.begin()
         position.enter("data", run.step + 1)

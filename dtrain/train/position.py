@@ -136,7 +136,8 @@ def groups() -> dict[str, dict[str, Any]]:
             seq, sizes = entry["collective_seq_id"], entry["input_sizes"]
             group["begun"] = max(group["begun"], seq)
             # of the other collectives, each rank may have another size
-            call = f"{op} {sizes}" if op in ("all_reduce", "broadcast") else op
+            shape = f" {','.join(entry['input_dtypes']).lower()}{sizes[0] if len(sizes) == 1 else sizes}"
+            call = op + shape if op in ("all_reduce", "broadcast") else op
             group["calls"] = [*group["calls"][1 - CALLS :], [seq, call]]
             if not entry["retired"]:
                 group["open"].append({"seq": seq, "op": op, "sizes": sizes})

@@ -149,7 +149,8 @@ class StopRequest:
             return None
         now = time.perf_counter()
         asked = float(self.requested or (self.file is not None and self.file.exists()))
-        vote = torch.tensor([asked, (now - self.voted) / self.steps, *carried()])
+        # float64: in a list of collectives, no other one looks like it
+        vote = torch.tensor([asked, (now - self.voted) / self.steps, *carried()], dtype=torch.float64)
         self.voted, self.steps = now, 0
         return vote, dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True) if dist.get_world_size() > 1 else None
 

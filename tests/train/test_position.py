@@ -121,7 +121,7 @@ def _one_rank_waits() -> None:
         found = position.groups()[name]
         assert found["ranks"] == [0, 1] and found["begun"] == 2
         assert found["open"] == [{"seq": 2, "op": "all_reduce", "sizes": [[3, 5]]}]
-        assert found["calls"] == [[1, "all_reduce [[2]]"], [2, "all_reduce [[3, 5]]"]]
+        assert found["calls"] == [[1, "all_reduce float[2]"], [2, "all_reduce float[3, 5]"]]
         dist.barrier()
         work.wait()
     else:
