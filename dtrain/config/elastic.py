@@ -38,7 +38,8 @@ def parse(setting: str, value: str) -> Range:
     low, high = int(found[1]), int(found[2])
     if not 1 <= low < high or high - low >= MOST:
         rule = f"must be two numbers from 1 up, the smaller one first, and at most {MOST} numbers apart"
-        raise bad(f"cluster.{setting}", value, rule, f"cluster.{setting}=1:4")
+        meant = f"{high}:{low}" if 1 <= high < low < high + MOST else "1:4"
+        raise bad(f"cluster.{setting}", value, rule, f"cluster.{setting}={meant}")
     return Range(setting, low, high)
 
 
