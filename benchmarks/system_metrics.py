@@ -1,6 +1,6 @@
 """What do system metrics and /metrics cost? CPU time of both processes, beside a run folder of a live run.
 
-    python benchmarks/system_metrics.py [--seconds 120] [--json benchmarks/results/system-metrics.json]
+    python benchmarks/system_metrics.py [--seconds 120] [--json benchmarks/results/system-metrics-cpu.json]
 
 The sampler runs as beside the ranks, once every 5 s, and once every 0.1 s for the cost of one sample. The server of
 `dtrain metrics serve` is scraped once every 15 s, as in monitoring/prometheus.yml, and as often as it answers. CPU time

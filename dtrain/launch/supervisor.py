@@ -67,12 +67,12 @@ class Supervisor:
     """The part shared by torchrun on this machine and srun in an allocation. A subclass defines how ranks start."""
 
     log_name: str  # file in RUN/logs: output of the program that starts the ranks
+    config: dict[str, Any]  # of the run
     start_s = math.inf  # if no rank has started after this many seconds, give up
     ends_copies = False  # whether a failed run's copies in memory (checkpoint.peer) are on this host, and end with it
     node_rank = 0  # if one run has several supervisors, only node 0's writes the run's state
     members: Members | None = None  # of a run whose number of ranks may change
-    config: dict[str, Any]
-    server: MetricsServer | None = None
+    server: MetricsServer | None = None  # of cluster.metrics_port
 
     def __init__(
         self, num_ranks: int, max_restarts: int, grace_s: int, hang_timeout: float | None = None, on_hang: str = "stop"
