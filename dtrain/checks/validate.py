@@ -131,6 +131,9 @@ def check_cluster(config: dict[str, Any]) -> None:
     if cluster.get("launcher") == "torchrun" and config["preflight"]["level"] == "full" and cluster["nodes"] > 1:
         rule = "nodes that are started by hand cannot be measured together"
         raise bad("preflight", "full", rule, "preflight=quick, or srun/ssh `dtrain preflight` on each")
+    if cluster.get("metrics_port") is not None and importlib.util.find_spec("prometheus_client") is None:
+        fix = "pip install 'dtrain[prometheus]', or cluster.metrics_port=null"
+        raise bad("cluster.metrics_port", cluster["metrics_port"], "prometheus-client is not installed", fix)
     network.check(config)
 
 

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.commands.logs import other_logs
 from dtrain.commands.runs import sweep_points
+from dtrain.runs import system
 from dtrain.runs.find import find_run
 from dtrain.runs.folder import latest_checkpoint, read_json
+from dtrain.runs.metrics import system_files
 from dtrain.runs.record import Record, load
 from dtrain.runs.slurm_queue import show
 from dtrain.ui.console import next_commands, say, slow_ranks, stdout_console
@@ -148,6 +150,9 @@ def print_status(record: Record, data: dict[str, Any], console: Console) -> None
         line("", (f"nothing new for {duration(quiet)}", "yellow"))
     for i, text in enumerate(data["slow_ranks"]):
         line("" if i else "slow rank", (text, "yellow"))
+    wanted = as_dict(record.launch.get("cluster")).get("system_metrics_every")
+    if wanted and record.is_live and not system_files(record.run_dir) and not system.is_installed():
+        line("system metrics", f"none without psutil: {system.INSTALL}")
     if data["checkpoint"]:
         line("checkpoint", short_path(Path(data["checkpoint"])))
     if data["preflight"]:

@@ -24,6 +24,7 @@ AT_LEAST = {
     "schedule.warmup_steps": 0, "schedule.min_ratio": 0,
     "cluster.nodes": 1, "cluster.processes": 1, "cluster.max_restarts": 0, "cluster.grace_s": 0,
     "cluster.gpus_per_node": 0, "cluster.max_idle_starts": 1, "cluster.array_parallelism": 1, "cluster.start_s": 1,
+    "cluster.system_metrics_every": 0, "cluster.metrics_port": 1,
     "cluster.hang_timeout": 5, "cluster.cpus_per_task": 1, "cluster.master_port": 1, "cluster.node_rank": 0,
     "precision.init_scale": 1, "precision.growth_interval": 1, "strategy.bucket_mb": 1, "strategy.replica_size": 1,
     "strategy.forward_prefetch": 0, "strategy.backward_prefetch": 0, "strategy.stages_per_rank": 2,
@@ -34,7 +35,11 @@ MORE_THAN = {
     "train.max_grad_norm": 0, "data.val_fraction": 0,
 }  # fmt: skip
 LESS_THAN = {"optim.momentum": 1, "model.dropout": 1, "data.val_fraction": 1}
-AT_MOST = {"schedule.min_ratio": 1, "model.num_layers": 10_000}  # building a layer takes about 1 ms
+AT_MOST = {
+    "cluster.metrics_port": 65535,
+    "schedule.min_ratio": 1,
+    "model.num_layers": 10_000,
+}  # building a layer takes about 1 ms
 
 
 def check_ranges(flat: dict[str, Any]) -> None:

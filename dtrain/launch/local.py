@@ -8,7 +8,7 @@ from typing import Any, Literal
 from dtrain.checks import profile as profiling
 from dtrain.config import elastic, run_file
 from dtrain.errors import bad
-from dtrain.launch import nsys
+from dtrain.launch import metrics_server, nsys
 from dtrain.launch.forked import Forked
 from dtrain.launch.members import Members
 from dtrain.launch.torchrun import Torchrun
@@ -26,6 +26,9 @@ class Local:
         grace_s: int = 300,
         hang_timeout: float | None = None,
         on_hang: Literal["stop", "warn"] = "stop",
+        system_metrics_every: float = 5,
+        metrics_port: int | None = None,
+        metrics_host: str = "127.0.0.1",
     ) -> None:
         if nodes != 1:
             fix = "cluster.nodes=1; for more: cluster=slurm, also without SLURM (cluster.launcher=torchrun)"
@@ -42,6 +45,7 @@ class Local:
     def check(self, config: dict[str, Any]) -> None:
         file_handles.check("cluster.processes", *[config["cluster"]["processes"]] * 2)
         nsys.check(config)
+        metrics_server.check(config["cluster"])
         profiling.check_machine(config)
 
     def dry_run(self, run_dir: Path, config: dict[str, Any]) -> None:

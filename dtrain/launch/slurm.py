@@ -26,7 +26,7 @@ from dtrain.checks import slurm
 from dtrain.config import elastic, hardware, run_file
 from dtrain.config.build import TRUST, typed_trust
 from dtrain.errors import bad
-from dtrain.launch import nsys, slurm_job
+from dtrain.launch import metrics_server, nsys, slurm_job
 from dtrain.launch.failures import failure
 from dtrain.launch.srun import Srun
 from dtrain.launch.torchrun import Torchrun
@@ -76,6 +76,9 @@ class Slurm:
         start_s: int = 600,
         hang_timeout: float | None = None,
         on_hang: Literal["stop", "warn"] = "stop",
+        system_metrics_every: float = 5,
+        metrics_port: int | None = None,
+        metrics_host: str = "127.0.0.1",
         fabric: dict[str, Any] | None = None,
     ) -> None:
         changing = elastic.parse("nodes", nodes) if isinstance(nodes, str) else None
@@ -142,6 +145,8 @@ class Slurm:
         if self.launcher == "torchrun":
             file_handles.check("cluster.nodes", self.nodes, hardware.world_size(config))
             nsys.check(config)
+            if not self.node_rank:
+                metrics_server.check(config["cluster"])
             return
         if shutil.which("sbatch") is None:
             raise bad(

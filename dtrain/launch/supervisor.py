@@ -22,6 +22,7 @@ from dtrain.launch import hang
 from dtrain.launch.attempt_files import AttemptFiles
 from dtrain.launch.failures import failure, first_failure, is_timeout, mismatch, of_standstill
 from dtrain.launch.members import Members
+from dtrain.launch.metrics_server import MetricsServer
 from dtrain.launch.wait_graph import Position
 from dtrain.report.why import short_form
 from dtrain.runs import causes, memory
@@ -66,10 +67,12 @@ class Supervisor:
     """The part shared by torchrun on this machine and srun in an allocation. A subclass defines how ranks start."""
 
     log_name: str  # file in RUN/logs: output of the program that starts the ranks
+    config: dict[str, Any]  # of the run
     start_s = math.inf  # if no rank has started after this many seconds, give up
     ends_copies = False  # whether a failed run's copies in memory (checkpoint.peer) are on this host, and end with it
     node_rank = 0  # if one run has several supervisors, only node 0's writes the run's state
     members: Members | None = None  # of a run whose number of ranks may change
+    server: MetricsServer | None = None  # of cluster.metrics_port
 
     def __init__(
         self, num_ranks: int, max_restarts: int, grace_s: int, hang_timeout: float | None = None, on_hang: str = "stop"
@@ -149,6 +152,8 @@ class Supervisor:
             self.stop_requested_at = time.monotonic()
         try:
             with Monitor(run_dir) as monitor:
+                if self.node_rank == 0:
+                    self.server = MetricsServer(run_dir, self.config["cluster"])
                 attempt, again = 0, ""
                 while True:
                     monitor.message(f"starting {self.num_ranks} ranks{again}; logs in {short_path(run_dir / 'logs')}")
@@ -177,6 +182,8 @@ class Supervisor:
             )
             return code
         finally:
+            if self.server:
+                self.server.end()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -282,6 +289,8 @@ class Supervisor:
             now = time.monotonic()
             if now >= look_at:
                 monitor.poll()
+                if self.server:
+                    self.server.poll(monitor.message)
                 self._look(run_dir, files)
                 if not failed and files.has_failed():
                     failed = True

@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+from dtrain.runs import system
 from dtrain.runs.protocol import (
     DONE,
     PREEMPTED,
@@ -63,6 +64,8 @@ if __name__ == "__main__":
     if not on_slurm and parent.exists() and b"torch" not in parent.read_bytes():
         sys.exit(1)
     keep_stop_requests(run_dir, int(os.environ["RANK"]))
+    if os.environ["LOCAL_RANK"] == "0":
+        system.begin(run_dir)
 
     file_handles.raise_limit()  # srun inherits the limit of the shell that submitted the job
     gc.disable()  # imports create almost no garbage, and collections would take a fifth of the import time

@@ -22,6 +22,7 @@ from typing import Any
 
 from dtrain.config import run_file
 from dtrain.config.hardware import count_gpus
+from dtrain.runs import system
 from dtrain.runs.protocol import STOP_SIGNALS, die_with_parent
 from dtrain.start import import_folders
 
@@ -138,5 +139,6 @@ if __name__ == "__main__":
     die_with_parent()
     folder, stdout = Path(sys.argv[1]), os.dup(1)
     os.dup2(2, 1)  # what a module prints is no answer
+    system.begin(folder)
     preload(folder)
     Starter(folder, stdout).run()

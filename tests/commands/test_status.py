@@ -15,6 +15,7 @@ from dtrain.commands import logs
 from dtrain.commands.cancel import main as cancel_main
 from dtrain.commands.logs import main as logs_main
 from dtrain.commands.status import main as status_main
+from dtrain.runs import system
 from dtrain.runs.record import load
 from tests import rundirs
 from tests.patience import patience
@@ -44,6 +45,22 @@ def test_status_of_a_local_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert status_main(["latest", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["status"], data["eta_s"], data["job"], data["attempts"]) == ("running", 120, None, [])
+
+
+def test_status_says_how_to_get_system_metrics(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = LOCAL | {"system_metrics_every": 5}
+    launch = {"pid": os.getpid(), "host": HERE, "launches": [{"cluster": cluster}]}
+    run = make("outputs/d/a", launch=launch, status="running")
+    hint = "system metrics   none without psutil: pip install 'dtrain[monitor]'"
+    for installed, written in ((True, False), (False, False), (False, True)):
+        monkeypatch.setattr(system, "is_installed", lambda installed=installed: installed)
+        if written:
+            (run / "logs").mkdir()
+            (run / "logs" / "system-a.jsonl").touch()
+        assert status_main(["latest"]) == 0
+        assert (hint in capsys.readouterr().out) is not (installed or written)
 
 
 def test_status_of_a_run_that_stands_still(capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,8 @@ def test_a_cluster_of_ones_own(started: list[Path], tmp_path: Path, monkeypatch:
         "from dtrain.launch.local import Local\n"
         "class Mine(Local):\n"
         "    def __init__(self, nodes: int, processes: int, max_restarts: int, grace_s: int,\n"
-        "                 hang_timeout: float | None, on_hang: str):\n"
+        "                 hang_timeout: float | None, on_hang: str, system_metrics_every: float,\n"
+        "                 metrics_port: int | None, metrics_host: str):\n"
         "        super().__init__(1, processes)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -39,6 +39,7 @@ class Ranks(Supervisor):
 
     def __init__(self, program: str, skew: float, start_s: float) -> None:
         super().__init__(1, 0, 5)
+        self.config = {"cluster": {}}
         self.program, self.start_s = RANK.format(skew=skew) + program, start_s
 
     def command(self, run_dir: Path) -> list[str]:
