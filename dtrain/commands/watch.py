@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-LOOK_S = 0.5  # between two looks at the files, and at least between two pictures
-CLOCK_S = 2.0  # between two pictures of a run that wrote nothing: ages grow
+LOOK_S = 0.5  # between two looks at the files
+DRAW_S, CLOCK_S = 1.0, 2.0  # between two pictures: at least, and if nothing is new, because ages grow
 FIND_S = 5.0  # between two looks for new runs
 SNAPSHOT_ROWS = 36  # of a page that is printed once
 METRICS = ("loss", "tokens_per_s", "grad_norm", "lr", "step_s", "data_s", "mfu", "mem_gib")
@@ -189,12 +189,12 @@ class ListView(View):
 
 def loop(screen: Screen, view: View) -> None:
     """Read, draw and handle keys until the user leaves."""
-    drawn_at, size = -CLOCK_S, (0, 0)
+    drawn_at, size, is_new = -CLOCK_S, (0, 0), True
     while True:
-        changed = view.poll()
+        is_new |= view.poll()
         now = time.monotonic()
-        if changed or screen.size() != size or now - drawn_at >= CLOCK_S:
-            drawn_at, size = now, screen.size()
+        if screen.size() != size or now - drawn_at >= (DRAW_S - LOOK_S / 4 if is_new else CLOCK_S):
+            drawn_at, size, is_new = now, screen.size(), False
             draw(screen, view)
         until = now + LOOK_S
         while (left := until - time.monotonic()) > 0:

@@ -22,32 +22,45 @@ from dtrain.runs.record import Record, load
 from dtrain.runs.slurm_queue import Job
 from dtrain.util.format import as_dict, finite
 
-POINTS = 1000  # of a curve; up to twice as many before they are thinned out
+POINTS = 500  # of a curve; up to twice as many before they are thinned out
 NAMES = 40  # different metrics: a run folder is untrusted
 RECENT = 200  # steps of which all metrics are kept
 PARSED = 4 << 20  # bytes of a metrics.jsonl that are parsed at the start; of a longer one, every n-th training line
 END = 65536  # bytes at the end of a file that are always read
 LOG_LINES = 200
 SAMPLES = 60  # of a node's system metrics
-FILES_S, RARELY_S, ASK_S = 2.0, 10.0, 15.0  # between two looks at small files, at folders, and two SLURM queries
+# seconds between two looks at a run's small files, at a run of a list, at folders, and between two SLURM queries
+FILES_S, LISTED_S, RARELY_S, ASK_S = 2.0, 4.0, 10.0, 15.0
 
 
 class Points:
-    """A curve of bounded length. Thinning keeps the smallest and the largest of each four points, so spikes stay."""
+    """A curve of bounded length: of each group of neighbours, the smallest and the largest are kept, so spikes stay."""
 
     def __init__(self) -> None:
         self.x: list[float] = []
         self.y: list[float] = []
+        self._size = 2  # points of a group
+        self._group = 0  # points of the newest group so far
 
     def add(self, x: float, y: float) -> None:
+        if self._group == self._size:
+            self._group = 0
+            if len(self.x) >= 2 * POINTS:
+                self._size *= 2
+                kept = [i for start in range(0, len(self.x), 4) for i in self._extremes(start, start + 4)]
+                self.x, self.y = [self.x[i] for i in kept], [self.y[i] for i in kept]
         self.x.append(x)
         self.y.append(y)
-        if len(self.x) >= 2 * POINTS:
-            kept = []
-            for start in range(0, len(self.y), 4):
-                part = range(start, min(start + 4, len(self.y)))
-                kept += sorted({min(part, key=self.y.__getitem__), max(part, key=self.y.__getitem__)})
-            self.x, self.y = [self.x[i] for i in kept], [self.y[i] for i in kept]
+        self._group += 1
+        if self._group > 2:
+            start = len(self.x) - 3
+            (middle,) = {start, start + 1, start + 2}.difference(self._extremes(start, start + 3))
+            del self.x[middle], self.y[middle]
+
+    def _extremes(self, start: int, end: int) -> list[int]:
+        """Return two indices of the part, in their order."""
+        part = range(start, min(end, len(self.y)))
+        return sorted({min(part, key=self.y.__getitem__), max(reversed(part), key=self.y.__getitem__)})
 
 
 class LiveRun:
@@ -256,7 +269,7 @@ class Glance:
 
     def poll(self, job: Job | None = None) -> bool:
         now = time.monotonic()
-        if now - self._read_at < (FILES_S if self.is_live else RARELY_S) and job == self.record.job:
+        if now - self._read_at < (LISTED_S if self.is_live else RARELY_S) and job == self.record.job:
             return False
         self._read_at = now
         before = (self.status, dict(self.row))

@@ -6,6 +6,7 @@ are left out of a small terminal. Everything from a run folder is untrusted, so 
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections import Counter
@@ -39,7 +40,12 @@ Part = str | tuple[str, str]
 
 def plain(text: object) -> str:
     """Return untrusted text as one line without control, colour or direction codes, and without secrets."""
-    joined = " ".join(hide(clean(str(text))).expandtabs(4).splitlines())
+    return _plain(str(text))
+
+
+@functools.lru_cache(5000)  # a page has mostly the texts of the page before, and looking for secrets takes 0.3 ms
+def _plain(text: str) -> str:
+    joined = " ".join(hide(clean(text)).expandtabs(4).splitlines())
     return "".join(char for char in joined if char.isprintable())
 
 
@@ -233,7 +239,7 @@ def alerts(run: LiveRun, width: int, why: str) -> list[Text]:
 
 def curve_heading(run: LiveRun, metric: str, width: int) -> Text:
     steps = run.curves[metric].x if metric in run.curves else []
-    note = f"steps {steps[0]:.0f} to {steps[-1]:.0f}" if steps else ""
+    note = f"steps {steps[0]:.0f} to {run.step or steps[-1]:.0f}" if steps else ""
     return heading(TITLES.get(metric, plain(metric)), width, note)
 
 
