@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import select
 import signal
@@ -149,7 +150,7 @@ class ListView(View):
         super().__init__()
         self.roots, self.title, self.marked = roots, title, marked
         self.runs: list[Glance] = []
-        self._found_at = -FIND_S
+        self._found_at = -math.inf
 
     def poll(self, wait: bool = False) -> bool:
         before = [run.run_dir for run in self.runs]
@@ -189,7 +190,7 @@ class ListView(View):
 
 def loop(screen: Screen, view: View) -> None:
     """Read, draw and handle keys until the user leaves."""
-    drawn_at, size, is_new = -CLOCK_S, (0, 0), True
+    drawn_at, size, is_new = -math.inf, (0, 0), True
     while True:
         is_new |= view.poll()
         now = time.monotonic()

@@ -7,6 +7,7 @@ very long file only a part of the lines is parsed. Imports no torch.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import statistics
 import threading
@@ -78,12 +79,12 @@ class LiveRun:
         self.phase = ""  # of rank 0
         self.nodes: dict[str, deque[dict[str, Any]]] = {}  # system metrics by node, the newest last
         self.log: deque[tuple[str, str]] = deque(maxlen=LOG_LINES)  # (file, line)
+        self._files_at = self._rarely_at = -math.inf
         self.forget_metrics()
         self._metrics = Tail(run_dir / "metrics.jsonl")
         self._scanned = False
         self._logs: dict[str, Tail] = {}
         self._system: dict[str, Tail] = {}
-        self._files_at = self._rarely_at = -RARELY_S
 
     def forget_metrics(self) -> None:
         self.curves: dict[str, Points] = {}
@@ -180,6 +181,8 @@ class LiveRun:
             self.recent.append(row)
         if "val_loss" in row:
             self.evaluation = row
+        if "save_step" in row:
+            self._rarely_at = -math.inf  # look for the checkpoint
         if isinstance(row.get("slow_text"), str):
             self.slow = row["slow_text"]
         for name in ("data_s", "own_s", "wait_s"):
@@ -261,7 +264,7 @@ class Glance:
         self._tail = Tail(run_dir / "metrics.jsonl")
         self._tail.skip(4 * END)
         self._sampled_at = 0  # size of the file
-        self._read_at = -RARELY_S
+        self._read_at = -math.inf
 
     @property
     def is_live(self) -> bool:
@@ -295,7 +298,7 @@ class Queue:
         self.jobs: dict[Path, Job | None] = {}
         self.problem = ""
         self._thread: threading.Thread | None = None
-        self._asked, self._asked_for = -ASK_S, frozenset[Path]()
+        self._asked, self._asked_for = -math.inf, frozenset[Path]()
 
     def poll(self, run_dirs: Sequence[Path], wait: bool = False) -> None:
         """Ask about these runs, unless that was done a short while ago. wait: until the answer is there."""

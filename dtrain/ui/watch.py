@@ -551,7 +551,7 @@ def list_page(
     state = " · ".join(f"{count} {plain(status)}" for status, count in counts.items())
     lines = [spread(line((plain(title), "bold")), line((state, "dim")), width)]
     if not runs:
-        return [*lines, line("no runs here yet: start one with `python launch.py`")][:height]
+        return [*lines, fit(line("no runs here yet: start one with `python launch.py`"), width)][:height]
     rows = [cells_of(run, width) for run in runs]
     names = Counter(row["run"] for row in rows)
     for run, row in zip(runs, rows, strict=True):
