@@ -37,7 +37,7 @@ def load(run: str | Path = "latest") -> LoadedRun | LoadedRuns:
     if str(run) != "latest" and not (folder / "launch.json").is_file():
         inside = sorted(run_folders(folder), key=point) if folder.is_dir() else []
         if inside:
-            return LoadedRuns([LoadedRun(path) for path in inside])
+            return LoadedRuns([LoadedRun(path.absolute()) for path in inside])
     return LoadedRun(find_run(str(run)))
 
 
