@@ -18,7 +18,7 @@ from dtrain.commands.runs import sweep_points
 from dtrain.commands.status import reason
 from dtrain.report.why import diagnose
 from dtrain.runs.find import find_run
-from dtrain.runs.live import Glance, LiveRun, Queue
+from dtrain.runs.live import FILES_S, Glance, LiveRun, Queue
 from dtrain.runs.record import ROOTS, all_runs
 from dtrain.ui.console import stdout_console
 from dtrain.ui.tables import point
@@ -109,7 +109,8 @@ class RunView(View):
     def __init__(self, run_dir: Path, back: ListView | None = None) -> None:
         super().__init__()
         self.run, self.back = LiveRun(run_dir), back
-        self.metric, self.log, self.why = "loss", False, ("", "")
+        self.metric, self.log = "loss", False
+        self.why, self.note, self._noted_at = ("", ""), "", -math.inf
         self.keys = [("q", "quit"), ("b", "all runs" if back is None else "back"), ("m", "metric"), ("l", "log scale")]
 
     def poll(self, wait: bool = False) -> bool:
@@ -123,7 +124,9 @@ class RunView(View):
         if run.status != self.why[0]:  # the diagnosis reads logs, so only once
             ended = run.status in ("failed", "died")
             self.why = run.status, diagnose(run.record).paragraph if ended else ""
-        return run_page(run, width, height, self.metric, self.log, reason(run.record), self.why[1])
+        if time.monotonic() - self._noted_at >= FILES_S:  # it asks for the status again, which reads files
+            self.note, self._noted_at = reason(run.record), time.monotonic()
+        return run_page(run, width, height, self.metric, self.log, self.note, self.why[1])
 
     def press(self, key: str) -> View | None:
         if key in ("q", "Q"):
@@ -295,7 +298,7 @@ class Screen:
             self.drawn_size, self.lines = self.size(), []
             out.append("\x1b[2J")
         for i, text in enumerate(lines[: self.drawn_size[1]]):
-            if i < len(self.lines) and self.lines[i] == text and self.lines[i].spans == text.spans:
+            if i < len(self.lines) and self.lines[i] == text and self.lines[i].style == text.style:
                 continue
             with self.console.capture() as written:
                 self.console.print(text, end="", soft_wrap=True, highlight=False)

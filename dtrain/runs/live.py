@@ -19,7 +19,7 @@ from typing import Any
 
 from dtrain.runs.folder import Tail, latest_checkpoint, parse_line, predicted, read_json
 from dtrain.runs.metrics import system_files
-from dtrain.runs.record import Record, load
+from dtrain.runs.record import Record, load, run_name
 from dtrain.runs.slurm_queue import Job
 from dtrain.util.format import as_dict, finite
 
@@ -95,7 +95,7 @@ class LiveRun:
 
     @property
     def name(self) -> str:
-        return str(self.record.row()["name"])
+        return str(self.record.summary.get("name") or self.record.launches.get("name") or run_name(self.run_dir))
 
     @property
     def row(self) -> dict[str, Any]:

@@ -270,7 +270,7 @@ def recent_lines(run: LiveRun, metric: str, width: int, height: int, log: bool) 
 def speed_lines(run: LiveRun, width: int, height: int) -> list[Text]:
     speed, plan = run.recent_median("tokens_per_s"), run.plan.get("tokens_per_s")
     unit = str(run.record.summary.get("unit") or "tokens")
-    note = against(speed, plan) or "no plan for this hardware"
+    note = against(speed, plan) or ("no plan for this hardware" if speed else "")
     return [
         heading(f"{plain(unit)}/s", width, note),
         *curve(series_of(run, "tokens_per_s"), width, height - 1, mean=True),

@@ -115,7 +115,7 @@ def test_what_needs_a_person_is_at_the_top() -> None:
 @pytest.mark.parametrize(
     ("job", "shown"),
     [
-        (Job("7", "PENDING", "Priority", submitted=time.time() - 90), "7 PENDING, waits 1m 3"),
+        (Job("7", "PENDING", "Priority", submitted=time.time() - 90_000), "7 PENDING, waits 1d 01h"),
         (Job("7", "RUNNING", "", "node[1-2]", 62.0, 3600.0), "7 RUNNING, 1m 02s of 1h 00m, node[1-2]"),
     ],
 )
