@@ -1,6 +1,6 @@
 """What does `dtrain watch` cost while it follows a live run? Starts a run and watches it in a pseudo-terminal.
 
-    python benchmarks/watch.py [--seconds 60] [--json benchmarks/results/watch.json]
+    python benchmarks/watch.py [--seconds 60] [--json benchmarks/results/watch-cpu.json]
 
 CPU time is what /proc reports for the process of `dtrain watch` and the commands that it starts, after its start, as a
 share of one core; `bytes_per_s` is what it writes to the terminal. `start_s` is the CPU time until the first page. The
