@@ -101,11 +101,11 @@ def made(folder: Path, steps: int) -> Path:
     return folder
 
 
-def append(folders: list[Path], step: list[int]) -> None:
-    step[0] += 1
+def append(folders: list[Path], step: list[int], count: int = 1) -> None:
     for folder in folders:
         with open(folder / "metrics.jsonl", "a") as file:
-            file.write(line(step[0]))
+            file.writelines(line(step[0] + i) for i in range(1, count + 1))
+    step[0] += count
 
 
 def main() -> None:
@@ -138,10 +138,12 @@ def main() -> None:
             run.terminate()
             run.wait()
         long = made(Path(folder) / "long", LONG)
-        measure(f"a run at step {LONG}, 1 step/s, 200x50", long, 200, 50, lambda step=[LONG]: append([long], step))
+        step = [LONG]
+        measure(f"a run at step {LONG}, 10 steps/s, 200x50", long, 200, 50, lambda: append([long], step, 10))
         runs = [made(Path(folder) / "list" / f"{i}-lr={i}", 1000) for i in range(LISTED)]
-        measure(f"a list of {LISTED} live runs, 1 step/s each, 200x50", runs[0].parent, 200, 50,
-                lambda step=[1000]: append(runs, step))  # fmt: skip
+        steps = [1000]
+        name = f"a list of {LISTED} live runs, 1 step/s each, 200x50"
+        measure(name, runs[0].parent, 200, 50, lambda: append(runs, steps))
     if options.json:
         options.json.write_text(json.dumps({**environment(), "rows": rows}, indent=1) + "\n")
 

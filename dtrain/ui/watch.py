@@ -260,8 +260,9 @@ def curve_lines(run: LiveRun, metric: str, width: int, height: int, log: bool) -
 
 
 def recent_lines(run: LiveRun, metric: str, width: int, height: int, log: bool) -> list[Text]:
-    """The newest steps of a metric."""
-    found = [(row["step"], value) for row in run.recent if (value := finite(row.get(metric))) is not None]
+    """The newest steps of a metric: a quarter of the run, at most those of which all metrics are kept."""
+    rows = list(run.recent)[-max(20, (run.step or 0) // 4) :]
+    found = [(row["step"], value) for row in rows if (value := finite(row.get(metric))) is not None]
     x, y = [step for step, _ in found], [value for _, value in found]
     title = heading(f"{TITLES.get(metric, plain(metric))}, newest steps", width)
     return [title, *curve([(metric, x, y)], width, height - 1, log)]
@@ -302,12 +303,16 @@ def step_line(run: LiveRun, width: int, label: str = "step") -> list[Text]:
     if not whole:
         return []
     text = line((f"{label:<8}" if label else "", "dim"))
-    legend = line()
-    for name, style, char in PARTS:
-        if name in parts:
-            legend.append(f"  {char} ", style=style)
-            legend.append(f"{name} {step_time(parts[name])} {100 * parts[name] / whole:.0f}%")
-    size = max(0, min(40, width - text.cell_len - legend.cell_len))
+    for form in ("{name} {time} {share:.0f}%", "{name} {share:.0f}%"):  # the second one where there is little room
+        legend = line()
+        for name, style, char in PARTS:
+            if name in parts:
+                share = 100 * parts[name] / whole
+                legend.append(f"  {char} ", style=style)
+                legend.append(form.format(name=name, time=step_time(parts[name]), share=share))
+        size = max(0, min(40, width - text.cell_len - legend.cell_len))
+        if size >= 10:
+            break
     ends = 0.0
     used = 0
     for name, style, char in PARTS:
@@ -358,7 +363,7 @@ def rank_table(run: LiveRun, width: int, most: int) -> list[Text]:
     if len(own) < 2:
         return []
     ranks = list(range(len(own)))
-    note = "own work and waiting for others, in a step"
+    note = "own work and waiting, in a step"
     if len(own) > most:
         ranks = sorted(ranks, key=lambda rank: -own[rank])[: most - 1]
         note = f"the slowest of {len(own)}"
@@ -369,7 +374,9 @@ def rank_table(run: LiveRun, width: int, most: int) -> list[Text]:
     for rank in ranks:
         wait, data = (_at(run.ranks.get(name, []), rank) for name in ("wait_s", "data_s"))
         texts = [f"own {step_time(own[rank]):>8}", f"wait {step_time(wait):>8}", f"data {step_time(data):>8}"]
-        size = max(0, width - 9 - sum(len(text) + 2 for text in texts))
+        while len(texts) > 1 and width - 8 - sum(len(text) + 2 for text in texts) < 8:
+            texts.pop()
+        size = max(0, width - 8 - sum(len(text) + 2 for text in texts))
         filled = round(size * own[rank] / longest) if longest else 0
         waiting = round(size * (own[rank] + wait) / longest) - filled if longest else 0
         text = line((f"{rank:>6}  ", "dim"), ("█" * filled, "cyan"), ("▒" * waiting, "yellow"))
