@@ -29,6 +29,7 @@ RECENT = 200  # steps of which all metrics are kept
 PARSED = 4 << 20  # bytes of a metrics.jsonl that are parsed at the start; of a longer one, every n-th training line
 END = 65536  # bytes at the end of a file that are always read
 LOG_LINES = 200
+LARGEST = 1e15  # of a time or a speed; a damaged file may have anything
 SAMPLES = 60  # of a node's system metrics
 # seconds between two looks at a run's small files, at a run of a list, at folders, and between two SLURM queries
 FILES_S, LISTED_S, RARELY_S, ASK_S = 2.0, 4.0, 10.0, 15.0
@@ -116,8 +117,9 @@ class LiveRun:
         return self.status.rstrip("?") in ("queued", "starting", "running") or bool(self.job and not self.job.ended)
 
     def recent_median(self, name: str) -> float | None:
-        values = [v for row in itertools.islice(reversed(self.recent), 50) if (v := finite(row.get(name))) is not None]
-        return statistics.median(values) if values else None
+        values = [finite(row.get(name)) for row in itertools.islice(reversed(self.recent), 50)]
+        known = [value for value in values if value is not None and 0 <= value < LARGEST]
+        return statistics.median(known) if known else None
 
     @property
     def eta_s(self) -> float | None:
@@ -187,7 +189,7 @@ class LiveRun:
             self.slow = row["slow_text"]
         for name in ("data_s", "own_s", "wait_s"):
             if isinstance(values := row.get(f"rank_{name}"), list):
-                self.ranks[name] = [finite(value) or 0.0 for value in values]
+                self.ranks[name] = [_seconds(value) for value in values]
         for name, value in row.items():
             if (y := finite(value)) is None or name in ("step", "tokens") or name.startswith(("slow_", "save_")):
                 continue
@@ -209,7 +211,7 @@ class LiveRun:
             self.plan = predicted(run_dir) or {}
         if not self.ranks and isinstance(ranks := self.record.summary.get("ranks"), list):
             for name in ("data_s", "own_s", "wait_s"):
-                self.ranks[name] = [finite(as_dict(rank).get(name)) or 0.0 for rank in ranks]
+                self.ranks[name] = [_seconds(as_dict(rank).get(name)) for rank in ranks]
         after = (self.record.launches, self.record.summary, self.status, self.standstill, self.phase, self.failure)
         return before != after or old.attempts != self.record.attempts
 
@@ -333,6 +335,12 @@ def sampled(path: Path, name: str, count: int = 64) -> list[float]:
             return found
     except OSError:  # nothing written yet
         return []
+
+
+def _seconds(value: object) -> float:
+    """Return a time of a rank, or 0 for what cannot be one."""
+    found = finite(value)
+    return found if found is not None and 0 <= found < LARGEST else 0.0
 
 
 def _near_end(path: Path) -> Tail:

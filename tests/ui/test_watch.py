@@ -146,3 +146,31 @@ def test_the_list_marks_one_run_and_names_all() -> None:
     assert [line.plain.split()[0] for line in page[2:]] == ["0-lr=0", "1-lr=1", "d/2-lr=2", "other/2-lr=2"]
     marked: list[Any] = [i for i, line in enumerate(page) if any("reverse" in str(span.style) for span in line.spans)]
     assert marked == [3]
+
+
+ODD = [None, True, -1, 0, 1e308, -1e308, 10**400, "x", "\x1b[2J", [], {}, [1, "a", None], {"a": 1}]
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda value: str(value)[:8])
+def test_any_value_anywhere_can_be_drawn(value: Any) -> None:
+    """A run folder is untrusted, and may come from another version."""
+    run_dir = full()
+    names = [*json.loads(metric(1)), "val_loss", "val_accuracy", "rank_own_s", "rank_wait_s", "slow_text", "save_step"]
+    rows = [dict.fromkeys(names, value) | {"step": 300}, json.loads(metric(301)) | {"loss": value}]
+    rows += [{"step": 302, "rank_own_s": [value, 1.0], "rank_wait_s": [value]}]
+    append(run_dir, *(json.dumps(row) + "\n" for row in rows))
+    write(
+        run_dir,
+        "summary.json",
+        dict.fromkeys([*RUNNING, "steps", "unit", "ranks", "wall_s"], value) | {"status": "running"},
+    )
+    write(run_dir, "plan.json", {"tokens_per_s": value, "memory_gib": {"total": value, "limit": value}})
+    write(run_dir, "logs/position-0.json", {"phase": value})
+    gpus = [dict.fromkeys([*GPU, "index", "throttle", "xid", "ecc_errors"], value), value]
+    sample = {"cpu_percent": value, "memory_gib": value, "net_in_mib_s": value, "net_out_mib_s": 1, "gpus": gpus}
+    (run_dir / SYSTEM_FILE.format("odd")).write_text(json.dumps(sample) + "\n")
+    run, glance = read(run_dir), Glance(run_dir)
+    glance.poll()
+    for width, height in ((80, 23), (200, 49)):
+        for page in (run_page(run, width, height), list_page([glance], width, height)):
+            assert all(line.cell_len <= width for line in page)
