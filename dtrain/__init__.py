@@ -1,6 +1,6 @@
 """Distributed training where one setting changes the parallelism and nothing else changes.
 
-`dtrain.fit(model=…, data=…, strategy="fsdp")` trains from a script (docs/your-own.md).
+`dtrain.fit(model=…, data=…, strategy="fsdp")` trains from a script (docs/your-own.md); `dtrain.load(RUN)` opens a run.
 """
 
 from __future__ import annotations
@@ -10,15 +10,20 @@ if TYPE_CHECKING:
     from typing import Any
 
     from dtrain.api import Preempted, Result, RunFailed, fit
+    from dtrain.notebook import load
 
-__all__ = ["Preempted", "Result", "RunFailed", "__version__", "fit"]
+__all__ = ["Preempted", "Result", "RunFailed", "__version__", "fit", "load"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import `fit` and its dependencies on first use: every rank and every command imports this file first."""
+    """Import `fit` or `load` on first use: every rank and every command imports this file first."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "load":  # without Hydra, which takes a second
+        from dtrain.notebook import load
+
+        return load
     from dtrain import api
 
     return getattr(api, name)

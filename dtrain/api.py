@@ -22,6 +22,7 @@ from dtrain.launch.python_objects import spell, value_of
 from dtrain.runs.folder import read_json, read_summary
 from dtrain.runs.protocol import DONE, PREEMPTED, PREFLIGHT
 from dtrain.start import VARIABLE
+from dtrain.util.format import resume_argument
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,6 +74,10 @@ class Preempted(SystemExit):
     def __init__(self, run_dir: Path) -> None:
         super().__init__(PREEMPTED)
         self.run_dir = run_dir
+
+    def __str__(self) -> str:
+        """What a notebook shows below a stopped cell."""
+        return f"the run was stopped, and saved a checkpoint: {resume_argument(self.run_dir)}"
 
 
 def fit(

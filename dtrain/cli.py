@@ -17,6 +17,7 @@ USAGE = """usage: dtrain COMMAND ...
   verify [strategies=…]        check here that every strategy computes the same as one process
   search SETTING=SPACE …       look for the best settings with optuna (dtrain search --help)
   runs [RUN …|SWEEP]           list runs, or compare them; a sweep's table
+  watch [RUN|SWEEP]            follow it live: curve, speed against the plan, ranks, GPUs, queue, log
   status RUN                   one run: its job, progress, attempts, and the next command
   logs RUN [-f] [--rank N]     the log of a rank
   why RUN                      why it ended: the cause, the rank, the evidence, what to do
@@ -45,6 +46,7 @@ COMMANDS = {
     "verify": "dtrain.commands.verify.command",
     "search": "dtrain.commands.search",
     "runs": "dtrain.commands.runs",
+    "watch": "dtrain.commands.watch",
     "status": "dtrain.commands.status",
     "logs": "dtrain.commands.logs",
     "why": "dtrain.commands.why",

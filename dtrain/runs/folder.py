@@ -74,7 +74,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in the file, or {} if it is missing, half-written or not an object."""
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):  # the last: brackets in brackets, a thousand times
+    except (OSError, ValueError, RecursionError):  # the last: nested too deeply
         return {}
     return as_dict(value)
 
@@ -154,6 +154,18 @@ class Tail:
         self.path = path
         self.offset = 0
         self.before = b""  # the bytes before offset; if they change, the file was replaced
+
+    def skip(self, keep: int) -> None:
+        """Go near the end of a long file, to the start of a line: the next read returns about the last `keep` bytes."""
+        try:
+            with open(self.path, "rb") as file:
+                start = max(0, file.seek(0, os.SEEK_END) - keep)
+                file.seek(start)
+                data = file.read(keep)
+        except OSError:  # does not exist yet
+            return
+        skipped = data[: data.find(b"\n") + 1 or len(data)] if start else b""
+        self.offset, self.before = start + len(skipped), skipped[-64:]
 
     def read(self, final: bool = False) -> tuple[list[bytes], bool]:
         """Return new lines, and whether the file was read again from its start. final: include an incomplete line."""

@@ -38,10 +38,13 @@ LAUNCH = "python launch.py" if Path("launch.py").exists() else "dtrain launch"  
 
 
 def stdout_console() -> Console:
-    """Return a console for stdout. A pipe stays plain even under FORCE_COLOR, to keep progress bars out of CI logs."""
+    """Return a console for stdout. A pipe stays plain even under FORCE_COLOR, to keep progress bars out of CI logs.
+
+    A notebook gets text too: rich would make an output of its own, in HTML, of each line.
+    """
     from rich.console import Console
 
-    return Console(force_terminal=None if sys.stdout.isatty() else False)
+    return Console(force_terminal=None if sys.stdout.isatty() else False, force_jupyter=False)
 
 
 def say(console: Console, *parts: str | tuple[str, str]) -> None:

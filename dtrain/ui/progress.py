@@ -1,4 +1,4 @@
-"""Terminal output during a run: the header, then a live line on a terminal, or occasional lines in a pipe.
+"""Output during a run: the header, then a live line on a terminal or in a notebook, or occasional lines in a pipe.
 
 The launcher imports this, so it must load fast: no torch, and rich (about 55 ms) only inside functions.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.runs.folder import Tail, parse_line, read_json
 from dtrain.ui.console import say, stdout_console
+from dtrain.ui.jupyter import WIDTH, CellOutput, in_notebook
 from dtrain.util.format import as_dict, duration, gib, loss_text, number, percent, perplexity, short_path, si
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def eval_text(row: dict[str, Any]) -> str:
 
 
 class Monitor:
-    """Follows a run from the launcher: a live line on a terminal, sparse plain lines in a pipe or file.
+    """Follows a run from the launcher: a live line on a terminal or in a notebook, sparse plain lines elsewhere.
 
     with Monitor(run_dir) as monitor:
         while process_alive():
@@ -81,7 +82,8 @@ class Monitor:
     def __init__(self, run_dir: Path, console: Console | None = None):
         self.run_dir = Path(run_dir)
         self.console = console or stdout_console()
-        self.live_wanted = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.in_notebook = console is None and in_notebook()
+        self.live_wanted = self.in_notebook or (self.console.is_terminal and not self.console.is_dumb_terminal)
         self.live: Any = None
         self.clock = time.monotonic
         self.began = self.clock()
@@ -89,6 +91,7 @@ class Monitor:
         self.summary: dict[str, Any] = {}
         self.header: list[tuple[str, str]] = []
         self.row: dict[str, Any] = {}  # the newest metrics line
+        self.evaluation = ""  # the newest one; in a notebook it belongs to the live line
         self.printed: dict[str, Any] = {}  # the newest printed one (plain output)
         self.printed_at = 0.0
         self.refreshed_at = -1.0
@@ -116,12 +119,15 @@ class Monitor:
         """Show new output. Costs two stat calls and a 64-byte read if there is none."""
         if self.finished:
             return
-        if self.live_wanted and self.live is None:
+        if self.live_wanted and self.live is None and not self.in_notebook:
             from rich.live import Live
 
             self.live = Live(console=self.console, auto_refresh=False, get_renderable=self._render)
             self.live.start()
         self._update()
+        if self.in_notebook and self.live is None and self.header:  # below the header
+            self.live = CellOutput(self._render)
+            self.live.start()
         if self.live and self.clock() - self.refreshed_at >= 1:
             self.refreshed_at = self.clock()
             self.live.refresh()
@@ -163,7 +169,9 @@ class Monitor:
             if "slow_text" in row:
                 self.message(str(row["slow_text"]))
             if "val_loss" in row:
-                say(self.console, (eval_text(row), "green"))
+                self.evaluation = eval_text(row)
+                if not self.in_notebook:
+                    say(self.console, (self.evaluation, "green"))
 
     def _read_summary(self) -> None:
         signature = self._signature(self.summary_path)
@@ -233,6 +241,14 @@ class Monitor:
         return None if seconds is None else seconds * (total - step)
 
     def _render(self) -> RenderableType:
+        if not self.in_notebook or not self.evaluation:
+            return self._line()
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(self._line(), Text(self.evaluation, style="green", no_wrap=True))
+
+    def _line(self) -> RenderableType:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
@@ -241,7 +257,8 @@ class Monitor:
             what = "waiting for the first step" if self.header else "starting the workers"
             return Text(f"{what} … {duration(self.clock() - self.began)}", style="dim", no_wrap=True)
         fields = self._fields(self.row)
-        room = self.console.width - 1  # some terminals wrap when the last column is written
+        # some terminals wrap when the last column is written
+        room = (WIDTH if self.in_notebook else self.console.width) - 1
         for least in ("mem_gib", "lr", "mfu", "tokens_per_s", "eta"):
             if sum(len(text) + 2 for _, text in fields) + 10 <= room:
                 break

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.ui import console
-from dtrain.util.format import duration, resume_argument, si, step_time, three_digits
+from dtrain.util.format import duration, number, resume_argument, si, step_time, three_digits
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,10 @@ def test_duration_names_the_time(seconds: float) -> None:
     shown = sum(n * units[u] for n, u in parts)
     assert abs(shown - seconds) <= units[parts[-1][1]]
     assert all(n < {"s": 60, "m": 60, "h": 24}.get(u, 1e9) for n, u in parts)  # never 1m 60s
+
+
+def test_an_integer_that_no_float_holds_is_no_number() -> None:
+    assert number(10**400) is None
 
 
 def test_small_formats() -> None:
