@@ -14,12 +14,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from dtrain.ui.lines import keys_line
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
 from dtrain.commands.watch import RunView
 from dtrain.runs.find import find_run
+from dtrain.ui.lines import keys_line
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS, LINES, STEPS = 120, 36, 250

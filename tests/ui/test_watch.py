@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dtrain.ui.lines import keys_line, plain
-from dtrain.ui.watch_list import list_page
-from dtrain.ui.watch_ranks import rank_lines
 from rich.text import Text
 
 from dtrain.runs.live import Glance, LiveRun
 from dtrain.runs.metrics import SYSTEM_FILE
 from dtrain.runs.slurm_queue import Job
+from dtrain.ui.lines import keys_line, plain
 from dtrain.ui.watch import run_page
+from dtrain.ui.watch_list import list_page
+from dtrain.ui.watch_ranks import rank_lines
 from tests.rundirs import fakes, in_tmp_path, make  # noqa: F401
 from tests.runs.test_live import looks_each_time, running  # noqa: F401
 from tests.screens import RUNNING, append, metric, write
