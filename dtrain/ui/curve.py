@@ -43,8 +43,7 @@ def curve(
     xs = [x for _, x_values, _ in kept for x in x_values]
     ys = [y for _, _, y_values in kept for y in y_values]
     if not ys:
-        lines = [Text("no values yet", style="dim")] + [Text("") for _ in range(height - 1)]
-        return lines[:height]
+        return [Text("no values yet"[:width], style="dim")] + [Text("") for _ in range(height - 1)]
     low, high = _range(min(ys), max(ys))
     constant = _is_constant(min(ys), max(ys))
     ticks = [(ys[0], si(10 ** ys[0] if log else ys[0]))] if constant else _ticks(low, high, rows, log)
