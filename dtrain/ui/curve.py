@@ -51,6 +51,7 @@ def curve(
     margin = max((len(text) for text in labels.values()), default=0) + 1
     columns = max(2, width - margin - 1)
     first, last = min(xs), max(xs)
+    last = first if _is_constant(first, last) else last
     plot = _Dots(columns, rows)
     for i, (_, x_values, y_values) in enumerate(kept):
         plot.line(x_values, y_values, (first, last), (low, high), styles[i % len(styles)])
@@ -101,7 +102,7 @@ class _Dots:
         y_scale = (4 * self.rows - 1) / ((y_range[1] - y_range[0]) or 1)
         spans: dict[int, list[int]] = {}  # dot column: lowest, highest and last dot
         for x_value, y_value in zip(x, y, strict=True):
-            column = round((x_value - x_range[0]) * x_scale)
+            column = round((min(x_value, x_range[1]) - x_range[0]) * x_scale)
             dot = round((y_range[1] - y_value) * y_scale)
             span = spans.setdefault(column, [dot, dot, dot])
             span[:] = min(span[0], dot), max(span[1], dot), dot
