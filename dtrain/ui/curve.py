@@ -155,7 +155,7 @@ def _is_constant(low: float, high: float) -> bool:
 def _range(low: float, high: float) -> tuple[float, float]:
     if not _is_constant(low, high):
         return low, high
-    around = abs(low) * 0.05 or 1.0  # a constant is drawn in the middle
+    around = max(abs(low) * 0.05, 1e-150)  # a constant is drawn in the middle
     return low - around, high + around
 
 
