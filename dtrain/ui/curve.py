@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -29,15 +29,19 @@ def curve(
     log: bool = False,
     x_name: str = "step",
     styles: Sequence[str] = STYLES,
+    mean: bool = False,
 ) -> list[Text]:
     """Draw the series into `height` lines of at most `width` columns: the plot, its axes and, for several, a legend.
 
     Where several points share a column of dots, all values from the smallest to the largest are marked, so that a
-    spike of one step stays visible. Values that are not finite, or not positive with `log`, are left out.
+    spike of one step stays visible; mean: only their mean. Values that are not finite, or not positive with `log`, are
+    left out.
     """
     from rich.text import Text
 
     kept = [(name, *_usable(x, y, log)) for name, x, y in series]
+    if mean:
+        kept = [(name, *_means(x, y, width)) for name, x, y in kept]
     legend = height >= 6 and len(series) > 1
     rows = max(1, height - (3 if legend else 2))
     xs = [x for _, x_values, _ in kept for x in x_values]
@@ -53,7 +57,7 @@ def curve(
     first, last = min(xs), max(xs)
     last = first if _is_constant(first, last) else last
     plot = _Dots(columns, rows)
-    for i, (_, x_values, y_values) in enumerate(kept):
+    for i, (_, x_values, y_values) in reversed(list(enumerate(kept))):  # the first series is on top
         plot.line(x_values, y_values, (first, last), (low, high), styles[i % len(styles)])
     lines = []
     for row, text in enumerate(plot.lines()):
@@ -70,12 +74,11 @@ def curve(
 
 def sparkline(values: Sequence[float], width: int) -> str:
     """Return a line of blocks, the newest value last; each block is the mean of its share of the values."""
-    found = [value for value in values if math.isfinite(value)]
+    found = [value for value in values if abs(value) < LARGEST]
     if not found or width < 1:
         return ""
     count = min(width, len(found))
-    bounds = [len(found) * i // count for i in range(count + 1)]
-    means = [sum(found[a:b]) / (b - a) for a, b in itertools.pairwise(bounds)]
+    _, means = _means(found, found, count)
     low, high = min(means), max(means)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
@@ -145,6 +148,14 @@ def _usable(x: Sequence[float], y: Sequence[float], log: bool) -> tuple[list[flo
     lowest = 1e-100 if log else -LARGEST
     points = [(a, b) for a, b in zip(x, y, strict=True) if abs(a) < LARGEST and lowest < b < LARGEST]  # false for NaN
     return [a for a, _ in points], [math.log10(b) if log else b for _, b in points]
+
+
+def _means(x: list[float], y: list[float], count: int) -> tuple[list[float], list[float]]:
+    """Return the means of at most so many groups of neighbouring points."""
+    if len(x) <= count:
+        return x, y
+    parts = [slice(len(x) * i // count, len(x) * (i + 1) // count) for i in range(count)]
+    return [statistics.fmean(x[part]) for part in parts], [statistics.fmean(y[part]) for part in parts]
 
 
 def _is_constant(low: float, high: float) -> bool:
