@@ -74,7 +74,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in the file, or {} if it is missing, half-written or not an object."""
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return as_dict(value)
 
@@ -119,7 +119,7 @@ def newest_figures(run_dir: Path) -> dict[str, Any]:
 def parse_line(line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return as_dict(row)
 

@@ -15,7 +15,10 @@ from typing import Any
 
 def number(value: object) -> float | None:
     """Return the value as a float, or None: run files come from other versions and from crashed writers."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    try:
+        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    except OverflowError:  # a whole number with more than 308 digits
+        return None
 
 
 def finite(value: object) -> float | None:

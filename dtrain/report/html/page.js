@@ -1,0 +1,263 @@
+// The page: reads the data, keeps the state (which runs, smoothing, axis, zoom), and puts the sections together.
+
+let data, table, parallel, systemGroup;
+const state = { selected: new Set(), focus: 0, smooth: 0, log: false, axis: "step" };
+const curves = new Group();
+const repaint = []; // pictures that are no charts, when the colours change
+const theme = { colors: {}, font: "system-ui, sans-serif" };
+const MANY = 10; // more runs than colours: the colour is then the rank by loss
+
+const PALETTES = {
+  light: ["#2f6bd6", "#d9622b", "#16906a", "#b0449c", "#9a7200", "#5b50d6", "#0e8fa6", "#c53b47", "#6d7682", "#6f8a14"],
+  dark: ["#6fa8ff", "#ff9a5c", "#45cfa0", "#e487d0", "#e0b63f", "#a49bff", "#4fcbe0", "#ff7f86", "#a5aebb", "#b3cf58"],
+};
+const RAMPS = { light: ["#16349e", "#1d7fa8", "#4fae8a", "#b9bf7a", "#d8cdb4"], dark: ["#8fb4ff", "#4fb8d8", "#3f9c82", "#66703f", "#4a463c"] };
+
+const CHARTS = {
+  loss: ["Loss", loss], val_loss: ["Validation loss", loss], val_accuracy: ["Validation accuracy", percent], lr: ["Learning rate", plain],
+  grad_norm: ["Gradient norm", plain], tokens_per_s: ["Tokens/s", si], mem_gib: ["Peak memory of a rank", gib], mfu: ["MFU", percent],
+  step_s: ["Step time", duration], data_s: ["Wait for data", duration],
+};
+const PLANNED = { tokens_per_s: "tokens_per_s", mem_gib: "memory_gib", mfu: "mfu", step_s: "step_s" };
+
+// ---- theme
+
+const isDark = () => document.documentElement.dataset.theme === "dark";
+const palette = () => PALETTES[isDark() ? "dark" : "light"];
+
+function applyTheme(name) {
+  document.documentElement.dataset.theme = name;
+  const style = getComputedStyle(document.documentElement), get = key => style.getPropertyValue("--" + key).trim();
+  for (const key of ["panel", "grid", "axis", "muted", "bad", "select", "veil", "cool", "hot"]) theme.colors[key] = get(key);
+  theme.font = getComputedStyle(document.body).fontFamily;
+  if (data) recolor();
+}
+
+function recolor() {
+  const ramp = RAMPS[isDark() ? "dark" : "light"], [key] = goal();
+  const order = [...data.runs].sort((a, b) => (a.results[key] ?? Infinity) - (b.results[key] ?? Infinity));
+  order.forEach((run, i) => { run.rank = i; });
+  for (const run of data.runs) {
+    if (data.runs.length <= MANY) { run.color = palette()[run.index % palette().length]; continue; }
+    const t = run.rank / (data.runs.length - 1) * (ramp.length - 1), i = Math.min(ramp.length - 2, Math.floor(t));
+    run.color = mix(ramp[i], ramp[i + 1], t - i);
+  }
+}
+
+function toggleTheme() {
+  const next = isDark() ? "light" : "dark";
+  applyTheme(next);
+  try { localStorage.setItem("dtrain-theme", next); } catch { /* a file may have no storage */ }
+  refresh();
+}
+
+// ---- data
+
+async function read() {
+  const bytes = Uint8Array.from(atob(document.getElementById("data").textContent), c => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const found = await new Response(stream).json();
+  found.runs.forEach((run, index) => { run.index = index; });
+  return found;
+}
+
+// From differences back to places; once for each curve.
+function unpack(curve) {
+  if (!(curve.x instanceof Float64Array)) {
+    const x = Float64Array.from(curve.x);
+    for (let i = 1; i < x.length; i++) x[i] += x[i - 1];
+    curve.x = x;
+  }
+  return curve;
+}
+
+// The curve over the axis that is chosen: steps, tokens or seconds of training.
+function onAxis(run, name) {
+  const curve = unpack(run.curves[name]), known = run.axes[state.axis];
+  if (state.axis === "step") return curve;
+  if (!known) return { x: [], y: [] };
+  const map = at => {
+    const [xs, ys] = known, i = Math.min(Math.max(1, below(xs, at)), xs.length - 1);
+    return ys[i - 1] + (ys[i] - ys[i - 1]) * (at - xs[i - 1]) / ((xs[i] - xs[i - 1]) || 1);
+  };
+  const cache = curve.on ??= {};
+  return cache[state.axis] ??= { ...curve, x: Float64Array.from(curve.x, map), ends: curve.ends?.map(map) };
+}
+
+const shownRuns = () => data.runs.filter(run => state.selected.has(run.index));
+const xFormat = x => state.axis === "seconds" ? duration(x) : state.axis === "tokens" ? si(x) + " " + data.runs[0].unit : "step " + whole(x);
+
+function curveCharts() {
+  const names = [...new Set(data.runs.flatMap(run => Object.keys(run.curves)))];
+  return names.map((name, i) => {
+    let [title, format] = CHARTS[name] || [words(name), plain];
+    if (name === "tokens_per_s" && data.runs.every(run => run.unit !== "tokens")) title = title.replace("Tokens", words(data.runs[0].unit));
+    const planned = PLANNED[name];
+    return new Chart({
+      title, format, xFormat, large: i === 0, onpick: key => focusRun(key, false),
+      xTicks: (...range) => (state.axis === "seconds" ? timeTicks : ticks)(...range),
+      xLabel: (...tick) => (state.axis === "seconds" ? timeLabel : tickLabel)(...tick),
+      lines: () => shownRuns().filter(run => run.curves[name]).map(run => ({ key: run.index, name: run.name, color: run.color, data: onAxis(run, name) })),
+      references: () => planned ? references(name, planned, format) : [],
+      marks: () => name === "loss" && state.axis === "step" && shownRuns().length === 1 ? shownRuns()[0].skipped : [],
+      log: () => state.log && name !== "data_s",
+      smooth: () => name === "lr" || name === "mem_gib" ? 0 : state.smooth,
+    }, curves);
+  });
+}
+
+// What was planned, as dashed lines: in the colour of the run, if there are several.
+function references(name, planned, format) {
+  const runs = shownRuns().filter(run => run.plan[planned] !== undefined && run.curves[name]);
+  const values = [...new Set(runs.map(run => run.plan[planned]))];
+  if (!values.length || (runs.length > 4 && values.length > 1)) return [];
+  const found = values.length === 1 ? [{ value: values[0], name: `planned ${format(values[0])}` }]
+    : runs.map(run => ({ value: run.plan[planned], name: `planned ${format(run.plan[planned])}`, color: run.color }));
+  const limit = name === "mem_gib" && runs.length === 1 ? runs[0].plan.memory_limit : undefined;
+  return limit === undefined ? found : [...found, { value: limit, name: `GPU ${format(limit)}`, inside: true }];
+}
+
+// ---- state
+
+function refresh() {
+  curves.redraw();
+  systemGroup?.redraw();
+  table?.refresh();
+  parallel?.refresh();
+  refreshRuns();
+  for (const draw of repaint) draw();
+}
+
+function select(index, on) {
+  if (on) state.selected.add(index); else state.selected.delete(index);
+  selectOnly([...state.selected]);
+}
+
+function selectOnly(indices) {
+  state.selected = new Set(indices);
+  configSection.show?.();
+  refresh();
+}
+
+function emphasise(index) {
+  if (curves.emphasis === index) return;
+  curves.emphasis = index;
+  parallel?.emphasise(index);
+  for (const row of document.querySelectorAll("[data-run]")) if (row.tagName !== "path") row.classList.toggle("strong", Number(row.dataset.run) === index);
+  curves.setCursor(null);
+}
+
+function focusRun(index, scroll) {
+  state.focus = index;
+  showDetails();
+  refresh();
+  if (scroll) document.getElementById("details")?.scrollIntoView({ block: "start" });
+}
+
+// ---- sections
+
+function controls() {
+  const value = h("output", {}, "0");
+  const smooth = h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0, id: "smooth", "aria-label": "smoothing", oninput: event => {
+    state.smooth = Number(event.target.value);
+    value.textContent = trim(state.smooth.toFixed(2)) || "0";
+    curves.redraw();
+  } });
+  const axes = [["step", "steps"], ["tokens", data.runs[0].unit], ["seconds", "time"]].filter(([key]) => key === "step" || data.runs.some(run => run.axes[key]));
+  const axis = h("div", { class: "choice", role: "group", "aria-label": "horizontal axis" }, axes.map(([key, label]) => h("button", { type: "button", "aria-pressed": String(key === "step"), "data-axis": key, onclick: event => {
+    state.axis = key;
+    for (const button of axis.children) button.setAttribute("aria-pressed", String(button === event.currentTarget));
+    curves.setZoom(null);
+  } }, label)));
+  const log = h("button", { type: "button", class: "toggle", id: "log", "aria-pressed": "false", onclick: () => { state.log = !state.log; log.setAttribute("aria-pressed", String(state.log)); curves.redraw(); } }, "log y");
+  const reset = h("button", { type: "button", class: "toggle", id: "reset", disabled: true, onclick: () => curves.setZoom(null) }, "reset zoom");
+  curves.onzoom = range => { reset.disabled = range === null; };
+  return h("div", { class: "controls" }, h("label", { class: "slider" }, "smoothing ", smooth, value), axes.length > 1 && axis, log, reset);
+}
+
+function sideRuns() {
+  const filter = h("input", { type: "search", placeholder: "filter runs", "aria-label": "filter runs", oninput: () => {
+    const text = filter.value.trim().toLowerCase();
+    for (const item of list.children) item.hidden = !(data.runs[item.dataset.run].name + " " + data.runs[item.dataset.run].path).toLowerCase().includes(text);
+  } });
+  const visible = () => [...list.children].filter(item => !item.hidden).map(item => Number(item.dataset.run));
+  const list = h("ul", { class: "runlist" }, data.runs.map(run => {
+    const box = h("input", { type: "checkbox", checked: true, onchange: event => select(run.index, event.target.checked) });
+    const item = h("li", { onpointerenter: () => emphasise(run.index), onpointerleave: () => emphasise(null) }, h("label", { title: `${run.name}\n${run.path}` }, box, swatch(run.color), h("span", { class: "runname" }, run.name)), h("span", { class: "small" }, loss(run.results[goal()[0]])));
+    item.dataset.run = run.index;
+    return item;
+  }));
+  const details = h("details", {}, h("summary", {}, `${data.runs.length} runs`, h("span", { class: "small", id: "shown" })),
+    data.runs.length > 8 && filter,
+    h("div", { class: "pick" }, h("button", { type: "button", class: "quiet", onclick: () => selectOnly([...new Set([...state.selected, ...visible()])]) }, "all"),
+      h("button", { type: "button", class: "quiet", onclick: () => selectOnly([...state.selected].filter(i => !visible().includes(i))) }, "none"),
+      h("button", { type: "button", class: "quiet", onclick: () => selectOnly([...data.runs].sort((a, b) => a.rank - b.rank).slice(0, 5).map(run => run.index)) }, "best 5")), list,
+    data.runs.length > MANY && h("p", { class: "hint" }, h("span", { class: "ramp byloss", "aria-hidden": "true" }), ` coloured by ${goal()[1]}, best first`));
+  details.open = window.innerWidth >= 900;
+  return details;
+}
+
+function refreshRuns() {
+  for (const item of document.querySelectorAll(".runlist li")) {
+    const run = data.runs[item.dataset.run], box = item.querySelector("input");
+    box.checked = state.selected.has(run.index);
+    item.querySelector(".swatch").style.background = run.color;
+    item.classList.toggle("off", !box.checked);
+  }
+  const shown = document.getElementById("shown");
+  if (shown) shown.textContent = ` ${state.selected.size} shown`;
+}
+
+let detailsBox;
+
+function showDetails() {
+  const run = data.runs[state.focus];
+  systemGroup = null;
+  repaint.length = 0;
+  const several = data.runs.length > 1;
+  const pick = several && h("select", { "aria-label": "run in detail", onchange: event => focusRun(Number(event.target.value), false) }, data.runs.map(one => h("option", { value: one.index, selected: one === run }, one.name)));
+  detailsBox.replaceChildren(...[
+    several && h("div", { class: "detailhead" }, h("h2", {}, "One run in detail"), pick, statusText(run)),
+    several && facts(run), several && whyBox(run),
+    stepSection(run), rankSection(run), timeLine(run), systemSection(run), environmentSection(run), commandSection(run),
+  ].filter(Boolean));
+}
+
+function build() {
+  const several = data.runs.length > 1, run = data.runs[0];
+  const charts = curveCharts();
+  detailsBox = h("div", { id: "details" });
+  showDetails();
+  if (several) { table = new Table(); parallel = axisSettings().length ? new Parallel() : null; }
+  const sections = [
+    data.problem && h("p", { class: "hint" }, "SLURM did not answer, so a state may be old: ", data.problem),
+    h("section", { class: "part", id: "overview" }, several ? [h("div", { class: "partbar" }, h("h2", {}, "Results"), h("span", { class: "small" }, "click a heading to sort, a name for its details")), table.element] : [whyBox(run), facts(run)]),
+    parallel && parallel.axes.length > 1 && part("Settings and results", "parallel", "", parallel.element),
+    h("section", { class: "part", id: "curves" }, h("div", { class: "partbar sticky" }, h("h2", {}, "Curves"), controls()), charts.length ? h("div", { class: "grid" }, charts.map(c => c.element)) : h("p", { class: "hint" }, "No metrics yet.")),
+    detailsBox,
+    configSection(),
+    h("footer", {}, `written by dtrain ${data.version} on ${moment(data.created)} · dashed: planned · shaded: smallest and largest value of the steps that share a point`),
+  ];
+  document.getElementById("content").replaceChildren(...sections.filter(Boolean));
+  if (several) { const side = document.getElementById("runs"); side.hidden = false; side.append(sideRuns()); document.getElementById("frame").classList.add("several"); }
+  const links = [["overview", several ? "Results" : "Overview"], ["curves", "Curves"], ["step", "Step"], ["ranks", "Ranks"], ["timeline", "Attempts"], ["system", "System"], ["configuration", "Configuration"], ["commands", "Commands"]];
+  document.getElementById("top").replaceChildren(...[h("span", { class: "brand" }, "dtrain"), h("h1", { title: several ? document.title : run.path }, several ? document.title.replace(/ · dtrain report$/, "") : run.name), !several && statusText(run),
+    h("nav", { "aria-label": "sections" }, links.filter(([id]) => document.getElementById(id)).map(([id, label]) => h("a", { href: "#" + id }, label))),
+    h("button", { type: "button", id: "theme", class: "quiet", "aria-label": "switch between light and dark", title: "light or dark", onclick: toggleTheme }, "◐")].filter(Boolean));
+}
+
+async function start() {
+  let stored = null;
+  try { stored = localStorage.getItem("dtrain-theme"); } catch { /* a file may have no storage */ }
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  applyTheme(stored === "dark" || stored === "light" ? stored : system.matches ? "dark" : "light");
+  system.addEventListener("change", event => { if (!stored) { applyTheme(event.matches ? "dark" : "light"); refresh(); } });
+  data = await read();
+  data.runs.forEach(run => state.selected.add(run.index));
+  recolor();
+  build();
+  refresh();
+  requestAnimationFrame(() => requestAnimationFrame(() => { performance.mark("interactive"); document.documentElement.dataset.ready = "yes"; }));
+}
+
+start().catch(error => { document.getElementById("content").replaceChildren(h("p", { class: "loading" }, "This page could not be read: ", error.message)); throw error; });
