@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 LARGEST = 2**53  # the largest whole number that JavaScript holds exactly
@@ -65,4 +66,6 @@ def short_place(x: float) -> float:
 
 def rounded(value: float, digits: int = 5) -> float:
     found = float(f"{value:.{digits}g}")
+    if abs(found) == inf:  # rounded up beyond the largest number
+        return value
     return int(found) if found.is_integer() and abs(found) < 1e15 else found

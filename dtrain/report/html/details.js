@@ -181,7 +181,7 @@ function configSection() {
   };
   show();
   configSection.show = show;
-  return h("section", { class: "part", id: "configuration" }, h("div", { class: "partbar" }, h("h2", {}, "Configuration"), h("div", { class: "controls" }, filter, h("label", {}, unset, " unset too"))),
+  return h("section", { class: "part", id: "configuration" }, h("div", { class: "partbar" }, h("h2", {}, "Configuration"), h("div", { class: "controls" }, filter, h("label", {}, unset, " show unset"))),
     several && Object.keys(differ).length > 0 && h("div", { class: "panel pad" }, h("h3", { class: "tight" }, "What differs"), table),
     h("div", { class: "panel pad" }, several && h("h3", { class: "tight" }, "What all runs share"), lists));
 }
