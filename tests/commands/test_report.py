@@ -92,7 +92,7 @@ def test_plot_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
 def test_words_of_plot(outputs: Path) -> None:
     runs, metrics = plot.split(["first", "second", "loss", "lr", "loss"])
     assert [run.name for run in runs] == ["first-lr=1", "second-lr=2"] and metrics == ["loss", "lr"]
-    assert list(plot.split(["latest"])[0])[0].parent == outputs / "multirun" / "sweep"
+    assert next(iter(plot.split(["latest"])[0])).parent == outputs / "multirun" / "sweep"
 
 
 def test_a_run_without_steps_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
