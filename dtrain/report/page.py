@@ -50,12 +50,15 @@ def collect(run_dirs: Sequence[Path]) -> dict[str, Any]:
 
 
 def name_apart(runs: list[dict[str, Any]], run_dirs: Sequence[Path]) -> None:
-    """Runs of a sweep have the same name: show their folders' names instead, or as much of their paths as it takes."""
-    for parts in range(1, 6):
-        if len({run["name"] for run in runs}) == len(runs):
-            return
-        for run, run_dir in zip(runs, run_dirs, strict=True):
-            run["name"] = hide(clean("/".join(Path(run_dir).parts[-parts:])))
+    """Name each run differently: as it is, or by as much of its path as it takes. 3-optim.lr=0.1 becomes 3-lr=0.1."""
+    paths = [Path(run_dir).parts for run_dir in run_dirs]
+    for count in range(6):
+        names = [hide(clean("/".join(parts[-count:]))) for parts in paths] if count else [run["name"] for run in runs]
+        for found in ([re.sub(r"(?<=[-,])(\w+\.)+(?=\w+=)", "", name) for name in names], names):
+            if len(runs) > 1 and len(set(found)) == len(runs):
+                for run, name in zip(runs, found, strict=True):
+                    run["name"] = name
+                return
 
 
 def settings(run_dirs: Sequence[Path]) -> dict[str, Any]:

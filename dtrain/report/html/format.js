@@ -97,11 +97,16 @@ function timeTicks(low, high, count) {
   return step && high - low > 3 ? { values: multiples(low, high, step), step } : ticks(low, high, count);
 }
 
-// 0, 30 s, 5 min, 1:30 h: one unit for the axis
+// 0, 30s, 1m 30s, 2h: without the parts that are 0
 function timeLabel(seconds, step) {
   if (seconds === 0) return "0";
-  const [size, unit] = step < 60 ? [1, "s"] : step < 3600 ? [60, "min"] : step < 86400 ? [3600, "h"] : [86400, "d"];
-  return trim((seconds / size).toFixed(step / size < 1 ? 2 : 0)) + " " + unit;
+  if (step < 1) return trim(seconds.toFixed(3)) + "s";
+  let rest = Math.round(seconds), text = "";
+  for (const [size, unit] of [[86400, "d"], [3600, "h"], [60, "m"], [1, "s"]]) {
+    if (rest >= size) text += ` ${Math.floor(rest / size)}${unit}`;
+    rest %= size;
+  }
+  return text.trim();
 }
 
 function tickLabel(value, step) {

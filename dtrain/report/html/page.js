@@ -54,11 +54,18 @@ function toggleTheme() {
 // ---- data
 
 async function read() {
-  const bytes = Uint8Array.from(atob(document.getElementById("data").textContent), c => c.charCodeAt(0));
+  const bytes = fromBase64(document.getElementById("data").textContent);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   const found = await new Response(stream).json();
   found.runs.forEach((run, index) => { run.index = index; });
   return found;
+}
+
+function fromBase64(text) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text); // in browsers since 2025, and ten times as fast
+  const letters = atob(text), bytes = new Uint8Array(letters.length);
+  for (let i = 0; i < letters.length; i++) bytes[i] = letters.charCodeAt(i);
+  return bytes;
 }
 
 // From differences back to places; once for each curve.

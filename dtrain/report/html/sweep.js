@@ -13,12 +13,16 @@ function axisSettings() {
 }
 
 const settingText = value => value === null || value === undefined ? "–" : typeof value === "number" ? brief(value) : String(value);
-const shortSetting = key => key.replace(/^choices\./, "");
+// optim.lr as lr, unless another setting that differs ends with lr too
+function shortSetting(key) {
+  const leaf = key.split(".").at(-1), alike = axisSettings().filter(([other]) => other.split(".").at(-1) === leaf);
+  return alike.length > 1 ? key.replace(/^choices\./, "") : leaf;
+}
 
-// The result by which runs are ranked: the validation loss if every finished run has one.
+// The result by which runs are ranked: the validation loss, if most runs have one.
 function goal() {
   const has = key => data.runs.filter(run => run.results[key] !== null).length;
-  return has("val_loss") && has("val_loss") >= has("train_loss") ? ["val_loss", "val loss"] : ["train_loss", "train loss"];
+  return 2 * has("val_loss") > has("train_loss") ? ["val_loss", "val loss"] : ["train_loss", "train loss"];
 }
 
 class Table {
@@ -28,7 +32,7 @@ class Table {
     this.columns = [
       { title: "run", value: run => run.name, text: run => run.name, cls: "name" },
       { title: "status", value: run => run.status, text: run => run.status, cls: "status" },
-      ...settings.map(([key, values]) => ({ title: shortSetting(key), setting: true, value: run => values[run.index], text: run => settingText(values[run.index]),
+      ...settings.map(([key, values]) => ({ title: shortSetting(key), full: key, value: run => values[run.index], text: run => settingText(values[run.index]),
         cls: values.every(v => v === null || typeof v === "number") ? "number setting" : "setting" })),
       ...used.map(([key, title, format, best]) => ({ title, value: run => run.results[key], text: run => format(run.results[key]), cls: "number", best, key })),
     ];
@@ -37,7 +41,7 @@ class Table {
       column.top = values.length > 1 && new Set(values).size > 1 ? (column.best > 0 ? Math.max(...values) : Math.min(...values)) : undefined;
     }
     this.body = h("tbody");
-    this.heads = this.columns.map((column, i) => h("th", { scope: "col", class: column.cls },
+    this.heads = this.columns.map((column, i) => h("th", { scope: "col", class: column.cls, title: column.full },
       h("button", { type: "button", onclick: () => this.sort(i) }, column.title, h("span", { class: "arrow", "aria-hidden": "true" }))));
     this.element = h("div", { class: "scroll panel" }, h("table", { class: "runs" }, h("thead", {}, h("tr", {}, h("th", { class: "mark" }, h("span", { class: "hidden" }, "shown")), this.heads)), this.body));
     const start = this.columns.findIndex(c => c.key === goal()[0]);
@@ -92,7 +96,7 @@ function statusText(run) { return h("span", { class: "state " + run.status.repla
 class Parallel {
   constructor() {
     const [key, title] = goal();
-    const settings = axisSettings().map(([name, values]) => ({ title: shortSetting(name), values }));
+    const settings = axisSettings().map(([name, values]) => ({ title: shortSetting(name), full: name, values }));
     const result = { title, values: data.runs.map(run => run.results[key]), format: loss, result: true };
     this.axes = [...settings.slice(0, 9), result].map(axis => this.scale(axis)).filter(axis => axis.size > 1 || axis.result);
     this.brushes = new Map();
@@ -114,7 +118,7 @@ class Parallel {
       axis.place = v => v === null || v === undefined ? null : b > a ? (f(v) - a) / (b - a) : 0.5;
       const own = [...new Set(known)].sort((p, q) => p - q);
       const text = axis.format || settingText;
-      axis.ticks = own.length <= 6 ? own.map(v => [axis.place(v), text(v)])
+      axis.ticks = own.length <= 6 ? spread(own.map(v => [axis.place(v), text(v)]))
         : axis.log ? spread([[low, text(low)], ...roundOnes(low, high).map(v => [axis.place(v), text(v)]).filter(([p]) => p > 0.06 && p < 0.94), [1, text(high)]].map(([p, t], i) => i ? [p, t] : [0, t])) : [low, ...ticks(low, high, 4).values.filter(v => axis.place(v) > 0.08 && axis.place(v) < 0.92), high].map(v => [axis.place(v), text(v)]);
     } else {
       const own = [...new Set(known.map(String))].sort((p, q) => p.localeCompare(q, "en", { numeric: true }));
@@ -150,7 +154,7 @@ class Parallel {
       return [shown, touch];
     });
     const axes = this.axes.map((axis, i) => s("g", { class: axis.result ? "paxis result" : "paxis" },
-      s("text", { x: axis.px, y: 25, class: "ptitle", "text-anchor": i === 0 ? "start" : i === n - 1 ? "end" : "middle", dx: i === 0 ? -left + 14 : i === n - 1 ? 50 : 0 }, clip(axis.title, 20), s("title", {}, axis.title)),
+      s("text", { x: axis.px, y: 25, class: "ptitle", "text-anchor": i === 0 ? "start" : i === n - 1 ? "end" : "middle", dx: i === 0 ? -left + 14 : i === n - 1 ? 50 : 0 }, clip(axis.title, 20), s("title", {}, axis.full || axis.title)),
       s("line", { x1: axis.px, x2: axis.px, y1: top, y2: bottom }),
       axis.ticks.map(([p, text]) => s("text", { x: axis.px + 7, y: this.y(p) + 3.5, class: "ptick" }, text)),
       this.brushBox(axis, top, bottom)));
@@ -198,7 +202,10 @@ function roundOnes(low, high) {
 
 // Leave out ticks that would stand on each other.
 function spread(found) {
-  const kept = [];
-  for (const tick of found) if (!kept.length || tick[0] - kept[kept.length - 1][0] > 0.055) kept.push(tick);
+  const kept = [], last = found[found.length - 1];
+  for (const tick of found) {
+    if (kept.length && tick[0] - kept[kept.length - 1][0] < 0.055) { if (tick !== last || kept.length < 2) continue; kept.pop(); }
+    kept.push(tick);
+  }
   return kept;
 }
