@@ -58,7 +58,7 @@ def photograph(browser: Any, file: Path, name: str, width: int, height: int, sch
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
     page = context.new_page()
     page.goto(file.as_uri())
-    page.wait_for_function("document.documentElement.dataset.ready")
+    page.wait_for_selector("html[data-ready]")
     page.wait_for_timeout(500)
     save(page.screenshot(), name)
     context.close()

@@ -59,7 +59,7 @@ class Opened:
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.file = file.as_uri()
         self.page.goto(self.file)
-        self.page.wait_for_function("document.documentElement.dataset.ready")
+        self.page.wait_for_selector("html[data-ready]")  # wait_for_function needs eval, which the page forbids
 
     def close(self) -> None:
         assert self.troubles == [] and self.requests == [self.file]
@@ -71,7 +71,8 @@ class Opened:
 
     def drawn(self) -> Any:
         """The first chart's pixels, once it has been drawn again."""
-        self.page.wait_for_function("!curves.charts[0].dirty")
+        self("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        assert not self("curves.charts[0].dirty")
         return self("curves.charts[0].base.toDataURL()")
 
 

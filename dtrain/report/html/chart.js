@@ -3,7 +3,14 @@
 const MARGIN = { left: 52, right: 12, top: 8, bottom: 22 };
 
 class Group {
-  constructor() { this.charts = []; this.zoom = null; this.at = null; this.key = null; this.emphasis = null; this.onzoom = () => {}; }
+  constructor() {
+    this.charts = [];
+    this.zoom = null; // [first, last] place
+    this.at = null; // place of the cursor
+    this.key = null; // of the line at the cursor
+    this.emphasis = null; // key of a line that is pointed at elsewhere
+    this.onzoom = () => {};
+  }
   setZoom(range) { this.zoom = range; this.redraw(); this.onzoom(range); }
   setCursor(at, key = null, from = null) {
     this.at = at; this.key = key;
@@ -112,12 +119,14 @@ class Chart {
     for (const factors of [[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 5], [1, 3], [1]]) {
       found = [];
       for (let d = Math.floor(this.y0); d <= Math.ceil(this.y1); d++)
-        for (const f of factors) { const v = f * 10 ** d, l = Math.log10(v); if (l >= this.y0 && l <= this.y1) found.push(v); }
+        for (const f of factors) found.push(f * 10 ** d);
+      found = found.filter(v => Math.log10(v) >= this.y0 && Math.log10(v) <= this.y1);
       if (found.length <= count + 2) break;
     }
     const every = Math.ceil(found.length / (count + 2)) || 1;
     if (found.length < 2) found = ticks(10 ** this.y0, 10 ** this.y1, count).values.filter(v => v > 0);
-    return found.filter((_, i) => i % every === 0).map(v => [v, Math.abs(v) < 1e-3 || v >= 1e5 ? trimExponent(v.toExponential(0)) : trim(v.toPrecision(3))]);
+    const label = v => v < 1e-3 || v >= 1e5 ? trimExponent(v.toExponential(0)) : trim(v.toPrecision(3));
+    return found.filter((_, i) => i % every === 0).map(v => [v, label(v)]);
   }
 
   // ---- drawing
@@ -174,9 +183,11 @@ class Chart {
     for (const one of this.lines) this.drawLine(c, one, many);
     this.drawReferences(c);
     for (const x of this.spec.marks?.() || []) {
+      const at = this.px(x), foot = this.top + this.h;
       c.fillStyle = color.bad;
-      const at = this.px(x);
-      c.beginPath(); c.moveTo(at - 4, this.top + this.h); c.lineTo(at + 4, this.top + this.h); c.lineTo(at, this.top + this.h - 7); c.fill();
+      c.beginPath();
+      c.moveTo(at - 4, foot); c.lineTo(at + 4, foot); c.lineTo(at, foot - 7);
+      c.fill();
     }
     c.restore();
     this.describe();
@@ -233,7 +244,8 @@ class Chart {
     this.plot.setAttribute("aria-label", `${this.spec.title}: ${text}. Drag to zoom, double-click to reset; `
       + "with the keyboard: arrow keys move the cursor, + and - zoom, Escape resets.");
     const names = this.references.filter(r => !r.inside).map(r => r.name).filter(Boolean);
-    this.note.replaceChildren(names.length ? "┄ " + names.join(", ") : "", h("b", {}, n === 1 ? this.spec.format(end) : ""));
+    const value = h("b", {}, n === 1 ? this.spec.format(end) : "");
+    this.note.replaceChildren(names.length ? "┄ " + names.join(", ") : "", value);
   }
 
   // ---- cursor
@@ -292,9 +304,11 @@ class Chart {
     const kept = [...rows].sort((a, b) => Math.abs(a.place - near) - Math.abs(b.place - near)).slice(0, 8);
     kept.sort((a, b) => a.place - b.place);
     const head = this.spec.xFormat(kept.length === 1 ? kept[0].one.data.x[kept[0].i] : at);
-    this.tip.replaceChildren(h("div", { class: "tip-head" }, head, rows.length > kept.length ? ` · ${kept.length} of ${rows.length}` : ""),
-      ...kept.map(({ one, text }) => h("div", { class: "tip-row" + (one.key === this.group.key ? " strong" : "") },
-        this.lines.length > 1 && swatch(one.color), this.lines.length > 1 && h("span", { class: "tip-name" }, one.name), h("b", {}, text))));
+    const several = this.lines.length > 1;
+    const count = rows.length > kept.length ? ` · ${kept.length} of ${rows.length}` : "";
+    this.tip.replaceChildren(div("tip-head", head, count), ...kept.map(({ one, text }) =>
+      div("tip-row" + (one.key === this.group.key ? " strong" : ""),
+        several && swatch(one.color), several && span("tip-name", one.name), h("b", {}, text))));
     this.tip.hidden = false;
     const x = this.px(at), wide = this.tip.offsetWidth, tall = this.tip.offsetHeight;
     const left = x + 14 + wide < this.width ? x + 14 : x - 14 - wide;
@@ -305,7 +319,10 @@ class Chart {
   // ---- mouse, finger, keyboard
 
   listen() {
-    const place = event => { const box = this.plot.getBoundingClientRect(); return [event.clientX - box.left, event.clientY - box.top]; };
+    const place = event => {
+      const box = this.plot.getBoundingClientRect();
+      return [event.clientX - box.left, event.clientY - box.top];
+    };
     const inside = x => Math.min(Math.max(x, this.left), this.left + this.w);
     this.plot.addEventListener("pointerdown", event => {
       if (event.button || !this.lines) return;

@@ -1,210 +1,266 @@
 // One run in detail: why it ended, its attempts, where a step goes, its ranks, its nodes, environment and commands.
 
-const PARTS = ["#4477aa", "#66a3c7", "#2f8f7f", "#8fb04a", "#c9a227", "#d9793d", "#c4526b", "#8a5aa8", "#5d6bb5", "#7a8290", "#a8866a", "#4d9c5d"];
+const PARTS = [
+  "#4477aa", "#66a3c7", "#2f8f7f", "#8fb04a", "#c9a227", "#d9793d",
+  "#c4526b", "#8a5aa8", "#5d6bb5", "#7a8290", "#a8866a", "#4d9c5d",
+];
 
+function part(title, id, note, ...children) {
+  return h("section", { class: "part", id }, div("partbar", h("h2", {}, title), note && small(note)), children);
+}
+
+function bullets(texts, name = "evidence") { return h("ul", { class: name }, texts.map(text => h("li", {}, text))); }
+
+function sized(element, property, share) { element.style[property] = 100 * share + "%"; return element; }
+
+// The measured values of a run as tiles: "2.82 (perplexity 16.9)" and "42 of 200" have a second line.
 function facts(run) {
   const tiles = run.facts.filter(([label]) => !["checkpoint", "slow rank", "saves"].includes(label));
-  return h("div", { class: "facts" },
-    h("div", { class: "fact" }, h("span", { class: "label" }, "status"), h("span", { class: "value" }, statusText(run))),
-    tiles.map(([label, value, planned]) => {
-      const [, number, rest] = /^(.*?)(?: \((.*)\)| (of .*))?$/s.exec(value).filter((v, i) => i < 2 || v !== undefined);
-      return h("div", { class: "fact" }, h("span", { class: "label" }, label), h("span", { class: "value" }, number),
-        rest && h("span", { class: "small" }, rest), planned && h("span", { class: "small" }, "planned ", planned));
-    }));
+  const tile = (label, value, ...more) => div("fact", span("label", label), span("value", value), ...more);
+  return div("facts", tile("status", statusText(run)), tiles.map(([label, text, planned]) => {
+    const [, value, inside, after] = /^(.*?)(?: \((.*)\)| (of .*))?$/s.exec(text), more = inside || after;
+    return tile(label, value, more && small(more), planned && small("planned ", planned));
+  }));
 }
 
 function whyBox(run) {
   if (!run.why) return null;
   const bad = ["failed", "died"].includes(run.status.replace("?", ""));
+  const title = bad ? "Why it failed" : `Why it is ${run.status}`;
   return h("section", { class: "why" + (bad ? " bad" : ""), role: "note" },
-    h("h3", {}, bad ? "Why it failed" : `Why it is ${run.status}`, run.why.cause && h("span", { class: "cause" }, run.why.cause)),
-    h("p", {}, run.why.text),
-    run.why.evidence.length > 0 && h("ul", { class: "evidence" }, run.why.evidence.map(text => h("li", {}, text))));
+    h("h3", {}, title, run.why.cause && span("cause", run.why.cause)),
+    h("p", {}, run.why.text), run.why.evidence.length > 0 && bullets(run.why.evidence));
 }
 
 // ---- attempts on a time line
 
 function timeLine(run) {
-  const known = run.attempts.filter(a => a.started !== null);
+  const known = run.attempts.filter(attempt => attempt.started !== null);
   if (!known.length) return null;
-  const now = run.live ? Math.max(data.created, known[known.length - 1].started) : null;
-  const ends = known.map((a, i) => a.ended ?? (i + 1 < known.length ? known[i + 1].started : now ?? a.started + Math.max(1, run.results.wall_s || 1)));
-  const first = known[0].started, last = Math.max(...ends, first + 1), span = last - first;
-  const kind = (a, i) => a.ended === null ? (i === known.length - 1 && run.live ? "running" : "lost") : a.code === 0 ? "done" : a.code === 75 ? "preempted" : "failed";
-  const bar = h("div", { class: "bar", role: "img", "aria-label": `${known.length} attempts within ${duration(span)}` }, known.map((a, i) => {
-    const piece = h("span", { class: "piece " + kind(a, i), title: `attempt ${i + 1}: ${duration(ends[i] - a.started)}, ${a.why || kind(a, i)}` }, known.length <= 12 ? String(i + 1) : "");
-    piece.style.left = 100 * (a.started - first) / span + "%";
-    piece.style.width = `max(2px, ${100 * (ends[i] - a.started) / span}%)`;
-    return piece;
+  known.forEach((attempt, i) => {
+    const next = known[i + 1], last = !next;
+    const unknown = run.live ? data.created : attempt.started + (run.results.wall_s || 1);
+    attempt.end = Math.max(attempt.started, attempt.ended ?? (last ? unknown : next.started));
+    attempt.kind = attempt.ended === null ? (last && run.live ? "running" : "lost")
+      : { 0: "done", 75: "preempted" }[attempt.code] || "failed";
+    attempt.says = attempt.why || { running: "still running", lost: "killed" }[attempt.kind] || attempt.kind;
+  });
+  const first = known[0].started, whole_s = Math.max(1, ...known.map(attempt => attempt.end - first));
+  const label = `${known.length} ${known.length === 1 ? "start" : "starts"} within ${duration(whole_s)}`;
+  const bar = h("div", { class: "bar", role: "img", "aria-label": label }, known.map((attempt, i) => {
+    const title = `attempt ${i + 1}: ${duration(attempt.end - attempt.started)}, ${attempt.says}`;
+    const piece = h("span", { class: "piece " + attempt.kind, title }, known.length <= 12 ? i + 1 : "");
+    sized(piece, "left", (attempt.started - first) / whole_s);
+    return sized(piece, "width", (attempt.end - attempt.started) / whole_s);
   }));
-  const { values, step } = timeTicks(0, span, 6);
-  const axis = h("div", { class: "baraxis", "aria-hidden": "true" }, values.filter(v => v <= span * 0.96).map(v => { const t = h("span", {}, timeLabel(v, step)); t.style.left = 100 * v / span + "%"; return t; }));
-  const newest = known.slice(-20), hidden = known.length - newest.length;
-  const table = h("div", { class: "scroll" }, h("table", { class: "plain attempts" },
-    h("thead", {}, h("tr", {}, ["", "started", "for", "steps", "nodes", "ended"].map((t, i) => h("th", { scope: "col", class: i === 2 || i === 3 ? "number" : null }, t)))),
-    h("tbody", {}, newest.map((a, j) => {
-      const i = j + hidden;
-      return h("tr", {}, h("td", { class: "number" }, i + 1), h("td", {}, moment(a.started)), h("td", { class: "number" }, a.ended === null && !run.live ? "–" : duration(ends[i] - a.started)),
-        h("td", { class: "number" }, `${whole(a.from)} → ${a.to === null ? "?" : whole(a.to)}`), h("td", {}, a.nodes || "–"),
-        h("td", {}, h("span", { class: "state " + kind(a, i) }, a.why || (kind(a, i) === "running" ? "still running" : "killed"))));
-    }))));
-  return part("Attempts", "timeline", `${known.length} ${known.length === 1 ? "start" : "starts"} within ${duration(span)}`, h("div", { class: "panel pad" }, bar, axis, table,
-    hidden > 0 && h("p", { class: "hint" }, `${hidden} earlier attempts are in the bar only.`)));
+  const { values, step } = timeTicks(0, whole_s, 6);
+  const axis = h("div", { class: "baraxis", "aria-hidden": "true" }, values.filter(value => value <= whole_s * 0.96)
+    .map(value => sized(h("span", {}, timeLabel(value, step)), "left", value / whole_s)));
+  const hidden = Math.max(0, known.length - 20);
+  const note = hidden > 0 && h("p", { class: "hint" }, `${hidden} earlier attempts are in the bar only.`);
+  return part("Attempts", "timeline", label, div("panel pad", bar, axis, attemptTable(run, known, hidden), note));
+}
+
+function attemptTable(run, known, hidden) {
+  const heads = [["", "number"], ["started"], ["for", "number"], ["steps", "number"], ["nodes"], ["ended"]];
+  const number = (...children) => h("td", { class: "number" }, ...children);
+  const rows = known.slice(hidden).map((attempt, i) => h("tr", {},
+    number(i + hidden + 1),
+    h("td", {}, moment(attempt.started)),
+    number(attempt.kind === "lost" ? "–" : duration(attempt.end - attempt.started)),
+    number(`${whole(attempt.from)} → ${attempt.to === null ? "?" : whole(attempt.to)}`),
+    h("td", {}, attempt.nodes || "–"),
+    h("td", {}, span("state " + attempt.kind, attempt.says))));
+  return div("scroll", h("table", { class: "plain attempts" },
+    h("thead", {}, h("tr", {}, heads.map(([text, name]) => h("th", { scope: "col", class: name }, text)))),
+    h("tbody", {}, rows)));
 }
 
 // ---- where a step goes
 
 function stacked(title, parts, format, total) {
-  const sum = parts.reduce((a, [, v]) => a + v, 0), scale = Math.max(total || 0, sum);
-  const color = (name, i) => PARTS[i % PARTS.length];
-  const bar = h("div", { class: "stack", role: "img", "aria-label": `${title}: ${parts.map(([n, v]) => `${words(n)} ${format(v)}`).join(", ")}` }, parts.map(([name, value], i) => {
-    const piece = h("span", { title: `${words(name)}: ${format(value)}, ${percent(value / sum)}` });
-    piece.style.width = 100 * value / scale + "%"; piece.style.background = color(name, i);
-    return piece;
+  const sum = parts.reduce((before, [, value]) => before + value, 0), scale = Math.max(total || 0, sum);
+  const known = parts.map(([name, value], i) => ({ name: words(name), value, color: PARTS[i % PARTS.length] }));
+  const label = `${title}: ` + known.map(({ name, value }) => `${name} ${format(value)}`).join(", ");
+  const bar = h("div", { class: "stack", role: "img", "aria-label": label }, known.map(({ name, value, color }) => {
+    const piece = h("span", { title: `${name}: ${format(value)}, ${percent(value / sum)}` });
+    piece.style.background = color;
+    return sized(piece, "width", value / scale);
   }));
-  const sorted = parts.map(([name, value], i) => [name, value, i]).sort((a, b) => b[1] - a[1]);
-  return h("div", { class: "stacked" }, h("div", { class: "stackhead" }, h("span", {}, title), h("b", {}, format(sum)), total && h("span", { class: "small" }, " of ", format(total))), bar,
-    h("ul", { class: "legend" }, sorted.map(([name, value, i]) => h("li", {}, swatch(color(name, i)), words(name), " ", h("b", {}, format(value)), h("span", { class: "small" }, " ", percent(value / sum))))));
+  const sorted = [...known].sort((a, b) => b.value - a.value);
+  const legend = h("ul", { class: "legend" }, sorted.map(({ name, value, color }) =>
+    h("li", {}, swatch(color), name, " ", h("b", {}, format(value)), small(" ", percent(value / sum)))));
+  const head = div("stackhead", h("span", {}, title), h("b", {}, format(sum)), total && small(" of ", format(total)));
+  return div("stacked", head, bar, legend);
 }
 
 function stepSection(run) {
   const bars = run.step_parts.map(one => stacked(one.title, one.parts, duration));
-  const memory = run.memory_parts && stacked("memory of a GPU, planned", run.memory_parts.parts, gib, run.memory_parts.limit);
-  if (!bars.length && !memory) return null;
-  return part("Where a step goes", "step", "", h("div", { class: "panel pad" }, bars, memory));
+  const memory = run.memory_parts;
+  if (memory) bars.push(stacked("memory of a GPU, planned", memory.parts, gib, memory.limit));
+  return bars.length ? part("Where a step goes", "step", "", div("panel pad", bars)) : null;
 }
 
 // ---- ranks as a strip: a row for each rank, a column for each record, the colour is the time of its own work
 
 function rankSection(run) {
-  const ranks = run.ranks;
+  const ranks = run.ranks, children = [];
   if (!ranks || ranks.count < 2) return null;
-  const children = [];
   if (ranks.own.length > 1) children.push(strip(ranks));
-  const own = ranks.medians.own_s || [];
-  if (own.length) {
-    const most = Math.max(...own.map((v, i) => v + ranks.medians.wait_s[i]), 1e-9);
-    children.push(h("div", { class: "rankbars" }, own.map((value, i) => {
-      const wait = ranks.medians.wait_s[i], load = ranks.medians.data_s[i];
-      const piece = (cls, v) => { const p = h("i", { class: cls }); p.style.width = 100 * v / most + "%"; return p; };
-      return h("div", { class: "rankrow", title: `rank ${i}: own work ${duration(value)}, of it data ${duration(load)}, waiting for others ${duration(wait)}` },
-        h("span", { class: "small" }, i), h("span", { class: "track" }, piece("data", load), piece("own", value - load), piece("wait", wait)), h("span", { class: "small number" }, duration(value)));
-    })), h("ul", { class: "legend" }, h("li", {}, h("i", { class: "swatch data" }), "data"), h("li", {}, h("i", { class: "swatch own" }), "own work"), h("li", {}, h("i", { class: "swatch wait" }), "waiting for other ranks")));
-  }
-  if (run.events.length) children.push(h("ul", { class: "evidence" }, run.events.map(e => h("li", {}, e.step === null ? "" : `step ${whole(e.step)}: `, e.text))));
+  if (ranks.medians.own_s) children.push(rankBars(ranks.medians));
+  const events = run.events.map(({ step, text }) => (step === null ? "" : `step ${whole(step)}: `) + text);
+  if (events.length) children.push(bullets(events));
   if (!children.length) return null;
-  const note = `${ranks.count} ranks` + (ranks.ranks_per_row > 1 ? `; a row is the slowest of ${ranks.ranks_per_row}` : "");
-  return part("Step time of each rank", "ranks", note, h("div", { class: "panel pad" }, children));
+  const note = ranks.ranks_per_row > 1 ? `; a row is the slowest of ${ranks.ranks_per_row}` : "";
+  return part("Step time of each rank", "ranks", `${ranks.count} ranks${note}`, div("panel pad", children));
+}
+
+function rankBars({ own_s, data_s, wait_s }) {
+  const most = Math.max(...own_s.map((own, i) => own + wait_s[i]), 1e-9);
+  const rows = own_s.map((own, i) => {
+    const times = { data: data_s[i], own: Math.max(0, own - data_s[i]), wait: wait_s[i] };
+    const pieces = Object.entries(times).map(([name, value]) => sized(h("i", { class: name }), "width", value / most));
+    const [work, load, wait] = [own, data_s[i], wait_s[i]].map(duration);
+    const title = `rank ${i}: own work ${work}, of it data ${load}, waiting ${wait}`;
+    return h("div", { class: "rankrow", title }, small(i), span("track", pieces), span("small number", duration(own)));
+  });
+  const meanings = [["data", "data"], ["own", "own work"], ["wait", "waiting for other ranks"]];
+  return [div("rankbars", rows), h("ul", { class: "legend" },
+    meanings.map(([name, text]) => h("li", {}, h("i", { class: "swatch " + name }), text)))];
 }
 
 function strip(ranks) {
   const rows = ranks.own[0].length, tall = Math.max(4, Math.min(18, Math.floor(260 / rows)));
-  const canvas = h("canvas", { class: "strip", role: "img", "aria-label": "Own work of each rank over the steps, relative to the median rank" });
-  const tip = h("p", { class: "hint" }, "Red is slower than the median rank. ", h("span", { class: "ramp", "aria-hidden": "true" }), " 1× … 1.5×");
-  const middle = column => { const known = column.filter(v => v !== null).sort((a, b) => a - b); return known.length ? known[known.length >> 1] : null; };
-  const medians = ranks.own.map(middle);
+  const label = "Own work of each rank over the steps, relative to the median rank";
+  const canvas = h("canvas", { class: "strip", role: "img", "aria-label": label });
+  const says = h("span", {}, "Red is slower than the median rank.");
+  const hint = h("p", { class: "hint" }, says, " ", h("span", { class: "ramp", "aria-hidden": "true" }), " 1× … 1.5×");
+  const medians = ranks.own.map(column => {
+    const known = column.filter(value => value !== null).sort((a, b) => a - b);
+    return known[known.length >> 1] || null;
+  });
   const draw = () => {
-    const w = canvas.clientWidth, ratio = window.devicePixelRatio || 1;
-    if (!w) return;
-    canvas.width = w * ratio; canvas.height = rows * tall * ratio;
+    const w = canvas.clientWidth, ratio = window.devicePixelRatio || 1, each = w / ranks.own.length;
+    canvas.width = w * ratio;
+    canvas.height = rows * tall * ratio;
     canvas.style.height = rows * tall + "px";
     const c = canvas.getContext("2d");
     c.scale(ratio, ratio);
-    const each = w / ranks.own.length;
     ranks.own.forEach((column, i) => column.forEach((value, j) => {
-      const t = value === null || !medians[i] ? null : Math.min(1, Math.max(0, (value / medians[i] - 1) / 0.5));
-      c.fillStyle = t === null ? theme.colors.grid : mix(theme.colors.cool, theme.colors.hot, t);
+      const slower = value === null || !medians[i] ? null : Math.min(1, Math.max(0, (value / medians[i] - 1) / 0.5));
+      c.fillStyle = slower === null ? theme.colors.grid : mix(theme.colors.cool, theme.colors.hot, slower);
       c.fillRect(i * each, j * tall, Math.ceil(each), tall - (tall > 6 ? 1 : 0));
     }));
   };
-  canvas.chart = { resized: draw, invalidate: draw };
+  canvas.chart = { resized: draw };
   sizes.observe(canvas);
   repaint.push(draw);
-  const text = tip.firstChild;
   canvas.addEventListener("pointermove", event => {
-    const box = canvas.getBoundingClientRect(), i = Math.floor((event.clientX - box.left) / box.width * ranks.own.length), j = Math.floor((event.clientY - box.top) / tall);
-    const value = ranks.own[i]?.[j], first = j * ranks.ranks_per_row;
-    if (value === undefined) return;
-    text.textContent = `rank ${first}${ranks.ranks_per_row > 1 ? "–" + Math.min(ranks.count - 1, first + ranks.ranks_per_row - 1) : ""}, step ${whole(ranks.steps[i])}: ${duration(value)} of own work, ${value && medians[i] ? (value / medians[i]).toFixed(2) : "–"} × the median. `;
+    const box = canvas.getBoundingClientRect(), j = Math.floor((event.clientY - box.top) / tall);
+    const i = Math.floor((event.clientX - box.left) / box.width * ranks.own.length), value = ranks.own[i]?.[j];
+    if (missing(value)) return;
+    const first = j * ranks.ranks_per_row, last = Math.min(ranks.count, first + ranks.ranks_per_row) - 1;
+    const times = medians[i] ? `, ${(value / medians[i]).toFixed(2)} × the median` : "";
+    says.textContent = `rank ${first}${last > first ? "–" + last : ""}, step ${whole(ranks.steps[i])}: `
+      + `${duration(value)} of own work${times}.`;
   });
-  return h("div", {}, canvas, tip);
+  return h("div", {}, canvas, hint);
 }
 
 function mix(a, b, t) {
   const parse = text => [1, 3, 5].map(i => parseInt(text.slice(i, i + 2), 16));
   const p = parse(a), q = parse(b);
-  return `rgb(${p.map((v, i) => Math.round(v + (q[i] - v) * t)).join(",")})`;
+  return `rgb(${p.map((value, i) => Math.round(value + (q[i] - value) * t)).join(",")})`;
 }
 
 // ---- system metrics
 
 function systemSection(run) {
-  if (!run.system) return null;
-  const group = new Group();
-  const note = `${run.system.nodes} ${run.system.nodes === 1 ? "node" : "nodes"}` + (run.system.gpus ? `, ${run.system.gpus} GPUs` : "");
-  const charts = run.system.charts.map(one => new Chart({
-    title: one.title, format: v => `${trim(v.toPrecision(3))} ${one.unit}`, xFormat: duration, xTicks: timeTicks, xLabel: timeLabel,
-    lines: () => one.lines.map((line, i) => ({ key: i, name: line.name, color: palette()[i % palette().length], data: unpack(line) })),
-    references: () => one.limit === null ? [] : [{ value: one.limit, name: `limit ${trim(one.limit.toPrecision(4))} ${one.unit}`, inside: true }],
-  }, group));
-  systemGroup = group;
-  const troubles = run.system.troubles.length > 0 && h("ul", { class: "evidence panel pad" }, run.system.troubles.map(t => h("li", {}, `${duration(Math.max(0, t.from))}${t.to > t.from ? " … " + duration(t.to) : ""}  ${t.text}`)));
-  return part("System", "system", note, troubles, h("div", { class: "grid" }, charts.map(c => c.element)));
+  const system = run.system;
+  if (!system) return null;
+  systemGroup = new Group();
+  const charts = system.charts.map(({ title, unit, limit, lines }) => new Chart({
+    title, xFormat: duration, xTicks: timeTicks, xLabel: timeLabel,
+    format: value => `${trim(value.toPrecision(3))} ${unit}`,
+    lines: () => lines.map((line, i) => ({
+      key: i, name: line.name, color: palette()[i % palette().length], data: unpack(line),
+    })),
+    references: () => limit === null ? []
+      : [{ value: limit, name: `limit ${trim(limit.toPrecision(4))} ${unit}`, inside: true }],
+  }, systemGroup));
+  const troubles = system.troubles.map(({ from, to, text }) =>
+    `${duration(Math.max(0, from))}${to > from ? " … " + duration(to) : ""}  ${text}`);
+  const note = (system.nodes === 1 ? "1 node" : `${system.nodes} nodes`) + (system.gpus ? `, ${system.gpus} GPUs` : "");
+  return part("System", "system", note, troubles.length > 0 && bullets(troubles, "evidence panel pad"),
+    div("grid", charts.map(chart => chart.element)));
 }
 
 // ---- configuration
 
 function configSection() {
-  const { same, differ } = data.settings;
-  const several = data.runs.length > 1;
-  if (!Object.keys(same).length && !Object.keys(differ).length) return null;
-  const filter = h("input", { type: "search", placeholder: "filter settings", "aria-label": "filter settings", oninput: () => show() });
+  const { same, differ } = data.settings, several = data.runs.length > 1, differs = Object.keys(differ).length > 0;
+  if (!Object.keys(same).length && !differs) return null;
+  const label = "filter settings";
+  const filter = h("input", { type: "search", placeholder: label, "aria-label": label, oninput: () => show() });
   const unset = h("input", { type: "checkbox", onchange: () => show() });
-  const lists = h("div", { class: "settings" });
-  const table = h("div", { class: "scroll" });
+  const lists = div("settings"), table = div("scroll");
   const show = () => {
     const text = filter.value.trim().toLowerCase();
-    const wanted = ([key, value]) => (key + " " + (Array.isArray(value) ? value.map(settingText).join(" ") : settingText(value))).toLowerCase().includes(text);
-    const groups = new Map();
-    for (const [key, value] of Object.entries(same).filter(wanted)) {
-      if (value === null && !unset.checked && !text) continue;
-      const dot = key.indexOf("."), group = dot < 0 ? "" : key.slice(0, dot);
-      if (!groups.has(group)) groups.set(group, []);
-      groups.get(group).push([dot < 0 ? key : key.slice(dot + 1), value]);
-    }
-    lists.replaceChildren(...[...groups].map(([group, entries]) => h("div", { class: "settinggroup" }, h("h4", {}, group || "general"),
-      h("dl", {}, entries.map(([key, value]) => [h("dt", {}, key), h("dd", {}, value === null ? "null" : String(value))])))));
-    const runs = data.runs.filter(run => state.selected.has(run.index)).slice(0, 60);
-    const rows = Object.entries(differ).filter(wanted);
-    table.replaceChildren(h("table", { class: "plain diff" }, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "setting"), runs.map(run => h("th", { scope: "col" }, swatch(run.color), run.name)))),
-      h("tbody", {}, rows.map(([key, values]) => h("tr", {}, h("th", { scope: "row" }, key), runs.map(run => h("td", {}, settingText(values[run.index]))))))));
+    const wanted = ([key, value]) => [key, ...[value].flat().map(settingText)].join(" ").toLowerCase().includes(text);
+    const shown = Object.entries(same).filter(wanted).filter(([, value]) => value !== null || unset.checked || text);
+    lists.replaceChildren(...settingLists(shown));
+    table.replaceChildren(differenceTable(Object.entries(differ).filter(wanted)));
   };
   show();
   configSection.show = show;
-  return h("section", { class: "part", id: "configuration" }, h("div", { class: "partbar" }, h("h2", {}, "Configuration"), h("div", { class: "controls" }, filter, h("label", {}, unset, " show unset"))),
-    several && Object.keys(differ).length > 0 && h("div", { class: "panel pad" }, h("h3", { class: "tight" }, "What differs"), table),
-    h("div", { class: "panel pad" }, several && h("h3", { class: "tight" }, "What all runs share"), lists));
+  const heading = text => h("h3", { class: "tight" }, text);
+  const controls = div("controls", filter, h("label", {}, unset, " show unset"));
+  return h("section", { class: "part", id: "configuration" },
+    div("partbar", h("h2", {}, "Configuration"), controls),
+    several && differs && div("panel pad", heading("What differs"), table),
+    div("panel pad", several && heading("What all runs share"), lists));
+}
+
+function settingLists(entries) {
+  const groups = new Map();
+  for (const [key, value] of entries) {
+    const dot = key.indexOf("."), group = dot < 0 ? "general" : key.slice(0, dot);
+    if (!groups.has(group)) groups.set(group, []);
+    groups.get(group).push([h("dt", {}, key.slice(dot + 1)), h("dd", {}, String(value))]);
+  }
+  return [...groups].map(([group, list]) => div("settinggroup", h("h4", {}, group), h("dl", {}, list)));
+}
+
+function differenceTable(entries) {
+  const runs = shownRuns().slice(0, 60);
+  const heads = runs.map(run => h("th", { scope: "col" }, swatch(run.color), run.name));
+  const rows = entries.map(([key, values]) => h("tr", {}, h("th", { scope: "row" }, key),
+    runs.map(run => h("td", {}, settingText(values[run.index])))));
+  return h("table", { class: "plain diff" },
+    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "setting"), heads)), h("tbody", {}, rows));
 }
 
 // ---- environment and commands
 
 function environmentSection(run) {
-  return part("Environment", "environment", "", h("dl", { class: "panel pad environment" }, run.environment.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))));
+  const rows = run.environment.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)));
+  return part("Environment", "environment", "", h("dl", { class: "panel pad environment" }, rows));
 }
 
 function commandSection(run) {
-  if (!run.commands.length) return null;
-  return part("Commands", "commands", "", h("div", { class: "panel pad commands" }, run.commands.map(([what, command]) => {
+  const rows = run.commands.map(([what, command]) => {
     const code = h("code", { tabindex: 0 }, command);
-    const button = h("button", { type: "button", class: "quiet", "aria-label": `copy the command to ${what}` }, "copy");
-    button.addEventListener("click", async () => {
-      try { await navigator.clipboard.writeText(command); button.textContent = "copied"; } catch { getSelection().selectAllChildren(code); button.textContent = "press Ctrl+C"; }
-      setTimeout(() => { button.textContent = "copy"; }, 1500);
-    });
-    return h("div", { class: "command" }, h("span", { class: "small" }, what), code, button);
-  })));
-}
-
-function part(title, id, note, ...children) {
-  return h("section", { class: "part", id }, h("div", { class: "partbar" }, h("h2", {}, title), note && h("span", { class: "small" }, note)), children);
+    const copy = button("quiet", async () => {
+      try {
+        await navigator.clipboard.writeText(command);
+        copy.textContent = "copied";
+      } catch {
+        getSelection().selectAllChildren(code);
+        copy.textContent = "press Ctrl+C";
+      }
+      setTimeout(() => { copy.textContent = "copy"; }, 1500);
+    }, { "aria-label": `copy the command: ${what}` }, "copy");
+    return div("command", small(what), code, copy);
+  });
+  return part("Commands", "commands", "", div("panel pad commands", rows));
 }

@@ -18,6 +18,12 @@ function fill(element, attributes, children) {
 const h = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
 const s = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 
+const div = (name, ...children) => h("div", { class: name }, ...children);
+const span = (name, ...children) => h("span", { class: name }, ...children);
+const small = (...children) => span("small", ...children);
+const button = (name, onclick, attributes, ...children) =>
+  h("button", { type: "button", class: name, onclick, ...attributes }, ...children);
+
 // 124.4M, 65.5K, 512
 function si(n) {
   if (n === null || n === undefined || !isFinite(n)) return "–";
@@ -90,7 +96,9 @@ function multiples(low, high, step) {
   return values;
 }
 
-const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
+const TIMES = [
+  1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800,
+];
 
 function timeTicks(low, high, count) {
   const step = TIMES.find(t => (high - low) / t <= count);

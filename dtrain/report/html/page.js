@@ -1,6 +1,6 @@
 // The page: reads the data, keeps the state (which runs, smoothing, axis, zoom), and puts the sections together.
 
-let data, table, parallel, systemGroup;
+let data, table, parallel, systemGroup, detailsBox;
 const state = { selected: new Set(), focus: 0, smooth: 0, log: false, axis: "step" };
 const curves = new Group();
 const repaint = []; // pictures that are no charts, when the colours change
@@ -11,12 +11,17 @@ const PALETTES = {
   light: ["#2f6bd6", "#d9622b", "#16906a", "#b0449c", "#9a7200", "#5b50d6", "#0e8fa6", "#c53b47", "#6d7682", "#6f8a14"],
   dark: ["#6fa8ff", "#ff9a5c", "#45cfa0", "#e487d0", "#e0b63f", "#a49bff", "#4fcbe0", "#ff7f86", "#a5aebb", "#b3cf58"],
 };
-const RAMPS = { light: ["#16349e", "#1d7fa8", "#4fae8a", "#b9bf7a", "#d8cdb4"], dark: ["#8fb4ff", "#4fb8d8", "#3f9c82", "#66703f", "#4a463c"] };
+const RAMPS = {
+  light: ["#16349e", "#1d7fa8", "#4fae8a", "#b9bf7a", "#d8cdb4"],
+  dark: ["#8fb4ff", "#4fb8d8", "#3f9c82", "#66703f", "#4a463c"],
+};
+const COLORS = ["panel", "grid", "axis", "muted", "bad", "select", "cool", "hot"]; // of the style, for canvases
 
 const CHARTS = {
-  loss: ["Loss", loss], val_loss: ["Validation loss", loss], val_accuracy: ["Validation accuracy", percent], lr: ["Learning rate", plain],
-  grad_norm: ["Gradient norm", plain], tokens_per_s: ["Tokens/s", si], mem_gib: ["Peak memory of a rank", gib], mfu: ["MFU", percent],
-  step_s: ["Step time", duration], data_s: ["Wait for data", duration],
+  loss: ["Loss", loss], val_loss: ["Validation loss", loss], val_accuracy: ["Validation accuracy", percent],
+  lr: ["Learning rate", plain], grad_norm: ["Gradient norm", plain], tokens_per_s: ["Tokens/s", si],
+  mem_gib: ["Peak memory of a rank", gib], mfu: ["MFU", percent], step_s: ["Step time", duration],
+  data_s: ["Wait for data", duration],
 };
 const PLANNED = { tokens_per_s: "tokens_per_s", mem_gib: "memory_gib", mfu: "mfu", step_s: "step_s" };
 
@@ -28,7 +33,7 @@ const palette = () => PALETTES[isDark() ? "dark" : "light"];
 function applyTheme(name) {
   document.documentElement.dataset.theme = name;
   const style = getComputedStyle(document.documentElement), get = key => style.getPropertyValue("--" + key).trim();
-  for (const key of ["panel", "grid", "axis", "muted", "bad", "select", "veil", "cool", "hot"]) theme.colors[key] = get(key);
+  for (const key of COLORS) theme.colors[key] = get(key);
   theme.font = getComputedStyle(document.body).fontFamily;
   if (data) recolor();
 }
@@ -92,19 +97,24 @@ function onAxis(run, name) {
 }
 
 const shownRuns = () => data.runs.filter(run => state.selected.has(run.index));
-const xFormat = x => state.axis === "seconds" ? duration(x) : state.axis === "tokens" ? si(x) + " " + data.runs[0].unit : "step " + whole(x);
+
+function xFormat(x) {
+  if (state.axis === "seconds") return duration(x);
+  return state.axis === "tokens" ? `${si(x)} ${data.runs[0].unit}` : `step ${whole(x)}`;
+}
 
 function curveCharts() {
   const names = [...new Set(data.runs.flatMap(run => Object.keys(run.curves)))];
   return names.map((name, i) => {
     let [title, format] = CHARTS[name] || [words(name), plain];
-    if (name === "tokens_per_s" && data.runs.every(run => run.unit !== "tokens")) title = title.replace("Tokens", words(data.runs[0].unit));
+    if (name === "tokens_per_s" && data.runs.every(run => run.unit !== "tokens")) title = `${data.runs[0].unit}/s`;
     const planned = PLANNED[name];
     return new Chart({
       title, format, xFormat, large: i === 0, onpick: key => focusRun(key, false),
       xTicks: (...range) => (state.axis === "seconds" ? timeTicks : ticks)(...range),
       xLabel: (...tick) => (state.axis === "seconds" ? timeLabel : tickLabel)(...tick),
-      lines: () => shownRuns().filter(run => run.curves[name]).map(run => ({ key: run.index, name: run.name, color: run.color, data: onAxis(run, name) })),
+      lines: () => shownRuns().filter(run => run.curves[name])
+        .map(run => ({ key: run.index, name: run.name, color: run.color, data: onAxis(run, name) })),
       references: () => planned ? references(name, planned, format) : [],
       marks: () => name === "loss" && state.axis === "step" && shownRuns().length === 1 ? shownRuns()[0].skipped : [],
       log: () => state.log && name !== "data_s",
@@ -150,7 +160,8 @@ function emphasise(index) {
   if (curves.emphasis === index) return;
   curves.emphasis = index;
   parallel?.emphasise(index);
-  for (const row of document.querySelectorAll("[data-run]")) if (row.tagName !== "path") row.classList.toggle("strong", Number(row.dataset.run) === index);
+  for (const row of document.querySelectorAll("li[data-run], tr[data-run]"))
+    row.classList.toggle("strong", Number(row.dataset.run) === index);
   curves.setCursor(null);
 }
 
@@ -161,45 +172,64 @@ function focusRun(index, scroll) {
   if (scroll) document.getElementById("details")?.scrollIntoView({ block: "start" });
 }
 
+// Attributes of what stands for a run: pointing at it shows the run in every picture.
+function pointedAt(run) {
+  return { onpointerenter: () => emphasise(run.index), onpointerleave: () => emphasise(null) };
+}
+
 // ---- sections
 
 function controls() {
   const value = h("output", {}, "0");
-  const smooth = h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0, id: "smooth", "aria-label": "smoothing", oninput: event => {
+  const oninput = event => {
     state.smooth = Number(event.target.value);
-    value.textContent = trim(state.smooth.toFixed(2)) || "0";
+    value.textContent = trim(state.smooth.toFixed(2));
     curves.redraw();
-  } });
-  const axes = [["step", "steps"], ["tokens", data.runs[0].unit], ["seconds", "time"]].filter(([key]) => key === "step" || data.runs.some(run => run.axes[key]));
-  const axis = h("div", { class: "choice", role: "group", "aria-label": "horizontal axis" }, axes.map(([key, label]) => h("button", { type: "button", "aria-pressed": String(key === "step"), "data-axis": key, onclick: event => {
+  };
+  const range = { type: "range", min: 0, max: 0.99, step: 0.01, value: 0, id: "smooth", "aria-label": "smoothing" };
+  const smooth = h("label", { class: "slider" }, "smoothing ", h("input", { ...range, oninput }), value);
+  const known = [["step", "steps"], ["tokens", data.runs[0].unit], ["seconds", "time"]]
+    .filter(([key]) => key === "step" || data.runs.some(run => run.axes[key]));
+  const choices = known.map(([key, label]) => button(null, () => {
     state.axis = key;
-    for (const button of axis.children) button.setAttribute("aria-pressed", String(button === event.currentTarget));
+    for (const choice of choices) choice.setAttribute("aria-pressed", choice.dataset.axis === key);
     curves.setZoom(null);
-  } }, label)));
-  const log = h("button", { type: "button", class: "toggle", id: "log", "aria-pressed": "false", onclick: () => { state.log = !state.log; log.setAttribute("aria-pressed", String(state.log)); curves.redraw(); } }, "log y");
-  const reset = h("button", { type: "button", class: "toggle", id: "reset", disabled: true, onclick: () => curves.setZoom(null) }, "reset zoom");
-  curves.onzoom = range => { reset.disabled = range === null; };
-  return h("div", { class: "controls" }, h("label", { class: "slider" }, "smoothing ", smooth, value), axes.length > 1 && axis, log, reset);
+  }, { "aria-pressed": String(key === "step"), "data-axis": key }, label));
+  const axis = h("div", { class: "choice", role: "group", "aria-label": "horizontal axis" }, choices);
+  const log = button("toggle", () => {
+    state.log = !state.log;
+    log.setAttribute("aria-pressed", state.log);
+    curves.redraw();
+  }, { id: "log", "aria-pressed": "false" }, "log y");
+  const reset = button("toggle", () => curves.setZoom(null), { id: "reset", disabled: true }, "reset zoom");
+  curves.onzoom = zoom => { reset.disabled = zoom === null; };
+  return div("controls", smooth, choices.length > 1 && axis, log, reset);
 }
 
+// The list of runs beside the content: which are shown, in which colour.
 function sideRuns() {
-  const filter = h("input", { type: "search", placeholder: "filter runs", "aria-label": "filter runs", oninput: () => {
+  const items = data.runs.map(run => {
+    const box = h("input", { type: "checkbox", onchange: event => select(run.index, event.target.checked) });
+    const title = `${run.name}\n${run.path}`, result = small(loss(run.results[goal()[0]]));
+    const label = h("label", { title }, box, swatch(run.color), span("runname", run.name));
+    return h("li", { "data-run": run.index, ...pointedAt(run) }, label, result);
+  });
+  const label = "filter runs";
+  const filter = h("input", { type: "search", placeholder: label, "aria-label": label, oninput: () => {
     const text = filter.value.trim().toLowerCase();
-    for (const item of list.children) item.hidden = !(data.runs[item.dataset.run].name + " " + data.runs[item.dataset.run].path).toLowerCase().includes(text);
+    data.runs.forEach((run, i) => { items[i].hidden = !`${run.name} ${run.path}`.toLowerCase().includes(text); });
   } });
-  const visible = () => [...list.children].filter(item => !item.hidden).map(item => Number(item.dataset.run));
-  const list = h("ul", { class: "runlist" }, data.runs.map(run => {
-    const box = h("input", { type: "checkbox", checked: true, onchange: event => select(run.index, event.target.checked) });
-    const item = h("li", { onpointerenter: () => emphasise(run.index), onpointerleave: () => emphasise(null) }, h("label", { title: `${run.name}\n${run.path}` }, box, swatch(run.color), h("span", { class: "runname" }, run.name)), h("span", { class: "small" }, loss(run.results[goal()[0]])));
-    item.dataset.run = run.index;
-    return item;
-  }));
-  const details = h("details", {}, h("summary", {}, `${data.runs.length} runs`, h("span", { class: "small", id: "shown" })),
-    data.runs.length > 8 && filter,
-    h("div", { class: "pick" }, h("button", { type: "button", class: "quiet", onclick: () => selectOnly([...new Set([...state.selected, ...visible()])]) }, "all"),
-      h("button", { type: "button", class: "quiet", onclick: () => selectOnly([...state.selected].filter(i => !visible().includes(i))) }, "none"),
-      h("button", { type: "button", class: "quiet", onclick: () => selectOnly([...data.runs].sort((a, b) => a.rank - b.rank).slice(0, 5).map(run => run.index)) }, "best 5")), list,
-    data.runs.length > MANY && h("p", { class: "hint" }, h("span", { class: "ramp byloss", "aria-hidden": "true" }), ` coloured by ${goal()[1]}, best first`));
+  const visible = () => data.runs.map(run => run.index).filter(i => !items[i].hidden);
+  const best = () => [...data.runs].sort((a, b) => a.rank - b.rank).slice(0, 5).map(run => run.index);
+  const picks = div("pick",
+    button("quiet", () => selectOnly([...state.selected, ...visible()]), {}, "all"),
+    button("quiet", () => selectOnly([...state.selected].filter(i => items[i].hidden)), {}, "none"),
+    button("quiet", () => selectOnly(best()), {}, "best 5"));
+  const ramp = h("span", { class: "ramp byloss", "aria-hidden": "true" });
+  const details = h("details", {},
+    h("summary", {}, `${data.runs.length} runs`, h("span", { class: "small", id: "shown" })),
+    data.runs.length > 8 && filter, picks, h("ul", { class: "runlist" }, items),
+    data.runs.length > MANY && h("p", { class: "hint" }, ramp, ` coloured by ${goal()[1]}, best first`));
   details.open = window.innerWidth >= 900;
   return details;
 }
@@ -215,56 +245,92 @@ function refreshRuns() {
   if (shown) shown.textContent = ` ${state.selected.size} shown`;
 }
 
-let detailsBox;
-
 function showDetails() {
-  const run = data.runs[state.focus];
+  const run = data.runs[state.focus], several = data.runs.length > 1;
   systemGroup = null;
   repaint.length = 0;
-  const several = data.runs.length > 1;
-  const pick = several && h("select", { "aria-label": "run in detail", onchange: event => focusRun(Number(event.target.value), false) }, data.runs.map(one => h("option", { value: one.index, selected: one === run }, one.name)));
+  const options = data.runs.map(one => h("option", { value: one.index, selected: one === run }, one.name));
+  const onchange = event => focusRun(Number(event.target.value), false);
+  const pick = h("select", { "aria-label": "run in detail", onchange }, options);
+  const head = () => [
+    div("detailhead", h("h2", {}, "One run in detail"), pick),
+    facts(run), whyBox(run),
+  ];
   detailsBox.replaceChildren(...[
-    several && h("div", { class: "detailhead" }, h("h2", {}, "One run in detail"), pick, statusText(run)),
-    several && facts(run), several && whyBox(run),
+    ...(several ? head() : []),
     stepSection(run), rankSection(run), timeLine(run), systemSection(run), environmentSection(run), commandSection(run),
   ].filter(Boolean));
 }
 
 function build() {
-  const several = data.runs.length > 1, run = data.runs[0];
-  const charts = curveCharts();
+  const several = data.runs.length > 1, run = data.runs[0], charts = curveCharts();
   detailsBox = h("div", { id: "details" });
   showDetails();
-  if (several) { table = new Table(); parallel = axisSettings().length ? new Parallel() : null; }
+  if (several) table = new Table();
+  if (several && axisSettings().length) parallel = new Parallel();
+  const overview = several
+    ? part("Results", "overview", "click a heading to sort, a name for its details", table.element)
+    : h("section", { class: "part", id: "overview" }, whyBox(run), facts(run));
+  const grid = div("grid", charts.length ? charts.map(chart => chart.element) : small("No metrics yet."));
   const sections = [
     data.problem && h("p", { class: "hint" }, "SLURM did not answer, so a state may be old: ", data.problem),
-    h("section", { class: "part", id: "overview" }, several ? [h("div", { class: "partbar" }, h("h2", {}, "Results"), h("span", { class: "small" }, "click a heading to sort, a name for its details")), table.element] : [whyBox(run), facts(run)]),
+    overview,
     parallel && parallel.axes.length > 1 && part("Settings and results", "parallel", "", parallel.element),
-    h("section", { class: "part", id: "curves" }, h("div", { class: "partbar sticky" }, h("h2", {}, "Curves"), controls()), charts.length ? h("div", { class: "grid" }, charts.map(c => c.element)) : h("p", { class: "hint" }, "No metrics yet.")),
+    h("section", { class: "part", id: "curves" }, div("partbar sticky", h("h2", {}, "Curves"), controls()), grid),
     detailsBox,
     configSection(),
-    h("footer", {}, `written by dtrain ${data.version} on ${moment(data.created)} · dashed: planned · shaded: smallest and largest value of the steps that share a point`),
+    h("footer", {}, `written by dtrain ${data.version} on ${moment(data.created)} · dashed: planned · `
+      + "shaded: smallest and largest value of the steps that share a point"),
   ];
   document.getElementById("content").replaceChildren(...sections.filter(Boolean));
-  if (several) { const side = document.getElementById("runs"); side.hidden = false; side.append(sideRuns()); document.getElementById("frame").classList.add("several"); }
-  const links = [["overview", several ? "Results" : "Overview"], ["curves", "Curves"], ["step", "Step"], ["ranks", "Ranks"], ["timeline", "Attempts"], ["system", "System"], ["configuration", "Configuration"], ["commands", "Commands"]];
-  document.getElementById("top").replaceChildren(...[h("span", { class: "brand" }, "dtrain"), h("h1", { title: several ? document.title : run.path }, several ? document.title.replace(/ · dtrain report$/, "") : run.name), !several && statusText(run),
-    h("nav", { "aria-label": "sections" }, links.filter(([id]) => document.getElementById(id)).map(([id, label]) => h("a", { href: "#" + id }, label))),
-    h("button", { type: "button", id: "theme", class: "quiet", "aria-label": "switch between light and dark", title: "light or dark", onclick: toggleTheme }, "◐")].filter(Boolean));
+  if (several) {
+    const side = document.getElementById("runs");
+    side.hidden = false;
+    side.append(sideRuns());
+    document.getElementById("frame").classList.add("several");
+  }
+  buildTop(several, run);
+}
+
+const LINKS = [
+  ["overview", "Overview"], ["curves", "Curves"], ["step", "Step"], ["ranks", "Ranks"], ["timeline", "Attempts"],
+  ["system", "System"], ["configuration", "Configuration"], ["commands", "Commands"],
+];
+
+function buildTop(several, run) {
+  const links = LINKS.filter(([id]) => document.getElementById(id));
+  const label = "switch between light and dark";
+  const parts = [
+    span("brand", "dtrain"),
+    h("h1", { title: run.path }, several ? document.title.replace(/ · dtrain report$/, "") : run.name),
+    !several && statusText(run),
+    h("nav", { "aria-label": "sections" }, links.map(([id, text]) => h("a", { href: "#" + id }, text))),
+    button("quiet", toggleTheme, { id: "theme", "aria-label": label, title: label }, "◐"),
+  ];
+  document.getElementById("top").replaceChildren(...parts.filter(Boolean));
 }
 
 async function start() {
   let stored = null;
   try { stored = localStorage.getItem("dtrain-theme"); } catch { /* a file may have no storage */ }
-  const system = matchMedia("(prefers-color-scheme: dark)");
-  applyTheme(stored === "dark" || stored === "light" ? stored : system.matches ? "dark" : "light");
-  system.addEventListener("change", event => { if (!stored) { applyTheme(event.matches ? "dark" : "light"); refresh(); } });
+  const system = matchMedia("(prefers-color-scheme: dark)"), wanted = () => system.matches ? "dark" : "light";
+  applyTheme(["light", "dark"].includes(stored) ? stored : wanted());
+  system.addEventListener("change", () => {
+    if (stored) return;
+    applyTheme(wanted());
+    refresh();
+  });
   data = await read();
   data.runs.forEach(run => state.selected.add(run.index));
   recolor();
   build();
   refresh();
-  requestAnimationFrame(() => requestAnimationFrame(() => { performance.mark("interactive"); document.documentElement.dataset.ready = "yes"; }));
+  const ready = () => { performance.mark("interactive"); document.documentElement.dataset.ready = "yes"; };
+  requestAnimationFrame(() => requestAnimationFrame(ready)); // after the first charts
 }
 
-start().catch(error => { document.getElementById("content").replaceChildren(h("p", { class: "loading" }, "This page could not be read: ", error.message)); throw error; });
+start().catch(error => {
+  const text = ["This page could not be read: ", error.message];
+  document.getElementById("content").replaceChildren(h("p", { class: "loading" }, text));
+  throw error;
+});
