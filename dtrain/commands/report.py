@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from dtrain.config.redaction import hide
 from dtrain.runs.find import find_run
 from dtrain.runs.record import run_folders, run_name
 from dtrain.ui.console import say, stdout_console
@@ -80,6 +81,6 @@ def default_file(names: Sequence[str], run_dirs: Sequence[Path], kind: str) -> P
 
 def title_of(names: Sequence[str], run_dirs: Sequence[Path]) -> str:
     if len(run_dirs) == 1:
-        return clean(run_name(run_dirs[0]))
+        return hide(clean(run_name(run_dirs[0])))
     shared = Path(names[0]).resolve().name + ", " if len(names) == 1 else ""
-    return clean(f"{shared}{len(run_dirs)} runs")
+    return hide(clean(f"{shared}{len(run_dirs)} runs"))
