@@ -295,9 +295,10 @@ class Chart {
   showTip(at) {
     const rows = this.lines.map(one => {
       const i = this.nearest(one, at), { y, lo, hi } = one.data;
-      const range = lo && hi[i] > lo[i] ? ` (${this.spec.format(lo[i])} … ${this.spec.format(hi[i])})` : "";
-      const value = one.smooth ? one.smooth[i] : y[i];
-      return { one, i, value, text: this.spec.format(value) + (one.smooth ? "" : range), place: this.py(value) };
+      const value = one.smooth ? one.smooth[i] : y[i], format = this.spec.format;
+      const wide = lo && hi[i] > lo[i] && !one.smooth && this.lines.length === 1;
+      const range = wide ? ` (${format(lo[i])} … ${format(hi[i])})` : "";
+      return { one, i, value, text: format(value) + range, place: this.py(value) };
     }).filter(row => row.value !== undefined);
     if (!rows.length) { this.tip.hidden = true; return; }
     const near = this.pointerY ?? this.top;
@@ -394,8 +395,10 @@ function below(x, at) {
   return low;
 }
 
-// An exponential mean that starts without a bias to 0.
-function smoothed(y, weight) {
+// An exponential mean that starts without a bias to 0. The weight is that of a curve of 300 points: a curve of 30
+// points is smoothed over the same part of the run, not over ten times as much.
+function smoothed(y, of300) {
+  const weight = of300 ** (300 / y.length);
   const out = new Float64Array(y.length);
   let mean = 0, sum = 0;
   for (let i = 0; i < y.length; i++) {

@@ -13,7 +13,7 @@ const PALETTES = {
 };
 const RAMPS = {
   light: ["#16349e", "#1d7fa8", "#4fae8a", "#b9bf7a", "#d8cdb4"],
-  dark: ["#8fb4ff", "#4fb8d8", "#3f9c82", "#66703f", "#4a463c"],
+  dark: ["#8fb4ff", "#4fb8d8", "#46a98c", "#8a8f4a", "#7a6f5a"],
 };
 const COLORS = ["panel", "grid", "axis", "muted", "bad", "select", "cool", "hot"]; // of the style, for canvases
 
