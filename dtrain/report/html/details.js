@@ -39,7 +39,7 @@ function timeLine(run) {
   if (!known.length) return null;
   known.forEach((attempt, i) => {
     const next = known[i + 1], last = !next;
-    const unknown = run.live ? data.created : attempt.started + (run.results.wall_s || 1);
+    const unknown = run.live ? data.created : attempt.started + trainedSince(run, attempt.from);
     attempt.end = Math.max(attempt.started, attempt.ended ?? (last ? unknown : next.started));
     attempt.kind = attempt.ended === null ? (last && run.live ? "running" : "lost")
       : { 0: "done", 75: "preempted" }[attempt.code] || "failed";
@@ -59,6 +59,12 @@ function timeLine(run) {
   const hidden = Math.max(0, known.length - 20);
   const note = hidden > 0 && h("p", { class: "hint" }, `${hidden} earlier attempts are in the bar only.`);
   return part("Attempts", "timeline", label, div("panel pad", bar, axis, attemptTable(run, known, hidden), note));
+}
+
+// Seconds of the steps since one of them: how long an attempt lasted, at least, that was killed.
+function trainedSince(run, step) {
+  const [steps, seconds] = run.axes.seconds || [[0], [0]], i = below(steps, (step || 0) + 1);
+  return Math.max(0, seconds.at(-1) - (step && seconds[i - 1] || 0));
 }
 
 function attemptTable(run, known, hidden) {
@@ -107,7 +113,7 @@ function rankSection(run) {
   const ranks = run.ranks, children = [];
   if (!ranks || ranks.count < 2) return null;
   if (ranks.own.length > 1) children.push(strip(ranks));
-  if (ranks.medians.own_s) children.push(rankBars(ranks.medians));
+  if (ranks.medians.own_s?.length) children.push(rankBars(ranks.medians));
   const events = run.events.map(({ step, text }) => (step === null ? "" : `step ${whole(step)}: `) + text);
   if (events.length) children.push(bullets(events));
   if (!children.length) return null;
