@@ -25,6 +25,8 @@ USAGE = """usage: dtrain COMMAND ...
   cancel RUN|SWEEP [--save]    remove it from the queue, or stop it
   scale RUN N                  continue with N ranks or nodes, if cluster.processes or nodes is a range
   metrics serve [FOLDER]       the metrics of all live runs of a folder, for Prometheus
+  report RUN … [-o FILE]       one HTML page of runs, or a picture (--format png|svg)
+  plot RUN … [METRIC …]        draw curves in the terminal
   profile RUN                  where its step time or memory goes, after profile=torch or memory
   env cluster=NAME             a cluster's environment variables as shell exports, with reasons
   preflight [preflight=full]   check the nodes, before a run or alone (cluster=…)
@@ -54,6 +56,8 @@ COMMANDS = {
     "cancel": "dtrain.commands.cancel",
     "scale": "dtrain.commands.scale",
     "metrics": "dtrain.commands.metrics",
+    "report": "dtrain.commands.report",
+    "plot": "dtrain.commands.plot",
     "profile": "dtrain.commands.profile",
     "env": "dtrain.commands.env",
     "preflight": "dtrain.commands.preflight",

@@ -55,4 +55,5 @@ def test_a_copied_recipe_runs_from_any_folder(site: Path, tmp_path: Path) -> Non
     assert "done" in output
     (run,) = (tmp_path / "elsewhere").glob("outputs/*/*")
     assert (run / "checkpoints" / "latest").read_text() == "step-00000002\n"
+    assert "1 run" in dtrain(site, tmp_path, "report", str(run)), "the files of the page are inside, too"
     assert "cpu-tiny" not in (run / "config.yaml").read_text(), "it is the copy that ran"

@@ -15,7 +15,7 @@ SYSTEM_FILE = "logs/system-{}.jsonl"  # one per node: its CPUs, memory, disks, n
 def rows(path: Path) -> list[dict[str, Any]]:
     """Read a file of JSON lines, such as metrics.jsonl. A line that was not written whole is left out."""
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().splitlines() if path.is_file() else []  # a pipe would never end
     except OSError:  # nothing written yet
         return []
     return [row for row in map(parse_line, lines) if row]

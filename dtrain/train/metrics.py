@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+import dtrain
 from dtrain.data.loader import Loader
 from dtrain.util import disk_space
 
@@ -108,6 +109,12 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def versions(device: torch.device) -> dict[str, str | None]:
+    """Return what computes: for the environment in reports."""
+    found = {"dtrain": dtrain.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
+    return found | ({"cuda": torch.version.cuda} if device.type == "cuda" else {})
 
 
 def memory_gib(device: torch.device) -> float:

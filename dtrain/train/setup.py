@@ -144,7 +144,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
         "accumulation": accumulation, "tokens_per_step": rate.tokens_per_step, "unit": rate.unit,
         "device": metrics.device_name(device), "compile": strategy.compile,
         "start_step": step, "total_steps": cfg.train.steps, "steps": step, "train_loss": None, "val_loss": None,
-        "val_accuracy": None, "predicted": predicted(folder),
+        "val_accuracy": None, "predicted": predicted(folder), "versions": metrics.versions(device),
     }  # fmt: skip
     recorder = metrics.Recorder(folder, step, build(cfg.logger, trust)) if rank == 0 else None
     if recorder:
