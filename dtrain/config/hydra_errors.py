@@ -9,7 +9,7 @@ from pathlib import Path
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from dtrain.config.files import CONF, known_settings, options_of, read_yaml
+from dtrain.config.files import CONF, LOGGER, known_settings, options_of, read_yaml
 from dtrain.config.files import GROUPS as GROUPS
 from dtrain.errors import unknown
 from dtrain.util import disk_space
@@ -46,6 +46,9 @@ def explain(error: BaseException) -> str:
         if name not in known:
             return str(unknown(name, known))
         group, _, setting = name.partition(".")
+        if group == LOGGER and "." in setting:
+            option = setting.partition(".")[0]
+            return f"{name}: {option} is not among the chosen loggers\n  fix: {group}={option}, or {group}=[…,{option}]"
         if not setting:
             choose = f", or {name}={' or '.join(options_of(name))}" if name in GROUPS else ""
             return f"{name}: is a section\n  fix: {name}.SETTING=value{choose}"

@@ -21,6 +21,7 @@ from typing import IO, Any, Protocol
 from dtrain.launch import hang
 from dtrain.launch.attempt_files import AttemptFiles
 from dtrain.launch.failures import failure, first_failure, is_timeout, mismatch, of_standstill
+from dtrain.launch.follower import Follower
 from dtrain.launch.members import Members
 from dtrain.launch.wait_graph import Position
 from dtrain.report.why import short_form
@@ -70,6 +71,7 @@ class Supervisor:
     ends_copies = False  # whether a failed run's copies in memory (checkpoint.peer) are on this host, and end with it
     node_rank = 0  # if one run has several supervisors, only node 0's writes the run's state
     members: Members | None = None  # of a run whose number of ranks may change
+    config: dict[str, Any] = {}  # noqa: RUF012 (a subclass sets its own)
 
     def __init__(
         self, num_ranks: int, max_restarts: int, grace_s: int, hang_timeout: float | None = None, on_hang: str = "stop"
@@ -149,6 +151,8 @@ class Supervisor:
             self.stop_requested_at = time.monotonic()
         try:
             with Monitor(run_dir) as monitor:
+                follower = Follower(run_dir, self.loggers if self.node_rank == 0 else {})
+                follower.start()
                 attempt, again = 0, ""
                 while True:
                     monitor.message(f"starting {self.num_ranks} ranks{again}; logs in {short_path(run_dir / 'logs')}")
@@ -167,6 +171,7 @@ class Supervisor:
                     self._note_restart(run_dir, attempt, monitor)
                 if self.ends_copies and (left := memory.remove_old(run_dir)):
                     monitor.message(left)
+                follower.finish(monitor.message, lambda: self.end_at_once)
             failed = code not in (DONE, PREEMPTED)
             print_summary(
                 run_dir,
@@ -209,6 +214,10 @@ class Supervisor:
         note_attempt(run_dir, "end", code=code, why=change.why)
         note_attempt(run_dir, "start", attempt=True, **self.place())
         return f"{change.why}: continuing with {self.members.count(self.num_members)}"
+
+    @property
+    def loggers(self) -> dict[str, Any]:
+        return self.config.get("logger", {})
 
     @property
     def num_members(self) -> int:

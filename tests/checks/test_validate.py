@@ -130,7 +130,7 @@ def test_every_recipe_validates(path: Path) -> None:
 TORCH_FREE = [
     "dtrain.optim.schedule.constant", "dtrain.optim.schedule.linear", "dtrain.optim.schedule.cosine",
     "dtrain.launch.local.Local",
-    "dtrain.train.loggers.Wandb", "dtrain.train.loggers.NoLogger", "dtrain.data.text.Text", "dtrain.data.tokens.Tokens",
+    "dtrain.loggers.wandb.Wandb", "dtrain.loggers.mlflow.Mlflow", "dtrain.data.text.Text", "dtrain.data.tokens.Tokens",
     "dtrain.data.stdlib.Stdlib", "dtrain.data.synthetic.Synthetic",
 ]  # fmt: skip
 
@@ -153,7 +153,7 @@ def test_the_signature_read_from_source_is_the_real_one(target: str) -> None:
 def test_the_signature_reader_reads_awkward_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine_xyz.py").write_text(
         "import nothing_that_exists\n"
-        "from dtrain.train.loggers import Wandb as W\n"
+        "from dtrain.loggers.wandb import Wandb as W\n"
         "from subprocess import Popen\n"
         "class Plain: pass\n"
         "class Base:\n    def __init__(self, a): ...\n"
@@ -169,7 +169,7 @@ def test_the_signature_reader_reads_awkward_sources(tmp_path: Path, monkeypatch:
     assert signature("mine_xyz.keyword", "x", trust) == {
         "a": ("", REQUIRED), "b": ("int", "1"), "c": ("str", REQUIRED), "d": ("", "None")
     }  # fmt: skip
-    assert signature("mine_xyz.W", "x", trust) == signature("dtrain.train.loggers.Wandb", "x")
+    assert signature("mine_xyz.W", "x", trust) == signature("dtrain.loggers.wandb.Wandb", "x")
     for target in ("mine_xyz.Popen", "mine_xyz.nothing_that_exists", "mine_xyz.nope", "mine_xyz", "mine_abc.X"):
         with pytest.raises(ValueError, match=rf"model\._target_=(subprocess|{target.partition('.')[0]}).*\n  fix: "):
             signature(target, "model._target_", trust)
