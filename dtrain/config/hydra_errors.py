@@ -20,10 +20,11 @@ MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)  # user
 def explain(error: BaseException) -> str:
     """Return one clear message with a fix for a user error raised by Hydra, OmegaConf or dtrain."""
     text = str(error)
-    if isinstance(error, MissingConfigException) and error.options is not None:  # checked first: it is also an OSError
-        path = str(error.missing_cfg_file)
+    in_list = re.search(rf"Could not load '({LOGGER}/[^']*)'", text)  # an option of several: Hydra lists no options
+    if isinstance(error, MissingConfigException) and (error.options is not None or in_list):  # it is also an OSError
+        path = in_list[1] if in_list else str(error.missing_cfg_file)
         group, _, option = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
-        options = sorted({*error.options, *(["auto"] if group == "strategy" else [])})
+        options = sorted({*(error.options or options_of(group)), *(["auto"] if group == "strategy" else [])})
         near = difflib.get_close_matches(option.lower(), options, 1, 0.4)
         fix = f"did you mean {group}={near[0]}? " if near else ""
         return f"{group}={option}: there is no such option\n  fix: {fix}{group} can be {', '.join(options)}"
