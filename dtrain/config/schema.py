@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config.build import allowed, untrusted
-from dtrain.config.files import CONF, flatten, option_of, read_yaml, sections
+from dtrain.config.files import CONF, flatten, known_settings, option_of, read_yaml, sections
 from dtrain.config.ranges import check_ranges
 from dtrain.config.untrusted import check_target, check_targets
 from dtrain.errors import bad, unknown
@@ -116,6 +116,8 @@ def check_group(group: str, config: dict[str, Any], trust: Iterable[str]) -> Non
 def check_section(name: str, section: Any, trust: Iterable[str]) -> None:
     """Check a section: the signature of its `_target_` defines the allowed keys and types."""
     group, _, chosen = name.partition(".")
+    if chosen and not isinstance(section, dict):
+        raise unknown(name, [setting for setting in known_settings() if setting.startswith(f"{group}.")])
     if not isinstance(section, dict) or not isinstance(section.get("_target_"), str) or not section["_target_"]:
         fix = f"add it to the list: {group}=[…,{chosen}]" if chosen else f"choose an option of conf/{group}/"
         raise bad(name, section, "must name what to build in `_target_`", fix)

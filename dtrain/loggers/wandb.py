@@ -10,6 +10,7 @@ from typing import Any, Literal
 from dtrain.loggers.tracker import REST, BySteps, Held, Row, RunFacts
 
 INIT_S = 10  # W&B waits this long for its server; the follower tries again later
+MANY = 200  # rows, as when a run is sent later
 BLOCK, HEADER, FIRST_BYTES = 32768, 7, b":W&B"
 
 
@@ -47,7 +48,10 @@ class Wandb:
         return {REST: newest}
 
     def log(self, rows: list[Row]) -> None:
-        for row in self.steps.add(rows):
+        complete = list(self.steps.add(rows))
+        if len(complete) >= MANY:
+            complete = self._send_many(complete)
+        for row in complete:
             self._send(row)
 
     def finish(self, run: RunFacts) -> None:
@@ -60,6 +64,38 @@ class Wandb:
 
     def _send(self, row: Row) -> None:
         self.run.log({**row.values, "_timestamp": row.time}, step=row.step, commit=True)
+
+    def _send_many(self, rows: list[Row]) -> list[Row]:
+        """Send many rows in a tenth of the time; return those that remain for `run.log`.
+
+        `run.log` hands each row over to another thread. This is what it does, without W&B's public names: if another
+        version has other ones, nothing is sent here.
+        """
+        try:
+            from wandb.proto import wandb_server_pb2
+
+            interface: Any = self.run._interface
+            client, stream, run_there = interface._client, interface._stream_id, interface._asyncer.run
+            new_request: Any = wandb_server_pb2.ServerRequest  # type: ignore[attr-defined]
+            requests = []
+            for row in rows:
+                request = new_request()
+                request.record_publish._info.stream_id = stream
+                history = request.record_publish.request.partial_history
+                for key, value in (*row.values.items(), ("_timestamp", row.time)):
+                    history.item.add(key=key, value_json=repr(value))
+                history.step.num, history.action.flush = row.step, True
+                requests.append(request)
+            publish = client.publish
+        except (ImportError, AttributeError, TypeError, ValueError):
+            return rows
+
+        async def publish_all() -> None:
+            for request in requests:
+                await publish(request)
+
+        run_there(publish_all)
+        return []
 
     def _id(self, run: RunFacts) -> str:
         """Return the run's id; a run of an earlier version has another one."""

@@ -115,6 +115,18 @@ def test_a_killed_follower_loses_and_repeats_nothing(tmp_path: Path, monkeypatch
     assert json.loads((run / follow.STATE).read_text())["csv"] == {"complete": True, "problem": ""}
 
 
+def test_many_rows_reach_wandb_in_order(tmp_path: Path) -> None:
+    """They go another way, which is faster."""
+    pytest.importorskip("wandb")
+    run = make_run(tmp_path / "run")
+    train(run, 0, 450)
+    end(run)
+    Feed("wandb", {"_target_": TARGETS["wandb"], "mode": "offline"}, run).send()
+    assert read_back.of_wandb(run) == read_back.truth(run)
+    Feed("wandb", {"_target_": TARGETS["wandb"], "mode": "offline"}, run).send()
+    assert read_back.of_wandb(run) == read_back.truth(run), "again: nothing is new"
+
+
 @pytest.fixture
 def silent() -> Iterator[str]:
     """A server that accepts connections and never answers."""
