@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,23 +27,31 @@ class Wandb:
         import wandb
 
         run_id = self._id(run)
-        newest = newest_step(run.run_dir / "wandb", run_id) if self.mode == "offline" else -1
+        folder = run.run_dir / "wandb"
+        newest = newest_step(folder, run_id) if self.mode == "offline" else -1
         settings = wandb.Settings(
             console="off", silent=True, x_disable_stats=True, init_timeout=INIT_S, quiet=True, disable_code=True
         )
         self.steps = BySteps()
-        self.run = wandb.init(
-            project=self.project,
-            name=run.name,
-            id=run_id,
-            group=run.group,
-            dir=str(run.run_dir),
-            config={**run.config, "tags": run.tags, "plan": run.plan},
-            mode=self.mode,
-            resume="allow",
-            reinit="create_new",
-            settings=settings,
-        )
+        before = {*folder.glob(f"run-*-{run_id}")}
+        try:
+            self.run = wandb.init(
+                project=self.project,
+                name=run.name,
+                id=run_id,
+                group=run.group,
+                dir=str(run.run_dir),
+                config={**run.config, "tags": run.tags, "plan": run.plan},
+                mode=self.mode,
+                resume="allow",
+                reinit="create_new",
+                settings=settings,
+            )
+        except BaseException:
+            wandb.teardown(exit_code=1)  # otherwise the id is in use when this is tried again
+            for path in {*folder.glob(f"run-*-{run_id}")} - before:  # nothing but the logs of this try
+                shutil.rmtree(path, ignore_errors=True)
+            raise
         if self.mode == "online" and self.run.resumed:
             newest = self.run.step - 1
         return {REST: newest}
