@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import sys
 import threading
 import time
@@ -25,7 +26,7 @@ from dtrain.config.redaction import hide
 from dtrain.loggers.tracker import REST, SYSTEM, Held, Row, RunFacts, Tracker, numbers
 from dtrain.runs.folder import Tail, launch_time, parse_line, read_json, write_json
 from dtrain.runs.metrics import system_files
-from dtrain.runs.protocol import Deadline
+from dtrain.runs.protocol import STOP_SIGNALS, Deadline
 from dtrain.util.format import finite
 
 STATE = "logs/trackers.json"  # of each tracker: whether it has everything, and the last problem
@@ -182,6 +183,8 @@ def locked(run_dir: Path, name: str, patience: Callable[[], object] | None = Non
 def main(run_dir: Path) -> int:
     """Follow a run until stdin is closed; exit code 0: all trackers have everything."""
     os.nice(10)  # the ranks come first
+    for number in (*STOP_SIGNALS, signal.SIGHUP):  # a scheduler sends them to all processes of a job
+        signal.signal(number, signal.SIG_IGN)
     sections = run_file.load(run_dir)["logger"]
     feeds = [Feed(name, dict(section), run_dir) for name, section in sections.items()]
     ended = threading.Event()

@@ -97,6 +97,7 @@ def test_a_killed_follower_loses_and_repeats_nothing(tmp_path: Path, monkeypatch
             lambda: steps(read_back.of_trackio(run, tmp_path / "trackio")).get("loss") == list(range(1, 22)),
             "the steps in Trackio",
         )
+        process.send_signal(signal.SIGTERM)  # a scheduler sends it to all processes of a job
         train(run, 15, 30, note=2000.0)  # while it follows
         end(run)
         assert process.stdin is not None
