@@ -22,7 +22,7 @@ from dtrain.loggers import follow
 from dtrain.loggers.follow import Feed, Source, locked
 from dtrain.loggers.tracker import REST, BySteps, Row
 from tests.loggers import read_back
-from tests.patience import until
+from tests.patience import patience, until
 
 TARGETS = {
     "csv": "dtrain.loggers.csv.Csv", "tensorboard": "dtrain.loggers.tensorboard.TensorBoard",
@@ -84,25 +84,23 @@ def test_a_killed_follower_loses_and_repeats_nothing(tmp_path: Path, monkeypatch
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     run = make_run(tmp_path / "run", csv={}, tensorboard={}, trackio={}, wandb={"mode": "offline"})
     train(run, 0, 12)
+
+    def has(newest: int) -> bool:
+        time.sleep(0.5)  # the follower has a lower priority than this test
+        return steps(read_back.of_trackio(run, tmp_path / "trackio")).get("loss") == list(range(1, newest + 1))
+
     with followed(run) as process:
-        until(lambda: steps(read_back.of_wandb(run)).get("loss") == list(range(1, 12)), "the steps in W&B")
-        until(
-            lambda: steps(read_back.of_trackio(run, tmp_path / "trackio")).get("loss") == list(range(1, 13)),
-            "the steps in Trackio",
-        )
-        process.send_signal(signal.SIGKILL)
+        until(lambda: has(12), "the steps in Trackio")
+        process.send_signal(signal.SIGKILL)  # W&B has some of them
     train(run, 10, 21, note=1000.0)  # the times of the repeated steps differ
     with followed(run) as process:
-        until(
-            lambda: steps(read_back.of_trackio(run, tmp_path / "trackio")).get("loss") == list(range(1, 22)),
-            "the steps in Trackio",
-        )
+        until(lambda: has(21), "the steps in Trackio")
         process.send_signal(signal.SIGTERM)  # a scheduler sends it to all processes of a job
         train(run, 15, 30, note=2000.0)  # while it follows
         end(run)
         assert process.stdin is not None
         process.stdin.close()
-        assert process.wait(120) == 0
+        assert process.wait(patience(120)) == 0
     truth = read_back.truth(run)
     assert read_back.of_csv(run) == truth, "files are written again, and equal to metrics.jsonl"
     events = read_back.of_tensorboard(run)
@@ -112,7 +110,7 @@ def test_a_killed_follower_loses_and_repeats_nothing(tmp_path: Path, monkeypatch
     for points in (read_back.of_trackio(run, tmp_path / "trackio"), read_back.of_wandb(run)):
         assert steps(points) == steps(truth)
         assert points["loss"] == truth["loss"] and points["val_loss"] == truth["val_loss"]
-        assert points["step_s"][11] == (12, pytest.approx(12 / 7, abs=1000)), "of a repeated step, the first value"
+    assert read_back.of_trackio(run, tmp_path / "trackio")["step_s"][11] == (12, 12 / 7), "the first value that arrived"
     assert json.loads((run / follow.STATE).read_text())["csv"] == {"complete": True, "problem": ""}
 
 
