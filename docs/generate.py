@@ -28,7 +28,7 @@ sys.path.insert(0, str(DOCS.parent))
 
 from dtrain import cli  # noqa: E402
 from dtrain.config import schema  # noqa: E402
-from dtrain.config.files import CONF, GROUPS, flatten, options_of, read_yaml, section  # noqa: E402
+from dtrain.config.files import CONF, GROUPS, flatten, options_of, read_yaml, section, setting_prefix  # noqa: E402
 from dtrain.runs import protocol  # noqa: E402
 
 WIDTH = "100"  # columns of the help texts
@@ -122,6 +122,8 @@ def comments(path: Path) -> Comments:
     in_header = True
     for line in path.read_text(encoding="utf-8").splitlines():
         text = line.strip()
+        if text.startswith("# @package"):  # for Hydra
+            continue
         if text.startswith("#"):
             (header if in_header else above).append(text.lstrip("#").strip())
             continue
@@ -223,7 +225,7 @@ def top_settings() -> list[Setting]:
 
 @functools.cache
 def target_of(group: str, option: str) -> str:
-    return str(section(group, option)["_target_"])
+    return str(section(group, option).get("_target_", ""))  # logger=none builds nothing
 
 
 def chain(group: str, option: str) -> list[str]:
@@ -255,7 +257,8 @@ def leaves(settings: dict[str, Any]) -> dict[str, Any]:
 def settings_of(group: str, option: str) -> list[Setting]:
     """Every setting that an option takes: those of its file, then those that only its constructor names."""
     whole = {key: value for key, value in section(group, option).items() if key not in ("_target_", "_partial_")}
-    parameters = schema.signature(target_of(group, option), group) or {}
+    target = target_of(group, option)
+    parameters = (schema.signature(target, group) if target else None) or {}
     found = []
     for name, value in leaves(whole).items():
         annotation = parameters[name][0] if name in parameters else ""
@@ -363,7 +366,7 @@ def group_section(group: str) -> list[str]:
                       f"Changed values, compared with `{group}={base}`:", "", *changes(group, option)]  # fmt: skip
         else:
             lines += [f"### {group}={option}", "", description(group, option), ""]
-            lines += setting_rows(f"{group}.", settings_of(group, option))
+            lines += setting_rows(f"{setting_prefix(group, option)}.", settings_of(group, option))
     return lines
 
 

@@ -20,6 +20,7 @@ USAGE = """usage: dtrain COMMAND ...
   watch [RUN|SWEEP]            follow it live: curve, speed against the plan, ranks, GPUs, queue, log
   status RUN                   one run: its job, progress, attempts, and the next command
   logs RUN [-f] [--rank N]     the log of a rank
+  log RUN … logger=…           send runs to a tracker: later, or what it missed
   why RUN                      why it ended: the cause, the rank, the evidence, what to do
   chaos RUN [--kinds …]        inject faults into copies of a run; is each recognised?
   cancel RUN|SWEEP [--save]    remove it from the queue, or stop it
@@ -51,6 +52,7 @@ COMMANDS = {
     "watch": "dtrain.commands.watch",
     "status": "dtrain.commands.status",
     "logs": "dtrain.commands.logs",
+    "log": "dtrain.commands.log",
     "why": "dtrain.commands.why",
     "chaos": "dtrain.commands.chaos",
     "cancel": "dtrain.commands.cancel",

@@ -168,9 +168,9 @@ CASES = [
     case("launch model._target_=dtrain.launch.local.subprocess.Popen", "dtrain.launch.local.subprocess.Popen"),
     case("launch model._target_=dtrain.models.gpt2.nn", "model._target_=dtrain.models.gpt2.nn", "is made from"),
     case(
-        "launch logger._target_=dtrain.config.files.build",
-        "_target_=dtrain.config.files.build",
-        "made from dtrain.train.loggers",
+        "launch logger=csv logger.csv._target_=dtrain.config.files.build",
+        "logger.csv._target_=dtrain.config.files.build",
+        "made from dtrain.loggers",
     ),
     case("launch recipe={world}/trusts.yaml", "/trusts.yaml", "trust may be given on the command line only"),
     # sweeps: the first job is good, and must not be started either

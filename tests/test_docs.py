@@ -411,7 +411,11 @@ def problem(word: str, chosen: dict[str, str]) -> str:
         return ""  # the reader's own code
     if key in GROUPS:
         options = [*options_of(key), *(["auto"] if key == "strategy" else [])]
-        wrong = [name for name in text.split(",") if name not in options and not FREE.search(name) and "|" not in name]
+        wrong = [
+            name
+            for name in text.strip("[]").split(",")
+            if name not in options and not FREE.search(name) and "|" not in name
+        ]
         return f"{key} has no option {wrong[0]}" if wrong and wrong != ["mine"] else ""
     base = {k: v for k, v in read_yaml(CONF / "config.yaml").items() if k not in ("defaults", "hydra")}
     free = FREE.search(text) is not None or text == ""

@@ -7,7 +7,7 @@ import importlib.util
 import math
 from typing import Any
 
-from dtrain.checks import guard, network, strategy
+from dtrain.checks import guard, loggers, network, strategy
 from dtrain.checks import profile as profiling
 from dtrain.config import elastic, mesh
 from dtrain.config.files import CONTROL, flatten
@@ -56,8 +56,7 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     check_copies(config["checkpoint"])
     check_data(config)
     profiling.check(config)
-    if config["logger"]["_target_"] == "dtrain.train.loggers.Wandb" and importlib.util.find_spec("wandb") is None:
-        raise bad("logger", "wandb", "wandb is not installed", "pip install 'dtrain[wandb]', or logger=none")
+    loggers.check(config)
     return sizes
 
 

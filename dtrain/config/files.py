@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,15 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
 TARGET, PARTIAL = "_target_", "_partial_"
 RESERVED = re.compile(r"_\w+_")  # _target_ and similar keys of hydra.utils.instantiate; reserved
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
+LOGGER = "logger"  # the one group of which several options may be chosen: its section has a section for each
+
+
+def sections(config: Mapping[str, Any], group: str) -> dict[str, Any]:
+    """Return the sections of a group by their dotted names: one, or one for each chosen logger."""
+    section = config[group]
+    if group != LOGGER or not isinstance(section, Mapping):
+        return {group: section}
+    return {f"{group}.{name}": value for name, value in section.items()}
 
 
 @functools.cache
@@ -114,6 +124,11 @@ def targets(group: str) -> list[str]:
 # ---- the file ------------------------------------------------------------------------------------------------
 
 
+def setting_prefix(group: str, option: str) -> str:
+    """Return what the names of an option's settings begin with: logger.mlflow, and strategy."""
+    return f"{group}.{option}" if group == LOGGER else group
+
+
 def options_of(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
@@ -123,5 +138,6 @@ def known_settings() -> list[str]:
     names = set(GROUPS)
     names |= {k for k in flatten(read_yaml(CONF / "config.yaml")) if not k.startswith(("defaults", "hydra"))}
     for path in CONF.glob("*/*.yaml"):
-        names |= {f"{path.parent.name}.{k!s}" for k in read_yaml(path) if not str(k).startswith(("_", "defaults"))}
+        prefix = setting_prefix(path.parent.name, path.stem)
+        names |= {f"{prefix}.{k!s}" for k in read_yaml(path) if not str(k).startswith(("_", "defaults"))}
     return sorted(names)

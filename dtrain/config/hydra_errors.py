@@ -9,7 +9,7 @@ from pathlib import Path
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from dtrain.config.files import CONF, known_settings, options_of, read_yaml
+from dtrain.config.files import CONF, LOGGER, known_settings, options_of, read_yaml
 from dtrain.config.files import GROUPS as GROUPS
 from dtrain.errors import unknown
 from dtrain.util import disk_space
@@ -20,10 +20,11 @@ MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)  # user
 def explain(error: BaseException) -> str:
     """Return one clear message with a fix for a user error raised by Hydra, OmegaConf or dtrain."""
     text = str(error)
-    if isinstance(error, MissingConfigException) and error.options is not None:  # checked first: it is also an OSError
-        path = str(error.missing_cfg_file)
+    in_list = re.search(rf"Could not load '({LOGGER}/[^']*)'", text)  # an option of several: Hydra lists no options
+    if isinstance(error, MissingConfigException) and (error.options is not None or in_list):  # it is also an OSError
+        path = in_list[1] if in_list else str(error.missing_cfg_file)
         group, _, option = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
-        options = sorted({*error.options, *(["auto"] if group == "strategy" else [])})
+        options = sorted({*(error.options or options_of(group)), *(["auto"] if group == "strategy" else [])})
         near = difflib.get_close_matches(option.lower(), options, 1, 0.4)
         fix = f"did you mean {group}={near[0]}? " if near else ""
         return f"{group}={option}: there is no such option\n  fix: {fix}{group} can be {', '.join(options)}"
@@ -46,6 +47,9 @@ def explain(error: BaseException) -> str:
         if name not in known:
             return str(unknown(name, known))
         group, _, setting = name.partition(".")
+        if group == LOGGER and "." in setting:
+            option = setting.partition(".")[0]
+            return f"{name}: {option} is not among the chosen loggers\n  fix: {group}={option}, or {group}=[…,{option}]"
         if not setting:
             choose = f", or {name}={' or '.join(options_of(name))}" if name in GROUPS else ""
             return f"{name}: is a section\n  fix: {name}.SETTING=value{choose}"

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dtrain.config.files import CODE, GROUPS, TARGET
+from dtrain.config.files import CODE, GROUPS, LOGGER, TARGET
 from dtrain.config.redaction import redact
 from dtrain.config.untrusted import MOST_IN_A_RUN, check_file, read
 from dtrain.errors import bad
@@ -50,12 +50,18 @@ OLD_MODULES = {
     "dtrain.hardware": "dtrain.config.hardware",
     "dtrain.launchers.local": "dtrain.launch.local",
     "dtrain.launchers.slurm": "dtrain.launch.slurm",
-    "dtrain.loggers": "dtrain.train.loggers",
     "dtrain.losses": "dtrain.models.losses",
     "dtrain.optim": "dtrain.optim.build",
     "dtrain.precision": "dtrain.optim.precision",
     "dtrain.schedule": "dtrain.optim.schedule",
     "dtrain.strategies.zero": "dtrain.strategies.deepspeed",
+}
+
+
+OLD_LOGGERS = {
+    f"{module}.{name}": option
+    for module in ("dtrain.loggers", "dtrain.train.loggers")
+    for name, option in (("NoLogger", ""), ("Wandb", "wandb"))
 }
 
 
@@ -68,6 +74,10 @@ def with_current_targets(config: dict[str, Any]) -> dict[str, Any]:
             module, _, name = section[TARGET].rpartition(".")
             if module in OLD_MODULES:
                 config[group] = section | {TARGET: f"{OLD_MODULES[module]}.{name}"}
+    logger = config.get(LOGGER)
+    if isinstance(logger, dict) and logger.get(TARGET) in OLD_LOGGERS:  # when there could be only one
+        name = OLD_LOGGERS[logger[TARGET]]
+        config[LOGGER] = {name: logger | {TARGET: f"dtrain.loggers.{name}.Wandb"}} if name else {}
     return config
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config.build import allowed, untrusted
-from dtrain.config.files import CONF, flatten, option_of, read_yaml
+from dtrain.config.files import CONF, flatten, known_settings, option_of, read_yaml, sections
 from dtrain.config.ranges import check_ranges
 from dtrain.config.untrusted import check_target, check_targets
 from dtrain.errors import bad, unknown
@@ -49,7 +49,7 @@ def check_keys_and_types(config: dict[str, Any]) -> None:
     check_plain("trust", config["trust"], base["trust"])  # first: the sections depend on it
     for key, value in config.items():
         if key in known:
-            check_section(key, value, config["trust"])
+            check_group(key, config, config["trust"])
         elif key in base:
             check_plain(key, value, base[key])
         elif key != "choices":  # the chosen option of each group, written by the launcher
@@ -65,7 +65,7 @@ def check_run(config: dict[str, Any], trust: Iterable[str], groups: Iterable[str
     check_targets(config)
     for group in groups:
         if group in config:
-            check_section(group, config[group], trust)
+            check_group(group, config, trust)
             check_ranges(flatten({group: config[group]}))
     for key, default in flatten({k: v for k, v in base.items() if k not in ("defaults", "hydra")}).items():
         section: Any = config
@@ -108,26 +108,35 @@ def check_plain(key: str, value: Any, default: Any) -> None:
     check_type(key, value, annotation, default)
 
 
-def check_section(group: str, section: Any, trust: Iterable[str]) -> None:
-    """Check a group: the signature of its `_target_` defines the allowed keys and types."""
+def check_group(group: str, config: dict[str, Any], trust: Iterable[str]) -> None:
+    for name, section in sections(config, group).items():
+        check_section(name, section, trust)
+
+
+def check_section(name: str, section: Any, trust: Iterable[str]) -> None:
+    """Check a section: the signature of its `_target_` defines the allowed keys and types."""
+    group, _, chosen = name.partition(".")
+    if chosen and not isinstance(section, dict):
+        raise unknown(name, [setting for setting in known_settings() if setting.startswith(f"{group}.")])
     if not isinstance(section, dict) or not isinstance(section.get("_target_"), str) or not section["_target_"]:
-        raise bad(group, section, "must name what to build in `_target_`", f"choose an option of conf/{group}/")
+        fix = f"add it to the list: {group}=[…,{chosen}]" if chosen else f"choose an option of conf/{group}/"
+        raise bad(name, section, "must name what to build in `_target_`", fix)
     target = section["_target_"]
-    check_target(group, section)
-    parameters = signature(target, f"{group}._target_", trust)
+    check_target(name, section)
+    parameters = signature(target, f"{name}._target_", trust)
     if parameters is None:
         return  # **kwargs, or built at run time: only the constructor can check
     if (option := option_of(group, target)) and option.get("_partial_"):  # the training loop passes the rest, e.g. step
         parameters = {name: parameter for name, parameter in parameters.items() if name in option}
-    for name, value in section.items():
-        if name in ("_target_", "_partial_"):
+    for key, value in section.items():
+        if key in ("_target_", "_partial_"):
             continue
-        if name not in parameters:
-            raise unknown(f"{group}.{name}", [f"{group}.{p}" for p in parameters])
-        check_type(f"{group}.{name}", value, *parameters[name])
+        if key not in parameters:
+            raise unknown(f"{name}.{key}", [f"{name}.{p}" for p in parameters])
+        check_type(f"{name}.{key}", value, *parameters[key])
     missing = [p for p, (_, default) in parameters.items() if default is REQUIRED and p not in section]
     if missing and (option or not section.get("_partial_")):
-        raise bad(f"{group}.{missing[0]}", "", f"is required by {target}", f"{group}.{missing[0]}=…")
+        raise bad(f"{name}.{missing[0]}", "", f"is required by {target}", f"{name}.{missing[0]}=…")
 
 
 REQUIRED = object()

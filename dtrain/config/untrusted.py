@@ -11,7 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config.build import reserved
-from dtrain.config.files import CODE, CONF, GROUPS, PARTIAL, RESERVED, TARGET, flatten, option_of, read_yaml, targets
+from dtrain.config.files import (
+    CODE,
+    CONF,
+    GROUPS,
+    PARTIAL,
+    RESERVED,
+    TARGET,
+    flatten,
+    option_of,
+    read_yaml,
+    sections,
+    targets,
+)
 from dtrain.errors import bad
 
 MOST_BYTES = 2**20
@@ -118,20 +130,21 @@ def check_targets(config: Mapping[str, Any]) -> None:
 
     Whether a third-party module may be called is decided where its name is imported, from the typed `trust`.
     """
-    for key, section in config.items():
-        own = key in GROUPS and isinstance(section, dict)
+    spread = {name: section for key in config for name, section in sections(config, key).items()}
+    for key, section in spread.items():
+        own = str(key).partition(".")[0] in GROUPS and isinstance(section, dict)
         check_reserved({k: v for k, v in section.items() if k not in (TARGET, PARTIAL)} if own else section, str(key))
         if own and TARGET in section:
             check_target(key, section)
         elif own and PARTIAL in section and not isinstance(section[PARTIAL], bool):
             raise bad(f"{key}.{PARTIAL}", section[PARTIAL], "must be true or false", "leave it out")
-        if RESERVED.fullmatch(str(key)):
+        if RESERVED.fullmatch(str(key).rpartition(".")[2]):
             raise reserved(str(key), section)
 
 
-def check_target(group: str, section: Mapping[str, Any]) -> None:
+def check_target(name: str, section: Mapping[str, Any]) -> None:
     target, partial = section[TARGET], section.get(PARTIAL, False)
-    key = f"{group}.{TARGET}"
+    key, group = f"{name}.{TARGET}", name.partition(".")[0]
     if not isinstance(target, str) or not target:
         raise bad(key, target, "must name what to build", f"choose an option of conf/{group}/")
     if not isinstance(partial, bool):

@@ -13,6 +13,7 @@ import re
 import shlex
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,11 +32,12 @@ from omegaconf.errors import InterpolationKeyError
 
 from dtrain.checks import loss
 from dtrain.checks import profile as profiling
+from dtrain.checks.loggers import check_resumed
 from dtrain.checks.resume import check_code, check_profile, check_queue, check_resume, check_unfinished, say_beginning
 from dtrain.checks.validate import largest, usable_sizes, validate
 from dtrain.config import elastic, redaction
 from dtrain.config.build import TRUST, build
-from dtrain.config.files import CONF, known_settings
+from dtrain.config.files import CONF, LOGGER, known_settings
 from dtrain.config.hardware import ranks_per_node
 from dtrain.config.hydra_errors import GROUPS, MISTAKES, explain
 from dtrain.config.redaction import redact
@@ -218,6 +220,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         config["choices"]["recipe"] = old.get("choices", {}).get("recipe")
         check_resume(old, config, config["resume_allow"], run_dir, typed)
         check_code(old, config)
+        check_resumed(old, config)
         with locked(run_dir):
             pass  # raises if the run is still running
         check_unfinished(config, run_dir)
@@ -277,6 +280,7 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
     choices = OmegaConf.to_container(HydraConfig.get().runtime.choices)
     assert isinstance(choices, dict)
     config["choices"] = {g: choices.get(g) for g in (*GROUPS, "recipe", AUTO) if g != AUTO or g in choices}
+    config["choices"][LOGGER] = ",".join(config[LOGGER]) or "none"
     # absolute, so that a resume from any working directory finds them
     for group, keys in (("data", ("path", "tokenizer")), ("strategy", ("nvme_path", "deepspeed_config"))):
         section = config.get(group, {})
@@ -365,6 +369,15 @@ def wait_for_node_0(run_dir: Path, config: dict[str, Any], patience_s: float = 1
         time.sleep(0.5)
 
 
+def git_commit() -> str | None:
+    """Return the commit of the current folder, where the user's own code is."""
+    try:
+        command = ["git", "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):  # no git, or not a repository
+        return None
+
+
 def record_launch(run_dir: Path, config: dict[str, Any], argv: list[str], prepared: bool) -> None:
     past = read_json(run_dir / "launch.json")
     before = past.get("launches", [])
@@ -379,7 +392,7 @@ def record_launch(run_dir: Path, config: dict[str, Any], argv: list[str], prepar
     record = {
         "id": past.get("id") or uuid.uuid4().hex,  # the run's id, also stored in its checkpoints
         "command": shlex.join(["dtrain", "launch", *argv]), "cwd": os.getcwd(),
-        "host": socket.gethostname(), "pid": os.getpid(),
+        "host": socket.gethostname(), "pid": os.getpid(), "git_commit": git_commit(),
         "overrides": launch["overrides"], "launches": [*before, launch],
     }  # fmt: skip
     write_json(run_dir / "launch.json", record)

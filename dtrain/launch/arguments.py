@@ -9,12 +9,14 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from dtrain.config.files import CODE, CONF, RECIPES, SECRET, known_settings, options_of
+from dtrain.checks.loggers import ADDRESSES
+from dtrain.config.files import CODE, CONF, LOGGER, RECIPES, SECRET, known_settings, options_of, setting_prefix
 from dtrain.config.hydra_errors import GROUPS
 from dtrain.config.redaction import check_arguments
 from dtrain.config.run_file import completed, read_run
 from dtrain.config.untrusted import OPTION, TooLarge, check_file, quick_yaml, read
 from dtrain.errors import bad
+from dtrain.util.format import as_dict
 
 AUTO = "auto"  # strategy=auto: the planner chooses (dtrain/launch/auto.py)
 # Placeholder that Hydra composes until the planner has chosen. It has all degrees, so that strategy.tp=2 is valid.
@@ -32,6 +34,8 @@ def prepare_arguments(argv: list[str]) -> list[str]:
     argv = [re.sub(rf"^\++({ours})=", r"\1=", a) for a in argv]  # +strategy=fsdp
     argv = [re.sub(r"^cluster\.(sbatch|fabric\.env)\b", r"++\g<0>", a) for a in argv]  # empty by default
     argv = [re.sub(r"^([\w.+]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), a) for a in argv]  # no shell does it here
+    argv = [re.sub(r"^(\++)?logger\.(project|mode)=", r"\1logger.wandb.\2=", a) for a in argv]  # their former names
+    argv = [re.sub(r"\s", "", a) if a.startswith(f"{LOGGER}=[") else a for a in argv]  # logger=[csv, mlflow]
     argv = [a for a in argv if a != "recipe=null"]  # the default; Hydra rejects it as an override
     for word in argv:
         name, _, value = word.lstrip("-").partition("=")
@@ -46,7 +50,8 @@ def prepare_arguments(argv: list[str]) -> list[str]:
                 "looks like a secret, and a configuration is written to disk in several places",
                 "give it in an environment variable",
             )
-        if key in GROUPS and re.search(r"^(null)?$|\[|\.\.|\.ya?ml$", value):
+        several = key == LOGGER and re.fullmatch(r"\[[\w.-]+(,[\w.-]+)*\]", value)
+        if key in GROUPS and re.search(r"^(null)?$|\[|\.\.|\.ya?ml$", value) and not several:
             raise bad(
                 key,
                 value,
@@ -97,7 +102,7 @@ def prepare_arguments(argv: list[str]) -> list[str]:
             )
     if {"-m", "--multirun"} & set(argv):  # overrides that all points share do not belong into folder names
         typed = {k.lstrip("+"): v for k, _, v in (a.partition("=") for a in argv if "=" in a and not a.startswith("-"))}
-        fixed = [k for k, v in typed.items() if re.fullmatch(r"[^,(]*", v) and not k.startswith("hydra.")]
+        fixed = [k for k, v in typed.items() if re.fullmatch(r"[^,(]*|\[[^(]*\]", v) and not k.startswith("hydra.")]
         fixed = list(dict.fromkeys([*fixed, "trust"]))
         argv = [*argv, f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]"]
     return argv
@@ -115,13 +120,14 @@ def offer_own(argv: list[str]) -> list[str]:
     Typing the name also trusts its module; a recipe or a run folder cannot do that.
     """
     given = dict(a.split("=", 1) for a in argv if "=" in a)
-    own = {g: [name for name in given.get(g, "").split(",") if DOTTED.fullmatch(name)] for g in GROUPS}  # a sweep: a,b
+    own = {g: [name for name in named(given.get(g, "")) if DOTTED.fullmatch(name)] for g in GROUPS}
     own = {group: names for group, names in own.items() if names}
     if not own:
         return argv
     for group, target in ((group, name) for group, names in own.items() for name in names):
         bound = any("_partial_" in OmegaConf.load(CONF / group / f"{option}.yaml") for option in options_of(group))
-        store_option(group, target, {"_target_": target} | ({"_partial_": True} if bound else {}))
+        package = setting_prefix(group, target.rpartition(".")[2])  # logger=my_pkg.Mine: logger.Mine.SETTING
+        store_option(group, target, {"_target_": target} | ({"_partial_": True} if bound else {}), package)
     # the section starts empty, so each of its settings is an addition
     argv = [re.sub(rf"^({'|'.join(own)})\.", r"++\g<0>", a) for a in argv]
     if re.fullmatch(r"\[.*\]", given.get("trust", "[]")) is None:  # not a list: rejected later with a message
@@ -130,17 +136,22 @@ def offer_own(argv: list[str]) -> list[str]:
     return [*(a for a in argv if not a.startswith("trust=")), *([f"trust=[{','.join(trusted)}]"] if trusted else [])]
 
 
+def named(value: str) -> list[str]:
+    """Return the options in a value: one, those of a sweep (a,b), or several loggers ([a,b])."""
+    return value.strip("[]").split(",")
+
+
 def trust_of(argv: list[str]) -> list[str]:
     """Return the modules that these arguments trust: those in trust=[…] and those of dotted names typed as options."""
     given = dict(a.split("=", 1) for a in argv if "=" in a)
     listed = [word.strip() for word in given.get("trust", "[]").strip("[]").split(",")]
-    names = [name for group in GROUPS for name in given.get(group, "").split(",") if DOTTED.fullmatch(name)]
+    names = [name for group in GROUPS for name in named(given.get(group, "")) if DOTTED.fullmatch(name)]
     modules = [name.rpartition(".")[0] for name in names if not name.startswith("dtrain.")]
     return [word for word in dict.fromkeys([*listed, *modules]) if word]
 
 
-def store_option(group: str, name: str, section: dict[str, Any]) -> None:
-    ConfigStore.instance().store(group=group, name=name, node=OmegaConf.create(section))
+def store_option(group: str, name: str, section: dict[str, Any], package: str | None = None) -> None:
+    ConfigStore.instance().store(group=group, name=name, node=OmegaConf.create(section), package=package)
 
 
 def quote(path: Path | str) -> str:
@@ -245,7 +256,11 @@ def store_as_run(run_dir: Path, overridden: list[str]) -> None:
     if isinstance(config.get("cluster"), dict):
         for name in CODE:  # must also be typed again, or come from conf/
             config["cluster"].pop(name, None)
-    chosen = {g: choices[g] for g in GROUPS if g in choices and g not in overridden}
+    for section in as_dict(config.get(LOGGER)).values():  # a tracker's server gets credentials: see checks/loggers.py
+        for name in ADDRESSES:
+            as_dict(section).update({name: None} if name in as_dict(section) else {})
+    # the section of the loggers is complete: none is chosen, and the section is merged into nothing
+    chosen = {g: choices[g] for g in GROUPS if g in choices and g not in (*overridden, LOGGER)}
     for group, option in chosen.items():
         if not isinstance(option, str) or not OPTION.fullmatch(option):  # Hydra would accept a path to any file
             rule = f"its config.yaml has choices.{group}={option!r}, which is not an option"

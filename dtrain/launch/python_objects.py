@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dtrain.config.files import flatten
+from dtrain.config.files import LOGGER, flatten
 from dtrain.config.hydra_errors import GROUPS
 from dtrain.errors import bad
 from dtrain.launch.arguments import quote
@@ -52,6 +52,8 @@ def spell(given: Mapping[str, Any]) -> tuple[list[str], list[Path]]:
 
 def parts_of(group: str, value: Any) -> tuple[Any, Mapping[str, Any]]:
     """Split a group's value into (option name, class, function or None) and its settings."""
+    if group == LOGGER and isinstance(value, list) and all(isinstance(name, str) for name in value):  # several
+        return f"[{','.join(value)}]", {}
     if isinstance(value, Mapping):  # settings for the option that is already chosen
         return None, value
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):

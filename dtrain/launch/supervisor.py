@@ -21,6 +21,7 @@ from typing import IO, Any, Protocol
 from dtrain.launch import hang
 from dtrain.launch.attempt_files import AttemptFiles
 from dtrain.launch.failures import failure, first_failure, is_timeout, mismatch, of_standstill
+from dtrain.launch.follower import Follower
 from dtrain.launch.members import Members
 from dtrain.launch.metrics_server import MetricsServer
 from dtrain.launch.wait_graph import Position
@@ -154,6 +155,8 @@ class Supervisor:
             with Monitor(run_dir) as monitor:
                 if self.node_rank == 0:
                     self.server = MetricsServer(run_dir, self.config["cluster"])
+                follower = Follower(run_dir, self.loggers if self.node_rank == 0 else {})
+                follower.start()
                 attempt, again = 0, ""
                 while True:
                     monitor.message(f"starting {self.num_ranks} ranks{again}; logs in {short_path(run_dir / 'logs')}")
@@ -172,6 +175,7 @@ class Supervisor:
                     self._note_restart(run_dir, attempt, monitor)
                 if self.ends_copies and (left := memory.remove_old(run_dir)):
                     monitor.message(left)
+                follower.finish(monitor.message, lambda: self.end_at_once)
             failed = code not in (DONE, PREEMPTED)
             print_summary(
                 run_dir,
@@ -216,6 +220,10 @@ class Supervisor:
         note_attempt(run_dir, "end", code=code, why=change.why)
         note_attempt(run_dir, "start", attempt=True, **self.place())
         return f"{change.why}: continuing with {self.members.count(self.num_members)}"
+
+    @property
+    def loggers(self) -> dict[str, Any]:
+        return self.config.get("logger", {})
 
     @property
     def num_members(self) -> int:

@@ -166,7 +166,6 @@ def finish(run: Run, saver: background.Saver, preempted: bool) -> None:
             "wall_s": time.perf_counter() - run.began,
         }  # fmt: skip
         write_json(run.folder / "summary.json", run.summary)
-        run.recorder.logger.finish(run.summary)
     if saver.peer:
         saver.peer.remove()
 

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,10 @@ _encode = json.JSONEncoder(allow_nan=False).encode
 
 
 class Recorder:
-    """Append metrics to metrics.jsonl and the logger. On resume, first drop the steps that will be repeated."""
+    """Append metrics to metrics.jsonl. On resume, first drop the steps that will be repeated."""
 
-    def __init__(self, run_dir: Path, start_step: int, logger: Any) -> None:
-        self.logger, self.path = logger, run_dir / "metrics.jsonl"
+    def __init__(self, run_dir: Path, start_step: int) -> None:
+        self.path = run_dir / "metrics.jsonl"
         self.rewind(start_step)
 
     def rewind(self, step: int) -> None:
@@ -44,10 +45,9 @@ class Recorder:
 
     def write(self, **values: Any) -> None:
         try:
-            self.file.write(_dump(values))
+            self.file.write(_dump(values | {"time": round(time.time(), 3)}))
         except OSError as error:
             raise disk_space.describe(error, Path(self.file.name), 1000) from error
-        self.logger.log(values)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,6 @@ from dtrain.runs import causes
 from dtrain.runs.folder import newest_figures
 from dtrain.runs.protocol import ELASTIC, RESCUE_FILE
 from dtrain.strategies.ddp import DDP
-from dtrain.train.loggers import NoLogger
 from dtrain.train.metrics import Recorder
 from dtrain.train.process import log
 from dtrain.train.setup import Run
@@ -60,7 +59,7 @@ def save_alone(run: Run) -> None:
     meta["extra"] = run.strategy.extra_state()
     store.save(run.folder / "checkpoints", run.step, run.strategy.state_dict(), meta, run.cfg.checkpoint.keep)
     logged = newest_figures(run.folder).get("steps", 0)  # rank 0 may have been killed before it logged the last step
-    run.recorder = run.recorder or Recorder(run.folder, run.step, NoLogger())
+    run.recorder = run.recorder or Recorder(run.folder, run.step)
     for finished in run.recent:
         if finished.step > logged:
             run.recorder.write(**run.step_metrics(finished))

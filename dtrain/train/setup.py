@@ -146,12 +146,11 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
         "start_step": step, "total_steps": cfg.train.steps, "steps": step, "train_loss": None, "val_loss": None,
         "val_accuracy": None, "predicted": predicted(folder), "versions": metrics.versions(device),
     }  # fmt: skip
-    recorder = metrics.Recorder(folder, step, build(cfg.logger, trust)) if rank == 0 else None
+    recorder = metrics.Recorder(folder, step) if rank == 0 else None
     if recorder:
         if step == last_step:  # the run saved its last step but ended before writing its summary
             summary |= newest_figures(folder)
         write_json(folder / "summary.json", summary)
-        recorder.logger.start(cfg.name, str(folder), cfg)
         if strategy.compile != "none" and step < last_step:  # gpt2-1.5b: 8 s by blocks, 71 s whole
             log.info("compiling the model: the first step takes longer")
     profiler.attach(strategy, train_data, step, last_step - step)  # wraps the steps to profile, if any

@@ -22,7 +22,7 @@ from dtrain.config.build import build
 from dtrain.config.files import CONF, RECIPES, flatten, options_of
 from dtrain.config.mesh import MeshSizes, batch_sizes
 from dtrain.config.ranges import AT_LEAST, AT_MOST, LESS_THAN, MORE_THAN
-from dtrain.config.schema import REQUIRED, check_section, fits, signature
+from dtrain.config.schema import REQUIRED, check_group, check_section, fits, signature
 from dtrain.data.tokens import prepare
 from dtrain.errors import unknown
 from dtrain.launch import arguments
@@ -80,7 +80,8 @@ def needed(path: Path, tmp_path: Path) -> list[str]:
     models |= {"mlm": "bert-tiny", "stdlib-mlm": "bert-tiny"}
     models |= dict.fromkeys(["labelled", "stdlib-lines"], "bert-tiny-classify")
     model = [f"model={models[path.stem]}"] if path.parent.name == "data" and path.stem in models else []
-    return [*model, *data_path(path, section, tmp_path)]
+    keyless = ["logger.wandb.mode=offline"] if path.stem == "wandb" else []
+    return [*model, *keyless, *data_path(path, section, tmp_path)]
 
 
 def data_path(path: Path, section: dict[Any, Any], tmp_path: Path) -> list[str]:
@@ -107,6 +108,8 @@ def test_every_option_composes_and_validates(path: Path, tmp_path: Path) -> None
     written = OmegaConf.to_container(OmegaConf.load(path))
     assert isinstance(written, dict)
     section = set(config[path.parent.name])
+    if path.parent.name == "logger":  # each in a section of its own, because several may be chosen
+        section = set(config["logger"].get(path.stem, {}))
     own = set(written) - {"defaults"}
     assert section >= own if "defaults" in written else section == own, "the section is the file's"
 
@@ -115,8 +118,13 @@ def test_every_option_composes_and_validates(path: Path, tmp_path: Path) -> None
 def test_a_typo_in_any_option_is_found(path: Path) -> None:
     """So no option's constructor swallows what it does not know, and the signature reader reads them all."""
     section = files.section(path.parent.name, path.stem)
-    with pytest.raises(ValueError, match=rf"{path.parent.name}\.zzz: there is no such setting"):
-        check_section(path.parent.name, {"zzz": 1} | section, [])
+    group = path.parent.name
+    prefix = files.setting_prefix(group, path.stem) if section else group
+    with pytest.raises(ValueError, match=rf"{prefix}\.zzz: there is no such setting"):
+        if section:
+            check_section(prefix, {"zzz": 1} | section, [])
+        else:  # logger=none
+            check_group(group, {group: {"zzz": 1}}, [])
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
@@ -130,7 +138,7 @@ def test_every_recipe_validates(path: Path) -> None:
 TORCH_FREE = [
     "dtrain.optim.schedule.constant", "dtrain.optim.schedule.linear", "dtrain.optim.schedule.cosine",
     "dtrain.launch.local.Local",
-    "dtrain.train.loggers.Wandb", "dtrain.train.loggers.NoLogger", "dtrain.data.text.Text", "dtrain.data.tokens.Tokens",
+    "dtrain.loggers.wandb.Wandb", "dtrain.loggers.mlflow.Mlflow", "dtrain.data.text.Text", "dtrain.data.tokens.Tokens",
     "dtrain.data.stdlib.Stdlib", "dtrain.data.synthetic.Synthetic",
 ]  # fmt: skip
 
@@ -153,7 +161,7 @@ def test_the_signature_read_from_source_is_the_real_one(target: str) -> None:
 def test_the_signature_reader_reads_awkward_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine_xyz.py").write_text(
         "import nothing_that_exists\n"
-        "from dtrain.train.loggers import Wandb as W\n"
+        "from dtrain.loggers.wandb import Wandb as W\n"
         "from subprocess import Popen\n"
         "class Plain: pass\n"
         "class Base:\n    def __init__(self, a): ...\n"
@@ -169,7 +177,7 @@ def test_the_signature_reader_reads_awkward_sources(tmp_path: Path, monkeypatch:
     assert signature("mine_xyz.keyword", "x", trust) == {
         "a": ("", REQUIRED), "b": ("int", "1"), "c": ("str", REQUIRED), "d": ("", "None")
     }  # fmt: skip
-    assert signature("mine_xyz.W", "x", trust) == signature("dtrain.train.loggers.Wandb", "x")
+    assert signature("mine_xyz.W", "x", trust) == signature("dtrain.loggers.wandb.Wandb", "x")
     for target in ("mine_xyz.Popen", "mine_xyz.nothing_that_exists", "mine_xyz.nope", "mine_xyz", "mine_abc.X"):
         with pytest.raises(ValueError, match=rf"model\._target_=(subprocess|{target.partition('.')[0]}).*\n  fix: "):
             signature(target, "model._target_", trust)

@@ -1,0 +1,53 @@
+"""metrics.csv in the run folder: one line a step, for spreadsheets."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+from pathlib import Path
+
+from dtrain.loggers.tracker import BySteps, Held, Row, RunFacts
+
+FILE = "metrics.csv"
+
+
+class Csv:
+    """Always has the values of metrics.jsonl: it is written again from the start when a resumed run drops steps."""
+
+    mirrors, takes_system, is_remote = True, False, False
+
+    def open(self, run: RunFacts) -> Held:
+        self.path = run.run_dir / FILE
+        self.columns, self.steps = ["step"], BySteps()
+        self._replace(self.path.with_name(f".{FILE}.tmp"))
+        return {}
+
+    def log(self, rows: list[Row]) -> None:
+        self._write(list(self.steps.add(rows)))
+
+    def finish(self, run: RunFacts) -> None:
+        self._write(self.steps.rest())
+        self.file.close()
+
+    def _replace(self, temporary: Path, old: Path | None = None) -> None:
+        """Write a new file with the present columns, and the lines of the old one; older lines are shorter."""
+        with open(temporary, "w", newline="") as file:
+            csv.writer(file).writerow(self.columns)
+            if old:
+                with open(old, newline="") as lines:
+                    next(lines)
+                    shutil.copyfileobj(lines, file)
+        os.replace(temporary, self.path)
+        self.file = open(self.path, "a", newline="")  # noqa: SIM115 (until the follower ends)
+
+    def _write(self, rows: list[Row]) -> None:
+        known = set(self.columns)
+        new = [key for key in dict.fromkeys(key for row in rows for key in row.values) if key not in known]
+        if new:
+            self.columns += new
+            self.file.close()
+            self._replace(self.path.with_name(f".{FILE}.tmp"), self.path)
+        values = self.columns[1:]
+        csv.writer(self.file).writerows([row.step, *(row.values.get(key) for key in values)] for row in rows)
+        self.file.flush()

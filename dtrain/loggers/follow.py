@@ -1,0 +1,213 @@
+"""The follower: one process a run, which reads its files and feeds its trackers. Training never waits for it.
+
+Each tracker has a thread, because a server that hangs must not hold up the others. After any error the tracker is
+opened again, and asked what has arrived: so each step arrives once, whatever was killed or lost in between.
+The supervisor holds the follower's stdin open; when it is closed, the rest is sent, within LAST_S seconds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dtrain.config import run_file
+from dtrain.config.build import build, typed_trust
+from dtrain.config.redaction import hide
+from dtrain.loggers.tracker import REST, SYSTEM, Held, Row, RunFacts, Tracker, numbers
+from dtrain.runs.folder import Tail, launch_time, parse_line, read_json, write_json
+from dtrain.runs.metrics import system_files
+from dtrain.runs.protocol import STOP_SIGNALS, Deadline
+from dtrain.util.format import finite
+
+STATE = "logs/trackers.json"  # of each tracker: whether it has everything, and the last problem
+LOG = "logs/trackers.log"
+LAST_S = 15.0  # on an idle machine, after the ranks have ended, for what has not arrived yet
+LOCAL_S = 60.0  # the same for files and databases: a new MLflow database takes 10 s, and is broken if it is cut off
+LOOK_S = 1.0  # between two looks at the files
+RETRY_S = (2.0, 60.0)  # first and longest wait before a tracker that failed is opened again
+BATCH = 20_000  # lines that are read, and rows that a tracker gets, at once
+
+
+class Source:
+    """The rows of a run that a tracker does not have yet, in order."""
+
+    def __init__(self, run_dir: Path, held: Held, system: bool) -> None:
+        self.run_dir, self.held, self.system = run_dir, dict(held), system
+        self.metrics, self.nodes = Tail(run_dir / "metrics.jsonl"), dict[str, Tail]()
+        self.time = launch_time(read_json(run_dir / "launch.json")) or 0.0
+        self.step, self.times, self.steps = 0, list[float](), list[int]()  # when each step was, for system metrics
+        self.was_replaced = False  # a resumed run dropped lines
+
+    def rows(self) -> Iterator[list[Row]]:
+        """Yield batches of new rows."""
+        lines, again = self.metrics.read()
+        if again:
+            self.was_replaced, self.step, self.times, self.steps = True, 0, [], []
+        for i in range(0, len(lines), BATCH):
+            found = (self._row(parse_line(line)) for line in lines[i : i + BATCH])
+            if rows := [row for row in found if row]:
+                yield rows
+        if self.system:
+            for node, path in system_files(self.run_dir).items():
+                lines, _ = self.nodes.setdefault(node, Tail(path)).read()
+                samples = (self._sample(node, parse_line(line)) for line in lines)
+                if rows := [row for row in samples if row]:
+                    yield rows
+
+    def _row(self, line: dict[str, Any]) -> Row | None:
+        step = line.pop("step", None)
+        if type(step) is not int or step < 0:
+            return None
+        # a run of an earlier version has no times: add up the steps
+        self.time = finite(line.pop("time", None)) or self.time + (finite(line.get("step_s")) or 0.0) * max(
+            0, step - self.step
+        )
+        self.step = max(step, self.step)
+        if self.system:
+            self.times.append(self.time)
+            self.steps.append(step)
+        saved = line.get("save_step")  # two saves may be reported at one step
+        return self._new(saved if type(saved) is int else step, self.time, numbers(line), REST)
+
+    def _sample(self, node: str, line: dict[str, Any]) -> Row | None:
+        when = finite(line.pop("time", None))
+        if when is None:
+            return None
+        gpus = line.pop("gpus", None)
+        values = numbers(line)
+        for i, gpu in enumerate(gpus if isinstance(gpus, list) else []):
+            if isinstance(gpu, dict):
+                number = gpu.pop("index", i)
+                values |= {f"gpu{number}/{key}": value for key, value in numbers(gpu).items()}
+        before = bisect_right(self.times, when)
+        step = self.steps[before - 1] if before else 0
+        return self._new(step, when, {f"{SYSTEM}{node}/{key}": value for key, value in values.items()}, SYSTEM)
+
+    def _new(self, step: int, when: float, values: dict[str, float], rest: str) -> Row | None:
+        """Return a row of the values that the tracker does not have: it holds each metric up to some step."""
+        held = self.held
+        below = held.get(rest, held.get(REST, -1))
+        values = {key: value for key, value in values.items() if step > held.get(key, below)}
+        held.update(dict.fromkeys(values, step))
+        return Row(step, when, values) if values else None
+
+
+class Feed:
+    """Feeds one tracker."""
+
+    def __init__(self, name: str, section: dict[str, Any], run_dir: Path) -> None:
+        self.name, self.run_dir = name, run_dir
+        self.tracker: Tracker = build(section, typed_trust())
+        self.problem = ""
+        self.done = False
+        self.sent = 0
+
+    def send(self, keep_on: Callable[[], bool] = lambda: False, pause: Callable[[], object] = lambda: None) -> None:
+        """Send all rows, and go on while `keep_on` is true; then finish. Raises what the tracker raises."""
+        tracker, source = self.tracker, self._open()
+        while True:
+            last = not keep_on()  # asked before the files are read: nothing is written after the end
+            for rows in source.rows():
+                if source.was_replaced and tracker.mirrors:
+                    break
+                tracker.log(rows)
+                self.sent += len(rows)
+            if source.was_replaced and tracker.mirrors:
+                source = self._open()
+                continue
+            self.problem = ""
+            if last:
+                break
+            pause()
+        tracker.finish(RunFacts.read(self.run_dir))
+        self.done = True
+
+    def _open(self) -> Source:
+        return Source(self.run_dir, self.tracker.open(RunFacts.read(self.run_dir)), self.tracker.takes_system)
+
+    def follow(self, ended: threading.Event, look_s: float = LOOK_S) -> None:
+        """Send rows until the run has ended, and start again after each error."""
+        wait = RETRY_S[0]
+        while not self.done:
+            try:
+                with locked(self.run_dir, self.name, patience=lambda: time.sleep(0.5)):
+                    sent = self.sent
+                    self.send(lambda: not ended.is_set(), lambda: ended.wait(look_s))
+            except BaseException as error:  # some libraries raise SystemExit
+                self.problem = one_line(error)
+                say(f"{self.name}: {self.problem}; again in {wait:.0f} s\n{hide(traceback.format_exc())}")
+                wait = RETRY_S[0] if self.sent > sent else min(2 * wait, RETRY_S[1])
+                ended.wait(wait)
+                if ended.is_set():
+                    time.sleep(0.5)
+
+
+def one_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return hide(f"{type(error).__name__}: {lines[0].strip() if lines else ''}")[:300]
+
+
+def say(text: str) -> None:
+    print(time.strftime("%F %T"), text, flush=True)
+
+
+@contextmanager
+def locked(run_dir: Path, name: str, patience: Callable[[], object] | None = None) -> Iterator[None]:
+    """Let one process at a time send a run to a tracker: the follower of the last attempt may still be sending."""
+    (run_dir / "logs").mkdir(exist_ok=True)
+    with open(run_dir / "logs" / f".{name}.lock", "a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if patience is None:
+                    raise ValueError(
+                        f"{run_dir}: another process is sending this run to {name}\n"
+                        "  fix: nothing to do: it sends everything; or wait until it has ended"
+                    ) from None
+                patience()
+        yield
+
+
+def main(run_dir: Path) -> int:
+    """Follow a run until stdin is closed; exit code 0: all trackers have everything."""
+    os.nice(10)  # the ranks come first
+    for number in (*STOP_SIGNALS, signal.SIGHUP):  # a scheduler sends them to all processes of a job
+        signal.signal(number, signal.SIG_IGN)
+    sections = run_file.load(run_dir)["logger"]
+    feeds = [Feed(name, dict(section), run_dir) for name, section in sections.items()]
+    ended = threading.Event()
+    threads = [threading.Thread(target=feed.follow, args=(ended,), daemon=True) for feed in feeds]
+    say(f"following {run_dir} for {', '.join(sections)}")
+    for thread in threads:
+        thread.start()
+    while os.read(0, 4096):
+        pass
+    ended.set()
+    for remote, seconds in ((True, LAST_S), (False, LOCAL_S)):
+        deadline = Deadline(seconds)
+        for thread in (thread for thread, feed in zip(threads, feeds, strict=True) if feed.tracker.is_remote == remote):
+            while thread.is_alive() and (left := deadline.left()) > 0:
+                thread.join(min(left, seconds))
+    state = {feed.name: {"complete": feed.done, "problem": feed.problem} for feed in feeds}
+    write_json(run_dir / STATE, state)
+    for feed in feeds:
+        say(f"{feed.name}: {feed.sent} rows sent, {'complete' if feed.done else 'not complete ' + feed.problem}")
+    return 0 if all(feed.done for feed in feeds) else 1
+
+
+if __name__ == "__main__":
+    code = main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(code)  # a thread may wait for a server that never answers

@@ -1,0 +1,1 @@
+"""The trackers and their follower."""
