@@ -27,6 +27,8 @@ def explain(error: BaseException) -> str:
         options = sorted({*(error.options or options_of(group)), *(["auto"] if group == "strategy" else [])})
         near = difflib.get_close_matches(option.lower(), options, 1, 0.4)
         fix = f"did you mean {group}={near[0]}? " if near else ""
+        if path == f"{LOGGER}/prometheus":  # it asks the run, and is not sent anything
+            fix = "cluster.metrics_port=9834, or `dtrain metrics serve`. "
         return f"{group}={option}: there is no such option\n  fix: {fix}{group} can be {', '.join(options)}"
     if isinstance(error, OSError) and error.errno in disk_space.FULL:
         return disk_space.explain(error, Path.cwd()).replace(". Fix: ", "\n  fix: ")

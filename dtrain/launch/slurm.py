@@ -193,7 +193,7 @@ class Slurm:
                 f"{self.processes} ranks\n"
                 f"logs      {run}/logs/rank-0.log (batch.log: the supervisor)\n"
                 f"status    dtrain status {run}\n"
-                f"watch     dtrain logs -f {run}\n"
+                f"watch     dtrain watch {run}\n"
                 f"cancel    dtrain cancel {run}      (or scancel {job_id})",
                 flush=True,
             )

@@ -115,7 +115,7 @@ def test_a_launch_returns_and_says_how_to_watch_and_cancel(here: Path, cluster: 
         f"submitted job {job}",
         "2 nodes × 1 ranks",
         "run/logs/rank-0.log",
-        "dtrain logs -f",
+        "dtrain watch",
         "dtrain cancel",
     ):
         assert words in result.stdout, result.stdout
