@@ -5,18 +5,16 @@ from __future__ import annotations
 import importlib.util
 import netrc
 import os
-import re
 from typing import Any
 from urllib.parse import urlsplit
 
+from dtrain.config.redaction import IN_ADDRESS
 from dtrain.errors import bad
 from dtrain.util.format import as_dict
 
 # A server gets the credentials of the environment, so its address must be typed, never come from a run folder.
 ADDRESSES = ("uri", "server_url")
-NEEDS = ("tensorboard", "wandb", "mlflow", "trackio", "prometheus")  # options that need an extra of the same name
-MODULES = {"prometheus": "prometheus_client"}  # where the module has another name
-SECRET_IN_URL = re.compile(r"//[^/]*@|[?&][^=]*token=", re.IGNORECASE)
+NEEDS = ("tensorboard", "wandb", "mlflow", "trackio")  # options that need an extra of the same name
 
 
 def check(config: dict[str, Any]) -> None:
@@ -30,14 +28,14 @@ def check(config: dict[str, Any]) -> None:
 
 
 def check_installed(name: str) -> None:
-    if importlib.util.find_spec(MODULES.get(name, name)) is None:
+    if importlib.util.find_spec(name) is None:
         raise bad("logger", name, f"{name} is not installed", f"pip install 'dtrain[{name}]', or logger=none")
 
 
 def check_address(key: str, value: object) -> None:
     if not isinstance(value, str):
         return
-    if SECRET_IN_URL.search(value):
+    if IN_ADDRESS.search(value):
         rule = "has a password or token in it, and a configuration is written to disk in several places"
         raise bad(key, "…", rule, "give it in an environment variable: see conf/logger/")
     try:
@@ -71,6 +69,6 @@ def check_resumed(old: dict[str, Any], new: dict[str, Any]) -> None:
     for name, section in as_dict(old.get("logger")).items():
         for key in ADDRESSES:
             then = as_dict(section).get(key)
-            if then and name in new["logger"] and then != new["logger"][name].get(key):
+            if then and name in new["logger"] and not new["logger"][name].get(key):
                 rule = "the run folder names this server, and it would get your credentials"
                 raise bad(f"logger.{name}.{key}", then, rule, f"type it again: logger.{name}.{key}={then}")

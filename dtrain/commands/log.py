@@ -33,25 +33,25 @@ def main(argv: list[str]) -> int:
     words = [*options.run, *options.override]
     overrides = [word for word in words if word.startswith((f"{LOGGER}=", f"{LOGGER}.", "trust="))]
     runs = [find_run(word) for word in words if word not in overrides] or [find_run("latest")]
-    typed = chosen(overrides) if overrides else None
+    typed, trust = chosen(overrides) if overrides else (None, [])
     todo = [(run, own(run) if typed is None else typed) for run in runs]
     failed = False
     for run, sections in todo:
         for name, section in sections.items():
-            failed = not send(run, name, section) or failed
+            failed = not send(run, name, section, trust) or failed
     return FAILED if failed else DONE
 
 
-def chosen(overrides: list[str]) -> dict[str, Any]:
-    """Return the section that these overrides make."""
+def chosen(overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the section that these overrides make, and the modules that they trust."""
     from dtrain.launch.compose import compose  # Hydra takes a while
 
     if not any(word.startswith(f"{LOGGER}=") for word in overrides):
-        name = overrides[0].split(".")[1]
+        name = next((word.split(".")[1] for word in overrides if word.startswith(f"{LOGGER}.")), "tensorboard")
         raise bad(LOGGER, "", "the overrides do not choose a tracker", f"{LOGGER}={name} {' '.join(overrides)}")
     config = compose(overrides)
     check(config | {"dry_run": False})
-    return checked(config[LOGGER], "none")
+    return checked(config[LOGGER], "none"), list(config["trust"])
 
 
 def own(run: Path) -> dict[str, Any]:
@@ -75,9 +75,9 @@ def checked(section: dict[str, Any], choice: str) -> dict[str, Any]:
     return section
 
 
-def send(run: Path, name: str, section: dict[str, Any]) -> bool:
+def send(run: Path, name: str, section: dict[str, Any], trust: list[str]) -> bool:
     """Send one run to one tracker, and report it in a line."""
-    feed = Feed(name, section, run)
+    feed = Feed(name, section, run, trust)
     try:
         with locked(run, name):
             feed.send()

@@ -14,7 +14,7 @@ from dtrain.config.redaction import hide
 from dtrain.report.curves import Points, columns
 from dtrain.report.page import name_apart
 from dtrain.report.run_data import FIRST, text
-from dtrain.runs.metrics import rows
+from dtrain.runs.metrics import NO_CURVE, rows
 from dtrain.runs.record import Record
 from dtrain.ui.console import say, stdout_console
 from dtrain.ui.curve import STYLES, Series, curve
@@ -82,7 +82,7 @@ def split(words: Sequence[str]) -> tuple[dict[Path, dict[str, Points]], list[str
 def metric_names(of_runs: Iterable[dict[str, Points]]) -> list[str]:
     """Every metric of the runs, the well-known ones first."""
     names = dict.fromkeys(name for of in of_runs for name in of)
-    return [name for name in dict.fromkeys((*FIRST, *names)) if name in names and name != "step"]
+    return [name for name in dict.fromkeys((*FIRST, *names)) if name in names and name not in NO_CURVE]
 
 
 def draw(names: list[str], known: list[dict[str, Points]], metrics: list[str], options: argparse.Namespace) -> None:

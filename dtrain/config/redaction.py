@@ -13,6 +13,10 @@ SHORTEST = 8  # shorter values are words such as "true" or "offline", and would 
 NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|_PASS|_PWD|_PAT)S?(?![A-Z])", re.IGNORECASE)
 # a setting with a secret-like name
 SECRET = re.compile(r"(^|[._-])(((api|access)_?key|secret|password|passwd|credential)s?|token)$", re.IGNORECASE)
+# in an address: user:password@host, ?api_key=…
+IN_ADDRESS = re.compile(
+    r"(?<=://)[^/\s@]+(?=@)|(?<=[?&;])([\w-]*(?:token|key|secret|password|passwd|pwd)=)[^&;\s#'\"]+", re.I
+)
 FROM_ENVIRONMENT = re.compile(r"oc\.env:\s*['\"]?(\w+)")
 
 
@@ -23,7 +27,9 @@ def secrets() -> dict[str, str]:
 
 
 def hide(text: str) -> str:
-    """Redact every secret's value in a text, also where its quotes or line breaks are escaped."""
+    """Redact every secret's value in a text, also where its quotes or line breaks are escaped, and in addresses."""
+    if "://" in text:
+        text = IN_ADDRESS.sub(lambda found: (found[1] or "") + HIDDEN, text)
     if not (known := secrets()):
         return text
     import json  # imported late, to keep `dtrain plan` fast

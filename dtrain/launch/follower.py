@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
@@ -30,8 +31,11 @@ class Follower:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        if not self.loggers:
-            return
+        if self.loggers:
+            with contextlib.suppress(OSError):  # a full disk, or too many processes: training matters more
+                self._start()
+
+    def _start(self) -> None:
         (self.run_dir / "logs").mkdir(exist_ok=True)
         (self.run_dir / STATE).unlink(missing_ok=True)
         command = [*start.command("dtrain.loggers.follow"), str(self.run_dir)]
@@ -45,15 +49,17 @@ class Follower:
                 start_new_session=True,  # Ctrl-C must reach only the supervisor
             )
 
-    def finish(self, say: Callable[[str], None], at_once: Callable[[], bool]) -> None:
+    def finish(self, say: Callable[[str], None], at_once: Callable[[], bool], most_s: float = MOST_S) -> None:
         """Let it send the rest, for a bounded time; report a tracker that did not get everything."""
         if self.process is None or self.process.stdin is None:
+            for name in self.loggers:
+                say(f"{name} got no metrics: its process did not start; this sends them: {self.command(name)}")
             return
         self.process.stdin.close()
         names, began, said = ", ".join(self.loggers), time.monotonic(), False
         while self.process.poll() is None:
             waited = time.monotonic() - began
-            if at_once() or waited > MOST_S:
+            if at_once() or waited > most_s:
                 self.process.kill()
                 break
             if waited > QUIET_S and not said:

@@ -21,7 +21,7 @@ from typing import IO, Any, Protocol
 from dtrain.launch import hang
 from dtrain.launch.attempt_files import AttemptFiles
 from dtrain.launch.failures import failure, first_failure, is_timeout, mismatch, of_standstill
-from dtrain.launch.follower import Follower
+from dtrain.launch.follower import MOST_S, Follower
 from dtrain.launch.members import Members
 from dtrain.launch.metrics_server import MetricsServer
 from dtrain.launch.wait_graph import Position
@@ -175,7 +175,9 @@ class Supervisor:
                     self._note_restart(run_dir, attempt, monitor)
                 if self.ends_copies and (left := memory.remove_old(run_dir)):
                     monitor.message(left)
-                follower.finish(monitor.message, lambda: self.end_at_once)
+                # a stopped job is requeued after this, and must not reach its time limit before
+                left_s = max(2.0, self.stop_requested_at + self.grace_s - time.monotonic())
+                follower.finish(monitor.message, lambda: self.end_at_once, min(left_s, MOST_S))
             failed = code not in (DONE, PREEMPTED)
             print_summary(
                 run_dir,

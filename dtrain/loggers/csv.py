@@ -32,7 +32,8 @@ class Csv:
 
     def _replace(self, temporary: Path, old: Path | None = None) -> None:
         """Write a new file with the present columns, and the lines of the old one; older lines are shorter."""
-        with open(temporary, "w", newline="") as file:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "x", newline="") as file:  # x: never through a link in a folder of someone else's
             csv.writer(file).writerow(self.columns)
             if old:
                 with open(old, newline="") as lines:

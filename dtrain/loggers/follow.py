@@ -14,8 +14,8 @@ import sys
 import threading
 import time
 import traceback
-from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,24 +45,27 @@ class Source:
         self.run_dir, self.held, self.system = run_dir, dict(held), system
         self.metrics, self.nodes = Tail(run_dir / "metrics.jsonl"), dict[str, Tail]()
         self.time = launch_time(read_json(run_dir / "launch.json")) or 0.0
-        self.step, self.times, self.steps = 0, list[float](), list[int]()  # when each step was, for system metrics
+        self.step = 0
         self.was_replaced = False  # a resumed run dropped lines
 
     def rows(self) -> Iterator[list[Row]]:
         """Yield batches of new rows."""
         lines, again = self.metrics.read()
         if again:
-            self.was_replaced, self.step, self.times, self.steps = True, 0, [], []
+            self.was_replaced, self.step = True, 0
+        samples = self._samples() if self.system else deque()
         for i in range(0, len(lines), BATCH):
-            found = (self._row(parse_line(line)) for line in lines[i : i + BATCH])
+            found: list[Row | None] = []
+            for line in lines[i : i + BATCH]:
+                before = self.step
+                row = self._row(parse_line(line))
+                while samples and samples[0][0] < self.time:  # at the step after which it was taken: in order
+                    found.append(self._new(before, *samples.popleft(), SYSTEM))
+                found.append(row)
             if rows := [row for row in found if row]:
                 yield rows
-        if self.system:
-            for node, path in system_files(self.run_dir).items():
-                lines, _ = self.nodes.setdefault(node, Tail(path)).read()
-                samples = (self._sample(node, parse_line(line)) for line in lines)
-                if rows := [row for row in samples if row]:
-                    yield rows
+        if rest := [row for sample in samples if (row := self._new(self.step, *sample, SYSTEM))]:
+            yield rest
 
     def _row(self, line: dict[str, Any]) -> Row | None:
         step = line.pop("step", None)
@@ -73,25 +76,19 @@ class Source:
             0, step - self.step
         )
         self.step = max(step, self.step)
-        if self.system:
-            self.times.append(self.time)
-            self.steps.append(step)
         saved = line.get("save_step")  # two saves may be reported at one step
         return self._new(saved if type(saved) is int else step, self.time, numbers(line), REST)
 
-    def _sample(self, node: str, line: dict[str, Any]) -> Row | None:
-        when = finite(line.pop("time", None))
-        if when is None:
-            return None
-        gpus = line.pop("gpus", None)
-        values = numbers(line)
-        for i, gpu in enumerate(gpus if isinstance(gpus, list) else []):
-            if isinstance(gpu, dict):
-                number = gpu.pop("index", i)
-                values |= {f"gpu{number}/{key}": value for key, value in numbers(gpu).items()}
-        before = bisect_right(self.times, when)
-        step = self.steps[before - 1] if before else 0
-        return self._new(step, when, {f"{SYSTEM}{node}/{key}": value for key, value in values.items()}, SYSTEM)
+    def _samples(self) -> deque[tuple[float, dict[str, float]]]:
+        """Return the new system metrics of all nodes, in the order of their times."""
+        found = []
+        for node, path in system_files(self.run_dir).items():
+            lines, _ = self.nodes.setdefault(node, Tail(path)).read()
+            for line in map(parse_line, lines):
+                when = finite(line.pop("time", None))
+                if when is not None:
+                    found.append((when, {f"{SYSTEM}{node}/{key}": value for key, value in flat(line).items()}))
+        return deque(sorted(found, key=lambda sample: sample[0]))
 
     def _new(self, step: int, when: float, values: dict[str, float], rest: str) -> Row | None:
         """Return a row of the values that the tracker does not have: it holds each metric up to some step."""
@@ -102,12 +99,25 @@ class Source:
         return Row(step, when, values) if values else None
 
 
+def flat(sample: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of a sample; of a GPU also whether it is throttled, and its newest error (XID)."""
+    gpus = sample.pop("gpus", None)
+    values = numbers(sample)
+    for i, gpu in enumerate(gpus if isinstance(gpus, list) else []):
+        if isinstance(gpu, dict):
+            number, throttle, xid = gpu.pop("index", i), gpu.pop("throttle", None), gpu.pop("xid", None)
+            more = {"throttled": float(bool(throttle))} if isinstance(throttle, list) else {}
+            more |= {"xid": xid[-1]} if isinstance(xid, list) and xid else {}
+            values |= {f"gpu{number}/{key}": value for key, value in numbers(gpu | more).items()}
+    return values
+
+
 class Feed:
     """Feeds one tracker."""
 
-    def __init__(self, name: str, section: dict[str, Any], run_dir: Path) -> None:
+    def __init__(self, name: str, section: dict[str, Any], run_dir: Path, trust: Sequence[str] = ()) -> None:
         self.name, self.run_dir = name, run_dir
-        self.tracker: Tracker = build(section, typed_trust())
+        self.tracker: Tracker = build(section, [*typed_trust(), *trust])
         self.problem = ""
         self.done = False
         self.sent = 0
@@ -139,9 +149,9 @@ class Feed:
         """Send rows until the run has ended, and start again after each error."""
         wait = RETRY_S[0]
         while not self.done:
+            sent = self.sent
             try:
                 with locked(self.run_dir, self.name, patience=lambda: time.sleep(0.5)):
-                    sent = self.sent
                     self.send(lambda: not ended.is_set(), lambda: ended.wait(look_s))
             except BaseException as error:  # some libraries raise SystemExit
                 self.problem = one_line(error)
@@ -177,6 +187,8 @@ def locked(run_dir: Path, name: str, patience: Callable[[], object] | None = Non
                         "  fix: nothing to do: it sends everything; or wait until it has ended"
                     ) from None
                 patience()
+            except OSError:  # a file system without locks
+                break
         yield
 
 

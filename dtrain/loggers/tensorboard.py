@@ -24,14 +24,16 @@ class TensorBoard:
         from tensorboard.compat.proto.event_pb2 import Event
 
         folder = run.run_dir / FOLDER
+        if folder.is_symlink():  # a run folder may come from someone else, and old files are deleted here
+            raise ValueError(f"{folder} is a link; remove it")
         folder.mkdir(exist_ok=True)
-        old = list(folder.glob("events.out.tfevents.*"))
+        old = list(folder.glob("events.out.tfevents.*.dtrain"))  # not those of the user's own code
         # TensorBoard reads the files of a folder in the order of their names, each from where it stopped
         number = max(
             [int(time.time()), *(1 + int(p.name.split(".")[3]) for p in old if p.name.split(".")[3].isdigit())]
         )
-        path = folder / f"events.out.tfevents.{number:010d}.{socket.gethostname()}.{os.getpid()}"
-        self.file = open(path, "wb")  # noqa: SIM115 (until the follower ends)
+        path = folder / f"events.out.tfevents.{number:010d}.{socket.gethostname()}.{os.getpid()}.dtrain"
+        self.file = open(path, "xb")  # noqa: SIM115 (until the follower ends)
         self._write([Event(wall_time=time.time(), file_version="brain.Event:2")])
         for path in old:
             path.unlink(missing_ok=True)

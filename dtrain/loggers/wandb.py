@@ -65,7 +65,7 @@ class Wandb:
 
     def finish(self, run: RunFacts) -> None:
         """Send the newest step too, unless the run was killed: a resumed run will complete that step."""
-        if run.status in ("done", "preempted"):
+        if run.status != "running":
             for row in self.steps.rest():
                 self._send(row)
         self.run.summary.update({**run.summary, "tags": run.tags})

@@ -11,7 +11,9 @@ import base64
 import hashlib
 import html
 import json
+import os
 import re
+import tempfile
 import time
 import zlib
 from collections.abc import Sequence
@@ -103,5 +105,13 @@ def digest(text: str) -> str:
 def write(run_dirs: Sequence[Path], file: Path, title: str) -> int:
     """Write the page; return its size in bytes."""
     data = render(collect(run_dirs), title).encode()
-    file.write_bytes(data)
+    replace(file, data)
     return len(data)
+
+
+def replace(file: Path, data: bytes) -> None:
+    """Write a new file in its place, not through a link: a run folder may come from someone else."""
+    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", delete=False) as temporary:
+        temporary.write(data)
+    os.chmod(temporary.name, 0o644)
+    os.replace(temporary.name, file)

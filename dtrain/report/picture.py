@@ -10,7 +10,7 @@ from typing import Any
 from dtrain.config.redaction import hide
 from dtrain.errors import bad
 from dtrain.report.curves import columns, curve
-from dtrain.report.page import name_apart
+from dtrain.report.page import name_apart, replace
 from dtrain.report.run_data import plan_values, text
 from dtrain.runs.folder import read_json
 from dtrain.runs.metrics import rows
@@ -68,7 +68,7 @@ def draw(run_dirs: Sequence[Path], file: Path, title: str, kind: str) -> int:
             axes.legend(fontsize=7, frameon=False)
     out = io.BytesIO()
     figure.savefig(out, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else None)
-    file.write_bytes(out.getvalue())
+    replace(file, out.getvalue())
     return len(out.getvalue())
 
 

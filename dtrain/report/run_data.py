@@ -13,7 +13,7 @@ from dtrain.report.curves import Curve, Points, columns, curve, rounded
 from dtrain.report.system_data import system_data
 from dtrain.report.why import CAUSES, diagnose
 from dtrain.runs.folder import latest_checkpoint, predicted, read_json
-from dtrain.runs.metrics import rows
+from dtrain.runs.metrics import NO_CURVE, rows
 from dtrain.runs.record import Record
 from dtrain.ui.console import LAUNCH, measured_rows, next_commands
 from dtrain.util.format import as_dict, clean, finite, resume_argument, shell_path, short_path
@@ -24,7 +24,7 @@ RESULTS = (
 )  # fmt: skip
 WORDS = ("model", "strategy", "precision", "started")
 FIRST = ("loss", "val_loss", "val_accuracy", "lr", "grad_norm", "tokens_per_s", "mem_gib", "mfu", "step_s", "data_s")
-NO_CURVE = ("step", "tokens", "save_step", "slow_rank", "slowdown", "slow_since", "slow_until", "val_perplexity")
+HIDDEN_CURVES = (*NO_CURVE, "val_perplexity")
 MOST_CURVES = 24
 MOST_EVENTS = 200
 MOST_ATTEMPTS = 500
@@ -77,7 +77,7 @@ def curves(known: dict[str, Points], most: int) -> dict[str, Curve]:
     """Every metric that has numbers, the well-known ones first."""
     found: dict[str, Curve] = {}
     for name in dict.fromkeys((*FIRST, *known)):
-        is_curve = name in known and name not in NO_CURVE and not name.startswith(("save_", "rank_"))
+        is_curve = name in known and name not in HIDDEN_CURVES and not name.startswith(("save_", "rank_"))
         if is_curve and len(found) < MOST_CURVES:
             found[text(name)[:80]] = curve(*known[name], most)
     return found

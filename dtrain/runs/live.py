@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.runs.folder import Tail, latest_checkpoint, parse_line, predicted, read_json
-from dtrain.runs.metrics import system_files
+from dtrain.runs.metrics import NO_CURVE, system_files
 from dtrain.runs.record import Record, load, run_name
 from dtrain.runs.slurm_queue import Job
 from dtrain.util.format import as_dict, finite
@@ -191,7 +191,7 @@ class LiveRun:
             if isinstance(values := row.get(f"rank_{name}"), list):
                 self.ranks[name] = [_seconds(value) for value in values]
         for name, value in row.items():
-            if (y := finite(value)) is None or name in ("step", "tokens") or name.startswith(("slow_", "save_")):
+            if (y := finite(value)) is None or name in NO_CURVE or name.startswith(("slow_", "save_")):
                 continue
             if name not in self.curves and len(self.curves) >= NAMES:
                 continue
@@ -228,7 +228,8 @@ class LiveRun:
         for node, path in system_files(self.run_dir).items():
             if node not in self._system:
                 self._system[node] = _near_end(path)
-        names = ["batch.log", "torchrun.log", "rank-0.log", Path(str(self.failure.get("log") or "rank-0.log")).name]
+        names = ["batch.log", "srun.log", "starter.log", "torchrun.log", "rank-0.log"]
+        names.append(Path(str(self.failure.get("log") or "rank-0.log")).name)
         found = [path for name in dict.fromkeys(names) if (path := self.run_dir / "logs" / name).is_file()]
         for path in sorted(found, key=lambda path: path.stat().st_mtime):  # the newest lines last
             if path.name not in self._logs:

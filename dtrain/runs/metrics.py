@@ -9,6 +9,8 @@ from typing import Any
 from dtrain.runs.folder import parse_line
 from dtrain.util.format import number
 
+# numbers of metrics.jsonl that are not drawn
+NO_CURVE = ("step", "tokens", "time", "save_step", "slow_rank", "slowdown", "slow_since", "slow_until")
 SYSTEM_FILE = "logs/system-{}.jsonl"  # one per node: its CPUs, memory, disks, network and GPUs, every few seconds
 
 

@@ -13,7 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from dtrain.cli import main
-from dtrain.config.redaction import check, check_arguments, hidden, hide, redact, secrets
+from dtrain.config.redaction import HIDDEN, check, check_arguments, hidden, hide, redact, secrets
 from dtrain.launch.app import Gate
 from dtrain.runs.folder import read_json, write_json
 from tests.world import ROOT, SMALL
@@ -41,6 +41,14 @@ def test_which_variables_are_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert {*NAMES} <= {*secrets()}
     odd = {"TOKENIZERS_PARALLELISM", "XKB_KEYMAP", "KEYCLOAK_URL", "MONEY", "PATH_TO_TOKENIZER", "SHORT_KEY", "SSH_KEY"}
     assert not odd & {*secrets()}
+
+
+def test_passwords_in_addresses_are_hidden() -> None:
+    text = "http://me:geheim@host:5/a?b=1&api_key=geheim2;password=geheim3 and mysql://h/db?user=me&PASSWORD=geheim4"
+    assert hide(text) == (
+        f"http://{HIDDEN}@host:5/a?b=1&api_key={HIDDEN};password={HIDDEN} and mysql://h/db?user=me&PASSWORD={HIDDEN}"
+    )
+    assert hide("https://host/a@b?page=2") == "https://host/a@b?page=2"
 
 
 def test_text_and_values_are_blacked_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

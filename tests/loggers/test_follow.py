@@ -245,11 +245,11 @@ def test_system_metrics_belong_to_the_step_of_their_time(tmp_path: Path) -> None
         {"time": "x"},
     ]
     (run / "logs" / "system-node-1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
-    _, rows = Source(run, {}, system=True).rows()
-    assert [(row.step, row.values) for row in rows] == [
-        (0, {"system/node-1/cpu_percent": 7}),
-        (2, {"system/node-1/cpu_percent": 9.5, "system/node-1/gpu1/power_w": 300.0}),
-    ]
+    (rows,) = Source(run, {}, system=True).rows()
+    assert [row.step for row in rows] == [0, 1, 2, 2, 3, 4]
+    gpu = {"system/node-1/gpu1/power_w": 300.0, "system/node-1/gpu1/throttled": 1.0}
+    assert rows[0].values == {"system/node-1/cpu_percent": 7}
+    assert rows[3].values == {"system/node-1/cpu_percent": 9.5, **gpu}
 
 
 def test_a_step_is_one_row() -> None:
@@ -287,3 +287,48 @@ def test_a_tracker_is_opened_again_after_an_error(tmp_path: Path, monkeypatch: p
     ended.set()
     feed.follow(ended)
     assert odd.opened == 3 and sorted(set(odd.got)) == list(range(1, 8)) and feed.done and feed.problem == ""
+
+
+def test_system_metrics_come_in_the_order_of_the_steps(tmp_path: Path) -> None:
+    """Also when all of it is sent at once: W&B takes one row a step, in order."""
+    pytest.importorskip("wandb"), pytest.importorskip("tensorboard")
+    run = make_run(tmp_path / "run", wandb={"mode": "offline"}, tensorboard={})
+    train(run, 0, 20)
+    gpu = {"index": 3, "power_w": 700.0, "throttle": ["power cap"], "xid": [31, 79]}
+    samples = [{"time": 1.7e9 + step + 0.5, "cpu_percent": float(step), "gpus": [gpu]} for step in range(1, 21)]
+    (run / "logs" / "system-a.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    end(run, "failed")
+    for name in ("wandb", "tensorboard"):
+        section = json.loads((run / "config.yaml").read_text())["logger"][name]
+        Feed(name, section, run).send()
+    for points in (read_back.of_wandb(run), read_back.of_tensorboard(run)):
+        assert points["system/a/cpu_percent"] == [(step, float(step)) for step in range(1, 21)]
+        assert points["system/a/gpu3/throttled"][0] == (1, 1.0) and points["system/a/gpu3/xid"][0] == (1, 79)
+        assert [step for step, _ in points["loss"]] == list(range(1, 21)), "the last step of a failed run, too"
+
+
+def test_links_in_a_run_folder_are_not_followed(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    run, outside = make_run(tmp_path / "run", csv={}, tensorboard={}), tmp_path / "outside"
+    outside.mkdir()
+    (outside / "events.out.tfevents.1.x.1.dtrain").write_text("mine")
+    (outside / "table").write_text("mine")
+    (run / "tensorboard").symlink_to(outside)
+    (run / ".metrics.csv.tmp").symlink_to(outside / "table")
+    (run / "metrics.csv").symlink_to(outside / "table")
+    train(run, 0, 3)
+    with pytest.raises(ValueError, match="is a link"):
+        Feed("tensorboard", {"_target_": TARGETS["tensorboard"]}, run).send()
+    Feed("csv", {"_target_": TARGETS["csv"]}, run).send()
+    assert {path.read_text() for path in outside.iterdir()} == {"mine"}
+    assert read_back.of_csv(run) == read_back.truth(run)
+
+
+def test_a_follower_that_cannot_start_fails_no_run(tmp_path: Path) -> None:
+    run, said = make_run(tmp_path / "run", csv={}), list[str]()
+    (run / "logs").rmdir()
+    (run / "logs").touch()  # mkdir fails
+    follower = Follower(run, {"csv": {}})
+    follower.start()
+    follower.finish(said.append, lambda: False)
+    assert said == [f"csv got no metrics: its process did not start; this sends them: {follower.command('csv')}"]

@@ -82,6 +82,14 @@ def test_secrets_are_redacted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "abcd1234efgh" not in text and "hunter2" not in text
 
 
+def test_a_link_in_a_run_folder_is_not_written_through(tmp_path: Path) -> None:
+    run, outside = make_run(tmp_path / "run", 20), tmp_path / "outside"
+    outside.write_text("mine")
+    (run / "report.html").symlink_to(outside)
+    write([run], run / "report.html", "run")
+    assert outside.read_text() == "mine" and "<html" in (run / "report.html").read_text()
+
+
 def test_a_single_run_of_ten_thousand_steps_is_small(tmp_path: Path) -> None:
     assert write([make_run(tmp_path / "run")], tmp_path / "a.html", "t") < 500_000
 
