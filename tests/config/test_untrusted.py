@@ -244,7 +244,7 @@ def fuzz(world: World, seed: int, count: int) -> None:
 
 
 def test_nothing_in_a_file_runs_or_reads_the_environment(world: World) -> None:
-    fuzz(world, seed=20, count=200)
+    fuzz(world, seed=23, count=200)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from dtrain.config.build import build
 from dtrain.inference.sample import load_model
 from tests.world import losses, make_run, metrics, start_server, summary, train
 
-KEYS = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "data_s", "mfu", "mem_gib"}
+KEYS = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "data_s", "mfu", "mem_gib", "time"}
 
 
 def failure(run: Path) -> dict[str, object]:
