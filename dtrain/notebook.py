@@ -18,7 +18,7 @@ from dtrain.report.why import diagnose
 from dtrain.runs.find import find_run
 from dtrain.runs.folder import PLAN, read_json, read_summary
 from dtrain.runs.live import sampled
-from dtrain.runs.metrics import rows, system_files
+from dtrain.runs.metrics import gpus_of, rows, system_files
 from dtrain.runs.record import Record, run_folders
 from dtrain.runs.record import load as load_records
 from dtrain.ui.tables import COLUMNS, cell, compare, point
@@ -217,12 +217,10 @@ def _library(name: str, what: str) -> Any:
 def _flat(sample: dict[str, Any]) -> dict[str, Any]:
     """Return a line of system metrics with its GPUs in columns of their own."""
     flat = {key: value for key, value in sample.items() if key != "gpus"}
-    gpus = sample.get("gpus")
-    for i, gpu in enumerate(gpus if isinstance(gpus, list) else []):
-        if isinstance(gpu, dict):
-            for key, value in gpu.items():
-                text = ", ".join(map(str, value)) if isinstance(value, list) else value
-                flat[f"gpu{gpu.get('index', i)}_{key}"] = text
+    for i, gpu in enumerate(gpus_of(sample)):
+        for key, value in gpu.items():
+            text = ", ".join(map(str, value)) if isinstance(value, list) else value
+            flat[f"gpu{gpu.get('index', i)}_{key}"] = text
     return flat
 
 

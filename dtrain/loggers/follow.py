@@ -25,7 +25,7 @@ from dtrain.config.build import build, typed_trust
 from dtrain.config.redaction import hide
 from dtrain.loggers.tracker import REST, SYSTEM, Held, Row, RunFacts, Tracker, numbers
 from dtrain.runs.folder import Tail, launch_time, parse_line, read_json, write_json
-from dtrain.runs.metrics import system_files
+from dtrain.runs.metrics import gpus_of, system_files
 from dtrain.runs.protocol import STOP_SIGNALS, Deadline
 from dtrain.util.format import finite
 
@@ -101,14 +101,12 @@ class Source:
 
 def flat(sample: dict[str, Any]) -> dict[str, float]:
     """Return the numbers of a sample; of a GPU also whether it is throttled, and its newest error (XID)."""
-    gpus = sample.pop("gpus", None)
     values = numbers(sample)
-    for i, gpu in enumerate(gpus if isinstance(gpus, list) else []):
-        if isinstance(gpu, dict):
-            number, throttle, xid = gpu.pop("index", i), gpu.pop("throttle", None), gpu.pop("xid", None)
-            more = {"throttled": float(bool(throttle))} if isinstance(throttle, list) else {}
-            more |= {"xid": xid[-1]} if isinstance(xid, list) and xid else {}
-            values |= {f"gpu{number}/{key}": value for key, value in numbers(gpu | more).items()}
+    for i, gpu in enumerate(gpus_of(sample)):
+        number, throttle, xid = gpu.pop("index", i), gpu.pop("throttle", None), gpu.pop("xid", None)
+        more = {"throttled": float(bool(throttle))} if isinstance(throttle, list) else {}
+        more |= {"xid": xid[-1]} if isinstance(xid, list) and xid else {}
+        values |= {f"gpu{number}/{key}": value for key, value in numbers(gpu | more).items()}
     return values
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.runs.folder import file_clock, last_launch, latest_checkpoint, parse_line, predicted, read_json
-from dtrain.runs.metrics import system_files
+from dtrain.runs.metrics import gpus_of, system_files
 from dtrain.runs.nvml import THROTTLE
 from dtrain.runs.protocol import ATTEMPTS_FILE, HANG_FILE, POSITION_FILE, die_with_parent
 from dtrain.runs.record import Record, load, run_folders
@@ -260,8 +260,7 @@ class RunFiles:
 
     @staticmethod
     def _gpus(line: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-        gpus = line.get("gpus")
-        for values in map(as_dict, gpus[:MOST_GPUS] if isinstance(gpus, list) else []):
+        for values in gpus_of(line)[:MOST_GPUS]:
             if isinstance(index := values.get("index"), int) and 0 <= index < 1000:
                 yield str(index), values
 

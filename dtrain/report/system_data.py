@@ -8,8 +8,8 @@ from typing import Any
 
 from dtrain.config.redaction import hide
 from dtrain.report.curves import columns, curve
-from dtrain.runs.metrics import rows, system_files
-from dtrain.util.format import as_dict, clean, finite
+from dtrain.runs.metrics import gpus_of, rows, system_files
+from dtrain.util.format import clean, finite
 
 # key: heading, unit, key of the limit that is drawn beside it
 OF_GPU = {
@@ -60,16 +60,12 @@ Samples = dict[str, list[tuple[Any, dict[str, Any]]]]
 
 
 def gpu_numbers(lines: Sequence[dict[str, Any]]) -> list[int]:
-    found = {g.get("index") for row in lines for g in listed(row.get("gpus"))}
+    found = {g.get("index") for row in lines for g in gpus_of(row)}
     return sorted(i for i in found if isinstance(i, int) and not isinstance(i, bool))[:MOST_GPUS]
 
 
 def of_gpu(row: dict[str, Any], index: int) -> dict[str, Any]:
-    return next((g for g in listed(row.get("gpus")) if g.get("index") == index), {})
-
-
-def listed(value: object) -> list[dict[str, Any]]:
-    return [as_dict(item) for item in value] if isinstance(value, list) else []
+    return next((g for g in gpus_of(row) if g.get("index") == index), {})
 
 
 def charts_of(samples: Samples, metrics: dict[str, Any], since: float, most: int) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.runs.folder import parse_line
-from dtrain.util.format import number
+from dtrain.util.format import as_dict, number
 
 # numbers of metrics.jsonl that are not drawn
 NO_CURVE = ("step", "tokens", "time", "save_step", "slow_rank", "slowdown", "slow_since", "slow_until")
@@ -28,6 +28,12 @@ def series(rows: Iterable[dict[str, Any]], name: str) -> tuple[list[int], list[f
     found = [(row["step"], number(row.get(name))) for row in rows if isinstance(row.get("step"), int)]
     kept = [(step, value) for step, value in found if value is not None]
     return [step for step, _ in kept], [value for _, value in kept]
+
+
+def gpus_of(sample: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the GPUs of a line of system metrics."""
+    found = sample.get("gpus")
+    return [as_dict(gpu) for gpu in found] if isinstance(found, list) else []
 
 
 def system_files(run_dir: Path) -> dict[str, Path]:

@@ -9,9 +9,10 @@ from typing import Any
 from rich.text import Text
 
 from dtrain.runs.live import LiveRun
+from dtrain.runs.metrics import gpus_of
 from dtrain.ui.curve import BLOCKS
 from dtrain.ui.lines import bar, fit, heading, line, plain
-from dtrain.util.format import as_dict, finite, gib, si, step_time
+from dtrain.util.format import finite, gib, si, step_time
 
 PARTS = (("own", "cyan", "█"), ("wait", "yellow", "▒"), ("data", "magenta", "░"))  # a step's parts
 
@@ -129,11 +130,6 @@ def _at(values: Sequence[float], index: int) -> float:
 
 def newest(run: LiveRun) -> list[tuple[str, dict[str, Any]]]:
     return [(node, samples[-1]) for node, samples in sorted(run.nodes.items()) if samples]
-
-
-def gpus_of(sample: dict[str, Any]) -> list[dict[str, Any]]:
-    found = sample.get("gpus")
-    return [as_dict(gpu) for gpu in found] if isinstance(found, list) else []
 
 
 def _numbers(gpus: Iterable[dict[str, Any]], name: str) -> list[float]:
