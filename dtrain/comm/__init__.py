@@ -1,0 +1,1 @@
+"""What strategies send: collectives, compression, a ring all-reduce, a parameter server."""
