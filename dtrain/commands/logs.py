@@ -15,6 +15,7 @@ from dtrain.runs.find import find_run
 from dtrain.runs.folder import Tail
 from dtrain.runs.record import Record, load
 from dtrain.util.format import as_dict, number, shell_path, short_path
+from dtrain.util.regular_file import open_regular
 
 LOOK_S = 0.5  # how often files are checked
 ASK_S = 15.0  # how often SLURM is queried; sites discourage more
@@ -115,7 +116,7 @@ def _more(tails: dict[Path, Tail | None], last: Path | None, lines: int | None, 
 def _show(path: Path, lines: int | None, final: bool = True, heading: Path | None = None) -> Tail | None:
     """Print the last lines of a file; return its tail, or None if it is empty. final: include an incomplete line."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             end = file.seek(0, os.SEEK_END)
             size = 65536
             while True:

@@ -11,6 +11,7 @@ from dtrain.config.files import CODE, GROUPS, LOGGER, TARGET
 from dtrain.config.redaction import redact
 from dtrain.config.untrusted import MOST_IN_A_RUN, check_file, read
 from dtrain.errors import bad
+from dtrain.util.regular_file import read_bytes
 
 
 def save(run_dir: Path, config: dict[str, Any]) -> None:
@@ -99,7 +100,7 @@ def completed(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def fingerprint(run_dir: Path) -> str:
-    return hashlib.sha256((run_dir / "config.yaml").read_bytes()).hexdigest()
+    return hashlib.sha256(read_bytes(run_dir / "config.yaml")).hexdigest()
 
 
 def read_run(run_dir: Path, setting: str = "run") -> dict[str, Any]:

@@ -183,8 +183,9 @@ def store_recipe(path: Path, name: str | None = None) -> list[Any]:
         with quick_yaml():
             node: Any = OmegaConf.load(path) if name else OmegaConf.create(read(path))
         tree = OmegaConf.to_container(node)
-    except TooLarge as error:
-        raise bad("recipe", path, str(error), "a recipe must be a short file of settings") from None
+    except (TooLarge, OSError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise bad("recipe", path, why, "a recipe must be a short file of settings") from None
     except Exception as error:  # yaml errors have many types; each means that the file is not valid yaml
         raise bad("recipe", path, f"is not valid yaml: {error}", "correct the file") from error
     if not isinstance(tree, dict) or not all(re.fullmatch(r"[\w.-]+", str(key)) for key in tree):

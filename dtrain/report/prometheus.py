@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtrain.runs.folder import file_clock, last_launch, latest_checkpoint, parse_line, predicted, read_json
+from dtrain.runs.folder import file_clock, last_launch, last_lines, latest_checkpoint, parse_line, predicted, read_json
 from dtrain.runs.metrics import gpus_of, system_files
 from dtrain.runs.nvml import THROTTLE
 from dtrain.runs.protocol import ATTEMPTS_FILE, HANG_FILE, POSITION_FILE, die_with_parent
@@ -132,16 +132,7 @@ def small_json(path: Path) -> dict[str, Any]:
 
 def last_rows(path: Path) -> list[dict[str, Any]]:
     """Read the lines at the end of a file of JSON lines."""
-    try:
-        if not is_file(path):
-            return []
-        with open(path, "rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - TAIL)
-            file.seek(start)
-            lines = file.read(TAIL).splitlines()
-        return [row for row in map(parse_line, lines[1 if start else 0 :]) if row]
-    except OSError:
-        return []
+    return [row for row in map(parse_line, last_lines(path, TAIL)) if row]
 
 
 @dataclass

@@ -22,6 +22,7 @@ from dtrain.runs.metrics import NO_CURVE, system_files
 from dtrain.runs.record import Record, load, run_name
 from dtrain.runs.slurm_queue import Job
 from dtrain.util.format import as_dict, finite
+from dtrain.util.regular_file import open_regular
 
 POINTS = 500  # of a curve; up to twice as many before they are thinned out
 NAMES = 40  # different metrics: a run folder is untrusted
@@ -161,7 +162,7 @@ class LiveRun:
         """Read the file from its start."""
         self._metrics = tail = Tail(self._metrics.path)
         try:
-            with open(tail.path, "rb") as file:
+            with open_regular(tail.path) as file:
                 size = os.fstat(file.fileno()).st_size
                 every = size // PARSED + 1
                 for i, line in enumerate(file):
@@ -322,7 +323,7 @@ class Queue:
 def sampled(path: Path, name: str, count: int = 64) -> list[float]:
     """Return values of a metric at about evenly spaced places of a file of JSON lines, without reading the rest."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             if size <= END:
                 file.seek(0)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain.runs.folder import last_launch, read_json
-from dtrain.runs.record import ERRORS, FIGURES, load
+from dtrain.runs.record import ERRORS, RESULTS, load
 from dtrain.ui.console import say, stdout_console
 from dtrain.util.format import as_dict, clean, duration, gib, loss_text, number, percent, short_path, si
 
@@ -79,7 +79,7 @@ def sort_runs(runs: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
         n = number(run.get(key))
         if key in ERRORS and n is not None:
             n = abs(n)  # the best is the closest to 0, on either side
-        if key in (*FIGURES, *ERRORS) or key in ("world_size", "steps", "total_steps"):
+        if key in (*RESULTS, *ERRORS) or key in ("world_size", "steps", "total_steps"):
             return None if n is None or math.isnan(n) else n
         return None if run.get(key) is None else str(run[key])
 
@@ -253,7 +253,7 @@ def print_points(runs: list[dict[str, Any]], console: Console) -> None:
     key = "val_loss" if any(_finite(run["val_loss"]) for run in runs) else "train_loss"
     ranked = [i for i, run in enumerate(runs) if _finite(run[key])]
     best = min(ranked, key=lambda i: runs[i][key]) if ranked else None
-    keys = [k for k in ("status", "job_id", *FIGURES, *ERRORS) if any(run[k] is not None for run in runs)]
+    keys = [k for k in ("status", "job_id", *RESULTS, *ERRORS) if any(run[k] is not None for run in runs)]
     rows = []
     for i, run in enumerate(runs):
         number_of = point(dirs[i])[0]
