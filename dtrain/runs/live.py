@@ -30,13 +30,13 @@ RECENT = 200  # steps of which all metrics are kept
 PARSED = 4 << 20  # bytes of a metrics.jsonl that are parsed at the start; of a longer one, every n-th training line
 END = 65536  # bytes at the end of a file that are always read
 LOG_LINES = 200
-LARGEST = 1e15  # of a time or a speed; a damaged file may have anything
+PLAUSIBLE = 1e15  # a larger time or speed is from a damaged file
 SAMPLES = 60  # of a node's system metrics
 # seconds between two looks at a run's small files, at a run of a list, at folders, and between two SLURM queries
 FILES_S, LISTED_S, RARELY_S, ASK_S = 2.0, 4.0, 10.0, 15.0
 
 
-class Points:
+class BoundedCurve:
     """A curve of bounded length: of each group of neighbours, the smallest and the largest are kept, so spikes stay."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class LiveRun:
         self._system: dict[str, Tail] = {}
 
     def forget_metrics(self) -> None:
-        self.curves: dict[str, Points] = {}
+        self.curves: dict[str, BoundedCurve] = {}
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)  # training lines
         self.evaluation: dict[str, Any] = {}
         self.ranks: dict[str, list[float]] = {}  # data_s, own_s and wait_s of each rank
@@ -119,7 +119,7 @@ class LiveRun:
 
     def recent_median(self, name: str) -> float | None:
         values = [finite(row.get(name)) for row in itertools.islice(reversed(self.recent), 50)]
-        known = [value for value in values if value is not None and 0 <= value < LARGEST]
+        known = [value for value in values if value is not None and 0 <= value < PLAUSIBLE]
         return statistics.median(known) if known else None
 
     @property
@@ -196,7 +196,7 @@ class LiveRun:
                 continue
             if name not in self.curves and len(self.curves) >= NAMES:
                 continue
-            self.curves.setdefault(name, Points()).add(step, y)
+            self.curves.setdefault(name, BoundedCurve()).add(step, y)
 
     # ---- the other files ---------------------------------------------------------------------------------------
 
@@ -342,7 +342,7 @@ def sampled(path: Path, name: str, count: int = 64) -> list[float]:
 def _seconds(value: object) -> float:
     """Return a time of a rank, or 0 for what cannot be one."""
     found = finite(value)
-    return found if found is not None and 0 <= found < LARGEST else 0.0
+    return found if found is not None and 0 <= found < PLAUSIBLE else 0.0
 
 
 def _near_end(path: Path) -> Tail:
