@@ -15,8 +15,8 @@ from dtrain.report.why import CAUSES, diagnose
 from dtrain.runs.folder import latest_checkpoint, predicted, read_json
 from dtrain.runs.metrics import NO_CURVE, rows
 from dtrain.runs.record import Record
-from dtrain.ui.console import LAUNCH, measured_rows, next_commands
-from dtrain.util.format import as_dict, clean, finite, resume_argument, shell_path, short_path
+from dtrain.ui.console import LAUNCH, measured_rows, next_commands, resume_command
+from dtrain.util.format import as_dict, clean, finite, shell_path, short_path
 
 RESULTS = (
     "steps", "total_steps", "train_loss", "val_loss", "val_accuracy", "tokens_per_s", "mfu", "peak_mem_gib", "wall_s",
@@ -282,7 +282,7 @@ def commands(record: Record) -> list[list[str]]:
     kept = [word for word in own if not word.lstrip("+").startswith(("run_dir=", "resume="))]
     found = [["look at its state", f"dtrain status {shell_path(run_dir)}"]]
     if status != "done" and (latest_checkpoint(run_dir) or record.is_live):
-        found.append(["resume", f"{LAUNCH} {resume_argument(run_dir)}"])
+        found.append(["resume", resume_command(run_dir)])
     found.append(["repeat from the start", shlex.join([*LAUNCH.split(), *kept])])
     known = {command for _, command in found}
     for command in next_commands(run_dir, status, record.summary):

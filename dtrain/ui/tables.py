@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dtrain.runs.folder import last_launch, read_json
 from dtrain.runs.record import ERRORS, RESULTS, load
 from dtrain.ui.console import say, stdout_console
-from dtrain.util.format import as_dict, clean, duration, gib, loss_text, number, percent, short_path, si
+from dtrain.util.format import clean, duration, gib, loss_text, number, percent, short_path, si
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,28 +88,14 @@ def sort_runs(runs: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     return [runs[i] for i in order] + [run for run in runs if value(run) is None]
 
 
-def flat_config(run_dir: Path) -> dict[str, Any] | None:
-    """Return config.yaml as {"train.steps": 100, …}, with a list as one value; None if it cannot be read."""
-    import yaml  # imported late: 28 ms, and OmegaConf with the other; only comparisons need them
-
-    from dtrain.config.files import flatten, yaml_loader
-    from dtrain.config.untrusted import read_text
-
-    try:
-        tree = yaml.load(read_text(run_dir / "config.yaml"), yaml_loader())
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    flat = flatten(as_dict(tree))
-    flat.pop("run_dir", None)  # always differs, and is the table's heading
-    return flat
-
-
 def compare(run_dirs: Sequence[Path]) -> dict[str, Any]:
     """Return the settings that differ between the runs, and their results: lists in the order of the runs.
 
     {"runs": [path, …], "settings": {key: [value, …]}, "results": {key: [value, …]}, "unreadable": [path, …]};
     a missing setting is None.
     """
+    from dtrain.config.run_file import flat_config  # imported late: only comparisons need it
+
     dirs = [Path(d) for d in run_dirs]
     configs = [flat_config(d) for d in dirs]
     readable = [c for c in configs if c is not None]
