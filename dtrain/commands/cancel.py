@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import socket
 import time
 from pathlib import Path
 
+from dtrain.commands.run_parser import RunParser
 from dtrain.commands.runs import sweep_points
 from dtrain.runs.find import find_run
 from dtrain.runs.folder import write_json
@@ -21,7 +21,7 @@ from dtrain.util.format import shell_path, short_path
 
 def main(argv: list[str]) -> int:
     """`dtrain cancel`: end a run, or a whole sweep, and print how to resume."""
-    parser = argparse.ArgumentParser("dtrain cancel", description="Stop a run; its checkpoints are kept.")
+    parser = RunParser("dtrain cancel", description="Stop a run; its checkpoints are kept.")
     parser.add_argument("run", help="a run folder, a part of its name, or latest; or a sweep's folder")
     parser.add_argument("--save", action="store_true", help="a running job saves a checkpoint first")
     options = parser.parse_args(argv)

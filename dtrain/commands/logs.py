@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import re
@@ -11,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from dtrain.commands.run_parser import RunParser
 from dtrain.runs.find import find_run
 from dtrain.runs.folder import Tail
 from dtrain.runs.record import Record, load
@@ -24,7 +24,7 @@ SURE_S = 5.0  # an ended job may be requeued: after the loss of a node, SLURM ta
 
 def main(argv: list[str]) -> int:
     """`dtrain logs`: print the end of a log, and with -f new lines."""
-    parser = argparse.ArgumentParser("dtrain logs", description="Show the logs of a run's ranks.")
+    parser = RunParser("dtrain logs", description="Show the logs of a run's ranks.")
     parser.add_argument("run", help="a run folder, a part of its name, or latest")
     parser.add_argument("-f", "--follow", action="store_true", help="show new lines until the run has ended")
     which = parser.add_mutually_exclusive_group()

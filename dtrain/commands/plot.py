@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dtrain.commands.report import find_runs
+from dtrain.commands.run_parser import RunParser
 from dtrain.config.redaction import hide
 from dtrain.report.curves import Column, columns
 from dtrain.report.page import name_apart
@@ -26,7 +27,7 @@ NARROWEST = 20
 
 def main(argv: list[str]) -> int:
     """Draw one picture for each metric, with one line for each run."""
-    parser = argparse.ArgumentParser("dtrain plot", description="Draw curves of runs in the terminal.")
+    parser = RunParser("dtrain plot", description="Draw curves of runs in the terminal.")
     parser.add_argument(
         "words",
         nargs="+",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-
+from dtrain.commands.run_parser import RunParser
 from dtrain.config import elastic, run_file
 from dtrain.errors import bad
 from dtrain.launch.members import Members, request
@@ -16,7 +15,7 @@ from dtrain.util.format import shell_path, short_path
 def main(argv: list[str]) -> int:
     """`dtrain scale`: ask a run to continue with another number of ranks or nodes."""
     text = "Let a running run with cluster.processes=MIN:MAX or cluster.nodes=MIN:MAX continue with another number."
-    parser = argparse.ArgumentParser("dtrain scale", description=text)
+    parser = RunParser("dtrain scale", description=text)
     parser.add_argument("run", help="a run folder, a part of its name, or latest")
     parser.add_argument("number", type=int, help="how many ranks, or nodes on a cluster, shall take part")
     options = parser.parse_args(argv)
