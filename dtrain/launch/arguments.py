@@ -127,7 +127,8 @@ def offer_own(argv: list[str]) -> list[str]:
     for group, target in ((group, name) for group, names in own.items() for name in names):
         bound = any("_partial_" in OmegaConf.load(CONF / group / f"{option}.yaml") for option in options_of(group))
         package = setting_prefix(group, target.rpartition(".")[2])  # logger=my_pkg.Mine: logger.Mine.SETTING
-        store_option(group, target, {"_target_": target} | ({"_partial_": True} if bound else {}), package)
+        needed = {"nodes": 1, "processes": None} if group == "cluster" else {}  # by dtrain, whatever the class takes
+        store_option(group, target, {"_target_": target, **needed} | ({"_partial_": True} if bound else {}), package)
     # the section starts empty, so each of its settings is an addition
     argv = [re.sub(rf"^({'|'.join(own)})\.", r"++\g<0>", a) for a in argv]
     if re.fullmatch(r"\[.*\]", given.get("trust", "[]")) is None:  # not a list: rejected later with a message
