@@ -128,6 +128,8 @@ LONG: dict[str, tuple[str, ...]] = {
     # launches: torchrun and its ranks import torch anew each time
     "launch/test_local.py::test_a_signal_saves_at_the_step_boundary_and_ends_with_75": ("15",),
     "launch/test_local.py::test_killing_the_launcher_while_it_starts_leaves_no_orphans": ("2.5",),
+    # parity/test_exchange.py resumes under another strategy and size, test_fit.py through the launcher
+    "launch/test_local.py::test_resume_under_another_strategy_and_world_size": (),
     "launch/test_local.py::test_a_sweep_ends_in_one_table": (),  # launch/test_app.py has sweeps that train nothing
     "launch/test_local.py::test_a_second_signal_ends_it_at_once": (),
     "launch/test_local.py::test_a_host_name_that_does_not_resolve_costs_nothing": (),
