@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dtrain.cli import main
+from dtrain.report.prometheus import Collector
 from dtrain.runs.folder import last_lines, locked
 from dtrain.util.regular_file import NotRegular, open_regular, read_bytes, regular
 from tests import rundirs
@@ -54,12 +55,11 @@ def test_a_fifo_in_a_run_folder_blocks_no_command(names: tuple[str, ...]) -> Non
 
 
 def test_a_fifo_blocks_no_list_and_no_metrics(capsys: pytest.CaptureFixture[str]) -> None:
-    prometheus = pytest.importorskip("dtrain.report.prometheus")
     run_with_fifos(*FILES)
     fifo(make("outputs/d/t-other", status="done") / "launch.json")  # then it is no run
     assert main(["runs"]) == main(["watch", "--once"]) == main(["report", "outputs", "-o", "r.html"]) == 0
     assert "1 run" in capsys.readouterr().out
-    collector = prometheus.Collector(Path("outputs"), ask_slurm=False)
+    collector = Collector(Path("outputs"), ask_slurm=False)
     collector.scan()
     list(collector.samples())
 
