@@ -184,22 +184,22 @@ def _plot(runs: list[LoadedRun], names: Sequence[str], log: bool) -> Figure:
     figure, axes = pyplot.subplots(len(names), 1, figsize=(8, 3 * len(names)), sharex=True, squeeze=False)
     for axis, name in zip(axes[:, 0], names, strict=True):
         for i, (run, frame) in enumerate(zip(runs, frames, strict=True)):
-            label = "" if len(runs) == 1 else f"{_text(run.run_dir.name)} "
+            label = "" if len(runs) == 1 else f"{_without_formula(run.run_dir.name)} "
             for column, style in ((name, "-"), *([("val_loss", "--")] if name == "loss" else [])):
                 if column in frame:
                     values = frame[column].dropna()
                     marker = "o" if column.startswith("val_") else None
-                    what = _text(column) if len(runs) == 1 or column != name else ""
+                    what = _without_formula(column) if len(runs) == 1 or column != name else ""
                     axis.plot(values.index, values, style, color=f"C{i if len(runs) > 1 else int(style == '--')}",
                               marker=marker, markersize=3, linewidth=1.2, label=(label + what).strip())  # fmt: skip
-        axis.set_ylabel(_text(name))
+        axis.set_ylabel(_without_formula(name))
         axis.grid(alpha=0.3)
         if log:
             axis.set_yscale("log")
         if len(axis.lines) > 1:
             axis.legend(frameon=False, fontsize="small")
     axes[-1, 0].set_xlabel("step")
-    axes[0, 0].set_title(_text(runs[0].name) if len(runs) == 1 else f"{len(runs)} runs")
+    axes[0, 0].set_title(_without_formula(runs[0].name) if len(runs) == 1 else f"{len(runs)} runs")
     figure.tight_layout()
     pyplot.close(figure)  # a notebook shows the returned figure; an open one would be shown twice
     return figure
@@ -224,7 +224,7 @@ def _flat(sample: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _text(text: str) -> str:
+def _without_formula(text: str) -> str:
     """Untrusted text for a plot: `$` would start a formula."""
     return clean(str(text)).replace("$", r"\$")
 

@@ -128,6 +128,8 @@ LONG: dict[str, tuple[str, ...]] = {
     # launches: torchrun and its ranks import torch anew each time
     "launch/test_local.py::test_a_signal_saves_at_the_step_boundary_and_ends_with_75": ("15",),
     "launch/test_local.py::test_killing_the_launcher_while_it_starts_leaves_no_orphans": ("2.5",),
+    # parity/test_exchange.py resumes under another strategy and size, test_fit.py through the launcher
+    "launch/test_local.py::test_resume_under_another_strategy_and_world_size": (),
     "launch/test_local.py::test_a_sweep_ends_in_one_table": (),  # launch/test_app.py has sweeps that train nothing
     "launch/test_local.py::test_a_second_signal_ends_it_at_once": (),
     "launch/test_local.py::test_a_host_name_that_does_not_resolve_costs_nothing": (),
@@ -154,10 +156,14 @@ LONG: dict[str, tuple[str, ...]] = {
     "launch/test_slurm_odd.py::test_a_run_that_has_ended_keeps_its_results": (),
     "launch/test_slurm_elastic.py::test_ten_events_on_three_nodes": (),
     "launch/test_slurm_hang.py::test_a_rank_of_another_node_that_hangs_is_named": (),
-    "faults/test_corpus.py::test_recognised": ("other-shape-ddp", "loader-stopped-ddp"),
+    # a mismatch of collectives: test_hang.py and test_supervisor.py find it in positions, report/test_why.py names it
+    "faults/test_corpus.py::test_recognised": ("loader-stopped-ddp",),
     "launch/test_elastic.py::test_random_events": (),
     "launch/test_hang.py::test_with_warn_the_rank_is_only_named": (),
-    "launch/test_hang.py::test_the_rank_that_holds_up_the_others_is_named": ("lock",),
+    # a stopped rank, and a loader of the corpus that is stopped, are named in real runs, too
+    "launch/test_hang.py::test_the_rank_that_holds_up_the_others_is_named": (),
+    # W&B and Trackio take 15 s to import and to end; the files of csv and TensorBoard prove the same of the follower
+    "loggers/test_follow.py::test_a_killed_follower_loses_and_repeats_nothing": ("files",),
     # the tests' own cluster
     "launch/test_slurm_cluster.py::test_a_requeued_job_counts_its_restarts": (),
     "launch/test_slurm_cluster.py::test_a_node_with_a_network_dies_and_returns": (),

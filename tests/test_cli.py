@@ -137,7 +137,7 @@ def test_mistakes(argv: list[str], words: str, tmp_path: Path, capsys: pytest.Ca
     assert (tmp_path / "taken.yaml").read_bytes() == before
 
 
-@pytest.mark.parametrize("argv", [["recipes", "fly"], ["data", "prepare"], ["sample"], ["export"], ["runs", "--x"]])
+@pytest.mark.parametrize("argv", [["recipes", "fly"], ["data", "prepare"], ["sample", "a", "--x"], ["runs", "--x"]])
 def test_argparse_has_the_same_exit_code(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(argv)

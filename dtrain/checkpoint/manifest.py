@@ -26,7 +26,8 @@ from typing import Any
 from dtrain.checkpoint import layouts
 from dtrain.checkpoint.layouts import Box, Ints, Layout
 from dtrain.errors import CheckpointError
-from dtrain.formats.bounded import NotRegular, open_regular, parse_json
+from dtrain.formats.bounded import parse_json
+from dtrain.util.regular_file import NotRegular, open_regular
 
 FORMAT, OLD_FORMAT = "dtrain-2", "dtrain-1"
 FILE_NAME = re.compile(r"rank-(\d{5,7})(-\d{1,3})?\.safetensors")

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from dtrain.checkpoint.layouts import Box, LayoutError, ints, overlap
 from dtrain.checkpoint.manifest import Damaged, Manifest, Part, check_boxes, drop_cached_pages, rank_of, regular
-from dtrain.formats.bounded import NotRegular, parse_json, short
+from dtrain.formats.bounded import parse_json, short
 from dtrain.formats.safetensors_header import Entry, HeaderError, read_header
 from dtrain.util import disk_space
 from dtrain.util.dtensor import Chunk, chunks_of
+from dtrain.util.regular_file import NotRegular
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",

@@ -8,12 +8,11 @@ import os
 from typing import Any
 from urllib.parse import urlsplit
 
+from dtrain.config.files import ADDRESSES as ADDRESSES
 from dtrain.config.redaction import IN_ADDRESS
 from dtrain.errors import bad
 from dtrain.util.format import as_dict
 
-# A server gets the credentials of the environment, so its address must be typed, never come from a run folder.
-ADDRESSES = ("uri", "server_url")
 NEEDS = ("tensorboard", "wandb", "mlflow", "trackio")  # options that need an extra of the same name
 
 

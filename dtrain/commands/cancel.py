@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import socket
 import time
 from pathlib import Path
 
+from dtrain.commands.run_parser import RunParser
 from dtrain.commands.runs import sweep_points
 from dtrain.runs.find import find_run
 from dtrain.runs.folder import write_json
 from dtrain.runs.protocol import CANCELLED_FILE
 from dtrain.runs.record import Record, load
 from dtrain.runs.slurm_queue import NoAnswer, call
-from dtrain.ui.console import LAUNCH
-from dtrain.util.format import resume_argument, shell_path, short_path
+from dtrain.ui.console import resume_command
+from dtrain.util.format import shell_path, short_path
 
 
 def main(argv: list[str]) -> int:
     """`dtrain cancel`: end a run, or a whole sweep, and print how to resume."""
-    parser = argparse.ArgumentParser("dtrain cancel", description="Stop a run; its checkpoints are kept.")
+    parser = RunParser("dtrain cancel", description="Stop a run; its checkpoints are kept.")
     parser.add_argument("run", help="a run folder, a part of its name, or latest; or a sweep's folder")
     parser.add_argument("--save", action="store_true", help="a running job saves a checkpoint first")
     options = parser.parse_args(argv)
@@ -77,7 +77,7 @@ def _check_reach(record: Record, problem: str) -> None:
     if not isinstance(pid, int) or not (b"launch" in cmdline or b"dtrain" in cmdline):
         raise ValueError(
             f"cancel {run}: process {pid} is not a dtrain launcher any more\n"
-            f"  fix: nothing is running; resume with {LAUNCH} {resume_argument(record.run_dir)}"
+            f"  fix: nothing is running; resume with {resume_command(record.run_dir)}"
         )
 
 
@@ -95,7 +95,7 @@ def _scancel(options: list[str], records: list[Record]) -> None:
 
 def _say_done(record: Record, live: list[Record], saving: list[Record], alone: bool) -> None:
     run = short_path(record.run_dir)
-    resume = f"resume with: {LAUNCH} {resume_argument(record.run_dir)}"
+    resume = f"resume with: {resume_command(record.run_dir)}"
     if record not in live:
         print(f"{run}: {record.status} already; nothing to cancel")
         if alone and record.status != "done":

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain import start
+from dtrain.commands.run_parser import RunParser
 from dtrain.config.files import GROUPS, options_of
 from dtrain.errors import bad
 from dtrain.faults.kinds import INJECTED_FILE, KINDS, VARIABLE, Fault, memory_cgroup
@@ -48,8 +49,8 @@ class Result:
 
 def main(argv: list[str]) -> int:
     """`dtrain chaos`: does dtrain recognise faults in your configuration?"""
-    parser = argparse.ArgumentParser("dtrain chaos", description=__doc__, epilog=listed_kinds(),
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = RunParser("dtrain chaos", description=__doc__, epilog=listed_kinds(),
+                       formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument(
         "run", help="a run on this machine; its overrides are used again. Or a part of its name, or latest"
     )

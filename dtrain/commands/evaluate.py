@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
+from dtrain.commands.run_parser import RunParser
 from dtrain.config.build import build
 from dtrain.errors import bad
 from dtrain.runs.find import find_run
@@ -14,7 +14,7 @@ from dtrain.util.format import loss_text, percent, perplexity
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = RunParser(
         "dtrain evaluate", description="Loss, and perplexity or accuracy, of a run's newest weights over a whole split."
     )
     parser.add_argument("run", help="a run folder, a part of its name, or latest")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+
+from dtrain.commands.run_parser import RunParser
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("dtrain export", description="Export a run's newest weights for other programs.")
+    parser = RunParser("dtrain export", description="Export a run's newest weights for other programs.")
     parser.add_argument("run", help="a run folder, a part of its name, or latest")
     parser.add_argument("out", nargs="?", help="default: RUN/model.safetensors, or the folder RUN/hf")
     parser.add_argument(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import re
@@ -11,10 +10,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from dtrain.commands.run_parser import RunParser
 from dtrain.runs.find import find_run
 from dtrain.runs.folder import Tail
 from dtrain.runs.record import Record, load
 from dtrain.util.format import as_dict, number, shell_path, short_path
+from dtrain.util.regular_file import open_regular
 
 LOOK_S = 0.5  # how often files are checked
 ASK_S = 15.0  # how often SLURM is queried; sites discourage more
@@ -23,7 +24,7 @@ SURE_S = 5.0  # an ended job may be requeued: after the loss of a node, SLURM ta
 
 def main(argv: list[str]) -> int:
     """`dtrain logs`: print the end of a log, and with -f new lines."""
-    parser = argparse.ArgumentParser("dtrain logs", description="Show the logs of a run's ranks.")
+    parser = RunParser("dtrain logs", description="Show the logs of a run's ranks.")
     parser.add_argument("run", help="a run folder, a part of its name, or latest")
     parser.add_argument("-f", "--follow", action="store_true", help="show new lines until the run has ended")
     which = parser.add_mutually_exclusive_group()
@@ -115,7 +116,7 @@ def _more(tails: dict[Path, Tail | None], last: Path | None, lines: int | None, 
 def _show(path: Path, lines: int | None, final: bool = True, heading: Path | None = None) -> Tail | None:
     """Print the last lines of a file; return its tail, or None if it is empty. final: include an incomplete line."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             end = file.seek(0, os.SEEK_END)
             size = 65536
             while True:

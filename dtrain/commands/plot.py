@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dtrain.commands.report import find_runs
+from dtrain.commands.run_parser import RunParser
 from dtrain.config.redaction import hide
-from dtrain.report.curves import Points, columns
+from dtrain.report.curves import Column, columns
 from dtrain.report.page import name_apart
-from dtrain.report.run_data import FIRST, text
+from dtrain.report.run_data import FIRST, safe_text
 from dtrain.runs.metrics import NO_CURVE, rows
 from dtrain.runs.record import Record
 from dtrain.ui.console import say, stdout_console
@@ -26,7 +27,7 @@ NARROWEST = 20
 
 def main(argv: list[str]) -> int:
     """Draw one picture for each metric, with one line for each run."""
-    parser = argparse.ArgumentParser("dtrain plot", description="Draw curves of runs in the terminal.")
+    parser = RunParser("dtrain plot", description="Draw curves of runs in the terminal.")
     parser.add_argument(
         "words",
         nargs="+",
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
         fix = "wait for the first step: dtrain logs latest -f"
         raise ValueError(f"{' '.join(options.words)}: there are no metrics yet\n  fix: {fix}")
     run_dirs = list(known)
-    labels = [{"name": hide(text(Record.read(run_dir).row()["name"]))} for run_dir in run_dirs]
+    labels = [{"name": hide(safe_text(Record.read(run_dir).row()["name"]))} for run_dir in run_dirs]
     name_apart(labels, run_dirs)
     draw(
         [label["name"] for label in labels],
@@ -57,9 +58,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def split(words: Sequence[str]) -> tuple[dict[Path, dict[str, Points]], list[str]]:
+def split(words: Sequence[str]) -> tuple[dict[Path, dict[str, Column]], list[str]]:
     """(metrics of each run folder, names of metrics to draw). A word is a metric if a run named before it has that."""
-    known: dict[Path, dict[str, Points]] = {}
+    known: dict[Path, dict[str, Column]] = {}
     metrics: list[str] = []
     for word in words:
         there = metric_names(known.values())
@@ -79,13 +80,13 @@ def split(words: Sequence[str]) -> tuple[dict[Path, dict[str, Points]], list[str
     return known, list(dict.fromkeys(metrics))
 
 
-def metric_names(of_runs: Iterable[dict[str, Points]]) -> list[str]:
+def metric_names(of_runs: Iterable[dict[str, Column]]) -> list[str]:
     """Every metric of the runs, the well-known ones first."""
     names = dict.fromkeys(name for of in of_runs for name in of)
     return [name for name in dict.fromkeys((*FIRST, *names)) if name in names and name not in NO_CURVE]
 
 
-def draw(names: list[str], known: list[dict[str, Points]], metrics: list[str], options: argparse.Namespace) -> None:
+def draw(names: list[str], known: list[dict[str, Column]], metrics: list[str], options: argparse.Namespace) -> None:
     console = stdout_console()
     size = shutil.get_terminal_size((WIDTH, 24)) if sys.stdout.isatty() else None
     width = max(NARROWEST, options.width or (size.columns if size else WIDTH))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtrain.commands.run_parser import RunParser
 from dtrain.errors import bad
 from dtrain.profile.attribute import COMPUTE, PARTS, TOP
 from dtrain.runs.find import find_run
@@ -34,9 +34,7 @@ MEANING = {
 
 def main(argv: list[str]) -> int:
     """Print where the time of a run's recorded steps goes: a table for each rank and kind of profile."""
-    parser = argparse.ArgumentParser(
-        "dtrain profile", description="Show where the time or memory of the recorded steps goes."
-    )
+    parser = RunParser("dtrain profile", description="Show where the time or memory of the recorded steps goes.")
     parser.add_argument("run", help="a run folder, a part of its name, or latest")
     parser.add_argument("--json", action="store_true", help="print data instead of tables")
     parser.add_argument(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from dtrain.commands.run_parser import RunParser
 from dtrain.config.redaction import hide
 from dtrain.runs.find import find_run
 from dtrain.runs.record import run_folders, run_name
@@ -19,7 +19,7 @@ MOST_RUNS = 1000
 
 def main(argv: list[str]) -> int:
     """Write a report of the runs and print its path."""
-    parser = argparse.ArgumentParser(
+    parser = RunParser(
         "dtrain report",
         description="Write one HTML file about runs: curves, plan, ranks, attempts, system metrics, settings. "
         "It opens from disk and needs no network.",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import math
+
+from dtrain.commands.run_parser import RunParser
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("dtrain sample", description="Continue a text with a trained language model.")
+    parser = RunParser("dtrain sample", description="Continue a text with a trained language model.")
     parser.add_argument("run", help="a run folder, a part of its name, or latest")
     parser.add_argument("prompt", nargs="?", default="\n")
     parser.add_argument("--tokens", type=int, default=200, help="how many tokens to generate")

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
-
+from dtrain.commands.run_parser import RunParser
 from dtrain.config import elastic, run_file
 from dtrain.errors import bad
 from dtrain.launch.members import Members, request
 from dtrain.runs.find import find_run
 from dtrain.runs.record import load
-from dtrain.ui.console import LAUNCH
-from dtrain.util.format import resume_argument, shell_path, short_path
+from dtrain.ui.console import resume_command
+from dtrain.util.format import shell_path, short_path
 
 
 def main(argv: list[str]) -> int:
     """`dtrain scale`: ask a run to continue with another number of ranks or nodes."""
     text = "Let a running run with cluster.processes=MIN:MAX or cluster.nodes=MIN:MAX continue with another number."
-    parser = argparse.ArgumentParser("dtrain scale", description=text)
+    parser = RunParser("dtrain scale", description=text)
     parser.add_argument("run", help="a run folder, a part of its name, or latest")
     parser.add_argument("number", type=int, help="how many ranks, or nodes on a cluster, shall take part")
     options = parser.parse_args(argv)
@@ -25,18 +24,18 @@ def main(argv: list[str]) -> int:
     found = elastic.range_of(config)
     if found is None:
         rule = "the run has a fixed number of ranks"
-        fix = f"stop it, then {LAUNCH} {resume_argument(run_dir)} cluster.processes=1:{options.number}"
+        fix = f"stop it, then {resume_command(run_dir)} cluster.processes=1:{options.number}"
         raise bad("scale", short_path(run_dir), rule, fix)
     (record,), _ = load([run_dir], ask_all=True)
     members = Members(config, record.launch.get("usable_sizes"))
     members.check(options.number)
     if not record.is_live:
-        fix = f"{LAUNCH} {resume_argument(run_dir)}"
+        fix = f"{resume_command(run_dir)}"
         raise bad("scale", short_path(run_dir), f"the run is {record.status}", fix)
     has = len(record.attempts[-1]["nodes"] or []) if record.attempts else 0
     if found.unit == "node" and options.number > has and not config["cluster"]["requeue"]:
         rule = f"the job has {has} nodes, and only a new place in the queue gets more (cluster.requeue=false)"
-        raise bad("scale", options.number, rule, f"dtrain cancel --save RUN, then {LAUNCH} {resume_argument(run_dir)}")
+        raise bad("scale", options.number, rule, f"dtrain cancel --save RUN, then {resume_command(run_dir)}")
     request(run_dir, options.number)
     print(
         f"{short_path(run_dir)} was asked to save and to continue with {members.count(options.number)}: "

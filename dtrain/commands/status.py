@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from dataclasses import asdict
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain.commands.logs import other_logs
+from dtrain.commands.run_parser import RunParser
 from dtrain.commands.runs import sweep_points
 from dtrain.runs import system
 from dtrain.runs.find import find_run
@@ -44,7 +44,7 @@ REASONS = {
 
 def main(argv: list[str]) -> int:
     """`dtrain status`: one run, or one sweep, on one screen."""
-    parser = argparse.ArgumentParser("dtrain status", description="Show a run's state and the next command.")
+    parser = RunParser("dtrain status", description="Show a run's state and the next command.")
     parser.add_argument("run", help="a run folder, a part of its name, or latest; or a sweep's folder")
     parser.add_argument("--json", action="store_true", help="print data instead of text")
     options = parser.parse_args(argv)

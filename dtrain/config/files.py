@@ -87,6 +87,8 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
 TARGET, PARTIAL = "_target_", "_partial_"
 RESERVED = re.compile(r"_\w+_")  # _target_ and similar keys of hydra.utils.instantiate; reserved
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
+# A tracker's server gets the credentials of the environment: its address must be typed, never come from a run folder.
+ADDRESSES = ("uri", "server_url")
 LOGGER = "logger"  # the one group of which several options may be chosen: its section has a section for each
 
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dtrain.config.files import CODE, GROUPS, LOGGER, TARGET
+from dtrain.config.files import ADDRESSES, CODE, GROUPS, LOGGER, TARGET, flatten, yaml_loader
 from dtrain.config.redaction import redact
-from dtrain.config.untrusted import MOST_IN_A_RUN, check_file, read
+from dtrain.config.untrusted import MOST_IN_A_RUN, check_file, read, read_text
 from dtrain.errors import bad
+from dtrain.util.format import as_dict
+from dtrain.util.regular_file import read_bytes
+
+SERVER = re.compile(rf"{LOGGER}\.\w+\.({'|'.join(ADDRESSES)})")  # a setting
+IS_SERVER = re.compile(rf"^ +({'|'.join(ADDRESSES)}): (?!null)".encode(), re.M)  # a line of config.yaml
+ADDRESS = re.compile(r"\w[\w+.-]*:[\w/.:%+-]+", re.ASCII)  # nothing that a shell or Hydra reads, and no password
 
 
 def save(run_dir: Path, config: dict[str, Any]) -> None:
@@ -99,7 +107,7 @@ def completed(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def fingerprint(run_dir: Path) -> str:
-    return hashlib.sha256((run_dir / "config.yaml").read_bytes()).hexdigest()
+    return hashlib.sha256(read_bytes(run_dir / "config.yaml")).hexdigest()
 
 
 def read_run(run_dir: Path, setting: str = "run") -> dict[str, Any]:
@@ -122,3 +130,26 @@ def read_run(run_dir: Path, setting: str = "run") -> dict[str, Any]:
         checked["cluster"] = {k: v for k, v in config["cluster"].items() if k not in CODE}
     check_file(path, checked)
     return config
+
+
+def flat_config(run_dir: Path) -> dict[str, Any] | None:
+    """Return config.yaml as {"train.steps": 100, …}, with a list as one value; None if it cannot be read."""
+    import yaml  # imported late: 28 ms, and OmegaConf with the other
+
+    try:
+        tree = yaml.load(read_text(run_dir / "config.yaml"), yaml_loader())
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    flat = flatten(as_dict(tree))
+    flat.pop("run_dir", None)  # always differs, and is the table's heading
+    return flat
+
+
+def servers(run_dir: Path) -> list[str]:
+    """Return the addresses of a run's trackers as overrides: a resume wants them typed again, as the folder may lie."""
+    with suppress(OSError):
+        if IS_SERVER.search(read_bytes(run_dir / "config.yaml")):
+            found = {key: value for key, value in (flat_config(run_dir) or {}).items() if SERVER.fullmatch(key)}
+            typed = {key: value for key, value in found.items() if isinstance(value, str)}
+            return [f"{key}={value}" for key, value in typed.items() if ADDRESS.fullmatch(value)]
+    return []

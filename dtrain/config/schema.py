@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config.build import allowed, untrusted
-from dtrain.config.files import CONF, flatten, known_settings, option_of, read_yaml, sections
+from dtrain.config.files import CONF, flatten, known_settings, option_of, options_of, read_yaml, sections
+from dtrain.config.files import section as section_of
 from dtrain.config.ranges import check_ranges
 from dtrain.config.untrusted import check_target, check_targets
 from dtrain.errors import bad, unknown
@@ -132,11 +133,19 @@ def check_section(name: str, section: Any, trust: Iterable[str]) -> None:
         if key in ("_target_", "_partial_"):
             continue
         if key not in parameters:
+            if group == "cluster" and is_left_out(target, key, value):
+                continue
             raise unknown(f"{name}.{key}", [f"{name}.{p}" for p in parameters])
         check_type(f"{name}.{key}", value, *parameters[key])
     missing = [p for p, (_, default) in parameters.items() if default is REQUIRED and p not in section]
     if missing and (option or not section.get("_partial_")):
         raise bad(f"{name}.{missing[0]}", "", f"is required by {target}", f"{name}.{missing[0]}=…")
+
+
+def is_left_out(target: str, key: str, value: Any) -> bool:
+    """May a class of the user lack this setting of dtrain? Yes, unless somebody chose its value: it may be new."""
+    defaults = [section_of("cluster", option).get(key, REQUIRED) for option in options_of("cluster")]
+    return not target.startswith("dtrain.") and (key in ("nodes", "processes") or value in defaults)
 
 
 REQUIRED = object()

@@ -25,6 +25,7 @@ from dtrain.config.files import (
     targets,
 )
 from dtrain.errors import bad
+from dtrain.util.regular_file import open_regular
 
 MOST_BYTES = 2**20
 MOST_VALUES = 2000  # aliases and references expanded; a full configuration has 200 values, and OmegaConf is slow
@@ -45,9 +46,7 @@ class TooLarge(ValueError):
 
 def read_text(path: Path, most: int = MOST_VALUES) -> str:
     """Read a small yaml file; ValueError: not yaml, or too large or too deep for a configuration."""
-    if not path.is_file() and path.exists():  # reading a pipe or a device may never end
-        raise TooLarge("it is not a regular file")
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise TooLarge(f"it has more than {MOST_BYTES // 2**20} MiB")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from dtrain.formats.bounded import open_regular
+from dtrain.util.regular_file import open_regular
 
 log = logging.getLogger("dtrain")
 

@@ -21,7 +21,7 @@ from dtrain.data.files import walk, warn
 from dtrain.data.small_images import check_shape, uniform
 from dtrain.data.token_stream import check_split, hash_share, hold_out
 from dtrain.errors import bad
-from dtrain.formats.bounded import open_regular
+from dtrain.util.regular_file import open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,43 +6,14 @@ Opening a FIFO blocks forever, /dev/zero never ends, and a sparse file of teraby
 from __future__ import annotations
 
 import json
-import os
 import reprlib
-import stat
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from dtrain.util.regular_file import open_regular
+
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring = 2, 80
-
-
-class NotRegular(OSError):
-    """A folder, a FIFO, a socket, a device, or a forbidden link."""
-
-
-def open_regular(path: Path, follow_symlinks: bool = True) -> BufferedReader:
-    """Open a regular file for reading; raise an OSError for anything else, and never block."""
-    status = os.stat(path, follow_symlinks=follow_symlinks)  # first by name: opening a device may have side effects
-    _check_kind(path, status.st_mode)
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_symlinks else os.O_NOFOLLOW)
-    file = os.fdopen(os.open(path, flags), "rb")
-    try:
-        _check_kind(path, os.fstat(file.fileno()).st_mode)  # the name may point to another file by now
-    except NotRegular:
-        file.close()
-        raise
-    return file
-
-
-def _check_kind(path: Path, mode: int) -> None:
-    if stat.S_ISREG(mode):
-        return
-    kinds = {
-        stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket",
-        stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
-    }  # fmt: skip
-    raise NotRegular(0, f"it is {kinds.get(stat.S_IFMT(mode), 'something else')}, not a regular file", str(path))
 
 
 def read_bytes(path: Path, most: int, follow_symlinks: bool = True) -> bytes:

@@ -11,7 +11,8 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dtrain.formats.bounded import open_regular, parse_json, short
+from dtrain.formats.bounded import parse_json, short
+from dtrain.util.regular_file import open_regular
 
 LONGEST = 100_000_000  # bytes of a header: the format's own limit
 MOST_TENSORS = 250_000  # in one file; the largest models have some thousand

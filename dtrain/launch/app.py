@@ -36,7 +36,7 @@ from dtrain.checks.loggers import check_resumed
 from dtrain.checks.resume import check_code, check_profile, check_queue, check_resume, check_unfinished, say_beginning
 from dtrain.checks.validate import largest, usable_sizes, validate
 from dtrain.config import elastic, redaction
-from dtrain.config.build import TRUST, build
+from dtrain.config.build import TRUST
 from dtrain.config.files import CONF, LOGGER, known_settings
 from dtrain.config.hardware import ranks_per_node
 from dtrain.config.hydra_errors import GROUPS, MISTAKES, explain
@@ -46,6 +46,7 @@ from dtrain.config.untrusted import check_own, resolved
 from dtrain.errors import bad, unknown
 from dtrain.launch import compose_cache, sweeps
 from dtrain.launch.arguments import AUTO, prepare_arguments, read_config
+from dtrain.launch.cluster import build_cluster
 from dtrain.plan import fits, run_prediction
 from dtrain.runs import folder
 from dtrain.runs.folder import latest_checkpoint, locked, read_json, write_json
@@ -147,7 +148,7 @@ class Gate(Callback):
             plans = [run_prediction.plan_of(largest(config)) for config in checked]
             for plan, config in zip(plans, checked, strict=True):
                 check_fit(config, plan)
-            clusters = [build(config["cluster"], config["trust"]) for config in checked]
+            clusters = [build_cluster(config["cluster"], config["trust"]) for config in checked]
             self.asked = [config["cluster"] for config in checked]
             for cluster, config in distinct(clusters, checked):
                 if config["dry_run"] and config["cluster"].get("launcher") == "submitit":
@@ -317,7 +318,7 @@ def run(cfg: DictConfig, argv: list[str]) -> int:
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if in_sweep and config["resume"] and not sweeps.unfinished(run_dir):
         return DONE  # already finished, or already running
-    cluster = build(config["cluster"], config["trust"])
+    cluster = build_cluster(config["cluster"], config["trust"])
     plan = run_prediction.plan_of(largest(config))
     if in_sweep and not sweeps.known_before(HydraConfig.get()):
         check_fit(config, plan)

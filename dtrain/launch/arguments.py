@@ -127,7 +127,8 @@ def offer_own(argv: list[str]) -> list[str]:
     for group, target in ((group, name) for group, names in own.items() for name in names):
         bound = any("_partial_" in OmegaConf.load(CONF / group / f"{option}.yaml") for option in options_of(group))
         package = setting_prefix(group, target.rpartition(".")[2])  # logger=my_pkg.Mine: logger.Mine.SETTING
-        store_option(group, target, {"_target_": target} | ({"_partial_": True} if bound else {}), package)
+        needed = {"nodes": 1, "processes": None} if group == "cluster" else {}  # by dtrain, whatever the class takes
+        store_option(group, target, {"_target_": target, **needed} | ({"_partial_": True} if bound else {}), package)
     # the section starts empty, so each of its settings is an addition
     argv = [re.sub(rf"^({'|'.join(own)})\.", r"++\g<0>", a) for a in argv]
     if re.fullmatch(r"\[.*\]", given.get("trust", "[]")) is None:  # not a list: rejected later with a message
@@ -183,8 +184,9 @@ def store_recipe(path: Path, name: str | None = None) -> list[Any]:
         with quick_yaml():
             node: Any = OmegaConf.load(path) if name else OmegaConf.create(read(path))
         tree = OmegaConf.to_container(node)
-    except TooLarge as error:
-        raise bad("recipe", path, str(error), "a recipe must be a short file of settings") from None
+    except (TooLarge, OSError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise bad("recipe", path, why, "a recipe must be a short file of settings") from None
     except Exception as error:  # yaml errors have many types; each means that the file is not valid yaml
         raise bad("recipe", path, f"is not valid yaml: {error}", "correct the file") from error
     if not isinstance(tree, dict) or not all(re.fullmatch(r"[\w.-]+", str(key)) for key in tree):

@@ -11,6 +11,7 @@ from typing import Any
 from dtrain.launch import hang
 from dtrain.launch.wait_graph import first_difference
 from dtrain.runs.causes import GLOO
+from dtrain.runs.folder import last_lines
 from dtrain.runs.protocol import FAILED, HANG_FILE, POSITION_FILE
 from dtrain.util import disk_space
 
@@ -91,12 +92,7 @@ def of_difference(ranks: list[int], called: dict[int, str]) -> dict[str, Any]:
 
 def tail(path: Path, size: int = 65536) -> str:
     """The end of a log."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - size))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
+    return b"\n".join(last_lines(path, size)).decode(errors="replace")
 
 
 def is_timeout(failure: dict[str, Any]) -> bool:

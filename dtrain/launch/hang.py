@@ -23,6 +23,7 @@ from dtrain.runs.causes import is_users_file
 from dtrain.runs.folder import write_json
 from dtrain.runs.protocol import HANG_FILE, POSITION_FILE, STACK_SIGNAL, pid_namespace
 from dtrain.util.format import duration
+from dtrain.util.regular_file import read_bytes
 
 # With cluster.hang_timeout=null, a standstill in a step is reported after FACTOR times the slowest recent step, but not
 # before REPORT_S, and stopped after FACTOR times as long, but not before STOP_S (NCCL's own timeout).
@@ -169,7 +170,7 @@ def read(path: Path, tries: int = 3) -> Position:
     """A rank's position; {} if there is none. It is written in place, so a read may find half of it."""
     for _ in range(tries):
         try:
-            content = json.loads(path.read_bytes())
+            content = json.loads(read_bytes(path))
             if isinstance(content, dict) and {"rank", "pid", "host", "moves", "phase", "step"} <= content.keys():
                 return content | {"written": path.stat().st_mtime}
         except ValueError:

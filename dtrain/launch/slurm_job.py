@@ -25,6 +25,7 @@ from dtrain.launch.failures import failure
 from dtrain.launch.members import Members
 from dtrain.launch.srun import Srun, job_id, say, scontrol, silent_nodes, srun
 from dtrain.preflight import network_env
+from dtrain.preflight.start import end, python_command
 from dtrain.runs import causes
 from dtrain.runs.folder import (
     last_launch,
@@ -51,6 +52,7 @@ from dtrain.start import command, environment
 
 LOCK_S = 180.0  # wait for the last attempt's supervisor to exit; NFS frees a lost node's lock after 90 s
 GUARDS = 3  # nodes that watch the first one of an elastic job
+REMOVE_S = 30.0  # for removing the copies in memory of a job that does not come back
 REQUEUE_TRIES = 20  # SLURM's controller may be unavailable for some minutes
 
 
@@ -198,6 +200,7 @@ class Job:
                 write_json(self.run_dir / "failure.json", why)
                 write_json(self.run_dir / "summary.json", read_summary(self.run_dir) | {"status": "failed"})
             say(f"failed: {text}")
+            self._remove_copies()
         elif code == PREEMPTED:
             if (summary := read_summary(self.run_dir)).get("status") == "failed":  # only this start: the run resumes
                 write_json(self.run_dir / "summary.json", summary | {"status": "preempted"})
@@ -205,9 +208,21 @@ class Job:
             self._requeue(text)
         return code
 
+    def _remove_copies(self) -> None:
+        """Free the memory of checkpoint.peer on each node, as the job does not come back: others use the nodes next."""
+        config = run_file.load(self.run_dir)
+        if not config["checkpoint"].get("peer"):
+            return
+        argv = [*python_command(config, "dtrain.runs.memory"), str(self.run_dir)]
+        process = starter(config)(argv, self.nodes, 1, {}, self.run_dir / "logs" / "batch.log")
+        end([process], REMOVE_S)
+        if process.returncode:
+            say("the copies in memory (checkpoint.peer) could not be removed from every node")
+
     def _requeue(self, why: str) -> None:
         config = run_file.load(self.run_dir)
         if not config["cluster"]["requeue"] or (self.run_dir / CANCELLED_FILE).exists():
+            self._remove_copies()
             return
         for tries in range(REQUEUE_TRIES):
             job = query([self.id]).get(self.id)

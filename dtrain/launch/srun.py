@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from dtrain.config.redaction import hide
 from dtrain.launch import nsys
+from dtrain.launch.failures import tail
 from dtrain.launch.members import Members
 from dtrain.launch.supervisor import Supervisor, hang_settings
 from dtrain.preflight import network_env
@@ -74,7 +75,7 @@ class Srun(Supervisor):
         """Check NCCL's choice, if NCCL_DEBUG=INFO logged it: sockets in place of InfiniBand are easy to miss."""
         from dtrain.preflight import nccl_log
 
-        output = (run_dir / "logs" / "rank-0.log").read_bytes()[-TAIL:].decode(errors="replace")
+        output = tail(run_dir / "logs" / "rank-0.log", TAIL)
         if found := nccl_log.mismatch(self.config, output):
             say(f"warning: {found}")
 

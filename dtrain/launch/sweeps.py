@@ -11,10 +11,11 @@ from typing import Any, TextIO
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, open_dict, read_write
 
-from dtrain.config.build import build, typed_trust
+from dtrain.config.build import typed_trust
 from dtrain.config.files import CODE
 from dtrain.errors import bad
 from dtrain.launch import compose_cache
+from dtrain.launch.cluster import build_cluster
 from dtrain.runs import record as records
 from dtrain.runs.folder import last_launch, read_json, write_json
 
@@ -116,5 +117,5 @@ def submit(folder: Path, asked: Sequence[dict[str, Any]] | None = None) -> list[
             waiting.setdefault(json.dumps(launch["cluster"], sort_keys=True), []).append(run_dir)
     ids = []
     for cluster, run_dirs in waiting.items():
-        ids += build(json.loads(cluster), typed_trust()).submit(run_dirs, folder)
+        ids += build_cluster(json.loads(cluster), typed_trust()).submit(run_dirs, folder)
     return ids

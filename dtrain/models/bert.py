@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from dtrain.errors import bad
 from dtrain.kernels.cross_entropy import linear_cross_entropy
-from dtrain.models.layers import FIGURES, IGNORED, MLP, Head, LayerNorm, classify
+from dtrain.models.layers import CLASSIFY_METRICS, IGNORED, MLP, Head, LayerNorm, classify
 from dtrain.util.dtensor import is_dtensor
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class MaskedHead(Head):
 
 
 class Bert(nn.Module):
-    figures = FIGURES
+    eval_metrics = CLASSIFY_METRICS
     stream = torch.float32  # dtype of the residual stream between blocks (precision.stream)
 
     def __init__(

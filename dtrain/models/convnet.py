@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dtrain.models.layers import FIGURES, classify
+from dtrain.models.layers import CLASSIFY_METRICS, classify
 from dtrain.models.resnet import conv_flops
 
 NUM_LAYERS = 3
@@ -27,7 +27,7 @@ class Layer(nn.Module):
 
 
 class ConvNet(nn.Module):
-    figures = FIGURES
+    eval_metrics = CLASSIFY_METRICS
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,12 @@ class Head(nn.Module):
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-FIGURES = ("accuracy", "top5")  # metrics that `classify` returns after the loss
+CLASSIFY_METRICS = ("accuracy", "top5")  # what `classify` returns after the loss
+
+
+def eval_metrics(of: Any) -> tuple[str, ...]:
+    """Return the names of the metrics that a model or a loss returns after the loss in evaluation; () if none."""
+    return tuple(getattr(of, "eval_metrics", getattr(of, "figures", ())))  # figures: the former name
 
 
 def classify(logits: Tensor, targets: Tensor, training: bool) -> Tensor:

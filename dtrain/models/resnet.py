@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dtrain.models.batchnorm import BatchNorm, average_statistics
-from dtrain.models.layers import FIGURES, classify
+from dtrain.models.layers import CLASSIFY_METRICS, classify
 
 
 def conv(ins: int, outs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    figures = FIGURES
+    eval_metrics = CLASSIFY_METRICS
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from dtrain.errors import bad
 from dtrain.models import losses
+from dtrain.models.layers import eval_metrics
 
 log = logging.getLogger("dtrain")
 
@@ -89,7 +90,7 @@ def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
         raise bad("loss", type(loss).__name__, rule, "make it a part of the model, and let the model return its loss")
     function = getattr(loss, "func", loss)
     knows_mode = "training" in inspect.signature(function).parameters
-    figures = getattr(function, "figures", ())
+    metrics = eval_metrics(function)
 
     def forward(self: nn.Module, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         outputs = type(self).forward(self, inputs)
@@ -98,7 +99,7 @@ def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
         if isinstance(loss, nn.Module):
             loss.to(outputs.device)  # for example class weights
         value = loss(outputs, targets, **({"training": self.training} if knows_mode else {}))
-        if value.shape != ((1 + len(figures),) if figures and not self.training else ()):
+        if value.shape != ((1 + len(metrics),) if metrics and not self.training else ()):
             rule = f"returned a tensor of shape {list(value.shape)}, not a scalar"
             raise bad("loss", getattr(function, "__name__", function), rule, "return the mean over the targets")
         return value
@@ -106,8 +107,8 @@ def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
     model.forward = MethodType(forward, model)
     if function is not losses.cross_entropy:
         model.perplexity = False  # only exp of the model's own loss or of cross-entropy is a perplexity
-    if figures or hasattr(model, "figures"):
-        model.figures = figures
+    if metrics or eval_metrics(model):
+        model.eval_metrics = metrics
 
 
 # ---- 16 bits -------------------------------------------------------------------------------------------------

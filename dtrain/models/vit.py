@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dtrain.models.layers import FIGURES, MLP, LayerNorm, classify
+from dtrain.models.layers import CLASSIFY_METRICS, MLP, LayerNorm, classify
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    figures = FIGURES
+    eval_metrics = CLASSIFY_METRICS
     stream = torch.float32  # dtype of the residual stream between blocks (precision.stream)
     task_head = ("head",)  # also trained beside adapters
 

@@ -19,7 +19,14 @@ from dtrain.config.hardware import gpus_per_node, ranks_per_node
 from dtrain.errors import bad
 from dtrain.plan.layout import Layout, layout_of
 from dtrain.plan.memory.pipeline import rank_stages
-from dtrain.plan.memory.states import Held, gradient_bytes, held_by, held_convolutions, optimizer_bytes, weight_bytes
+from dtrain.plan.memory.states import (
+    HeldParameters,
+    gradient_bytes,
+    held_by,
+    held_convolutions,
+    optimizer_bytes,
+    weight_bytes,
+)
 from dtrain.plan.model_shape import Transformer, shape_of
 from dtrain.plan.parameters import held_parameters
 from dtrain.plan.predict import GIB, HOST_SHARE
@@ -85,7 +92,7 @@ def states_of(config: Mapping[str, Any]) -> float | None:
     return layout.dp * layout.tp * sum(rank_bytes(one, layout, forgets) for one in held)
 
 
-def rank_bytes(held: Held, layout: Layout, forgets: bool) -> float:
+def rank_bytes(held: HeldParameters, layout: Layout, forgets: bool) -> float:
     """State bytes of one rank, wherever stored between steps, except on disk. forgets: SGD without momentum."""
     held = replace(held, largest=0)  # fairscale distributes whole weights: uneven shares, same sum
     weights = 0.0 if layout.offload_params == "nvme" else weight_bytes(held, layout)

@@ -43,7 +43,7 @@ class Layout:
     # each large matmul of a compiled graph uses the fastest kernel and returns fp32 weight gradients; a chunked head
     # does so without compilation too, which is not modeled
     fast_products: bool = False
-    one_launch: bool = False  # a launch-bound step is captured as a CUDA graph (strategies/cuda_graph.py)
+    cuda_graph: bool = False  # a launch-bound step is captured as a CUDA graph (strategies/cuda_graph.py)
     fused_loss: bool = False  # head and loss are one operation that never materializes all logits
     optimizer: str = "adamw"  # adamw | sgd
     fused_update: bool = False  # one kernel clips and updates
@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def waits_for_host(self) -> bool:
-        return not self.one_launch or self.micro_batches > MOST_PASSES
+        return not self.cuda_graph or self.micro_batches > MOST_PASSES
 
     @property
     def global_batch_size(self) -> int:
@@ -97,7 +97,7 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
         stream=config["precision"].get("stream", "float32"),
         compile=(compiled := compile_of(config, ranks)),
         fast_products=compiled != "none" and on_gpu(config) and sizes.tp == 1 and not config["deterministic"],
-        one_launch=is_whole and compiled != "none" and on_gpu(config) and is_recorded(config),
+        cuda_graph=is_whole and compiled != "none" and on_gpu(config) and is_recorded(config),
         fused_loss=on_gpu(config) if (fused := config.get("fused_loss", "auto")) == "auto" else fused,
         optimizer=(optimizer := str(config["optim"]["_target_"]).rpartition(".")[2]),
         fused_update=optimizer == "adamw" and on_gpu(config) and (is_alone or updates_itself(strategy)),

@@ -7,22 +7,22 @@ from itertools import pairwise
 from math import inf
 from typing import Any
 
-LARGEST = 2**53  # the largest whole number that JavaScript holds exactly
-MOST = 1e300  # larger numbers overflow in sums
+LARGEST_INTEGER = 2**53  # the largest whole number that JavaScript holds exactly
+LARGEST_VALUE = 1e300  # larger numbers overflow in sums
 Curve = dict[str, Any]
-Points = tuple[list[float], list[float]]  # places, values
+Column = tuple[list[float], list[float]]  # places and values of a metric
 
 
-def columns(rows: Iterable[dict[str, Any]], x: str = "step") -> dict[str, Points]:
+def columns(rows: Iterable[dict[str, Any]], x: str = "step") -> dict[str, Column]:
     """Return the places and values of every metric. What is missing, not finite or out of order is left out."""
-    found: dict[str, Points] = {}
+    found: dict[str, Column] = {}
     for row in rows:
         place = row.get(x)
-        if type(place) not in (int, float) or not -LARGEST < place < LARGEST:  # type: ignore[operator]
+        if type(place) not in (int, float) or not -LARGEST_INTEGER < place < LARGEST_INTEGER:  # type: ignore[operator]
             continue
         for name, value in row.items():
             # no function calls here: a page of 50 runs has millions of values
-            if (type(value) is float or type(value) is int) and -MOST < value < MOST:
+            if (type(value) is float or type(value) is int) and -LARGEST_VALUE < value < LARGEST_VALUE:
                 xs, ys = found.get(name) or found.setdefault(name, ([], []))
                 if not xs or place >= xs[-1]:  # type: ignore[operator]
                     xs.append(place)  # type: ignore[arg-type]

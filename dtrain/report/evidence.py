@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import statistics
 from collections import deque
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 from dtrain.runs.folder import parse_line
 from dtrain.util.format import finite, number
+from dtrain.util.regular_file import open_regular
 
 NEWEST = 2**18  # bytes from the end of a log that are read, at least
 COUNTED = 2**28  # in a larger file, the lines before them are not counted
@@ -35,9 +35,7 @@ class Evidence:
 def numbered_tail(path: Path) -> list[tuple[int, str]]:
     """The last lines of a file with their numbers; of a very large file, the numbers count from what is read."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            return []
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             begin = max(0, file.seek(0, os.SEEK_END) - NEWEST)
             file.seek(0)
             first = 1 + sum(file.read(NEWEST).count(b"\n") for _ in range(begin // NEWEST) if begin < COUNTED)

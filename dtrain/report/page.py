@@ -22,9 +22,9 @@ from typing import Any
 
 from dtrain import __version__
 from dtrain.config.redaction import HIDDEN, SECRET, hidden, hide
+from dtrain.config.run_file import flat_config
 from dtrain.report.run_data import run_data
 from dtrain.runs.record import load
-from dtrain.ui.tables import flat_config
 from dtrain.util.format import clean, finite
 
 FILES = Path(__file__).parent / "html"

@@ -11,7 +11,7 @@ from dtrain.config.redaction import hide
 from dtrain.errors import bad
 from dtrain.report.curves import columns, curve
 from dtrain.report.page import name_apart, replace
-from dtrain.report.run_data import plan_values, text
+from dtrain.report.run_data import plan_values, safe_text
 from dtrain.runs.folder import read_json
 from dtrain.runs.metrics import rows
 from dtrain.runs.record import Record
@@ -38,13 +38,13 @@ def draw(run_dirs: Sequence[Path], file: Path, title: str, kind: str) -> int:
         raise bad("--format", kind, rule, "pip install 'dtrain[notebook]', or --format html") from None
 
     records = [Record.read(Path(d)) for d in run_dirs]
-    names = [{"name": hide(text(record.row()["name"]))} for record in records]
+    names = [{"name": hide(safe_text(record.row()["name"]))} for record in records]
     name_apart(names, run_dirs)
     found = [columns(rows(record.run_dir / "metrics.jsonl")) for record in records]
     plans = [plan_values(record.run_dir, read_json(record.run_dir / "plan.json")) for record in records]
     rcParams["svg.hashsalt"] = "dtrain"  # the same runs give the same bytes
     figure = Figure(figsize=(11, 6.4), layout="constrained")
-    figure.suptitle(plain(hide(title)), fontsize=11)
+    figure.suptitle(without_formula(hide(title)), fontsize=11)
     cycle = len(records) <= NAMED
     for place, (metric, (heading, planned)) in enumerate(PANELS.items(), 1):
         axes = figure.add_subplot(2, 2, place)
@@ -52,7 +52,9 @@ def draw(run_dirs: Sequence[Path], file: Path, title: str, kind: str) -> int:
             if metric not in known:
                 continue
             color: Any = f"C{i}" if cycle else (0.12, 0.35 + 0.4 * i / len(records), 0.7)
-            add_curve(axes, curve(*known[metric], MOST_POINTS), color, plain(name["name"]), 1.2 if cycle else 0.7)
+            add_curve(
+                axes, curve(*known[metric], MOST_POINTS), color, without_formula(name["name"]), 1.2 if cycle else 0.7
+            )
             if planned and planned in plan and (cycle or i == 0):
                 axes.axhline(plan[planned], color=color if len(records) > 1 else "gray", linestyle="--", linewidth=0.9)
         axes.set_title(heading, fontsize=10, loc="left")
@@ -83,6 +85,6 @@ def add_curve(axes: Any, found: dict[str, Any], color: Any, name: str, width: fl
         axes.fill_between(xs, found["lo"], found["hi"], color=color, alpha=0.2, linewidth=0)
 
 
-def plain(name: str) -> str:
+def without_formula(name: str) -> str:
     """A text from a run folder is no formula: matplotlib reads what stands between two dollar signs."""
     return name.replace("$", r"\$")[:120]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtrain.runs.folder import file_clock, last_launch, latest_checkpoint, parse_line, predicted, read_json
+from dtrain.runs.folder import file_clock, last_launch, last_lines, latest_checkpoint, parse_line, predicted, read_json
 from dtrain.runs.metrics import gpus_of, system_files
 from dtrain.runs.nvml import THROTTLE
 from dtrain.runs.protocol import ATTEMPTS_FILE, HANG_FILE, POSITION_FILE, die_with_parent
@@ -29,7 +29,7 @@ SCAN_S = 30.0  # between two searches for new and ended runs
 KEEP_S = 600.0  # for this long an ended run is still served, so that its end is seen
 SILENT_S = 86400.0  # a run that claims to be running and wrote nothing for a day: its machine is gone
 FRESH_S = 60.0  # a node whose newest line is older than this is not served
-TAIL = 2**18  # bytes read from the end of a file of lines: a thousand steps
+END = 2**18  # bytes read from the end of a file of lines: a thousand steps
 MOST_BYTES = 2**24  # of a JSON file
 MOST_RUNS, MOST_NODES, MOST_RANKS, MOST_GPUS = 200, 1024, 64, 64  # limits on labels
 GIB, MIB = 2.0**30, 2.0**20
@@ -112,7 +112,7 @@ def value_of(values: dict[str, Any], key: str, factor: float = 1.0) -> float | N
     return None if found is None else found * factor
 
 
-def text_of(value: object) -> str:
+def label_of(value: object) -> str:
     """Return untrusted text as a label: short, without control characters, valid UTF-8."""
     return clean(str(value))[:200].encode(errors="replace").decode() if isinstance(value, (str, int)) else ""
 
@@ -132,16 +132,7 @@ def small_json(path: Path) -> dict[str, Any]:
 
 def last_rows(path: Path) -> list[dict[str, Any]]:
     """Read the lines at the end of a file of JSON lines."""
-    try:
-        if not is_file(path):
-            return []
-        with open(path, "rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - TAIL)
-            file.seek(start)
-            lines = file.read(TAIL).splitlines()
-        return [row for row in map(parse_line, lines[1 if start else 0 :]) if row]
-    except OSError:
-        return []
+    return [row for row in map(parse_line, last_lines(path, END)) if row]
 
 
 @dataclass
@@ -187,8 +178,8 @@ class RunFiles:
         for rank, seconds in enumerate(ranks if isinstance(ranks, list) and len(ranks) <= MOST_RANKS else []):
             if (value := value_of({"s": seconds}, "s")) is not None:
                 yield "dtrain_rank_work_seconds", {"rank": str(rank)}, value
-        labels = {key: text_of(summary.get(key)) for key in ("model", "precision")}
-        yield INFO, labels | {"folder": text_of(str(self.run_dir))}, 1.0
+        labels = {key: label_of(summary.get(key)) for key in ("model", "precision")}
+        yield INFO, labels | {"folder": label_of(str(self.run_dir))}, 1.0
         yield from self._nodes()
 
     def _summary(self) -> dict[str, Any]:
@@ -198,7 +189,7 @@ class RunFiles:
     def strategy(self) -> str:
         """By the launcher, so that the label does not change when the ranks have started."""
         choices = as_dict(last_launch(small_json(self.run_dir / "launch.json")).get("choices"))
-        return text_of(choices.get("strategy") or self._summary().get("strategy") or "")
+        return label_of(choices.get("strategy") or self._summary().get("strategy") or "")
 
     def _read_metrics(self) -> None:
         path = self.run_dir / "metrics.jsonl"
@@ -245,7 +236,7 @@ class RunFiles:
             lines = last_rows(path) if written is not None and time.time() - written < FRESH_S else []
             if not lines:
                 continue
-            labels = {"node": text_of(node)}
+            labels = {"node": label_of(node)}
             for name, (key, factor, _) in NODE.items():
                 if (value := value_of(lines[-1], key, factor)) is not None:
                     yield name, labels, value
@@ -293,7 +284,7 @@ class Collector:
             if not (record.is_live and quiet < SILENT_S) and quiet > self.keep_s:
                 continue
             relative = os.path.relpath(path, self.folder)
-            name = text_of(path.absolute().name if relative == "." else relative)
+            name = label_of(path.absolute().name if relative == "." else relative)
             run = self.runs.get(path) or RunFiles(path, name)
             run.is_live = record.is_live and record.status.rstrip("?") in ("starting", "running")
             run.skew = file_clock(path) - time.time()

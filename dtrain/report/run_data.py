@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config.redaction import hidden
-from dtrain.report.curves import Curve, Points, columns, curve, rounded
+from dtrain.report.curves import Column, Curve, columns, curve, rounded
 from dtrain.report.system_data import system_data
 from dtrain.report.why import CAUSES, diagnose
 from dtrain.runs.folder import latest_checkpoint, predicted, read_json
 from dtrain.runs.metrics import NO_CURVE, rows
 from dtrain.runs.record import Record
-from dtrain.ui.console import LAUNCH, measured_rows, next_commands
-from dtrain.util.format import as_dict, clean, finite, resume_argument, shell_path, short_path
+from dtrain.ui.console import LAUNCH, measured_rows, next_commands, resume_command
+from dtrain.util.format import as_dict, clean, finite, shell_path, short_path
 
 RESULTS = (
     "steps", "total_steps", "train_loss", "val_loss", "val_accuracy", "tokens_per_s", "mfu", "peak_mem_gib", "wall_s",
@@ -29,7 +29,7 @@ MOST_CURVES = 24
 MOST_EVENTS = 200
 MOST_ATTEMPTS = 500
 STRIP = (64, 120)  # rows and columns of the picture of all ranks
-TEXT = 2000  # characters of one text from a run folder
+LONGEST_TEXT = 2000  # characters of one text from a run folder
 
 
 def run_data(record: Record, most: int, most_of_system: int) -> dict[str, Any]:
@@ -38,12 +38,12 @@ def run_data(record: Record, most: int, most_of_system: int) -> dict[str, Any]:
     row, lines = record.row(), rows(run_dir / "metrics.jsonl")
     plan, known = read_json(run_dir / "plan.json"), columns(lines)
     texts = {
-        "name": text(row["name"]),
-        "path": text(short_path(run_dir)),
-        "status": text(row["status"]),
-        **{key: text(row[key]) if row[key] is not None else None for key in WORDS},
-        "facts": [[text(part) for part in fact] for fact in measured_rows(run_dir, summary)],
-        "unit": text(summary.get("unit") or "tokens"),
+        "name": safe_text(row["name"]),
+        "path": safe_text(short_path(run_dir)),
+        "status": safe_text(row["status"]),
+        **{key: safe_text(row[key]) if row[key] is not None else None for key in WORDS},
+        "facts": [[safe_text(part) for part in fact] for fact in measured_rows(run_dir, summary)],
+        "unit": safe_text(summary.get("unit") or "tokens"),
         "attempts": attempts(record),
         "why": why(record),
         "events": events(lines),
@@ -66,24 +66,25 @@ def run_data(record: Record, most: int, most_of_system: int) -> dict[str, Any]:
     }
 
 
-def text(value: object) -> str:
-    return clean(str(value))[:TEXT]
+def safe_text(value: object) -> str:
+    """Return untrusted text without control codes, and not longer than a page shows."""
+    return clean(str(value))[:LONGEST_TEXT]
 
 
 # ---- curves -------------------------------------------------------------------------------------------------------
 
 
-def curves(known: dict[str, Points], most: int) -> dict[str, Curve]:
+def curves(known: dict[str, Column], most: int) -> dict[str, Curve]:
     """Every metric that has numbers, the well-known ones first."""
     found: dict[str, Curve] = {}
     for name in dict.fromkeys((*FIRST, *known)):
         is_curve = name in known and name not in HIDDEN_CURVES and not name.startswith(("save_", "rank_"))
         if is_curve and len(found) < MOST_CURVES:
-            found[text(name)[:80]] = curve(*known[name], most)
+            found[safe_text(name)[:80]] = curve(*known[name], most)
     return found
 
 
-def axes(known: dict[str, Points], most: int = 100) -> dict[str, list[list[float]]]:
+def axes(known: dict[str, Column], most: int = 100) -> dict[str, list[list[float]]]:
     """Tokens and seconds of training at some steps, between which the page interpolates."""
     found: dict[str, list[list[float]]] = {}
     steps, tokens = known.get("tokens", ([], []))
@@ -109,7 +110,9 @@ def skipped(lines: Sequence[dict[str, Any]]) -> list[float]:
 def events(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the run itself reported about a step: slow ranks."""
     found = [
-        {"step": finite(line.get("step")), "text": text(line["slow_text"])} for line in lines if line.get("slow_text")
+        {"step": finite(line.get("step")), "text": safe_text(line["slow_text"])}
+        for line in lines
+        if line.get("slow_text")
     ]
     return found[-MOST_EVENTS:]
 
@@ -158,10 +161,10 @@ def step_parts(run_dir: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
     for path in sorted((run_dir / "profiles").glob("*.json"))[:64]:
         table = read_json(path)
         parts = as_dict(table.get("parts"))
-        seconds = {text(name): finite(as_dict(part).get("ms")) for name, part in list(parts.items())[:24]}
+        seconds = {safe_text(name): finite(as_dict(part).get("ms")) for name, part in list(parts.items())[:24]}
         if table.get("kind") == "torch" and any(seconds.values()):
             kept = [[name, rounded(ms / 1000)] for name, ms in seconds.items() if ms and ms > 0]
-            found.append({"title": text(f"profiled, rank {table.get('rank')}"), "parts": kept})
+            found.append({"title": safe_text(f"profiled, rank {table.get('rank')}"), "parts": kept})
     found = found[:8]
     planned = as_dict(plan.get("step_s"))
     if kept := known_parts(planned):
@@ -180,7 +183,7 @@ OTHER = ("total", "limit", "reserve")  # in plan.json beside the parts
 
 
 def known_parts(of: dict[str, Any]) -> list[list[Any]]:
-    values = {text(name): finite(value) for name, value in list(of.items())[:24] if name not in OTHER}
+    values = {safe_text(name): finite(value) for name, value in list(of.items())[:24] if name not in OTHER}
     return [[name, rounded(value)] for name, value in values.items() if value and value > 0]
 
 
@@ -206,8 +209,8 @@ def attempts(record: Record) -> list[dict[str, Any]]:
                 "from": finite(attempt["from_step"]),
                 "to": finite(attempt["step"]),
                 "code": finite(attempt["code"]),
-                "why": text(why[0])[:300] if why else "",
-                "nodes": text(", ".join(map(str, nodes[:8])))
+                "why": safe_text(why[0])[:300] if why else "",
+                "nodes": safe_text(", ".join(map(str, nodes[:8])))
                 + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else ""),
             }
         )
@@ -222,8 +225,8 @@ def why(record: Record) -> dict[str, Any] | None:
     cause = "" if found.cause == "nothing" or found.cause not in CAUSES else found.cause
     return {
         "cause": cause,
-        "text": text(found.paragraph),
-        "evidence": [text(one) for one in found.evidence[:12]],
+        "text": safe_text(found.paragraph),
+        "evidence": [safe_text(one) for one in found.evidence[:12]],
         "rank": found.rank,
         "step": found.step,
     }
@@ -259,7 +262,7 @@ def environment(record: Record, plan: dict[str, Any]) -> list[list[str]]:
         "run id": record.launches.get("id"),
         "no plan": plan.get("reason"),
     }
-    return [[text(name), text(value)] for name, value in values.items() if value not in (None, "", [], {})]
+    return [[safe_text(name), safe_text(value)] for name, value in values.items() if value not in (None, "", [], {})]
 
 
 def when(value: object) -> str | None:
@@ -279,13 +282,13 @@ def commands(record: Record) -> list[list[str]]:
     kept = [word for word in own if not word.lstrip("+").startswith(("run_dir=", "resume="))]
     found = [["look at its state", f"dtrain status {shell_path(run_dir)}"]]
     if status != "done" and (latest_checkpoint(run_dir) or record.is_live):
-        found.append(["resume", f"{LAUNCH} {resume_argument(run_dir)}"])
+        found.append(["resume", resume_command(run_dir)])
     found.append(["repeat from the start", shlex.join([*LAUNCH.split(), *kept])])
     known = {command for _, command in found}
     for command in next_commands(run_dir, status, record.summary):
         what = next((w for start, w in NEXT.items() if command.startswith(start)), "train longer")
         found += [[what, command]] if command not in known else []
-    return [[what, clean(command)[: 2 * TEXT]] for what, command in found]
+    return [[what, clean(command)[: 2 * LONGEST_TEXT]] for what, command in found]
 
 
 NEXT = {"dtrain profile": "profile", "dtrain sample": "sample text", "dtrain evaluate": "evaluate",

@@ -10,6 +10,17 @@ from typing import Any
 from dtrain.runs.record import ROOTS, all_runs, run_folders, run_name
 from dtrain.util.format import short_path
 
+START = "start one with `python launch.py`, or change to the folder where you did"
+
+
+def no_run(example: str, roots: Sequence[str | Path] = ROOTS) -> ValueError:
+    """Return the error of a command without a run. example: the command for the newest run."""
+    runs = all_runs(roots)
+    where = " and ".join(f"{root}/" for root in roots)
+    fix = f"name a run: {example}; the newest are{_bullets(runs)}" if runs else START
+    here = "" if runs else f", and none is under {where} of {Path.cwd()}"
+    return ValueError(f"run: none is given{here}\n  fix: {fix}")
+
 
 def find_run(word: str, roots: Sequence[str | Path] = ROOTS) -> Path:
     """Find the run folder for a path, for `latest`, or for a unique part of its name."""
@@ -27,7 +38,7 @@ def find_run(word: str, roots: Sequence[str | Path] = ROOTS) -> Path:
     if not runs:
         raise ValueError(
             f"run {word!r}: no run folder (with a launch.json) is there, nor under {where} of {Path.cwd()}\n"
-            "  fix: start one with `python launch.py`, or change to the folder where you did"
+            f"  fix: {START}"
         )
     if word == "latest":
         return runs[0].absolute()

@@ -18,6 +18,7 @@ from dtrain.config.redaction import hidden
 from dtrain.runs.protocol import ATTEMPTS_FILE
 from dtrain.util import disk_space
 from dtrain.util.format import as_dict, finite
+from dtrain.util.regular_file import open_regular, read_bytes, regular
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
@@ -34,7 +35,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
     """Lock a run folder: two launchers would corrupt each other's checkpoints. The kernel frees the lock at exit."""
-    with open(run_dir / ".lock", "a") as file:
+    with open(run_dir / ".lock", "a", opener=regular) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -73,7 +74,7 @@ def look_again(folder: Path) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in the file, or {} if it is missing, half-written or not an object."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_bytes(path))
     except (OSError, ValueError, RecursionError):  # the last: nested too deeply
         return {}
     return as_dict(value)
@@ -96,20 +97,14 @@ def launch_time(launch: dict[str, Any]) -> float | None:
 def read_summary(run_dir: Path) -> dict[str, Any]:
     """Read summary.json; while its status is "running", take the metrics from metrics.jsonl."""
     summary = read_json(run_dir / "summary.json")
-    return summary | newest_figures(run_dir) if summary.get("status") == "running" else summary
+    return summary | newest_metrics(run_dir) if summary.get("status") == "running" else summary
 
 
-def newest_figures(run_dir: Path) -> dict[str, Any]:
+def newest_metrics(run_dir: Path) -> dict[str, Any]:
     """Return the newest metrics of metrics.jsonl, under the names of the summary."""
     newest: dict[str, Any] = {}
-    try:
-        with open(run_dir / "metrics.jsonl", "rb") as file:
-            # Only the end of the file, about 200 lines: `dtrain runs` reads many runs.
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
-            for line in file.read().splitlines():
-                newest.update(parse_line(line))
-    except OSError:
-        pass  # no step yet
+    for line in last_lines(run_dir / "metrics.jsonl"):  # about 200: `dtrain runs` reads many runs
+        newest.update(parse_line(line))
     names = {"step": "steps", "loss": "train_loss", "mem_gib": "peak_mem_gib"}
     same = ("val_loss", "val_accuracy", "val_top5", "val_perplexity", "tokens_per_s", "mfu")
     names.update({key: key for key in same})
@@ -143,7 +138,7 @@ def newest_step(run_dir: Path) -> int:
 def note_attempt(run_dir: Path, event: Literal["start", "end"], **values: Any) -> None:
     """Append a line to attempts.jsonl. On a full disk drop it: the caller must survive to report the cause."""
     line = {"event": event, "time": time.time(), "step": newest_step(run_dir), **values}
-    with suppress(OSError), open(run_dir / ATTEMPTS_FILE, "a") as file:
+    with suppress(OSError), open(run_dir / ATTEMPTS_FILE, "a", opener=regular) as file:
         file.write(json.dumps(line) + "\n")
 
 
@@ -158,7 +153,7 @@ class Tail:
     def skip(self, keep: int) -> None:
         """Go near the end of a long file, to the start of a line: the next read returns about the last `keep` bytes."""
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 start = max(0, file.seek(0, os.SEEK_END) - keep)
                 file.seek(start)
                 data = file.read(keep)
@@ -170,7 +165,7 @@ class Tail:
     def read(self, final: bool = False) -> tuple[list[bytes], bool]:
         """Return new lines, and whether the file was read again from its start. final: include an incomplete line."""
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(self.offset - len(self.before))
                 data = file.read()
                 again = not data.startswith(self.before)
@@ -188,14 +183,26 @@ class Tail:
         return data.splitlines(), again
 
 
+def last_lines(path: Path, size: int = 65536) -> list[bytes]:
+    """Return the lines in the last `size` bytes of a file, without one that begins before them."""
+    tail = Tail(path)
+    tail.skip(size)
+    return tail.read(final=True)[0]
+
+
 def predicted(run_dir: Path) -> dict[str, float] | None:
     """Return the metrics of plan.json that a summary has too, by name; None: there was no prediction."""
     plan = read_json(run_dir / PLAN)
     if as_dict(plan.get("memory_gib")).get("limit") is None:  # on a CPU the process is measured, not its tensors
         plan.pop("memory_gib", None)
-    values = {key: as_dict(plan.get(key)).get("total", plan.get(key)) for key in FIGURES}
+    values = {key: as_dict(plan.get(key)).get("total", plan.get(key)) for key in PREDICTED_METRICS}
     return {key: number for key, value in values.items() if (number := finite(value)) is not None} or None
 
 
 PLAN = "plan.json"
-FIGURES = ("tokens_per_s", "step_s", "mfu", "memory_gib")  # no wall time: startup, saving and evaluation are left out
+PREDICTED_METRICS = (
+    "tokens_per_s",
+    "step_s",
+    "mfu",
+    "memory_gib",
+)  # no wall time: startup, saving and evaluation are left out

@@ -22,6 +22,7 @@ from dtrain.runs.metrics import NO_CURVE, system_files
 from dtrain.runs.record import Record, load, run_name
 from dtrain.runs.slurm_queue import Job
 from dtrain.util.format import as_dict, finite
+from dtrain.util.regular_file import open_regular
 
 POINTS = 500  # of a curve; up to twice as many before they are thinned out
 NAMES = 40  # different metrics: a run folder is untrusted
@@ -29,13 +30,13 @@ RECENT = 200  # steps of which all metrics are kept
 PARSED = 4 << 20  # bytes of a metrics.jsonl that are parsed at the start; of a longer one, every n-th training line
 END = 65536  # bytes at the end of a file that are always read
 LOG_LINES = 200
-LARGEST = 1e15  # of a time or a speed; a damaged file may have anything
+PLAUSIBLE = 1e15  # a larger time or speed is from a damaged file
 SAMPLES = 60  # of a node's system metrics
 # seconds between two looks at a run's small files, at a run of a list, at folders, and between two SLURM queries
 FILES_S, LISTED_S, RARELY_S, ASK_S = 2.0, 4.0, 10.0, 15.0
 
 
-class Points:
+class BoundedCurve:
     """A curve of bounded length: of each group of neighbours, the smallest and the largest are kept, so spikes stay."""
 
     def __init__(self) -> None:
@@ -88,7 +89,7 @@ class LiveRun:
         self._system: dict[str, Tail] = {}
 
     def forget_metrics(self) -> None:
-        self.curves: dict[str, Points] = {}
+        self.curves: dict[str, BoundedCurve] = {}
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)  # training lines
         self.evaluation: dict[str, Any] = {}
         self.ranks: dict[str, list[float]] = {}  # data_s, own_s and wait_s of each rank
@@ -118,7 +119,7 @@ class LiveRun:
 
     def recent_median(self, name: str) -> float | None:
         values = [finite(row.get(name)) for row in itertools.islice(reversed(self.recent), 50)]
-        known = [value for value in values if value is not None and 0 <= value < LARGEST]
+        known = [value for value in values if value is not None and 0 <= value < PLAUSIBLE]
         return statistics.median(known) if known else None
 
     @property
@@ -161,7 +162,7 @@ class LiveRun:
         """Read the file from its start."""
         self._metrics = tail = Tail(self._metrics.path)
         try:
-            with open(tail.path, "rb") as file:
+            with open_regular(tail.path) as file:
                 size = os.fstat(file.fileno()).st_size
                 every = size // PARSED + 1
                 for i, line in enumerate(file):
@@ -195,7 +196,7 @@ class LiveRun:
                 continue
             if name not in self.curves and len(self.curves) >= NAMES:
                 continue
-            self.curves.setdefault(name, Points()).add(step, y)
+            self.curves.setdefault(name, BoundedCurve()).add(step, y)
 
     # ---- the other files ---------------------------------------------------------------------------------------
 
@@ -322,7 +323,7 @@ class Queue:
 def sampled(path: Path, name: str, count: int = 64) -> list[float]:
     """Return values of a metric at about evenly spaced places of a file of JSON lines, without reading the rest."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             if size <= END:
                 file.seek(0)
@@ -341,7 +342,7 @@ def sampled(path: Path, name: str, count: int = 64) -> list[float]:
 def _seconds(value: object) -> float:
     """Return a time of a rank, or 0 for what cannot be one."""
     found = finite(value)
-    return found if found is not None and 0 <= found < LARGEST else 0.0
+    return found if found is not None and 0 <= found < PLAUSIBLE else 0.0
 
 
 def _near_end(path: Path) -> Tail:

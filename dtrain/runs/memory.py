@@ -12,6 +12,7 @@ import hashlib
 import os
 import shutil
 import stat
+import sys
 from pathlib import Path
 
 from dtrain.runs.folder import checkpoints, read_json
@@ -58,6 +59,16 @@ def remove_old(run_dir: Path) -> str:
     path = folder(run_dir)
     if newest_step(run_dir) > folder_step(run_dir):
         return f"step {newest_step(run_dir)} is in memory only: resume the run on this host, or rm -r {path}"
+    remove(run_dir)
+    return ""
+
+
+def remove(run_dir: Path) -> None:
+    """Remove a run's copies from this host."""
+    path = folder(run_dir)
     if is_private(path):
         shutil.rmtree(path, ignore_errors=True)
-    return ""
+
+
+if __name__ == "__main__":  # on each node of a SLURM job that has ended for good (launch/slurm_job.py)
+    remove(Path(sys.argv[1]))

@@ -8,6 +8,7 @@ from typing import Any
 
 from dtrain.runs.folder import parse_line
 from dtrain.util.format import as_dict, number
+from dtrain.util.regular_file import read_bytes
 
 # numbers of metrics.jsonl that are not drawn
 NO_CURVE = ("step", "tokens", "time", "save_step", "slow_rank", "slowdown", "slow_since", "slow_until")
@@ -17,7 +18,7 @@ SYSTEM_FILE = "logs/system-{}.jsonl"  # one per node: its CPUs, memory, disks, n
 def rows(path: Path) -> list[dict[str, Any]]:
     """Read a file of JSON lines, such as metrics.jsonl. A line that was not written whole is left out."""
     try:
-        lines = path.read_bytes().splitlines() if path.is_file() else []  # a pipe would never end
+        lines = read_bytes(path).splitlines()
     except OSError:  # nothing written yet
         return []
     return [row for row in map(parse_line, lines) if row]

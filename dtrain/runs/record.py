@@ -16,11 +16,12 @@ from dtrain.runs.folder import file_clock, last_launch, launch_time, parse_line,
 from dtrain.runs.protocol import ATTEMPTS_FILE, CANCELLED_FILE, HANG_FILE
 from dtrain.runs.slurm_queue import Job, query
 from dtrain.util.format import as_dict, number
+from dtrain.util.regular_file import read_bytes
 
 ROOTS = ("outputs", "multirun")
 QUIET_S = 600  # a running run that wrote nothing for this long gets a `?`: compiling or saving takes less
 SKEW_S = 300  # clocks of a login node and of the controller differ by less
-FIGURES = ("train_loss", "val_loss", "val_accuracy", "tokens_per_s", "mfu", "peak_mem_gib", "wall_s")
+RESULTS = ("train_loss", "val_loss", "val_accuracy", "tokens_per_s", "mfu", "peak_mem_gib", "wall_s")
 ERRORS = ("step_error", "memory_error")  # errors of the prediction
 
 
@@ -89,7 +90,7 @@ class Record:
         """Each start of the run's job with its end; `ended` is None if it was killed or is still running."""
         found: list[dict[str, Any]] = []
         try:
-            lines = (self.run_dir / ATTEMPTS_FILE).read_bytes().splitlines()
+            lines = read_bytes(self.run_dir / ATTEMPTS_FILE).splitlines()
         except OSError:
             lines = []
         for line in map(parse_line, lines):
@@ -233,7 +234,7 @@ class Record:
             "status": self.status,
             "job_id": self.job_id,
         }
-        for key in ("model", "strategy", "precision", "world_size", "steps", "total_steps", *FIGURES):
+        for key in ("model", "strategy", "precision", "world_size", "steps", "total_steps", *RESULTS):
             run[key] = self.summary.get(key)
         run |= errors(self.summary)
         # UTC, so that text order is time order.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.tensor.parallel import loss_parallel
 
-from dtrain.models.layers import Head
+from dtrain.models.layers import Head, eval_metrics
 from dtrain.optim.precision import autocast_inside
 from dtrain.strategies.base import Strategy
 from dtrain.strategies.compile import compile_layers
@@ -65,7 +65,7 @@ class Pipeline(Strategy):
                 f"strategy.pp={self.sizes.pp}: {type(model).__name__} does not define how to split it into stages\n"
                 "  fix: add pipeline_split() to the model, or strategy=fsdp, zero3 or ddp"
             )
-        self.num_figures = len(getattr(model, "figures", ()))
+        self.num_eval_metrics = len(eval_metrics(model))
         if self.schedule == "zbv":  # zbv splits the backward pass, which a compiled graph cannot do
             self.compile = "none"
             if torch.__version__ < "2.13":  # nor can an autograd function, such as the fused head and loss
@@ -127,7 +127,9 @@ class Pipeline(Strategy):
         if is_last:
             loss = torch.stack(losses).detach().float().sum(dim=0)
         else:
-            loss = torch.zeros(() if train or not self.num_figures else 1 + self.num_figures, device=self.device)
+            loss = torch.zeros(
+                () if train or not self.num_eval_metrics else 1 + self.num_eval_metrics, device=self.device
+            )
         dist.all_reduce(loss, group=self.pp_group)
         return loss / self.precision.scale
 

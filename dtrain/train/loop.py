@@ -161,7 +161,7 @@ def finish(run: Run, saver: background.Saver, preempted: bool) -> None:
             step_s = statistics.median(run.step_times[1:] or run.step_times)  # the first includes compilation
             run.summary |= {"tokens_per_s": run.rate.tokens_per_s(step_s), "mfu": run.rate.mfu(step_s)}
         run.summary |= {
-            "skipped_steps": run.num_skipped, "one_launch": run.strategy.is_captured, **saver.totals,
+            "skipped_steps": run.num_skipped, "cuda_graph": run.strategy.is_captured, **saver.totals,
             "weights_sha256": store.weights_sha256(saved) if saved else None,
             "wall_s": time.perf_counter() - run.began,
         }  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 
 import dtrain
 from dtrain.data.loader import Loader
+from dtrain.models.layers import eval_metrics
 from dtrain.util import disk_space
 
 # Peak dense 16-bit matmul FLOP/s from NVIDIA's data sheets. MFU is relative to it.
@@ -91,7 +92,7 @@ class Rate:
 
 def evaluated(model: Any, values: list[float]) -> dict[str, float]:
     """Return an evaluation's metrics by name: the loss, the metrics that the model returns, and perplexity."""
-    names = ("loss", *getattr(model, "figures", ()))
+    names = ("loss", *eval_metrics(model))
     found = {f"val_{name}": value for name, value in zip(names, values, strict=True)}
     if getattr(model, "perplexity", False):
         found["val_perplexity"] = math.exp(min(found["val_loss"], 700.0))  # exp overflows a float beyond this

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dtrain.checkpoint import store
 from dtrain.runs import causes
-from dtrain.runs.folder import newest_figures
+from dtrain.runs.folder import newest_metrics
 from dtrain.runs.protocol import ELASTIC, RESCUE_FILE
 from dtrain.strategies.ddp import DDP
 from dtrain.train.metrics import Recorder
@@ -58,7 +58,7 @@ def save_alone(run: Run) -> None:
     dist.destroy_process_group()  # from now on, this rank is a world of one
     meta["extra"] = run.strategy.extra_state()
     store.save(run.folder / "checkpoints", run.step, run.strategy.state_dict(), meta, run.cfg.checkpoint.keep)
-    logged = newest_figures(run.folder).get("steps", 0)  # rank 0 may have been killed before it logged the last step
+    logged = newest_metrics(run.folder).get("steps", 0)  # rank 0 may have been killed before it logged the last step
     run.recorder = run.recorder or Recorder(run.folder, run.step)
     for finished in run.recent:
         if finished.step > logged:

@@ -20,7 +20,7 @@ from dtrain.config.build import build
 from dtrain.config.mesh import MeshSizes, batch_sizes, eval_batch_size
 from dtrain.config.run_file import Settings
 from dtrain.data.loader import Loader
-from dtrain.runs.folder import newest_figures, predicted, write_json
+from dtrain.runs.folder import newest_metrics, predicted, write_json
 from dtrain.strategies.base import Strategy
 from dtrain.train import build as models
 from dtrain.train import metrics, process
@@ -149,7 +149,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     recorder = metrics.Recorder(folder, step) if rank == 0 else None
     if recorder:
         if step == last_step:  # the run saved its last step but ended before writing its summary
-            summary |= newest_figures(folder)
+            summary |= newest_metrics(folder)
         write_json(folder / "summary.json", summary)
         if strategy.compile != "none" and step < last_step:  # gpt2-1.5b: 8 s by blocks, 71 s whole
             log.info("compiling the model: the first step takes longer")

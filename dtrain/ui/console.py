@@ -117,9 +117,16 @@ def saves_text(summary: dict[str, Any]) -> str:
     return f"{saves:.0f}" + (f" ({', '.join(parts)})" if parts else "")
 
 
+def resume_command(run_dir: Path) -> str:
+    """Return the command that resumes a run, ready to paste, with the servers of its trackers."""
+    from dtrain.config.run_file import servers
+
+    return " ".join([LAUNCH, resume_argument(run_dir), *servers(run_dir)])
+
+
 def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[str]:
     """Suggest the next commands."""
-    resume = f"{LAUNCH} {resume_argument(run_dir)}"
+    resume = resume_command(run_dir)
     own = typed_trust()  # typed for this process; never read from a run folder, which is untrusted
     resume += f" 'trust=[{','.join(own)}]'" if own else ""
     if status in ("failed", "preempted", "died", "cancelled"):

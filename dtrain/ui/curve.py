@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Series = tuple[str, Sequence[float], Sequence[float]]  # name, x, y
 STYLES = ("cyan", "yellow", "green", "magenta", "blue", "red")  # of the series, in their order
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bit of a dot, by row and column in its character
-LARGEST = 1e100  # larger values are not drawn: the arithmetic would overflow
+LARGEST_DRAWN = 1e100  # larger values are not drawn: the arithmetic would overflow
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -74,7 +74,7 @@ def curve(
 
 def sparkline(values: Sequence[float], width: int) -> str:
     """Return a line of blocks, the newest value last; each block is the mean of its share of the values."""
-    found = [value for value in values if abs(value) < LARGEST]
+    found = [value for value in values if abs(value) < LARGEST_DRAWN]
     if not found or width < 1:
         return ""
     count = min(width, len(found))
@@ -145,8 +145,10 @@ class _Dots:
 
 
 def _usable(x: Sequence[float], y: Sequence[float], log: bool) -> tuple[list[float], list[float]]:
-    lowest = 1e-100 if log else -LARGEST
-    points = [(a, b) for a, b in zip(x, y, strict=True) if abs(a) < LARGEST and lowest < b < LARGEST]  # false for NaN
+    lowest = 1e-100 if log else -LARGEST_DRAWN
+    points = [
+        (a, b) for a, b in zip(x, y, strict=True) if abs(a) < LARGEST_DRAWN and lowest < b < LARGEST_DRAWN
+    ]  # false for NaN
     return [a for a, _ in points], [math.log10(b) if log else b for _, b in points]
 
 

@@ -15,13 +15,13 @@ from dtrain.util.format import clean, duration
 Part = str | tuple[str, str]
 
 
-def plain(text: object) -> str:
+def one_line(text: object) -> str:
     """Return untrusted text as one line without control, colour or direction codes, and without secrets."""
-    return _plain(str(text))
+    return _one_line(str(text))
 
 
 @functools.lru_cache(5000)  # a page has mostly the texts of the page before, and looking for secrets takes 0.3 ms
-def _plain(text: str) -> str:
+def _one_line(text: str) -> str:
     joined = " ".join(hide(clean(text)).expandtabs(4).splitlines())
     return "".join(char for char in joined if char.isprintable())
 
@@ -76,4 +76,4 @@ def keys_line(keys: Sequence[tuple[str, str]], width: int, note: str = "") -> Te
     text = line()
     for key, meaning in keys:
         text.append("   " if text else "").append(key, style="bold").append(f" {meaning}", style="dim")
-    return spread(text, line((plain(note), "dim")), width)
+    return spread(text, line((one_line(note), "dim")), width)

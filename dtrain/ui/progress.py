@@ -36,8 +36,8 @@ def header_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str]]
     tokens = get("tokens_per_step") and f"{si(get('tokens_per_step'))} {get('unit') or 'tokens'} per step"
     start = number(get("start_step")) or 0
     compiling = get("compile") not in (None, "none") and "the first compiles the model, and takes longer"
-    plain = get("effective_strategy") not in (None, get("strategy"))
-    effective = plain and f"runs as {get('effective_strategy')}: one rank has nothing to shard"
+    is_other = get("effective_strategy") not in (None, get("strategy"))
+    effective = is_other and f"runs as {get('effective_strategy')}: one rank has nothing to shard"
     rows = [
         ("model", join(get("model"), parameters, get("precision"))),
         ("strategy", join(get("strategy"), effective, axes, device)),

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain.runs.folder import last_launch, read_json
-from dtrain.runs.record import ERRORS, FIGURES, load
+from dtrain.runs.record import ERRORS, RESULTS, load
 from dtrain.ui.console import say, stdout_console
-from dtrain.util.format import as_dict, clean, duration, gib, loss_text, number, percent, short_path, si
+from dtrain.util.format import clean, duration, gib, loss_text, number, percent, short_path, si
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,7 +79,7 @@ def sort_runs(runs: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
         n = number(run.get(key))
         if key in ERRORS and n is not None:
             n = abs(n)  # the best is the closest to 0, on either side
-        if key in (*FIGURES, *ERRORS) or key in ("world_size", "steps", "total_steps"):
+        if key in (*RESULTS, *ERRORS) or key in ("world_size", "steps", "total_steps"):
             return None if n is None or math.isnan(n) else n
         return None if run.get(key) is None else str(run[key])
 
@@ -88,28 +88,14 @@ def sort_runs(runs: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     return [runs[i] for i in order] + [run for run in runs if value(run) is None]
 
 
-def flat_config(run_dir: Path) -> dict[str, Any] | None:
-    """Return config.yaml as {"train.steps": 100, …}, with a list as one value; None if it cannot be read."""
-    import yaml  # imported late: 28 ms, and OmegaConf with the other; only comparisons need them
-
-    from dtrain.config.files import flatten, yaml_loader
-    from dtrain.config.untrusted import read_text
-
-    try:
-        tree = yaml.load(read_text(run_dir / "config.yaml"), yaml_loader())
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    flat = flatten(as_dict(tree))
-    flat.pop("run_dir", None)  # always differs, and is the table's heading
-    return flat
-
-
 def compare(run_dirs: Sequence[Path]) -> dict[str, Any]:
     """Return the settings that differ between the runs, and their results: lists in the order of the runs.
 
     {"runs": [path, …], "settings": {key: [value, …]}, "results": {key: [value, …]}, "unreadable": [path, …]};
     a missing setting is None.
     """
+    from dtrain.config.run_file import flat_config  # imported late: only comparisons need it
+
     dirs = [Path(d) for d in run_dirs]
     configs = [flat_config(d) for d in dirs]
     readable = [c for c in configs if c is not None]
@@ -253,7 +239,7 @@ def print_points(runs: list[dict[str, Any]], console: Console) -> None:
     key = "val_loss" if any(_finite(run["val_loss"]) for run in runs) else "train_loss"
     ranked = [i for i, run in enumerate(runs) if _finite(run[key])]
     best = min(ranked, key=lambda i: runs[i][key]) if ranked else None
-    keys = [k for k in ("status", "job_id", *FIGURES, *ERRORS) if any(run[k] is not None for run in runs)]
+    keys = [k for k in ("status", "job_id", *RESULTS, *ERRORS) if any(run[k] is not None for run in runs)]
     rows = []
     for i, run in enumerate(runs):
         number_of = point(dirs[i])[0]

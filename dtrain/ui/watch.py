@@ -1,7 +1,7 @@
 """The page of `dtrain watch` about one run (watch_list.py: several). Functions from what is known to lines of text.
 
 A page has exactly the asked number of columns or fewer, and at most the asked number of lines: parts that matter less
-are left out of a small terminal. Everything from a run folder is untrusted, so `plain` cleans it.
+are left out of a small terminal. Everything from a run folder is untrusted, so `one_line` cleans it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.text import Text
 
-from dtrain.runs.live import LiveRun, Points
+from dtrain.runs.live import BoundedCurve, LiveRun
 from dtrain.ui.curve import Series, curve
-from dtrain.ui.lines import Part, ago, bar, beside, fit, heading, line, plain, spread, status_style
+from dtrain.ui.lines import Part, ago, bar, beside, fit, heading, line, one_line, spread, status_style
 from dtrain.ui.tables import STYLES
 from dtrain.ui.watch_ranks import node_lines, node_table, rank_lines, rank_table, step_line, step_table
 from dtrain.util.format import duration, finite, gib, loss_text, percent, short_path, si, step_time
@@ -75,13 +75,13 @@ def _wide(run: LiveRun, width: int, room: int, metric: str, log: bool) -> list[T
 def header(run: LiveRun, width: int, note: str = "") -> list[Text]:
     """Name and status, progress, and the newest metrics: three lines."""
     get, row = run.record.summary.get, run.row
-    status = line((plain(run.name), "bold"), "  ", (plain(run.status or "unknown"), status_style(run.status)))
+    status = line((one_line(run.name), "bold"), "  ", (one_line(run.status or "unknown"), status_style(run.status)))
     if note:
-        status.append(f" ({plain(note)})", style="dim")
+        status.append(f" ({one_line(note)})", style="dim")
     elif run.phase not in ("", "step", "data"):
-        status.append(f" ({plain(run.phase)})", style="dim")
+        status.append(f" ({one_line(run.phase)})", style="dim")
     ranks = get("world_size") and f"{get('world_size')} × {get('device') or 'rank'}"
-    what = " · ".join(plain(v) for v in (get("model"), get("strategy"), get("precision"), ranks) if v)
+    what = " · ".join(one_line(v) for v in (get("model"), get("strategy"), get("precision"), ranks) if v)
     lines = [spread(status, line((what, "dim")), width)]
 
     step, total = run.step, run.total_steps
@@ -153,7 +153,7 @@ def alerts(run: LiveRun, width: int, why: str) -> list[Text]:
         found.append(("slow rank", run.slow, "yellow"))
     lines = []
     for label, text, style in found:
-        body = line((f"{label}  ", "dim"), (plain(text), style))
+        body = line((f"{label}  ", "dim"), (one_line(text), style))
         # a long sentence gets a second line, and no third
         if body.cell_len > width:
             indent = len(label) + 2
@@ -167,13 +167,13 @@ def alerts(run: LiveRun, width: int, why: str) -> list[Text]:
 def curve_heading(run: LiveRun, metric: str, width: int) -> Text:
     steps = run.curves[metric].x if metric in run.curves else []
     note = f"steps {steps[0]:.0f} to {run.step or steps[-1]:.0f}" if steps else ""
-    return heading(TITLES.get(metric, plain(metric)), width, note)
+    return heading(TITLES.get(metric, one_line(metric)), width, note)
 
 
 def series_of(run: LiveRun, metric: str) -> list[Series]:
     """The curve of a metric, with validation beside the loss and the plan beside the speed."""
-    points = run.curves.get(metric, Points())
-    found: list[Series] = [(TITLES.get(metric, plain(metric)), points.x, points.y)]
+    points = run.curves.get(metric, BoundedCurve())
+    found: list[Series] = [(TITLES.get(metric, one_line(metric)), points.x, points.y)]
     if metric == "loss" and "val_loss" in run.curves:
         other = run.curves["val_loss"]
         found.append(("validation", other.x, other.y))
@@ -191,7 +191,7 @@ def recent_lines(run: LiveRun, metric: str, width: int, height: int, log: bool) 
     rows = list(run.recent)[-max(20, (run.step or 0) // 4) :]
     found = [(row["step"], value) for row in rows if (value := finite(row.get(metric))) is not None]
     x, y = [step for step, _ in found], [value for _, value in found]
-    title = heading(f"{TITLES.get(metric, plain(metric))}, newest steps", width)
+    title = heading(f"{TITLES.get(metric, one_line(metric))}, newest steps", width)
     return [title, *curve([(metric, x, y)], width, height - 1, log)]
 
 
@@ -200,7 +200,7 @@ def speed_lines(run: LiveRun, width: int, height: int) -> list[Text]:
     unit = str(run.record.summary.get("unit") or "tokens")
     note = against(speed, plan) or ("no plan for this hardware" if speed else "")
     return [
-        heading(f"{plain(unit)}/s", width, note),
+        heading(f"{one_line(unit)}/s", width, note),
         *curve(series_of(run, "tokens_per_s"), width, height - 1, mean=True),
     ]
 
@@ -229,7 +229,7 @@ def place_lines(run: LiveRun, width: int) -> list[Text]:
         ends = [f"to step {a['step']}: {a['why'] or a['code']}" for a in attempts[:-1] if a["ended"] is not None]
         rows.append(("starts", f"{len(attempts)}" + (f", the one before {ends[-1]}" if ends else "")))
     rows.append(("folder", short_path(run.run_dir)))
-    return [fit(line((f"{label:<8}", "dim"), plain(text)), width) for label, text in rows]
+    return [fit(line((f"{label:<8}", "dim"), one_line(text)), width) for label, text in rows]
 
 
 def _narrow(text: Text) -> Text:
@@ -244,9 +244,9 @@ def log_lines(run: LiveRun, width: int, height: int) -> list[Text]:
         return [heading("log", width), line(("nothing written yet", "dim"))][:height]
     newest_lines = list(run.log)[-(height - 1) :]
     names = list(dict.fromkeys(name for name, _ in newest_lines))
-    lines = [heading("log", width, plain(", ".join(names)))]
+    lines = [heading("log", width, one_line(", ".join(names)))]
     for name, text in newest_lines:
-        prefix = f"{plain(name.removesuffix('.log'))}  " if len(names) > 1 else ""
+        prefix = f"{one_line(name.removesuffix('.log'))}  " if len(names) > 1 else ""
         style = "red" if " ERROR " in text else "yellow" if " WARNING " in text else ""
-        lines.append(fit(line((prefix, "dim"), (plain(text), style)), width))
+        lines.append(fit(line((prefix, "dim"), (one_line(text), style)), width))
     return lines

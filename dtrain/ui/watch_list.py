@@ -11,7 +11,7 @@ from rich.text import Text
 from dtrain.runs.live import Glance
 from dtrain.runs.record import run_name
 from dtrain.ui.curve import sparkline
-from dtrain.ui.lines import fit, line, plain, spread, status_style
+from dtrain.ui.lines import fit, line, one_line, spread, status_style
 from dtrain.util.format import duration, finite, loss_text, si
 
 WIDE = 120  # from here on, longer curves
@@ -24,15 +24,15 @@ def list_page(
     width = max(20, width)
     live = sum(run.is_live for run in runs)
     counts = Counter(run.status.rstrip("?") or "unknown" for run in runs)
-    state = " · ".join(f"{count} {plain(status)}" for status, count in counts.items())
-    lines = [spread(line((plain(title), "bold")), line((state, "dim")), width)]
+    state = " · ".join(f"{count} {one_line(status)}" for status, count in counts.items())
+    lines = [spread(line((one_line(title), "bold")), line((state, "dim")), width)]
     if not runs:
         return [*lines, fit(line("no runs here yet: start one with `python launch.py`"), width)][:height]
     rows = [cells_of(run, width) for run in runs]
     names = Counter(row["run"] for row in rows)
     for run, row in zip(runs, rows, strict=True):
         if names[row["run"]] > 1:
-            row["run"] = plain(Path(*run.run_dir.parts[-2:]))
+            row["run"] = one_line(Path(*run.run_dir.parts[-2:]))
     columns = table_columns(rows, width)
     lines.append(fit(_row([(name, "bold") for name in columns], columns), width))
     room = max(1, height - len(lines))
@@ -80,15 +80,15 @@ def cells_of(run: Glance, width: int) -> dict[str, str]:
     seconds = finite(run.row.get("step_s"))
     is_running = run.status.startswith("running") and None not in (step, total, seconds)
     texts = {
-        "run": plain(label(run)),
-        "status": plain(run.status or "unknown"),
+        "run": one_line(label(run)),
+        "status": one_line(run.status or "unknown"),
         "step": "" if step is None else f"{step:.0f}" + (f"/{total:.0f}" if total else ""),
         "curve": sparkline(run.losses, 24 if width >= WIDE else 12),
         "loss": loss_text(run.row.get("loss", get("train_loss"))),
         "val loss": loss_text(run.row.get("val_loss", get("val_loss"))),
         "tok/s": si(run.row.get("tokens_per_s", get("tokens_per_s"))),
         "ETA": duration(seconds * (total - step)) if is_running else "",  # type: ignore[operator]
-        "job": plain(run.record.job_id or ""),
+        "job": one_line(run.record.job_id or ""),
     }
     return {name: "" if text == "-" else text for name, text in texts.items()}
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from dtrain.runs.live import LiveRun
 from dtrain.runs.metrics import gpus_of
 from dtrain.ui.curve import BLOCKS
-from dtrain.ui.lines import bar, fit, heading, line, plain
+from dtrain.ui.lines import bar, fit, heading, line, one_line
 from dtrain.util.format import finite, gib, si, step_time
 
 PARTS = (("own", "cyan", "█"), ("wait", "yellow", "▒"), ("data", "magenta", "░"))  # a step's parts
@@ -146,7 +146,7 @@ def throttled(gpus: Iterable[dict[str, Any]]) -> str:
         reasons |= dict.fromkeys(f"XID {xid}" for xid in (found if isinstance(found, list) else []))
         if finite(gpu.get("ecc_errors")):
             reasons["ECC errors"] = None
-    return plain(", ".join(reasons))
+    return one_line(", ".join(reasons))
 
 
 def memory_of(values: dict[str, Any]) -> str:
@@ -162,7 +162,7 @@ def node_lines(run: LiveRun, width: int, label: str = "nodes") -> list[Text]:
         if i == 3 and len(nodes) > 4:
             lines.append(line((f"{'':<{margin}}and {len(nodes) - i} more nodes", "dim")))
             break
-        text = line((f"{'' if i else label:<{margin}}", "dim"), plain(node))
+        text = line((f"{'' if i else label:<{margin}}", "dim"), one_line(node))
         for piece in [*gpu_parts(gpus_of(sample)), *cpu_parts(sample)]:
             if text.cell_len + piece.cell_len + 2 <= width:
                 text.append("  ").append(piece)
@@ -215,10 +215,10 @@ def node_table(run: LiveRun, width: int, most: int) -> list[Text]:
             texts = [f"{busy:>3.0f}%" if busy is not None else "", memory_of(gpu)]
             texts += [f"{v:.0f} W" if (v := finite(gpu.get("power_w"))) is not None else ""]
             texts += [f"{v:.0f}°C" if (v := finite(gpu.get("temperature_c"))) is not None else ""]
-            text = line((f"{plain(node)}:{plain(gpu.get('index', '?'))}  ", "dim"))
+            text = line((f"{one_line(node)}:{one_line(gpu.get('index', '?'))}  ", "dim"))
             text.append(bar((busy or 0) / 100, 16, "green")).append("  " + "  ".join(filter(None, texts)))
             if why := throttled([gpu]):
                 text.append(f"  {why}", style="yellow")
             lines.append(fit(text, width))
-        lines.append(fit(line("  ").join([line((plain(node), "dim")), *cpu_parts(sample)]), width))
+        lines.append(fit(line("  ").join([line((one_line(node), "dim")), *cpu_parts(sample)]), width))
     return lines

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dtrain.data import text
 from dtrain.data.text import ByteTokenizer, Text, TokenDataset, load_tokenizer
-from dtrain.formats.bounded import open_regular
+from dtrain.util.regular_file import open_regular
 
 
 @given(st.integers(2, 200), st.integers(1, 20))

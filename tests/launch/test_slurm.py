@@ -21,6 +21,7 @@ from dtrain.cli import main
 from dtrain.config.run_file import load, save
 from dtrain.launch import slurm_job, srun
 from dtrain.launch.app import wait_for_node_0
+from dtrain.runs import memory
 from dtrain.runs.folder import note_attempt
 from dtrain.runs.protocol import CANCELLED_FILE, free_port
 from tests import slurm, slurm_runs
@@ -342,6 +343,17 @@ def test_a_failure_names_the_rank_and_is_not_queued_again(
     assert job["ExitCode"] == f"{code}:0" and job["Restarts"] == "0"
     assert [end["code"] for end in attempts(run, "end")] == [code]
     assert_no_orphans(run)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("here")
+def test_a_job_that_fails_for_good_leaves_nothing_in_memory(cluster: Cluster) -> None:
+    saves = ["checkpoint.peer=true", "checkpoint.every=2", "checkpoint.peer_every=1", "checkpoint.background=false"]
+    had = "from pathlib import Path; Path('had').write_text(str(len(list(Path('/dev/shm').glob('dtrain-*/*/step-*')))))"
+    run = submit(*NODES_2, *saves, *odd(f"{had}; raise RuntimeError('it exploded')"))
+    assert cluster.wait(job_id(run), timeout=120) == "FAILED", said(run)
+    assert int(Path("had").read_text()) > 0 and not memory.folder(run).exists(), said(run)
+    assert "could not be removed" not in said(run)
 
 
 @pytest.mark.usefixtures("here")

@@ -21,6 +21,7 @@ from dtrain.models import user_model
 from dtrain.runs.folder import read_json
 from dtrain.strategies.materialize import init_weights, materialize
 from dtrain.train import build
+from dtrain.train.metrics import evaluated
 from tests.world import losses, metrics, summary, train
 
 
@@ -141,14 +142,27 @@ def test_what_a_model_says_itself_stays() -> None:
 # ---- the loss ------------------------------------------------------------------------------------------------
 
 
-def test_outputs_or_their_loss_and_figures_in_evaluation() -> None:
+def test_outputs_or_their_loss_and_metrics_in_evaluation() -> None:
     model = filled(made())
     x, y = torch.randn(8, 4), torch.tensor([0, 1, 2, 3, 4, 5, 0, 1])
     assert torch.equal(model(x), Net.forward(model, x))
     assert torch.equal(model(x, y), nn.functional.cross_entropy(Net.forward(model, x), y))
     model.eval()
-    assert model.figures == ("accuracy", "top5") and model(x, y).shape == (3,)
+    assert model.eval_metrics == ("accuracy", "top5") and model(x, y).shape == (3,)
     assert list(dict(model.named_parameters())) == list(dict(Net().named_parameters())), "names stay"
+
+
+@pytest.mark.parametrize("name", ["eval_metrics", "figures"])  # the second is the former name
+def test_a_loss_of_ones_own_names_its_metrics(name: str) -> None:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor, training: bool) -> torch.Tensor:
+        value = nn.functional.mse_loss(outputs, targets)
+        return value if training else torch.stack([value, value.sqrt()])
+
+    setattr(loss, name, ("rmse",))
+    model = filled(made(loss))
+    x, y = torch.randn(8, 4), torch.randn(8, 6)
+    assert model(x, y).shape == () and model.eval()(x, y).shape == (2,)
+    assert list(evaluated(model, [4.0, 2.0])) == ["val_loss", "val_rmse"]
 
 
 def test_a_copy_has_its_own_weights_in_its_forward_pass() -> None:

@@ -50,7 +50,7 @@ def test_every_strategy_has_a_layout_over_all_gpus(name: str) -> None:
         (["strategy=ddp", "compile=none"], {"fast_products": False}),
         (["strategy=ddp", "deterministic=true"], {"fast_products": False}),
         (["strategy=3d", "strategy.tp=2"], {"fast_products": False}),
-        (["strategy=ddp"], {"one_launch": False}),  # of many ranks
+        (["strategy=ddp"], {"cuda_graph": False}),  # of many ranks
     ],
 )  # fmt: skip
 def test_what_is_typed_is_in_the_layout(words: list[str], expected: dict[str, Any]) -> None:
@@ -73,9 +73,9 @@ def test_what_follows_from_a_gpu_does_not_from_a_cpu() -> None:
         ("strategy=local_sgd", False), ("model=bert-tiny data=mlm", False), ("strategy=ddp hardware=cpu", False),
     ],
 )  # fmt: skip
-def test_which_steps_are_one_launch(words: str, expected: bool) -> None:
+def test_which_steps_are_cuda_graph(words: str, expected: bool) -> None:
     asked = question("model=gpt2-tiny", "hardware=h200", "cluster.processes=1", "cluster.nodes=1", *words.split())
-    assert layout_of(asked.config).one_launch is expected
+    assert layout_of(asked.config).cuda_graph is expected
 
 
 @pytest.mark.parametrize("name", ["bf16", "bf16-pure", "fp8", "fp16", "fp32"])

@@ -44,6 +44,15 @@ def test_a_run_is_complete(tmp_path: Path) -> None:
     assert "optim.lr=" in commands["repeat from the start"] and "resume=" in commands["train longer"]
 
 
+def test_the_command_to_resume_names_the_trackers_server(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=20, status="preempted")
+    (run / "checkpoints" / "step-00000010").mkdir(parents=True, exist_ok=True)
+    (run / "checkpoints" / "step-00000010" / "manifest.json").write_text("{}")
+    (run / "config.yaml").write_text("logger:\n  trackio:\n    server_url: https://host/x\n")
+    commands = dict(collect([run])["runs"][0]["commands"])
+    assert commands["resume"].endswith("/run logger.trackio.server_url=https://host/x")
+
+
 def test_what_differs_between_runs_is_apart_from_what_they_share(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name, seed=seed, steps=20) for seed, name in enumerate("ab")]
     found = data_of(render(collect(runs), "t"))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.runs.folder import Tail
+from dtrain.runs.folder import Tail, last_lines
 
 
 def test_tail_reads_each_whole_line_once(tmp_path: Path) -> None:
@@ -66,3 +66,11 @@ def test_tail_loses_nothing_however_the_writes_are_cut(tmp_path_factory: Any, da
         seen += found
     seen += tail.read(final=True)[0]
     assert b"".join(seen) == b"".join(data.splitlines())
+
+
+def test_last_lines_are_whole(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    assert last_lines(path) == []
+    path.write_bytes(b"first\nsecond\nthird")
+    assert last_lines(path) == [b"first", b"second", b"third"], "the last one may still be being written"
+    assert last_lines(path, 12) == [b"third"] and last_lines(path, 3) == []

@@ -12,7 +12,7 @@ import pytest
 
 from dtrain.runs import live
 from dtrain.runs.folder import Tail
-from dtrain.runs.live import Glance, LiveRun, Points, sampled
+from dtrain.runs.live import BoundedCurve, Glance, LiveRun, sampled
 from dtrain.runs.metrics import SYSTEM_FILE
 from tests.rundirs import HERE, LOCAL, fakes, in_tmp_path, make  # noqa: F401
 from tests.screens import RUNNING, append, metric, write
@@ -33,7 +33,7 @@ def looks_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_long_curve_keeps_its_spikes() -> None:
-    points = Points()
+    points = BoundedCurve()
     for step in range(100_000):
         points.add(step, 99.0 if step == 31_234 else -99.0 if step == 31_235 else step % 7)
     assert len(points.x) < 2 * live.POINTS

@@ -42,7 +42,7 @@ def test_the_memory_of_a_gpu_is_the_allocators_peak(monkeypatch: pytest.MonkeyPa
 
 def test_perplexity_is_for_models_that_say_so() -> None:
     """A user's model may say nothing of it, as the classifiers do not."""
-    classifier = SimpleNamespace(figures=("accuracy",))
+    classifier = SimpleNamespace(eval_metrics=("accuracy",))
     assert metrics.evaluated(classifier, [2.0, 0.5]) == {"val_loss": 2.0, "val_accuracy": 0.5}
     language = SimpleNamespace(perplexity=True)
     assert metrics.evaluated(language, [2.0]) == {"val_loss": 2.0, "val_perplexity": math.exp(2.0)}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dtrain.ui import console
-from dtrain.ui.console import print_error, print_summary, slow_ranks
+from dtrain.ui.console import LAUNCH, next_commands, print_error, print_summary, resume_command, slow_ranks
 from tests.screens import RUNNING, append, lines, metric, plain, text, write
 
 
@@ -84,6 +84,27 @@ def test_summary_of_a_preempted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert shown[0] == "status           preempted"
     assert shown[2] == "steps            0 of 1000"
     assert shown[-1] == "next             python launch.py resume=runs/a"
+
+
+@pytest.mark.parametrize(
+    ("uri", "expected"),
+    [
+        ("http://host:5000", " logger.mlflow.uri=http://host:5000"),
+        ("sqlite:///mlflow.db", " logger.mlflow.uri=sqlite:///mlflow.db"),
+        ("null", ""),
+        ("http://me:pass@host", ""),  # a launch refuses it, but the file may be from someone else
+        ("'http://host; rm -r ~'", ""),
+    ],
+)
+def test_a_resume_needs_the_address_of_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, expected: str
+) -> None:
+    """checks/loggers.py: it must be typed again."""
+    monkeypatch.chdir(tmp_path)
+    Path("a").mkdir()
+    Path("a/config.yaml").write_text(f"logger:\n  mlflow:\n    uri: {uri}\n    experiment: x\n")
+    assert resume_command(Path("a")).removeprefix(LAUNCH) == f" resume=./a{expected}"
+    assert next_commands(Path("a"), "preempted", {}) == [resume_command(Path("a"))]
 
 
 def test_summary_of_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 from dtrain.runs.live import Glance, LiveRun
 from dtrain.runs.metrics import SYSTEM_FILE
 from dtrain.runs.slurm_queue import Job
-from dtrain.ui.lines import keys_line, plain
+from dtrain.ui.lines import keys_line, one_line
 from dtrain.ui.watch import run_page
 from dtrain.ui.watch_list import list_page
 from dtrain.ui.watch_ranks import rank_lines
@@ -91,14 +91,14 @@ def test_a_large_terminal_shows_two_columns() -> None:
 
 
 def test_untrusted_text_has_no_codes_and_is_no_markup() -> None:
-    assert plain(EVIL) == "[red]log[/red] abc 日本語 5A end"
+    assert one_line(EVIL) == "[red]log[/red] abc 日本語 5A end"
     page = run_page(read(full()), 200, 49)
     assert "[red]log[/red] abc" in text(page)
 
 
 def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "0123456789abcdef")
-    assert plain("key 0123456789abcdef in a log") == "key <redacted> in a log"
+    assert one_line("key 0123456789abcdef in a log") == "key <redacted> in a log"
 
 
 def test_what_needs_a_person_is_at_the_top() -> None:

@@ -223,7 +223,7 @@ def show(question: Question, predictions: Sequence[Prediction], options: Options
     if question.is_one_layout and best.fits is not False:
         notes += [f"it fits{room}"] if (room := little_room(best)) else []
         notes += faster_micro_batch(best) if "train.micro_batch_size" not in question.typed else []
-    for note in (*notes, *precision_note(best), *package_note(best), *figures_note(best)):
+    for note in (*notes, *precision_note(best), *package_note(best), *missing_values_note(best)):
         print(f"note    {note}")
     if options.explain:
         print("\n" + "\n".join(texts.explained(best)))
@@ -246,7 +246,7 @@ def precision_note(best: Prediction) -> list[str]:
     return [f"precision={half} would be {gain:.1f} times as fast"] if gain >= 1.05 else []
 
 
-def figures_note(best: Prediction) -> list[str]:
+def missing_values_note(best: Prediction) -> list[str]:
     """List what could not be predicted because the hardware file lacks values."""
     from dtrain.plan.report import host_known
 

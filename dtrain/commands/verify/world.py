@@ -20,7 +20,7 @@ from dtrain import start
 from dtrain.config.hardware import count_gpus
 from dtrain.launch.failures import first_failure
 from dtrain.launch.supervisor import PEERS_S
-from dtrain.runs.folder import newest_figures
+from dtrain.runs.folder import newest_metrics
 from dtrain.runs.protocol import Deadline, die_with_parent, free_port, place_sockets
 from dtrain.util import file_handles
 
@@ -157,7 +157,7 @@ def failure(run_dir: Path, codes: list[int | None]) -> str:
         first = first_failure(run_dir) or {}
         return f"rank {first['rank']}: {first['type']}: {first['message'].strip().splitlines()[0]}"
     if None in codes:
-        steps = newest_figures(run_dir).get("steps", "none")
+        steps = newest_metrics(run_dir).get("steps", "none")
         return f"rank {codes.index(None)} did not end in time; the last step was {steps}"
     rank, code = next((r, code) for r, code in enumerate(codes) if code)
     return f"rank {rank} ended with {code} and wrote no error report; see {run_dir}/logs"

@@ -33,7 +33,7 @@ from dtrain.plan.memory.activations import (
     way_of,
 )
 from dtrain.plan.memory.pipeline import mailbox_bytes, rank_stages
-from dtrain.plan.memory.states import Held, held_by, held_convolutions, optimizer_bytes, sharing, weight_bytes
+from dtrain.plan.memory.states import HeldParameters, held_by, held_convolutions, optimizer_bytes, sharing, weight_bytes
 from dtrain.plan.model_shape import Convolutions, Shape, Transformer
 from dtrain.plan.parameters import Stage
 
@@ -86,7 +86,7 @@ def of_rank(shape: Transformer, layout: Layout, cut: tuple[Stage, ...], waiting:
     return always + max(candidates, key=total)
 
 
-def state_items(layout: Layout, held: Held) -> list[Item]:
+def state_items(layout: Layout, held: HeldParameters) -> list[Item]:
     """Weights and optimizer state, if they are on the GPU, and buffers allocated once for all steps."""
     share = sharing(layout)
     weights, state = weight_bytes(held, layout), optimizer_bytes(held, layout)

@@ -22,7 +22,7 @@ from dtrain.plan.memory.head import fuses_loss
 from dtrain.plan.memory.states import (
     MAX_LIVE,
     SUB_GROUP,
-    Held,
+    HeldParameters,
     cut_in_every_pass,
     gradient_bytes,
     is_pure,
@@ -55,7 +55,9 @@ def asked_rows(shape: Transformer, layout: Layout, tokens: int) -> tuple[int, in
 # ---- head and loss as one operation --------------------------------------------------------------------------
 
 
-def chunk_items(shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage, ...], tokens: int) -> list[Item]:
+def chunk_items(
+    shape: Transformer, layout: Layout, held: HeldParameters, cut: tuple[Stage, ...], tokens: int
+) -> list[Item]:
     """One chunk is in memory: its logits, and the fp32 gradients so far of the head's input and of its weights.
 
     With a sharded vocabulary, plain operations need three more fp32 copies of the chunk.
@@ -73,7 +75,7 @@ def chunk_items(shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage
 
 
 def waiting_head_items(
-    shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage, ...], waiting: int
+    shape: Transformer, layout: Layout, held: HeldParameters, cut: tuple[Stage, ...], waiting: int
 ) -> list[Item]:
     """The backward pass starts: every pass in flight has an fp32 gradient of the head.
 
@@ -91,7 +93,7 @@ def waiting_head_items(
 
 
 def scores_items(
-    shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage, ...], tokens: int, waiting: int
+    shape: Transformer, layout: Layout, held: HeldParameters, cut: tuple[Stage, ...], tokens: int, waiting: int
 ) -> list[Item]:
     """The loss is computed: logits in the matmul's dtype, in fp32, and their log-softmax.
 
@@ -109,7 +111,7 @@ def scores_items(
 
 
 def loss_items(
-    shape: Transformer, layout: Layout, held: Held, cut: tuple[Stage, ...], tokens: int, waiting: int
+    shape: Transformer, layout: Layout, held: HeldParameters, cut: tuple[Stage, ...], tokens: int, waiting: int
 ) -> list[Item]:
     """The backward pass starts: the log-softmax, its gradient and the logits' gradient, all in fp32.
 
@@ -127,7 +129,9 @@ def loss_items(
     return items + copies_items(layout, held, cut, waiting, forward=False) + resident_items(layout, held)
 
 
-def copies_items(layout: Layout, held: Held, cut: tuple[Stage, ...], waiting: int, forward: bool) -> list[Item]:
+def copies_items(
+    layout: Layout, held: HeldParameters, cut: tuple[Stage, ...], waiting: int, forward: bool
+) -> list[Item]:
     """Copies of weights in the matmul's dtype, beside the stored weights.
 
     fsdp gathers the ends for the whole pass, plus one block (measured: one at the loss); grad_op and pipelines keep all
@@ -159,14 +163,14 @@ def copies_items(layout: Layout, held: Held, cut: tuple[Stage, ...], waiting: in
     return [Item("buffers", "weights cast to 16 bits", passes * e * cast, "{} × {:,} × {} bytes", (passes, cast, e))]
 
 
-def resident_items(layout: Layout, held: Held) -> list[Item]:
+def resident_items(layout: Layout, held: HeldParameters) -> list[Item]:
     if layout.offload != "none" and layout.data not in ("zero1", "grad_op"):
         return []
     value, why = resident_gradients(held, layout)
     return [Item("gradients", why, value, "{:,} trained parameters", (held.trained,))] if value else []
 
 
-def block_items(shape: Transformer, layout: Layout, held: Held, tokens: int, waiting: int) -> list[Item]:
+def block_items(shape: Transformer, layout: Layout, held: HeldParameters, tokens: int, waiting: int) -> list[Item]:
     """The last block's backward pass: its recomputed tensors, its gradients, and buffers allocated with the first one.
 
     zero2 allocates its whole share of the gradients and two buckets at the first gradient (measured, also with
@@ -196,7 +200,7 @@ def block_items(shape: Transformer, layout: Layout, held: Held, tokens: int, wai
     return items if share.zero == 2 else items + resident_items(layout, held)
 
 
-def first_items(shape: Transformer, layout: Layout, held: Held, tokens: int) -> list[Item]:
+def first_items(shape: Transformer, layout: Layout, held: HeldParameters, tokens: int) -> list[Item]:
     """The first block's backward pass, the last of all: nearly all gradients, and the block's recomputed tensors."""
     way = way_of(layout)
     items = [Item("activations", "gradients in a block", block_again_bytes(shape, way, tokens), "{:,}", (tokens,))]
@@ -208,7 +212,7 @@ def first_items(shape: Transformer, layout: Layout, held: Held, tokens: int) -> 
     return items + all_gradients_items(layout, held, left=0 if shape.lora_rank else held.ends)
 
 
-def first_gathered_items(layout: Layout, held: Held) -> list[Item]:
+def first_gathered_items(layout: Layout, held: HeldParameters) -> list[Item]:
     """Under fsdp, at the first block: it and the ends are gathered; its gradient is in 16 bits, and copied to fp32.
 
     Later blocks are already freed, also under grad_op; a pipeline keeps them all until its last pass is over.
@@ -223,7 +227,7 @@ def first_gathered_items(layout: Layout, held: Held) -> list[Item]:
     ]
 
 
-def ends_items(shape: Transformer, layout: Layout, held: Held, tokens: int) -> list[Item]:
+def ends_items(shape: Transformer, layout: Layout, held: HeldParameters, tokens: int) -> list[Item]:
     """The backward pass ends: all gradients, and the embedding's second gradient before the two are added.
 
     fsdp reduces parameters outside blocks as one unit: 16-bit gradients and their fp32 copy exist before its shard does
@@ -251,7 +255,7 @@ def ends_items(shape: Transformer, layout: Layout, held: Held, tokens: int) -> l
     return items + all_gradients_items(layout, held)
 
 
-def all_gradients_items(layout: Layout, held: Held, left: int = 0) -> list[Item]:
+def all_gradients_items(layout: Layout, held: HeldParameters, left: int = 0) -> list[Item]:
     """Gradients at the end of the backward pass; fsdp has not sharded those of `left` parameters yet in this pass."""
     share, e, several = sharing(layout), product_bytes(layout.precision), layout.micro_batches > 1
     gradients = gradient_bytes(held, layout) if layout.offload == "none" or share.zero in (1, 2) else 0.0
@@ -268,7 +272,7 @@ def all_gradients_items(layout: Layout, held: Held, left: int = 0) -> list[Item]
     return items
 
 
-def update_items(layout: Layout, held: Held) -> list[Item]:
+def update_items(layout: Layout, held: HeldParameters) -> list[Item]:
     """All gradients and no activations. torch's fused AdamW needs nothing else.
 
     zero2 squares its largest weight's gradient in 8 bytes, zero3 copies SUB_GROUP elements at a time (measured).

@@ -21,7 +21,7 @@ SUB_GROUP = 1_000_000_000
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldParameters:
     """Parameters of one rank (a tensor-parallel shard of its pipeline stages), before data ranks shard them."""
 
     parameters: int
@@ -36,19 +36,19 @@ class Held:
     twin: int = 0  # embedding also held by another pipeline rank, which sends its gradient
 
 
-def held_whole(shape: Shape, layout: Layout) -> Held:
+def held_whole(shape: Shape, layout: Layout) -> HeldParameters:
     """What a rank holds without a pipeline."""
     if isinstance(shape, Transformer):
         return held_by(shape, layout, stages(shape, 1, layout.tp, layout.loss_parallel))
     return held_convolutions(shape)
 
 
-def held_convolutions(shape: Convolutions) -> Held:
+def held_convolutions(shape: Convolutions) -> HeldParameters:
     count = held_parameters(shape)
-    return Held(count, count, 0, 0, 0, 0, max(layer.parameters for layer in shape.layers), count)
+    return HeldParameters(count, count, 0, 0, 0, 0, max(layer.parameters for layer in shape.layers), count)
 
 
-def held_by(shape: Transformer, layout: Layout, cut: tuple[Stage, ...]) -> Held:
+def held_by(shape: Transformer, layout: Layout, cut: tuple[Stage, ...]) -> HeldParameters:
     """What a rank with these stages holds."""
     p = parts(shape, layout.tp, layout.loss_parallel)
     everything, ends = sum(stage.parameters for stage in cut), sum(stage.ends for stage in cut)
@@ -72,7 +72,7 @@ def held_by(shape: Transformer, layout: Layout, cut: tuple[Stage, ...]) -> Held:
         looked_up = any(stage.is_first and not (stage.is_last and tied) for stage in cut)
         uncut = parts(shape).embed - p.embed if looked_up else 0
         twin = p.embed if tied and first != last else 0
-    return Held(everything, trained, frozen, ends, head, embed, block, largest, uncut, twin)
+    return HeldParameters(everything, trained, frozen, ends, head, embed, block, largest, uncut, twin)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def state_bytes(layout: Layout) -> int:
     return 2 if is_pure(layout) else WIDE
 
 
-def weight_bytes(held: Held, layout: Layout) -> float:
+def weight_bytes(held: HeldParameters, layout: Layout) -> float:
     """fp32; 16 bits for weights frozen beside adapters, and under ZeRO."""
     share, e = sharing(layout), product_bytes(layout.precision)
     if share.zero:
@@ -120,7 +120,7 @@ def weight_bytes(held: Held, layout: Layout) -> float:
     return (state_bytes(layout) * (held.parameters - held.frozen16) + e * held.frozen16) / share.weights
 
 
-def optimizer_bytes(held: Held, layout: Layout) -> float:
+def optimizer_bytes(held: HeldParameters, layout: Layout) -> float:
     """AdamW's two moments, SGD's one, and ZeRO's master weights, all in fp32 except under bf16-pure.
 
     fairscale assigns whole weights to ranks: a rank has at least the largest one's state.
@@ -135,7 +135,7 @@ def optimizer_bytes(held: Held, layout: Layout) -> float:
     return each * mine
 
 
-def gradient_bytes(held: Held, layout: Layout) -> float:
+def gradient_bytes(held: HeldParameters, layout: Layout) -> float:
     """Gradient bytes that remain after the backward pass."""
     return state_bytes(layout) * held.trained / sharing(layout).gradients
 
@@ -148,7 +148,7 @@ def cut_in_every_pass(layout: Layout) -> bool:
     return sharing(layout).gathers and layout.data != "grad_op" and layout.pp == 1
 
 
-def resident_gradients(held: Held, layout: Layout) -> tuple[float, str]:
+def resident_gradients(held: HeldParameters, layout: Layout) -> tuple[float, str]:
     """Bytes of gradients that exist while a micro-batch's loss is computed, and why.
 
     DDP's buckets exist; zero1 frees its sums only when the next ones arrive; zero3 has one permanent buffer. With

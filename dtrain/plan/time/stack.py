@@ -53,7 +53,7 @@ EAGER = Stack("eager", again=AGAIN, sums_in_stream=True, stops_early=True)
 COMPILED = replace(EAGER, name="compiled", kernels="compiled", again=0.0)
 HOOKS = {"fsdp": 82.0, "grad_op": 82.0, "zero1": 20.0, "zero2": 117.0, "zero3": 390.0}
 # Host time of a fused update of all parameters, relative: 1 ms for the 580 tensors of GPT-2 1.5B, and the norm.
-ONE_LAUNCH = 0.1
+FUSED_UPDATE = 0.1
 UPDATE = {"fsdp": 112.0, "grad_op": 112.0, "zero1": 57.0, "zero2": 127.0, "zero3": 250.0}
 
 # Host cost of Megatron's checkpointing relative to torch's: no hooks, but generator states to read, set and restore,
@@ -118,7 +118,7 @@ def stack_of(layout: Layout) -> Stack:
     head = "chunked" if layout.fused_loss else "eager" if layout.compile == "blocks" else ""
     data = "fsdp" if sharded(layout) else layout.data
     hooks = HOOKS.get(data, 0.0) + DISPATCH * ((layout.tp > 1) + (layout.pp > 1))
-    update = UPDATE.get(data, 47.0) * (ONE_LAUNCH if layout.fused_update else 1.0)
+    update = UPDATE.get(data, 47.0) * (FUSED_UPDATE if layout.fused_update else 1.0)
     stack = replace(base, head=head, stream=stream_bytes(layout), hooks=hooks, update=update)
     if layout.fast_products and layout.precision in ("bf16", "bf16-pure", "fp16"):
         stack = replace(stack, fast_products=True, casts=6.0)  # their weight gradients need no cast

@@ -23,7 +23,7 @@ from dtrain.plan.memory.activations import GIB
 from dtrain.plan.memory.peak import memory, reserve
 from dtrain.plan.memory.pipeline import in_flight, rank_stages
 from dtrain.plan.memory.states import (
-    Held,
+    HeldParameters,
     gradient_bytes,
     held_by,
     held_whole,
@@ -53,7 +53,7 @@ def of_the_paper(parameters: int, stage: int, dp: int) -> float:
     thing, gradients of 4 bytes, which are halved here. ddp has 4 of weights, 4 of gradients and 8 of state instead.
     """
     name = f"zero{stage}" if stage else "ddp"
-    layout, held = Layout(name, data=name, dp=dp), Held(parameters, parameters, 0, 0, 0, 0, 0, 0)
+    layout, held = Layout(name, data=name, dp=dp), HeldParameters(parameters, parameters, 0, 0, 0, 0, 0, 0)
     gradients = gradient_bytes(held, layout) * (2 / 4 if stage else 1)
     return weight_bytes(held, layout) + gradients + optimizer_bytes(held, layout)
 

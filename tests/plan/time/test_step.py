@@ -106,7 +106,7 @@ def test_the_host_is_the_limit_of_small_batches() -> None:
         return sum(i.value for i in items if i.name == "launch-bound time") / total(items)
 
     assert waiting(1) > 0.5 > 0.1 > waiting(32)
-    assert waiting(1, one_launch=True, micro_batches=8) == 0 < waiting(1, one_launch=True, micro_batches=9)
+    assert waiting(1, cuda_graph=True, micro_batches=8) == 0 < waiting(1, cuda_graph=True, micro_batches=9)
 
 
 def test_what_hides_and_what_does_not() -> None:
