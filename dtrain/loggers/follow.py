@@ -24,7 +24,7 @@ from dtrain.config import run_file
 from dtrain.config.build import build, typed_trust
 from dtrain.config.redaction import hide
 from dtrain.loggers.tracker import REST, SYSTEM, Held, Row, RunFacts, Tracker, numbers
-from dtrain.runs.folder import Tail, launch_time, parse_line, read_json, write_json
+from dtrain.runs.folder import Tail, launch_time, parse_line, parse_lines, read_json, write_json
 from dtrain.runs.metrics import gpus_of, system_files
 from dtrain.runs.protocol import STOP_SIGNALS, Deadline
 from dtrain.util.format import finite
@@ -41,8 +41,10 @@ BATCH = 20_000  # lines that are read, and rows that a tracker gets, at once
 class Source:
     """The rows of a run that a tracker does not have yet, in order."""
 
-    def __init__(self, run_dir: Path, held: Held, system: bool) -> None:
-        self.run_dir, self.held, self.system = run_dir, dict(held), system
+    def __init__(self, run_dir: Path, held: Held, system: bool, every: int = 1) -> None:
+        self.run_dir, self.held, self.system, self.every = run_dir, dict(held), system, every
+        self.newest = max(held.values(), default=-1)
+        self.skipped: tuple[int, float, dict[str, Any]] | None = None  # the newest step, if `every` leaves it out
         self.metrics, self.nodes = Tail(run_dir / "metrics.jsonl"), dict[str, Tail]()
         self.time = launch_time(read_json(run_dir / "launch.json")) or 0.0
         self.step = 0
@@ -52,13 +54,13 @@ class Source:
         """Yield batches of new rows."""
         lines, again = self.metrics.read()
         if again:
-            self.was_replaced, self.step = True, 0
+            self.was_replaced, self.step, self.skipped = True, 0, None
         samples = self._samples() if self.system else deque()
         for i in range(0, len(lines), BATCH):
             found: list[Row | None] = []
-            for line in lines[i : i + BATCH]:
+            for line in parse_lines(lines[i : i + BATCH]):
                 before = self.step
-                row = self._row(parse_line(line))
+                row = self._row(line)
                 while samples and samples[0][0] < self.time:  # at the step after which it was taken: in order
                     found.append(self._new(before, *samples.popleft(), SYSTEM))
                 found.append(row)
@@ -76,8 +78,18 @@ class Source:
             0, step - self.step
         )
         self.step = max(step, self.step)
+        if self.every > 1 and "step_s" in line:  # a training step: not an evaluation, and not a save
+            self.skipped = (step, self.time, line) if step % self.every else None
+            if self.skipped:
+                return None
         saved = line.get("save_step")  # two saves may be reported at one step
         return self._new(saved if type(saved) is int else step, self.time, numbers(line), REST)
+
+    def rest(self) -> list[Row]:
+        """Return the last training step if it has been left out so far."""
+        skipped, self.skipped = self.skipped, None
+        row = self._new(skipped[0], skipped[1], numbers(skipped[2]), REST) if skipped else None
+        return [row] if row else []
 
     def _samples(self) -> deque[tuple[float, dict[str, float]]]:
         """Return the new system metrics of all nodes, in the order of their times."""
@@ -93,8 +105,11 @@ class Source:
     def _new(self, step: int, when: float, values: dict[str, float], rest: str) -> Row | None:
         """Return a row of the values that the tracker does not have: it holds each metric up to some step."""
         held = self.held
-        below = held.get(rest, held.get(REST, -1))
-        values = {key: value for key, value in values.items() if step > held.get(key, below)}
+        if step > self.newest:
+            self.newest = step  # all of them are new
+        else:
+            below = held.get(rest, held.get(REST, -1))
+            values = {key: value for key, value in values.items() if step > held.get(key, below)}
         held.update(dict.fromkeys(values, step))
         return Row(step, when, values) if values else None
 
@@ -128,11 +143,12 @@ class Feed:
             for rows in source.rows():
                 if source.was_replaced and tracker.mirrors:
                     break
-                tracker.log(rows)
-                self.sent += len(rows)
+                self._log(rows)
             if source.was_replaced and tracker.mirrors:
                 source = self._open()
                 continue
+            if last:
+                self._log(source.rest())
             self.problem = ""
             if last:
                 break
@@ -141,7 +157,14 @@ class Feed:
         self.done = True
 
     def _open(self) -> Source:
-        return Source(self.run_dir, self.tracker.open(RunFacts.read(self.run_dir)), self.tracker.takes_system)
+        tracker = self.tracker
+        every = getattr(tracker, "every", 1)  # a user's own tracker may not have it
+        return Source(self.run_dir, tracker.open(RunFacts.read(self.run_dir)), tracker.takes_system, every)
+
+    def _log(self, rows: list[Row]) -> None:
+        if rows:
+            self.tracker.log(rows)
+            self.sent += len(rows)
 
     def follow(self, ended: threading.Event, look_s: float = LOOK_S) -> None:
         """Send rows until the run has ended, and start again after each error."""

@@ -17,8 +17,8 @@ STATUS = {"done": "FINISHED", "failed": "FAILED", "preempted": "KILLED"}
 class Mlflow:
     mirrors, takes_system = False, True
 
-    def __init__(self, uri: str | None = None, experiment: str = "dtrain") -> None:
-        self.uri, self.experiment = uri, experiment
+    def __init__(self, uri: str | None = None, experiment: str = "dtrain", every: int = 1) -> None:
+        self.uri, self.experiment, self.every = uri, experiment, every
         self.is_remote = (uri or os.environ.get("MLFLOW_TRACKING_URI", "")).startswith("http")
 
     def open(self, run: RunFacts) -> Held:

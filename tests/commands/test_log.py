@@ -47,6 +47,41 @@ def test_the_runs_own_trackers(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "another process is sending this run to csv" in capsys.readouterr().err
 
 
+OWN = """
+class Mine:
+    mirrors, takes_system, is_remote = False, False, False
+
+    def open(self, run):
+        return {}
+
+    def log(self, rows):
+        with open("steps.txt", "a") as file:
+            file.writelines(f"{row.step} " for row in rows)
+
+    def finish(self, run):
+        pass
+"""
+
+
+def test_a_tracker_of_the_user_needs_trust(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_tracker_of_test_log.py").write_text(OWN)
+    run = make_run(tmp_path / "run")
+    target = {"Mine": {"_target_": "own_tracker_of_test_log.Mine"}}
+    config = json.loads((run / "config.yaml").read_text()) | {"logger": target}
+    (run / "config.yaml").write_text(json.dumps(config))
+    train(run, 0, 3)
+    assert main(["log", "run"]) == 2, "the run folder alone must not choose code"
+    assert "logger.Mine._target_=own_tracker_of_test_log.Mine" in capsys.readouterr().err
+    assert main(["log", "run", "trust=[another]"]) == 2 and not (tmp_path / "steps.txt").exists()
+    assert main(["log", "run", "trust=[own_tracker_of_test_log]"]) == 0
+    assert main(["log", "run", "logger=own_tracker_of_test_log.Mine"]) == 0, "typing its name is trust"
+    assert (tmp_path / "steps.txt").read_text() == "1 2 3 1 2 3 "
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [
