@@ -16,7 +16,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ LOG = "logs/trackers.log"
 LAST_S = 15.0  # on an idle machine, after the ranks have ended, for what has not arrived yet
 LOCAL_S = 60.0  # the same for files and databases: a new MLflow database takes 10 s, and is broken if it is cut off
 LOOK_S = 1.0  # between two looks at the files
-RETRY_S = (2.0, 60.0)  # first and longest wait before a tracker that failed is opened again
+RETRY_S = (2.0, 300.0)  # first and longest wait before a tracker that failed is opened again: each try takes CPU time
 BATCH = 20_000  # lines that are read, and rows that a tracker gets, at once
 
 
@@ -175,8 +175,9 @@ class Feed:
                 with locked(self.run_dir, self.name, patience=lambda: time.sleep(0.5)):
                     self.send(lambda: not ended.is_set(), lambda: ended.wait(look_s))
             except BaseException as error:  # some libraries raise SystemExit
-                self.problem = one_line(error)
-                say(f"{self.name}: {self.problem}; again in {wait:.0f} s\n{hide(traceback.format_exc())}")
+                known, self.problem = self.problem, one_line(error)
+                details = "" if self.problem == known else f"\n{hide(traceback.format_exc())}"
+                say(f"{self.name}: {self.problem}; again in {wait:.0f} s{details}")
                 wait = RETRY_S[0] if self.sent > sent else min(2 * wait, RETRY_S[1])
                 ended.wait(wait)
                 if ended.is_set():
@@ -213,9 +214,17 @@ def locked(run_dir: Path, name: str, patience: Callable[[], object] | None = Non
         yield
 
 
+def lower_priority() -> None:
+    """Let the ranks come first."""
+    os.nice(10)
+    if os.getsid(0) == os.getpid():  # with autogroups, Linux applies nice only between the processes of one session
+        with suppress(OSError):
+            Path("/proc/self/autogroup").write_text("10")
+
+
 def main(run_dir: Path) -> int:
     """Follow a run until stdin is closed; exit code 0: all trackers have everything."""
-    os.nice(10)  # the ranks come first
+    lower_priority()
     for number in (*STOP_SIGNALS, signal.SIGHUP):  # a scheduler sends them to all processes of a job
         signal.signal(number, signal.SIG_IGN)
     sections = run_file.load(run_dir)["logger"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ class Wandb:
         self.project, self.mode, self.every, self.is_remote = project, mode, every, mode == "online"
 
     def open(self, run: RunFacts) -> Held:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # two more threads after each failed try
         import wandb
 
         run_id = self._id(run)
