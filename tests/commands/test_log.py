@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,17 @@ def test_a_run_is_sent_later_and_once(
     _, stored = read_back.mlflow_run(run, uri)
     assert stored.info.status == "FINISHED"
     assert stored.data.params["train.steps"] == "9" and stored.data.tags["choices.model"] == "gpt2-tiny"
+
+
+def test_a_database_whose_creation_was_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("mlflow")
+    run, path = make_run(tmp_path / "run"), tmp_path / "mlflow.db"
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE latest_metrics (x)")  # by a migration that did not end
+    database.close()
+    assert main(["log", str(run), "logger=mlflow", f"logger.mlflow.uri=sqlite:///{path}"]) == 2
+    err = capsys.readouterr().err
+    assert f"logger.mlflow.uri=sqlite:///{path}: this database is not complete" in err and "fix: mlflow db up" in err
 
 
 def test_the_runs_own_trackers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
