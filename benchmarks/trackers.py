@@ -100,7 +100,10 @@ def phases_of_a_launch(folder: Path, kind: str, url: str, options: argparse.Name
         launcher.send_signal(signal.SIGINT)
         time.sleep(2)
         launcher.send_signal(signal.SIGINT)  # the second one does not wait for the servers
-        launcher.wait(60)
+        with suppress(psutil.TimeoutExpired):
+            launcher.wait(60)
+        for process in (launcher, cpu.process) if launcher.is_running() else ():  # on a machine that is much too busy
+            process.kill()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [(line["time"], line["step_s"]) for line in lines if "step_s" in line]
     medians = [(is_stopped, median_step(steps, began, ended)) for is_stopped, began, ended in phases]
@@ -108,6 +111,8 @@ def phases_of_a_launch(folder: Path, kind: str, url: str, options: argparse.Name
     for (first, a), (_, b) in zip(medians[::2], medians[1::2], strict=True):
         if a and b:
             ratios.append(b / a if first else a / b)
+    if not ratios:
+        raise SystemExit("no pair of phases has enough steps: the machine is too busy, or --phase is too short")
     draw = random.Random(1)
     drawn = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
     return {
