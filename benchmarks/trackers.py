@@ -1,13 +1,16 @@
 """Do trackers cost training anything when their servers are dead or hang? How fast is a long run sent later?
 
-    python benchmarks/trackers.py steps [--rounds 7] [--steps 400] [--skip 100] [--json FILE]
+    python benchmarks/trackers.py steps [--pairs 150] [--phase 1] [--settle 60] [--json FILE]
     python benchmarks/trackers.py replay [--lines 1000000] [--trackers csv tensorboard …] [--json FILE]
 
-steps: launches of gpt2-tiny on one rank, in turns: without a tracker, with all trackers whose servers refuse the
-connection, and with servers that accept it and never answer. Each launch gives the median step after the first --skip;
-printed is the median over the rounds of the ratio to the launch without trackers of the same round.
+steps: one launch of gpt2-tiny on one rank with all trackers, whose servers refuse the connection (dead), and one with
+servers that accept it and never answer (hanging). After --settle seconds the follower and its children are stopped
+(SIGSTOP: as if there were no tracker) and continued in phases of --phase seconds, in pairs of random order. Printed is
+the median over the pairs of (median step while it runs / median step while it is stopped), with a bootstrapped 95%
+interval, and the follower's CPU time: of its start (imports), and then in percent of a core.
 replay: a run folder with so many lines as rank 0 writes them, sent by `dtrain log` to an empty tracker: seconds of the
-whole command, and lines a second. mlflow: its SQLite database; wandb: an offline file.
+whole command, its CPU seconds (with child processes), and lines a second. mlflow: its SQLite database; wandb: an
+offline file.
 """
 
 from __future__ import annotations
@@ -16,58 +19,127 @@ import argparse
 import json
 import os
 import random
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 TRACKERS = ("csv", "tensorboard", "trackio", "wandb", "mlflow")
 SMALL = ["recipe=cpu-tiny", "cluster.processes=1", "train.eval_batches=0", "checkpoint.every=0"]
-SMALL += ["model.dim=64", "model.num_heads=2", "train.global_batch_size=8"]
+SMALL += ["model.dim=32", "model.num_heads=2", "model.num_layers=1", "train.global_batch_size=1"]
 
 
-def launch(folder: Path, kind: str, url: str, steps: int) -> list[float]:
-    """Return the step times of one launch."""
-    run = folder / f"{kind}-{time.monotonic_ns()}"
-    loggers = ["logger=none"]
-    if kind != "none":
-        loggers = ["logger=[csv,tensorboard,trackio,wandb,mlflow]", f"logger.mlflow.uri={url}"]
-        loggers += [f"logger.trackio.server_url={url}"]
+def follower_of(launcher: psutil.Process) -> psutil.Process:
+    while launcher.is_running():
+        for child in launcher.children(recursive=True):
+            with suppress(psutil.Error):
+                if "dtrain.loggers.follow" in child.cmdline():
+                    return child
+        time.sleep(0.1)
+    raise SystemExit("the launch ended before its follower began")
+
+
+class Cpu:
+    """CPU seconds of a process and its children, also of those that have ended."""
+
+    def __init__(self, process: psutil.Process) -> None:
+        self.process, self.seen = process, dict[int, float]()
+
+    def processes(self) -> list[psutil.Process]:
+        return [self.process, *self.process.children(recursive=True)]
+
+    def read(self) -> float:
+        for process in self.processes():
+            with suppress(psutil.Error):
+                self.seen[process.pid] = sum(process.cpu_times()[:2])
+        return sum(self.seen.values())
+
+    def signal(self, number: signal.Signals) -> None:
+        for process in self.processes():
+            with suppress(psutil.Error):
+                process.send_signal(number)
+
+
+def phases_of_a_launch(folder: Path, kind: str, url: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Launch once; stop and continue the follower in turns; compare the steps."""
+    run, pick = folder / kind, random.Random(0)
+    loggers = ["logger=[csv,tensorboard,trackio,wandb,mlflow]", f"logger.mlflow.uri={url}"]
+    loggers += [f"logger.trackio.server_url={url}"]
     servers = {"WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40}
-    servers |= {"TRACKIO_WRITE_TOKEN": "none", "TRACKIO_DIR": str(folder)}
-    command = [sys.executable, str(ROOT / "launch.py"), *SMALL, f"train.steps={steps}", f"run_dir={run}", *loggers]
-    done = subprocess.run(command, env=os.environ | servers, cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stdout + done.stderr)
-    for line in done.stdout.splitlines():
-        if "did not get all metrics" in line:
-            print(f"  {kind}: {line[:150]}", flush=True)
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["step_s"] for line in lines if '"step_s"' in line]
+    servers |= {"TRACKIO_WRITE_TOKEN": "none", "TRACKIO_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "launch.py"), *SMALL, "train.steps=10000000", f"run_dir={run}", *loggers]
+    with open(folder / f"{kind}.log", "w") as log:
+        launcher = psutil.Popen(command, env=os.environ | servers, cwd=folder, stdout=log, stderr=log)
+    try:
+        cpu = Cpu(follower_of(launcher))
+        while launcher.is_running() and not (run / "metrics.jsonl").exists():
+            time.sleep(0.1)
+        time.sleep(options.settle)
+        at_first, phases, running_s = cpu.read(), list[tuple[bool, float, float]](), 0.0
+        for _ in range(options.pairs):
+            for is_stopped in pick.sample([True, False], 2):
+                cpu.signal(signal.SIGSTOP if is_stopped else signal.SIGCONT)
+                began = time.time()
+                time.sleep(options.phase)
+                cpu.read()
+                phases.append((is_stopped, began, time.time()))
+                running_s += 0 if is_stopped else time.time() - began
+        cpu.signal(signal.SIGCONT)
+        steady = (cpu.read() - at_first) / running_s
+    finally:
+        launcher.send_signal(signal.SIGINT)
+        time.sleep(2)
+        launcher.send_signal(signal.SIGINT)  # the second one does not wait for the servers
+        with suppress(psutil.TimeoutExpired):
+            launcher.wait(60)
+        for process in (launcher, cpu.process) if launcher.is_running() else ():  # on a machine that is much too busy
+            process.kill()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [(line["time"], line["step_s"]) for line in lines if "step_s" in line]
+    medians = [(is_stopped, median_step(steps, began, ended)) for is_stopped, began, ended in phases]
+    ratios = []
+    for (first, a), (_, b) in zip(medians[::2], medians[1::2], strict=True):
+        if a and b:
+            ratios.append(b / a if first else a / b)
+    if not ratios:
+        raise SystemExit("no pair of phases has enough steps: the machine is too busy, or --phase is too short")
+    draw = random.Random(1)
+    drawn = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return {
+        "ratio": round(statistics.median(ratios), 5), "ratio_95": [round(drawn[50], 5), round(drawn[-51], 5)],
+        "pairs": len(ratios), "phase_s": options.phase, "median_step_s": statistics.median(s for _, s in steps),
+        "follower_cpu_s_at_first": round(at_first, 2), "first_s": options.settle,
+        "follower_cpu_percent_then": round(100 * steady, 3), "load": os.getloadavg()[0],
+    }  # fmt: skip
+
+
+def median_step(steps: list[tuple[float, float]], began: float, ended: float) -> float | None:
+    """Return the median of the steps that lie in a phase, without the one in which it began."""
+    inside = [step_s for at, step_s in steps if began + step_s < at - step_s and at < ended]
+    return statistics.median(inside) if len(inside) > 2 else None
 
 
 def compare_steps(options: argparse.Namespace) -> dict[str, Any]:
-    medians: dict[str, list[float]] = {"none": [], "dead": [], "hanging": []}
+    found = {}
     with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0), backlog=1000) as server:
-        urls = {"none": "", "dead": "http://127.0.0.1:9", "hanging": f"http://127.0.0.1:{server.getsockname()[1]}"}
-        for i in range(options.rounds):
-            for kind in random.Random(i).sample(list(medians), len(medians)):
-                times = launch(Path(name), kind, urls[kind], options.steps)
-                medians[kind].append(statistics.median(times[options.skip :]))
-                print(f"round {i + 1}: {kind} {1000 * medians[kind][-1]:.3f} ms", flush=True)
-    ratios = {
-        kind: statistics.median(a / b for a, b in zip(medians[kind], medians["none"], strict=True))
-        for kind in ("dead", "hanging")
-    }
-    for kind, ratio in ratios.items():
-        print(f"{kind} servers: step time × {ratio:.4f}")
-    return {"median_step_s": medians, "ratio": ratios}
+        urls = {"dead": "http://127.0.0.1:9", "hanging": f"http://127.0.0.1:{server.getsockname()[1]}"}
+        for kind in options.servers:
+            of = found[kind] = phases_of_a_launch(Path(name), kind, urls[kind], options)
+            low, high = of["ratio_95"]
+            print(f"{kind} servers: step time × {of['ratio']:.4f} ({low:.4f} to {high:.4f}), {of['pairs']} pairs; "
+                  f"follower: {of['follower_cpu_s_at_first']} s CPU in the first {options.settle:.0f} s, "
+                  f"then {of['follower_cpu_percent_then']}% of a core", flush=True)  # fmt: skip
+    return found
 
 
 def make_run(folder: Path, lines: int) -> None:
@@ -100,24 +172,28 @@ def replay(options: argparse.Namespace) -> dict[str, Any]:
         environment = os.environ | {"PYTHONPATH": str(ROOT), "TRACKIO_DIR": str(folder / "trackio")}
         for tracker in options.trackers:
             words = ["log", str(folder / "run"), f"logger={tracker}", *settings.get(tracker, [])]
-            began = time.perf_counter()
+            began, before = time.perf_counter(), os.times()
             done = subprocess.run(
                 [sys.executable, "-m", "dtrain", *words], env=environment, cwd=folder, capture_output=True, text=True
             )
-            seconds = time.perf_counter() - began
+            seconds, after = time.perf_counter() - began, os.times()
+            cpu = sum(after[2:4]) - sum(before[2:4])
             if f"complete, {options.lines} rows were new" not in done.stdout:
                 raise SystemExit(done.stdout + done.stderr)
-            found[tracker] = {"seconds": round(seconds, 2), "lines_per_s": round(options.lines / seconds)}
-            print(f"{tracker}: {options.lines:,} lines in {seconds:.1f} s", flush=True)
+            rate = round(options.lines / seconds)
+            found[tracker] = {"seconds": round(seconds, 2), "cpu_s": round(cpu, 2), "lines_per_s": rate}
+            found[tracker]["load"] = os.getloadavg()[0]
+            print(f"{tracker}: {options.lines:,} lines in {seconds:.1f} s, {cpu:.1f} s CPU", flush=True)
     return {"lines": options.lines, "metrics_a_line": 8, "trackers": found}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["steps", "replay"])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--skip", type=int, default=100, help="steps that are not counted: the libraries are imported")
+    parser.add_argument("--pairs", type=int, default=150)
+    parser.add_argument("--phase", type=float, default=1.0, help="seconds")
+    parser.add_argument("--settle", type=float, default=60.0, help="seconds before the first phase: imports")
+    parser.add_argument("--servers", nargs="+", choices=["dead", "hanging"], default=["dead", "hanging"])
     parser.add_argument("--lines", type=int, default=1_000_000)
     parser.add_argument("--trackers", nargs="+", choices=TRACKERS, default=list(TRACKERS))
     parser.add_argument("--json", type=Path)

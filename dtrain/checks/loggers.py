@@ -22,6 +22,8 @@ def check(config: dict[str, Any]) -> None:
             check_installed(name)
         for key in ADDRESSES:
             check_address(f"logger.{name}.{key}", section.get(key))
+        if (every := section.get("every", 1)) < 1:
+            raise bad(f"logger.{name}.every", every, "must be at least 1", f"logger.{name}.every=1")
         if name == "wandb" and section.get("mode") == "online" and not config["dry_run"]:
             check_key()
 

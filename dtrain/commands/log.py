@@ -27,14 +27,16 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("run", nargs="*", help="a run folder, a part of its name, or latest")
     parser.add_argument(
-        "override", nargs="*", help="logger=mlflow, logger=[csv,mlflow], logger.mlflow.uri=…; default: the run's own"
+        "override",
+        nargs="*",
+        help="logger=mlflow, logger=[csv,mlflow], logger.mlflow.uri=…, default: the run's; trust=[MODULE]: your code",
     )
     options = parser.parse_args(argv)
     words = [*options.run, *options.override]
     overrides = [word for word in words if word.startswith((f"{LOGGER}=", f"{LOGGER}.", "trust="))]
     runs = [find_run(word) for word in words if word not in overrides] or [find_run("latest")]
     typed, trust = chosen(overrides) if overrides else (None, [])
-    todo = [(run, own(run) if typed is None else typed) for run in runs]
+    todo = [(run, own(run, trust) if typed is None else typed) for run in runs]
     failed = False
     for run, sections in todo:
         for name, section in sections.items():
@@ -42,10 +44,12 @@ def main(argv: list[str]) -> int:
     return FAILED if failed else DONE
 
 
-def chosen(overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the section that these overrides make, and the modules that they trust."""
+def chosen(overrides: list[str]) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the section that these overrides make (None: the run's own), and the modules that they trust."""
     from dtrain.launch.compose import compose  # Hydra takes a while
 
+    if all(word.startswith("trust=") for word in overrides):
+        return None, list(compose(overrides)["trust"])
     if not any(word.startswith(f"{LOGGER}=") for word in overrides):
         name = next((word.split(".")[1] for word in overrides if word.startswith(f"{LOGGER}.")), "tensorboard")
         raise bad(LOGGER, "", "the overrides do not choose a tracker", f"{LOGGER}={name} {' '.join(overrides)}")
@@ -54,11 +58,11 @@ def chosen(overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
     return checked(config[LOGGER], "none"), list(config["trust"])
 
 
-def own(run: Path) -> dict[str, Any]:
+def own(run: Path, trust: list[str]) -> dict[str, Any]:
     """Return the run's own trackers; the folder may come from someone else, so that it names no server."""
     config = run_file.read_run(run)
     section = as_dict(config.get(LOGGER))
-    check_group(LOGGER, {LOGGER: section}, typed_trust())
+    check_group(LOGGER, {LOGGER: section}, [*typed_trust(), *trust])
     for name, settings in section.items():
         for key in ADDRESSES:
             if settings.get(key):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -16,6 +17,9 @@ class Csv:
     """Always has the values of metrics.jsonl: it is written again from the start when a resumed run drops steps."""
 
     mirrors, takes_system, is_remote = True, False, False
+
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
 
     def open(self, run: RunFacts) -> Held:
         self.path = run.run_dir / FILE
@@ -43,12 +47,12 @@ class Csv:
         self.file = open(self.path, "a", newline="")  # noqa: SIM115 (until the follower ends)
 
     def _write(self, rows: list[Row]) -> None:
-        known = set(self.columns)
-        new = [key for key in dict.fromkeys(key for row in rows for key in row.values) if key not in known]
+        found = dict.fromkeys(itertools.chain.from_iterable(row.values for row in rows))
+        new = [key for key in found if key not in self.columns]
         if new:
             self.columns += new
             self.file.close()
             self._replace(self.path.with_name(f".{FILE}.tmp"), self.path)
         values = self.columns[1:]
-        csv.writer(self.file).writerows([row.step, *(row.values.get(key) for key in values)] for row in rows)
+        csv.writer(self.file).writerows([row.step, *map(row.values.get, values)] for row in rows)
         self.file.flush()

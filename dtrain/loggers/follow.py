@@ -16,7 +16,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from dtrain.config import run_file
 from dtrain.config.build import build, typed_trust
 from dtrain.config.redaction import hide
 from dtrain.loggers.tracker import REST, SYSTEM, Held, Row, RunFacts, Tracker, numbers
-from dtrain.runs.folder import Tail, launch_time, parse_line, read_json, write_json
+from dtrain.runs.folder import Tail, launch_time, parse_line, parse_lines, read_json, write_json
 from dtrain.runs.metrics import gpus_of, system_files
 from dtrain.runs.protocol import STOP_SIGNALS, Deadline
 from dtrain.util.format import finite
@@ -34,15 +34,17 @@ LOG = "logs/trackers.log"
 LAST_S = 15.0  # on an idle machine, after the ranks have ended, for what has not arrived yet
 LOCAL_S = 60.0  # the same for files and databases: a new MLflow database takes 10 s, and is broken if it is cut off
 LOOK_S = 1.0  # between two looks at the files
-RETRY_S = (2.0, 60.0)  # first and longest wait before a tracker that failed is opened again
+RETRY_S = (2.0, 300.0)  # first and longest wait before a tracker that failed is opened again: each try takes CPU time
 BATCH = 20_000  # lines that are read, and rows that a tracker gets, at once
 
 
 class Source:
     """The rows of a run that a tracker does not have yet, in order."""
 
-    def __init__(self, run_dir: Path, held: Held, system: bool) -> None:
-        self.run_dir, self.held, self.system = run_dir, dict(held), system
+    def __init__(self, run_dir: Path, held: Held, system: bool, every: int = 1) -> None:
+        self.run_dir, self.held, self.system, self.every = run_dir, dict(held), system, every
+        self.newest = max(held.values(), default=-1)
+        self.skipped: tuple[int, float, dict[str, Any]] | None = None  # the newest step, if `every` leaves it out
         self.metrics, self.nodes = Tail(run_dir / "metrics.jsonl"), dict[str, Tail]()
         self.time = launch_time(read_json(run_dir / "launch.json")) or 0.0
         self.step = 0
@@ -52,13 +54,13 @@ class Source:
         """Yield batches of new rows."""
         lines, again = self.metrics.read()
         if again:
-            self.was_replaced, self.step = True, 0
+            self.was_replaced, self.step, self.skipped = True, 0, None
         samples = self._samples() if self.system else deque()
         for i in range(0, len(lines), BATCH):
             found: list[Row | None] = []
-            for line in lines[i : i + BATCH]:
+            for line in parse_lines(lines[i : i + BATCH]):
                 before = self.step
-                row = self._row(parse_line(line))
+                row = self._row(line)
                 while samples and samples[0][0] < self.time:  # at the step after which it was taken: in order
                     found.append(self._new(before, *samples.popleft(), SYSTEM))
                 found.append(row)
@@ -76,8 +78,18 @@ class Source:
             0, step - self.step
         )
         self.step = max(step, self.step)
+        if self.every > 1 and "step_s" in line:  # a training step: not an evaluation, and not a save
+            self.skipped = (step, self.time, line) if step % self.every else None
+            if self.skipped:
+                return None
         saved = line.get("save_step")  # two saves may be reported at one step
         return self._new(saved if type(saved) is int else step, self.time, numbers(line), REST)
+
+    def rest(self) -> list[Row]:
+        """Return the last training step if it has been left out so far."""
+        skipped, self.skipped = self.skipped, None
+        row = self._new(skipped[0], skipped[1], numbers(skipped[2]), REST) if skipped else None
+        return [row] if row else []
 
     def _samples(self) -> deque[tuple[float, dict[str, float]]]:
         """Return the new system metrics of all nodes, in the order of their times."""
@@ -93,8 +105,11 @@ class Source:
     def _new(self, step: int, when: float, values: dict[str, float], rest: str) -> Row | None:
         """Return a row of the values that the tracker does not have: it holds each metric up to some step."""
         held = self.held
-        below = held.get(rest, held.get(REST, -1))
-        values = {key: value for key, value in values.items() if step > held.get(key, below)}
+        if step > self.newest:
+            self.newest = step  # all of them are new
+        else:
+            below = held.get(rest, held.get(REST, -1))
+            values = {key: value for key, value in values.items() if step > held.get(key, below)}
         held.update(dict.fromkeys(values, step))
         return Row(step, when, values) if values else None
 
@@ -128,11 +143,12 @@ class Feed:
             for rows in source.rows():
                 if source.was_replaced and tracker.mirrors:
                     break
-                tracker.log(rows)
-                self.sent += len(rows)
+                self._log(rows)
             if source.was_replaced and tracker.mirrors:
                 source = self._open()
                 continue
+            if last:
+                self._log(source.rest())
             self.problem = ""
             if last:
                 break
@@ -141,7 +157,14 @@ class Feed:
         self.done = True
 
     def _open(self) -> Source:
-        return Source(self.run_dir, self.tracker.open(RunFacts.read(self.run_dir)), self.tracker.takes_system)
+        tracker = self.tracker
+        every = getattr(tracker, "every", 1)  # a user's own tracker may not have it
+        return Source(self.run_dir, tracker.open(RunFacts.read(self.run_dir)), tracker.takes_system, every)
+
+    def _log(self, rows: list[Row]) -> None:
+        if rows:
+            self.tracker.log(rows)
+            self.sent += len(rows)
 
     def follow(self, ended: threading.Event, look_s: float = LOOK_S) -> None:
         """Send rows until the run has ended, and start again after each error."""
@@ -152,8 +175,9 @@ class Feed:
                 with locked(self.run_dir, self.name, patience=lambda: time.sleep(0.5)):
                     self.send(lambda: not ended.is_set(), lambda: ended.wait(look_s))
             except BaseException as error:  # some libraries raise SystemExit
-                self.problem = one_line(error)
-                say(f"{self.name}: {self.problem}; again in {wait:.0f} s\n{hide(traceback.format_exc())}")
+                known, self.problem = self.problem, one_line(error)
+                details = "" if self.problem == known else f"\n{hide(traceback.format_exc())}"
+                say(f"{self.name}: {self.problem}; again in {wait:.0f} s{details}")
                 wait = RETRY_S[0] if self.sent > sent else min(2 * wait, RETRY_S[1])
                 ended.wait(wait)
                 if ended.is_set():
@@ -190,9 +214,17 @@ def locked(run_dir: Path, name: str, patience: Callable[[], object] | None = Non
         yield
 
 
+def lower_priority() -> None:
+    """Let the ranks come first."""
+    os.nice(10)
+    if os.getsid(0) == os.getpid():  # with autogroups, Linux applies nice only between the processes of one session
+        with suppress(OSError):
+            Path("/proc/self/autogroup").write_text("10")
+
+
 def main(run_dir: Path) -> int:
     """Follow a run until stdin is closed; exit code 0: all trackers have everything."""
-    os.nice(10)  # the ranks come first
+    lower_priority()
     for number in (*STOP_SIGNALS, signal.SIGHUP):  # a scheduler sends them to all processes of a job
         signal.signal(number, signal.SIG_IGN)
     sections = run_file.load(run_dir)["logger"]

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from typing import Any
 
+from dtrain.errors import bad
 from dtrain.loggers.tracker import Held, Row, RunFacts
 
 BATCH, PARAMS = 1000, 100  # MLflow's limits for one request
 LONGEST = 5000  # of a value; MLflow's limits are 6000 for a parameter and 8000 for a tag
 ID = "dtrain.id"  # tag by which the MLflow run of a run folder is found
+HALF_MADE = "table .* already exists|out-of-date database schema"
 STATUS = {"done": "FINISHED", "failed": "FAILED", "preempted": "KILLED"}
 
 
 class Mlflow:
     mirrors, takes_system = False, True
 
-    def __init__(self, uri: str | None = None, experiment: str = "dtrain") -> None:
-        self.uri, self.experiment = uri, experiment
+    def __init__(self, uri: str | None = None, experiment: str = "dtrain", every: int = 1) -> None:
+        self.uri, self.experiment, self.every = uri, experiment, every
         self.is_remote = (uri or os.environ.get("MLFLOW_TRACKING_URI", "")).startswith("http")
 
     def open(self, run: RunFacts) -> Held:
@@ -28,8 +31,15 @@ class Mlflow:
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
-        self.client = MlflowClient(self.uri)
-        experiment = self._experiment()
+        try:
+            self.client = MlflowClient(self.uri)
+            experiment = self._experiment()
+        except Exception as error:
+            if self.is_remote or not re.search(HALF_MADE, str(error)):
+                raise
+            rule = "this database is not complete: its creation was cut off, or another version of MLflow made it"
+            fix = f"mlflow db upgrade {self.uri}; if that fails, delete it: `dtrain log` sends its runs again"
+            raise bad("logger.mlflow.uri", self.uri, rule, fix) from error
         found = self.client.search_runs([experiment], f"tags.`{ID}` = '{run.id}'", max_results=1)
         tags = {ID: run.id, **({"mlflow.note.content": run.tags["command"]} if "command" in run.tags else {})}
         created = found[0] if found else self.client.create_run(experiment, tags=tags, run_name=run.name)

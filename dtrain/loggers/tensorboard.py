@@ -20,6 +20,9 @@ class TensorBoard:
 
     mirrors, takes_system, is_remote = True, True, False
 
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
+
     def open(self, run: RunFacts) -> Held:
         from tensorboard.compat.proto.event_pb2 import Event
 
@@ -34,7 +37,7 @@ class TensorBoard:
         )
         path = folder / f"events.out.tfevents.{number:010d}.{socket.gethostname()}.{os.getpid()}.dtrain"
         self.file = open(path, "xb")  # noqa: SIM115 (until the follower ends)
-        self._write([Event(wall_time=time.time(), file_version="brain.Event:2")])
+        self._write([Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString()])
         for path in old:
             path.unlink(missing_ok=True)
         about = {**run.tags, **run.settings()}
@@ -43,26 +46,23 @@ class TensorBoard:
 
     def log(self, rows: list[Row]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
 
-        value = Summary.Value
-        self._write(
-            [
-                Event(
-                    wall_time=row.time,
-                    step=row.step,
-                    summary=Summary(value=[value(tag=tag, simple_value=number) for tag, number in row.values.items()]),
-                )
-                for row in rows
-            ]
-        )
+        event, found = Event(), []  # one for all rows: half the time
+        for row in rows:
+            event.Clear()
+            event.wall_time, event.step = row.time, row.step
+            for tag, number in row.values.items():
+                value = event.summary.value.add()
+                value.tag, value.simple_value = tag, number
+            found.append(event.SerializeToString())
+        self._write(found)
 
     def finish(self, run: RunFacts) -> None:
         self._write([text("summary", table(run.summary), int(run.summary.get("steps") or 0))])
         self.file.close()
 
-    def _write(self, events: list[Any]) -> None:
-        self.file.write(records([event.SerializeToString() for event in events]))
+    def _write(self, events: list[bytes]) -> None:
+        self.file.write(records(events))
         self.file.flush()
 
 
@@ -72,7 +72,7 @@ def table(values: dict[str, Any]) -> str:
     return "\n".join(["| name | value |", "|---|---|", *(" ".join(row.split()) for row in rows)])
 
 
-def text(tag: str, content: str, step: int) -> Any:
+def text(tag: str, content: str, step: int) -> bytes:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -81,7 +81,8 @@ def text(tag: str, content: str, step: int) -> Any:
     plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
     tensor = TensorProto(dtype=DT_STRING, string_val=[content.encode()])
     value = Summary.Value(tag=tag, metadata=plugin, tensor=tensor)
-    return Event(wall_time=time.time(), step=step, summary=Summary(value=[value]))
+    event = Event(wall_time=time.time(), step=step, summary=Summary(value=[value]))
+    return bytes(event.SerializeToString())
 
 
 # ---- the file format: length, its checksum, the bytes, their checksum -----------------------------------------

@@ -32,6 +32,7 @@ class Tracker(Protocol):
     mirrors: bool  # a local file that is written again from its start when metrics.jsonl is: always equal to it
     takes_system: bool  # whether it also gets the system metrics of the nodes
     is_remote: bool  # a server may never answer; files and databases are given time to be complete
+    every: int  # of the training steps it gets those that this number divides, and the last
 
     def open(self, run: RunFacts) -> Held:
         """Start or continue the tracker's run of this run folder; return what it has already."""
@@ -113,9 +114,9 @@ class BySteps:
                 yield self.waiting
                 self.waiting = None
             if self.waiting is None:
-                self.waiting = Row(row.step, row.time, dict(row.values))
+                self.waiting = row
             else:
-                self.waiting.values.update(row.values)
+                self.waiting = self.waiting._replace(values=self.waiting.values | row.values)
 
     def rest(self) -> list[Row]:
         """Return the newest step, which gets no more rows."""

@@ -16,8 +16,8 @@ class Trackio:
 
     mirrors, takes_system = False, True
 
-    def __init__(self, project: str = "dtrain", server_url: str | None = None) -> None:
-        self.project, self.url = project, server_url or os.environ.get("TRACKIO_SERVER_URL")
+    def __init__(self, project: str = "dtrain", server_url: str | None = None, every: int = 1) -> None:
+        self.project, self.url, self.every = project, server_url or os.environ.get("TRACKIO_SERVER_URL"), every
         self.is_remote = bool(self.url)
 
     def open(self, run: RunFacts) -> Held:
@@ -40,9 +40,11 @@ class Trackio:
 
     def log(self, rows: list[Row]) -> None:
         for i in range(0, len(rows), BATCH):
-            part = rows[i : i + BATCH]
-            self._send([row for row in part if not is_system(row)])
-            self._send_system([row for row in part if is_system(row)])
+            ours, system = list[Row](), list[Row]()
+            for row in rows[i : i + BATCH]:
+                (system if is_system(row) else ours).append(row)
+            self._send(ours)
+            self._send_system(system)
 
     def finish(self, run: RunFacts) -> None:
         """The store has no summary: it becomes a part of the configuration, sent along with the last row again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
 from collections.abc import Iterator
@@ -20,10 +21,13 @@ class Wandb:
 
     mirrors, takes_system = False, True
 
-    def __init__(self, project: str = "dtrain", mode: Literal["online", "offline", "disabled"] = "online") -> None:
-        self.project, self.mode, self.is_remote = project, mode, mode == "online"
+    def __init__(
+        self, project: str = "dtrain", mode: Literal["online", "offline", "disabled"] = "online", every: int = 1
+    ) -> None:
+        self.project, self.mode, self.every, self.is_remote = project, mode, every, mode == "online"
 
     def open(self, run: RunFacts) -> Held:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # two more threads after each failed try
         import wandb
 
         run_id = self._id(run)
@@ -32,7 +36,10 @@ class Wandb:
         settings = wandb.Settings(
             console="off", silent=True, x_disable_stats=True, init_timeout=INIT_S, quiet=True, disable_code=True
         )
-        self.steps = BySteps()
+        if self.mode == "offline" and hasattr(settings, "x_server_side_derived_summary"):
+            # without it the file gets two summaries a step, in most of the time; `finish` writes the same values once
+            settings.x_server_side_derived_summary = True
+        self.steps, self.newest = BySteps(), dict[str, float]()
         before = {*folder.glob(f"run-*-{run_id}")}
         try:
             self.run = wandb.init(
@@ -58,6 +65,8 @@ class Wandb:
 
     def log(self, rows: list[Row]) -> None:
         complete = list(self.steps.add(rows))
+        for row in rows:
+            self.newest |= row.values
         if len(complete) >= MANY:
             complete = self._send_many(complete)
         for row in complete:
@@ -68,7 +77,7 @@ class Wandb:
         if run.status != "running":
             for row in self.steps.rest():
                 self._send(row)
-        self.run.summary.update({**run.summary, "tags": run.tags})
+        self.run.summary.update({**self.newest, **run.summary, "tags": run.tags})
         self.run.finish(exit_code=0 if run.status in ("done", "preempted") else 1)
 
     def _send(self, row: Row) -> None:
@@ -80,29 +89,31 @@ class Wandb:
         `run.log` hands each row over to another thread. This is what it does, without W&B's public names: if another
         version has other ones, nothing is sent here.
         """
+
+        def request(row: Row) -> Any:
+            request = new_request()
+            request.record_publish._info.stream_id = stream
+            history = request.record_publish.request.partial_history
+            for key, value in row.values.items():
+                item = history.item.add()
+                item.key, item.value_json = key, repr(value)
+            history.item.add(key="_timestamp", value_json=repr(row.time))
+            history.step.num, history.action.flush = row.step, True
+            return request
+
+        async def publish_all() -> None:
+            for row in rows:
+                await publish(request(row))  # W&B's own process stores a row while this one makes the next
+
         try:
             from wandb.proto import wandb_server_pb2
 
             interface: Any = self.run._interface
-            client, stream, run_there = interface._client, interface._stream_id, interface._asyncer.run
+            publish, stream, run_there = interface._client.publish, interface._stream_id, interface._asyncer.run
             new_request: Any = wandb_server_pb2.ServerRequest  # type: ignore[attr-defined]
-            requests = []
-            for row in rows:
-                request = new_request()
-                request.record_publish._info.stream_id = stream
-                history = request.record_publish.request.partial_history
-                for key, value in (*row.values.items(), ("_timestamp", row.time)):
-                    history.item.add(key=key, value_json=repr(value))
-                history.step.num, history.action.flush = row.step, True
-                requests.append(request)
-            publish = client.publish
+            request(rows[0])
         except (ImportError, AttributeError, TypeError, ValueError):
             return rows
-
-        async def publish_all() -> None:
-            for request in requests:
-                await publish(request)
-
         run_there(publish_all)
         return []
 

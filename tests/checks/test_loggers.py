@@ -21,7 +21,7 @@ def chosen(*overrides: str) -> dict[str, Any]:
 
 def test_one_or_several_loggers_each_with_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen() == {"choice": "none"}
-    assert chosen("logger=csv") == {"choice": "csv", "csv": {"_target_": "dtrain.loggers.csv.Csv"}}
+    assert chosen("logger=csv") == {"choice": "csv", "csv": {"_target_": "dtrain.loggers.csv.Csv", "every": 1}}
     found = chosen("logger=[csv, mlflow]", "logger.mlflow.uri=http://localhost:5000")
     assert list(found) == ["choice", "csv", "mlflow"] and found["choice"] == "csv,mlflow"
     assert found["mlflow"]["uri"] == "http://localhost:5000" and found["mlflow"]["experiment"] == "dtrain"
@@ -48,6 +48,7 @@ def test_one_or_several_loggers_each_with_its_settings(monkeypatch: pytest.Monke
             "logger.mlflow.uri=…: has a password or token in it",
         ),
         (["logger=trackio", "logger.trackio.server_url='http://host?write_token=x'"], "server_url=…: has a password"),
+        (["logger=csv", "logger.csv.every=0"], "logger.csv.every=0: must be at least 1"),
         (["logger=wandb", "logger.wandb.mode=on"], "logger.wandb.mode=on: must be one of online, offline, disabled"),
         (["logger=wandb"], "logger=wandb: no key for api.wandb.ai is known\n  fix: export WANDB_API_KEY=…"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,17 @@ def test_a_run_is_sent_later_and_once(
     assert stored.data.params["train.steps"] == "9" and stored.data.tags["choices.model"] == "gpt2-tiny"
 
 
+def test_a_database_whose_creation_was_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("mlflow")
+    run, path = make_run(tmp_path / "run"), tmp_path / "mlflow.db"
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE latest_metrics (x)")  # by a migration that did not end
+    database.close()
+    assert main(["log", str(run), "logger=mlflow", f"logger.mlflow.uri=sqlite:///{path}"]) == 2
+    err = capsys.readouterr().err
+    assert f"logger.mlflow.uri=sqlite:///{path}: this database is not complete" in err and "fix: mlflow db up" in err
+
+
 def test_the_runs_own_trackers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", csv={})
     train(run, 0, 3)
@@ -45,6 +57,41 @@ def test_the_runs_own_trackers(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with locked(run, "csv"):
         assert main(["log", str(run)]) == 2
     assert "another process is sending this run to csv" in capsys.readouterr().err
+
+
+OWN = """
+class Mine:
+    mirrors, takes_system, is_remote = False, False, False
+
+    def open(self, run):
+        return {}
+
+    def log(self, rows):
+        with open("steps.txt", "a") as file:
+            file.writelines(f"{row.step} " for row in rows)
+
+    def finish(self, run):
+        pass
+"""
+
+
+def test_a_tracker_of_the_user_needs_trust(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_tracker_of_test_log.py").write_text(OWN)
+    run = make_run(tmp_path / "run")
+    target = {"Mine": {"_target_": "own_tracker_of_test_log.Mine"}}
+    config = json.loads((run / "config.yaml").read_text()) | {"logger": target}
+    (run / "config.yaml").write_text(json.dumps(config))
+    train(run, 0, 3)
+    assert main(["log", "run"]) == 2, "the run folder alone must not choose code"
+    assert "logger.Mine._target_=own_tracker_of_test_log.Mine" in capsys.readouterr().err
+    assert main(["log", "run", "trust=[another]"]) == 2 and not (tmp_path / "steps.txt").exists()
+    assert main(["log", "run", "trust=[own_tracker_of_test_log]"]) == 0
+    assert main(["log", "run", "logger=own_tracker_of_test_log.Mine"]) == 0, "typing its name is trust"
+    assert (tmp_path / "steps.txt").read_text() == "1 2 3 1 2 3 "
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.loggers.tracker import RunFacts, numbers
-from dtrain.loggers.wandb import history
+from dtrain.loggers.wandb import blocks, history
 
 Points = dict[str, list[tuple[int, float]]]
 
@@ -51,6 +51,16 @@ def of_wandb(run: Path) -> Points:
             for name, text in values.items():
                 if not name.startswith("_"):
                     found.setdefault(name, []).append((step, json.loads(text)))
+    return found
+
+
+def wandb_summary(run: Path) -> dict[str, Any]:
+    from wandb.proto import wandb_internal_pb2
+
+    found, kind = dict[str, Any](), wandb_internal_pb2.Record  # type: ignore[attr-defined]
+    for path in sorted((run / "wandb").glob("offline-run-*/*.wandb")):
+        for item in (item for data in blocks(path) for item in kind.FromString(data).summary.update):
+            found[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
     return found
 
 

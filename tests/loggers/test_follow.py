@@ -133,6 +133,7 @@ def test_many_rows_reach_wandb_in_order(tmp_path: Path) -> None:
     end(run)
     Feed("wandb", {"_target_": TARGETS["wandb"], "mode": "offline"}, run).send()
     assert read_back.of_wandb(run) == read_back.truth(run)
+    assert read_back.wandb_summary(run)["loss"] == 1 / 450 and read_back.wandb_summary(run)["train_loss"] == 0.5
     Feed("wandb", {"_target_": TARGETS["wandb"], "mode": "offline"}, run).send()
     assert read_back.of_wandb(run) == read_back.truth(run), "again: nothing is new"
 
@@ -219,6 +220,25 @@ def test_rows_are_what_the_tracker_does_not_have(tmp_path: Path) -> None:
     assert list(source.rows()) == []
     train(run, 8, 12)  # repeated lines are known, and a new one is not
     assert [(row.step, row.time) for rows in source.rows() for row in rows] == [(12, 1.7e9 + 12)]
+
+
+@pytest.mark.parametrize("name", ["csv", "wandb"])
+def test_every_nth_step(name: str, tmp_path: Path) -> None:
+    """Evaluations and the last step always arrive, and a resumed run continues."""
+    if name != "csv":
+        pytest.importorskip(name)
+    run, section = make_run(tmp_path / "run"), {"_target_": TARGETS[name], "every": 4}
+    section |= {"mode": "offline"} if name == "wandb" else {}
+    train(run, 0, 10)
+    end(run)
+    read = read_back.of_csv if name == "csv" else read_back.of_wandb
+    Feed(name, section, run).send()
+    assert steps(read(run)) == {"loss": [4, 8, 10], "step_s": [4, 8, 10], "val_loss": [5, 10]}
+    train(run, 10, 17)
+    Feed(name, section, run).send()
+    last = [4, 8, 12, 16, 17] if name == "csv" else [4, 8, 10, 12, 16, 17]  # a file is written again
+    assert steps(read(run)) == {"loss": last, "step_s": last, "val_loss": [5, 10, 15]}
+    assert set(read(run)["loss"]) <= set(read_back.truth(run)["loss"])
 
 
 def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
