@@ -287,7 +287,8 @@ class Batch:
     def has_sums(self) -> bool:
         """Return whether only the kernel has written to the tensors since their sums were computed.
 
-        torch counts what it writes to a tensor (a loaded checkpoint, averaged models); it does not see the kernel.
+        torch counts what it writes to a plain tensor, and not what the kernel writes. Who writes to a shard of a
+        DTensor calls AdamW.forget_sums.
         """
         return self.versions == [t._version for t in self.tensors]
 

@@ -113,6 +113,15 @@ class AdamW(torch.optim.AdamW):
     def watched_parameters(self) -> list[Tensor]:
         return [p for parameters, _ in self._watched() for p in parameters]
 
+    def forget_sums(self) -> None:
+        """Compute the checksums anew at the next update: something else has written parameters or state.
+
+        torch counts what it writes to a plain tensor, and the kernel sees that; it does not for shards of a DTensor.
+        """
+        for plan in (self._plans or {}).values():
+            for batch, *_ in plan.launches:
+                batch.versions = []
+
     def _watched(self) -> list[tuple[list[Tensor], Any]]:
         """Return the launches that have checksums."""
         launches = [(plan.steps, *launch) for plan in (self._plans or {}).values() for launch in plan.launches]

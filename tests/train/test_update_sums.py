@@ -1,4 +1,4 @@
-"""Checksums of what AdamW's kernel writes rely on torch's version counters; the kernel itself is tested on a GPU."""
+"""Who writes weights and optimizer state, besides the kernel that keeps checksums of them; that is tested on a GPU."""
 
 from __future__ import annotations
 
@@ -52,10 +52,14 @@ def check_what_is_counted(run_dirs: list[Path]) -> None:
         assert versions(strategy) == after_update, "nothing but an update writes: every step is watched"
         found = store.newest_good(run_dir / "checkpoints")
         assert found is not None
+        calls: list[int] = []
+        strategy.optimizer.forget_sums = lambda done=calls: done.append(1)  # type: ignore[attr-defined]
         store.load(*found, state)
         strategy.load_state_dict(state, found[1]["extra"])
+        assert calls, "a loaded checkpoint is no flipped bit"
         loaded = versions(strategy)
-        assert all(loaded[name] > count for name, count in after_update.items()), "a loaded checkpoint accuses nobody"
+        if "ddp" in run_dir.name:  # torch does not count what is written to a shard of a DTensor
+            assert all(loaded[name] > count for name, count in after_update.items())
 
 
 def test_only_updates_and_loads_write_weights_and_optimizer_state(tmp_path: Path) -> None:
