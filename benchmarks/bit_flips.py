@@ -7,6 +7,11 @@ between two steps, a gradient before it is reduced over the ranks (in the backwa
 same steps run once without checks, to see whether the flip changes a weight, and once with them, with a save at a
 random later step. All flips of a strategy happen in one world of ranks, which goes back to the same state each time.
 
+    python benchmarks/bit_flips.py --updates [--flips 300] [--every 10] [--json FILE]
+
+The same on one GPU, where AdamW's kernel keeps checksums: flips in weights and optimizer state, in fp32 and bf16, in a
+world of one rank, in which nothing has a replica. Every flip counts as changed, even if no weight follows it.
+
 A gradient that is wrong before the reduction is equally wrong on all replicas. Only a replay of that very step
 (`guard.replay_every=1` here) or the spike detector (`train.spike`) can see it: these flips are counted separately.
 """
@@ -261,6 +266,96 @@ def flips(overrides: list[str], strategy: str, count: int, every: int, seed: int
     return 0
 
 
+def flips_on_gpu(overrides: list[str], count: int, every: int, seed: int, file: Path) -> int:
+    """Each flip: some steps with the guard until it stops; then the state before the flip is loaded again."""
+    import torch
+    from replicas import set_up
+
+    from dtrain.config.run_file import Settings
+    from dtrain.launch.compose import compose
+    from dtrain.train import process
+    from dtrain.train.guard import CorruptionError, Guard
+
+    device = process.join_process_group()
+    cfg = Settings(compose([*SMALL, *overrides]))
+    strategy, draw = set_up(cfg, device), random.Random(seed)
+    guard, held, names = Guard(strategy, every, 0), [], []
+
+    def step(number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randint(0, 61, (6, 17), generator=generator).to(device)
+        strategy.set_lr(0.1)
+        guard.before_step(number)
+        strategy.train_step(tokens[:, :-1], tokens[:, 1:])
+        guard.after_step(number)
+
+    for number in range(1, HISTORY + 1):  # any error here is a false alarm
+        step(number)
+    for name, p in strategy.module.named_parameters():
+        for kind, tensor in {"weight": p.detach(), **strategy.optimizer.state[p]}.items():
+            names.append((name, kind))
+            held.append(tensor)
+    start, rows = [tensor.clone() for tensor in held], []
+    for _ in range(count):
+        for tensor, before in zip(held, start, strict=True):
+            tensor.copy_(before)
+        guard = Guard(strategy, every, 0)
+        at, place = draw.randrange(1, 2 * every), draw.randrange(len(held))
+        size = held[place].element_size()
+        words = held[place].data.view(-1).view({4: torch.int32, 2: torch.int16}[size])  # which torch does not count
+        element, bit, message, number = draw.randrange(len(words)), draw.randrange(8 * size), "", 0
+        saves = draw.random() < 0.3  # a save right after the flip, instead of the next comparison
+        try:
+            for number in range(1, 4 * every):
+                if number == at:
+                    words[element] ^= -(1 << bit) if bit == 8 * size - 1 else 1 << bit
+                    if saves:
+                        guard.before_save(number)
+                step(number)
+        except CorruptionError as error:
+            message = str(error)
+        name, kind = names[place]
+        rows.append(
+            {
+                "name": name, "kind": kind, "dtype": str(held[place].dtype), "bit": bit, "at": at, "saves": saves,
+                "found": bool(message), "tensor_named": f" model.{name}, " in message, "steps_later": number - at,
+            }
+        )  # fmt: skip
+    file.write_text(json.dumps(rows))
+    return 0
+
+
+def updates(options: argparse.Namespace) -> None:
+    from dtrain.commands.verify.world import World
+
+    rows: list[dict[str, Any]] = []
+    common = ["strategy=ddp", "cluster.processes=1", "cuda_graphs=none"]
+    for precision in ("bf16", "bf16-pure"):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "rows.json"
+            arguments = ([*common, f"precision={precision}"], options.flips // 2, options.every, options.seed, file)
+            codes = World(1, flips_on_gpu, *arguments).join(3600)
+            if any(codes):
+                sys.exit(f"{precision}: the rank ended with {codes}")
+            rows += [{"precision": precision, **row} for row in json.loads(file.read_text())]
+    lines = []
+    for precision, kind in dict.fromkeys((row["precision"], row["kind"]) for row in rows):
+        some = [row for row in rows if (row["precision"], row["kind"]) == (precision, kind)]
+        late = max((row["steps_later"] for row in some if row["found"]), default=None)
+        found, named = (sum(row[key] for row in some) for key in ("found", "tensor_named"))
+        lines.append(
+            {"precision": precision, "kind": kind, "flips": len(some), "found": found, "tensor": named, "latest": late}
+        )
+    print("".join(f"{head:>12}" for head in lines[0]))
+    for line in lines:
+        print("".join(f"{value!s:>12}" for value in line.values()))
+    if options.json:
+        from throughput import environment
+
+        content = {"benchmark": "bit_flips --updates", **environment(), "every": options.every, "table": lines}
+        options.json.write_text(json.dumps(content | {"flips": rows}, indent=1) + "\n")
+
+
 def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str, bool], list[dict[str, Any]]] = {}
     for row in rows:
@@ -292,8 +387,11 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10, help="guard.replicas_every")
     parser.add_argument("--strategies", nargs="*", choices=list(WORLDS), default=list(WORLDS))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--updates", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.updates:
+        return updates(options)
     rows: list[dict[str, Any]] = []
     for strategy in options.strategies:
         size, overrides = WORLDS[strategy]

@@ -2,6 +2,7 @@
 
     python benchmarks/replicas.py [--ranks 2] [--rows NAME ...] [--strategy ddp] [--every 50] [--rounds 9]
                                   [--interleaved N] [--json FILE]
+    python benchmarks/replicas.py --updates [--precisions bf16 bf16-pure] [--rounds 9] [--json FILE]
 
 Steps and checks take turns, so that other load on the machine hits both; medians over the rounds. A check is all that
 `guard.replicas_every` adds: checksums of weights and optimizer state, the all-reduce, and the wait for its result. With
@@ -10,6 +11,8 @@ the wait for them. What only one rank holds, as under fsdp, is summed twice for 
 `rest_ms` is both. The share depends on the samples a step has: the rows say how many.
 
 --interleaved N: N times as many steps as an interval has, with the guard and without, in turns.
+--updates: instead, what the checksums cost that AdamW's kernel keeps on a GPU: blocks of steps with them and without,
+in turns, and the kernel alone. The steps run without a CUDA graph, which would keep the kernel it was captured with.
 """
 
 from __future__ import annotations
@@ -140,6 +143,95 @@ def measure(overrides: list[str], every: int, rounds: int, interleaved: int, fil
     return 0
 
 
+def measure_updates(overrides: list[str], rounds: int, file: Path) -> int:
+    """One rank with a GPU: steps, and updates alone, with checksums in the kernel and without, in turns."""
+    import torch
+    from measure import batch_of
+
+    from dtrain.config.run_file import Settings
+    from dtrain.launch.compose import compose
+    from dtrain.train import process
+
+    device = process.join_process_group()
+    cfg = Settings(compose([*overrides, "cuda_graphs=none"]))
+    strategy = set_up(cfg, device)
+    optimizer: Any = strategy.optimizer
+    batch = batch_of(cfg, cfg.train.global_batch_size, device)
+    one = torch.ones((), device=device)
+
+    def step() -> None:
+        strategy.set_lr(0.1)
+        strategy.train_step(*batch)
+
+    def update() -> None:
+        optimizer.step_if(one, one)
+
+    def compare() -> None:
+        optimizer.compare()
+
+    def timed(work: Any, times: int, watched: bool) -> float:
+        """Seconds of the GPU, which runs behind Python. The first call may compile, or compute the sums anew."""
+        optimizer.watched = watched
+        work()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(times):
+            work()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / times
+
+    for _ in range(10):
+        step()
+    times: dict[str, list[float]] = {}
+    for i in range(rounds):
+        for watched in (False, True) if i % 2 else (True, False):
+            times.setdefault("watched" if watched else "plain", []).append(timed(step, 10, watched))
+    generator = torch.Generator(device).manual_seed(0)
+    for p in strategy.module.parameters():
+        p.grad = torch.randn(p.shape, generator=generator, device=device, dtype=p.dtype) * 1e-3
+    for i in range(4 * rounds):
+        for watched in (False, True) if i % 2 else (True, False):
+            times.setdefault("watched update" if watched else "plain update", []).append(timed(update, 20, watched))
+        times.setdefault("compare", []).append(timed(compare, 5, True))
+    found = {name: 1e3 * statistics.median(some) for name, some in times.items()}
+    shares = [b / a - 1 for a, b in zip(times["plain"], times["watched"], strict=True)]
+    row = {
+        "model": cfg.choices.model, "precision": cfg.choices.precision, "ranks": 1,
+        "global_batch_size": cfg.train.global_batch_size, "seq_len": cfg.model.seq_len,
+        "step_ms": found["plain"], "watched_step_ms": found["watched"], "update_us": 1e3 * found["plain update"],
+        "watched_update_us": 1e3 * found["watched update"], "compare_us": 1e3 * found["compare"],
+        "share_in_turn": statistics.median(shares),
+        "share": (found["watched update"] - found["plain update"]) / found["plain"], "rounds_s": times,
+    }  # fmt: skip
+    file.write_text(json.dumps(row))
+    return 0
+
+
+def updates(precisions: list[str], rounds: int, json_file: Path | None) -> None:
+    from dtrain.commands.verify.world import World
+
+    rows = []
+    print(f"{'':<12}{'ms a step':>12}{'watched':>10}{'share':>9}{'us an update':>14}{'watched':>10}"
+          f"{'share of a step':>17}{'us a comparison':>17}")
+    for precision in precisions:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "row.json"
+            overrides = ["strategy=ddp", f"precision={precision}", "cluster.nodes=1", "cluster.processes=1"]
+            codes = World(1, measure_updates, [*overrides, *ROWS["gpt2-124m"]], rounds, file).join(3600)
+            if any(codes):
+                sys.exit(f"{precision}: the rank ended with {codes}")
+            rows.append(row := json.loads(file.read_text()))
+        print(f"{precision:<12}{row['step_ms']:>12.2f}{row['watched_step_ms']:>10.2f}{row['share_in_turn']:>9.2%}"
+              f"{row['update_us']:>14.0f}{row['watched_update_us']:>10.0f}{row['share']:>17.3%}"
+              f"{row['compare_us']:>17.0f}", flush=True)
+    if json_file:
+        from throughput import environment
+
+        content = {"benchmark": "replicas --updates", **environment(), "rows": rows}
+        json_file.write_text(json.dumps(content, indent=1) + "\n")
+
+
 def main() -> None:
     from dtrain.commands.verify.world import World
     from dtrain.config.hardware import count_gpus
@@ -152,8 +244,14 @@ def main() -> None:
     parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--every", type=int, default=50, help="guard.replicas_every")
     parser.add_argument("--interleaved", type=int, default=0)
+    parser.add_argument("--updates", action="store_true")
+    parser.add_argument("--precisions", nargs="*", default=["bf16", "bf16-pure"], help="of --updates")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.updates:
+        if not gpus:
+            sys.exit("--updates needs a GPU: on a CPU the optimizer is torch's own")
+        return updates(options.precisions, options.rounds, options.json)
     common = [f"strategy={options.strategy}", f"precision={'bf16' if gpus else 'fp32'}", "cluster.nodes=1"]
     rows = []
     print(f"{'':<20}{'ranks':>6}{'MiB':>8}{'ms a step':>12}{'ms a check':>12}{'at rest':>9}{'share':>9}{'in turn':>9}"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import re
 import shutil
+import socket
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,8 +17,9 @@ import torch
 from dtrain.commands.verify.world import World
 from dtrain.config.build import build
 from dtrain.config.run_file import load
+from tests.strategies.test_replicas import is_last_rank, saved
 from tests.train.test_spikes import BAD, run_with, weights, written
-from tests.world import STRATEGIES, losses, make_run, sizes_of, start, summary, train, wait_for
+from tests.world import STRATEGIES, losses, make_run, sizes_of, start, start_server, summary, train, wait_for
 
 pytestmark = pytest.mark.gpu
 # Ranks share the GPU, over gloo. With one rank fsdp, zero and fairscale would train as plain ddp.
@@ -154,10 +159,93 @@ def test_a_replay_finds_a_flipped_bit_of_a_gradient(tmp_path: Path) -> None:
 @pytest.mark.parametrize("action", ["skip", "rollback"])
 def test_a_spike_is_found_on_the_gpu(action: str, tmp_path: Path) -> None:
     """The GPU decides by itself; the run learns of it one step later."""
-    one = ("cluster.processes=1", "deterministic=true", "cuda_graphs=none")  # a graph would not call the patched method
+    # a graph would not call the patched method
+    one = ("cluster.processes=1", "deterministic=true", "cuda_graphs=none", "guard.replicas_every=1")
     run, codes = run_with(tmp_path / "run", f"train.spike={action}", *one, size=1)
     assert codes == [0] and summary(run)["skipped_steps"] == 1 and summary(run)["device"] != "cpu"
     assert [(spike["step"], spike["action"]) for spike in written(run)] == [(25, action)]
     if action == "rollback":
         expected, codes = run_with(tmp_path / "expected", *one, positions=(), passed=(BAD,), size=1)
         assert codes == [0] and losses(run) == losses(expected) and weights(run) == weights(expected)
+
+
+# ---- checksums that AdamW's kernel keeps ---------------------------------------------------------------------
+
+FLIPPED = "layers.1.mlp.up.weight"
+# strategy and settings; whether the step is a CUDA graph
+WATCHED: list[tuple[str, list[str], bool]] = [
+    ("ddp", ["cluster.processes=1"], False),
+    ("ddp", ["cluster.processes=1", "compile=true"], True),
+    ("ddp", ["cluster.processes=1", "precision=bf16-pure"], False),
+    ("ddp", ["cluster.processes=2"], False),
+    ("fsdp", ["cluster.processes=2"], False),
+    ("tensor", ["cluster.processes=2", "strategy.tp=2"], False),
+]
+
+
+def watched_rank(run_dir: Path, kind: str, captured: bool) -> int:
+    """Train. Before step 16, a bit flips on the last rank: in a weight, or a kind of its optimizer state."""
+    from dtrain.strategies import cuda_graph
+    from dtrain.train import guard, loop, process
+    from dtrain.util.dtensor import local
+
+    process.redirect_output(run_dir, int(os.environ["RANK"]))
+    patched = cast(Any, guard)
+    before_step = patched.Guard.before_step
+
+    def flipping(self: Any, step: int) -> None:
+        before_step(self, step)
+        if kind and step == 16 and is_last_rank():
+            p = dict(self.strategy.module.named_parameters())[FLIPPED]
+            with torch.no_grad():
+                held = local({"weight": p, **self.strategy.optimizer.state[p]}[kind])
+            words = held.data.view(-1).view({4: torch.int32, 2: torch.int16}[held.element_size()])
+            words[0] ^= 1 << 5  # small enough that the loss stays finite; torch does not count what .data writes
+
+    patched.Guard.before_step = flipping
+    if captured:
+        cast(Any, cuda_graph).STEPS_WATCHED = 0  # also where the step is not launch-bound
+    return loop.main(run_dir)
+
+
+@pytest.mark.parametrize(
+    "layout, kind",
+    [(0, "weight"), (0, "exp_avg"), (0, "exp_avg_sq"), (0, "step"), (1, "weight"), (1, "exp_avg"), (2, "weight"),
+     (2, "exp_avg_sq"), (3, "weight"), (4, "weight"), (4, "exp_avg"), (5, "weight")],
+)  # fmt: skip
+def test_a_bit_that_flips_between_two_updates_is_found_before_a_save(layout: int, kind: str, tmp_path: Path) -> None:
+    strategy, options, captured = WATCHED[layout]
+    start_server()
+    common = [f"strategy={strategy}", "train.steps=30", "guard.replicas_every=10", "model.num_layers=2"]
+    saves = ["checkpoint.every=7", "checkpoint.keep=99"]
+    run = make_run(tmp_path, *common, *saves, *options)
+    size = load(run).cluster.processes
+    assert World(size, watched_rank, run, kind, captured).join() == [3] * size
+    notes = [json.loads((run / "logs" / f"failure-{rank}.json").read_text()) for rank in range(size)]
+    assert {note["type"] for note in notes} == {"CorruptionError"}
+    (message,) = {note["message"] for note in notes}
+    who = rf"rank {size - 1} \({re.escape(socket.gethostname())}\)"
+    assert re.match(rf"step 2[01]: {who} held model.{FLIPPED}, which changed in memory", message), message
+    assert saved(run)[-1] == "step-00000014"
+    if captured:
+        assert "replaying it as a CUDA graph" in (run / "logs" / "rank-0.log").read_text()
+
+
+@pytest.mark.parametrize("strategy, options, captured", WATCHED)
+def test_watching_updates_changes_no_bit_and_accuses_nobody(
+    strategy: str, options: list[str], captured: bool, tmp_path: Path
+) -> None:
+    """50 steps with clipping, with a resume after 25 of them."""
+    start_server()
+    common = [f"strategy={strategy}", "train.steps=50", "deterministic=true", "checkpoint.every=10", *options]
+    runs = []
+    for every in (0, 1):
+        for last in (25, "null"):
+            settings = [f"guard.replicas_every={every}", f"train.stop_after={last}", "train.max_grad_norm=0.5"]
+            run = make_run(tmp_path / f"{every}", *common, *settings)
+            size = load(run).cluster.processes
+            assert World(size, watched_rank, run, "", captured).join() == [0] * size
+        assert summary(run)["start_step"] == 25 and summary(run)["one_launch"] == captured
+        runs.append(run)
+    assert losses(runs[0]) == losses(runs[1]) and len(losses(runs[0])) == 50
+    assert weights(runs[0]) == weights(runs[1])

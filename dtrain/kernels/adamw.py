@@ -9,6 +9,11 @@ avoid a host sync, but it writes the gradients back.
 The kernel finds its tensors by their addresses, in tables with one row per kind. The table of parameters and state is
 sent once; that of gradients, whose addresses change, before every step. A program processes BLOCK elements of one
 tensor.
+
+A watched batch has a checksum of each block of parameters and state. The kernel has all their bits in registers, so it
+adds to the checksum what it changes: the sum of the bits that it stores, less that of the bits that it loaded. A bit
+that changes in memory between two updates is in no such difference. From then on, the checksum is not that of the
+memory, and `Batch.differences` shows it at any later time.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
+from dtrain.kernels.checksum import hashed
 from dtrain.kernels.stochastic_rounding import quad
 
 BLOCK, WARPS = 2048, 8  # elements and warps per program
@@ -33,14 +39,42 @@ SCALARS = tl.constexpr(16)  # per tensor: ten are used
 
 
 @triton.jit
-def prepare(table, fresh, finite, factor, scalars, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def bits(x):  # type: ignore[no-untyped-def]
+    """Return the bits of fp32 or bf16 as integers."""
+    if x.dtype == tl.bfloat16:
+        return x.to(tl.uint16, bitcast=True).to(tl.uint32)
+    else:
+        return x.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def word(p, m, v):  # type: ignore[no-untyped-def]
+    """Return 32 bits of which one changes if any bit of an element or its moments does: all three, rotated."""
+    m, v = bits(m), bits(v)
+    return bits(p) ^ ((m << 11) | (m >> 21)) ^ ((v << 22) | (v >> 10))
+
+
+@triton.jit
+def multipliers(first, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the factor of each word in a checksum. They are odd, so no bit is lost, and different in a block."""
+    return (hashed(first + tl.arange(0, BLOCK)) | 1).to(tl.int64)
+
+
+@triton.jit
+def prepare(  # type: ignore[no-untyped-def]
+    table, fresh, finite, factor, scalars, steps, count, WATCHED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """For each tensor: count the step if it is finite, and compute in fp64 what all its elements share."""
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = tensor < count
     go = tl.load(finite)
     address = tl.load(table + STEP_ROW * count + tensor, mask=here, other=0).to(tl.pointer_type(tl.float32))
-    step = tl.load(address, mask=here, other=0.0) + go
+    before = tl.load(address, mask=here, other=0.0)
+    step = before + go
     tl.store(address, step, mask=here)
+    if WATCHED:
+        known = tl.load(steps + tensor, mask=here, other=0)
+        tl.store(steps + tensor, known + bits(step).to(tl.int64) - bits(before).to(tl.int64), mask=here)
     own = fresh + 2 * count + 1 + SETTINGS * tl.load(table + GROUP_ROW * count + tensor, mask=here, other=0)
     lr = tl.load(own, mask=here, other=0).to(tl.float64, bitcast=True)
     decay = tl.load(own + 1, mask=here, other=0).to(tl.float64, bitcast=True)
@@ -80,10 +114,10 @@ def places(table, tensor, offsets, KIND: tl.constexpr, WHOLE: tl.constexpr):  # 
 
 @triton.jit
 def take(  # type: ignore[no-untyped-def]
-    table, fresh, scalars, count, tensor, begin, P: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
-    NOISE: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+    table, fresh, scalars, sum_at, count, tensor, begin, first, P: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
+    NOISE: tl.constexpr, WATCHED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Process one block of one tensor. WHOLE: the block is full and begins at a multiple of 16 bytes."""
+    """Process a block of a tensor, or from its element `first` on. WHOLE: it is full and begins at 16 bytes."""
     scalars += tensor * SCALARS
     offsets = begin + tl.arange(0, BLOCK)
     if WHOLE:
@@ -94,15 +128,12 @@ def take(  # type: ignore[no-untyped-def]
     g_at = places(fresh, tensor, offsets, G, WHOLE)
     m_at = places(table + M_ROW * count, tensor, offsets, M, WHOLE)
     v_at = places(table + V_ROW * count, tensor, offsets, M, WHOLE)
-    p = tl.load(p_at, mask=mask).to(tl.float32)
-    g = tl.load(g_at, mask=mask).to(tl.float32)
-    m = tl.load(m_at, mask=mask).to(tl.float32)
-    v = tl.load(v_at, mask=mask).to(tl.float32)
-    g *= tl.load(scalars + 8)
-    m = tl.load(scalars + 4) * m + tl.load(scalars + 5) * g
-    v = tl.load(scalars + 6) * v + tl.load(scalars + 7) * (g * g)
+    p_old, m_old, v_old = tl.load(p_at, mask=mask), tl.load(m_at, mask=mask), tl.load(v_at, mask=mask)
+    g = tl.load(g_at, mask=mask).to(tl.float32) * tl.load(scalars + 8)
+    m = tl.load(scalars + 4) * m_old.to(tl.float32) + tl.load(scalars + 5) * g
+    v = tl.load(scalars + 6) * v_old.to(tl.float32) + tl.load(scalars + 7) * (g * g)
     root = tl.sqrt_rn(v) * tl.load(scalars + 2) + tl.load(scalars + 3)
-    p = p * tl.load(scalars) - tl.load(scalars + 1) * tl.div_rn(m, root)
+    p = p_old.to(tl.float32) * tl.load(scalars) - tl.load(scalars + 1) * tl.div_rn(m, root)
     if NOISE:
         step = tl.load(tl.load(table + STEP_ROW * count + tensor).to(tl.pointer_type(tl.float32))).to(tl.uint32)
         quads = tl.load(table + QUAD_ROW * count + tensor) + begin // 4 + tl.arange(0, BLOCK // 4)
@@ -112,19 +143,23 @@ def take(  # type: ignore[no-untyped-def]
         noise = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))  # in element order: a b c d a b …
         # Moments are rounded stochastically, too: a beta near 1 changes them by less than their last bit. The high bits
         # of each 16 matter most, and no two of the three share them.
-        tl.store(p_at, noisy(p, noise & 0xFFFF), mask=mask)
-        tl.store(m_at, noisy(m, noise >> 8 & 0xFFFF), mask=mask)
-        tl.store(v_at, noisy(v, noise >> 16), mask=mask)
+        p_new, m_new, v_new = noisy(p, noise & 0xFFFF), noisy(m, noise >> 8 & 0xFFFF), noisy(v, noise >> 16)
     else:
-        tl.store(p_at, p.to(P), mask=mask)
-        tl.store(m_at, m.to(M), mask=mask)
-        tl.store(v_at, v.to(M), mask=mask)
+        p_new, m_new, v_new = p.to(P), m.to(M), v.to(M)
+    tl.store(p_at, p_new, mask=mask)
+    tl.store(m_at, m_new, mask=mask)
+    tl.store(v_at, v_new, mask=mask)
+    if WATCHED:
+        more = word(p_new, m_new, v_new).to(tl.int64) - word(p_old, m_old, v_old).to(tl.int64)
+        if not WHOLE:
+            more = tl.where(mask, more, 0)
+        tl.atomic_add(sum_at, tl.sum(more * multipliers(first, BLOCK)), sem="relaxed")
 
 
 @triton.jit
 def adamw(  # type: ignore[no-untyped-def]
-    table, fresh, scalars, owners, begins, count, P: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
-    NOISE: tl.constexpr, BLOCK: tl.constexpr,
+    table, fresh, scalars, sums, owners, begins, count, P: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
+    NOISE: tl.constexpr, WATCHED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program processes one block of the tensor that owns it, or nothing if the step is skipped."""
     block = tl.program_id(0)
@@ -132,11 +167,34 @@ def adamw(  # type: ignore[no-untyped-def]
     begin = (block - tl.load(begins + tensor)).to(tl.int64) * BLOCK
     if tl.load(scalars + tensor * SCALARS + 9) != 0.0:
         if begin + BLOCK <= tl.load(fresh + count + tensor):
-            take(table, fresh, scalars, count, tensor, begin, P, G, M, NOISE, True, BLOCK)
+            take(table, fresh, scalars, sums + block, count, tensor, begin, 0, P, G, M, NOISE, WATCHED, True, BLOCK)
         else:  # in quarters: this is rare, and a full block would take registers from the other branch
             for quarter in range(4):
-                at = begin + quarter * (BLOCK // 4)
-                take(table, fresh, scalars, count, tensor, at, P, G, M, NOISE, False, BLOCK // 4)
+                first = quarter * (BLOCK // 4)
+                take(
+                    table, fresh, scalars, sums + block, count, tensor, begin + first, first, P, G, M, NOISE, WATCHED,
+                    False, BLOCK // 4,
+                )  # fmt: skip
+
+
+@triton.jit
+def sum_up(  # type: ignore[no-untyped-def]
+    table, owners, begins, known, steps, out, steps_out, count, P: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Write the checksum of one block, less the known one; and the bits of the tensor's step, less the known ones."""
+    block = tl.program_id(0)
+    tensor = tl.load(owners + block).to(tl.int64)
+    begin = (block - tl.load(begins + tensor)).to(tl.int64) * BLOCK
+    offsets = begin + tl.arange(0, BLOCK)
+    mask = offsets < tl.load(table + SIZE_ROW * count + tensor)
+    p = tl.load(places(table + P_ROW * count, tensor, offsets, P, False), mask=mask, other=0.0)
+    m = tl.load(places(table + M_ROW * count, tensor, offsets, M, False), mask=mask, other=0.0)
+    v = tl.load(places(table + V_ROW * count, tensor, offsets, M, False), mask=mask, other=0.0)
+    total = tl.sum(word(p, m, v).to(tl.int64) * multipliers(0, BLOCK))
+    tl.store(out + block, total - tl.load(known + block))
+    if begin == 0:
+        step = tl.load(tl.load(table + STEP_ROW * count + tensor).to(tl.pointer_type(tl.float32)))
+        tl.store(steps_out + tensor, bits(step).to(tl.int64) - tl.load(steps + tensor))
 
 
 class Batch:
@@ -166,6 +224,10 @@ class Batch:
         self.begins = (blocks.cumsum(0) - blocks).to(self.device, torch.int32)
         self.scalars = torch.empty(len(blocks), SCALARS.value, dtype=torch.float32, device=self.device)
         self.fresh = torch.empty(0, dtype=torch.int64, device=self.device)  # the buffer that `send` fills
+        self.watched, self.tensors = False, [t for row in tensors for t in row]
+        # checksums of all blocks, and the bits of all steps
+        self.sums = torch.zeros(len(self.owners) + len(blocks), dtype=torch.int64, device=self.device)
+        self.versions: list[int] = []  # of the tensors when these sums were computed
 
     def holds(self, tensors: Sequence[Sequence[Tensor]]) -> bool:
         """Return whether these tensors have the addresses in the table."""
@@ -194,14 +256,17 @@ class Batch:
             self.send(self.places, settings, seed)
         count, fresh = len(self.sizes), self.fresh
         first: Any = prepare[(-(-count // 128),)]
-        first(self.table, fresh, finite, factor, self.scalars, count, BLOCK=128, num_warps=4)
+        first(
+            self.table, fresh, finite, factor, self.scalars, self.sums[len(self.owners) :], count,
+            WATCHED=self.watched, BLOCK=128, num_warps=4,
+        )  # fmt: skip
         if len(self.owners):
             kinds = {"P": KINDS[self.kinds[0]], "G": KINDS[gradients[0].dtype], "M": KINDS[self.kinds[1]]}
             then: Any = adamw[(len(self.owners),)]
             then(
-                self.table, fresh, self.scalars, self.owners, self.begins, count, **kinds,
-                NOISE=seed is not None and self.kinds == (torch.bfloat16, torch.bfloat16), BLOCK=self.block,
-                num_warps=warps,
+                self.table, fresh, self.scalars, self.sums, self.owners, self.begins, count, **kinds,
+                NOISE=seed is not None and self.kinds == (torch.bfloat16, torch.bfloat16), WATCHED=self.watched,
+                BLOCK=self.block, num_warps=warps,
             )  # fmt: skip
 
     def send(self, places: Sequence[int], settings: Sequence[tuple[float, ...]], seed: int | None) -> None:
@@ -213,3 +278,35 @@ class Batch:
         if len(self.fresh) != len(numbers):
             self.fresh = torch.empty_like(pinned, device=self.device)
         self.fresh.copy_(pinned, non_blocking=True)
+        if not self.watched:
+            self.versions = []  # this step does not keep the sums
+        elif not self.has_sums():
+            self.versions = [t._version for t in self.tensors]
+            self.sums += self.differences()
+
+    def has_sums(self) -> bool:
+        """Return whether only the kernel has written to the tensors since their sums were computed.
+
+        torch counts what it writes to a plain tensor, and not what the kernel writes. Who writes to a shard of a
+        DTensor calls AdamW.forget_sums.
+        """
+        return self.versions == [t._version for t in self.tensors]
+
+    def differences(self) -> Tensor:
+        """Return how much the checksum of each block, and each step, differs from the known one, without a host sync.
+
+        A difference means that a bit changed in memory, if `has_sums`.
+        """
+        found = torch.zeros_like(self.sums)
+        if count := len(self.owners):
+            run: Any = sum_up[(count,)]
+            run(
+                self.table, self.owners, self.begins, self.sums, self.sums[count:], found, found[count:],
+                len(self.sizes), P=KINDS[self.kinds[0]], M=KINDS[self.kinds[1]], BLOCK=self.block, num_warps=WARPS,
+            )  # fmt: skip
+        return found
+
+    def changed(self, differences: Tensor) -> list[int]:
+        """Return the numbers of the tensors of these differences; it waits for the GPU."""
+        places = torch.cat([self.owners, torch.arange(len(self.sizes), device=self.device)])
+        return sorted(set(places[differences != 0].tolist()))

@@ -20,6 +20,14 @@ BLOCK = 4096  # words per program
 
 
 @triton.jit
+def hashed(places):  # type: ignore[no-untyped-def]
+    """Return a hash of each place in a block. All are different: it is a permutation of 32 bits."""
+    mixed = (places + 1).to(tl.uint32) * 0x9E3779B1
+    mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA77
+    return mixed ^ (mixed >> 13)
+
+
+@triton.jit
 def add_up(table, owners, sums, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """A program adds one block of a tensor. The table has three rows: addresses, words, and first blocks."""
     block = tl.program_id(0)
@@ -29,10 +37,7 @@ def add_up(table, owners, sums, count, BLOCK: tl.constexpr):  # type: ignore[no-
     here = tl.arange(0, BLOCK)
     places = number * BLOCK + here
     values = tl.load(words + places, mask=places < tl.load(table + count + tensor), other=0).to(tl.int64)
-    # all places of a block have different multipliers: these hashes are permutations of 32 bits
-    mixed = (here + 1).to(tl.uint32) * 0x9E3779B1
-    mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA77
-    total = tl.sum(values * ((mixed ^ (mixed >> 13)).to(tl.int64) * 2 + 1))
+    total = tl.sum(values * (hashed(here).to(tl.int64) * 2 + 1))
     of_block = (number + 1) * -0x61C8864680B583EB
     tl.atomic_add(sums + tensor, total * ((of_block ^ (of_block >> 30)) | 1))
 

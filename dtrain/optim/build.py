@@ -27,6 +27,7 @@ class AdamW(torch.optim.AdamW):
     """
 
     seed = 0
+    watched = False  # whether its kernel keeps checksums of parameters and state (train/update_sums.py)
     _plans: dict[tuple[int, ...], Plan] | None = None
 
     @torch.no_grad()
@@ -87,6 +88,7 @@ class AdamW(torch.optim.AdamW):
         finite, factor = (one if t is None else t.to(one) for t in (finite, factor))
         for batch, chosen in plan.batches():
             gradients = [plan.steps[i].matching(plan.gradients[i]) for i in chosen]
+            batch.watched = self.watched
             batch.step(gradients, self._settings(), finite, factor, self.seed)
         plan.gradients = []  # kept until the next step, gradients would be in memory twice
 
@@ -103,6 +105,31 @@ class AdamW(torch.optim.AdamW):
                 assert batch.fresh is fresh, "the captured graph reads another table"
 
         return send
+
+    def compare(self) -> list[Comparison]:
+        """Start to compare parameters and state with the checksums of what the kernel wrote, without a host sync."""
+        return [Comparison(parameters, batch, batch.differences()) for parameters, batch in self._watched()]
+
+    def watched_parameters(self) -> list[Tensor]:
+        return [p for parameters, _ in self._watched() for p in parameters]
+
+    def forget_sums(self) -> None:
+        """Compute the checksums anew at the next update: something else has written parameters or state.
+
+        torch counts what it writes to a plain tensor, and the kernel sees that; it does not for shards of a DTensor.
+        """
+        for plan in (self._plans or {}).values():
+            for batch, *_ in plan.launches:
+                batch.versions = []
+
+    def _watched(self) -> list[tuple[list[Tensor], Any]]:
+        """Return the launches that have checksums."""
+        launches = [(plan.steps, *launch) for plan in (self._plans or {}).values() for launch in plan.launches]
+        return [
+            ([steps[i].parameter for i in chosen], batch)
+            for steps, batch, _, chosen in launches
+            if batch.watched and batch.has_sums()
+        ]
 
     def is_on_device(self) -> bool:
         """Return whether its last steps were kernel launches without a host sync."""
@@ -203,6 +230,19 @@ class Plan:
                 batch = Batch(tensors, groups, numbers, [s.offset for s in steps])
             self.launches.append((batch, kind, chosen))
             yield batch, chosen
+
+
+@dataclass
+class Comparison:
+    """What a launch steps, and how much its checksums differ, still on the GPU."""
+
+    parameters: list[Tensor]
+    batch: Any
+    differences: Tensor
+
+    def changed(self) -> list[Tensor]:
+        """Return the parameters of which a bit changed in memory, or one of their moments or update count."""
+        return [self.parameters[i] for i in self.batch.changed(self.differences)]
 
 
 @functools.cache

@@ -374,6 +374,8 @@ class Strategy:
         lora_base.check(extra.get("base"), self.base)
         if self.recorded is not None:  # the captured step holds the old addresses of state that was recreated
             self.recorded.forget()
+        if isinstance(self.optimizer, AdamW):
+            self.optimizer.forget_sums()
         for name, p in self.module.named_parameters():
             slots, counts = self.optimizer.state.get(p, {}), extra["optimizer"].get(name, {})
             counted = {k for k, v in slots.items() if not (isinstance(v, Tensor) and v.shape == p.shape)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dtrain.optim.build import AdamW
 from dtrain.util.collective import distinct
 
 
@@ -38,3 +39,5 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         for value in optimizer.state[p].values():
             if isinstance(value, Tensor):
                 value.zero_()
+    if isinstance(optimizer, AdamW):
+        optimizer.forget_sums()

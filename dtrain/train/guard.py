@@ -2,7 +2,9 @@
 
 Three checks, each of which stops all ranks with the rank, its host and the tensor:
 - replicas: tensors that several ranks hold are equal (strategies/replicas.py);
-- memory at rest: what only one rank holds does not change between two updates;
+- memory at rest: what a rank holds does not change between two updates. On a GPU, AdamW's kernel keeps checksums of
+  what it writes, and so watches every step (train/update_sums.py). Otherwise, what only one rank holds is watched in
+  one step per interval;
 - replay: forward and backward passes that run twice give the same bits.
 """
 
@@ -18,11 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtrain.strategies.base import Strategy
 from dtrain.strategies.checksums import checksums
 from dtrain.strategies.replicas import Replicas, listed
+from dtrain.train.update_sums import UpdateSums, can_watch, is_ours
 from dtrain.util.collective import all_problems
 from dtrain.util.dtensor import is_dtensor, local
 
@@ -40,6 +43,7 @@ class Guard:
     def __init__(self, strategy: Strategy, replicas_every: int, replay_every: int) -> None:
         self.strategy, self.replicas_every, self.replay_every = strategy, replicas_every, replay_every
         self.replicas = Replicas(strategy)
+        self.updates = UpdateSums(strategy) if replicas_every and can_watch(strategy) else None
         self.at_rest: Sums | None = None  # checksums after an update, to be compared before the next one
         self.holds_alone: bool | None = None  # whether any rank holds a tensor alone, once that is known
         self.step, self.is_replayed = 0, False
@@ -63,7 +67,13 @@ class Guard:
 
         `is_saved`: the replicas were compared before the save.
         """
+        if self.updates and self.updates.is_started:  # after an earlier step: the GPU has computed it by now
+            self.read_updates(step)
         if every(self.replicas_every, step) and not is_saved:
+            if self.updates:
+                self.updates.start()
+                if dist.get_world_size() > 1:  # at once: it names the rank that differs from its replicas
+                    self.read_updates(step)
             self.replicas.check(step)
         # a step that may be a CUDA graph is not checked: it would run without the graph, and so take longer. A user's
         # model may change weights in its forward pass (a moving average, Embedding(max_norm=…)).
@@ -71,8 +81,27 @@ class Guard:
         is_next = every(self.replicas_every, step + 1) and can_be
         self.at_rest = self.sums_at_rest() if is_next and self.holds_alone is not False else None
 
+    def before_save(self, step: int) -> None:
+        """A flipped bit is never saved. The replicas are compared when the tensors to save are known."""
+        if self.updates:
+            self.updates.start()
+            self.read_updates(step)
+
+    def read_updates(self, step: int) -> None:
+        assert self.updates is not None
+        agree(
+            self.updates.read(),
+            [],
+            f"step {step}: {{who}} held {{what}}, which changed in memory between two updates, or its optimizer state "
+            "did. The run stops, and this state is not saved. Fix: resume this run from its last checkpoint, which was "
+            "compared and is good, and test the memory and GPUs of {hosts}.",
+        )
+
     def sums_at_rest(self) -> Sums | None:
-        sums = sums_of(self.replicas.held_alone() | masters(self.strategy), self.strategy.device)
+        held = self.replicas.held_alone() | masters(self.strategy)
+        if self.updates and (watched := self.updates.covers()):  # then only frozen weights remain
+            held = {name: tensor for name, tensor in held.items() if name.startswith("model.") and name not in watched}
+        sums = sums_of(held, self.strategy.device)
         if self.holds_alone is None:
             self.holds_alone = bool(all_problems("yes" if sums else ""))
         return sums if self.holds_alone else None
@@ -85,12 +114,6 @@ class Guard:
             f"step {self.step}: {{who}} held {{what}}, which changed in memory between two updates. The run stops "
             "before this update. Fix: resume it from its last checkpoint, and test the memory and GPUs of {hosts}.",
         )
-
-
-def is_ours(module: nn.Module) -> bool:
-    """Is it a model of dtrain, and not a subclass of a user's? FSDP makes a class of its own of each."""
-    kinds = (kind.__module__ for kind in type(module).__mro__)
-    return next(name for name in kinds if not name.startswith(("torch.", "deepspeed."))).startswith("dtrain.")
 
 
 def every(interval: int, step: int) -> bool:

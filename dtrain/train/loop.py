@@ -143,6 +143,7 @@ def save(
     """Compare the replicas and save; the files are written while training continues."""
     asked = time.perf_counter()
     position.enter("compare", run.step)
+    guard.before_save(run.step)
     meta = run.checkpoint_meta() | {"extra": run.strategy.extra_state()}
     state = run.strategy.state_dict()
     guard.replicas.check(run.step, state)  # a tensor that differs between ranks is never saved

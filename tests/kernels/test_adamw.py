@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from typing import Any
 
@@ -155,6 +156,87 @@ def test_the_launch_shape_does_not_change_what_is_rounded() -> None:
         settings = [(1e-2, 0.1, 0.9, 0.999, 1e-8)] * 2
         batch.step(plan.gradients, settings, one, one, 3, warps)
         results.append(parameters)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+KINDS = {
+    "fp32": ([torch.float32], None),
+    "bf16, stochastic rounding": ([torch.bfloat16], None),
+    "bf16 and fp32": ([torch.float32, torch.bfloat16], None),
+    "fp32 with bf16 moments": ([torch.float32], torch.bfloat16),
+}
+
+
+def watched(kinds: list[torch.dtype], moments: torch.dtype | None) -> tuple[AdamW, list[nn.Parameter]]:
+    """After its first update, which creates the state."""
+    optimizer, parameters = pair(kinds, "cuda")
+    optimizer.watched = True
+    give(parameters, 0, False)
+    optimizer.step()
+    if moments:
+        for state in optimizer.state.values():
+            state |= {key: state[key].to(moments) for key in ("exp_avg", "exp_avg_sq")}
+        give(parameters, 0, False)
+        optimizer.step()
+    return optimizer, parameters
+
+
+def flip(tensor: Tensor, draw: random.Random) -> None:
+    """A random bit of it, unseen by torch's version counter, as a fault of the memory would be."""
+    words = tensor.detach().data.view(-1).view({4: torch.int32, 2: torch.int16}[tensor.element_size()])
+    bits = 8 * tensor.element_size()
+    bit = draw.randrange(bits)
+    words[draw.randrange(len(words))] ^= -(1 << bit) if bit == bits - 1 else 1 << bit
+
+
+def changed(optimizer: AdamW) -> list[int]:
+    return [id(p) for comparison in optimizer.compare() for p in comparison.changed()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bit_that_changes_in_memory_is_found_at_any_later_time(kind: str) -> None:
+    optimizer, parameters = watched(*KINDS[kind])
+    draw = random.Random(kind)
+    held = [p for p in parameters if p.numel()]
+    one = torch.ones((), device="cuda")
+    assert len(optimizer.watched_parameters()) == len(parameters) and not changed(optimizer)
+    for trial in range(100):
+        p = draw.choice(held)
+        flip([p, *optimizer.state[p].values()][trial % 4], draw)
+        assert changed(optimizer) == [id(p)], "before the next update, as at a save"
+        for step in range(draw.randrange(3)):  # the flipped bit spreads, and its trace stays
+            give(parameters, step, draw.random() < 0.5)
+            optimizer.step_if(one if draw.random() < 0.7 else one - 1, one)
+        assert changed(optimizer) == [id(p)]
+        with torch.no_grad():
+            p.mul_(1.0)  # written by torch: what is known of it is out of date
+        give(parameters, 0, False)
+        optimizer.step_if(one, one)
+        # the flipped bit may have been an exponent's, so that NaN is written from now on: a value like any other
+        assert len(optimizer.watched_parameters()) == len(parameters) and not changed(optimizer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_watching_changes_no_bit_and_accuses_nobody(kind: str) -> None:
+    results = []
+    for is_watched in (False, True):
+        optimizer, parameters = watched(*KINDS[kind])
+        optimizer.watched, optimizer.seed = is_watched, 2**40 + 12345
+        for step in range(50):
+            give(parameters, step, apart=step % 3 == 1)
+            factor = torch.tensor(
+                float("nan") if step == 7 else 0.25, device="cuda"
+            )  # 7 is skipped; others are clipped
+            optimizer.step_if(torch.tensor(step != 7, device="cuda"), factor)
+            assert not changed(optimizer)
+            if step == 20:  # as a loaded checkpoint writes
+                for p in parameters:
+                    for tensor in (p.detach(), *optimizer.state[p].values()):
+                        tensor.copy_(tensor * 0.5)
+                assert not changed(optimizer) and not optimizer.watched_parameters()
+        results.append([t.clone() for p in parameters for t in (p.detach(), *optimizer.state[p].values())])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
