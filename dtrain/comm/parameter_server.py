@@ -18,6 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -245,7 +246,7 @@ class Worker:
         wait_for_peers(self._ask({r: torch.empty(1, dtype=torch.float64) for r in self.others}, LEAVE))
         self.server.thread.join()
 
-    def _ask(self, answers: dict[int, Tensor], kind: int, *values: float) -> list[dist.Work]:
+    def _ask(self, answers: dict[int, Tensor], kind: int, *values: float) -> list[Any]:
         """Begin to send a request to each of these servers, and to receive its answer.
 
         A send of gloo ends when the peer receives. So all of them begin at once: two ranks that each wait for the

@@ -1,11 +1,11 @@
 """Parameter server: each rank owns some weights and their optimizer state, and all ranks send it their gradients.
 
 sync has the maths of ddp. Under async and bounded, each micro-batch is an update of its own, with 1/m of the learning
-rate if a step has m of them: so a step moves the weights about as far as under sync. Every rank reads the whole batch of
-a step and takes micro-batches of it from a shared counter, until none is left; then it goes on to the next step, and does
-not wait for the others. So each sample is used once, and a slow rank just takes fewer. The gradient of an update was
-computed with weights that other updates have changed since; how many is its staleness. Which rank computes what depends
-on timing, so two runs differ.
+rate if a step has m of them: so a step moves the weights about as far as under sync. Every rank reads the whole batch
+of a step and takes micro-batches of it from a shared counter, until none is left. Then it continues with the next step
+and does not wait for the others. So each sample is used once, and a slow rank takes fewer. The gradient of an update
+was computed with weights that other updates have changed since: their number is its staleness. Which rank computes what
+depends on timing, so two runs differ.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ class ParameterServer(Strategy):
             self.worker = Worker(self.shards, Server(mine, self.optimizer, self.staleness))
             self.data_rank, self.data_ranks = 0, 1  # every rank reads the whole batch
 
-    def shard(
-        self, make_optimizer: MakeOptimizer, named: Iterable[tuple[str, nn.Parameter]]
-    ) -> torch.optim.Optimizer:
+    def shard(self, make_optimizer: MakeOptimizer, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """Divide the weights among the ranks, and return the optimizer of those that this rank owns."""
         named = list(named)
         trained = {name: p for name, p in named if p.requires_grad}
