@@ -1,0 +1,160 @@
+"""What does a slow worker cost under each mode of strategy=ps, and what does ps cost against ddp?
+
+    python benchmarks/parameter_server.py [--rounds 3] [--json benchmarks/results/parameter-server-cpu.json]
+
+First: 4 ranks, each pass of which sleeps for PASS_S beside a very small model, so that the ranks of one machine do not
+compete for its cores; the same without a slow worker and with one that takes 5 times as long. Samples/s from the end of
+the second step until everything that was computed is in the weights. Second: real computation on this machine, without
+a slow worker: the step time beside ddp's, and the bytes that a rank sends, as the kernel counts them on the loopback
+interface. All configurations take turns; ratios are of one round, and their median over the rounds is kept.
+
+It runs in a network namespace of its own, if `unshare` and `ip` can make one: then nobody else's bytes are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dtrain.commands.verify import compare
+from dtrain.models.gpt2 import GPT2
+
+PASS_S, STEPS, RANKS, SLOW = 0.5, 12, 4, 5
+MODES = {
+    "sync": ["strategy.mode=sync"],
+    "bounded, staleness 16": ["strategy.mode=bounded", "strategy.staleness=16"],
+    "async": ["strategy.mode=async"],
+}
+SLEEPS = [*compare.SMALL, "model._target_=benchmarks.parameter_server.Sleeping", "trust=[benchmarks]"]
+SLEEPS += ["model.num_layers=1", "train.micro_batch_size=1", "train.eval_batches=1", f"train.steps={STEPS}"]
+REAL = ["model.num_layers=8", "model.dim=256", "model.num_heads=4", "model.vocab_size=256", "model.seq_len=64"]
+REAL += ["data=synthetic", "train.eval_batches=0", "checkpoint.every=0", "train.global_batch_size=8"]
+REAL += ["schedule.warmup_steps=0", "train.micro_batch_size=2"]
+INSIDE = "DTRAIN_OWN_NETWORK"
+
+
+class Sleeping(GPT2):
+    """A training pass takes a fixed time without a core, as on an accelerator of its own."""
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        if self.training:
+            time.sleep(PASS_S)
+        return super().forward(inputs, targets)
+
+
+def sent() -> int:
+    """Bytes that the loopback interface has sent so far."""
+    line = next(x for x in Path("/proc/net/dev").read_text().splitlines() if x.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[8])
+
+
+def run(strategy: str, *overrides: str) -> tuple[list[dict[str, Any]], dict[str, Any], int]:
+    """Train in a new folder: the lines of metrics.jsonl, the summary, and the bytes sent by all ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        cfg = compare.compose([*overrides, f"strategy={strategy}"])
+        case = compare.make_case(strategy, RANKS, "fp32", cfg, Path(folder) / "run")
+        if case.refused:
+            raise ValueError(case.refused)
+        before = sent()
+        problem = compare.run(case, timeout=600)
+        if problem:
+            raise RuntimeError(problem)
+        lines = [json.loads(line) for line in (case.run_dir / "metrics.jsonl").read_text().splitlines()]
+        return lines, json.loads((case.run_dir / "summary.json").read_text()), sent() - before
+
+
+def samples_per_s(lines: list[dict[str, Any]]) -> float:
+    """From the end of the second step to the evaluation, before which everything has been applied."""
+    began = next(line["time"] for line in lines if line["step"] == 2)
+    ended = next(line["time"] for line in lines if "val_loss" in line)
+    return float((STEPS - 2) * 8 / (ended - began))
+
+
+def with_a_slow_worker(rounds: int) -> list[dict[str, Any]]:
+    found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
+    for _ in range(rounds):
+        for mode, overrides in MODES.items():
+            plain, _, _ = run("ps", *SLEEPS, *overrides)
+            slow, summary, _ = run("ps", *SLEEPS, *overrides, "strategy.slow_rank=3", f"strategy.slow_factor={SLOW}")
+            rates = [samples_per_s(plain), samples_per_s(slow)]
+            found[mode].append({"rates": rates, "kept": rates[1] / rates[0], "ps": summary.get("ps")})
+            print(mode, found[mode][-1], flush=True)
+    return [
+        {
+            "mode": mode,
+            "samples_per_s": round(statistics.median(r["rates"][0] for r in each), 2),
+            "samples_per_s_slow": round(statistics.median(r["rates"][1] for r in each), 2),
+            "kept": round(statistics.median(r["kept"] for r in each), 3),
+            "kept_each_round": [round(r["kept"], 3) for r in each],
+            "largest_staleness": max(r["ps"]["largest_staleness"] for r in each) if each[0]["ps"] else 0,
+            "pieces_of_the_ranks": each[-1]["ps"]["pieces"] if each[0]["ps"] else None,
+        }
+        for mode, each in found.items()
+    ]
+
+
+def against_ddp(rounds: int) -> list[dict[str, Any]]:
+    kinds = {"ddp": ("ddp", []), **{f"ps, {mode}": ("ps", MODES[mode]) for mode in ("sync", "async")}}
+    step_s: dict[str, list[float]] = {kind: [] for kind in kinds}
+    bytes_sent: dict[str, float] = {}
+    for i in range(rounds):
+        for kind, (strategy, overrides) in kinds.items():
+            lines, summary, long = run(strategy, *REAL, "train.steps=12", *overrides)
+            steps = [line for line in lines if "loss" in line][2:]
+            step_s[kind].append((steps[-1]["time"] - steps[0]["time"]) / (len(steps) - 1))
+            if i == 0:  # a run of 2 steps sends the same at its start and end
+                _, _, short = run(strategy, *REAL, "train.steps=2", *overrides)
+                bytes_sent[kind] = (long - short) / 10 / RANKS / (4 * summary["parameters"])
+            print(kind, step_s[kind][-1], bytes_sent[kind], flush=True)
+    return [
+        {
+            "row": kind,
+            "step_s": round(statistics.median(step_s[kind]), 4),
+            "times_ddp": round(statistics.median(a / b for a, b in zip(step_s[kind], step_s["ddp"], strict=True)), 2),
+            "sent_in_weights": round(bytes_sent[kind], 3),
+        }
+        for kind in kinds
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    tools = shutil.which("unshare") and shutil.which("ip")
+    if tools and INSIDE not in os.environ:
+        os.environ[INSIDE] = "1"
+        script = 'ip link set lo up && exec "$@"'
+        os.execvp("unshare", ["unshare", "-rn", "sh", "-c", script, "sh", sys.executable, *sys.argv])
+    from benchmarks.throughput import environment
+
+    slow, cost = with_a_slow_worker(options.rounds), against_ddp(options.rounds)
+    for row in (*slow, *cost):
+        print(row)
+    if options.json:
+        text = (
+            f"{RANKS} ranks, {options.rounds} rounds; first table: a pass sleeps {PASS_S} s, the slow one {SLOW} × that"
+        )
+        content = {
+            "benchmark": "parameter_server",
+            **environment(),
+            "what": text,
+            "slow_worker": slow,
+            "against_ddp": cost,
+        }
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
