@@ -6,7 +6,8 @@ First: 4 ranks, each pass of which sleeps for PASS_S beside a very small model, 
 compete for its cores; the same without a slow worker and with one that takes 5 times as long. Samples/s from the end of
 the second step until everything that was computed is in the weights. Second: real computation on this machine, without
 a slow worker: the step time beside ddp's, and the bytes that a rank sends, as the kernel counts them on the loopback
-interface. All configurations take turns; ratios are of one round, and their median over the rounds is kept.
+interface. The runs of the first part are at the same time, since they sleep, and so meet the same noise; those of the
+second take turns. Ratios are of one round, and their median over the rounds is kept.
 
 It runs in a network namespace of its own, if `unshare` and `ip` can make one: then nobody else's bytes are counted.
 """
@@ -14,6 +15,7 @@ It runs in a network namespace of its own, if `unshare` and `ip` can make one: t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -21,15 +23,20 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from dtrain.commands.verify import compare
+from dtrain.commands.verify.compare import Case
+from dtrain.commands.verify.world import World, failure, train_rank
+from dtrain.config.build import TRUST
+from dtrain.config.run_file import save
 from dtrain.models.gpt2 import GPT2
 
-PASS_S, STEPS, RANKS, SLOW = 0.5, 12, 4, 5
+PASS_S, STEPS, RANKS, SLOW = 1.0, 12, 4, 5
 MODES = {
     "sync": ["strategy.mode=sync"],
     "bounded, staleness 16": ["strategy.mode=bounded", "strategy.staleness=16"],
@@ -58,19 +65,34 @@ def sent() -> int:
     return int(line.split(":")[1].split()[8])
 
 
+@contextlib.contextmanager
+def started(folder: Path, strategy: str, *overrides: str) -> Iterator[tuple[Case, World]]:
+    cfg = compare.compose([*overrides, f"strategy={strategy}"])
+    case = compare.make_case(strategy, RANKS, "fp32", cfg, folder)
+    if case.refused:
+        raise ValueError(case.refused)
+    (folder / "logs").mkdir(parents=True)
+    save(folder, case.config)
+    with World(RANKS, train_rank, folder, env={TRUST: ",".join(case.config["trust"])}) as world:
+        yield case, world
+
+
+def ended(case: Case, world: World) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Wait for a run: the lines of metrics.jsonl, and the summary."""
+    problem = failure(case.run_dir, world.join(1200))
+    if problem:
+        raise RuntimeError(problem)
+    lines = [json.loads(line) for line in (case.run_dir / "metrics.jsonl").read_text().splitlines()]
+    return lines, json.loads((case.run_dir / "summary.json").read_text())
+
+
 def run(strategy: str, *overrides: str) -> tuple[list[dict[str, Any]], dict[str, Any], int]:
-    """Train in a new folder: the lines of metrics.jsonl, the summary, and the bytes sent by all ranks."""
+    """Train alone: lines, summary, and the bytes sent by all ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        cfg = compare.compose([*overrides, f"strategy={strategy}"])
-        case = compare.make_case(strategy, RANKS, "fp32", cfg, Path(folder) / "run")
-        if case.refused:
-            raise ValueError(case.refused)
         before = sent()
-        problem = compare.run(case, timeout=600)
-        if problem:
-            raise RuntimeError(problem)
-        lines = [json.loads(line) for line in (case.run_dir / "metrics.jsonl").read_text().splitlines()]
-        return lines, json.loads((case.run_dir / "summary.json").read_text()), sent() - before
+        with started(Path(folder) / "run", strategy, *overrides) as (case, world):
+            lines, summary = ended(case, world)
+        return lines, summary, sent() - before
 
 
 def samples_per_s(lines: list[dict[str, Any]]) -> float:
@@ -82,13 +104,21 @@ def samples_per_s(lines: list[dict[str, Any]]) -> float:
 
 def with_a_slow_worker(rounds: int) -> list[dict[str, Any]]:
     found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
+    slow = ["strategy.slow_rank=3", f"strategy.slow_factor={SLOW}"]
     for _ in range(rounds):
-        for mode, overrides in MODES.items():
-            plain, _, _ = run("ps", *SLEEPS, *overrides)
-            slow, summary, _ = run("ps", *SLEEPS, *overrides, "strategy.slow_rank=3", f"strategy.slow_factor={SLOW}")
-            rates = [samples_per_s(plain), samples_per_s(slow)]
-            found[mode].append({"rates": rates, "kept": rates[1] / rates[0], "ps": summary.get("ps")})
-            print(mode, found[mode][-1], flush=True)
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            pairs = {
+                mode: [
+                    stack.enter_context(started(Path(folder) / f"{mode}-{i}", "ps", *SLEEPS, *overrides, *more))
+                    for i, more in enumerate(([], slow))
+                ]
+                for mode, overrides in MODES.items()
+            }
+            for mode, pair in pairs.items():
+                (plain, _), (slowed, summary) = (ended(*one) for one in pair)
+                rates = [samples_per_s(plain), samples_per_s(slowed)]
+                found[mode].append({"rates": rates, "kept": rates[1] / rates[0], "ps": summary.get("ps")})
+                print(mode, found[mode][-1], flush=True)
     return [
         {
             "mode": mode,
