@@ -1,11 +1,12 @@
 """What does a slow worker cost under each mode of strategy=ps, and what does ps cost against ddp?
 
-    python benchmarks/parameter_server.py [--rounds 3] [--json benchmarks/results/parameter-server-cpu.json]
+    python benchmarks/parameter_server.py [--rounds 3] [--parts slow_worker against_ddp] [--json FILE]
 
 First: 4 ranks, each pass of which sleeps for PASS_S beside a very small model, so that the ranks of one machine do not
 compete for its cores; the same without a slow worker and with one that takes 5 times as long. Four workers of which one
-does a fifth have 0.8 of the speed at best. `kept`: of the samples/s between the second and the last step;
-`kept_with_drain`: until everything that was computed is in the weights, as before a save, and this run is short.
+does a fifth have 0.8 of the speed, and a little more if messages take time, which are not slowed. `kept`: of the
+samples/s between the second and the last step; `kept_with_drain`: until everything that was computed is in the weights,
+as before a save, and this run is short.
 
 Second: real computation on this machine, without a slow worker: the step time beside ddp's, and the bytes that a rank
 sends, as the kernel counts them on the loopback interface.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -127,6 +129,10 @@ def with_a_slow_worker(rounds: int) -> list[dict[str, Any]]:
                 kept = {"kept": rates[1] / rates[0], "kept_drained": drained[1] / drained[0]}
                 found[mode].append({"rates": rates, **kept, "ps": summary.get("ps")})
                 print(mode, found[mode][-1], flush=True)
+    return slow_rows(found)
+
+
+def slow_rows(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return [
         {
             "mode": mode,
@@ -169,7 +175,8 @@ def against_ddp(rounds: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--parts", nargs="*", default=["slow_worker", "against_ddp"])
+    parser.add_argument("--json", type=Path, help="a part that was not measured stays as it is in this file")
     options = parser.parse_args()
     tools = shutil.which("unshare") and shutil.which("ip")
     if tools and INSIDE not in os.environ:
@@ -178,20 +185,14 @@ def main() -> None:
         os.execvp("unshare", ["unshare", "-rn", "sh", "-c", script, "sh", sys.executable, *sys.argv])
     from benchmarks.throughput import environment
 
-    slow, cost = with_a_slow_worker(options.rounds), against_ddp(options.rounds)
-    for row in (*slow, *cost):
+    known = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    parts = {"slow_worker": with_a_slow_worker, "against_ddp": against_ddp}
+    found = {part: parts[part](options.rounds) for part in options.parts}
+    for row in itertools.chain(*found.values()):
         print(row)
     if options.json:
-        text = (
-            f"{RANKS} ranks, {options.rounds} rounds; first table: a pass sleeps {PASS_S} s, the slow one {SLOW} × that"
-        )
-        content = {
-            "benchmark": "parameter_server",
-            **environment(),
-            "what": text,
-            "slow_worker": slow,
-            "against_ddp": cost,
-        }
+        what = f"{RANKS} ranks; slow_worker: a pass sleeps {PASS_S} s, that of the slow one {SLOW} times as long"
+        content = {**known, "benchmark": "parameter_server", **environment(), "what": what, **found}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
