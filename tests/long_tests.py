@@ -11,7 +11,7 @@ from __future__ import annotations
 LONG: dict[str, tuple[str, ...]] = {
     # each kind of strategy at its smallest size; 3d covers tensor, zero2 covers zero1
     "parity/test_parity.py::test_follows_one_process": (
-        "3d-4", "ddp-2", "fairscale-2", "fsdp-2", "local_sgd-2", "pipeline-2", "zero2-2", "zero3-2",
+        "3d-4", "ddp-2", "fairscale-2", "fsdp-2", "local_sgd-2", "pipeline-2", "ps-2", "zero2-2", "zero3-2",
     ),
     "parity/test_parity.py::test_half_precision": (
         "ddp-fp16", "fsdp-bf16", "zero1-bf16", "zero1-fp16",

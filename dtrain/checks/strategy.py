@@ -41,6 +41,8 @@ def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> N
     if strategy.get("mode") == "fsdp" and package == "fairscale":
         rule = "FairScale's own FSDP needs NCCL, so a GPU for every rank; torch's FSDP is its successor"
         raise bad("strategy.mode", "fsdp", rule, "strategy=fsdp, or strategy.mode=sharded_ddp")
+    if strategy["_target_"] == "dtrain.strategies.ps.ParameterServer":
+        check_parameter_server(config, sizes)
     if "replica_size" in strategy:
         check_replicas(strategy, config["cluster"]["processes"], sizes)
     if config["compile"] == "whole" and strategy["_target_"] in BETWEEN_LAYERS and sizes.world_size > 1:
@@ -191,6 +193,40 @@ def check_pipeline(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: 
         rule = "splits the backward pass in two, but the saved operations can be used only once"
         fix = "activation_checkpointing=full, or strategy.schedule=interleaved_1f1b"
         raise bad("strategy.schedule", schedule, rule, fix)
+
+
+def check_parameter_server(config: dict[str, Any], sizes: MeshSizes) -> None:
+    strategy, cluster = config["strategy"], config["cluster"]
+    mode, staleness, slow = strategy["mode"], strategy["staleness"], strategy["slow_rank"]
+    if staleness is not None and mode != "bounded":
+        rule = "is only for strategy.mode=bounded"
+        raise bad("strategy.staleness", staleness, rule, "strategy.mode=bounded, or strategy.staleness=null")
+    if staleness is None and mode == "bounded":
+        rule = "needs strategy.staleness, the updates by which a gradient may be too old"
+        raise bad("strategy.mode", mode, rule, f"strategy.staleness={4 * sizes.dp}, or strategy.mode=async")
+    if slow is not None and slow >= sizes.world_size:
+        rule = f"there are only the ranks 0 to {sizes.world_size - 1}"
+        raise bad("strategy.slow_rank", slow, rule, f"strategy.slow_rank={sizes.world_size - 1}, or null")
+    if mode == "sync":
+        return
+    fix = "strategy.mode=sync"
+    if gpus_per_node(cluster):
+        rule = "its servers are threads that send host memory over gloo, which was only tried with ranks on CPUs"
+        raise bad("strategy.mode", mode, rule, fix)
+    if config["deterministic"]:
+        rule = f"which rank computes what depends on timing under strategy.mode={mode}, so two runs differ"
+        raise bad("deterministic", "true", rule, f"{fix}, or deterministic=false")
+    if config["precision"].get("dtype") == "float16":
+        rule = f"under strategy.mode={mode} each rank would have a loss scale of its own"
+        raise bad("precision", config["choices"]["precision"], rule, f"precision=bf16, or {fix}")
+    if "batch_norm" in config["model"]:
+        rule = f"its batch norm all-reduces in every pass, and under strategy.mode={mode} ranks run different passes"
+        raise bad("model", config["choices"]["model"], rule, fix)
+    for section, key in (("guard", "replay_every"), ("train", "spike")):
+        if config[section][key]:
+            rule = f"compares all ranks in a step, and under strategy.mode={mode} they are at different steps"
+            neutral = f"{section}.{key}={'0' if key == 'replay_every' else 'null'}"
+            raise bad(f"{section}.{key}", config[section][key], rule, f"{fix}, or {neutral}")
 
 
 def check_replicas(strategy: dict[str, Any], node_size: int, sizes: MeshSizes) -> None:

@@ -29,6 +29,7 @@ AT_LEAST = {
     "precision.init_scale": 1, "precision.growth_interval": 1, "strategy.bucket_mb": 1, "strategy.replica_size": 1,
     "strategy.forward_prefetch": 0, "strategy.backward_prefetch": 0, "strategy.stages_per_rank": 2,
     "profile.start": 3, "profile.num_steps": 1, "strategy.every": 1, "strategy.gather_mb": 1, "strategy.whole_below": 0,
+    "strategy.staleness": 0, "strategy.slow_rank": 0, "strategy.slow_factor": 1,
 }  # fmt: skip
 MORE_THAN = {
     "model.rope_theta": 0, "model.norm_eps": 0, "lora.alpha": 0, "optim.lr": 0, "optim.eps": 0,

@@ -10,6 +10,7 @@ from dtrain.config import mesh
 from dtrain.config.hardware import gpus_per_node, ranks_per_node
 from dtrain.strategies.stage_layout import MOST_PASSES, stages_of_rank
 
+SERVED = ("sync", "async", "bounded")  # modes of strategy=ps, which its `data` says
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -21,13 +22,14 @@ class Layout:
     first rows of benchmarks/planner were measured; `layout_of` returns the current meaning of a configuration.
     """
 
-    strategy: str  # ddp fsdp zero1 zero2 zero3 fairscale local_sgd tensor pipeline 3d
+    strategy: str  # ddp fsdp zero1 zero2 zero3 fairscale local_sgd ps tensor pipeline 3d
     tp: int = 1
     pp: int = 1
     dp: int = 1
     micro_batch_size: int = 1
     micro_batches: int = 1  # per data rank and step: gradient accumulation, or pipeline micro-batches
-    data: str = "ddp"  # how data ranks shard: ddp | fsdp | grad_op | zero1 | zero2 | zero3 | oss | sharded_ddp
+    # how data ranks shard: ddp | fsdp | grad_op | zero1 | zero2 | zero3 | oss | sharded_ddp | one of SERVED
+    data: str = "ddp"
     replica_size: int | None = None  # fsdp hybrid: ranks per copy of the model; None: all dp ranks
     schedule: str = "1f1b"  # gpipe | 1f1b | interleaved_1f1b | zbv
     stages_per_rank: int = 1

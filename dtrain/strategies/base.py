@@ -49,6 +49,7 @@ class Strategy:
     is_profiled = False  # True while a profiler needs to tell the parts of a step apart
     limits: Tensor | None = None  # loss and gradient norm above which a step is a spike, and makes no update
     passes: Callable[[Tensor, Tensor], Tensor] | None = None  # replaces forward_backward in a step that is checked
+    steps_ahead = 0  # by how many steps a rank may be ahead of the slowest, if the ranks do not meet in every step
 
     def __init__(self, pp: int = 1, dp: int = -1, tp: int = 1) -> None:
         self.axes = {"pp": pp, "dp": dp, "tp": tp}
@@ -95,6 +96,7 @@ class Strategy:
         axes = {"pp": self.sizes.pp, "dp": self.sizes.dp, "tp": self.sizes.tp}
         self.mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         self.data_rank = self.random_rank = self.mesh.get_local_rank("dp")  # picks samples, random draws
+        self.data_ranks = self.sizes.dp  # over how many the batch is divided
         self.data_group = self.mesh.get_group("dp")
         set_stream(model, precision.stream)
         lora.hold(model, precision.dtype)
@@ -145,6 +147,10 @@ class Strategy:
         self.optimizer.zero_grad(set_to_none=True)
         for buffer, before in zip(self.module.buffers(), buffers, strict=True):
             buffer.copy_(before)
+
+    def updated(self, p: nn.Parameter) -> nn.Parameter:
+        """Return the tensor that the optimizer updates for a weight of the module: the weight, or a copy of it."""
+        return p
 
     def in_step(self) -> bool:
         """Return whether replicas hold the same bits after this step. User strategies are only compared at saves."""
@@ -334,7 +340,7 @@ class Strategy:
         """
         init_optimizer_state(self.optimizer)
         self.share_buffers()
-        held = {id(p) for p in self.module.parameters()}
+        held = {id(self.updated(p)) for p in self.module.parameters()}
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         assert trained <= held, "the module has different tensors than the optimizer"
         state: dict[str, Held] = {
@@ -342,7 +348,7 @@ class Strategy:
         }
         state |= {f"model.{name}": b for name, b in self.module.named_buffers()}
         for name, p in self.module.named_parameters():
-            for key, value in self.optimizer.state.get(p, {}).items():
+            for key, value in self.optimizer.state.get(self.updated(p), {}).items():
                 if isinstance(value, Tensor) and value.shape == p.shape:
                     state[f"optim.{name}.{key}"] = value
         return state
@@ -356,7 +362,7 @@ class Strategy:
         for name, p in self.module.named_parameters():
             if name in self.first.base:
                 continue
-            slots = self.optimizer.state.get(p, {}).items()
+            slots = self.optimizer.state.get(self.updated(p), {}).items()
             counts[name] = {k: float(v) for k, v in slots if not (isinstance(v, Tensor) and v.shape == p.shape)}
         return self.extra(counts)
 
@@ -377,7 +383,7 @@ class Strategy:
         if isinstance(self.optimizer, AdamW):
             self.optimizer.forget_sums()
         for name, p in self.module.named_parameters():
-            slots, counts = self.optimizer.state.get(p, {}), extra["optimizer"].get(name, {})
+            slots, counts = self.optimizer.state.get(self.updated(p), {}), extra["optimizer"].get(name, {})
             counted = {k for k, v in slots.items() if not (isinstance(v, Tensor) and v.shape == p.shape)}
             if not counted <= counts.keys() and name not in self.first.base:
                 raise CheckpointError(f"the checkpoint has no update count of {name}. Fix: use an older checkpoint")
@@ -387,6 +393,10 @@ class Strategy:
                 else:
                     slots[key] = value
         self.precision.load_state_dict(extra["precision"])
+
+    def totals(self) -> dict[str, Any]:
+        """At the end of a run: what the summary says about this strategy. All ranks must call it."""
+        return {}
 
     def close(self) -> None:
         """At the end of a run: release what would outlive the process, such as files on disk."""

@@ -99,7 +99,7 @@ def held_tensors(strategy: Strategy, state: Mapping[str, Held] | None) -> dict[s
     counters: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, p in strategy.module.named_parameters():
         tensors[f"model.{name}"] = p.detach()
-        for key, value in strategy.optimizer.state.get(p, {}).items():
+        for key, value in strategy.optimizer.state.get(strategy.updated(p), {}).items():
             if isinstance(value, Tensor) and value.shape == p.shape:
                 tensors[f"optim.{name}.{key}"] = value
             else:

@@ -155,7 +155,7 @@ def finish(run: Run, saver: background.Saver, preempted: bool) -> None:
     """Wait for the last save, and write the summary."""
     saved = saver.wait() or run.loaded_from
     run.strategy.close()
-    run.summary["status"] = "preempted" if preempted else "done"
+    run.summary |= {"status": "preempted" if preempted else "done"} | run.strategy.totals()
     run.summary["peak_mem_gib"] = max(store.gather(metrics.memory_gib(run.device)))
     if run.recorder:
         if run.step_times:
@@ -185,6 +185,7 @@ def main(run_dir: Path) -> int:
         with saver, position:
             stop = process.StopRequest(run_dir)
             run = set_up(run_dir, cfg, device, saver)
+            stop.steps_late = run.strategy.steps_ahead
             with rescue.on_lost_peer(run):
                 preempted = train(run, saver, stop, position)
             position.enter("end", run.step)

@@ -15,6 +15,7 @@ import struct
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,8 @@ class StopRequest:
         self.voted = -math.inf  # time of the last vote; -inf makes steps before the first vote count as long
         self.steps = 0  # since the last vote
         self.interval = 1  # steps from the last vote to the next
+        self.steps_late = 0  # steps from a vote's start to its end, where the ranks are not at the same step
+        self.started: deque[Vote | None] = deque()
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
 
@@ -140,10 +143,14 @@ class StopRequest:
         note_leave(self.run_dir, int(os.environ["RANK"]))
 
     def start_vote(self, carried: Callable[[], list[float]] = list) -> Vote | None:
-        """Before a step: start a vote if one is due. Its all-reduce overlaps with the step.
+        """Before a step: start a vote if one is due. Its all-reduce overlaps with the step. Return the vote to read.
 
         `carried`: more values whose maximum over the ranks is needed now and then; as many on each rank.
         """
+        self.started.append(self._start(carried))
+        return self.started.popleft() if len(self.started) > self.steps_late else None
+
+    def _start(self, carried: Callable[[], list[float]]) -> Vote | None:
         self.steps += 1
         if self.steps < self.interval:
             return None

@@ -120,7 +120,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
         masked=getattr(train_set, "masked", False),
     )
     reading = {"pin_memory": device.type == "cuda", "workers": cfg.train.loader_workers}
-    place = (seed, strategy.data_rank, mesh.dp)
+    place = (seed, strategy.data_rank, strategy.data_ranks)
     train_data = Loader(train_set, batch_size, *place, **reading)
     validation = None
     if val_set is not None:

@@ -6,6 +6,7 @@ The measurements travel with the vote on stopping (process.py), which is made an
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +32,7 @@ class StragglerWatch:
         self.rank = dist.get_rank()
         self.times = RankTimes(run.device.type == "cuda") if self.world_size > 1 else None
         self.first_step, self.skip = run.step, SKIPPED_STEPS
-        self.sent = (0, 0)  # first and last step of the window that travels
+        self.sent: deque[tuple[int, int]] = deque(maxlen=16)  # first and last step of the windows that travel
         ranks_per_stage = self.world_size // run.mesh.pp  # the pipeline axis is outermost
         stages = [rank // ranks_per_stage for rank in range(self.world_size)]
         self.judge = Judge(stages, run.device.type == "cuda") if run.recorder and self.times else None
@@ -62,7 +63,8 @@ class StragglerWatch:
         All ranks must decide alike, so only the number of steps decides."""
         if not self.times or self.times.steps < WINDOW_STEPS:
             return []
-        self.sent, self.first_step = (self.first_step, self.run.step), self.run.step
+        self.sent.append((self.first_step, self.run.step))
+        self.first_step = self.run.step
         values = [0.0] * (self.world_size * len(FIELDS))
         values[self.rank * len(FIELDS) : (self.rank + 1) * len(FIELDS)] = self.times.take()
         return values
@@ -72,7 +74,7 @@ class StragglerWatch:
         if self.judge is None or vote is None or len(vote[0]) <= 2:
             return
         times = vote[0][2:].double().numpy().reshape(self.world_size, len(FIELDS))
-        for verdict in self.judge.add(*self.sent, times):
+        for verdict in self.judge.add(*self.sent.popleft(), times):
             self._announce(verdict)
         if time.perf_counter() - self.recorded_at >= RECORD_S:
             self._record()

@@ -42,6 +42,18 @@ REFUSED = [
     (["strategy=fsdp", "strategy.offload=disk"], "one of none, cpu"),
     (["strategy=fairscale", "strategy.mode=fsdp"], "needs NCCL"),
     (["strategy=local_sgd", "strategy.every=0"], "must be at least 1"),
+    (["strategy=ps", "strategy.mode=some"], "one of sync, async, bounded"),
+    (["strategy=ps", "strategy.staleness=4"], "only for strategy.mode=bounded"),
+    (["strategy=ps", "strategy.mode=bounded"], "needs strategy.staleness"),
+    (["strategy=ps", "strategy.mode=bounded", "strategy.staleness=-1"], "must be at least 0"),
+    (["strategy=ps", "strategy.slow_rank=2"], "only the ranks 0 to 1"),
+    (["strategy=ps", "strategy.slow_rank=1", "strategy.slow_factor=0.5"], "must be at least 1"),
+    (["strategy=ps", "strategy.mode=async", "deterministic=true"], "two runs differ"),
+    (["strategy=ps", "strategy.mode=async", "precision=fp16"], "a loss scale of its own"),
+    (["strategy=ps", "strategy.mode=async", "guard.replay_every=5"], "at different steps"),
+    (["strategy=ps", "strategy.mode=async", "train.spike=skip"], "at different steps"),
+    (["strategy=ps", "strategy.mode=async", "cluster=slurm", "cluster.gpus_per_node=2"], "only tried with ranks on"),
+    (["strategy=ps", "strategy.mode=async", "+model.batch_norm=sync"], "batch norm all-reduces|batch_norm"),
 ]
 
 

@@ -35,7 +35,7 @@ from tests.world import ROOT, make_run, metrics, summary, train
 cluster, here = slurm.cluster, slurm_runs.here
 pytestmark = pytest.mark.timeout(600)  # sixteen processes import torch at once; on a busy machine that is minutes
 
-STRATEGIES = {"ddp": [], "fsdp": [], "zero2": [], "3d": ["strategy.tp=2", "strategy.pp=2"]}
+STRATEGIES = {"ddp": [], "fsdp": [], "ps": [], "zero2": [], "3d": ["strategy.tp=2", "strategy.pp=2"]}
 SHORT = "train.stop_after=8"
 # a rank that gets nowhere, and dies of a signal as a Python does that is still starting
 SLEEP = "cluster.python=\"sh -c 'sleep 600'\""
@@ -612,4 +612,16 @@ def test_two_nodes_of_two_ranks_compute_what_four_local_ranks_do(
     assert summary(run)["weights_sha256"] == summary(local)["weights_sha256"]
     [start], [end] = attempts(run, "start"), attempts(run, "end")
     assert len(start["nodes"]) == 2 and start["job_id"] == job_id(run) and end["code"] == 0
+    assert_no_orphans(run)
+
+
+@pytest.mark.slow
+def test_servers_on_two_nodes_that_nobody_waits_for(cluster: Cluster, here: Path) -> None:
+    """Which rank computes what is not the same as on one machine; that everything is computed once is."""
+    mode = ["strategy=ps", "strategy.mode=async", "strategy.slow_rank=3", "train.micro_batch_size=1"]
+    run = submit(*NODES_2, "cluster.processes=2", SHORT, *mode)
+    assert cluster.wait(job_id(run), timeout=300) == "COMPLETED", said(run)
+    found = summary(run)
+    assert found["status"] == "done" and sum(found["ps"]["pieces"]) == found["ps"]["updates"] == 8 * 8
+    assert found["ps"]["pieces"][3] == min(found["ps"]["pieces"]) and sorted(exact(run)) == list(range(1, 9))
     assert_no_orphans(run)

@@ -204,7 +204,9 @@ def test_weights_that_fairscale_deals_out_whole_are_there_once() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(["ddp", "local_sgd", "fsdp", "fairscale", "zero1", "zero2", "zero3", "tensor", "pipeline", "3d"]),
+    st.sampled_from(
+        ["ddp", "local_sgd", "fsdp", "fairscale", "ps", "zero1", "zero2", "zero3", "tensor", "pipeline", "3d"]
+    ),
     st.sampled_from([1, 2, 4]),
     st.sampled_from(["fp32", "bf16", "bf16-pure"]),
     st.sampled_from(["adamw", "sgd"]),

@@ -31,6 +31,7 @@ def test_every_strategy_has_a_layout_over_all_gpus(name: str) -> None:
         (["strategy=fsdp", "strategy.sharding=grad_op"], {"data": "grad_op", "replica_size": None}),
         (["strategy=zero2", "strategy.offload=cpu"], {"data": "zero2", "offload": "cpu", "bucket_mb": 100}),
         (["strategy=fairscale"], {"data": "sharded_ddp"}),
+        (["strategy=ps"], {"data": "sync", "dp": 32, "fused_update": False}),
         (["strategy=tensor", "strategy.tp=4", "train.micro_batch_size=2"], {"tp": 4, "dp": 8, "micro_batches": 8}),
         (["strategy=tensor", "strategy.sequence_parallel=true"], {"tp": 8, "sequence_parallel": True}),
         (["strategy=3d", "strategy.tp=8", "strategy.pp=2"], {"dp": 2, "stages_per_rank": 1, "micro_batch_size": 8}),

@@ -99,6 +99,7 @@ LAYOUTS: list[Layout] = [
     ("fairscale", [], [("model.layers.1.mlp.up.weight", [3])]),
     ("zero1", [], [("model.layers.1.mlp.up.weight", [3])]),
     ("local_sgd", ["strategy.every=2"], [("model.layers.1.mlp.up.weight", [3])]),
+    ("ps", [], [("model.layers.1.mlp.up.weight", [3])]),
 ]
 MORE: list[Layout] = [
     ("3d", [], [("model.norm.weight", [2, 3]), ("model.embed.weight", [3])]),

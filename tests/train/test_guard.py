@@ -35,6 +35,7 @@ LAYOUTS: list[tuple[str, list[str]]] = [
     ("fairscale", []),
     ("fairscale", ["strategy.mode=oss"]),
     ("local_sgd", ["strategy.every=2"]),
+    ("ps", []),
 ]
 MORE: list[tuple[str, list[str]]] = [
     ("ddp", ["precision=fp16", "lora.rank=2"]),

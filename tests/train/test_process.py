@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,25 @@ def two_ranks(folder: Path) -> None:
     voted, stopped = steps_with_a_vote(folder, times, stop_at=-1 if rank == 0 else 7)
     assert voted == [0, 1, 5, 9], voted
     assert stopped == 9
+
+
+def ranks_apart(folder: Path) -> None:
+    """Under strategy=ps a rank may be some steps ahead. It need not wait for the others' votes until then."""
+    rank, stop = int(os.environ["RANK"]), process.StopRequest(folder)
+    stop.steps_late = 3
+    for step in range(20):
+        while rank == 1 and step == 0 and not (folder / "ahead").exists():
+            time.sleep(0.01)
+        stop.requested = rank == 1 and step == 4
+        if stop.read_vote(stop.start_vote()):
+            break
+        if rank == 0 and step == 2:  # which has not heard of rank 1 yet
+            (folder / "ahead").touch()
+    assert step == 4 + 3
+
+
+def test_ranks_that_are_some_steps_apart_stop_after_the_same_step(tmp_path: Path) -> None:
+    spawn(2, ranks_apart, tmp_path)
 
 
 def one_rank(folder: Path) -> None:

@@ -6,7 +6,7 @@ Each function returns items in bytes for one rank of a transformer. peak.py list
 from __future__ import annotations
 
 from dtrain.kernels import chunk_rows
-from dtrain.plan.layout import Layout
+from dtrain.plan.layout import SERVED, Layout
 from dtrain.plan.ledger import Item
 from dtrain.plan.memory.activations import (
     MIB,
@@ -285,6 +285,8 @@ def update_items(layout: Layout, held: HeldParameters) -> list[Item]:
         received = WIDE * held.twin / share.gradients
         numbers = (held.twin, share.gradients)
         items.append(Item("gradients", "of the embedding's copy, received", received, "{:,} over {}", numbers))
+    if layout.data in SERVED:
+        items.append(Item("buffers", "gradients for one server", WIDE * mine, "{:,.0f} × {} bytes", (mine, WIDE)))
     if layout.offload != "none":
         return items
     if share.zero == 1:

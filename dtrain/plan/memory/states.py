@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dtrain.plan.layout import Layout
+from dtrain.plan.layout import SERVED, Layout
 from dtrain.plan.memory.activations import WIDE, product_bytes
 from dtrain.plan.model_shape import Convolutions, Shape, Transformer
 from dtrain.plan.parameters import Stage, has_tied_copy, held_parameters, parts, stages
@@ -100,7 +100,7 @@ def sharing(layout: Layout) -> Sharing:
         return Sharing(share, share, share, True, 0)
     if data == "sharded_ddp":
         return Sharing(1, dp, dp, False, 0)
-    return Sharing(1, 1, dp if data == "oss" else 1, False, 0)
+    return Sharing(1, 1, dp if data in ("oss", *SERVED) else 1, False, 0)
 
 
 def is_pure(layout: Layout) -> bool:
@@ -123,14 +123,17 @@ def weight_bytes(held: HeldParameters, layout: Layout) -> float:
 def optimizer_bytes(held: HeldParameters, layout: Layout) -> float:
     """AdamW's two moments, SGD's one, and ZeRO's master weights, all in fp32 except under bf16-pure.
 
-    fairscale assigns whole weights to ranks: a rank has at least the largest one's state.
+    fairscale and ps assign whole weights to ranks: a rank has at least the largest one's state. A server that updates
+    at any time has its own copy of the weights.
     """
     share = sharing(layout)
     each = (2 if layout.optimizer == "adamw" else 1) * state_bytes(layout)
     if share.zero:
         each += WIDE  # master weights, which DeepSpeed keeps for fp32 weights too
+    if layout.data in ("async", "bounded"):
+        each += WIDE
     mine = held.trained / share.optimizer
-    if layout.data in ("oss", "sharded_ddp"):
+    if layout.data in ("oss", "sharded_ddp", *SERVED):
         mine = max(mine, min(held.largest, held.trained))
     return each * mine
 

@@ -17,10 +17,11 @@ from dtrain.checks import strategy
 from dtrain.config.hardware import world_size
 from dtrain.config.mesh import MeshSizes
 from dtrain.config.schema import has_method
+from dtrain.plan.layout import SERVED
 from dtrain.plan.sections import CHOSEN, strategy_section
 
 # Simplest first: preferred if two are equally fast. local_sgd is not included: its math differs, so it is planned only
-# on request.
+# on request. So is ps: it is never faster than ddp, unless a rank is slow.
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "fairscale", "tensor", "pipeline", "3d")
 PARALLEL = ("sequence_parallel", "loss_parallel")
 STAGES = (2, 4)  # stages per rank of an interleaved pipeline; more would send many small messages
@@ -101,7 +102,7 @@ def choices_of(
     if "sharding" in section:
         options["sharding"] = ("full", "grad_op", "hybrid")
     if "mode" in section:
-        options["mode"] = ("sharded_ddp", "oss")
+        options["mode"] = (section["mode"],) if section["mode"] in SERVED else ("sharded_ddp", "oss")
     if "schedule" in section:
         options["schedule"] = ("1f1b", "interleaved_1f1b", "zbv", "gpipe")
         options["stages_per_rank"] = STAGES

@@ -235,7 +235,7 @@ def overrides_of(prediction: Prediction, config: Mapping[str, Any]) -> list[str]
         wanted["stages_per_rank"] = layout.stages_per_rank
     if "data" in section:
         wanted["data"] = layout.data
-    if layout.strategy == "fairscale":
+    if layout.strategy in ("fairscale", "ps"):
         wanted["mode"] = layout.data
     if layout.strategy == "fsdp":
         wanted["sharding"] = "hybrid" if layout.replica_size else "grad_op" if layout.data == "grad_op" else "full"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dtrain.config.hardware import Hardware
-from dtrain.plan.layout import Layout
+from dtrain.plan.layout import SERVED, Layout
 from dtrain.plan.ledger import Item
 from dtrain.plan.time.collectives import Group, collective_s
 from dtrain.plan.time.stack import Stack
@@ -62,6 +62,8 @@ def replicated_items(
         one = collective_s(hardware, kind, group, (1 + moments) * trained * 4) / 4
         formula = "{} bytes × {:.3g}, every 4th step"
         return [Item("communication", "averaging", one, formula, (4 * (1 + moments), trained))]
+    if layout.data in SERVED:
+        return server_items(layout, hardware, group, trained)
     last = min(trained, passes.ends * passes.trained) * stack.gradient
     num_bytes = trained * stack.gradient - last
     one = collective_s(hardware, kind, group, num_bytes, stack.network)
@@ -82,6 +84,25 @@ def replicated_items(
         back = collective_s(hardware, "all_gather", group, trained * width, stack.network)
         formula = "all_gather of {:.3g} × {} bytes"
         items.append(Item("communication", "updated weights", back, formula, (trained, width)))
+    return items
+
+
+def server_items(layout: Layout, hardware: Hardware, group: Group, trained: float) -> list[Item]:
+    """A parameter server: gradients to their owners and weights back, once a step, or for each micro-batch if not sync.
+
+    All ranks are servers, so a rank sends as much as in a reduce-scatter and an all-gather. Nothing overlaps with the
+    passes, and a GPU's tensors go through host memory.
+    """
+    num_bytes = trained * 4
+    once = sum(collective_s(hardware, kind, group, num_bytes) for kind in ("reduce_scatter", "all_gather"))
+    times = 1 if layout.data == "sync" else layout.micro_batches
+    formula = "{} × (reduce_scatter and all_gather of {:.3g} bytes over {} ranks takes {:.2f} ms, without overlap)"
+    numbers = (times, num_bytes, group.size, once * 1e3)
+    items = [Item("communication", "gradients to servers, weights back", times * once, formula, numbers)]
+    if hardware.pcie_gb_s:
+        carried = times * 2 * num_bytes / (hardware.pcie_gb_s * 1e9)
+        formula = "{} × 2 × {:.3g} bytes over PCIe"
+        items.append(Item("communication", "through host memory", carried, formula, (times, num_bytes)))
     return items
 
 

@@ -22,6 +22,8 @@ def optimizer_items(layout: Layout, hardware: Hardware, held: float) -> list[Ite
     """The update of what this rank owns: all trained parameters, or its shard if data ranks shard the state."""
     ranks = layout.replica_size or layout.dp
     owned = held if layout.data == "ddp" else held / ranks
+    if layout.data in ("async", "bounded"):  # an update for each micro-batch of each rank
+        owned *= layout.dp * layout.micro_batches
     moved = BYTES.get(layout.optimizer, BYTES["adamw"]) - (CLIPPING if layout.fused_update else 0.0)
     if layout.precision == "bf16-pure":
         moved /= 2

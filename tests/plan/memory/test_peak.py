@@ -200,6 +200,19 @@ def test_each_stage_of_zero_needs_no_more_than_the_one_before(parameters: int, d
 
 
 @settings(max_examples=60, deadline=None)
+@given(transformers(), st.integers(2, 64))
+def test_a_server_has_the_optimizer_state_of_its_weights_and_a_copy_of_them_if_it_updates_at_any_time(
+    shape: Transformer, dp: int
+) -> None:
+    ddp, sync, loose = (Layout("ps", data=data, dp=dp, precision="fp32") for data in ("ddp", "sync", "async"))
+    mine = held_by(shape, sync, stages(shape, 1))
+    owned = max(mine.trained / dp, mine.largest)
+    assert optimizer_bytes(mine, sync) == 8 * owned and optimizer_bytes(mine, loose) == 12 * owned
+    assert optimizer_bytes(mine, ddp) == 8 * mine.trained
+    assert gradient_bytes(mine, sync) == gradient_bytes(mine, ddp) and weight_bytes(mine, sync) == 4 * mine.parameters
+
+
+@settings(max_examples=60, deadline=None)
 @given(transformers(), st.integers(2, 1024), precisions)
 def test_zero3_holds_less_than_zero2_than_zero1_than_ddp(shape: Transformer, dp: int, precision: str) -> None:
     """Weights, gradients and optimizer state, from two ranks on. On one rank ZeRO's masters are only more."""

@@ -78,6 +78,7 @@ def test_convolutions_are_only_shared_by_data_parallel_strategies() -> None:
     ("typed", "holds"),
     [
         ("strategy=pipeline", lambda p: p.strategy == "pipeline"),
+        ("strategy=ps", lambda p: (p.strategy, p.data) == ("ps", "sync")),
         ("strategy.tp=4", lambda p: p.tp == 4),
         ("strategy.pp=2", lambda p: p.pp == 2),
         ("strategy.sequence_parallel=true", lambda p: p.sequence_parallel),

@@ -37,6 +37,16 @@ def test_the_parts_are_named_and_none_is_negative() -> None:
     assert all(item.arithmetic for item in items)  # what --explain shows
 
 
+def test_a_parameter_server_sends_once_a_step_or_for_each_micro_batch() -> None:
+    """As much as ddp's ring, but beside no backward pass, and a GPU's tensors go through the host."""
+    ddp, sync, loose = (Layout(n, 1, 1, 8, 2, 4, data) for n, data in (("ddp", "ddp"), ("ps", "sync"), ("ps", "async")))
+    assert seconds(sync)["communication"] > seconds(ddp)["communication"]
+    assert seconds(sync, on=load("h100-ndr", pcie_gb_s=50))["communication"] > seconds(sync)["communication"]
+    assert seconds(loose)["communication"] == pytest.approx(4 * seconds(sync)["communication"])
+    # 8 ranks × 4 micro-batches update a share of an eighth each time; under sync once
+    assert seconds(loose)["optimizer"] == pytest.approx(32 * seconds(sync)["optimizer"])
+
+
 def test_one_gpu_says_nothing_to_others() -> None:
     assert set(seconds(Layout("ddp", micro_batch_size=4))) == {"total", "compute", "optimizer"}
 
