@@ -20,7 +20,7 @@ from dtrain.util.device_rates import synchronize, timed
 
 MIB = 2**20
 MOST_CALLS = 1000
-PARTS = 8
+PARTS, LEAST_PART = 8, 20
 Group = Any  # torch's process group type is partly private
 Agree = Callable[[Sequence[float]], list[float]]  # the largest of each number over the ranks that measure
 # bus bytes per message byte, by the number of ranks (nccl-tests, doc/PERFORMANCE.md)
@@ -72,9 +72,11 @@ def timing(
     began = time.perf_counter()
     step()  # the first call opens connections
     [once] = agree([max(1e-7, timed(step, device, 1))])
-    calls, times, spent = max(1, min(most, int(budget_s / once))), [], 0.0
+    calls, spent = max(1, min(most, int(budget_s / once))), 0.0
+    part = max(min(calls, LEAST_PART), -(-calls // PARTS))
+    times: list[float] = []
     while len(times) < calls and spent < budget_s:  # in parts: on a busy host, one call says little about the next
-        times += call_times(step, device, -(-calls // PARTS))
+        times += call_times(step, device, part)
         [spent] = agree([time.perf_counter() - began])
     p50, p99 = agree([statistics.median(times), quantile(times, 0.99)])
     return Timing(kind, num_bytes, dist.get_world_size(group), p50, p99, len(times), spent)

@@ -29,7 +29,7 @@ SIZES = {
 MOST_BYTES = {"gloo": 256 * MIB, "nccl": 1024 * MIB}  # of a message that is measured; a larger one is scaled up
 # like preflight's: of the best direction, and of the expected rate; CPU nodes shared with others differ by a factor
 OUTLIER, CPU_OUTLIER, TOLERANCE = 0.5, 0.2, 0.7
-START_S = 60.0  # for srun, importing torch and joining
+START_S = 120.0  # at most, for srun, importing torch and joining
 ALIKE = 0.02  # messages whose sizes differ by less are measured once
 
 
