@@ -77,7 +77,7 @@ def test_one_rank_has_nothing_to_measure(words: list[str], capsys: pytest.Captur
         (["--svg", "a.png"], "--svg=a.png: must end in .svg"),
         (["--jsn"], "--jsn: there is no such option\n  fix: did you mean --json?"),
         (["model=gpt3"], "gpt3"),
-        (["cluster=slurm", "cluster.launcher=torchrun", "cluster.nodes=2"], "cluster.node_rank=None: by hand, each"),
+        (["cluster=slurm", "cluster.launcher=torchrun", "cluster.nodes=2"], "cluster.node_rank=null: by hand, each"),
     ],
 )
 def test_mistakes(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +125,7 @@ def test_the_last_line_says_what_a_step_spends_and_what_is_hidden() -> None:
         "the planner's 2 s of computation hide 400 ms (80%) of it, and 100 ms remain"
     )
     assert "is not known without the compute rates" in step_line(step | {"compute_s": None, "hidden_s": None})
-    assert (size_text(3), size_text(1536), time_text(2e-5), time_text(90)) == ("3 B", "1.5 KiB", "20 µs", "1m30s")
+    assert (size_text(3), size_text(1536), time_text(2e-5), time_text(90)) == ("3 B", "1.5 KiB", "20 µs", "1m 30s")
 
 
 def test_groups_are_those_of_the_mesh() -> None:
