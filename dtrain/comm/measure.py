@@ -6,6 +6,7 @@ its slowest hundredth (p99). All ranks of a group must call a function here; wha
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -117,7 +118,7 @@ def call_times(step: Callable[[], object], device: torch.device, calls: int) -> 
 def quantile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least this share of the values does not exceed."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def collective(kind: str, num_bytes: int, group: Group, device: torch.device) -> Callable[[], object]:
