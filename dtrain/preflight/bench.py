@@ -30,6 +30,7 @@ MOST_BYTES = {"gloo": 256 * MIB, "nccl": 1024 * MIB}  # of a message that is mea
 # like preflight's: of the best direction, and of the expected rate; CPU nodes shared with others differ by a factor
 OUTLIER, CPU_OUTLIER, TOLERANCE = 0.5, 0.2, 0.7
 START_S = 120.0  # at most, for srun, importing torch and joining
+LEAST_JUDGED = MIB  # below it latency counts, which a file has for one hop, not for each collective
 ALIKE = 0.02  # messages whose sizes differ by less are measured once
 
 
@@ -107,16 +108,19 @@ class Bench(Ranks):
         return {(place(a), place(b)): rate for a, b, rate in self.posted(f"pairs-{backend}", "pairs")}
 
     def judged(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Add the expected time and a verdict: ok, slow, or none where nothing is expected."""
+        """Add the expected time and a verdict: ok, slow, or none where too little is expected to judge."""
         per_node = self.tasks if row["where"] == "inside" or len(self.nodes) > 1 else row["ranks"]
         expected = self.expected_s(row["kind"], row["num_bytes"], Group(row["ranks"], per_node), row["backend"])
-        verdict = None if expected is None else "ok" if TOLERANCE * row["p50"] <= expected else "slow"
+        is_judged = expected is not None and row["num_bytes"] >= LEAST_JUDGED
+        verdict = None if expected is None or not is_judged else "ok" if TOLERANCE * row["p50"] <= expected else "slow"
         return row | {"expected": expected, "verdict": verdict}
 
     def expected_s(self, kind: str, num_bytes: int, group: Group, backend: str) -> float | None:
         """Seconds by the hardware section; None: it does not say."""
         hardware = self.hardware
         if kind not in STEPS or (backend == "gloo") == self.gpus or not hardware.gpus_per_node:
+            return None
+        if (kind, backend) == ("reduce_scatter", "gloo"):  # gloo makes an all-reduce and a copy of it
             return None
         if not (hardware.nvlink_max_gb_s if kind == "all_reduce" else hardware.gather_max_gb_s):
             return None

@@ -149,6 +149,11 @@ def test_only_what_the_hardware_section_says_is_expected(tmp_path: Path) -> None
     assert bench.expected_s("all_gather", 10**6, Group(2, 2), "gloo") == pytest.approx(110e-6 + 0.5e-3)
     assert bench.expected_s("all_to_all", 10**6, Group(2, 2), "gloo") is None
     assert bench.expected_s("all_reduce", 10**6, Group(4, 2), "gloo") is None  # no network rate
+    assert bench.expected_s("reduce_scatter", 10**6, Group(2, 2), "gloo") is None  # of gloo, not a ring
+    row = {"kind": "all_reduce", "backend": "gloo", "where": "all", "ranks": 2, "p50": 0.65e-3 / 0.69}
+    assert bench.judged(row | {"num_bytes": 2**20})["verdict"] == "slow"
+    assert bench.judged(row | {"num_bytes": 2**20, "p50": 0.64e-3 / 0.7})["verdict"] == "ok"
+    assert bench.judged(row | {"num_bytes": 2**16})["verdict"] is None
     bench.hardware = Hardware()
     assert bench.expected_s("all_reduce", 10**6, Group(2, 2), "gloo") is None
 
