@@ -31,6 +31,7 @@ USAGE = """usage: dtrain COMMAND ...
   profile RUN                  where its step time or memory goes, after profile=torch or memory
   env cluster=NAME             a cluster's environment variables as shell exports, with reasons
   preflight [preflight=full]   check the nodes, before a run or alone (cluster=…)
+  comm bench [model=… …]       measure collectives and links, and the messages of a strategy (cluster=…)
   evaluate RUN                 loss, perplexity or accuracy over the whole held-out split
   sample RUN "prompt"          generate text with a trained language model
   export RUN [OUT] [--format]  the weights: one safetensors file, or a Hugging Face folder
@@ -63,6 +64,7 @@ COMMANDS = {
     "profile": "dtrain.commands.profile",
     "env": "dtrain.commands.env",
     "preflight": "dtrain.commands.preflight",
+    "comm": "dtrain.commands.comm",
     "evaluate": "dtrain.commands.evaluate",
     "sample": "dtrain.commands.sample",
     "export": "dtrain.commands.export",

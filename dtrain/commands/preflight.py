@@ -6,7 +6,9 @@ import os
 import shlex
 import shutil
 import socket
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +62,13 @@ def main(argv: list[str]) -> int:
     return DONE if report.ok else PREFLIGHT
 
 
-def nodes_and_starter(config: dict[str, Any], argv: list[str]) -> tuple[list[str], Starter]:
-    """Return the nodes to check and how to reach them: this machine, or srun on the nodes of the current job."""
+def nodes_and_starter(
+    config: dict[str, Any], argv: list[str], command: Sequence[str] = ("preflight",), quiet: bool = False
+) -> tuple[list[str], Starter]:
+    """Return the nodes to check and how to reach them: this machine, or srun on the nodes of the current job.
+
+    `command`: the words of ours that are run again inside a job, with `argv`. quiet: stdout is for the result alone.
+    """
     cluster = config["cluster"]
     if cluster.get("launcher", "torchrun") == "torchrun":
         return [socket.gethostname()], local_starter
@@ -73,9 +80,9 @@ def nodes_and_starter(config: dict[str, Any], argv: list[str]) -> tuple[list[str
             fix = "log in to a machine with SLURM's commands, or use preflight=… in the job itself"
             raise bad("cluster", config["choices"].get("cluster"), "there is no salloc on this machine", fix)
         request = build(cluster | {"processes": ranks_per_node(cluster)}).salloc()
-        command = [*request, *starting.command("dtrain.cli"), "preflight", *argv]
-        print(f"asking SLURM for the nodes: {shlex.join(command)}", flush=True)
-        os.execvp(command[0], command)  # salloc runs this command again inside a job; its exit code is the command's
+        line = [*request, *starting.command("dtrain.cli"), *command, *argv]
+        print(f"asking SLURM for the nodes: {shlex.join(line)}", flush=True, file=sys.stderr if quiet else sys.stdout)
+        os.execvp(line[0], line)  # salloc runs this command again inside a job; its exit code is the command's
     nodes = srun.scontrol("scontrol", "show", "hostnames", listed).split()
     if not nodes:
         raise bad(

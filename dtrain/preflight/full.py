@@ -4,27 +4,19 @@ hardware section and with each other."""
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
-import secrets
-import shutil
-import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from dtrain.config.hardware import Hardware, gpus_per_node, ranks_per_node
-from dtrain.preflight import nccl_log, network_env
-from dtrain.preflight.channel import Desk, Messages, waiting
-from dtrain.preflight.interfaces import interfaces, usable
+from dtrain.config.hardware import Hardware
+from dtrain.preflight import nccl_log
 from dtrain.preflight.probe import PLAN
+from dtrain.preflight.ranks import Ranks
 from dtrain.preflight.report import Check, Report
 from dtrain.preflight.slow_nodes import Hunt
-from dtrain.preflight.start import Starter, end, python_command, tail
-from dtrain.runs.protocol import LOST_PEER
+from dtrain.preflight.start import Starter
 from dtrain.util.format import as_dict, number, three_digits
 
 if TYPE_CHECKING:
@@ -41,32 +33,23 @@ def measure(
     start: Starter, stop: Callable[[], bool],
 ) -> None:  # fmt: skip
     """Add the measurements of the good nodes to the report."""
-    Full(settings, config, run_dir, report, addresses).run(start, stop)
+    Full(settings, config, run_dir, report, addresses).measure(start, stop)
 
 
-class Full:
+class Full(Ranks):
     def __init__(
         self, settings: Settings, config: dict[str, Any], run_dir: Path, report: Report, addresses: dict[str, str]
     ) -> None:
-        self.settings, self.config, self.report, self.nodes = settings, config, report, report.good
-        self.folder = run_dir / "preflight"
-        self.tasks, self.gpus = ranks_per_node(config["cluster"]), gpus_per_node(config["cluster"]) > 0
+        super().__init__(config, run_dir / "preflight", report.good, settings.measure_s)
+        self.settings, self.report = settings, report
         self.outlier = settings.outlier * (1.0 if self.gpus else CPU_NOISE)
         hardware = {k: v for k, v in as_dict(config.get("hardware")).items() if k != "_target_"}
         self.hardware, self.why_not = self.expectations(Hardware(**hardware))
-        interface = as_dict(config["cluster"].get("fabric")).get("interface")
-        messages = Messages(self.folder / f".messages-{secrets.token_hex(4)}")
-        with contextlib.suppress(OSError):
-            messages.folder.mkdir(mode=0o700)
-        self.desk = Desk(secrets.token_hex(16), messages)
         across = self.hardware.network_busbw_gb_s
-        self.plan: dict[str, Any] = {
-            "token": self.desk.token, "port": self.desk.port, "addresses": usable(interfaces(), interface),
-            "messages": str(messages.folder), "folder": str(self.folder), "nodes": self.nodes, "tasks": self.tasks,
-            "gpus": self.gpus, "store_host": addresses.get(self.nodes[0]) or "127.0.0.1",
+        self.plan |= {
+            "store_host": addresses.get(self.nodes[0]) or "127.0.0.1", "outlier": self.outlier,
             # 256 MiB take gloo seconds on a CPU, and show no more than 16
             "sizes_mib": settings.sizes_mib if self.gpus else [s for s in settings.sizes_mib if s <= 16] or [1],
-            "join_s": min(60.0, settings.measure_s / 4), "outlier": self.outlier,
             "least_across": None if across is None else settings.tolerance * across,
         }  # fmt: skip
 
@@ -85,75 +68,17 @@ class Full:
             )
         return hardware, ""
 
-    def run(self, start: Starter, stop: Callable[[], bool]) -> None:
-        began, processes, died = time.monotonic(), {}, ""
-        env = network_env.environment(self.config, os.environ) | {PLAN: json.dumps(self.plan)}
-        argv = python_command(self.config, "dtrain.preflight.probe")
-        try:
-            for node in self.nodes:
-                self.log(node).unlink(missing_ok=True)
-                processes[node] = start(argv, [node], self.tasks, env, self.log(node))
-            for _ in waiting(began + self.settings.measure_s):
-                store = self.desk.get(f"{self.nodes[0]}:0", "store")
-                if store and "store" not in self.desk.published:
-                    self.desk.publish("store", store)
-                if any(p.poll() for p in processes.values()):
-                    time.sleep(1)  # the other ranks fail too, and report a lost peer
-                    died = self.who_broke([n for n, p in processes.items() if p.poll()])
-                if died or stop() or all(p.poll() == 0 for p in processes.values()):
-                    break
-            self.report.stopped = self.report.stopped or stop()
-            unfinished = [n for n, p in processes.items() if p.poll() != 0]
-        finally:
-            end(processes.values())
-            self.desk.close()
-            self.desk.messages.write("done", {"done": True})
-        if unfinished and not self.report.stopped:
-            self.explain_end(died, unfinished, processes, time.monotonic() - began)
+    def measure(self, start: Starter, stop: Callable[[], bool]) -> None:
+        for trouble in self.run("dtrain.preflight.probe", PLAN, start, stop):
+            self.add(trouble.node, "measurements", "bad", trouble.text, trouble.fix)
+        self.report.stopped = self.report.stopped or stop()
         self.judge_devices()
         self.judge_collectives()
         self.judge_transport()
-        shutil.rmtree(self.desk.messages.folder, ignore_errors=True)
-
-    def log(self, node: str) -> Path:
-        return self.folder / f"{node.replace('/', '_')}-measure.log"
+        self.clean_up()
 
     def add(self, node: str, name: str, state: Any, text: str, fix: str = "", short: str = "") -> None:
         self.report.checks.append(Check(node, name, state, text, fix, short))
-
-    def get(self, node: str, kind: str, local: int = 0) -> dict[str, Any]:
-        return self.desk.get(f"{node}:{local}", kind)
-
-    def who_broke(self, dead: list[str]) -> str:
-        return next((n for n in dead if not LOST_PEER.search(tail(self.log(n), lines=30))), dead[0])
-
-    def explain_end(
-        self, died: str, unfinished: list[str], processes: dict[str, subprocess.Popen[bytes]], seconds: float
-    ) -> None:
-        """Explain an unfinished measurement: which node broke, or which was behind at the timeout."""
-        if died:
-            output = tail(self.log(died)) or f"see {self.log(died)}"
-            text = f"the measuring ranks ended with code {processes[died].poll()}: {output}"
-            self.add(died, "measurements", "bad", text, f"the whole log: {self.log(died)}")
-            return
-        stages = {
-            n: [str(self.get(n, "stage", i).get("name") or "not started") for i in range(self.tasks)]
-            for n in unfinished
-        }
-        since = {
-            n: min(number(self.get(n, "stage", i).get("time")) or 0.0 for i in range(self.tasks)) for n in unfinished
-        }
-        first = min(since.values())  # the others wait for the node that entered its stage long before them
-        behind = [n for n in unfinished if since[n] <= first + 1]
-        for node in behind:
-            text = f"did not finish within {seconds:.0f} s; its ranks were at: {', '.join(sorted(set(stages[node])))}"
-            self.add(
-                node,
-                "measurements",
-                "bad",
-                text,
-                f"see {self.log(node)}; a longer preflight.measure_s if it is only slow",
-            )
 
     # ---- evaluation ------------------------------------------------------------------------------------------
 

@@ -21,11 +21,12 @@ from dtrain.util import file_handles
 
 PLAN = "DTRAIN_PROBE"
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+BUDGET_S, MOST_CALLS = 1.0, 10  # of one collective at one size
 
 
-def main() -> int:
+def main(kind: type[Rank] | None = None, variable: str = PLAN) -> int:
     file_handles.raise_limit()
-    plan, node, local = json.loads(os.environ[PLAN]), node_name(), int(os.environ.get("SLURM_LOCALID", "0"))
+    plan, node, local = json.loads(os.environ[variable]), node_name(), int(os.environ.get("SLURM_LOCALID", "0"))
     if plan["gpus"]:  # NCCL logs the network that it uses; a file keeps this output separate
         log = Path(plan["folder"]) / f"nccl-{node}-{local}.log"
         log.unlink(missing_ok=True)
@@ -33,7 +34,7 @@ def main() -> int:
     warnings.simplefilter("ignore", FutureWarning)  # torch renames collectives; the end of a log must show the error
     messages = Messages(Path(plan["messages"]))
     link = Link([(host, plan["port"]) for host in plan["addresses"]], plan["token"], f"{node}:{local}", messages)
-    Rank(plan, node, local, link).run()
+    (kind or Rank)(plan, node, local, link).run()
     return 0
 
 
@@ -87,28 +88,39 @@ class Rank:
         self.stage(self.link, "joining the others")
         until = time.monotonic() + self.plan["join_s"]
         host, timeout = self.plan["store_host"], timedelta(seconds=self.plan["join_s"])
+        fixed: int = self.plan.get("store_port", 0)  # nodes whose commands were typed by hand meet at a given port
         if self.rank == 0:
-            store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-            self.link.post("store", {"port": store.port})
+            host = host or self.own_address()
+            store = TCPStore(host, fixed, is_master=True, wait_for_workers=False, timeout=timeout)
+            self.link.post("store", {"host": host, "port": store.port})
         else:
-            port = int(self.link.wait("store", until).get("port", 0))
-            if not port:
+            found = {"host": host, "port": fixed} if fixed else self.link.wait("store", until)
+            if not found:
                 raise TimeoutError("rank 0 did not open its store")
-            store = TCPStore(host, port, is_master=False, timeout=timeout)
+            store = TCPStore(str(found["host"]), int(found["port"]), is_master=False, timeout=timeout)
         backend = "cpu:gloo,cuda:nccl" if self.plan["gpus"] else "gloo"
         size = len(self.nodes) * self.tasks
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=size, timeout=timeout)
 
+    def own_address(self) -> str:
+        """The address from which this rank reached the coordinator: on the network that the nodes share."""
+        return str(self.link.stream.getsockname()[0]) if self.link.stream and len(self.nodes) > 1 else "127.0.0.1"
+
     def measure(self, nodes: list[str], names: tuple[str, ...], stage: str) -> dict[str, tuple[float, int]]:
-        """Measure bus bandwidth of collectives over all ranks of these nodes, including this one."""
-        from dtrain.util import device_rates
+        """(GB/s on the bus, MiB of the message) of collectives over all ranks of these nodes, including this one.
+
+        Of the largest size that the time allows.
+        """
+        from dtrain.comm import measure
 
         self.stage(self.link, stage)
         group, control = self.groups(nodes)
+        sizes, agree = [mib * measure.MIB for mib in self.plan["sizes_mib"]], measure.slowest_of(control)
         found = {}
         for name in names:
             self.stage(self.link, f"{stage}: {name}")
-            found[name] = device_rates.bus_bandwidth(name, self.plan["sizes_mib"], group, control, self.device)
+            last = measure.sweep(name, sizes, group, agree, self.device, BUDGET_S, MOST_CALLS)[-1]
+            found[name] = last.bus_gb_s, last.num_bytes // measure.MIB
         return found
 
     def groups(self, nodes: list[str]) -> tuple[Any, Any]:

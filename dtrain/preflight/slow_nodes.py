@@ -5,9 +5,10 @@ The pairs of a round are disjoint and measured at the same time. All ranks reach
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 Pair = tuple[str, str]
 MOST_ROUNDS = 8
@@ -74,3 +75,34 @@ class Hunt:
         slow_nodes = [node for node in self.nodes if node not in good and any(node in pair for pair in self.rates)]
         links = [pair for pair in self.rates if self.slow(pair) and set(pair) <= good]
         return Verdict(slow_nodes, links, not good)
+
+
+# ---- directions ----------------------------------------------------------------------------------------------
+
+
+def slow_pairs(rates: Mapping[Any, float], least: float | None, outlier: float) -> list[Any]:
+    """(sender, receiver) of the slow directions, the slowest first: below `least`, or a part of the best one's rate."""
+    limit = least if least is not None else outlier * max(rates.values(), default=0.0)
+    return sorted((pair for pair, rate in rates.items() if rate < limit), key=lambda pair: rates[pair])
+
+
+def name_slow(rates: Mapping[Pair, float], least: float | None, outlier: float) -> list[tuple[str, list[Pair]]]:
+    """(what is slow, its directions): all directions, all of a node, those from or to it, or a single one.
+
+    A node with one partner is never blamed: the link may be the cause, and its direction is named.
+    """
+    slow = slow_pairs(rates, least, outlier)
+    if slow and len(slow) == len(rates):
+        return [("every direction", slow)]
+    found: list[tuple[str, list[Pair]]] = []
+    for node in dict.fromkeys(node for pair in rates for node in pair):
+        ways = [[pair for pair in rates if pair[i] == node] for i in (0, 1)]
+        from_it, to_it = ([] if len(way) < 2 or not set(way) <= set(slow) else way for way in ways)
+        if from_it and to_it:
+            found.append((f"{node}, from it and to it", [*from_it, *to_it]))
+        elif from_it:
+            found.append((f"from {node} to every other one", from_it))
+        elif to_it:
+            found.append((f"from every other one to {node}", to_it))
+    named = {pair for _, pairs in found for pair in pairs}
+    return [*found, *((f"{a} → {b}", [(a, b)]) for a, b in slow if (a, b) not in named)]

@@ -1,24 +1,14 @@
-"""Time a call on a device, and collectives over a group: for preflight and for `dtrain plan calibrate`."""
+"""Time a call on a device: for preflight, `dtrain plan calibrate` and the collectives of comm/measure.py."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 MIB = 2**20
-BUDGET_S = 1.0  # for one collective at one size
-Group = Any  # torch's process group type is partly private
-# bus bytes per message byte, by the number of ranks (nccl-tests, doc/PERFORMANCE.md)
-BUS = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-}
 
 
 def synchronize(device: torch.device) -> None:
@@ -80,42 +70,3 @@ def memory_gb_s(device: torch.device) -> float:
     target = torch.empty_like(source)
     seconds = best_time(lambda: target.copy_(source), device, 3, 10 if device.type == "cuda" else 2)
     return 2 * source.numel() / seconds / 1e9
-
-
-def collective(name: str, num_bytes: int, group: Group, device: torch.device) -> Callable[[], object]:
-    """Return one collective over messages of this size, ready to be called repeatedly."""
-    size = dist.get_world_size(group)
-    whole = torch.zeros(num_bytes // 4 // size * size, device=device)
-    if name == "all_reduce":
-        return lambda: dist.all_reduce(whole, group=group)
-    part = torch.zeros(whole.numel() // size, device=device)
-    if name == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, part, group=group)
-    return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
-
-
-def bus_bandwidth(
-    name: str, sizes_mib: list[int], group: Group, control: Group, device: torch.device
-) -> tuple[float, int]:
-    """(GB/s on the bus, MiB of the message): the largest size that the time allows; a slow link must not hang it.
-
-    Every rank waits for the slowest through `control`, a CPU group of the same ranks, so all take the same branches.
-    """
-    seconds, size = float("inf"), sizes_mib[0]
-    for i, size in enumerate(sizes_mib):
-        step = collective(name, size * MIB, group, device)
-        step()
-        seconds = slowest(timed(step, device, 1), control)
-        steps = int(min(10.0, BUDGET_S / seconds))
-        if i + 1 < len(sizes_mib) and seconds * sizes_mib[i + 1] / size < BUDGET_S:
-            continue
-        if steps > 1:
-            seconds = min(seconds, slowest(timed(step, device, steps), control))
-        break
-    return BUS[name](dist.get_world_size(group)) * size * MIB / seconds / 1e9, size
-
-
-def slowest(seconds: float, control: Group) -> float:
-    value = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(value, dist.ReduceOp.MAX, group=control)
-    return float(value.item())

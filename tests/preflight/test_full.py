@@ -174,5 +174,5 @@ def test_who_hangs_is_named_with_its_stage(tmp_path: Path) -> None:
             cluster.post(
                 node, "stage", {"name": "joining the others" if when > 10 else "importing torch", "time": when}, i
             )
-    cluster.full.explain_end("", NODES, {}, 240)
-    assert list(cluster.report.bad) == ["node2"] and "were at: importing torch" in cluster.report.bad["node2"][0]
+    [trouble] = cluster.full.troubles("", NODES, {}, 240)
+    assert trouble.node == "node2" and "were at: importing torch" in trouble.text

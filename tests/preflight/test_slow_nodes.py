@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.preflight import reachability
 from dtrain.preflight.reachability import Peer
-from dtrain.preflight.slow_nodes import MOST_ROUNDS, Hunt
+from dtrain.preflight.slow_nodes import MOST_ROUNDS, Hunt, name_slow
 
 NODES = ["n1", "n2", "n3", "n4"]
 
@@ -112,3 +113,32 @@ def test_real_peers_reach_each_other_and_refuse_strangers() -> None:
     assert reached["two"] == "" and "no answer" in reached["x"] and "refused" in reached["nobody"]
     rate = one.stream(two.address, 2.0)
     assert rate is not None and rate > 1 and one.stream(nobody, 1.0) is None
+
+
+# ---- directions ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("slow", "named"),
+    [
+        ([], []),
+        ([("n1", "n2")], ["n1 → n2"]),
+        ([("n2", "n1"), ("n2", "n3"), ("n2", "n4")], ["from n2 to every other one"]),
+        ([("n1", "n2"), ("n3", "n2"), ("n4", "n2")], ["from every other one to n2"]),
+        ([(a, b) for a in NODES for b in NODES if a != b and "n3" in (a, b)], ["n3, from it and to it"]),
+        ([("n2", "n1"), ("n2", "n3"), ("n2", "n4"), ("n4", "n1")], ["from n2 to every other one", "n4 → n1"]),
+        ([(a, b) for a in NODES for b in NODES if a != b], ["every direction"]),
+    ],
+)
+def test_the_slow_direction_is_named(slow: list[tuple[str, str]], named: list[str]) -> None:
+    rates = all_pairs(10.0) | dict.fromkeys(slow, 0.1)
+    found = name_slow(rates, 5.0, 0.5)
+    assert [what for what, _ in found] == named
+    assert sorted(pair for _, pairs in found for pair in pairs) == sorted(slow)
+    if len(slow) < len(rates):  # without an expected rate, the best direction is the measure
+        assert name_slow(rates, None, 0.5) == found
+
+
+def test_of_two_nodes_the_direction_is_named_and_not_a_node() -> None:
+    assert name_slow({("a", "b"): 1.0, ("b", "a"): 0.01}, None, 0.2) == [("b → a", [("b", "a")])]
+    assert name_slow({}, None, 0.2) == []

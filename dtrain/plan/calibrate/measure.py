@@ -1,6 +1,6 @@
-"""The measurements of `dtrain plan calibrate`, by the clocks of util/device_rates.py. Functions import torch.
+"""The measurements of `dtrain plan calibrate`, by the clocks of util/device_rates.py and comm/measure.py.
 
-Times are medians after a warm-up, on random data: zeros would run faster than real values.
+Functions import torch. Times are medians after a warm-up, on random data: zeros would run faster than real values.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def one_rank(rank: int, size: int, folder: str, names: tuple[str, ...], cuda: bo
     import torch
     import torch.distributed as dist
 
-    from dtrain.util import device_rates as rates
+    from dtrain.comm.measure import measure, slowest_of
 
     warnings.simplefilter("ignore", FutureWarning)  # torch renames collectives
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
@@ -225,12 +225,9 @@ def one_rank(rank: int, size: int, folder: str, names: tuple[str, ...], cuda: bo
     each = budget_s / len(names) / len(sizes)
     rows = []
     for name, num_bytes in ((name, num_bytes) for name in names for num_bytes in sizes):
-        step = rates.collective(name, num_bytes, dist.group.WORLD, device)
-        once = rates.slowest(max(1e-6, rates.timed(step, device, 3)), dist.group.WORLD)
-        calls = max(1, min(200, int(each / 5 / once)))
-        seconds = statistics.median(rates.slowest(rates.timed(step, device, calls), dist.group.WORLD) for _ in range(5))
-        busbw = rates.BUS[name](size) * num_bytes / seconds / 1e9
-        rows.append({"collective": name, "ranks": size, "bytes": num_bytes, "us": seconds * 1e6, "busbw_gb_s": busbw})
+        found = measure(name, num_bytes, dist.group.WORLD, slowest_of(dist.group.WORLD), device, each)
+        row = {"collective": name, "ranks": size, "bytes": num_bytes}
+        rows.append(row | {"us": found.p50 * 1e6, "busbw_gb_s": found.bus_gb_s})
     if rank == 0:
         (Path(folder) / "rows.json").write_text(json.dumps(rows))
     dist.barrier()
