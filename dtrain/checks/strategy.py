@@ -41,6 +41,9 @@ def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> N
     if strategy.get("mode") == "fsdp" and package == "fairscale":
         rule = "FairScale's own FSDP needs NCCL, so a GPU for every rank; torch's FSDP is its successor"
         raise bad("strategy.mode", "fsdp", rule, "strategy=fsdp, or strategy.mode=sharded_ddp")
+    if strategy.get("bucket_mb") == "auto" and config["deterministic"]:
+        rule = "is measured, so two runs may differ in it, and with three or more ranks in the bits of their sums"
+        raise bad("strategy.bucket_mb", "auto", f"{rule}; deterministic=true", "strategy.bucket_mb=25")
     if "replica_size" in strategy:
         check_replicas(strategy, config["cluster"]["processes"], sizes)
     if config["compile"] == "whole" and strategy["_target_"] in BETWEEN_LAYERS and sizes.world_size > 1:

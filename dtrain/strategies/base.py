@@ -364,6 +364,10 @@ class Strategy:
         extra = {"optimizer": merged(counts), "precision": self.precision.state_dict()}
         return extra | ({"base": self.base} if self.base else {})
 
+    def summary(self) -> dict[str, Any]:
+        """Return what summary.json says of this strategy: what it measured and chose by itself."""
+        return {}
+
     def needed_to_resume(self) -> tuple[str, ...]:
         """Return the keys that a checkpoint's manifest must have. A user's strategy may save less."""
         ours = type(self).__module__.startswith("dtrain.strategies.")

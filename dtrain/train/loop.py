@@ -162,6 +162,7 @@ def finish(run: Run, saver: background.Saver, preempted: bool) -> None:
             run.summary |= {"tokens_per_s": run.rate.tokens_per_s(step_s), "mfu": run.rate.mfu(step_s)}
         run.summary |= {
             "skipped_steps": run.num_skipped, "one_launch": run.strategy.is_captured, **saver.totals,
+            **run.strategy.summary(),
             "weights_sha256": store.weights_sha256(saved) if saved else None,
             "wall_s": time.perf_counter() - run.began,
         }  # fmt: skip
