@@ -26,10 +26,10 @@ def test_slow_sizes_are_visited_once_and_the_best_is_chosen() -> None:
 
     def visit(mb: int) -> list[float]:
         visits.append(mb)
-        return [0.1 + 0.01 * abs(mb - 10)]
+        return [0.1 + 0.015 * abs(mb - 10)]
 
     best, passes = buckets.best_of(buckets.measure([25, 5, 1, 10, 11], visit))
-    assert best == 10 and passes == {"1": 190.0, "5": 150.0, "10": 100.0, "11": 110.0, "25": 250.0}
+    assert best == 10 and passes == {"1": 235.0, "5": 175.0, "10": 100.0, "11": 115.0, "25": 325.0}
     assert visits == [25, 5, 1, 10, 11, *[10, 11] * (buckets.ROUNDS - 1)]
 
 
