@@ -1,17 +1,18 @@
 """Does strategy.bucket_mb=auto choose well? Its choices beside a sweep over all sizes, on links of two speeds.
 
     sudo python benchmarks/buckets.py [--links 100mbit 1gbit] [--choices 5] [--json benchmarks/results/buckets-cpu.json]
+    sudo python benchmarks/buckets.py --exposed [--links …] [--json benchmarks/results/exposed-cpu.json]
 
 Two ranks under ddp, each in a network namespace of its own; a token bucket (tc tbf) at both ends of the pair of virtual
 Ethernet devices between them limits the rate. In one world, auto chooses several times, each time from nothing; then
 blocks of training steps with each size take turns, so that other load on the machine hits all sizes. The figure is the
-median step of auto's choice over that of the best size. Nothing here passes or fails. It needs root.
+median step of auto's choice over that of the best size. --exposed trains with 25 MiB and with auto instead, and
+compares exposed_comm_s of the run with its profile. Nothing here passes or fails. It needs root.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
@@ -31,7 +32,10 @@ from dtrain.launch.app import resolve
 SPACES = ("dtrain-bench-a", "dtrain-bench-b")
 MODEL = ["model.num_layers=6", "model.dim=256", "model.num_heads=4", "model.vocab_size=256", "model.seq_len=64"]
 COMMON = [*MODEL, "data=synthetic", "train.eval_batches=0", "checkpoint.every=0", "train.global_batch_size=8"]
-COMMON += ["cluster.processes=2", "strategy.bucket_mb=auto", "train.steps=1000000"]
+COMMON += ["cluster.processes=2", "schedule.warmup_steps=0"]
+TRAIN = "import os, pathlib, sys; from dtrain.train.rank import train; "
+TRAIN += "sys.exit(train(pathlib.Path(sys.argv[1]), int(os.environ['RANK'])))"
+PROFILED = ["train.steps=40", "profile=torch", "profile.ranks=[0,1]", "profile.start=30"]
 
 
 # ---- inside a rank -----------------------------------------------------------------------------------------------
@@ -48,8 +52,6 @@ def rank_main(run_dir: Path, choices: int, rounds: int, block: int) -> None:
     from dtrain.train import process
     from dtrain.train.setup import set_up
 
-    with contextlib.suppress(OSError):  # go before other load of the machine
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     cfg = Settings(run_file.completed(run_file.load(run_dir)) | {"trust": []})
     device = process.join_process_group()
     saver = background.Saver(run_dir / "checkpoints", 1, False, 0, None)
@@ -107,11 +109,13 @@ def disconnect() -> None:
         subprocess.run(["ip", "netns", "del", space], capture_output=True)
 
 
-def measure(rate: str, options: argparse.Namespace) -> dict[str, Any]:
+def in_spaces(rate: str, overrides: list[str], program: list[str], results: str) -> dict[str, Any]:
+    """Run a program in both namespaces, for a run folder with these settings; return the JSON that it leaves there."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         (run_dir / "logs").mkdir(parents=True)
-        save(run_dir, resolve(compare.compose([*COMMON, f"run_dir={run_dir}/new"])) | {"run_dir": str(run_dir)})
+        words = [*COMMON, *overrides, f"run_dir={run_dir}/new"]
+        save(run_dir, resolve(compare.compose(words)) | {"run_dir": str(run_dir)})
         disconnect()
         connect(rate)
         ranks = []
@@ -120,10 +124,9 @@ def measure(rate: str, options: argparse.Namespace) -> dict[str, Any]:
                 env = {"RANK": str(i), "LOCAL_RANK": str(i), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
                 env |= {"MASTER_ADDR": "10.231.7.1", "MASTER_PORT": "29571", "OMP_NUM_THREADS": "1"}
                 env |= {"GLOO_SOCKET_IFNAME": f"dtb{i}"}
-                command = ["ip", "netns", "exec", space, sys.executable, __file__, "--rank-of", str(run_dir)]
-                command += ["--choices", str(options.choices), "--rounds", str(options.rounds)]
-                command += ["--block", str(options.block)]
-                ranks.append(subprocess.Popen(command, env=os.environ | env, start_new_session=True))
+                first = ["ip", "netns", "exec", space, "chrt", "--rr", "1"]  # go before other load of the machine
+                command = [word.replace("RUN", str(run_dir)) for word in program]
+                ranks.append(subprocess.Popen([*first, sys.executable, *command], env=os.environ | env))
             codes = [rank.wait() for rank in ranks]
         finally:
             for rank in ranks:
@@ -131,10 +134,27 @@ def measure(rate: str, options: argparse.Namespace) -> dict[str, Any]:
             disconnect()
         if any(codes):
             raise RuntimeError(f"{rate}: exit codes {codes}")
-        found = json.loads((run_dir / "buckets.json").read_text())
+        found: dict[str, Any] = json.loads((run_dir / results).read_text())
+        return found
+
+
+def measure(rate: str, options: argparse.Namespace) -> dict[str, Any]:
+    words = ["--choices", str(options.choices), "--rounds", str(options.rounds), "--block", str(options.block)]
+    settings = ["strategy.bucket_mb=auto", "train.steps=1000000"]
+    found = in_spaces(rate, settings, [__file__, "--rank-of", "RUN", *words], "buckets.json")
     best = min(found["step_ms"].values())
     ratios = [round(found["step_ms"][str(choice["bucket_mb"])] / best, 4) for choice in found["chosen"]]
     return {"link": rate, **found, "auto_over_best": ratios, "default_over_best": default_ratio(found["step_ms"])}
+
+
+def exposed(rate: str, bucket_mb: str) -> dict[str, Any]:
+    """exposed_comm_s, which every run has, beside the exact number of profile=torch of rank 0."""
+    settings = [f"strategy.bucket_mb={bucket_mb}", *PROFILED]
+    found = in_spaces(rate, settings, ["-c", TRAIN, "RUN"], "summary.json")
+    seconds = found["tokens_per_step"] / found["tokens_per_s"]
+    chosen = found.get("buckets", {}).get("bucket_mb", bucket_mb)
+    numbers = {key: found[key] for key in ("exposed_comm_s", "profiled_exposed_comm_s", "profiled_comm_s")}
+    return {"link": rate, "bucket_mb": bucket_mb, "chosen_mb": chosen, "step_s": round(seconds, 4), **numbers}
 
 
 def default_ratio(steps: dict[str, float]) -> float:
@@ -147,6 +167,7 @@ def main() -> None:
     parser.add_argument("--choices", type=int, default=5, help="how often auto chooses")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--block", type=int, default=3, help="steps with one size before the next has its turn")
+    parser.add_argument("--exposed", action="store_true", help="compare exposed_comm_s with the profile instead")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -154,10 +175,11 @@ def main() -> None:
         rank_main(options.rank_of, options.choices, options.rounds, options.block)
     rows = []
     for link in options.links:
-        rows.append(measure(link, options))
-        print(json.dumps(rows[-1]), flush=True)
+        for bucket_mb in ("25", "auto") if options.exposed else ("",):
+            rows.append(exposed(link, bucket_mb) if bucket_mb else measure(link, options))
+            print(json.dumps(rows[-1]), flush=True)
     if options.json:
-        content = {"benchmark": "buckets", **environment(), "rows": rows}
+        content = {"benchmark": "exposed" if options.exposed else "buckets", **environment(), "rows": rows}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 

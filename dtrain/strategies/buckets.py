@@ -6,6 +6,7 @@ latency. Which wins depends on the model, the batch and the network.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ MIB = 2**20
 DEFAULT_MB = 25
 SIZES_MB = (25, 5, 100, 10, 1, 50, 2, 200)  # coarse first: on a slow link the time is up before all are tried
 FEWEST = 3  # sizes that are tried, however long a pass takes
-BUDGET_S, ROUNDS = 15.0, 5
+BUDGET_S, ROUNDS = 30.0, 3
 VISIT_S, MOST_PASSES = 1.0, 4  # one visit times a pass at least once, and again up to this long or often
 CLOSE = 1.2  # a size that is slower than the best by more than this is not visited again
 
@@ -38,21 +39,17 @@ def measure(sizes: list[int], visit: Callable[[int], list[float]]) -> dict[int, 
             found = visit(mb)
             times.setdefault(mb, []).extend(found)
             spent += sum(found) + found[0]  # a visit begins with a pass that is not timed
-        best = min(map(typical, times.values()))
-        left = [mb for mb in left if typical(times[mb]) <= CLOSE * best]
+        best = min(map(statistics.median, times.values()))
+        close = [mb for mb in left if statistics.median(times[mb]) <= CLOSE * best]
+        left = sorted(close, key=lambda mb: statistics.median(times[mb]))  # the best first: the time may be up
         if len(left) == 1:
             break
     return times
 
 
-def typical(times: list[float]) -> float:
-    """Return the lower quartile: other load on the machines only adds to a pass, and one lucky pass proves nothing."""
-    return sorted(times)[len(times) // 4]
-
-
 def best_of(times: dict[int, list[float]]) -> tuple[int, dict[str, float]]:
-    """Return the size with the shortest typical pass, and that of each size in ms."""
-    found = {mb: typical(times[mb]) for mb in sorted(times)}
+    """Return the size with the shortest median pass, and that of each size in ms."""
+    found = {mb: statistics.median(times[mb]) for mb in sorted(times)}
     return min(found, key=lambda mb: found[mb]), {str(mb): round(1000 * s, 3) for mb, s in found.items()}
 
 

@@ -19,5 +19,10 @@ class Slow(GPT2):
             time.sleep(0.2)
         elif dist.get_rank() == 0:
             first = next(self.parameters())  # its gradient comes last
-            handle = first.register_post_accumulate_grad_hook(lambda _: (handle.remove(), store.set(key, "")) and None)
+
+            def on_gradient(_: Any) -> None:
+                handle.remove()
+                store.set(key, "")
+
+            handle = first.register_post_accumulate_grad_hook(on_gradient)
         return super().forward(*args, **kwargs)
