@@ -33,6 +33,7 @@ SPACES = ("dtrain-bench-a", "dtrain-bench-b")
 MODEL = ["model.num_layers=6", "model.dim=256", "model.num_heads=4", "model.vocab_size=256", "model.seq_len=64"]
 COMMON = [*MODEL, "data=synthetic", "train.eval_batches=0", "checkpoint.every=0", "train.global_batch_size=8"]
 COMMON += ["cluster.processes=2", "schedule.warmup_steps=0"]
+SWEEP_MB = (1, 2, 5, 10, 25)  # 25 holds all gradients of this model
 TRAIN = "import os, pathlib, sys; from dtrain.train.rank import train; "
 TRAIN += "sys.exit(train(pathlib.Path(sys.argv[1]), int(os.environ['RANK'])))"
 PROFILED = ["train.steps=40", "profile=torch", "profile.ranks=[0,1]", "profile.start=30"]
@@ -67,7 +68,7 @@ def rank_main(run_dir: Path, choices: int, rounds: int, block: int) -> None:
         strategy.choose_buckets(*batch)
         chosen.append(strategy.choice | {"seconds": round(time.perf_counter() - began, 1)})
     num_bytes = sum(p.numel() * p.element_size() for p in strategy.module.parameters())
-    times: dict[int, list[float]] = {mb: [] for mb in sorted(buckets.sizes_to_try(num_bytes))}
+    times: dict[int, list[float]] = {mb: [] for mb in SWEEP_MB}
     for _ in range(rounds):
         for mb, found in times.items():
             strategy.use_buckets(mb)
@@ -165,7 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--links", nargs="*", default=["100mbit", "1gbit"])
     parser.add_argument("--choices", type=int, default=5, help="how often auto chooses")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block", type=int, default=3, help="steps with one size before the next has its turn")
     parser.add_argument("--exposed", action="store_true", help="compare exposed_comm_s with the profile instead")
     parser.add_argument("--json", type=Path)

@@ -12,10 +12,10 @@ from typing import Any
 
 MIB = 2**20
 DEFAULT_MB = 25
-SIZES_MB = (25, 5, 100, 10, 1, 50, 2, 200)  # coarse first: on a slow link the time is up before all are tried
+SIZES_MB = (25, 5, 1, 100)  # a factor of 2 between two sizes changes little
 FEWEST = 3  # sizes that are tried, however long a pass takes
-BUDGET_S, ROUNDS = 30.0, 3
-VISIT_S, MOST_PASSES = 1.0, 4  # one visit times a pass at least once, and again up to this long or often
+BUDGET_S, ROUNDS = 30.0, 4
+VISIT_S, MOST_PASSES = 4.0, 4  # one visit times a pass at least once, and again up to this long or often
 CLOSE = 1.2  # a size that is slower than the best by more than this is not visited again
 
 
@@ -39,17 +39,22 @@ def measure(sizes: list[int], visit: Callable[[int], list[float]]) -> dict[int, 
             found = visit(mb)
             times.setdefault(mb, []).extend(found)
             spent += sum(found) + found[0]  # a visit begins with a pass that is not timed
-        best = min(map(statistics.median, times.values()))
-        close = [mb for mb in left if statistics.median(times[mb]) <= CLOSE * best]
-        left = sorted(close, key=lambda mb: statistics.median(times[mb]))  # the best first: the time may be up
+        best = min(map(typical, times.values()))
+        close = [mb for mb in left if typical(times[mb]) <= CLOSE * best]
+        left = sorted(close, key=lambda mb: typical(times[mb]))  # the best first: the time may be up
         if len(left) == 1:
             break
     return times
 
 
+def typical(times: list[float]) -> float:
+    """Return the mean of the faster half: other load on the machines only adds to a pass."""
+    return statistics.fmean(sorted(times)[: (len(times) + 1) // 2])
+
+
 def best_of(times: dict[int, list[float]]) -> tuple[int, dict[str, float]]:
-    """Return the size with the shortest median pass, and that of each size in ms."""
-    found = {mb: statistics.median(times[mb]) for mb in sorted(times)}
+    """Return the size with the shortest typical pass, and that of each size in ms."""
+    found = {mb: typical(times[mb]) for mb in sorted(times)}
     return min(found, key=lambda mb: found[mb]), {str(mb): round(1000 * s, 3) for mb, s in found.items()}
 
 

@@ -14,9 +14,7 @@ from tests.world import losses, make_run, summary, train
 WIDE = ["model.dim=128", "model.seq_len=4", "train.global_batch_size=12", "checkpoint.every=3", "train.steps=6"]
 
 
-@pytest.mark.parametrize(
-    "mib, sizes", [(0.5, {1}), (4, {1, 2, 5}), (20, {1, 2, 5, 10, 25}), (999, set(buckets.SIZES_MB))]
-)
+@pytest.mark.parametrize("mib, sizes", [(0.5, {1}), (4, {1, 5}), (20, {1, 5, 25}), (999, set(buckets.SIZES_MB))])
 def test_sizes_that_would_be_one_bucket_are_tried_once(mib: float, sizes: set[int]) -> None:
     assert set(buckets.sizes_to_try(int(mib * buckets.MIB))) == sizes
 
@@ -48,7 +46,7 @@ def test_measuring_changes_no_bit(tmp_path: Path) -> None:
     assert losses(auto) == losses(fixed)
     assert summary(auto)["weights_sha256"] == summary(fixed)["weights_sha256"]
     choice = summary(auto)["buckets"]
-    assert set(choice["pass_ms"]) == {"1", "2", "5"} and str(choice["bucket_mb"]) in choice["pass_ms"]
+    assert set(choice["pass_ms"]) == {"1", "5"} and str(choice["bucket_mb"]) in choice["pass_ms"]
     assert f"strategy.bucket_mb=auto: buckets of {choice['bucket_mb']} MiB" in (auto / "logs/rank-1.log").read_text()
     assert "buckets" not in summary(fixed)
 
