@@ -43,6 +43,9 @@ def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> N
         raise bad("strategy.mode", "fsdp", rule, "strategy=fsdp, or strategy.mode=sharded_ddp")
     if strategy["_target_"] == "dtrain.strategies.ps.ParameterServer":
         check_parameter_server(config, sizes)
+    if strategy.get("bucket_mb") == "auto" and config["deterministic"]:
+        rule = "is measured, so two runs may differ in it, and with three or more ranks in the bits of their sums"
+        raise bad("strategy.bucket_mb", "auto", f"{rule}; deterministic=true", "strategy.bucket_mb=25")
     if "replica_size" in strategy:
         check_replicas(strategy, config["cluster"]["processes"], sizes)
     if config["compile"] == "whole" and strategy["_target_"] in BETWEEN_LAYERS and sizes.world_size > 1:

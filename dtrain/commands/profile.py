@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dtrain.commands.run_parser import RunParser
 from dtrain.errors import bad
 from dtrain.profile.attribute import COMPUTE, PARTS, TOP
+from dtrain.runs import comm_profile
 from dtrain.runs.find import find_run
 from dtrain.runs.folder import read_json
 from dtrain.ui.console import LAUNCH, say, stdout_console
@@ -54,8 +55,10 @@ def main(argv: list[str]) -> int:
             f"{short_path(run_dir)}: the run has no profile, or has not reached the steps that it records\n"
             f"  fix: {LAUNCH} … profile=torch (or profile=memory, nsys=true), then dtrain profile latest"
         )
+    sent = comm_profile.profile(run_dir)
     if options.json:
-        print(json.dumps(without_nan({"tables": tables, "nsys_reports": [str(r) for r in reports]}), indent=2))
+        content = {"tables": tables, "communication": sent, "nsys_reports": [str(r) for r in reports]}
+        print(json.dumps(without_nan(content), indent=2))
         return 0
     console = stdout_console()
     for table in tables:
@@ -63,6 +66,8 @@ def main(argv: list[str]) -> int:
             print_time(table, folder, options.kernels, console)
         else:
             print_memory(table, folder, options.kernels, console)
+    if sent:
+        print_communication(sent, options.kernels, console)
     for report in reports:
         say(console, (f"nsys stats {shell_path(report)}", "bold"), "  (or open it in Nsight Systems)")
     return 0
@@ -115,6 +120,23 @@ def print_time(table: dict[str, Any], folder: Path, num_kernels: int, console: C
     say(console, f"trace: {short_path(trace)}  (open it in ui.perfetto.dev or chrome://tracing)\n")
 
 
+def print_communication(sent: dict[str, Any], num_rows: int, console: Console) -> None:
+    """Print the messages by kind and size, and who waits for whom."""
+    steps = f"{sent['num_steps']} step" + ("s" if sent["num_steps"] > 1 else "")
+    rows = grid(f"communication · {len(sent['ranks'])} ranks · {steps}", *comm_profile.HEADS)
+    for message in sent["messages"][:num_rows]:
+        rows.add_row(*comm_profile.cells(message))
+    console.print(rows)
+    say(console, comm_profile.HINT)
+    if all(message["expected_gb_s"] is None for message in sent["messages"]):
+        say(console, "expected: the hardware file has no rates; dtrain plan calibrate measures them")
+    for wait in sent["waits"][:num_rows]:
+        say(console, comm_profile.wait_text(wait))
+    if sent["problem"]:
+        say(console, sent["problem"])
+    say(console, "")
+
+
 def print_memory(table: dict[str, Any], folder: Path, num_lines: int, console: Console) -> None:
     when = "peak"
     if table["kind"] == "out-of-memory":
@@ -147,7 +169,7 @@ def grid(title: str, *columns: str) -> Any:
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         name = column == "allocated at" or column.startswith("longest")
-        text = name or column in ("", "part")
+        text = name or column in ("", "part", "collective")
         width = 23 if column == "part" else None if text else 6
         table.add_column(
             column, justify="left" if text else "right", no_wrap=not name, overflow="fold" if name else "ellipsis",

@@ -103,7 +103,7 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
         fused_loss=on_gpu(config) if (fused := config.get("fused_loss", "auto")) == "auto" else fused,
         optimizer=(optimizer := str(config["optim"]["_target_"]).rpartition(".")[2]),
         fused_update=optimizer == "adamw" and on_gpu(config) and (is_alone or updates_itself(strategy)),
-        bucket_mb=strategy.get("bucket_mb", 25),
+        bucket_mb=25 if (bucket_mb := strategy.get("bucket_mb", 25)) == "auto" else bucket_mb,
     )
 
 

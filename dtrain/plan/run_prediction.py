@@ -14,9 +14,10 @@ from typing import Any, TextIO
 
 from dtrain import __version__
 from dtrain.checks.strategy import shared_gpus
-from dtrain.config.hardware import gpus_per_node
-from dtrain.plan.predict import predict, why_not
+from dtrain.config.hardware import gpus_per_node, ranks_per_node
+from dtrain.plan.predict import hardware_of, predict, why_not
 from dtrain.plan.sections import strategy_section, with_detected
+from dtrain.plan.time.collectives import STEPS, Group, collective_s, rate
 from dtrain.runs.folder import latest_checkpoint
 from dtrain.util.format import as_dict, duration, gib, percent, si, step_time, without_nan
 
@@ -38,7 +39,8 @@ def plan_of(config: Mapping[str, Any]) -> dict[str, Any]:
         plan["hardware"] = config["choices"].get("hardware")
         plan["calibrated"] = config["hardware"].get("calibration") is not None
         plan["measured"] = str(config["hardware"].get("source")).startswith("measured")  # by dtrain plan calibrate
-        return {**plan, **without_nan(row_of(config))}
+        row = without_nan(row_of(config))
+        return {**plan, **row} | ({} if "reason" in row else {"collectives": collectives_of(config)})
     except Exception as error:  # a planner bug must not stop training
         if strict():
             raise
@@ -57,6 +59,26 @@ def row_of(config: Mapping[str, Any]) -> dict[str, Any]:
         return {"reason": why_not(config)}
     step_s = prediction.step_s
     return prediction.row() | {"wall_s": None if step_s is None else step_s * steps_to_do(config)}
+
+
+def collectives_of(config: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return what the hardware file expects of collectives over all ranks; {} if it has no rates. For a profile."""
+    hardware = hardware_of(config)
+    nodes, per_node = int(config["cluster"]["nodes"]), ranks_per_node(config["cluster"])
+    if hardware is None or nodes * per_node < 2 or not hardware.gpus_per_node:
+        return {}
+    links = hardware.nvlink_max_gb_s or hardware.gather_max_gb_s or hardware.pcie_gb_s
+    if not links or (nodes > 1 and not (hardware.network_max_gb_s or hardware.network_busbw_gb_s)):
+        return {}
+    group = Group(nodes * per_node, per_node)
+    return {
+        kind: {
+            "ranks": group.size,
+            "latency_us": 1e6 * collective_s(hardware, kind, group, 0),
+            "bus_gb_s": rate(hardware, kind, group) / 1e9,
+        }
+        for kind in STEPS
+    }
 
 
 def foreign(config: Mapping[str, Any]) -> str | None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from dtrain.profile import attribute, memory
+from dtrain.profile import attribute, comm, memory
 from dtrain.runs.folder import write_json
 
 log = logging.getLogger("dtrain")
@@ -49,6 +49,8 @@ class Profile:
 
 class Recorder:
     """Records nothing: for ranks that are not chosen, and the base class of the other recorders."""
+
+    report: Callable[..., None] | None = None  # on rank 0: puts metrics into metrics.jsonl and summary.json
 
     def __init__(self, profile: Profile, run_dir: Path, rank: int, device: Any) -> None:
         self.profile, self.folder, self.rank, self.device = profile, run_dir / FOLDER, rank, device
@@ -128,12 +130,14 @@ class Trace(Recorder):
     """torch.profiler: a Chrome trace, and the table of where the time of the steps goes."""
 
     def attach(self, strategy: Any, loader: Any, first_step: int, num_left: int) -> None:
+        import torch.distributed as dist
         from torch.profiler import ProfilerActivity, profile, schedule
 
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
         # one step to warm up the profiler, and one whose end is where the table's first step begins
         when = schedule(wait=0, warmup=1, active=self.profile.num_steps + 1, repeat=1)
-        self.profiler = profile(activities=kinds, schedule=when, on_trace_ready=self.write)
+        several = dist.get_world_size() > 1  # shapes tell the bytes of collectives
+        self.profiler = profile(activities=kinds, schedule=when, on_trace_ready=self.write, record_shapes=several)
         self.times: list[float] = []
         self.watch(strategy, loader, first_step, num_left)
 
@@ -153,11 +157,20 @@ class Trace(Recorder):
         path = self.folder / f"trace-rank-{self.rank}.json.gz"
         profiler.export_chrome_trace(str(path))
         with gzip.open(path, "rt", errors="replace") as file:
-            table = attribute.table(json.load(file)["traceEvents"])
+            trace = json.load(file)
+        table = attribute.table(trace["traceEvents"])
         # Step time without the profiler: the steps before it began, except the first, which compiles.
         plain = [after - before for before, after in itertools.pairwise(self.times[1 : self.profile.start - 2])]
         usual = {"step_ms_without_profiler": 1000 * statistics.median(plain) if plain else None}
         self.note("torch", table | usual | {"trace": path.name})
+        ends = attribute.Host([e for e in trace["traceEvents"] if e.get("ph") == "X"]).ends
+        found = comm.calls(trace, ends[0], ends[-1])
+        if found["calls"]:
+            self.note("communication", found | {"num_steps": len(ends) - 1})
+        whole, exposed = table["communication"]["ms"], table["parts"]["exposed_communication"]["ms"]
+        if self.report and whole:
+            last = self.first_step + self.profile.num_steps - 1
+            self.report(step=last, profiled_comm_s=whole / 1000, profiled_exposed_comm_s=exposed / 1000)
 
 
 class Memory(Recorder):

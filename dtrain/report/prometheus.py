@@ -45,6 +45,7 @@ STEP = {
     "dtrain_mfu_ratio": ("mfu", 1, "Model FLOPs utilization, 0 to 1"),
     "dtrain_step_seconds": ("step_s", 1, "Duration of a step"),
     "dtrain_data_wait_seconds": ("data_s", 1, "Time that a step waited for its batch"),
+    "dtrain_exposed_communication_seconds": ("exposed_comm_s", 1, "Time of a step that only communicated, estimated"),
     "dtrain_memory_bytes": ("mem_gib", GIB, "Peak memory of rank 0: of its GPU, or of its process on a CPU"),
     "dtrain_save_stall_seconds": ("save_stall_s", 1, "Time for which the newest save stopped the training"),
 }

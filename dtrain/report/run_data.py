@@ -12,6 +12,7 @@ from dtrain.config.redaction import hidden
 from dtrain.report.curves import Column, Curve, columns, curve, rounded
 from dtrain.report.system_data import system_data
 from dtrain.report.why import CAUSES, diagnose
+from dtrain.runs import comm_profile
 from dtrain.runs.folder import latest_checkpoint, predicted, read_json
 from dtrain.runs.metrics import NO_CURVE, rows
 from dtrain.runs.record import Record
@@ -28,6 +29,7 @@ HIDDEN_CURVES = (*NO_CURVE, "val_perplexity")
 MOST_CURVES = 24
 MOST_EVENTS = 200
 MOST_ATTEMPTS = 500
+MOST_MESSAGES = 20
 STRIP = (64, 120)  # rows and columns of the picture of all ranks
 LONGEST_TEXT = 2000  # characters of one text from a run folder
 
@@ -51,6 +53,7 @@ def run_data(record: Record, most: int, most_of_system: int) -> dict[str, Any]:
         "commands": commands(record),
         "step_parts": step_parts(run_dir, plan),
         "memory_parts": memory_parts(plan),
+        "communication": communication(run_dir),
     }
     return {
         **hidden(texts),
@@ -170,6 +173,20 @@ def step_parts(run_dir: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
     if kept := known_parts(planned):
         found.append({"title": "planned", "parts": kept})
     return found
+
+
+def communication(run_dir: Path) -> dict[str, Any] | None:
+    """The messages of the profiled steps and who waits for whom, as text."""
+    sent = comm_profile.profile(run_dir)
+    if sent is None:
+        return None
+    return {
+        "heads": list(comm_profile.HEADS),
+        "hint": comm_profile.HINT,
+        "messages": [[text(cell) for cell in comm_profile.cells(row)] for row in sent["messages"][:MOST_MESSAGES]],
+        "waits": [text(comm_profile.wait_text(wait)) for wait in sent["waits"][:MOST_MESSAGES]],
+        "note": text(sent["problem"]),
+    }
 
 
 def memory_parts(plan: dict[str, Any]) -> dict[str, Any] | None:

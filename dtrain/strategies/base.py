@@ -395,7 +395,7 @@ class Strategy:
         self.precision.load_state_dict(extra["precision"])
 
     def totals(self) -> dict[str, Any]:
-        """At the end of a run: what the summary says about this strategy. All ranks must call it."""
+        """Return what summary.json says about this strategy at the end of a run. All ranks must call it."""
         return {}
 
     def close(self) -> None:

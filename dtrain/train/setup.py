@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +65,17 @@ class Run:
     num_skipped: int = 0
     step_times: list[float] = field(default_factory=list)
     recent: list[FinishedStep] = field(default_factory=list)  # the newest two, for train/rescue.py
+    exposed_comm_s: float | None = None  # of a step, mean of the newest window (stragglers.py)
 
     def step_metrics(self, finished: FinishedStep) -> dict[str, Any]:
         """A step's line in metrics.jsonl."""
         rate, step_s = self.rate, finished.step_s
+        exposed = {} if self.exposed_comm_s is None else {"exposed_comm_s": round(self.exposed_comm_s, 6)}
         return {
             "step": finished.step, "loss": finished.loss, "lr": finished.lr, "grad_norm": finished.grad_norm,
             "tokens": finished.samples * rate.tokens_per_sample, "tokens_per_s": rate.tokens_per_s(step_s),
             "step_s": step_s, "data_s": finished.data_s, "mfu": rate.mfu(step_s),
-            "mem_gib": metrics.memory_gib(self.device),
+            "mem_gib": metrics.memory_gib(self.device), **exposed,
         }  # fmt: skip
 
     def checkpoint_meta(self) -> dict[str, Any]:
@@ -153,6 +156,8 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
         write_json(folder / "summary.json", summary)
         if strategy.compile != "none" and step < last_step:  # gpt2-1.5b: 8 s by blocks, 71 s whole
             log.info("compiling the model: the first step takes longer")
+    if recorder:
+        profiler.report = partial(report, recorder, summary)
     profiler.attach(strategy, train_data, step, last_step - step)  # wraps the steps to profile, if any
     every = cfg.checkpoint.peer_every or cfg.checkpoint.every
     if device.type == "cuda" and every and step - step % every + every < last_step:
@@ -161,6 +166,12 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
         folder, cfg, device, model, strategy, schedule, mesh, train_data, validation, data_identity, rate, recorder,
         summary, last_step, step, samples, Spikes(cfg.train.spike, strategy, spikes), loaded_from, began,
     )  # fmt: skip
+
+
+def report(recorder: metrics.Recorder, summary: dict[str, Any], step: int, **values: Any) -> None:
+    """Record what a profile of some steps found."""
+    summary.update(values)
+    recorder.write(step=step, **values)
 
 
 def load_newest(

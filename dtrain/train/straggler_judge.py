@@ -162,6 +162,11 @@ class Judge:
             if len(self._history) == KEPT:
                 self._history, self._stride = self._history[1::2], self._stride + 1
 
+    def exposed_comm_s(self) -> float | None:
+        """Median over the windows of what communication adds to a step; None if it is not known."""
+        found = [one for times in self._history if (one := exposed_comm_s(times, self.on_gpu)) is not None]
+        return round(statistics.median(found), 6) if found else None
+
     def medians(self) -> list[dict[str, Any]]:
         """Per rank: median seconds per step of data, own work and waiting, and how many one-off slow windows."""
         if not self._history:
@@ -174,6 +179,15 @@ class Judge:
             }
             for rank, (row, one_off) in enumerate(zip(middle, self.one_offs, strict=True))
         ]  # fmt: skip
+
+
+def exposed_comm_s(times: np.ndarray, on_gpu: bool) -> float | None:
+    """Seconds of a step in which even the rank that waits least is blocked in collectives.
+
+    That rank is the slowest, or comes last: it waits for the messages themselves, and the others also for it. On a GPU
+    the host does not see when a stream waits for a message, so there it is not known.
+    """
+    return None if on_gpu else float((times[:, WALL] - times[:, OWN]).min())
 
 
 def compare(times: np.ndarray, groups: list[np.ndarray], alone: bool) -> tuple[np.ndarray, np.ndarray]:

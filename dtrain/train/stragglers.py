@@ -17,7 +17,7 @@ from dtrain.runs.protocol import POSITION_FILE
 from dtrain.train.process import Vote, log
 from dtrain.train.rank_times import FIELDS, RankTimes
 from dtrain.train.setup import Run
-from dtrain.train.straggler_judge import Judge, Verdict
+from dtrain.train.straggler_judge import Judge, Verdict, exposed_comm_s
 
 WINDOW_STEPS = 5  # fewest steps of a window
 SKIPPED_STEPS = 3  # the first ones compile and allocate
@@ -74,6 +74,7 @@ class StragglerWatch:
         if self.judge is None or vote is None or len(vote[0]) <= 2:
             return
         times = vote[0][2:].double().numpy().reshape(self.world_size, len(FIELDS))
+        self.run.exposed_comm_s = exposed_comm_s(times, self.judge.on_gpu)
         for verdict in self.judge.add(*self.sent.popleft(), times):
             self._announce(verdict)
         if time.perf_counter() - self.recorded_at >= RECORD_S:
@@ -112,6 +113,7 @@ class StragglerWatch:
             host = self._host(verdict.rank)
             slow.append({**vars(verdict), "host": host, "text": verdict.text(host)})
         self.run.summary |= {"ranks": self.judge.medians(), "slow_ranks": slow}
+        self.run.summary["exposed_comm_s"] = self.judge.exposed_comm_s()
 
     def _host(self, rank: int) -> str:
         return str(read_json(self.run.folder / POSITION_FILE.format(rank)).get("host", "?"))

@@ -89,6 +89,7 @@ def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str
         ("accuracy", accuracy, "-"),
         (f"{unit}/s", si(speed), si(forecast("tokens_per_s"))),
         ("step time", step_time(tokens / speed if tokens and speed else None), step_time(forecast("step_s"))),
+        ("communication", exposed_text(get("exposed_comm_s")), "-"),
         ("MFU", percent(get("mfu")), percent(forecast("mfu"))),
         ("peak memory", gib(get("peak_mem_gib")), gib(forecast("peak_mem_gib", "memory_gib"))),
         ("wall time", duration(get("wall_s")), "-"),  # a plan covers only the steps
@@ -97,6 +98,10 @@ def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str
         ("checkpoint", short_path(checkpoint) if checkpoint else "-", "-"),
     ]
     return [(label, value, "" if guess == "-" else guess) for label, value, guess in rows if value != "-"]
+
+
+def exposed_text(seconds: object) -> str:
+    return "-" if number(seconds) is None else f"{step_time(seconds)} of a step exposed (estimate)"
 
 
 def slow_ranks(summary: dict[str, Any]) -> list[str]:

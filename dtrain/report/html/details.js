@@ -107,6 +107,20 @@ function stepSection(run) {
   return bars.length ? part("Where a step goes", "step", "", div("panel pad", bars)) : null;
 }
 
+// ---- which messages the profiled steps sent, and who waited for whom
+
+function commSection(run) {
+  const sent = run.communication;
+  if (!sent) return null;
+  const cell = (tag, text, i) => h(tag, { class: i ? "number" : "" }, text);
+  const table = h("table", { class: "plain" },
+    h("thead", {}, h("tr", {}, sent.heads.map((text, i) => cell("th", text, i)))),
+    h("tbody", {}, sent.messages.map(row => h("tr", {}, row.map((text, i) => cell("td", text, i))))));
+  return part("Communication", "communication", "profiled steps", div("panel pad", div("scroll", table),
+    h("p", { class: "hint" }, sent.hint), sent.waits.length > 0 && bullets(sent.waits),
+    sent.note && h("p", { class: "hint" }, sent.note)));
+}
+
 // ---- ranks as a strip: a row for each rank, a column for each record, the colour is the time of its own work
 
 function rankSection(run) {

@@ -258,7 +258,8 @@ function showDetails() {
   ];
   detailsBox.replaceChildren(...[
     ...(several ? head() : []),
-    stepSection(run), rankSection(run), timeLine(run), systemSection(run), environmentSection(run), commandSection(run),
+    stepSection(run), commSection(run), rankSection(run), timeLine(run), systemSection(run),
+    environmentSection(run), commandSection(run),
   ].filter(Boolean));
 }
 
