@@ -43,6 +43,7 @@ def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> N
         raise bad("strategy.mode", "fsdp", rule, "strategy=fsdp, or strategy.mode=sharded_ddp")
     if "replica_size" in strategy:
         check_replicas(strategy, config["cluster"]["processes"], sizes)
+        check_compression(strategy)
     if config["compile"] == "whole" and strategy["_target_"] in BETWEEN_LAYERS and sizes.world_size > 1:
         name = config["choices"]["strategy"]
         rule = f"strategy={name} runs collectives between the layers, which a graph cannot contain"
@@ -191,6 +192,17 @@ def check_pipeline(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: 
         rule = "splits the backward pass in two, but the saved operations can be used only once"
         fix = "activation_checkpointing=full, or strategy.schedule=interleaved_1f1b"
         raise bad("strategy.schedule", schedule, rule, fix)
+
+
+def check_compression(strategy: dict[str, Any]) -> None:
+    """Under fsdp only the replicas' exchange is compressed: weights and shards of gradients travel as they are."""
+    word = strategy.get("compress", "none")
+    if word != "none" and strategy["sharding"] != "hybrid":
+        rule = f"is for replicas of the model, and sharding={strategy['sharding']} has none"
+        raise bad("strategy.compress", word, rule, "strategy.sharding=hybrid, strategy=ddp, or strategy.compress=none")
+    if word == "powersgd":
+        rule = "factors whole matrices, and a rank of fsdp holds only some of their rows"
+        raise bad("strategy.compress", word, rule, "strategy.compress=int8, or strategy=ddp")
 
 
 def check_replicas(strategy: dict[str, Any], node_size: int, sizes: MeshSizes) -> None:

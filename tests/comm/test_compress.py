@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from dtrain.checkpoint import store
 from dtrain.comm.compress import make
 from dtrain.comm.compressor import Compressor
 from dtrain.util.dtensor import Chunk
@@ -79,6 +82,61 @@ def adds_up(words: tuple[str, ...]) -> None:
         if word not in ("fp16", "bf16"):
             assert not torch.allclose(sent["a"], total["a"], atol=1e-4), f"{word} sent everything"
             torch.testing.assert_close(sent["norm"], total["norm"])
+
+
+def stays_finite(words: tuple[str, ...]) -> None:
+    """A gradient that is not finite on one rank is not finite on any, and is gone after the skipped step."""
+    for word in words:
+        compressor = build(word)
+        gradients = gradients_of(0, dist.get_rank())
+        if dist.get_rank() == 1:
+            gradients["a"][3, 5] = torch.inf
+        compressor.average(gradients)
+        assert not gradients["a"].isfinite().all(), word
+        compressor.end_step(updated=False)
+        gradients = gradients_of(1, dist.get_rank())
+        compressor.average(gradients)
+        assert gradients["a"].isfinite().all(), word
+
+
+def save(folder: Path, words: tuple[str, ...]) -> None:
+    for word in words:
+        compressor = build(word)
+        for step in range(3):
+            compressor.average(gradients_of(step, dist.get_rank()))
+            compressor.end_step(updated=True)
+        owed = {name: still_owed(compressor, name) for name in SHAPES}
+        store.save(folder / word, 3, compressor.state_dict(), {"extra": compressor.extra_state()}, 1)
+        if dist.get_rank() == 0:
+            torch.save(owed, folder / f"{word}.pt")
+
+
+def load(folder: Path, words: tuple[str, ...]) -> None:
+    for word in words:
+        compressor = build(word)
+        path = folder / word / "step-00000003"
+        manifest = store.read_manifest(path)
+        store.load(path, manifest, compressor.state_dict())
+        compressor.load_state_dict(manifest["extra"])
+        assert compressor.steps == 3
+        for name, owed in torch.load(folder / f"{word}.pt").items():
+            torch.testing.assert_close(still_owed(compressor, name), owed, atol=1e-6, rtol=0)
+            assert owed.any() == (f"{name}.error" in compressor.state)
+    # of another kind, or of none: nothing is owed, and a run without compression does not look at it
+    for word, other in (("powersgd", "fp16"), ("topk", "int8")):
+        compressor = build(word)
+        manifest = store.read_manifest(folder / other / "step-00000003")
+        store.load(folder / other / "step-00000003", manifest, compressor.state_dict())
+        compressor.load_state_dict(manifest["extra"])
+        assert still_owed(compressor, "a").any() == (other == "int8"), "errors are the same for all"
+        assert word != "powersgd" or torch.equal(compressor.state["a.q"], build(word).state["a.q"])
+        store.load(folder / other / "step-00000003", manifest, {})
+
+
+def test_what_is_owed_moves_to_another_number_of_ranks(tmp_path: Path) -> None:
+    spawn(2, stays_finite, WORDS)
+    spawn(2, save, tmp_path, WORDS)
+    spawn(3, load, tmp_path, WORDS)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])

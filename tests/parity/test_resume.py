@@ -8,10 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from dtrain.comm.compress import TOLERANCES
+from dtrain.commands.verify.compare import VARIANTS
 from tests.world import layouts, losses, make_run, start, summary, train, wait_for
 
 STEPS = 20
 WIDE = ("ddp", "zero3", "3d")  # at 4 ranks; the other strategies there with --all
+COMPRESSED = [  # errors and factors are state, too; ddp+powersgd is in `make test`, the others with --all
+    pytest.param("ddp+powersgd", 2),
+    *(pytest.param(f"ddp+{word}", size, marks=pytest.mark.slow) for word, size in [
+        ("powersgd", 4), ("topk", 2), ("topk", 4), ("int8", 4), ("onebit", 4),
+    ]),
+    *(pytest.param(f"fsdp+{word}", 4, marks=pytest.mark.slow) for word in ("int8", "onebit", "topk")),
+]  # fmt: skip
 
 
 def asked_for(path: Path, rank: int) -> list[list[int]]:
@@ -23,13 +32,14 @@ def asked_for(path: Path, rank: int) -> list[list[int]]:
 @pytest.mark.timeout(300)  # 20 s on a quiet machine
 @pytest.mark.parametrize(
     ("strategy", "size"),
-    [pytest.param(*at, marks=[] if at[1] == 2 or at[0] in WIDE else pytest.mark.slow) for at in layouts(2, 4)],
+    [pytest.param(*at, marks=[] if at[1] == 2 or at[0] in WIDE else pytest.mark.slow) for at in layouts(2, 4)]
+    + COMPRESSED,
 )
 def test_sigkill_and_resume_is_bit_exact(strategy: str, size: int, tmp_path: Path) -> None:
     def run(name: str) -> Path:
         return make_run(
             tmp_path / name,
-            f"strategy={strategy}",
+            *(VARIANTS[strategy].overrides if strategy in VARIANTS else [f"strategy={strategy}"]),
             f"cluster.processes={size}",
             f"train.steps={STEPS}",
             "checkpoint.every=5",
@@ -64,3 +74,21 @@ def test_sigkill_and_resume_is_bit_exact(strategy: str, size: int, tmp_path: Pat
         second_life = asked_for(tmp_path / "broken-ids", r)[len(first_life[r]) + 1 :][: STEPS - resumed_at]
         assert first_life[r][1:] == uninterrupted[: len(first_life[r]) - 1]
         assert second_life == uninterrupted[resumed_at:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("word", ["powersgd", "topk", "int8", "onebit"])
+def test_compression_resumes_on_another_number_of_ranks(word: str, tmp_path: Path) -> None:
+    """Each new rank takes the mean of what the old ones still owed: the losses stay within what the word promises."""
+    options = [*VARIANTS[f"ddp+{word}"].overrides, "train.steps=20", "train.micro_batch_size=2"]
+    whole = make_run(tmp_path / "whole", *options, "cluster.processes=2")
+    assert train(whole, 2) == [0, 0]
+    moved = make_run(tmp_path / "moved", *options, "cluster.processes=2", "train.stop_after=10")
+    assert train(moved, 2) == [0, 0]
+    make_run(moved, *options, "cluster.processes=4")
+    assert train(moved, 4) == [0] * 4
+    assert summary(moved)["start_step"] == 10
+    distance = max(abs(losses(whole)[step] - losses(moved)[step]) for step in range(11, 21))
+    print(word, distance)
+    assert 0 < distance < TOLERANCES[word]
