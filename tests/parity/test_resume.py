@@ -92,3 +92,30 @@ def test_compression_resumes_on_another_number_of_ranks(word: str, tmp_path: Pat
     distance = max(abs(losses(whole)[step] - losses(moved)[step]) for step in range(11, 21))
     print(word, distance)
     assert 0 < distance < TOLERANCES[word]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_compression_moves_between_strategies(tmp_path: Path) -> None:
+    """A run whose every part has another strategy, with and without compression, follows one that has none."""
+    options = ["train.steps=20", "train.micro_batch_size=1"]
+    one = make_run(tmp_path / "one", *options, "cluster.processes=1")
+    assert train(one, 1) == [0]
+    moved = tmp_path / "moved"
+    for i, (name, size) in enumerate([("ddp+int8", 2), ("fsdp+int8", 4), ("fsdp", 2), ("ddp+int8", 4)]):
+        chosen = VARIANTS[name].overrides if name in VARIANTS else [f"strategy={name}"]
+        make_run(moved, *options, *chosen, f"cluster.processes={size}", f"train.stop_after={5 * i + 5}")
+        assert train(moved, size) == [0] * size
+        assert summary(moved)["start_step"] == 5 * i
+    assert max(abs(losses(one)[step] - losses(moved)[step]) for step in losses(one)) < TOLERANCES["int8"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_checks_leave_compression_as_it_is(tmp_path: Path) -> None:
+    """Replicas are compared, and passes are replayed: the errors take no notice."""
+    options = [*VARIANTS["ddp+topk"].overrides, "cluster.processes=2", "train.steps=12"]
+    plain = make_run(tmp_path / "plain", *options)
+    checked = make_run(tmp_path / "checked", *options, "guard.replicas_every=2", "guard.replay_every=3")
+    assert train(plain, 2) == train(checked, 2) == [0, 0]
+    assert losses(plain) == losses(checked) and len(losses(plain)) == 12
