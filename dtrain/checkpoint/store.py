@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from dtrain.checkpoint import compression_errors as errors
 from dtrain.checkpoint import manifest, shards
 from dtrain.checkpoint.incremental import Links
 from dtrain.checkpoint.layouts import LayoutError
@@ -321,12 +322,13 @@ def damage(file: Path, spec: dict[str, Any]) -> str:
 def load(path: Path, saved: Manifest, tensors: Mapping[str, Held]) -> None:
     """Fill this rank's tensors in place from a checkpoint saved under any layout."""
     chunks = {name: chunks_of(held) for name, held in tensors.items()}
+    by_rank = {name: chunks.pop(name) for name in tensors if name.startswith(errors.PREFIX)}
     # a pipeline rank knows only its own stage: the model's tensors are the union over all ranks
     shapes: dict[str, list[int]] = {}
     for part in distinct({name: list(c[0].whole_shape) for name, c in chunks.items() if c}):
         shapes |= part
     wrong = [f"{n} is missing in the checkpoint" for n in shapes if n not in saved.tensors]
-    wrong += [f"{n} is not in the model" for n in saved.tensors if n not in shapes]
+    wrong += [f"{n} is not in the model" for n in saved.tensors if n not in shapes and not n.startswith(errors.PREFIX)]
     wrong += [
         f"{n} has shape {list(saved.tensors[n].shape)} in the checkpoint, {shape} in the model"
         for n, shape in shapes.items() if n in saved.tensors and list(saved.tensors[n].shape) != shape
@@ -340,6 +342,7 @@ def load(path: Path, saved: Manifest, tensors: Mapping[str, Held]) -> None:
         for name, held in chunks.items():
             for chunk in held:
                 reader.fill(name, chunk)
+        errors.fill(reader, saved, by_rank)
 
 
 def weights(path: Path) -> Iterator[tuple[str, Tensor]]:

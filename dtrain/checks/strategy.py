@@ -48,6 +48,7 @@ def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> N
         raise bad("strategy.bucket_mb", "auto", f"{rule}; deterministic=true", "strategy.bucket_mb=25")
     if "replica_size" in strategy:
         check_replicas(strategy, config["cluster"]["processes"], sizes)
+        check_compression(strategy)
     if config["compile"] == "whole" and strategy["_target_"] in BETWEEN_LAYERS and sizes.world_size > 1:
         name = config["choices"]["strategy"]
         rule = f"strategy={name} runs collectives between the layers, which a graph cannot contain"
@@ -230,6 +231,17 @@ def check_parameter_server(config: dict[str, Any], sizes: MeshSizes) -> None:
             rule = f"compares all ranks in a step, and under strategy.mode={mode} they are at different steps"
             neutral = f"{section}.{key}={'0' if key == 'replay_every' else 'null'}"
             raise bad(f"{section}.{key}", config[section][key], rule, f"{fix}, or {neutral}")
+
+
+def check_compression(strategy: dict[str, Any]) -> None:
+    """Under fsdp only the replicas' exchange is compressed: weights and shards of gradients travel as they are."""
+    word = strategy.get("compress", "none")
+    if word != "none" and strategy["sharding"] != "hybrid":
+        rule = f"is for replicas of the model, and sharding={strategy['sharding']} has none"
+        raise bad("strategy.compress", word, rule, "strategy.sharding=hybrid, strategy=ddp, or strategy.compress=none")
+    if word == "powersgd":
+        rule = "factors whole matrices, and a rank of fsdp holds only some of their rows"
+        raise bad("strategy.compress", word, rule, "strategy.compress=int8, or strategy=ddp")
 
 
 def check_replicas(strategy: dict[str, Any], node_size: int, sizes: MeshSizes) -> None:

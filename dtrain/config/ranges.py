@@ -30,15 +30,18 @@ AT_LEAST = {
     "strategy.forward_prefetch": 0, "strategy.backward_prefetch": 0, "strategy.stages_per_rank": 2,
     "profile.start": 3, "profile.num_steps": 1, "strategy.every": 1, "strategy.gather_mb": 1, "strategy.whole_below": 0,
     "strategy.staleness": 0, "strategy.slow_rank": 0, "strategy.slow_factor": 1,
+    "strategy.compress_rank": 1, "strategy.compress_warmup": 0,
 }  # fmt: skip
 MORE_THAN = {
     "model.rope_theta": 0, "model.norm_eps": 0, "lora.alpha": 0, "optim.lr": 0, "optim.eps": 0,
     "train.max_grad_norm": 0, "data.val_fraction": 0,
+    "strategy.compress_ratio": 0,
 }  # fmt: skip
 LESS_THAN = {"optim.momentum": 1, "model.dropout": 1, "data.val_fraction": 1}
 AT_MOST = {
     "cluster.metrics_port": 65535,
     "schedule.min_ratio": 1,
+    "strategy.compress_ratio": 1,
     "model.num_layers": 10_000,
 }  # building a layer takes about 1 ms
 

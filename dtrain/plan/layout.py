@@ -50,6 +50,9 @@ class Layout:
     optimizer: str = "adamw"  # adamw | sgd
     fused_update: bool = False  # one kernel clips and updates
     bucket_mb: int = 25
+    compress: str = "none"  # gradients of ddp, and of the replicas of hybrid fsdp: comm/compress.py
+    compress_rank: int = 4
+    compress_ratio: float = 0.01
 
     @property
     def world_size(self) -> int:
@@ -104,6 +107,9 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
         optimizer=(optimizer := str(config["optim"]["_target_"]).rpartition(".")[2]),
         fused_update=optimizer == "adamw" and on_gpu(config) and (is_alone or updates_itself(strategy)),
         bucket_mb=25 if (bucket_mb := strategy.get("bucket_mb", 25)) == "auto" else bucket_mb,
+        compress=strategy.get("compress", "none"),
+        compress_rank=strategy.get("compress_rank", 4),
+        compress_ratio=strategy.get("compress_ratio", 0.01),
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtrain.checkpoint.initial_weights import Drawn
+from dtrain.comm.compressor import Compressor
 from dtrain.config import mesh
 from dtrain.errors import CheckpointError
 from dtrain.kernels import cublaslt
@@ -48,6 +49,7 @@ class Strategy:
     recorded: RecordedStep | None = None  # the step captured as a CUDA graph, if it can be
     is_profiled = False  # True while a profiler needs to tell the parts of a step apart
     limits: Tensor | None = None  # loss and gradient norm above which a step is a spike, and makes no update
+    compressor: Compressor | None = None  # averages gradients under strategy.compress
     passes: Callable[[Tensor, Tensor], Tensor] | None = None  # replaces forward_backward in a step that is checked
     steps_ahead = 0  # by how many steps a rank may be ahead of the slowest, if the ranks do not meet in every step
 
@@ -145,6 +147,8 @@ class Strategy:
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             yield
         self.optimizer.zero_grad(set_to_none=True)
+        if self.compressor is not None:
+            self.compressor.discard()
         for buffer, before in zip(self.module.buffers(), buffers, strict=True):
             buffer.copy_(before)
 
@@ -197,6 +201,8 @@ class Strategy:
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Accumulate gradients over the micro-batches; return this data rank's mean loss."""
+        if self.compressor is not None:
+            self.compressor.scale = self.precision.scale
         micro_batches = list(
             zip(inputs.split(self.micro_batch_size), targets.split(self.micro_batch_size), strict=True)
         )
@@ -223,11 +229,17 @@ class Strategy:
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         if finite and not is_spike:
             self.optimizer.step()
+        self.end_step(finite and not is_spike)
         self.optimizer.zero_grad(set_to_none=True)
         # a non-finite loss does not come from the loss scale, which only affects gradients
         overflow = math.isfinite(loss_value) and self.precision.update(finite)
         updated = finite and not is_spike
         return StepResult(loss_value, norm_value, updated, overflow, spiked=finite and bool(is_spike))
+
+    def end_step(self, updated: bool | Tensor) -> None:
+        """After an update that was made or skipped. A Tensor: only the GPU knows which."""
+        if self.compressor is not None:
+            self.compressor.end_step(updated)
 
     def agreed(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the mean loss over the data ranks, the norm, and whether one of them exceeds its limit on any rank.
@@ -283,6 +295,7 @@ class Strategy:
         finite = torch.isfinite(loss) & torch.isfinite(norm)
         ended_well = finite & ~spiked
         self.optimizer.step_if(ended_well, clip_factor(norm, self.max_grad_norm))  # type: ignore[attr-defined]
+        self.end_step(ended_well)
         self.optimizer.zero_grad(set_to_none=True)
         return torch.stack([loss.float(), norm.float(), ended_well.float(), (finite & spiked).float()])
 
@@ -351,7 +364,7 @@ class Strategy:
             for key, value in self.optimizer.state.get(self.updated(p), {}).items():
                 if isinstance(value, Tensor) and value.shape == p.shape:
                     state[f"optim.{name}.{key}"] = value
-        return state
+        return state if self.compressor is None else state | self.compressor.state_dict()
 
     def extra_state(self) -> dict[str, Any]:
         """Return the state that is not a weight-shaped tensor: update counts, the loss scale, the base's fingerprint.
@@ -368,6 +381,8 @@ class Strategy:
 
     def extra(self, counts: dict[str, dict[str, float]]) -> dict[str, Any]:
         extra = {"optimizer": merged(counts), "precision": self.precision.state_dict()}
+        if self.compressor is not None:
+            extra["compress"] = self.compressor.extra_state()
         return extra | ({"base": self.base} if self.base else {})
 
     def needed_to_resume(self) -> tuple[str, ...]:
@@ -393,6 +408,8 @@ class Strategy:
                 else:
                     slots[key] = value
         self.precision.load_state_dict(extra["precision"])
+        if self.compressor is not None:
+            self.compressor.load_state_dict(extra.get("compress", {}))
 
     def totals(self) -> dict[str, Any]:
         """Return what summary.json says about this strategy at the end of a run. All ranks must call it."""

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dtrain.comm import compress as compression
+from dtrain.comm.compressor import Compressor
 from dtrain.strategies import buckets
 from dtrain.strategies.base import LateResult, StepResult, Strategy
 from dtrain.strategies.compile import compile_model
@@ -22,30 +24,55 @@ log = logging.getLogger("dtrain")
 
 
 class DDP(Strategy):
-    def __init__(self, dp: int = -1, bucket_mb: int | Literal["auto"] = 25) -> None:
+    def __init__(
+        self,
+        dp: int = -1,
+        bucket_mb: int | Literal["auto"] = 25,
+        compress: Literal["none", "fp16", "bf16", "int8", "powersgd", "topk", "onebit"] = "none",
+        compress_rank: int = 4,
+        compress_ratio: float = 0.01,
+        compress_warmup: int = 0,
+    ) -> None:
         super().__init__(dp=dp)
         self.is_auto = bucket_mb == "auto"
         self.bucket_mb = buckets.DEFAULT_MB if bucket_mb == "auto" else bucket_mb
         self.choice: dict[str, Any] = {}  # of bucket_mb=auto: the size, why, and for which run
+        self.compress, self.compress_warmup = compress, compress_warmup
+        self.compress_rank, self.compress_ratio = compress_rank, compress_ratio
+        self.tolerance = compression.TOLERANCES.get(compress)
         self.settled = False
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.compile == "blocks":
             compile_model(model, "blocks")
         if self.sizes.dp > 1:
+            if self.compress != "none":
+                self.compressor = self.make_compressor()
             model = self.with_buckets(model)
         if self.compile == "whole":  # outside DDP, so that torch splits the graph at the buckets and overlaps
             compile_model(model, "whole")
         return model
 
+    def make_compressor(self) -> Compressor:
+        # a group of its own: on CPUs a thread averages, beside collectives of the backward pass (SyncBatchNorm)
+        group = dist.new_group(dist.get_process_group_ranks(self.data_group))
+        assert isinstance(group, dist.ProcessGroup)
+        return compression.make(
+            self.compress, dict(self.module.named_parameters()), group, self.device,
+            rank=self.compress_rank, ratio=self.compress_ratio, warmup=self.compress_warmup,
+        )  # fmt: skip
+
     def with_buckets(self, model: nn.Module, is_first: bool = True) -> nn.Module:
-        return DistributedDataParallel(
+        wrapped = DistributedDataParallel(
             model,
             process_group=self.data_group,
             bucket_cap_mb=self.bucket_mb,
             init_sync=is_first,  # broadcasts the weights
             gradient_as_bucket_view=True,  # gradients are views of the buckets: one copy of them less
         )
+        if self.compressor is not None:
+            compression.register_ddp_hook(wrapped, self.module, self.compressor)
+        return wrapped
 
     def train_step(self, inputs: Tensor, targets: Tensor) -> StepResult | LateResult:
         if not self.settled and isinstance(self.model, DistributedDataParallel):
@@ -123,7 +150,7 @@ class DDP(Strategy):
         return {"buckets": self.choice} if self.choice else {}
 
     def extra(self, counts: dict[str, dict[str, float]]) -> dict[str, Any]:
-        return super().extra(counts) | self.summary()
+        return super().extra(counts) | self.totals()
 
     def load_state_dict(self, state: dict[str, Held], extra: dict[str, Any]) -> None:
         super().load_state_dict(state, extra)

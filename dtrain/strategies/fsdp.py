@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from dtrain.comm import compress as compression
 from dtrain.strategies.base import Strategy
 from dtrain.strategies.compile import compile_layers
 from dtrain.strategies.materialize import init_weights, materialize
@@ -27,8 +28,13 @@ class FSDP(Strategy):
         offload: Literal["none", "cpu"] = "none",
         forward_prefetch: int = 0,
         backward_prefetch: int = 1,
+        compress: Literal["none", "fp16", "bf16", "int8", "powersgd", "topk", "onebit"] = "none",
+        compress_ratio: float = 0.01,
+        compress_warmup: int = 0,
     ) -> None:
         super().__init__(dp=dp)
+        self.compress, self.compress_ratio, self.compress_warmup = compress, compress_ratio, compress_warmup
+        self.tolerance = compression.TOLERANCES.get(compress)
         self.sharding, self.replica_size, self.offload = sharding, replica_size, offload
         self.forward_prefetch, self.backward_prefetch = forward_prefetch, backward_prefetch
 
@@ -40,9 +46,11 @@ class FSDP(Strategy):
         if self.compile != "none":
             compile_layers(model, ends=True)
         replica_size = (self.replica_size or self.node_size) if self.sharding == "hybrid" else self.sizes.dp
+        mesh = data_mesh(self.mesh, replica_size)
+        self.replicas = mesh.get_group("replicate") if mesh.ndim > 1 else None
         units = shard_layers(
             model,
-            data_mesh(self.mesh, replica_size),
+            mesh,
             self.precision.dtype,
             reshard_after_forward=self.sharding != "grad_op",
             # direct GPU access needs pinned pages; without a GPU, pinning has no use
@@ -58,6 +66,12 @@ class FSDP(Strategy):
         init_weights(model, self.first, self.device)
 
     def wrap(self, model: nn.Module) -> nn.Module:
+        if self.compress != "none" and self.replicas is not None:
+            self.compressor = compression.make(
+                self.compress, dict(model.named_parameters()), self.replicas, self.device,
+                ratio=self.compress_ratio, warmup=self.compress_warmup,
+            )  # fmt: skip
+            compression.register_fsdp_hooks(model, self.compressor)
         return model
 
     @contextlib.contextmanager

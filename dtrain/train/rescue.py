@@ -41,6 +41,8 @@ def holds_everything(run: Run) -> bool:
     """Is this rank's state that of the whole run? The update comes after the last collective of a step."""
     if type(run.strategy) is not DDP or run.device.type != "cpu" or run.step == run.summary["start_step"]:
         return False
+    if run.strategy.compressor is not None and run.strategy.compressor.state:  # other ranks hold their own errors
+        return False
     return next(run.strategy.module.buffers(), None) is None
 
 

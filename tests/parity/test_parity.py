@@ -11,7 +11,7 @@ import pytest
 
 from dtrain.commands.verify import compare
 from dtrain.commands.verify.command import Row, judge
-from dtrain.commands.verify.compare import FEWER_STEPS, SMALL, Case, compose, make_case
+from dtrain.commands.verify.compare import FEWER_STEPS, SMALL, VARIANTS, Case, compose, make_case
 from tests.world import STRATEGIES, layouts, losses, sizes_of, skip_without_fp16, start_server, summary
 
 
@@ -61,6 +61,17 @@ def test_the_reference_learns(reference: Case, fewer: list[str]) -> None:
     curve = losses(reference.run_dir)
     assert len(curve) == (8 if fewer else 20)
     assert curve[len(curve)] < curve[1] - (0.05 if fewer else 0.1), "or equality means little"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "ddp+int8" else pytest.mark.slow) for name in VARIANTS]
+)
+def test_compression_follows_one_process(name: str, reference: Case, fewer: list[str], tmp_path: Path) -> None:
+    strategy, size = name.partition("+")[0], VARIANTS[name].size
+    case = trained(strategy, size, "fp32", tmp_path / "run", *VARIANTS[name].overrides, *fewer, accumulate=True)
+    row = row_of(case, reference)
+    assert row.passed, row.reason
+    assert row.tolerance and row.max_loss_diff and row.max_loss_diff > 1e-6, "it had an effect"
 
 
 # 8 ranks are for those that need two axes to be larger than 1; `dtrain verify` runs them, too

@@ -22,7 +22,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from dtrain.commands.verify import compare, world
-from dtrain.commands.verify.compare import FEWER_STEPS, FULL, SMALL, Case, compose, make_case
+from dtrain.commands.verify.compare import FEWER_STEPS, FULL, SMALL, VARIANTS, Case, compose, make_case
 from dtrain.config.files import flatten, options_of
 from dtrain.config.hydra_errors import MISTAKES, explain
 from dtrain.config.ranges import check_ranges
@@ -75,7 +75,8 @@ def argument_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Train with each strategy and with one process; compare losses, gradient norms and final weights.",
         epilog="""settings, all of them optional:
-  strategies=ddp,fsdp      default: all of conf/strategy that can run here; the others are listed with the reason
+  strategies=ddp,fsdp      default: all of conf/strategy that can run here; the others are listed with the reason;
+                           ddp+int8 is ddp with strategy.compress=int8, fsdp+int8 hybrid fsdp with it, and so on
   processes=2,4            default: the two smallest of 2, 4 and 8 that a strategy's axes can make a mesh of
   precisions=fp32,bf16     default: fp32, and each other one at the smallest number of processes
   model=… train.steps=…    any setting of `dtrain launch`, for all runs; strategy.… does not apply to the single process
@@ -124,10 +125,11 @@ def read_request(options: argparse.Namespace) -> Request:
             raise ValueError(f"{word}: is not for verify, which runs each strategy on this machine\n  fix: {fix}")
         else:
             overrides.append(word)
+    known = {"strategies": [*options_of("strategy"), *VARIANTS], "precisions": options_of("precision")}
     for key, group in (("strategies", "strategy"), ("precisions", "precision")):
         for name in lists[key]:
-            if name not in options_of(group):
-                fix = f"{key} can be {', '.join(options_of(group))}"
+            if name not in known[key]:
+                fix = f"{key} can be {', '.join(known[key])}"
                 raise bad(key, ",".join(lists[key]), f"there is no {group} {name!r}", fix)
     for text in lists["processes"]:
         if not text.isdecimal() or int(text) < 1:
@@ -135,7 +137,7 @@ def read_request(options: argparse.Namespace) -> Request:
     if not options.timeout > 0:
         raise bad("--timeout", options.timeout, "must be more than 0 seconds", "--timeout 120")
     sizes = [int(text) for text in lists["processes"]]
-    strategies = lists["strategies"] or options_of("strategy")
+    strategies = lists["strategies"] or known["strategies"]
     return Request(strategies, bool(lists["strategies"]), sizes, lists["precisions"], overrides)
 
 
@@ -171,13 +173,17 @@ def plan(request: Request, folder: Path) -> tuple[dict[str, Case], list[Case]]:
             continue
         references[precision] = one
         for strategy in request.strategies:
-            cfg = compose([f"strategy={strategy}", *settings(request.overrides, defaults)])
+            variant = VARIANTS.get(strategy)
+            if variant and not request.precisions and precision != FULL:
+                continue
+            chosen = variant.overrides if variant else (f"strategy={strategy}",)
+            cfg = compose([*chosen, *settings(request.overrides, defaults)])
             # each layout accumulates, one process takes the whole batch; not with batch norm, which is per micro-batch
             accumulate = "batch_norm" not in cfg.model and not given & {"recipe", "train.micro_batch_size"}
             section: Any = OmegaConf.to_container(cfg.strategy, resolve=True)
             check_section("strategy", section, cfg.trust)
             check_ranges(flatten({"strategy": section}))
-            sizes = request.sizes or compare.world_sizes(section)[:2]
+            sizes = request.sizes or ([variant.size] if variant else compare.world_sizes(section)[:2])
             for size in sizes if precision == FULL or request.precisions else sizes[:1]:
                 run_dir = folder / f"{strategy}-{size}-{precision}"
                 cases.append(make_case(strategy, size, precision, cfg, run_dir, accumulate))

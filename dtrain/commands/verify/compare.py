@@ -37,6 +37,25 @@ SIZES = (2, 4, 8)  # numbers of ranks to choose from
 AXES = ("pp", "dp", "tp")
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A strategy with another setting that has a row of its own, in fp32 and on this number of ranks."""
+
+    overrides: tuple[str, ...]
+    size: int
+
+
+HYBRID = ("strategy=fsdp", "strategy.sharding=hybrid", "strategy.replica_size=2")
+COMPRESSED = {
+    # of topk a tenth: with one value in a hundred, 20 steps are too few to send each once
+    word: (f"strategy.compress={word}", *(["strategy.compress_ratio=0.1"] if word == "topk" else []))
+    for word in ("fp16", "bf16", "int8", "powersgd", "topk", "onebit")
+}
+VARIANTS = {f"ddp+{word}": Variant(("strategy=ddp", *settings), 2) for word, settings in COMPRESSED.items()} | {
+    f"fsdp+{word}": Variant((*HYBRID, *settings), 4) for word, settings in COMPRESSED.items() if word != "powersgd"
+}
+
+
 # ---- tolerances ----------------------------------------------------------------------------------------------
 
 

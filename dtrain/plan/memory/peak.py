@@ -16,6 +16,7 @@ a GPU needs in addition. "Measured" refers to benchmarks/results/planner-h200.js
 
 from __future__ import annotations
 
+from dtrain.plan import compression
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item, total
 from dtrain.plan.memory import phases
@@ -82,7 +83,7 @@ def of_rank(shape: Transformer, layout: Layout, cut: tuple[Stage, ...], waiting:
         phases.ends_items(shape, layout, held, tokens),
         phases.update_items(layout, held),
     ]
-    always = state_items(layout, held) + batch_items(shape, layout, cut, tokens)
+    always = state_items(layout, held) + error_items(shape, layout) + batch_items(shape, layout, cut, tokens)
     return always + max(candidates, key=total)
 
 
@@ -106,6 +107,12 @@ def state_items(layout: Layout, held: HeldParameters) -> list[Item]:
         bucket = layout.bucket_mb * MIB
         items.append(Item("buffers", "bucket for gradients", bucket, "{} MiB", (layout.bucket_mb,)))
     return items
+
+
+def error_items(shape: Shape, layout: Layout) -> list[Item]:
+    """What compression of gradients keeps from step to step."""
+    value = compression.state_bytes(shape, layout)
+    return [Item("buffers", "errors of compression", value, "compress={}", (layout.compress,))] if value else []
 
 
 def batch_items(shape: Transformer, layout: Layout, cut: tuple[Stage, ...], tokens: int) -> list[Item]:
@@ -156,6 +163,10 @@ def convolutional(shape: Convolutions, layout: Layout) -> list[Item]:
     backward = [Item("activations", "saved", samples * picture, "{} images × {:,.0f}", (samples, picture))]
     if not share.zero and e != WIDE:
         backward.append(Item("buffers", "weights cast to 16 bits", float(e * count), "{:,} × {}", (count, e)))
-    always = [*state_items(layout, held), Item("buffers", "images", pictures * images, "{} × {}", (pictures, images))]
+    always = [
+        *state_items(layout, held),
+        *error_items(shape, layout),
+        Item("buffers", "images", pictures * images, "{} × {}", (pictures, images)),
+    ]
     candidates = [backward + phases.resident_items(layout, held), phases.update_items(layout, held)]
     return always + max(candidates, key=total)

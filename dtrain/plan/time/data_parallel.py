@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from dtrain.config.hardware import Hardware
+from dtrain.plan.compression import PASSES
 from dtrain.plan.layout import SERVED, Layout
 from dtrain.plan.ledger import Item
 from dtrain.plan.time.collectives import Group, collective_s
@@ -34,12 +36,25 @@ class Passes:
     trained: float = 1.0  # share of the parameters with gradients
 
 
-def data_items(layout: Layout, hardware: Hardware, stack: Stack, passes: Passes, trained: float) -> list[Item]:
-    """Seconds that the data ranks' collectives add to a step."""
+def data_items(
+    layout: Layout, hardware: Hardware, stack: Stack, passes: Passes, trained: float, share: float = 1.0
+) -> list[Item]:
+    """Seconds that the data ranks' collectives add to a step. `share`: of the bytes, with compression."""
     group = data_group(layout, hardware)
+    items = compression_items(layout, hardware, trained)
     if layout.data in ("fsdp", "grad_op", "zero3"):
-        return sharded_items(layout, hardware, stack, passes, group)
-    return replicated_items(layout, hardware, stack, passes, group, trained)
+        return sharded_items(layout, hardware, stack, passes, group, share) + items
+    return replicated_items(layout, hardware, stack, passes, group, trained, share) + items
+
+
+def compression_items(layout: Layout, hardware: Hardware, trained: float) -> list[Item]:
+    """Device memory traffic of compressing and decompressing, which competes with the backward pass for bandwidth."""
+    if layout.compress == "none":
+        return []
+    times, held = PASSES[layout.compress], trained / (layout.replica_size or 1)
+    rate = (hardware.stream_gb_s or math.inf) * 1e9
+    formula = "{:.3g} gradients × 4 bytes, read or written {} times"
+    return [Item("communication", "compression", held * 4 * times / rate, formula, (held, times))]
 
 
 def data_group(layout: Layout, hardware: Hardware) -> Group:
@@ -49,7 +64,7 @@ def data_group(layout: Layout, hardware: Hardware) -> Group:
 
 
 def replicated_items(
-    layout: Layout, hardware: Hardware, stack: Stack, passes: Passes, group: Group, trained: float
+    layout: Layout, hardware: Hardware, stack: Stack, passes: Passes, group: Group, trained: float, share: float = 1.0
 ) -> list[Item]:
     """Gradients are reduced during the last backward pass; with sharded optimizer state, weights are gathered after.
 
@@ -64,8 +79,9 @@ def replicated_items(
         return [Item("communication", "averaging", one, formula, (4 * (1 + moments), trained))]
     if layout.data in SERVED:
         return server_items(layout, hardware, group, trained)
-    last = min(trained, passes.ends * passes.trained) * stack.gradient
-    num_bytes = trained * stack.gradient - last
+    width = stack.gradient if layout.compress == "none" else 4 * share
+    last = min(trained, passes.ends * passes.trained) * width
+    num_bytes = trained * width - last
     one = collective_s(hardware, kind, group, num_bytes, stack.network)
     rest = collective_s(hardware, kind, group, last, stack.network)
     backward = passes.count * passes.unit.backward_s
@@ -106,7 +122,9 @@ def server_items(layout: Layout, hardware: Hardware, group: Group, trained: floa
     return items
 
 
-def sharded_items(layout: Layout, hardware: Hardware, stack: Stack, passes: Passes, group: Group) -> list[Item]:
+def sharded_items(
+    layout: Layout, hardware: Hardware, stack: Stack, passes: Passes, group: Group, compressed: float = 1.0
+) -> list[Item]:
     """Weights are all-gathered unit by unit, forward and again backward, and gradients reduce-scattered."""
     shards = (
         group if layout.replica_size is None else Group(layout.replica_size, min(layout.replica_size, group.per_node))
@@ -153,7 +171,8 @@ def sharded_items(layout: Layout, hardware: Hardware, stack: Stack, passes: Pass
     if layout.replica_size is not None:  # hybrid: once per step, the replicas' shards are all-reduced
         copies = Group(layout.dp // layout.replica_size, max(1, group.per_node // layout.replica_size))
         all_parameters = (passes.count * unit.parameters + passes.ends) * passes.trained
-        num_bytes = all_parameters * stack.gradient / layout.replica_size
+        each = stack.gradient if layout.compress == "none" else 4 * compressed
+        num_bytes = all_parameters * each / layout.replica_size
         one = collective_s(hardware, "all_reduce", copies, num_bytes)
         added = exposed(hardware, one, passes.count * unit.backward_s)
         formula = "all_reduce of {:.3g} bytes over {} replicas takes {:.2f} ms, overlapping the last backward pass"

@@ -11,6 +11,7 @@ import functools
 from dataclasses import dataclass, replace
 
 from dtrain.config.hardware import Hardware
+from dtrain.plan import compression
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item, total
 from dtrain.plan.model_shape import Convolutions, Shape, Transformer
@@ -39,7 +40,8 @@ def step_time(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack | N
     if layout.pp > 1:
         items += pipeline_items(shape, layout, hardware, stack, sum(rank.busy_s for rank in ranks) - slowest.busy_s)
     if layout.dp > 1:
-        items += data_items(layout, hardware, stack, passes_of(shape, layout, hardware, stack), trained)
+        passes, share = passes_of(shape, layout, hardware, stack), compression.share_sent(shape, layout)
+        items += data_items(layout, hardware, stack, passes, trained, share)
     return items + update
 
 

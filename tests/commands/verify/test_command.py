@@ -30,7 +30,7 @@ from dtrain.strategies.{module} import {base}
 class Own({base}):
     {body}
 """
-FORGETS = ("base", "Strategy", "def __init__(self, dp: int = -1, bucket_mb: int = 25): super().__init__(dp=dp)")
+FORGETS = ("base", "Strategy", "def __init__(self, dp: int = -1, **ddps): super().__init__(dp=dp)")
 RAISES = ("ddp", "DDP", "def wrap(self, model): raise RuntimeError('no such wire\\nand more')")
 HANGS = ("ddp", "DDP", "def wrap(self, model): time.sleep(99)")
 

@@ -1,0 +1,39 @@
+"""Load what compression has not sent yet (dtrain/comm), for another number of ranks too, or from a checkpoint without.
+
+`comm.NAME.error` has a leading dimension for the ranks. On another number of ranks each takes the mean of all saved
+rows: then the mean over the ranks, which is what training still owes the weights, stays the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from dtrain.checkpoint.manifest import Manifest
+from dtrain.checkpoint.shards import Reader
+from dtrain.util.dtensor import Chunk
+
+PREFIX, BY_RANK = "comm.", ".error"
+
+
+def fill(reader: Reader, saved: Manifest, wanted: Mapping[str, list[Chunk]]) -> None:
+    """Fill these chunks in place; zeros for what was saved without compression, or by another kind of it."""
+    for name, chunks in wanted.items():
+        shape = tuple(saved.tensors[name].shape) if name in saved.tensors else ()
+        for chunk in chunks:
+            if shape == chunk.whole_shape:
+                reader.fill(name, chunk)
+            elif name.endswith(BY_RANK) and shape[1:] == chunk.whole_shape[1:] and shape:
+                fill_mean(reader, name, chunk, shape)
+            else:
+                chunk.values.zero_()
+
+
+def fill_mean(reader: Reader, name: str, chunk: Chunk, shape: tuple[int, ...]) -> None:
+    row = torch.empty(chunk.shape, dtype=chunk.values.dtype)
+    total = torch.zeros_like(row)
+    for rank in range(shape[0]):
+        reader.fill(name, Chunk(row, shape, (rank, *chunk.offset[1:])))
+        total += row
+    chunk.values.copy_(total / shape[0])

@@ -1,0 +1,108 @@
+"""int8 and onebit: blocks of values with a scale each, summed by one owner and sent back.
+
+A reduce-scatter and an all-gather, as in a ring all-reduce, but of bytes: each rank owns a piece of every parameter,
+receives the others' quantized values of it (all-to-all), sums them in fp32, quantizes the mean, and sends it to all
+(all-gather). So a rank sends 2 (n - 1) / n codes per value, however many ranks there are. Both roundings have errors
+to be made up for: the rank's own (`error`), and that of the mean, which only its owner knows (`owner_error`).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dtrain.checkpoint.layouts import flat_index
+from dtrain.comm.compressor import Compressor, Gradients
+from dtrain.util.dtensor import Held, flat_chunks
+
+BLOCK = 256  # values that share a scale
+TINY = 1e-38  # the least scale: a block of zeros has none
+
+
+class Quantized(Compressor):
+    def encode(self, blocks: Tensor) -> Tensor:
+        """Turn blocks of fp32 (…, BLOCK) into bytes (…, code)."""
+        raise NotImplementedError
+
+    def decode(self, codes: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def new_state(self, name: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+        blocks = self.num_blocks(torch.Size(shape).numel())
+        return super().new_state(name, shape) | {"owner_error": torch.zeros(blocks * BLOCK, device=self.device)}
+
+    def num_blocks(self, numel: int) -> int:
+        """Blocks of a parameter that each rank owns; the last ones may be empty."""
+        return -(-numel // (self.num_ranks * BLOCK))
+
+    def exchange(self, gradients: Gradients) -> None:
+        n, counts = self.num_ranks, [self.num_blocks(g.numel()) for g in gradients.values()]
+        owed = [
+            pad(self.owed(name, g).view(-1), (0, n * count * BLOCK - g.numel())).view(n, count, BLOCK)
+            for (name, g), count in zip(gradients.items(), counts, strict=True)
+        ]
+        blocks = torch.cat(owed, dim=1)
+        codes = self.encode(blocks)
+        received = torch.empty_like(codes)
+        dist.all_to_all_single(received, codes, group=self.group)
+        self.keep_parts(gradients, counts, blocks.sub_(self.decode(codes)))
+
+        mine = torch.cat([self.state[f"{name}.owner_error"].view(-1, BLOCK) for name in gradients])
+        mine = torch.add(self.decode(received).mean(dim=0), mine, alpha=self.scale)
+        code = self.encode(mine)
+        dist.all_gather(list(codes.unbind()), code, group=self.group)
+        for name, rest in zip(gradients, mine.sub_(self.decode(code)).split(counts), strict=True):
+            self.keep(name, "owner_error", rest)
+        for gradient, mean in zip(gradients.values(), self.decode(codes).split(counts, dim=1), strict=True):
+            gradient.copy_(mean.reshape(-1)[: gradient.numel()].view(gradient.shape))
+
+    def keep_parts(self, gradients: Gradients, counts: list[int], rest: Tensor) -> None:
+        for (name, gradient), part in zip(gradients.items(), rest.split(counts, dim=1), strict=True):
+            self.keep(name, "error", part.reshape(-1)[: gradient.numel()])
+
+    def state_dict(self) -> dict[str, Held]:
+        """An owner's errors are its range of the flattened parameter: another number of ranks reads other ranges."""
+        held = super().state_dict()
+        for name, place in self.places.items():
+            numel, piece = place.values.numel(), self.num_blocks(place.values.numel()) * BLOCK
+            begin, end = (min(numel, r * piece) for r in (self.rank, self.rank + 1))
+            first = flat_index(place.offset, place.whole_shape)
+            values = self.state[f"{name}.owner_error"][: end - begin]
+            held[f"comm.{name}.owner_error"] = flat_chunks(values, place.whole_shape, first + begin)
+        return held
+
+
+class Int8(Quantized):
+    """A byte per value and 4 bytes per block."""
+
+    def encode(self, blocks: Tensor) -> Tensor:
+        scale = blocks.abs().amax(dim=-1, keepdim=True).div_(127)
+        values = blocks.div(scale.clamp(min=TINY)).round_().to(torch.int8)
+        return torch.cat([values.view(torch.uint8), scale.view(torch.uint8)], dim=-1)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        values, scale = codes[..., :BLOCK].view(torch.int8), scale_of(codes, BLOCK)
+        return values.float().mul_(scale)
+
+
+class OneBit(Quantized):
+    """The sign of each value, and the mean of the block's absolute values."""
+
+    def encode(self, blocks: Tensor) -> Tensor:
+        scale = blocks.abs().mean(dim=-1, keepdim=True)
+        bits = (blocks >= 0).unflatten(-1, (-1, 8)).to(torch.uint8)
+        packed = (bits << self.shifts(blocks.device)).sum(dim=-1, dtype=torch.uint8)
+        return torch.cat([packed, scale.view(torch.uint8)], dim=-1)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        bits = codes[..., : BLOCK // 8, None] >> self.shifts(codes.device) & 1
+        return bits.flatten(-2).float().mul_(2).sub_(1).mul_(scale_of(codes, BLOCK // 8))
+
+    def shifts(self, device: torch.device) -> Tensor:
+        return torch.arange(8, dtype=torch.uint8, device=device)
+
+
+def scale_of(codes: Tensor, begin: int) -> Tensor:
+    return codes[..., begin:].contiguous().view(torch.float32)
