@@ -183,9 +183,9 @@ def communication(run_dir: Path) -> dict[str, Any] | None:
     return {
         "heads": list(comm_profile.HEADS),
         "hint": comm_profile.HINT,
-        "messages": [[text(cell) for cell in comm_profile.cells(row)] for row in sent["messages"][:MOST_MESSAGES]],
-        "waits": [text(comm_profile.wait_text(wait)) for wait in sent["waits"][:MOST_MESSAGES]],
-        "note": text(sent["problem"]),
+        "messages": [[safe_text(cell) for cell in comm_profile.cells(row)] for row in sent["messages"][:MOST_MESSAGES]],
+        "waits": [safe_text(comm_profile.wait_text(wait)) for wait in sent["waits"][:MOST_MESSAGES]],
+        "note": safe_text(sent["problem"]),
     }
 
 
