@@ -215,7 +215,8 @@ def lines(result: dict[str, Any]) -> list[str]:
             rows = [row for row in result["rows"] if (row["backend"], row["where"]) == (backend, where)]
             if rows:
                 several = len(nodes) > 1 and where == "all"
-                place = f"{len(nodes)} nodes × {tasks} ranks" if several else f"inside a node, {tasks} ranks"
+                ranks = f"{tasks} rank{'s' if tasks > 1 else ''}"
+                place = f"{len(nodes)} nodes × {ranks}" if several else f"inside a node, {ranks}"
                 note = "" if several or len(nodes) == 1 else ", the slowest node"
                 out += [f"{backend}, {place}{note}", *table(rows), ""]
         out += [*direction_lines(result, backend), ""]
@@ -291,7 +292,7 @@ def slow_lines(result: dict[str, Any]) -> list[str]:
 def step_line(step: dict[str, Any]) -> str:
     calls = f"{step['calls']} calls with {size_text(step['bytes'])} in all"
     spent = f"{time_text(step['seconds'])} a step on communication here, in {calls}"
-    about = "" if step["exact"] else "by the planner's totals, "
+    about = "" if step["exact"] else "by estimated messages, "
     start = f"{about}strategy={step['strategy']} would spend {spent}"
     if not step["seconds"]:
         return f"strategy={step['strategy']} sends nothing in a step"

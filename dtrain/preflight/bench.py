@@ -13,7 +13,7 @@ from dtrain.plan.model_shape import Shape, shape_of
 from dtrain.plan.predict import hardware_of
 from dtrain.plan.sections import with_detected
 from dtrain.plan.time.collectives import STEPS, Group, collective_s
-from dtrain.plan.time.messages import EXACT, PLANNED, Message, compute_s, exposed_s, messages
+from dtrain.plan.time.messages import EXACT, PLANNED, Message, compute_s, exposed_s, is_exact, messages
 from dtrain.preflight.bench_rank import PLAN
 from dtrain.preflight.ranks import Ranks, Trouble
 from dtrain.preflight.slow_nodes import name_slow
@@ -163,7 +163,7 @@ class Bench(Ranks):
             "strategy": self.layout.strategy, "seconds": total, "calls": sum(row["count"] for row in rows),
             "bytes": sum(row["count"] * row["num_bytes"] for row in rows), "compute_s": computed,
             "hidden_s": None if left is None else max(0.0, total - left),
-            "exact": self.layout.strategy in EXACT,
+            "exact": is_exact(self.shape, self.layout),
         }  # fmt: skip
 
 
