@@ -41,6 +41,9 @@ def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> N
     if strategy.get("mode") == "fsdp" and package == "fairscale":
         rule = "FairScale's own FSDP needs NCCL, so a GPU for every rank; torch's FSDP is its successor"
         raise bad("strategy.mode", "fsdp", rule, "strategy=fsdp, or strategy.mode=sharded_ddp")
+    if strategy.get("fragments", 1) > (every := strategy.get("every", math.inf)):
+        rule = f"each fragment is exchanged at a step of its own, and there are strategy.every={every} of them"
+        raise bad("strategy.fragments", strategy["fragments"], rule, f"strategy.fragments={every}")
     if "replica_size" in strategy:
         check_replicas(strategy, config["cluster"]["processes"], sizes)
     if config["compile"] == "whole" and strategy["_target_"] in BETWEEN_LAYERS and sizes.world_size > 1:

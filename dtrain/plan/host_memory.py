@@ -19,7 +19,15 @@ from dtrain.config.hardware import gpus_per_node, ranks_per_node
 from dtrain.errors import bad
 from dtrain.plan.layout import Layout, layout_of
 from dtrain.plan.memory.pipeline import rank_stages
-from dtrain.plan.memory.states import Held, gradient_bytes, held_by, held_convolutions, optimizer_bytes, weight_bytes
+from dtrain.plan.memory.states import (
+    Held,
+    gradient_bytes,
+    held_by,
+    held_convolutions,
+    optimizer_bytes,
+    outer_bytes,
+    weight_bytes,
+)
 from dtrain.plan.model_shape import Transformer, shape_of
 from dtrain.plan.parameters import held_parameters
 from dtrain.plan.predict import GIB, HOST_SHARE
@@ -91,7 +99,8 @@ def rank_bytes(held: Held, layout: Layout, forgets: bool) -> float:
     weights = 0.0 if layout.offload_params == "nvme" else weight_bytes(held, layout)
     if layout.offload == "nvme":
         return weights
-    return weights + gradient_bytes(held, layout) + (0.0 if forgets else optimizer_bytes(held, layout))
+    outer = outer_bytes(held, layout)
+    return weights + outer + gradient_bytes(held, layout) + (0.0 if forgets else optimizer_bytes(held, layout))
 
 
 def leaner(config: Mapping[str, Any], has: float) -> str:

@@ -21,7 +21,7 @@ class Layout:
     first rows of benchmarks/planner were measured; `layout_of` returns the current meaning of a configuration.
     """
 
-    strategy: str  # ddp fsdp zero1 zero2 zero3 fairscale local_sgd tensor pipeline 3d
+    strategy: str  # ddp fsdp zero1 zero2 zero3 fairscale local_sgd diloco ring tensor pipeline 3d
     tp: int = 1
     pp: int = 1
     dp: int = 1
@@ -48,6 +48,8 @@ class Layout:
     optimizer: str = "adamw"  # adamw | sgd
     fused_update: bool = False  # one kernel clips and updates
     bucket_mb: int = 25
+    every: int = 4  # steps between two exchanges of the weights, under local_sgd and diloco
+    exchange: str = "fp32"  # what diloco sends: fp32 | int8
 
     @property
     def world_size(self) -> int:
@@ -102,6 +104,8 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
         optimizer=(optimizer := str(config["optim"]["_target_"]).rpartition(".")[2]),
         fused_update=optimizer == "adamw" and on_gpu(config) and (is_alone or updates_itself(strategy)),
         bucket_mb=strategy.get("bucket_mb", 25),
+        every=strategy.get("every", 1),
+        exchange=strategy.get("exchange", "fp32"),
     )
 
 

@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -49,6 +50,7 @@ class Strategy:
     is_profiled = False  # True while a profiler needs to tell the parts of a step apart
     limits: Tensor | None = None  # loss and gradient norm above which a step is a spike, and makes no update
     passes: Callable[[Tensor, Tensor], Tensor] | None = None  # replaces forward_backward in a step that is checked
+    folder: Path | None = None  # of the run, for what a strategy writes besides checkpoints
 
     def __init__(self, pp: int = 1, dp: int = -1, tp: int = 1) -> None:
         self.axes = {"pp": pp, "dp": dp, "tp": tp}

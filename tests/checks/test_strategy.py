@@ -42,6 +42,11 @@ REFUSED = [
     (["strategy=fsdp", "strategy.offload=disk"], "one of none, cpu"),
     (["strategy=fairscale", "strategy.mode=fsdp"], "needs NCCL"),
     (["strategy=local_sgd", "strategy.every=0"], "must be at least 1"),
+    (["strategy=diloco", "strategy.outer_lr=0"], "must be more than 0"),
+    (["strategy=diloco", "strategy.outer_momentum=1"], "must be less than 1"),
+    (["strategy=diloco", "strategy.exchange=int4"], "one of fp32, int8"),
+    (["strategy=diloco", "strategy.every=4", "strategy.fragments=5"], "at a step of its own"),
+    (["strategy=ring", "strategy.trace=-1"], "must be at least 0"),
 ]
 
 

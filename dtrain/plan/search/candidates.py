@@ -19,8 +19,8 @@ from dtrain.config.mesh import MeshSizes
 from dtrain.config.schema import has_method
 from dtrain.plan.sections import CHOSEN, strategy_section
 
-# Simplest first: preferred if two are equally fast. local_sgd is not included: its math differs, so it is planned only
-# on request.
+# Simplest first: preferred if two are equally fast. Planned only on request: local_sgd and diloco, whose math differs,
+# and ring, which is slower than ddp.
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "fairscale", "tensor", "pipeline", "3d")
 PARALLEL = ("sequence_parallel", "loss_parallel")
 STAGES = (2, 4)  # stages per rank of an interleaved pipeline; more would send many small messages
