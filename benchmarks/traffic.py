@@ -1,9 +1,12 @@
 """How much does each strategy send? Bytes over the loopback interface, per rank and step, in units of the weights.
 
-    python benchmarks/traffic.py [--strategies NAME ...] [--json benchmarks/results/traffic-cpu.json]
+    unshare -n sh -c 'ip link set lo up; python benchmarks/traffic.py [--strategies NAME ...] [--json FILE]'
+    python benchmarks/traffic.py --steps 40 --strategies ddp ring "diloco strategy.every=20"
 
 A run of 12 steps and one of 2 send the same at their start and end; the difference of what the kernel counted on `lo`
-belongs to the 10 steps between. gloo sends everything over it. Run it on a machine where nothing else does.
+belongs to the 10 steps between. gloo sends everything over it. In a network namespace of its own (unshare, as root)
+nothing else is counted. A strategy may have overrides. benchmarks/results/traffic-cpu.json has every strategy,
+traffic-exchanges-cpu.json those that send less often.
 """
 
 from __future__ import annotations
@@ -31,8 +34,9 @@ def sent() -> int:
 
 def bytes_of_run(strategy: str, ranks: int, steps: int) -> tuple[int, dict[str, object]]:
     with tempfile.TemporaryDirectory() as folder:
-        overrides = [*COMMON, f"strategy={strategy}", f"train.steps={steps}"]
-        case = compare.make_case(strategy, ranks, "fp32", compare.compose(overrides), Path(folder) / "run")
+        name, *more = strategy.split()
+        overrides = [*COMMON, f"strategy={name}", *more, f"train.steps={steps}"]
+        case = compare.make_case(name, ranks, "fp32", compare.compose(overrides), Path(folder) / "run")
         if case.refused:
             raise ValueError(case.refused)
         before = sent()
@@ -47,13 +51,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", nargs="*", default=options_of("strategy"))
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []
     for strategy in options.strategies:
         short, _ = bytes_of_run(strategy, options.ranks, 2)
-        long, summary = bytes_of_run(strategy, options.ranks, 12)
-        per_step = (long - short) / 10 / options.ranks
+        long, summary = bytes_of_run(strategy, options.ranks, 2 + options.steps)
+        per_step = (long - short) / options.steps / options.ranks
         weights = 4 * float(str(summary["parameters"]))
         row = {"strategy": strategy, "mesh": summary["mesh"], "parameters": summary["parameters"]}
         row |= {"micro_batches": summary["accumulation"], "sent_bytes": round(per_step)}

@@ -11,14 +11,16 @@ from __future__ import annotations
 LONG: dict[str, tuple[str, ...]] = {
     # each kind of strategy at its smallest size; 3d covers tensor, zero2 covers zero1
     "parity/test_parity.py::test_follows_one_process": (
-        "3d-4", "ddp-2", "fairscale-2", "fsdp-2", "local_sgd-2", "pipeline-2", "ps-2", "zero2-2", "zero3-2",
+        "3d-4", "ddp-2", "diloco-2", "fairscale-2", "fsdp-2", "local_sgd-2", "pipeline-2", "ps-2", "ring-2", "zero2-2",
+        "zero3-2",
     ),
     "parity/test_parity.py::test_half_precision": (
         "ddp-fp16", "fsdp-bf16", "zero1-bf16", "zero1-fp16",
     ),
     "parity/test_parity.py::test_memory_settings_do_not_change_the_maths": (),
     "parity/test_parity.py::test_bf16_means_the_same_under_every_strategy": (),
-    # local_sgd and fairscale have a resume of their own in tests/strategies
+    "parity/test_accumulation.py::test_what_a_step_reduces": ("ddp", "ring", "fsdp"),
+    # local_sgd, diloco and fairscale have a resume of their own in tests/strategies
     "parity/test_resume.py::test_sigkill_and_resume_is_bit_exact": ("ddp-4", "fsdp-2"),
     "parity/test_exchange.py::test_a_save_on_the_way_changes_nothing": ("ddp", "fsdp"),
     "parity/test_exchange.py::test_takes_over_from": ("3d", "fsdp", "zero3"),
@@ -48,6 +50,7 @@ LONG: dict[str, tuple[str, ...]] = {
     ),
     "strategies/test_local_sgd.py::test_stays_within_its_own_tolerance": (),
     "strategies/test_local_sgd.py::test_averaging_every_step_is_ddp_for_plain_sgd_only": (),
+    "strategies/test_diloco.py::test_exchanging_every_step_is_ddp_for_sgd": ("2",),
     "strategies/test_lora_base.py::test_the_same_maths": ("pipeline-2-options2",),
     "strategies/test_lora_base.py::test_holding_frozen_weights_in_16_bits_keeps_every_bit": ("bf16",),
     "strategies/test_replicas.py::test_replicas_that_differ_are_never_saved": ("model.norm.weight-0-6", "missed-1-5"),

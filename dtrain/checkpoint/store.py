@@ -320,15 +320,19 @@ def damage(file: Path, spec: dict[str, Any]) -> str:
 
 
 def load(path: Path, saved: Manifest, tensors: Mapping[str, Held]) -> None:
-    """Fill this rank's tensors in place from a checkpoint saved under any layout."""
+    """Fill this rank's tensors in place from a checkpoint saved under any layout.
+
+    Tensors named `strategy.…` belong to one strategy: they are filled if they are in the checkpoint, and ignored by
+    other strategies.
+    """
     chunks = {name: chunks_of(held) for name, held in tensors.items()}
     by_rank = {name: chunks.pop(name) for name in tensors if name.startswith(errors.PREFIX)}
     # a pipeline rank knows only its own stage: the model's tensors are the union over all ranks
     shapes: dict[str, list[int]] = {}
     for part in distinct({name: list(c[0].whole_shape) for name, c in chunks.items() if c}):
         shapes |= part
-    wrong = [f"{n} is missing in the checkpoint" for n in shapes if n not in saved.tensors]
-    wrong += [f"{n} is not in the model" for n in saved.tensors if n not in shapes and not n.startswith(errors.PREFIX)]
+    wrong = [f"{n} is missing in the checkpoint" for n in shapes if n not in saved.tensors and not is_own(n)]
+    wrong += [f"{n} is not in the model" for n in saved.tensors if n not in shapes and not is_own(n)]
     wrong += [
         f"{n} has shape {list(saved.tensors[n].shape)} in the checkpoint, {shape} in the model"
         for n, shape in shapes.items() if n in saved.tensors and list(saved.tensors[n].shape) != shape
@@ -340,9 +344,14 @@ def load(path: Path, saved: Manifest, tensors: Mapping[str, Held]) -> None:
         )
     with shards.Reader(path, saved) as reader:
         for name, held in chunks.items():
-            for chunk in held:
+            for chunk in held if name in saved.tensors else []:
                 reader.fill(name, chunk)
         errors.fill(reader, saved, by_rank)
+
+
+def is_own(name: str) -> bool:
+    """Does a tensor belong to one strategy, so that others can do without it?"""
+    return name.startswith(("strategy.", errors.PREFIX))
 
 
 def weights(path: Path) -> Iterator[tuple[str, Tensor]]:

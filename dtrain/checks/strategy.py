@@ -46,6 +46,9 @@ def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> N
     if strategy.get("bucket_mb") == "auto" and config["deterministic"]:
         rule = "is measured, so two runs may differ in it, and with three or more ranks in the bits of their sums"
         raise bad("strategy.bucket_mb", "auto", f"{rule}; deterministic=true", "strategy.bucket_mb=25")
+    if strategy.get("fragments", 1) > (every := strategy.get("every", math.inf)):
+        rule = f"each fragment is exchanged at a step of its own, and there are strategy.every={every} of them"
+        raise bad("strategy.fragments", strategy["fragments"], rule, f"strategy.fragments={every}")
     if "replica_size" in strategy:
         check_replicas(strategy, config["cluster"]["processes"], sizes)
         check_compression(strategy)

@@ -78,13 +78,10 @@ class Int8(Quantized):
     """A byte per value and 4 bytes per block."""
 
     def encode(self, blocks: Tensor) -> Tensor:
-        scale = blocks.abs().amax(dim=-1, keepdim=True).div_(127)
-        values = blocks.div(scale.clamp(min=TINY)).round_().to(torch.int8)
-        return torch.cat([values.view(torch.uint8), scale.view(torch.uint8)], dim=-1)
+        return int8_codes(blocks)
 
     def decode(self, codes: Tensor) -> Tensor:
-        values, scale = codes[..., :BLOCK].view(torch.int8), scale_of(codes, BLOCK)
-        return values.float().mul_(scale)
+        return int8_values(codes)
 
 
 class OneBit(Quantized):
@@ -106,3 +103,30 @@ class OneBit(Quantized):
 
 def scale_of(codes: Tensor, begin: int) -> Tensor:
     return codes[..., begin:].contiguous().view(torch.float32)
+
+
+def int8_codes(blocks: Tensor) -> Tensor:
+    scale = blocks.abs().amax(dim=-1, keepdim=True).div_(127)
+    values = blocks.div(scale.clamp(min=TINY)).round_().to(torch.int8)
+    return torch.cat([values.view(torch.uint8), scale.view(torch.uint8)], dim=-1)
+
+
+def int8_values(codes: Tensor) -> Tensor:
+    values, scale = codes[..., :BLOCK].view(torch.int8), scale_of(codes, BLOCK)
+    return values.float().mul_(scale)
+
+
+def int8_mean(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the mean of a flat fp32 tensor over the ranks, with the same bits on all of them, without error feedback.
+
+    Each value is rounded twice: by the rank that sends it, and as a part of the mean. Each time the error is at most
+    half a step of its block, 1/254 of the block's largest value.
+    """
+    n = dist.get_world_size(group)
+    num_blocks = -(-len(values) // (n * BLOCK))  # of each rank
+    blocks = pad(values, (0, n * num_blocks * BLOCK - len(values))).view(n, num_blocks, BLOCK)
+    codes = int8_codes(blocks)
+    received = torch.empty_like(codes)
+    dist.all_to_all_single(received, codes, group=group)
+    dist.all_gather(list(codes.unbind()), int8_codes(int8_values(received).mean(dim=0)), group=group)
+    return int8_values(codes).reshape(-1)[: len(values)]

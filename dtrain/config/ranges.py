@@ -29,15 +29,14 @@ AT_LEAST = {
     "precision.init_scale": 1, "precision.growth_interval": 1, "strategy.bucket_mb": 1, "strategy.replica_size": 1,
     "strategy.forward_prefetch": 0, "strategy.backward_prefetch": 0, "strategy.stages_per_rank": 2,
     "profile.start": 3, "profile.num_steps": 1, "strategy.every": 1, "strategy.gather_mb": 1, "strategy.whole_below": 0,
-    "strategy.staleness": 0, "strategy.slow_rank": 0, "strategy.slow_factor": 1,
-    "strategy.compress_rank": 1, "strategy.compress_warmup": 0,
+    "strategy.staleness": 0, "strategy.slow_rank": 0, "strategy.slow_factor": 1, "strategy.trace": 0,
+    "strategy.compress_rank": 1, "strategy.compress_warmup": 0, "strategy.fragments": 1, "strategy.outer_momentum": 0,
 }  # fmt: skip
 MORE_THAN = {
     "model.rope_theta": 0, "model.norm_eps": 0, "lora.alpha": 0, "optim.lr": 0, "optim.eps": 0,
-    "train.max_grad_norm": 0, "data.val_fraction": 0,
-    "strategy.compress_ratio": 0,
+    "train.max_grad_norm": 0, "data.val_fraction": 0, "strategy.compress_ratio": 0, "strategy.outer_lr": 0,
 }  # fmt: skip
-LESS_THAN = {"optim.momentum": 1, "model.dropout": 1, "data.val_fraction": 1}
+LESS_THAN = {"optim.momentum": 1, "model.dropout": 1, "data.val_fraction": 1, "strategy.outer_momentum": 1}
 AT_MOST = {
     "cluster.metrics_port": 65535,
     "schedule.min_ratio": 1,

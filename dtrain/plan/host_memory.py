@@ -25,6 +25,7 @@ from dtrain.plan.memory.states import (
     held_by,
     held_convolutions,
     optimizer_bytes,
+    outer_bytes,
     weight_bytes,
 )
 from dtrain.plan.model_shape import Transformer, shape_of
@@ -98,7 +99,8 @@ def rank_bytes(held: HeldParameters, layout: Layout, forgets: bool) -> float:
     weights = 0.0 if layout.offload_params == "nvme" else weight_bytes(held, layout)
     if layout.offload == "nvme":
         return weights
-    return weights + gradient_bytes(held, layout) + (0.0 if forgets else optimizer_bytes(held, layout))
+    outer = outer_bytes(held, layout)
+    return weights + outer + gradient_bytes(held, layout) + (0.0 if forgets else optimizer_bytes(held, layout))
 
 
 def leaner(config: Mapping[str, Any], has: float) -> str:

@@ -22,7 +22,7 @@ class Layout:
     first rows of benchmarks/planner were measured; `layout_of` returns the current meaning of a configuration.
     """
 
-    strategy: str  # ddp fsdp zero1 zero2 zero3 fairscale local_sgd ps tensor pipeline 3d
+    strategy: str  # ddp fsdp zero1 zero2 zero3 fairscale local_sgd diloco ring ps tensor pipeline 3d
     tp: int = 1
     pp: int = 1
     dp: int = 1
@@ -53,6 +53,8 @@ class Layout:
     compress: str = "none"  # gradients of ddp, and of the replicas of hybrid fsdp: comm/compress.py
     compress_rank: int = 4
     compress_ratio: float = 0.01
+    every: int = 4  # steps between two exchanges of the weights, under local_sgd and diloco
+    exchange: str = "fp32"  # what diloco sends: fp32 | int8
 
     @property
     def world_size(self) -> int:
@@ -110,6 +112,8 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
         compress=strategy.get("compress", "none"),
         compress_rank=strategy.get("compress_rank", 4),
         compress_ratio=strategy.get("compress_ratio", 0.01),
+        every=strategy.get("every", 1),
+        exchange=strategy.get("exchange", "fp32"),
     )
 
 

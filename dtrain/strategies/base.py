@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -52,6 +53,7 @@ class Strategy:
     compressor: Compressor | None = None  # averages gradients under strategy.compress
     passes: Callable[[Tensor, Tensor], Tensor] | None = None  # replaces forward_backward in a step that is checked
     steps_ahead = 0  # by how many steps a rank may be ahead of the slowest, if the ranks do not meet in every step
+    folder: Path | None = None  # of the run, for what a strategy writes besides checkpoints
 
     def __init__(self, pp: int = 1, dp: int = -1, tp: int = 1) -> None:
         self.axes = {"pp": pp, "dp": dp, "tp": tp}

@@ -106,6 +106,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     strategy = chosen.for_world(world_size)
     if strategy is not chosen:
         log.info("strategy=%s on one rank has nothing to shard: it runs as ddp", cfg.choices.strategy)
+    strategy.folder = folder
     mesh = strategy.resolve_mesh(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
     _, micro_batch_size, accumulation = batch_sizes(cfg, mesh)
     strategy.setup(

@@ -40,6 +40,11 @@ def wait_for_peers(works: Iterable[Any]) -> None:
         work.wait()
 
 
+def sendable(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the values where the group can send them from: gloo cannot send from a GPU."""
+    return values.cpu() if values.is_cuda and dist.get_backend(group) == "gloo" else values
+
+
 def gather(value: Any, group: Group = None) -> list[Any]:
     """Return every rank's value, on every rank."""
     values: list[Any] = [value] * world_size()

@@ -63,6 +63,11 @@ REFUSED = [
     (["strategy=ps", "strategy.mode=async", "train.spike=skip"], "at different steps"),
     (["strategy=ps", "strategy.mode=async", "cluster=slurm", "cluster.gpus_per_node=2"], "only tried with ranks on"),
     (["strategy=ps", "strategy.mode=async", "+model.batch_norm=sync"], "batch norm all-reduces|batch_norm"),
+    (["strategy=diloco", "strategy.outer_lr=0"], "must be more than 0"),
+    (["strategy=diloco", "strategy.outer_momentum=1"], "must be less than 1"),
+    (["strategy=diloco", "strategy.exchange=int4"], "one of fp32, int8"),
+    (["strategy=diloco", "strategy.every=4", "strategy.fragments=5"], "at a step of its own"),
+    (["strategy=ring", "strategy.trace=-1"], "must be at least 0"),
 ]
 
 

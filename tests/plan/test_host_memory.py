@@ -18,6 +18,7 @@ from dtrain.plan.layout import layout_of
 from dtrain.plan.ledger import total
 from dtrain.plan.memory.peak import memory
 from dtrain.plan.model_shape import shape_of
+from dtrain.plan.parameters import held_parameters
 from dtrain.plan.sections import strategy_section
 from tests.config.test_files import compose
 from tests.plan import test_run_prediction as test_trust
@@ -205,7 +206,21 @@ def test_weights_that_fairscale_deals_out_whole_are_there_once() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(
-        ["ddp", "local_sgd", "fsdp", "fairscale", "ps", "zero1", "zero2", "zero3", "tensor", "pipeline", "3d"]
+        [
+            "ddp",
+            "local_sgd",
+            "ring",
+            "diloco",
+            "fsdp",
+            "fairscale",
+            "ps",
+            "zero1",
+            "zero2",
+            "zero3",
+            "tensor",
+            "pipeline",
+            "3d",
+        ]
     ),
     st.sampled_from([1, 2, 4]),
     st.sampled_from(["fp32", "bf16", "bf16-pure"]),
@@ -227,8 +242,10 @@ def test_the_states_are_a_part_of_what_is_predicted(
     found = states(config)
     assert 0 < found <= ranks * total(memory(shape, layout_of(config)))
     alone = states(with_ranks(config, "ddp", 1))
-    if strategy in ("ddp", "local_sgd"):
+    if strategy in ("ddp", "local_sgd", "ring"):
         assert found == ranks * alone
+    if strategy == "diloco" and ranks > 1 and not lora:
+        assert found == ranks * (alone + 8 * held_parameters(shape)), "outer weights and their momentum, in float32"
     if strategy == "fsdp":
         assert found == pytest.approx(alone)
     assert states({**config, "optim": dict(section("optim", "sgd")) | {"momentum": 0.0}}) < found

@@ -71,7 +71,8 @@ def test_what_follows_from_a_gpu_does_not_from_a_cpu() -> None:
         ("strategy=ddp", True), ("strategy=fsdp", True), ("strategy=zero2", True), ("precision=bf16-pure", True),
         ("strategy=ddp cuda_graphs=none", False), ("strategy=ddp compile=none", False), ("precision=fp16", False),
         ("strategy=fsdp strategy.offload=cpu", False), ("strategy=tensor", False), ("optim=sgd", False),
-        ("strategy=local_sgd", False), ("model=bert-tiny data=mlm", False), ("strategy=ddp hardware=cpu", False),
+        ("strategy=local_sgd", False), ("strategy=ring", False),
+        ("model=bert-tiny data=mlm", False), ("strategy=ddp hardware=cpu", False),
     ],
 )  # fmt: skip
 def test_which_steps_are_cuda_graph(words: str, expected: bool) -> None:
@@ -119,7 +120,7 @@ def test_degrees_and_batches_multiply(tp: int, pp: int, batch: int) -> None:
 
 def test_how_data_ranks_share_follows_the_section() -> None:
     sections = {name: data_of(strategy_section(name)) for name in options_of("strategy")}
-    assert sections["ddp"] == sections["local_sgd"] == "ddp"
+    assert sections["ddp"] == sections["local_sgd"] == sections["ring"] == sections["diloco"] == "ddp"
     assert [sections[f"zero{stage}"] for stage in (1, 2, 3)] == ["zero1", "zero2", "zero3"]
     assert sections["fsdp"] == sections["3d"] == sections["tensor"] == sections["pipeline"] == "fsdp"
     assert data_of({**strategy_section("3d"), "data": "ddp"}) == "ddp"

@@ -34,7 +34,15 @@ from dtrain.plan.memory.activations import (
     way_of,
 )
 from dtrain.plan.memory.pipeline import mailbox_bytes, rank_stages
-from dtrain.plan.memory.states import HeldParameters, held_by, held_convolutions, optimizer_bytes, sharing, weight_bytes
+from dtrain.plan.memory.states import (
+    HeldParameters,
+    held_by,
+    held_convolutions,
+    optimizer_bytes,
+    outer_bytes,
+    sharing,
+    weight_bytes,
+)
 from dtrain.plan.model_shape import Convolutions, Shape, Transformer
 from dtrain.plan.parameters import Stage
 
@@ -103,6 +111,8 @@ def state_items(layout: Layout, held: HeldParameters) -> list[Item]:
         Item("fragmentation", "allocator rounding of weights and state", STATE_ROUNDING * (weights + state),
              "{} of them", (STATE_ROUNDING,)),
     ]  # fmt: skip
+    if outer := outer_bytes(held, layout):
+        items.append(Item("optimizer", "outer weights and momentum", outer, "{:,} × 8 bytes", (held.trained,)))
     if share.zero == 3:
         bucket = layout.bucket_mb * MIB
         items.append(Item("buffers", "bucket for gradients", bucket, "{} MiB", (layout.bucket_mb,)))

@@ -281,6 +281,8 @@ def update_items(layout: Layout, held: HeldParameters) -> list[Item]:
     gradients = gradient_bytes(held, layout) if layout.offload == "none" or share.zero == 1 else 0.0
     items = [Item("gradients", "all", gradients, "{:,} over {}", (held.trained, share.gradients))]
     mine = held.trained / max(share.optimizer, 1)
+    if layout.strategy == "ring" and layout.dp > 1:  # before the update, to be sent
+        items.append(Item("gradients", "all, as one tensor", gradients, "{:,} × 4 bytes", (held.trained,)))
     if held.twin:  # summed before the update: pipeline_stages.TiedWeights
         received = WIDE * held.twin / share.gradients
         numbers = (held.twin, share.gradients)

@@ -138,6 +138,11 @@ def optimizer_bytes(held: HeldParameters, layout: Layout) -> float:
     return each * mine
 
 
+def outer_bytes(held: HeldParameters, layout: Layout) -> float:
+    """diloco's outer weights and their momentum; one rank has none."""
+    return 2.0 * WIDE * held.trained if layout.strategy == "diloco" and layout.dp > 1 else 0.0
+
+
 def gradient_bytes(held: HeldParameters, layout: Layout) -> float:
     """Gradient bytes that remain after the backward pass."""
     return state_bytes(layout) * held.trained / sharing(layout).gradients

@@ -15,6 +15,7 @@ from dtrain.plan.time.stack import Stack
 # NCCL occupies this many SMs (its channels within a node of NVSwitch); overlapping computation has that many fewer.
 CHANNELS = 24
 HALF = 2
+INT8 = 1 + 4 / 256  # bytes of a value, with its share of a block's scale (comm/quantize.py)
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,8 @@ def replicated_items(
     fp32, the second in every pass (benchmarks/results/traffic-cpu.json: 2.25 times the weights on 4 ranks).
     """
     kind = "reduce_scatter" if layout.data == "sharded_ddp" else "all_reduce"
-    if layout.strategy == "local_sgd":  # weights and moments, averaged every 4 steps, the default
-        moments = 2 if layout.optimizer == "adamw" else 1
-        one = collective_s(hardware, kind, group, (1 + moments) * trained * 4) / 4
-        formula = "{} bytes × {:.3g}, every 4th step"
-        return [Item("communication", "averaging", one, formula, (4 * (1 + moments), trained))]
+    if layout.strategy in ("local_sgd", "diloco"):
+        return [exchange_item(layout, hardware, group, trained)]
     if layout.data in SERVED:
         return server_items(layout, hardware, group, trained)
     width = stack.gradient if layout.compress == "none" else 4 * share
@@ -86,13 +84,14 @@ def replicated_items(
     rest = collective_s(hardware, kind, group, last, stack.network)
     backward = passes.count * passes.unit.backward_s
     times = layout.micro_batches if layout.data == "zero2" else 1
-    added = times * ((exposed(hardware, one, backward) if stack.overlap else one) + rest)
+    overlaps = stack.overlap and layout.strategy != "ring"  # ring sends everything after the backward pass
+    added = times * ((exposed(hardware, one, backward) if overlaps else one) + rest)
     items = [
         Item(
             "communication", "gradients", added,
             "{} × ({} of {:.3g} bytes over {} ranks takes {:.2f} ms, overlapping {:.2f} ms of backward pass; "
             "the embedding's, at the end, {:.2f} ms)",
-            (times, kind, num_bytes, group.size, one * 1e3, backward * 1e3 if stack.overlap else 0.0, rest * 1e3),
+            (times, kind, num_bytes, group.size, one * 1e3, backward * 1e3 if overlaps else 0.0, rest * 1e3),
         )
     ]  # fmt: skip
     if layout.data != "ddp":
@@ -101,6 +100,17 @@ def replicated_items(
         formula = "all_gather of {:.3g} × {} bytes"
         items.append(Item("communication", "updated weights", back, formula, (trained, width)))
     return items
+
+
+def exchange_item(layout: Layout, hardware: Hardware, group: Group, trained: float) -> Item:
+    """Every few steps local_sgd averages weights and moments, and diloco changes of the weights, in 4 bytes or one."""
+    if layout.strategy == "local_sgd":
+        each = 4 * (3.0 if layout.optimizer == "adamw" else 2.0)
+    else:
+        each = INT8 if layout.exchange == "int8" else 4.0
+    one = collective_s(hardware, "all_reduce", group, each * trained) / layout.every
+    formula = "{:.3g} bytes × {:.3g}, in every {}th step"
+    return Item("communication", "exchange of weights", one, formula, (each, trained, layout.every))
 
 
 def server_items(layout: Layout, hardware: Hardware, group: Group, trained: float) -> list[Item]:

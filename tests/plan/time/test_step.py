@@ -126,6 +126,18 @@ def test_what_hides_and_what_does_not() -> None:
     assert longer(1.0, 0.0) == 1.0 and 1.1 < longer(1.0, 1.0) < 1.25
 
 
+def test_rarer_and_smaller_exchanges_cost_less_and_a_ring_hides_nothing() -> None:
+    ddp = Layout("ddp", dp=16, micro_batch_size=4)
+    rare, rarer = (seconds(replace(ddp, strategy="diloco", every=every))["communication"] for every in (1, 20))
+    assert rare == pytest.approx(20 * rarer)
+    small = seconds(replace(ddp, strategy="diloco", every=20, exchange="int8"))["communication"]
+    assert 0.25 < small / rarer < 0.35, "a quarter of the bytes, and the same latency"
+    averaged = seconds(replace(ddp, strategy="local_sgd", every=20))["communication"]
+    assert 2.5 < averaged / rarer < 3, "moments, too"
+    assert seconds(replace(ddp, strategy="ring"))["communication"] > seconds(ddp)["communication"]
+    assert seconds(replace(ddp, strategy="ring"))["communication"] == pytest.approx(rare, rel=0.05)
+
+
 def test_items_add_up() -> None:
     items = [Item("a", "x", 1.0, "{} s", (1,)), Item("b", "y", 2.0), Item("a", "z", 3.0)]
     assert by_part(items) == {"total": 6.0, "a": 4.0, "b": 2.0}
