@@ -179,7 +179,7 @@ def as_type(annotation: str) -> str:
         return ", ".join([*dict.fromkeys(values), *(["`null`"] if literal[2] else [])])
     parts = [part.strip() for part in re.split(r"\|(?![^\[]*\])", annotation)]
     names = {"None": "null", "str": "text", "int": "integer", "float": "number", "bool": "`true`, `false`"}
-    shown = [names.get(part, part) for part in parts]
+    shown = [as_type(part) if part.startswith("Literal[") else names.get(part, part) for part in parts]
     item = re.compile(r"(?:list|Sequence)\[(\w+)\]")
     shown = [item.sub(lambda m: f"list of {names.get(m[1], m[1])}", part) for part in shown]
     shown = ["mapping" if part.startswith("dict") else part for part in shown]
