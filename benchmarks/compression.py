@@ -37,7 +37,7 @@ from dtrain.plan.model_shape import shape_of
 WORDS = ("none", "fp16", "bf16", "int8", "powersgd", "topk", "onebit")
 RATES = {"100 Mbit/s": "100mbit", "1 Gbit/s": "1gbit"}
 MODEL = ["model=gpt2-tiny", "strategy=ddp", "checkpoint.every=0", "train.eval_every=0", "train.log_every=1"]
-TEXT = ["data=stdlib", "train.steps=200", "optim.lr=2e-3", "train.global_batch_size=16", "train.eval_batches=8"]
+TEXT = ["data=stdlib", "train.steps=200", "optim.lr=2e-3", "train.global_batch_size=8", "train.eval_batches=8"]
 TIMED = ["data=synthetic", "train.steps=25", "train.eval_batches=0", "train.global_batch_size=2"]
 # larger, so that what else is sent in a step (votes, losses, acknowledgements: some kB) counts little
 COUNTED = ["model.num_layers=8", "model.dim=256", "model.seq_len=16", "data=synthetic", "train.eval_batches=0"]

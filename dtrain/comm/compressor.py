@@ -7,7 +7,7 @@ rehearsal leave no trace.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -56,18 +56,26 @@ class Compressor:
     def average(self, gradients: Gradients) -> None:
         """Replace each gradient by its mean over the ranks."""
         large = {n: g for n, g in gradients.items() if n in self.places and self.steps >= self.warmup}
-        self.average_whole([g for n, g in gradients.items() if n not in large])
+        small = self.start_whole([g for n, g in gradients.items() if n not in large])
         if large:
             self.exchange(large)
+        small()  # it was on its way while the large ones were compressed
 
-    def average_whole(self, gradients: list[Tensor], dtype: torch.dtype | None = None) -> None:
+    def start_whole(self, gradients: list[Tensor], dtype: torch.dtype | None = None) -> Callable[[], None]:
+        """Start an all-reduce of these gradients; the returned function waits for it and copies the means back."""
         if not gradients:
-            return
+            return lambda: None
         flat = torch.cat([g.reshape(-1) for g in gradients]).div_(self.num_ranks)
         flat = flat if dtype is None else flat.to(dtype)
-        dist.all_reduce(flat, group=self.group)
-        for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(mean.view(gradient.shape))
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+
+        def finish() -> None:
+            assert work is not None
+            work.wait()
+            for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(mean.view(gradient.shape))
+
+        return finish
 
     def owed(self, name: str, gradient: Tensor) -> Tensor:
         """The gradient and what earlier steps did not send of it, in fp32."""
@@ -125,4 +133,4 @@ class Cast(Compressor):
         return {}
 
     def exchange(self, gradients: Gradients) -> None:
-        self.average_whole(list(gradients.values()), self.dtype)
+        self.start_whole(list(gradients.values()), self.dtype)()
