@@ -80,8 +80,9 @@ def register_ddp_hook(model: Any, module: nn.Module, compressor: Compressor) -> 
     """Let a DistributedDataParallel model average each of its buckets with the compressor."""
     names = {id(p): name for name, p in module.named_parameters()}
     device = compressor.device
-    on_gpu = device.type == "cuda"
-    stream, worker = (torch.cuda.Stream(device), None) if on_gpu else (None, Worker())
+    if compressor.runner is None:  # one for all wrappers: bucket_mb=auto tries several
+        compressor.runner = torch.cuda.Stream(device) if device.type == "cuda" else Worker()
+    runner = compressor.runner
 
     def hook(_: object, bucket: Any) -> Future[Tensor]:
         buffer = bucket.buffer()
@@ -91,11 +92,10 @@ def register_ddp_hook(model: Any, module: nn.Module, compressor: Compressor) -> 
             compressor.average(gradients)
             return buffer
 
-        if worker is not None:
-            return worker.submit(task)
-        assert stream is not None
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):  # beside the kernels of the backward pass
+        if isinstance(runner, Worker):
+            return runner.submit(task)
+        runner.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(runner):  # beside the kernels of the backward pass
             future: Future[Tensor] = Future(devices=[device])
             future.set_result(task())
         return future
@@ -110,7 +110,7 @@ def register_fsdp_hooks(module: nn.Module, compressor: Compressor) -> None:
     FSDP2 has a hook after its all-reduce over the replicas, but none in its place. So the replicas' group becomes one
     of a single rank, over which the all-reduce sends nothing, and the hook does the averaging.
     """
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     for unit in module.modules():
         if hasattr(unit, "set_all_reduce_hook"):
             state = cast(Any, unit)._get_fsdp_state()

@@ -28,6 +28,7 @@ class Compressor:
         self.group, self.device, self.warmup = group, device, warmup
         self.num_ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.steps = 0  # of this run, updated or skipped; the first `warmup` of them are sent whole
+        self.runner: Any = None  # where it runs beside the backward pass: a thread or a CUDA stream
         self.scale = 1.0  # of the loss, and so of the gradients; errors are kept without it
         trained = {name: chunks_of(p.detach())[0] for name, p in parameters.items() if p.requires_grad}
         self.places = {name: place for name, place in trained.items() if self.compresses(place.shape)}
@@ -54,7 +55,11 @@ class Compressor:
 
     @torch.no_grad()
     def average(self, gradients: Gradients) -> None:
-        """Replace each gradient by its mean over the ranks."""
+        """Replace each gradient by its mean over the ranks, in fp32 also if the caller is in autocast."""
+        with torch.autocast(self.device.type, enabled=False):
+            self._average(gradients)
+
+    def _average(self, gradients: Gradients) -> None:
         large = {n: g for n, g in gradients.items() if n in self.places and self.steps >= self.warmup}
         small = self.start_whole([g for n, g in gradients.items() if n not in large])
         if large:

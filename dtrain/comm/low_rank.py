@@ -37,7 +37,7 @@ class PowerSGD(Compressor):
         return torch.randn(columns, self.matrix_rank, generator=generator).to(self.device)
 
     def exchange(self, gradients: Gradients) -> None:
-        matrices = {name: self.owed(name, g).view(len(g), -1) for name, g in gradients.items()}
+        matrices = {name: self.owed(name, g).reshape(len(g), -1) for name, g in gradients.items()}
         left = self.all_reduce([m @ self.state[f"{name}.q"] for name, m in matrices.items()])
         left = [torch.linalg.qr(p).Q for p in left]
         own = [m.T @ p for m, p in zip(matrices.values(), left, strict=True)]

@@ -40,7 +40,7 @@ class Quantized(Compressor):
     def exchange(self, gradients: Gradients) -> None:
         n, counts = self.num_ranks, [self.num_blocks(g.numel()) for g in gradients.values()]
         owed = [
-            pad(self.owed(name, g).view(-1), (0, n * count * BLOCK - g.numel())).view(n, count, BLOCK)
+            pad(self.owed(name, g).reshape(-1), (0, n * count * BLOCK - g.numel())).view(n, count, BLOCK)
             for (name, g), count in zip(gradients.items(), counts, strict=True)
         ]
         blocks = torch.cat(owed, dim=1)

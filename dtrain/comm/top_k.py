@@ -24,7 +24,7 @@ class TopK(Compressor):
     def exchange(self, gradients: Gradients) -> None:
         chosen, counts = [], []
         for name, gradient in gradients.items():
-            owed = self.owed(name, gradient).view(-1)
+            owed = self.owed(name, gradient).reshape(-1)
             counts.append(num_kept(owed.numel(), self.ratio))
             places = owed.abs().topk(counts[-1], sorted=False).indices
             chosen.append(torch.stack([places.to(torch.int32).view(torch.float32), owed[places]]))

@@ -17,6 +17,7 @@ from dtrain.checks.validate import validate
 from dtrain.config.files import options_of
 from dtrain.config.hardware import gpus_per_node, ranks_per_node
 from dtrain.errors import bad
+from dtrain.plan import compression
 from dtrain.plan.layout import Layout, layout_of
 from dtrain.plan.memory.pipeline import rank_stages
 from dtrain.plan.memory.states import (
@@ -90,7 +91,8 @@ def states_of(config: Mapping[str, Any]) -> float | None:
         held = [held_by(shape, layout, rank_stages(shape, layout, rank)[0]) for rank in range(layout.pp)]
     else:
         held = [held_convolutions(shape)]
-    return layout.dp * layout.tp * sum(rank_bytes(one, layout, forgets) for one in held)
+    errors = compression.state_bytes(shape, layout)
+    return layout.dp * layout.tp * (errors + sum(rank_bytes(one, layout, forgets) for one in held))
 
 
 def rank_bytes(held: HeldParameters, layout: Layout, forgets: bool) -> float:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtrain.errors import bad
+from dtrain.plan import compression
+from dtrain.plan.layout import layout_of
 from dtrain.plan.model_shape import shape_of
 from dtrain.plan.parameters import trained_parameters
 from dtrain.plan.predict import GIB
@@ -44,4 +46,7 @@ def checkpoint_bytes(config: Mapping[str, Any]) -> int | None:
         return None
     size = 2 if config["precision"].get("parameters") == "bfloat16" else 4
     moments = 2 if "betas" in config["optim"] else int(config["optim"].get("momentum") != 0)
-    return trained_parameters(shape) * size * (1 + moments)
+    layout, weights = layout_of(config), trained_parameters(shape)
+    outer = 2 * 4 * weights if layout.strategy == "diloco" and layout.dp > 1 else 0
+    errors = layout.dp * compression.state_bytes(shape, layout) / 2  # of all ranks, without the step in progress
+    return int(weights * size * (1 + moments) + outer + errors)

@@ -222,7 +222,7 @@ class Strategy:
         if self.decides_on_device():
             return LateResult(self.update_on_device(loss))
         parameters = [p for p in self.module.parameters() if p.grad is not None]
-        if self.precision.scaled:
+        if self.precision.scaled and parameters:
             torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], 1.0 / self.precision.scale)
         norm = self.clip(parameters)
         loss, norm, spiked = self.agreed(loss, norm.to(loss.device))  # offloaded gradients have their norm on the CPU

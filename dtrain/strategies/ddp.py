@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -90,10 +91,15 @@ class DDP(Strategy):
         element is summed depends on its place in a bucket. Without this pass, the first step after a resume would round
         differently from the same step of an uninterrupted run.
         """
-        with self.rehearsal(), self.autocast():
+        with self.rehearsal():
             self.model.train()
-            self.model(inputs, targets).backward()
+            self.rehearse(inputs, targets)
         self.settled = True
+
+    def rehearse(self, inputs: Tensor, targets: Tensor) -> None:
+        with self.autocast():
+            loss = self.model(inputs, targets)
+        loss.backward()
 
     def no_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         if last or not isinstance(self.model, DistributedDataParallel):
@@ -118,12 +124,21 @@ class DDP(Strategy):
                 times.append(self.timed_pass(inputs, targets))
             return times
 
-        with self.rehearsal(), self.autocast():
+        with self.rehearsal(), self.without_warmup():
             self.model.train()
             best, passes = buckets.best_of(buckets.measure(buckets.sizes_to_try(num_bytes), visit))
         self.use_buckets(best)
         self.choice = {"bucket_mb": best, "pass_ms": passes, "for": self.measured_for()}
         log.info("%s, measured for %.1f s", buckets.reason(self.choice), time.perf_counter() - began)
+
+    @contextlib.contextmanager
+    def without_warmup(self) -> Iterator[None]:
+        """Measure what most steps send, and not what the first ones of strategy.compress_warmup do."""
+        if self.compressor is not None:
+            self.compressor.warmup = 0
+        yield
+        if self.compressor is not None:
+            self.compressor.warmup = self.compress_warmup
 
     def use_buckets(self, mb: int) -> None:
         """Wrap the module again with buckets of this size. The old wrapper goes first: its hooks would communicate."""
@@ -135,7 +150,7 @@ class DDP(Strategy):
         """Seconds of a forward and backward pass on the slowest rank: the same number on all ranks."""
         synchronize(self.device)
         began = time.perf_counter()
-        self.model(inputs, targets).backward()
+        self.rehearse(inputs, targets)
         synchronize(self.device)
         seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64, device=self.device)
         self.optimizer.zero_grad(set_to_none=True)
@@ -144,7 +159,9 @@ class DDP(Strategy):
 
     def measured_for(self) -> dict[str, Any]:
         """What must be alike for a resume to keep the choice, and with it the order of summation."""
-        return {"data_ranks": self.sizes.dp, "micro_batch_size": self.micro_batch_size, "compile": self.compile}
+        sent = [self.compress, self.compress_rank, self.compress_ratio]
+        alike = {"data_ranks": self.sizes.dp, "micro_batch_size": self.micro_batch_size, "compile": self.compile}
+        return alike | ({} if self.compress == "none" else {"compress": sent})
 
     def totals(self) -> dict[str, Any]:
         return {"buckets": self.choice} if self.choice else {}

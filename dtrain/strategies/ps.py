@@ -98,7 +98,9 @@ class ParameterServer(Strategy):
     def update(self, loss: Tensor) -> StepResult | LateResult:
         if self.sizes.dp > 1:
             sum_at_owners(self.shards)
-            torch._foreach_div_([p.grad for p in self.shards[dist.get_rank()] if p.grad is not None], self.sizes.dp)
+            for p in self.shards[dist.get_rank()]:  # none if there are more ranks than weights
+                if p.grad is not None:
+                    p.grad /= self.sizes.dp
         result = super().update(loss).read()
         if self.sizes.dp > 1 and result.updated:
             copy_from_owners(self.shards)

@@ -248,9 +248,10 @@ def planned(layout: Layout, stack: Stack, weights: Unit) -> list[Message]:
     """The planner's totals for strategies whose buckets are their library's: as if each were one call."""
     trained = sum(w.rows * w.per_row for w in weights if w.trained)
     width, times = size_of(layout), layout.micro_batches
-    if layout.strategy == "local_sgd":  # of every 4th step, the default
+    if layout.strategy == "local_sgd":  # its share of a step
         moments = 2 if layout.optimizer == "adamw" else 1
-        return [Message("all_reduce", (1 + moments) * trained * 4, 1, "data", "weights and moments, every 4th step")]
+        what = f"weights and moments, 1/{layout.every} of them: averaged in every {layout.every}th step"
+        return [Message("all_reduce", (1 + moments) * trained * 4 // layout.every, 1, "data", what)]
     if layout.data == "zero3":
         return [
             Message("all_gather", trained * width, times, "data", "weights", "forward"),
