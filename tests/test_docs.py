@@ -24,7 +24,7 @@ import pytest
 import yaml
 
 from dtrain import cli
-from dtrain.commands import search
+from dtrain.commands import comm, search
 from dtrain.commands.verify import command as verify
 from dtrain.config import schema
 from dtrain.config.files import CONF, GROUPS, flatten, known_settings, options_of, read_yaml, section, yaml_loader
@@ -324,6 +324,9 @@ def check(command: Command) -> int:
         return check_launch(command, argv)
     if name == "preflight":
         compose(argv)
+        return 0
+    if name == "comm":
+        compose(comm.read_options(argv[1:]).overrides)
         return 0
     if name == "search":
         request = search.read_request(argv)
