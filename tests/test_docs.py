@@ -445,7 +445,7 @@ def problem(word: str, chosen: dict[str, str]) -> str:
 
 def parameters_of(group: str, option: str) -> dict[str, tuple[str, Any]]:
     whole = section(group, option)
-    found = schema.signature(whole["_target_"], group) or {}
+    found = (schema.signature(whole["_target_"], group) if "_target_" in whole else None) or {}
     return {name: found.get(name, ("", None)) for name in ({*whole} if whole.get("_partial_") else {*whole, *found})}
 
 

@@ -28,7 +28,7 @@ expects, and which link is slow. On this machine, on the nodes of a SLURM job, o
   dtrain comm bench cluster=slurm cluster.nodes=4       nodes of a SLURM job, which it asks for unless it runs in one
   dtrain comm bench model=llama-7b strategy=fsdp        also the messages of a step, and what a step would spend on them
   dtrain comm bench cluster=slurm cluster.launcher=torchrun cluster.nodes=2 cluster.master_addr=HOST \\
-                    cluster.node_rank=N                 by hand: the same command on each node, with its own N
+                    cluster.node_rank=0                 by hand: the same command on each node, with its own number
 
   --json             the same for scripts
   --svg FILE         bus bandwidth over size as a picture; needs matplotlib

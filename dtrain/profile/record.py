@@ -136,7 +136,7 @@ class Trace(Recorder):
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
         # one step to warm up the profiler, and one whose end is where the table's first step begins
         when = schedule(wait=0, warmup=1, active=self.profile.num_steps + 1, repeat=1)
-        several = dist.get_world_size() > 1  # shapes tell the bytes of collectives
+        several = dist.is_initialized() and dist.get_world_size() > 1  # shapes tell the bytes of collectives
         self.profiler = profile(activities=kinds, schedule=when, on_trace_ready=self.write, record_shapes=several)
         self.times: list[float] = []
         self.watch(strategy, loader, first_step, num_left)

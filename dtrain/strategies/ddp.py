@@ -40,7 +40,7 @@ class DDP(Strategy):
         self.choice: dict[str, Any] = {}  # of bucket_mb=auto: the size, why, and for which run
         self.compress, self.compress_warmup = compress, compress_warmup
         self.compress_rank, self.compress_ratio = compress_rank, compress_ratio
-        self.tolerance = compression.TOLERANCES.get(compress)
+        self.tolerance = compression.TOLERANCES.get(compress, self.tolerance)
         self.settled = False
 
     def wrap(self, model: nn.Module) -> nn.Module:

@@ -34,7 +34,7 @@ class FSDP(Strategy):
     ) -> None:
         super().__init__(dp=dp)
         self.compress, self.compress_ratio, self.compress_warmup = compress, compress_ratio, compress_warmup
-        self.tolerance = compression.TOLERANCES.get(compress)
+        self.tolerance = compression.TOLERANCES.get(compress, self.tolerance)
         self.sharding, self.replica_size, self.offload = sharding, replica_size, offload
         self.forward_prefetch, self.backward_prefetch = forward_prefetch, backward_prefetch
 

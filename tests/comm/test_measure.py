@@ -28,7 +28,7 @@ def the_slowest_rank_counts() -> None:
     assert found.calls <= 20  # by the slowest: 10 ms a call would have allowed more
 
     for kind in BUS:
-        [small, large] = measure.sweep(kind, [12, 3 * 2**16], world, agree, CPU, 30.0, 5)
+        [small, large] = measure.sweep(kind, [12, 3 * 2**16], world, agree, CPU, 1e6, 5)  # also on a busy machine
         assert (small.kind, small.num_bytes, large.num_bytes, large.calls) == (kind, 12, 3 * 2**16, 5)
     assert len(measure.sweep("all_reduce", [12, 2**20], world, agree, CPU, 1e-9)) == 1  # no time for more
 

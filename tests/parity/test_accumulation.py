@@ -49,7 +49,8 @@ SAMPLES = 8  # of a data rank
 
 
 def test_every_strategy_is_listed() -> None:
-    assert {name.split()[0] for name in REDUCED} == set(STRATEGIES)
+    # ps sends and receives, which is not recorded
+    assert {name.split()[0] for name in REDUCED} == set(STRATEGIES) - {"ps"}
 
 
 @pytest.mark.parametrize("case", REDUCED)
