@@ -53,7 +53,7 @@ def test_in_a_terminal_that_is_resized(tmux: Tmux) -> None:  # noqa: F811
     tmux.type("C-z")
     tmux.until("Stopped")
     tmux.type("fg", "Enter")
-    check(tmux.until("tokens/s, newest steps"), 200, 50)
+    check(tmux.until("tokens/s, newest steps", "q quit"), 200, 50)
     tmux.resize(80, 24)
     tmux.type("b")
     check(tmux.until("full-run", "other-run", "2 running"), 80, 24)
