@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
         print(USAGE)
         return DONE
     if argv[:1] != ["bench"]:
-        raise bad("dtrain comm", argv[0] if argv else "", "there is one command", "dtrain comm bench")
+        raise ValueError(f"{' '.join(['dtrain comm', *argv[:1]])}: the only command is bench\n  fix: dtrain comm bench")
     options = read_options(argv[1:])
     from dtrain.launch.compose import compose
 
