@@ -220,4 +220,5 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _on_start(worker: int) -> None:
-    die_with_parent()
+    parent = multiprocessing.parent_process()
+    die_with_parent(parent.pid if parent else None)

@@ -74,11 +74,15 @@ class Wandb:
 
     def finish(self, run: RunFacts) -> None:
         """Send the newest step too, unless the run was killed: a resumed run will complete that step."""
+        import wandb
+
         if run.status != "running":
             for row in self.steps.rest():
                 self._send(row)
         self.run.summary.update({**self.newest, **run.summary, "tags": run.tags})
-        self.run.finish(exit_code=0 if run.status in ("done", "preempted") else 1)
+        code = 0 if run.status in ("done", "preempted") else 1
+        self.run.finish(exit_code=code)
+        wandb.teardown(exit_code=code)  # `finish` does not wait until W&B's own process has written its file
 
     def _send(self, row: Row) -> None:
         self.run.log({**row.values, "_timestamp": row.time}, step=row.step, commit=True)

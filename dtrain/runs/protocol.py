@@ -42,11 +42,16 @@ def name_slurm_rank(environ: MutableMapping[str, str]) -> None:
     environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"] = environ["SLURM_LOCALID"], str(num_ranks // num_nodes)
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends for any reason: no orphans."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel to kill this process when its parent ends for any reason: no orphans.
+
+    With the parent's number, this process also ends if the parent had ended before the kernel was asked.
+    """
     pr_set_pdeathsig = 1
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
 
 
 def pid_namespace() -> str:

@@ -162,22 +162,29 @@ class Endless(Numbers):
         return super().batch(indices)
 
 
-def _rank(connection: Any) -> None:
+def _rank(connection: Any, start_s: float) -> None:
+    started = prefetch._on_start
+    prefetch._on_start = lambda worker: (time.sleep(start_s * worker), started(worker))[1]
     loader = Loader(Endless(20), 4, seed=0, shuffle=False, workers=2)
     loader.batch(0)
     connection.send(children_of(loader))
     time.sleep(1000)
 
 
-def test_a_killed_rank_leaves_no_process_behind() -> None:
+@pytest.mark.parametrize("start_s", [0, 0.5], ids=["", "that-had-only-begun"])
+def test_a_killed_rank_leaves_no_process_behind(start_s: float) -> None:
     here, there = FORK.Pipe()
-    rank = FORK.Process(target=_rank, args=(there,))
+    rank = FORK.Process(target=_rank, args=(there, start_s))
     rank.start()
     pids = here.recv()
     assert len(pids) == 2 and all(running(pid) for pid in pids)
     rank.kill()
-    assert gone(pids, 2)  # torch's own watch would take 5 s, and would not end the one that reads
     rank.join()
+    try:
+        assert gone(pids, patience(2))  # torch's own watch would take 5 s, and would not end the one that reads
+    finally:
+        for pid in filter(running, pids):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_program_ends_though_it_did_not_close() -> None:
