@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dtrain.runs.comm_profile import RING_BYTES
 from dtrain.util.device_rates import synchronize, timed
 
 MIB = 2**20
@@ -25,14 +26,7 @@ PARTS, LEAST_PART = 8, 20
 Group = Any  # torch's process group type is partly private
 Agree = Callable[[Sequence[float]], list[float]]  # the largest of each number over the ranks that measure
 # bus bytes per message byte, by the number of ranks (nccl-tests, doc/PERFORMANCE.md)
-BUS: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1.0,
-    "send_recv": lambda n: 1.0,
-}
+BUS: dict[str, Callable[[int], float]] = {**RING_BYTES, "broadcast": lambda n: 1.0, "send_recv": lambda n: 1.0}
 
 
 @dataclass(frozen=True)

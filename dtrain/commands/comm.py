@@ -16,7 +16,7 @@ from typing import Any
 from dtrain.config.hardware import gpus_per_node, ranks_per_node
 from dtrain.errors import bad
 from dtrain.runs.protocol import DONE, FAILED
-from dtrain.util.format import clean, duration, three_digits
+from dtrain.util.format import clean, duration, size_text, three_digits
 
 USAGE = """usage: dtrain comm bench [cluster=NAME] [model=… strategy=…] [setting=value ...] [OPTION ...]
 
@@ -302,13 +302,6 @@ def step_line(step: dict[str, Any]) -> str:
     computed = f"the planner's {time_text(step['compute_s'])} of computation"
     share = hidden / step["seconds"]
     return f"{start}; {computed} hide {time_text(hidden)} ({share:.0%}) of it, and {time_text(left)} remain"
-
-
-def size_text(num_bytes: float) -> str:
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.3g} {name}" if num_bytes / unit < 1000 else f"{num_bytes / unit:.0f} {name}"
-    return f"{num_bytes:.0f} B"
 
 
 def time_text(seconds: float) -> str:

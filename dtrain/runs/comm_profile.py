@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dtrain.runs.folder import read_json
-from dtrain.util.format import as_dict, clean, finite
+from dtrain.util.format import as_dict, clean, finite, size_text
 
 MOST_RANKS, MOST_CALLS = 256, 5000  # read from one run, and from one rank
 # bytes that a rank sends for one byte of the tensor, as a ring does it; by the number of ranks
-BUS = {
+RING_BYTES: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
@@ -88,7 +89,7 @@ def matched(ranks: dict[int, list[Call]]) -> tuple[list[Meeting], str]:
     sequences: dict[tuple[int, ...], dict[int, list[Call]]] = defaultdict(dict)
     for rank, found in ranks.items():
         for call in found:
-            if len(call.group) > 1 and call.kind in BUS:
+            if len(call.group) > 1 and call.kind in RING_BYTES:
                 sequences[call.group].setdefault(rank, []).append(call)
     meetings: list[Meeting] = []
     for group, by_rank in sequences.items():
@@ -133,7 +134,7 @@ def messages(
         key = (kind, size, members)
         # without the other ranks, a call may include waiting: its shortest time is nearest to its own
         message_us = statistics.median(own[key]) if key in own else min(times)
-        factor = BUS[kind](members) if kind in BUS and members > 1 else 1.0
+        factor = RING_BYTES[kind](members) if kind in RING_BYTES and members > 1 else 1.0
         rows.append(
             {
                 "kind": kind, "bytes": size, "ranks": members or None,
@@ -187,13 +188,6 @@ def cells(message: dict[str, Any]) -> list[str]:
         message["kind"], size_text(message["bytes"]), str(message["ranks"] or "-"), f"{message['per_step']:.3g}",
         *times, *rates,
     ]  # fmt: skip
-
-
-def size_text(num_bytes: float) -> str:
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.3g} {unit}"
-    return f"{num_bytes:.0f} B"
 
 
 def wait_text(wait: dict[str, Any]) -> str:

@@ -103,6 +103,14 @@ def gib(value: object) -> str:
     return "-" if n is None else f"{n:.2f} GiB" if n < 10 else f"{n:.1f} GiB"
 
 
+def size_text(num_bytes: float) -> str:
+    """Format as 3 B, 1.5 KiB, 12 MiB."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {name}" if num_bytes / unit < 1000 else f"{num_bytes / unit:.0f} {name}"
+    return f"{num_bytes:.0f} B"
+
+
 def perplexity(value: object) -> str:
     n = number(value)
     return si(n) if n is not None and n < 5e8 else "-"  # above e^20 the number is meaningless

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from dtrain.cli import main
-from dtrain.commands.comm import Options, lines, read_options, size_text, step_line, time_text
+from dtrain.commands.comm import Options, lines, read_options, step_line, time_text
 from dtrain.config.hardware import Hardware
 from dtrain.plan.layout import Layout
 from dtrain.plan.time.collectives import Group
 from dtrain.preflight.bench import KINDS, Bench, groups_of
+from dtrain.util.format import size_text
 from tests import slurm
 from tests.patience import patience
 from tests.slurm_runs import at_home

@@ -181,3 +181,21 @@ def test_light_and_dark_at_phone_and_desktop_width(browser: Any, sweep: Path, wi
         assert opened("document.documentElement.dataset.theme") == other
         assert opened(background) != before[0]
         opened.close()
+
+
+def test_the_communication_of_a_profiled_run(browser: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", seed=0, steps=300)
+    for rank, begin in enumerate((0, 20_000)):
+        calls = [["all_reduce", 10**6, 0, begin, 30_000], [EVIL, 10**6, 0, 40_000, 50_000]]
+        content = {"rank": rank, "host": "a", "groups": [[0, 1]], "calls": calls, "num_steps": 1}
+        (run / "profiles").mkdir(exist_ok=True)
+        (run / "profiles" / f"communication-rank-{rank}.json").write_text(json.dumps(content))
+    write([run], tmp_path / "page.html", "one · dtrain report")
+    for width in (390, 1360):
+        opened = Opened(browser, tmp_path / "page.html", width)
+        part = opened.page.locator("#communication")
+        part.scroll_into_view_if_needed()
+        assert part.is_visible() and "all_reduce" in part.locator("table").inner_text()
+        assert "rank 0 waits for rank 1: 20.00 ms a step, in 1 of 1 collectives" in part.inner_text()
+        assert opened("document.documentElement.scrollWidth <= innerWidth"), "only the table scrolls sideways"
+        opened.close()
