@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,15 +143,17 @@ def train_on_text(rows: dict[str, dict[str, Any]], folder: Path) -> None:
         print(name, rows[name], flush=True)
 
 
-def time_steps(rows: dict[str, dict[str, Any]], folder: Path, rounds: int) -> None:
+def time_steps(
+    rows: dict[str, dict[str, Any]], folder: Path, rounds: int, words: Sequence[str], rates: Sequence[str]
+) -> None:
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
     env = {"MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": "eth0"}
     with namespaces(2) as names:
         for i in range(rounds):
-            for rate, limit in RATES.items():
+            for rate, limit in ((rate, RATES[rate]) for rate in rates):
                 for name in names:
                     sh(f"tc -n {name} qdisc replace dev eth0 root tbf rate {limit} burst 128kb latency 400ms")
-                for word in WORDS:
+                for word in words:
                     run = train(word, 2, TIMED, names, folder / f"time-{word}-{limit}-{i}", env)
                     seconds[word, rate] += steps_of(run, "step_s")[5:]
                     median = statistics.median(seconds[word, rate])
@@ -164,6 +166,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="*", default=["bytes", "loss", "time"], choices=["bytes", "loss", "time"])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--words", nargs="*", default=WORDS, choices=WORDS, help="of the part time; none is needed")
+    parser.add_argument("--rates", nargs="*", default=list(RATES), choices=list(RATES))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     world.start_server(["dtrain.strategies.ddp"])
@@ -176,7 +180,7 @@ def main() -> None:
         if "loss" in options.parts:
             train_on_text(rows, Path(folder))
         if "time" in options.parts:
-            time_steps(rows, Path(folder), options.rounds)
+            time_steps(rows, Path(folder), options.rounds, options.words, options.rates)
     if options.json:
         setting = {"loss": TEXT, "time": TIMED, "bytes": COUNTED}
         content = {"benchmark": "compression", **environment(), "settings": setting, "rows": rows}
