@@ -8,6 +8,8 @@ to be made up for: the rank's own (`error`), and that of the mean, which only it
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +20,7 @@ from dtrain.comm.compressor import Compressor, Gradients
 from dtrain.util.dtensor import Held, flat_chunks
 
 BLOCK = 256  # values that share a scale
+MOST_PARTS, LEAST_PART = 4, 2**17  # of an exchange, and values of one
 TINY = 1e-38  # the least scale: a block of zeros has none
 
 
@@ -38,29 +41,14 @@ class Quantized(Compressor):
         return -(-numel // (self.num_ranks * BLOCK))
 
     def exchange(self, gradients: Gradients) -> None:
-        n, counts = self.num_ranks, [self.num_blocks(g.numel()) for g in gradients.values()]
-        owed = [
-            pad(self.owed(name, g).reshape(-1), (0, n * count * BLOCK - g.numel())).view(n, count, BLOCK)
-            for (name, g), count in zip(gradients.items(), counts, strict=True)
-        ]
-        blocks = torch.cat(owed, dim=1)
-        codes = self.encode(blocks)
-        received = torch.empty_like(codes)
-        dist.all_to_all_single(received, codes, group=self.group)
-        self.keep_parts(gradients, counts, blocks.sub_(self.decode(codes)))
-
-        mine = torch.cat([self.state[f"{name}.owner_error"].view(-1, BLOCK) for name in gradients])
-        mine = torch.add(self.decode(received).mean(dim=0), mine, alpha=self.scale)
-        code = self.encode(mine)
-        dist.all_gather(list(codes.unbind()), code, group=self.group)
-        for name, rest in zip(gradients, mine.sub_(self.decode(code)).split(counts), strict=True):
-            self.keep(name, "owner_error", rest)
-        for gradient, mean in zip(gradients.values(), self.decode(codes).split(counts, dim=1), strict=True):
-            gradient.copy_(mean.reshape(-1)[: gradient.numel()].view(gradient.shape))
-
-    def keep_parts(self, gradients: Gradients, counts: list[int], rest: Tensor) -> None:
-        for (name, gradient), part in zip(gradients.items(), rest.split(counts, dim=1), strict=True):
-            self.keep(name, "error", part.reshape(-1)[: gradient.numel()])
+        """In parts, so that one is on its way while another is quantized; the values are the same in any parts."""
+        parts = [Part(self, part) for part in split(gradients)]
+        for part in parts:
+            part.send()
+        for part in parts:
+            part.send_mean()
+        for part in parts:
+            part.receive_mean()
 
     def state_dict(self) -> dict[str, Held]:
         """An owner's errors are its range of the flattened parameter: another number of ranks reads other ranges."""
@@ -72,6 +60,58 @@ class Quantized(Compressor):
             values = self.state[f"{name}.owner_error"][: end - begin]
             held[f"comm.{name}.owner_error"] = flat_chunks(values, place.whole_shape, first + begin)
         return held
+
+
+class Part:
+    """Some of the gradients, on their way to their owners and back."""
+
+    def __init__(self, compressor: Quantized, gradients: Gradients) -> None:
+        self.compressor, self.gradients = compressor, gradients
+        self.counts = [compressor.num_blocks(g.numel()) for g in gradients.values()]
+
+    def send(self) -> None:
+        """Quantize, and start to send each owner its values."""
+        own, n = self.compressor, self.compressor.num_ranks
+        owed = [
+            pad(own.owed(name, g).reshape(-1), (0, n * count * BLOCK - g.numel())).view(n, count, BLOCK)
+            for (name, g), count in zip(self.gradients.items(), self.counts, strict=True)
+        ]
+        self.blocks = torch.cat(owed, dim=1)
+        self.codes = own.encode(self.blocks)
+        self.received = torch.empty_like(self.codes)
+        self.work: Any = dist.all_to_all_single(self.received, self.codes, group=own.group, async_op=True)
+
+    def send_mean(self) -> None:
+        """As the owner of some values: quantize their mean over the ranks, and start to send it to all."""
+        own = self.compressor
+        rest = self.blocks.sub_(own.decode(self.codes)).split(self.counts, dim=1)
+        for (name, gradient), part in zip(self.gradients.items(), rest, strict=True):
+            own.keep(name, "error", part.reshape(-1)[: gradient.numel()])
+        self.work.wait()
+        mine = torch.cat([own.state[f"{name}.owner_error"].view(-1, BLOCK) for name in self.gradients])
+        mine = torch.add(own.decode(self.received).mean(dim=0), mine, alpha=own.scale)
+        self.code = own.encode(mine)
+        self.work = dist.all_gather(list(self.codes.unbind()), self.code, group=own.group, async_op=True)
+        for name, left in zip(self.gradients, mine.sub_(own.decode(self.code)).split(self.counts), strict=True):
+            own.keep(name, "owner_error", left)
+
+    def receive_mean(self) -> None:
+        self.work.wait()
+        means = self.compressor.decode(self.codes).split(self.counts, dim=1)
+        for gradient, mean in zip(self.gradients.values(), means, strict=True):
+            gradient.copy_(mean.reshape(-1)[: gradient.numel()].view(gradient.shape))
+
+
+def split(gradients: Gradients) -> list[Gradients]:
+    """Divide gradients into at most MOST_PARTS parts of whole parameters with about as many values each."""
+    total = sum(g.numel() for g in gradients.values())
+    size = max(LEAST_PART, -(-total // MOST_PARTS))
+    parts: list[Gradients] = [{}]
+    for name, gradient in gradients.items():
+        if sum(g.numel() for g in parts[-1].values()) >= size:
+            parts.append({})
+        parts[-1][name] = gradient
+    return parts
 
 
 class Int8(Quantized):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dtrain.checkpoint import store
+from dtrain.comm import quantize
 from dtrain.comm.compress import make
 from dtrain.comm.compressor import Compressor
 from dtrain.util.dtensor import Chunk
@@ -51,6 +52,26 @@ def still_owed(compressor: Compressor, name: str) -> torch.Tensor:
                 owed[chunk.box] += chunk.values
     dist.all_reduce(owed)
     return owed
+
+
+def any_parts() -> None:
+    """int8 and onebit send a bucket in parts: the same bits, however many."""
+    for word in ("int8", "onebit"):
+        found = []
+        for least in (1, 2**17):
+            quantize.LEAST_PART = least
+            compressor = build(word)
+            gradients = gradients_of(0, dist.get_rank())
+            assert len(quantize.split({k: v for k, v in gradients.items() if k != "norm"})) == (2 if least == 1 else 1)
+            compressor.average(gradients)
+            compressor.end_step(True)
+            found.append(gradients | compressor.state)
+        assert found[0].keys() == found[1].keys()
+        assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_parts_change_no_bit() -> None:
+    spawn(2, any_parts)
 
 
 def adds_up(words: tuple[str, ...]) -> None:
