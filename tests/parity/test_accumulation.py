@@ -39,8 +39,8 @@ REDUCED: dict[str, tuple[int, int]] = {
     "zero1": (2, 1),
     "zero2": (2, 4),
     "zero3": (2, 4),
-    "tensor": (4, 4),
-    "tensor strategy.data=ddp": (4, 1),
+    "tensor strategy.tp=2": (4, 4),
+    "tensor strategy.tp=2 strategy.data=ddp": (4, 1),
     # the schedule runs all passes, and the gradients are reduced after the last
     "pipeline strategy.pp=2": (4, 1),
     "3d": (8, 1),
