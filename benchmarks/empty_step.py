@@ -31,6 +31,7 @@ from torch import Tensor
 
 from dtrain.checkpoint import background
 from dtrain.data.loader import Loader
+from dtrain.runs import recorder
 from dtrain.strategies.ddp import DDP
 from dtrain.train import metrics, process
 
@@ -44,7 +45,7 @@ PARTS: list[tuple[Any, str, str]] = [
     (process.StopRequest, "start_vote", "vote, begun"),
     (process.StopRequest, "read_vote", "vote, read"),
     (process, "seed_everything", "seeds"),
-    (metrics.Recorder, "write", "metrics, written"),
+    (recorder.Recorder, "write", "metrics, written"),
     (metrics, "memory_gib", "memory, read"),
     (background.Saver, "finished", "saves, asked for"),
     (DDP, "set_lr", "learning rate"),

@@ -17,8 +17,8 @@ from dtrain.checkpoint import store
 from dtrain.runs import causes
 from dtrain.runs.folder import newest_metrics
 from dtrain.runs.protocol import ELASTIC, RESCUE_FILE
+from dtrain.runs.recorder import Recorder
 from dtrain.strategies.ddp import DDP
-from dtrain.train.metrics import Recorder
 from dtrain.train.process import log
 from dtrain.train.setup import Run
 

@@ -22,6 +22,7 @@ from dtrain.config.mesh import MeshSizes, batch_sizes, eval_batch_size
 from dtrain.config.run_file import Settings
 from dtrain.data.loader import Loader
 from dtrain.runs.folder import newest_metrics, predicted, write_json
+from dtrain.runs.recorder import Recorder
 from dtrain.strategies.base import Strategy
 from dtrain.train import build as models
 from dtrain.train import metrics, process
@@ -54,7 +55,7 @@ class Run:
     validation: Validation | None
     data_identity: str
     rate: metrics.Rate
-    recorder: metrics.Recorder | None  # on rank 0
+    recorder: Recorder | None  # on rank 0
     summary: dict[str, Any]
     last_step: int
     step: int
@@ -150,7 +151,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
         "start_step": step, "total_steps": cfg.train.steps, "steps": step, "train_loss": None, "val_loss": None,
         "val_accuracy": None, "predicted": predicted(folder), "versions": metrics.versions(device),
     }  # fmt: skip
-    recorder = metrics.Recorder(folder, step) if rank == 0 else None
+    recorder = Recorder(folder, step) if rank == 0 else None
     if recorder:
         if step == last_step:  # the run saved its last step but ended before writing its summary
             summary |= newest_metrics(folder)
@@ -169,7 +170,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     )  # fmt: skip
 
 
-def report(recorder: metrics.Recorder, summary: dict[str, Any], step: int, **values: Any) -> None:
+def report(recorder: Recorder, summary: dict[str, Any], step: int, **values: Any) -> None:
     """Record what a profile of some steps found."""
     summary.update(values)
     recorder.write(step=step, **values)
