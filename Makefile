@@ -23,7 +23,7 @@ test: .venv/installed-dev
 	$(PYTEST) $(ARGS)
 
 # Also every pair of strategies as saver and resumer; --matrix FILE writes what came out to FILE.json and FILE.md
-test-all: .venv/installed-dev
+test-all: .venv/installed-engines
 	$(PYTEST) --all $(ARGS)
 
 # DeepSpeed's operation for offload to NVMe: 2 to 5 minutes of compiling, for which libaio-dev and g++ must be there
@@ -57,6 +57,11 @@ docs: .venv/installed-docs
 .venv/installed-dev: .venv/torch
 	$(INSTALL) -e '.[dev]'
 	touch .venv/installed $@
+
+# other engines (Ray, TensorFlow): as large as all the rest together, so only for make test-all
+.venv/installed-engines: .venv/torch
+	$(INSTALL) -e '.[dev,ray,tensorflow]'
+	touch .venv/installed .venv/installed-dev $@
 
 .venv/installed-docs: .venv/torch
 	$(INSTALL) -e '.[docs]'

@@ -212,9 +212,9 @@ def plain_type(key: str, default: Any) -> str:
     return as_type("list[str]" if isinstance(default, list) else type(default).__name__)
 
 
-def top_settings() -> list[Setting]:
-    """The settings of conf/config.yaml."""
-    path = CONF / "config.yaml"
+def top_settings(file: str = "config.yaml") -> list[Setting]:
+    """The settings of conf/config.yaml, or of conf/script.yaml."""
+    path = CONF / file
     values = {key: value for key, value in read_yaml(path).items() if key not in ("defaults", "hydra")}
     notes = comments(path).settings
     return [
@@ -385,6 +385,11 @@ def configuration_page() -> str:
         "## Settings without a group", "",
         "They are in [conf/config.yaml](../conf/config.yaml).", "",
         *setting_rows("", top_settings()),
+        "## Settings of script=", "",
+        "`script=FILE` starts [your own program](scripts.md) instead of the training loop. It has the groups",
+        "`cluster`, `hardware`, `logger` and `preflight`, and these settings, from",
+        "[conf/script.yaml](../conf/script.yaml):", "",
+        *setting_rows("", [s for s in top_settings("script.yaml") if s.name.startswith("script.")]),
     ]  # fmt: skip
     for group in GROUPS:
         lines += group_section(group)
@@ -393,7 +398,8 @@ def configuration_page() -> str:
 
 def without_meaning() -> list[str]:
     """Settings, options and groups that nobody has described, with the file where the comment belongs."""
-    missing = [f"conf/config.yaml: {s.name}" for s in top_settings() if not s.meaning]
+    both = ("config.yaml", "script.yaml")
+    missing = [f"conf/{file}: {s.name}" for file in both for s in top_settings(file) if not s.meaning]
     undescribed = [group for group in GROUPS if group not in group_meanings()]
     missing += [f"conf/config.yaml: {group} (below {GROUP_MEANINGS!r})" for group in undescribed]
     for group in GROUPS:

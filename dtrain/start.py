@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 VARIABLE = "DTRAIN_IMPORT_PATH"  # folders with the user's modules, passed to the ranks
+SAFE_PATH = "DTRAIN_SAFE_PATH"  # set if PYTHONSAFEPATH is dtrain's own
 PACKAGE = os.path.dirname(os.path.abspath(__file__))
 START = os.path.join(PACKAGE, "start.py")
 
@@ -35,12 +36,17 @@ def environment(argv: Sequence[str] = (START,)) -> dict[str, str]:
     wanted = {VARIABLE: os.pathsep.join(dict.fromkeys(filter(None, folders)))}
     if START in argv:
         return wanted  # start.py does the rest
-    wanted["PYTHONSAFEPATH"] = os.environ.get("PYTHONSAFEPATH", "1")
+    wanted |= safe_path()
     given = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     checkout = os.path.dirname(PACKAGE)
     if checkout not in given and not _installed(checkout):
         wanted["PYTHONPATH"] = os.pathsep.join([*given, checkout])
     return wanted
+
+
+def safe_path() -> dict[str, str]:
+    """Return the variable that keeps the working folder off sys.path, and a note that it is not the user's own."""
+    return {} if "PYTHONSAFEPATH" in os.environ else {"PYTHONSAFEPATH": "1", SAFE_PATH: "1"}
 
 
 def _installed(checkout: str) -> bool:
@@ -65,7 +71,7 @@ def main(argv: list[str]) -> None:
     assert spec is not None and spec.loader is not None
     sys.modules["dtrain"] = module_from_spec(spec)
     spec.loader.exec_module(sys.modules["dtrain"])
-    os.environ.setdefault("PYTHONSAFEPATH", "1")  # for child processes: loaders' resource trackers, compilers
+    os.environ.update(safe_path())  # for child processes: loaders' resource trackers, compilers
     if (checkout := os.path.dirname(PACKAGE)) not in sys.path:
         sys.path.append(checkout)  # for child processes of a rank, which inherit its sys.path
     import_folders()

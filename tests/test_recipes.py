@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,8 @@ from dtrain.launch.arguments import built_in, prepare_arguments, store_recipe
 from tests.world import losses, start_server, summary
 
 RECIPES = built_in()
-FULL = [name for name in RECIPES if "/" not in name]
+SCRIPTS = [name for name, path in RECIPES.items() if "\nscript:" in path.read_text()]  # programs of their own
+FULL = [name for name in RECIPES if "/" not in name and name not in SCRIPTS]
 TWINS = [name for name in RECIPES if name.startswith("tiny/") and name != "tiny/small"]
 SMALL_ALREADY = {"cpu-tiny", "mnist-ddp", "search-lr"}  # CI trains these themselves, elsewhere
 # what the issue of recipes promises: one a row of the matrix that users know
@@ -90,3 +92,12 @@ def test_a_copied_recipe_may_build_on_another(tmp_path: Path, capsys: pytest.Cap
     store_recipe(mine)
     cfg = compare.compose(prepare_arguments([f"recipe={mine}", "cluster.processes=4"]))
     assert (cfg.train.steps, cfg.cluster.processes, cfg.activation_checkpointing) == (7, 4, "full")
+
+
+def test_a_program_is_copied_itself(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """A copied file may not name a program: anyone could have written it."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipes", "cp", "tf-multiworker-digits"]) == 0
+    said = capsys.readouterr().out
+    assert "script=./tf_multiworker_digits.py 'script_args=[--epochs,15]' script.env=tensorflow" in said
+    assert "MultiWorkerMirroredStrategy" in (tmp_path / "tf_multiworker_digits.py").read_text()

@@ -67,5 +67,5 @@ def check_typed(config: dict[str, Any], typed: Iterable[str]) -> None:
 
 def check_machine(config: dict[str, Any]) -> None:
     """Check that the ranks' machine has a GPU if the profile needs one."""
-    if config["profile"].get("kind") == "memory" and not gpus_per_node(config["cluster"]):
+    if config.get("profile", {}).get("kind") == "memory" and not gpus_per_node(config["cluster"]):
         raise memory.no_gpu()

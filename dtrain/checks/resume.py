@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dtrain.checks import profile as profiling
-from dtrain.config.files import CODE, flatten
+from dtrain.config.files import CODE, flatten, is_script
 from dtrain.errors import bad, unknown
 from dtrain.runs import record as records
 from dtrain.runs.folder import checkpoints, latest_checkpoint, read_summary
@@ -39,7 +39,7 @@ def check_resume(
         if not any(key == name or key.startswith(name + ".") for key in (*before, *after)):
             raise ValueError(str(unknown(name, {*before, *after})).replace(name, f"resume_allow=[{name}]", 1))
     free = [*FREE_ON_RESUME, *allow]
-    if "batch_norm" in new["model"] and "train.micro_batch_size" not in allow:
+    if "batch_norm" in new.get("model", {}) and "train.micro_batch_size" not in allow:
         free.remove("train.micro_batch_size")  # batch norm statistics depend on the micro-batch size
     changed = [
         key for key in sorted({*before, *after})
@@ -83,6 +83,11 @@ def check_queue(config: dict[str, Any], run_dir: Path) -> None:
 def check_unfinished(config: dict[str, Any], run_dir: Path) -> None:
     """Reject a resume that has no steps left: the user probably wants more steps."""
     if read_summary(run_dir).get("status") == "running":  # killed between its last save and its summary
+        return
+    if is_script(config):
+        if read_summary(run_dir).get("status") == "done":
+            rule = "its program has ended with exit code 0"
+            raise bad("resume", config["resume"], rule, "leave out resume= for a new run")
         return
     done = num_steps_saved(run_dir)
     for key in ("steps", "stop_after"):

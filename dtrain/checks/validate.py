@@ -7,10 +7,10 @@ import importlib.util
 import math
 from typing import Any
 
-from dtrain.checks import guard, loggers, network, strategy
+from dtrain.checks import guard, loggers, network, script, strategy
 from dtrain.checks import profile as profiling
 from dtrain.config import elastic, mesh
-from dtrain.config.files import CONTROL, flatten
+from dtrain.config.files import CONTROL, flatten, is_script
 from dtrain.config.hardware import world_size
 from dtrain.config.mesh import batch_sizes
 from dtrain.config.ranges import check_ranges
@@ -32,7 +32,9 @@ LINEAR_LAYERS = {
 
 def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     """Raise a ValueError for the first broken rule; return the mesh of the configuration, of the largest number of
-    ranks if it has a range."""
+    ranks if it has a range. A user's own program has no mesh: all its ranks are data ranks."""
+    if is_script(config):
+        return validate_script(config)
     if isinstance(config.get("cluster"), dict) and elastic.range_of(config):
         return validate(largest(config))
     check_keys_and_types(config)
@@ -58,6 +60,16 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     profiling.check(config)
     loggers.check(config)
     return sizes
+
+
+def validate_script(config: dict[str, Any]) -> mesh.MeshSizes:
+    check_keys_and_types(config)
+    flat = flatten(config)
+    check_ranges(flat)
+    check_text(flat)
+    script.check(config)
+    check_cluster(config)
+    return mesh.resolve(world_size(config), config["cluster"]["processes"], pp=1, dp=-1, tp=1)
 
 
 def usable_sizes(config: dict[str, Any]) -> list[int]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 from pathlib import Path
+
+from dtrain.config.files import RECIPES, read_yaml
+from dtrain.util.format import as_dict
 
 
 def main(argv: list[str]) -> int:
@@ -28,14 +32,21 @@ def main(argv: list[str]) -> int:
     if options.action == "show":
         print(found[options.name].read_text(), end="")
         return 0
-    target = Path(options.target or found[options.name].name)
+    copied, launch = found[options.name], ""
+    if script := as_dict(
+        read_yaml(copied).get("script")
+    ):  # a file may not name a program: the program itself is copied
+        program = RECIPES / script["path"]
+        arguments = shlex.quote(f"script_args=[{','.join(script['args'])}]")
+        launch, copied = f"script={{}} {arguments} script.env={script['env']}", program
+    target = Path(options.target or copied.name)
     if target.is_dir():
-        target = target / found[options.name].name
+        target = target / copied.name
     if target.exists():
         raise ValueError(f"{target}: already exists\n  fix: choose another name; nothing was written")
-    shutil.copyfile(found[options.name], target)
+    shutil.copyfile(copied, target)
     relative = target if target.is_absolute() else f"./{target}"
     from dtrain.ui.console import LAUNCH
 
-    print(f"wrote {target}; edit it, then: {LAUNCH} recipe={relative}")
+    print(f"wrote {target}; edit it, then: {LAUNCH} {(launch or 'recipe={}').format(relative)}")
     return 0

@@ -135,10 +135,21 @@ def options_of(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
+def is_script(config: Mapping[str, Any]) -> bool:
+    """Is it a run of the user's own program, and not of dtrain's training loop?"""
+    return "script" in config
+
+
+def main_file(config: Mapping[str, Any]) -> Path:
+    """Return the file that has the plain settings of this configuration."""
+    return CONF / ("script.yaml" if is_script(config) else "config.yaml")
+
+
 def known_settings() -> list[str]:
     """Return every default setting and every group, for did-you-mean suggestions."""
     names = set(GROUPS)
-    names |= {k for k in flatten(read_yaml(CONF / "config.yaml")) if not k.startswith(("defaults", "hydra"))}
+    for path in CONF.glob("*.yaml"):
+        names |= {k for k in flatten(read_yaml(path)) if not k.startswith(("defaults", "hydra"))}
     for path in CONF.glob("*/*.yaml"):
         prefix = setting_prefix(path.parent.name, path.stem)
         names |= {f"{prefix}.{k!s}" for k in read_yaml(path) if not str(k).startswith(("_", "defaults"))}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dtrain.config.files import ADDRESSES, CODE, GROUPS, LOGGER, TARGET, flatten, yaml_loader
+from dtrain.config.files import ADDRESSES, CODE, GROUPS, LOGGER, TARGET, flatten, is_script, yaml_loader
 from dtrain.config.redaction import redact
 from dtrain.config.untrusted import MOST_IN_A_RUN, check_file, read, read_text
 from dtrain.errors import bad
@@ -18,6 +19,7 @@ from dtrain.util.regular_file import read_bytes
 
 SERVER = re.compile(rf"{LOGGER}\.\w+\.({'|'.join(ADDRESSES)})")  # a setting
 IS_SERVER = re.compile(rf"^ +({'|'.join(ADDRESSES)}): (?!null)".encode(), re.M)  # a line of config.yaml
+IS_PROGRAM, PROGRAM = re.compile(rb"^script:", re.M), re.compile(r"[\w/ .+-]+")
 ADDRESS = re.compile(r"\w[\w+.-]*:[\w/.:%+-]+", re.ASCII)  # nothing that a shell or Hydra reads, and no password
 
 
@@ -91,6 +93,8 @@ def with_current_targets(config: dict[str, Any]) -> dict[str, Any]:
 
 def completed(config: dict[str, Any]) -> dict[str, Any]:
     """Fill in settings that an older version did not write, with that version's behavior."""
+    if is_script(config):
+        return config
     precision, checkpoint = config.get("precision"), config.get("checkpoint")
     if isinstance(precision, dict) and precision.get("_target_") == "dtrain.optim.precision.Precision":
         precision.setdefault("stream", "float32")
@@ -152,4 +156,13 @@ def servers(run_dir: Path) -> list[str]:
             found = {key: value for key, value in (flat_config(run_dir) or {}).items() if SERVER.fullmatch(key)}
             typed = {key: value for key, value in found.items() if isinstance(value, str)}
             return [f"{key}={value}" for key, value in typed.items() if ADDRESS.fullmatch(value)]
+    return []
+
+
+def program(run_dir: Path) -> list[str]:
+    """Return `script=FILE` of a run of a user's own program: a resume wants it typed again, as the folder may lie."""
+    with suppress(OSError):
+        if IS_PROGRAM.search(read_bytes(run_dir / "config.yaml")):
+            path = (flat_config(run_dir) or {}).get("script.path")
+            return [shlex.quote(f"script={path}")] if isinstance(path, str) and PROGRAM.fullmatch(path) else []
     return []

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config.build import allowed, untrusted
-from dtrain.config.files import CONF, flatten, known_settings, option_of, options_of, read_yaml, sections
+from dtrain.config.files import flatten, known_settings, main_file, option_of, options_of, read_yaml, sections
 from dtrain.config.files import section as section_of
 from dtrain.config.ranges import check_ranges
 from dtrain.config.untrusted import check_target, check_targets
@@ -30,6 +30,8 @@ CHOICES = {
     "activation_checkpointing": ("none", "ops", "selective", "full"),
     "train.nonfinite": ("stop", "skip"),
     "train.spike": ("stop", "skip", "rollback", None),
+    "script.env": ("torchrun", "horovod", "tensorflow", "jax", "mpi"),
+    "script.stop_signal": ("TERM", "INT", "USR1", "USR2", "none"),
 }
 NULLABLE = {
     "train.micro_batch_size": int,
@@ -37,12 +39,13 @@ NULLABLE = {
     "train.stop_after": int,
     "resume": str,
     "init_from": str,
+    "script.python": str,
 }
 
 
 def check_keys_and_types(config: dict[str, Any]) -> None:
     check_targets(config)
-    base: dict[str, Any] = read_yaml(CONF / "config.yaml")  # OmegaConf takes 20 ms to read it, for every command
+    base: dict[str, Any] = read_yaml(main_file(config))  # OmegaConf takes 20 ms to read it, for every command
     groups = [next(iter(entry)) for entry in base.pop("defaults") if isinstance(entry, dict)]
     base.pop("hydra")
     known = [g for g in groups if "/" not in g and " " not in g and g != "recipe"]
@@ -62,7 +65,7 @@ def check_run(config: dict[str, Any], trust: Iterable[str], groups: Iterable[str
 
     A file from an older version may have fewer or different settings.
     """
-    base: dict[str, Any] = read_yaml(CONF / "config.yaml")
+    base: dict[str, Any] = read_yaml(main_file(config))
     check_targets(config)
     for group in groups:
         if group in config:

@@ -37,7 +37,7 @@ from dtrain.checks.resume import check_code, check_profile, check_queue, check_r
 from dtrain.checks.validate import largest, usable_sizes, validate
 from dtrain.config import elastic, redaction
 from dtrain.config.build import TRUST
-from dtrain.config.files import CONF, LOGGER, known_settings
+from dtrain.config.files import CONF, LOGGER, is_script, known_settings
 from dtrain.config.hardware import ranks_per_node
 from dtrain.config.hydra_errors import GROUPS, MISTAKES, explain
 from dtrain.config.redaction import redact
@@ -45,7 +45,7 @@ from dtrain.config.run_file import save
 from dtrain.config.untrusted import check_own, resolved
 from dtrain.errors import bad, unknown
 from dtrain.launch import compose_cache, sweeps
-from dtrain.launch.arguments import AUTO, prepare_arguments, read_config
+from dtrain.launch.arguments import AUTO, main_config, prepare_arguments, read_config
 from dtrain.launch.cluster import build_cluster
 from dtrain.plan import fits, run_prediction
 from dtrain.runs import folder
@@ -89,7 +89,8 @@ def start(argv: list[str]) -> list[tuple[int, Path]]:
         OmegaConf.register_new_resolver("dtrain.slug", slug, replace=True)
         task = functools.wraps(run)(lambda cfg: ended.append((run(cfg, argv), Path(cfg.run_dir))))
         with compose_cache.mode_known(sys.argv[1:]), compose_cache.cached_files():
-            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
+            name = main_config(sys.argv[1:])
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task)()
     except SystemExit as stop:
         if stop.__cause__ is not None:  # an exception raised inside a Hydra callback, see `raise_through_hydra`
             raise stop.__cause__ from None
@@ -158,11 +159,11 @@ class Gate(Callback):
         if checked[0]["dry_run"]:
             with raise_through_hydra():  # `| head` closes the pipe; the error must not fall through to a launch
                 for cluster, config, plan in zip(clusters, checked, plans, strict=True):
-                    if config["resume"]:
+                    if config["resume"] and not is_script(config):
                         say_beginning(Path(config["run_dir"]), sys.stderr)
                     run_prediction.show(plan, sys.stderr)  # stdout is reserved for the runnable script
                     cluster.dry_run(Path(config["run_dir"]), config)
-                    if "deepspeed_config" in config["strategy"]:
+                    if "deepspeed_config" in config.get("strategy", {}):
                         print(
                             "\nDeepSpeed's configuration, generated from these settings "
                             "(dtrain decides where a step ends):"
@@ -185,14 +186,15 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     if "hydra" in cfg:  # called from the gate, before Hydra starts the job
         HydraConfig.instance().set_config(cfg)
     config = plain_values(cfg)
-    if config["choices"]["strategy"] == AUTO:
+    if config["choices"].get("strategy") == AUTO:
         from dtrain.launch import auto
 
         auto.settle(cfg, config)
         config = plain_values(cfg)
     validate(config)
     check_own(config)
-    loss.check(config)
+    if not is_script(config):
+        loss.check(config)
     if not config["run_dir"]:
         raise bad("run_dir", "", "must name a folder", "run_dir=outputs/my-run")
     run_dir = Path(config["run_dir"]).absolute()
@@ -209,7 +211,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     if config["cluster"].get("node_rank"):
         return config  # a further node: node 0 manages the run folder
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-    if not in_sweep:  # points of a sweep may have profile=none
+    if not in_sweep and not is_script(config):  # points of a sweep may have profile=none
         profiling.check_typed(config, typed)
     if in_sweep and (run_dir / "launch.json").exists():  # the same sweep command again: resume unfinished runs
         config["resume"] = config["run_dir"]
@@ -225,7 +227,9 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         with locked(run_dir):
             pass  # raises if the run is still running
         check_unfinished(config, run_dir)
-        if not in_sweep:  # a sweep's overrides apply to all points; a point near its end still resumes
+        if not in_sweep and not is_script(
+            config
+        ):  # a sweep's overrides apply to all points; a point near its end still resumes
             check_profile(config, run_dir, typed)
     elif (run_dir / "launch.json").exists():
         raise bad(
@@ -280,7 +284,8 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
         config["cluster"]["processes"] = ranks_per_node(config["cluster"])
     choices = OmegaConf.to_container(HydraConfig.get().runtime.choices)
     assert isinstance(choices, dict)
-    config["choices"] = {g: choices.get(g) for g in (*GROUPS, "recipe", AUTO) if g != AUTO or g in choices}
+    groups = [group for group in GROUPS if group in config]
+    config["choices"] = {g: choices.get(g) for g in (*groups, "recipe", AUTO) if g != AUTO or g in choices}
     config["choices"][LOGGER] = ",".join(config[LOGGER]) or "none"
     # absolute, so that a resume from any working directory finds them
     for group, keys in (("data", ("path", "tokenizer")), ("strategy", ("nvme_path", "deepspeed_config"))):
@@ -295,6 +300,8 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
 
 def check_fit(config: dict[str, Any], plan: dict[str, Any]) -> None:
     """Check that the run fits in memory; with a range of ranks, also the smallest number, whose shards are largest."""
+    if is_script(config):
+        return
     fits.check(largest(config), plan)
     if usable := usable_sizes(config):
         smallest = elastic.sized(config, usable[0])
@@ -303,7 +310,7 @@ def check_fit(config: dict[str, Any], plan: dict[str, Any]) -> None:
 
 def distinct(clusters: Sequence[Any], configs: Sequence[dict[str, Any]]) -> list[tuple[Any, dict[str, Any]]]:
     """Keep one of each distinct request: many points of a sweep ask for the same resources."""
-    asked = [[config["cluster"], config["nsys"], config["profile"].get("kind")] for config in configs]
+    asked = [[config["cluster"], config.get("nsys"), config.get("profile", {}).get("kind")] for config in configs]
     found = {json.dumps(what, sort_keys=True): i for i, what in enumerate(asked)}
     return [(clusters[i], configs[i]) for i in found.values()]
 
@@ -336,7 +343,7 @@ def run(cfg: DictConfig, argv: list[str]) -> int:
         later = in_sweep and hasattr(cluster, "submit")  # all points are submitted together, see Gate.on_multirun_end
         record_launch(run_dir, config, argv, prepared=later)
         write_json(run_dir / folder.PLAN, plan)
-        if config["resume"]:
+        if config["resume"] and not is_script(config):
             say_beginning(run_dir, sys.stdout)
         run_prediction.show(plan, sys.stdout)
         (run_dir / CANCELLED_FILE).unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,18 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from dtrain.checks.loggers import ADDRESSES
-from dtrain.config.files import CODE, CONF, LOGGER, RECIPES, SECRET, known_settings, options_of, setting_prefix
+from dtrain.config.files import (
+    CODE,
+    CONF,
+    LOGGER,
+    RECIPES,
+    SECRET,
+    is_script,
+    known_settings,
+    options_of,
+    read_yaml,
+    setting_prefix,
+)
 from dtrain.config.hydra_errors import GROUPS
 from dtrain.config.redaction import check_arguments
 from dtrain.config.run_file import completed, read_run
@@ -36,6 +48,7 @@ def prepare_arguments(argv: list[str]) -> list[str]:
     argv = [re.sub(r"^([\w.+]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), a) for a in argv]  # no shell does it here
     argv = [re.sub(r"^(\++)?logger\.(project|mode)=", r"\1logger.wandb.\2=", a) for a in argv]  # their former names
     argv = [re.sub(r"\s", "", a) if a.startswith(f"{LOGGER}=[") else a for a in argv]  # logger=[csv, mlflow]
+    argv = script_words(argv)
     argv = [a for a in argv if a != "recipe=null"]  # the default; Hydra rejects it as an override
     for word in argv:
         name, _, value = word.lstrip("-").partition("=")
@@ -89,6 +102,7 @@ def prepare_arguments(argv: list[str]) -> list[str]:
         run_dir = find_run(given["resume"])
         check_path("resume", run_dir)
         store_as_run(run_dir, overridden=[g for g in GROUPS if g in given])
+        check_program(run_dir, argv)
         argv = [a for a in argv if not a.startswith(("resume=", "run_dir="))]
         argv += ["recipe=as-run", f"resume={quote(run_dir)}", f"run_dir={quote(run_dir)}"]
     if {"-m", "--multirun"} & set(argv) and "hydra.sweep.dir" not in given:
@@ -106,6 +120,77 @@ def prepare_arguments(argv: list[str]) -> list[str]:
         fixed = list(dict.fromkeys([*fixed, "trust"]))
         argv = [*argv, f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]"]
     return argv
+
+
+def script_words(argv: list[str]) -> list[str]:
+    """Turn `script=FILE` and `script_args=…` into the settings that they stand for, and name the run after the program.
+
+    Arguments stay texts, as typed: Hydra would read 1e-3 as a number, and True as a boolean.
+    """
+    is_sweep = bool({"-m", "--multirun"} & set(argv))
+    given = dict(a.split("=", 1) for a in argv if "=" in a and not a.startswith("-"))
+    words = []
+    for word in argv:
+        name, _, value = word.partition("=")
+        if name == "script":
+            if not value or value == "null":
+                raise bad("script", value, "must name a program", "script=train.py")
+            path = Path(value).expanduser().absolute()
+            words += [f"script.path={quote(path)}", *([] if "name" in given else [f"name={quote(path.stem)}"])]
+        elif name in ("script_args", "script.args"):
+            words.append(f"script.args={','.join(map(quoted_list, points(value, is_sweep)))}")
+        else:
+            words.append(word)
+    return words
+
+
+def points(value: str, is_sweep: bool) -> list[list[str]]:
+    """Read the arguments of a program: [--lr,1e-3] or `--lr 1e-3`; in a sweep, several of either, with commas."""
+    if re.fullmatch(r"(\[[^\[\]]*\],?)+", value):
+        lists = re.findall(r"\[([^\[\]]*)\]", value)
+        return [[item.strip().strip("'\"") for item in text.split(",") if item.strip()] for text in lists]
+    try:
+        return [shlex.split(text) for text in (value.split(",") if is_sweep else [value])]
+    except ValueError as error:
+        raise bad(
+            "script_args", value, f"cannot be split into arguments ({error})", "script_args=[--lr,1e-3]"
+        ) from None
+
+
+def quoted_list(items: list[str]) -> str:
+    return f"[{','.join(map(quote, items))}]"
+
+
+def check_program(run_dir: Path, argv: list[str]) -> None:
+    """Reject a resume that would start a program which a run folder names: it may come from someone else."""
+    then = as_dict(read_config(run_dir).get("script")).get("path")
+    if then and not any(a.startswith("script.path=") for a in argv):
+        rule = f"the run was started with script={then}, which is never read from a run folder: it may not be yours"
+        raise bad("resume", run_dir, rule, f"check it; if it is yours, give it again: script={then}")
+
+
+def check_groups(argv: list[str]) -> None:
+    """Reject the groups that only dtrain's training loop has."""
+    groups = [next(iter(entry)) for entry in read_yaml(CONF / "script.yaml")["defaults"] if isinstance(entry, dict)]
+    for word in argv:
+        group = word.lstrip("+~").partition("=")[0].partition(".")[0]
+        if (group in GROUPS and group not in groups) or group in ("train", "checkpoint", "guard", "lora"):
+            rule = "is a setting of dtrain's own training loop, and script= runs your program instead"
+            raise ValueError(f"{word}: {rule}\n  fix: leave it out, or give it to the program: script_args=[…]")
+
+
+def main_config(argv: list[str]) -> str:
+    """Return which file of conf/ these arguments are composed with: that of programs, or that of the training loop."""
+    recipe = dict(a.split("=", 1) for a in argv if "=" in a).get("recipe", "")
+    stored = ConfigStore.instance().repo.get("recipe", {})
+    for folder in recipe.split("/")[:-1]:
+        stored = stored.get(folder, {})
+    chosen = stored.get(f"{recipe.rpartition('/')[2]}.yaml")
+    has_section = chosen is not None and "script" in chosen.node
+    if not has_section and not any(re.match(r"\+*script\.", a) for a in argv):
+        return "config"
+    check_groups(argv)
+    return "script"
 
 
 def check_path(key: str, path: Path) -> None:
@@ -193,6 +278,7 @@ def store_recipe(path: Path, name: str | None = None) -> list[Any]:
         raise bad("recipe", path, "must be a yaml mapping of settings", "dtrain recipes cp cpu-tiny my.yaml")
     cluster = tree.get("cluster")
     code = [f"cluster.{key}" for key in CODE if isinstance(cluster, dict) and cluster.get(key)]
+    code += ["script"] if "script" in tree and name is None else []
     # otherwise an untrusted file could name any code and also trust it
     for key in [*(key for key in ("resume", "trust") if tree.get(key)), *code]:
         raise bad(
@@ -211,6 +297,8 @@ def store_recipe(path: Path, name: str | None = None) -> list[Any]:
         check_file(path, {str(key): value for key, value in tree.items()})
     if any(re.search(rf"strategy\W+{AUTO}\b", str(entry)) for entry in defaults):
         store_option("strategy", AUTO, STAND_IN)
+    if "script" in tree:  # only dtrain's own recipes have one: the program is beside them
+        node.script.path = str(RECIPES / str(tree["script"]["path"]))
     node.pop("search", None)  # for `dtrain search` only; a plain run uses the recipe's other settings
     folder, _, stem = (name or path.stem).rpartition("/")
     group = f"recipe/{folder}" if folder else "recipe"
@@ -254,7 +342,8 @@ def store_as_run(run_dir: Path, overridden: list[str]) -> None:
     # trust must be typed again: the run folder may come from someone else
     for key in ("run_dir", "resume", "resume_allow", "dry_run", "force", "trust", *overridden):
         config.pop(key, None)
-    config["train"].pop("stop_after", None)  # applied only to the launch that stopped
+    as_dict(config.get("train")).pop("stop_after", None)  # applied only to the launch that stopped
+    as_dict(config.get("script")).pop("path", None)  # must be typed again, like all code
     if isinstance(config.get("cluster"), dict):
         for name in CODE:  # must also be typed again, or come from conf/
             config["cluster"].pop(name, None)
@@ -280,7 +369,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     except OSError as error:
         rule = f"its config.yaml cannot be read ({error.strerror})"
         raise bad("resume", run_dir, rule, "choose another run; dtrain runs lists them") from error
-    if not isinstance(config.get("train"), dict):
+    if not isinstance(config.get("script" if is_script(config) else "train"), dict):
         raise bad(
             "resume", run_dir, "its config.yaml is not that of a run", "choose another run; dtrain runs lists them"
         )

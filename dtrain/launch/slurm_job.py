@@ -20,6 +20,7 @@ from typing import Any
 from dtrain.checks.validate import validate
 from dtrain.config import elastic, run_file
 from dtrain.config.build import build
+from dtrain.config.files import is_script
 from dtrain.launch import nsys
 from dtrain.launch.failures import failure
 from dtrain.launch.members import Members
@@ -90,13 +91,12 @@ class Job:
             say(f"the run no longer belongs to this job: it was cancelled, or belongs to job {ours}")
             return PREEMPTED
         config = run_file.load(self.run_dir)
-        last_step = min(config["train"]["steps"], config["train"]["stop_after"] or config["train"]["steps"])
         summary = read_summary(self.run_dir)
-        if summary.get("status") == "done" and summary["steps"] >= last_step:  # requeued after it had finished
+        if summary.get("status") == "done" and summary.get("steps", 0) >= last_step(config):  # requeued after its end
             return DONE
         note_attempt(self.run_dir, "start", job_id=self.id, restart=restart, nodes=self.nodes)
         idle = idle_starts(self.run_dir)
-        if idle > config["cluster"]["max_idle_starts"]:
+        if idle > config["cluster"]["max_idle_starts"] and not is_script(config):  # where that saves is not known
             why = (
                 f"{idle} starts in a row from step {newest_step(self.run_dir)}, and none reached another checkpoint. "
                 "Fix: logs/batch.log says why; a smaller checkpoint.every, a longer cluster.time or cluster.grace_s"
@@ -211,7 +211,7 @@ class Job:
     def _remove_copies(self) -> None:
         """Free the memory of checkpoint.peer on each node, as the job does not come back: others use the nodes next."""
         config = run_file.load(self.run_dir)
-        if not config["checkpoint"].get("peer"):
+        if not config.get("checkpoint", {}).get("peer"):
             return
         argv = [*python_command(config, "dtrain.runs.memory"), str(self.run_dir)]
         process = starter(config)(argv, self.nodes, 1, {}, self.run_dir / "logs" / "batch.log")
@@ -235,6 +235,13 @@ class Job:
                 scontrol("scontrol", "requeue", self.id)  # its TERM does not end this process: our handler catches it
             time.sleep(1 if job else 5)
         say("the job could not be requeued; resume with resume=" + shlex.quote(str(self.run_dir)))
+
+
+def last_step(config: dict[str, Any]) -> int:
+    """Return the step after which the run is done; 0 for a user's own program, which says so itself."""
+    if is_script(config):
+        return 0
+    return int(min(config["train"]["steps"], config["train"]["stop_after"] or config["train"]["steps"]))
 
 
 def idle_starts(run_dir: Path) -> int:

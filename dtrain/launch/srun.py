@@ -16,7 +16,7 @@ from dtrain.config.redaction import hide
 from dtrain.launch import nsys
 from dtrain.launch.failures import tail
 from dtrain.launch.members import Members
-from dtrain.launch.supervisor import Supervisor, hang_settings
+from dtrain.launch.supervisor import Supervisor, hang_settings, rank_module
 from dtrain.preflight import network_env
 from dtrain.preflight.start import python_command
 from dtrain.runs import causes
@@ -42,7 +42,7 @@ class Srun(Supervisor):
         self.is_one_host = len(nodes) == 1
 
     def command(self, run_dir: Path) -> list[str]:
-        rank = [*python_command(self.config, "dtrain.train.rank"), str(run_dir)]
+        rank = [*python_command(self.config, rank_module(self.config)), str(run_dir)]
         # in an elastic run, the ranks of the other nodes report a lost peer before the supervisor ends them
         kill = [] if self.members else ["--kill-on-bad-exit=1"]
         return [

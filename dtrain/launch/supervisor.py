@@ -13,12 +13,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Protocol
 
-from dtrain.launch import hang
+from dtrain.config.files import is_script
+from dtrain.launch import hang, script_rank
 from dtrain.launch.attempt_files import AttemptFiles
 from dtrain.launch.failures import failure, first_failure, is_timeout, mismatch, of_standstill
 from dtrain.launch.follower import MOST_S, Follower
@@ -34,6 +35,7 @@ from dtrain.runs.protocol import (
     HANG_FILE,
     PREEMPTED,
     SCALE_FILE,
+    SCRIPT_STOP_AT,
     STOP_FILE,
     STOP_SIGNALS,
     die_with_parent,
@@ -248,7 +250,8 @@ class Supervisor:
         self.never_started, self.standstill, self.ended_first = False, None, []  # per attempt
         if self.node_rank == 0:
             of_ranks = [*logs.glob("failure-*.json"), *logs.glob("position-*.json"), run_dir / HANG_FILE]
-            for old in (run_dir / STOP_FILE, run_dir / "failure.json", *of_ranks):
+            of_ranks += logs.glob("stopped-*")
+            for old in (run_dir / STOP_FILE, run_dir / SCRIPT_STOP_AT, run_dir / "failure.json", *of_ranks):
                 old.unlink(missing_ok=True)
             if self.members:
                 self.members.forget(run_dir)
@@ -264,6 +267,8 @@ class Supervisor:
         returncode = process.wait()
 
         look_again(run_dir)  # rank 0 may have written from another node
+        if is_script(self.config) and returncode == 0:
+            return script_rank.conclude(run_dir, writes=self.node_rank == 0)
         summary = read_summary(run_dir)
         if summary != past and summary.get("status") in ("done", "preempted"):
             return DONE if summary["status"] == "done" else PREEMPTED
@@ -295,6 +300,7 @@ class Supervisor:
         started, look_at, looked, failed = time.monotonic(), 0.0, 0.0, False
         self.ranks_began = self.stepped = False
         watch = hang.HangWatch(run_dir, self.world_size, self.hang_timeout, self.ask_for_stacks)
+        silence = script_rank.Silence(run_dir, self.hang_timeout) if is_script(self.config) else None
         while process.poll() is None:
             now = time.monotonic()
             if now >= look_at:
@@ -307,8 +313,11 @@ class Supervisor:
                     # on several hosts, a rank that ended without a note may have lost its node
                     ranks = range(self.world_size) if self.is_one_host else ()
                     self.ended_first = [rank for rank in ranks if hang.has_ended(run_dir, rank)]
-                if not because and not failed and self.node_rank == 0 and self._hangs(watch, monitor):
+                if not because and not failed and self._watches() and self._hangs(watch, monitor):
                     deadline, because = now, str(self.standstill)
+                if not because and not failed and silence and (found := silence.look()):
+                    monitor.message(found)
+                    deadline, because = (now, found) if self.on_hang == "stop" else (deadline, because)
                 looked, look_at = now, now + min(LOOK_S, (now - started) / 20)
             if not because and self.stop_requested_at < math.inf:
                 (run_dir / STOP_FILE).touch()
@@ -356,6 +365,10 @@ class Supervisor:
             self.stepped = True
             self.on_first_step(run_dir)
 
+    def _watches(self) -> bool:
+        """A user's own program does not say where it is."""
+        return self.node_rank == 0 and not is_script(self.config)
+
     def _hangs(self, watch: hang.HangWatch, monitor: Monitor) -> bool:
         """Report a standstill; return whether to stop the attempt for it. A fault in the watch must not end the run."""
         try:
@@ -375,6 +388,11 @@ class Supervisor:
             return failure(None, "disk", f"{full}, then resume", log)
         tail = "\n".join(output.splitlines()[-15:])
         return failure(None, "launch", f"{Path(self.log_name).stem} ended with {returncode}\n{tail}", log)
+
+
+def rank_module(config: Mapping[str, Any]) -> str:
+    """Return the program of each rank: dtrain's training loop, or what runs the user's own."""
+    return "dtrain.launch.script_rank" if is_script(config) else "dtrain.train.rank"
 
 
 def hang_settings(cluster: dict[str, Any]) -> tuple[float | None, str]:

@@ -15,7 +15,7 @@ from typing import Any
 from dtrain import start
 from dtrain.config.build import TRUST, build, typed_trust
 from dtrain.launch import nsys
-from dtrain.launch.supervisor import Supervisor, hang_settings
+from dtrain.launch.supervisor import Supervisor, hang_settings, rank_module
 from dtrain.preflight import network_env
 from dtrain.runs import causes
 from dtrain.runs.folder import note_attempt, read_summary
@@ -43,7 +43,7 @@ class Torchrun(Supervisor):
 
     def command(self, run_dir: Path) -> list[str]:
         torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", *self.rendezvous]
-        rank = start.command("dtrain.train.rank")[1:]  # [1:]: torchrun chooses the Python
+        rank = start.command(rank_module(self.config))[1:]  # [1:]: torchrun chooses the Python
         ranks = [*torchrun, f"--nproc-per-node={self.num_ranks}", *rank, str(run_dir)]
         return nsys.around(self.config, run_dir, f"node-{self.node_rank}", ranks)
 

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from dtrain import __version__
 from dtrain.checks.strategy import shared_gpus
+from dtrain.config.files import is_script
 from dtrain.config.hardware import gpus_per_node, ranks_per_node
 from dtrain.plan.predict import hardware_of, predict, why_not
 from dtrain.plan.sections import strategy_section, with_detected
@@ -32,6 +33,8 @@ log = logging.getLogger("dtrain")
 def plan_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return plan.json: the `dtrain plan` row for this configuration, or the `reason` why there is none."""
     plan: dict[str, Any] = {"version": __version__, "hardware": config["choices"].get("hardware")}
+    if is_script(config):
+        return plan | {"reason": "the program is not dtrain's, so nothing is predicted"}
     if why := config["choices"].get("auto"):
         plan["chosen"] = why
     try:

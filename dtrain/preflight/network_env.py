@@ -56,7 +56,7 @@ def common(config: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, t
             "expandable_segments:True",
             "the allocator's segments can grow, so that changing sizes fragment GPU memory less",
         )
-    if (config["strategy"].get("tp") or 1) > 1:
+    if (as_dict(config.get("strategy")).get("tp") or 1) > 1:
         wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = (
             "1",
             "kernels start in the order of their launch, so that tensor-parallel collectives overlap with matmuls",

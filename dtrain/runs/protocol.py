@@ -28,6 +28,13 @@ STOP_FILE = "stop"  # in the run folder: the launcher's stop request; `touch RUN
 SCALE_FILE = "scale.json"  # in the run folder: `dtrain scale` writes the wanted number of ranks or nodes
 LEAVE_FILE = "logs/leave-{}"  # a rank of an elastic run that got a stop signal of its own
 RESCUE_FILE = "logs/rescue"  # made by the rank that saves alone after a peer was lost
+# ---- of a user's own program (script=FILE)
+SCRIPT_RUN = "DTRAIN_RUN_DIR"  # set for the program: the run folder
+SCRIPT_ASKS = "logs/asks-{}"  # the program of this rank uses dtrain.script to ask for stops: it gets no signal
+SCRIPT_STOPPED = "logs/stopped-{}"  # the program of this rank ended because it was asked to
+SCRIPT_STOP_AT = "logs/stop-at.json"  # after which call of stop_requested all ranks stop
+
+STARTER = "DTRAIN_STARTER"  # the process that started a rank, where that is neither torchrun nor srun
 ELASTIC = "DTRAIN_ELASTIC"  # set for the ranks if a rank may leave without ending the run
 
 

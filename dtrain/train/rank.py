@@ -12,6 +12,7 @@ from dtrain.runs.protocol import (
     DONE,
     PREEMPTED,
     STACK_SIGNAL,
+    STARTER,
     STOP_FILE,
     STOP_SIGNALS,
     die_with_parent,
@@ -58,10 +59,11 @@ if __name__ == "__main__":
     on_slurm = "RANK" not in os.environ
     if on_slurm:
         name_slurm_rank(os.environ)
-    die_with_parent()
+    starter = os.environ.get(STARTER)
+    die_with_parent(int(starter) if starter else None)
     # this takes effect from now on; if torchrun died earlier, this process already has another parent
     parent = Path(f"/proc/{os.getppid()}/cmdline")
-    if not on_slurm and parent.exists() and b"torch" not in parent.read_bytes():
+    if not on_slurm and not starter and parent.exists() and b"torch" not in parent.read_bytes():
         sys.exit(1)
     keep_stop_requests(run_dir, int(os.environ["RANK"]))
     if os.environ["LOCAL_RANK"] == "0":

@@ -124,9 +124,9 @@ def saves_text(summary: dict[str, Any]) -> str:
 
 def resume_command(run_dir: Path) -> str:
     """Return the command that resumes a run, ready to paste, with the servers of its trackers."""
-    from dtrain.config.run_file import servers
+    from dtrain.config.run_file import program, servers
 
-    return " ".join([LAUNCH, resume_argument(run_dir), *servers(run_dir)])
+    return " ".join([LAUNCH, resume_argument(run_dir), *program(run_dir), *servers(run_dir)])
 
 
 def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[str]:
@@ -136,7 +136,7 @@ def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[s
     resume += f" 'trust=[{','.join(own)}]'" if own else ""
     if status in ("failed", "preempted", "died", "cancelled"):
         return [*([f"dtrain why {shell_path(run_dir)}"] if status in ("failed", "died") else []), resume]
-    if status != "done":
+    if status != "done" or summary.get("script"):
         return []
     run, total = shell_path(run_dir), number(summary.get("total_steps")) or 1000
     longer = f"{resume} train.steps={2 * total:.0f} 'resume_allow=[train.steps]'"

@@ -39,6 +39,7 @@ def header_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str]]
     is_other = get("effective_strategy") not in (None, get("strategy"))
     effective = is_other and f"runs as {get('effective_strategy')}: one rank has nothing to shard"
     rows = [
+        ("script", join(get("script"), get("script") and ranks_text(get("world_size")), get("env"))),
         ("model", join(get("model"), parameters, get("precision"))),
         ("strategy", join(get("strategy"), effective, axes, device)),
         ("batch", join(batch_text(summary), tokens)),
@@ -46,6 +47,10 @@ def header_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str]]
         ("run", short_path(run_dir)),
     ]
     return [(label, text) for label, text in rows if text]
+
+
+def ranks_text(count: object) -> str:
+    return f"{count} rank" + ("" if count == 1 else "s")
 
 
 def batch_text(summary: dict[str, Any]) -> str | None:
@@ -97,6 +102,8 @@ class Monitor:
         self.refreshed_at = -1.0
         self.first: tuple[float, float] | None = None  # (step, clock) of the first line seen, for the ETA
         self.tail = Tail(self.run_dir / "metrics.jsonl")
+        self.output = Tail(self.run_dir / "logs" / "rank-0.log")  # of a user's own program
+        self.output.skip(0)
         self.summary_path = self.run_dir / "summary.json"
         self.summary_seen: tuple[int, int, int] | None = None
         # A resumed run starts with the files of its last attempt, which may still say "running" if that was killed.
@@ -150,6 +157,9 @@ class Monitor:
 
     def _update(self, final: bool = False) -> None:
         self._read_summary()
+        if self.summary.get("script"):
+            for line in self.output.read(final)[0]:
+                say(self.console, line.decode(errors="replace"))
         if not self.header or self._signature(self.tail.path) == self.history.get(self.tail.path, ()):
             return
         lines, again = self.tail.read(final)

@@ -1,0 +1,227 @@
+"""The entry point that torchrun or srun starts for each rank of `script=FILE`: it runs the user's program.
+
+It gives the program its environment and its log, passes on stop requests, and reports how the program ended: with the
+program's own last words, for the supervisor and for `dtrain why`. No torch here: the program may not use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from dtrain import start
+from dtrain.config import run_file
+from dtrain.config.redaction import hide
+from dtrain.launch import script_world
+from dtrain.launch.attempt_files import signature
+from dtrain.runs import system
+from dtrain.runs.causes import FRAME, is_users_file
+from dtrain.runs.folder import last_lines, newest_metrics, read_json, write_json
+from dtrain.runs.protocol import (
+    BAD_CONFIG,
+    DONE,
+    FAILED,
+    LOST_PEER,
+    PREEMPTED,
+    SCRIPT_ASKS,
+    SCRIPT_RUN,
+    SCRIPT_STOPPED,
+    STARTER,
+    STOP_FILE,
+    STOP_SIGNALS,
+    die_with_parent,
+    name_slurm_rank,
+)
+from dtrain.util import file_handles
+from dtrain.util.format import duration
+
+POLL_S = 0.2
+LAST_WORDS = 65536  # bytes of the log that are searched for an error
+ERROR = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning|Failure)\w*)(?:: (.*))?$")
+
+
+class Program:
+    """One rank's program, from its start to its end."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self.run_dir, self.rank, self.stopped_by = run_dir, rank, ""
+        self.section: dict[str, Any] = run_file.load(run_dir)["script"]
+        self.log = run_dir / "logs" / f"rank-{rank}.log"
+        self.asks, self.stopped = (run_dir / name.format(rank) for name in (SCRIPT_ASKS, SCRIPT_STOPPED))
+        for old in (self.asks, self.stopped):
+            old.unlink(missing_ok=True)
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.stopped_by = signal.Signals(number).name
+        with contextlib.suppress(OSError):
+            (self.run_dir / STOP_FILE).touch()  # a scheduler may have sent it to this rank only
+
+    def run(self) -> int:
+        """Run the program to its end; return this rank's exit code."""
+        with script_world.environment(self.section["env"], self.run_dir) as wanted:
+            argv = command(self.section)
+            print(f"rank {self.rank}, on {socket.gethostname()}: {shlex.join(argv)}", flush=True)
+            began = self.log.stat().st_size
+            here = os.getpid()
+            process = subprocess.Popen(
+                argv,
+                env=own_environment() | wanted | {SCRIPT_RUN: str(self.run_dir)},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # so that all that it leaves behind can be ended
+                preexec_fn=lambda: die_with_parent(here),
+            )
+            try:
+                code = self._wait(process)
+            finally:
+                with contextlib.suppress(OSError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        return self._report(code, began)
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> int:
+        told, stop_file = False, self.run_dir / STOP_FILE
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(POLL_S)
+            self.stopped_by = self.stopped_by or ("the stop file" if stop_file.exists() else "")
+            if self.stopped_by and not told:
+                told = True
+                if self.section["stop_signal"] != "none" and not self.asks.exists():
+                    process.send_signal(signal.Signals[f"SIG{self.section['stop_signal']}"])
+
+    def _report(self, code: int, began: int) -> int:
+        if code == PREEMPTED or self.stopped_by:  # after a request, any end is that of a stopped run
+            print(f"the program ended with {ended(code)} after a stop request ({self.stopped_by or 'its own'})")
+            self.stopped.touch()
+            return DONE  # torchrun and srun would end the others; the supervisor reads the file
+        if code == 0:
+            return DONE
+        note: dict[str, Any] = {"time": time.time(), "rank": self.rank, "log": f"logs/rank-{self.rank}.log"}
+        note |= last_words(self.log, began, code)
+        if code < 0 and not note["where"]:  # killed from outside: the supervisor says by what
+            note |= {"type": signal.Signals(-code).name, "message": f"the program was killed by {ended(code)}"}
+        with contextlib.suppress(OSError):
+            write_json(self.run_dir / "logs" / f"failure-{self.rank}.json", note)
+        return int(note["exit_code"])
+
+
+def own_environment() -> dict[str, str]:
+    """Return this process's environment as the program would have it without dtrain, which it can import, though.
+
+    PYTHONSAFEPATH, which dtrain sets for its own processes, would keep a program from importing what is beside it.
+    """
+    environ = dict(os.environ)
+    if environ.pop(start.SAFE_PATH, ""):
+        environ.pop("PYTHONSAFEPATH", None)
+    found = start.environment(argv=()).get("PYTHONPATH")
+    return environ | ({"PYTHONPATH": found} if found else {})
+
+
+def command(section: dict[str, Any]) -> list[str]:
+    """Return the program with its arguments; a Python file runs in this Python, unless another one is given."""
+    path = str(section["path"])
+    python = [section["python"] or sys.executable, "-u"] if path.endswith(".py") else []
+    return [*python, path, *section["args"]]
+
+
+def last_words(log: Path, began: int, code: int) -> dict[str, Any]:
+    """Find the error in what the program wrote last: its type, message, place and traceback."""
+    size = min(LAST_WORDS, log.stat().st_size - began + 1)  # 1: the end of the line before
+    texts = [line.decode(errors="replace") for line in last_lines(log, size)]
+    lines = [hide(re.sub(r"^\[rank\d+\]: ?", "", text)) for text in texts]  # torch writes it before each line
+    begin = next((i for i in range(len(lines) - 1, -1, -1) if lines[i].startswith("Traceback (most recent")), None)
+    kind, message, traceback = f"exit code {code}", "", ""
+    if begin is not None:
+        found = next(((i, ERROR.match(lines[i])) for i in range(begin, len(lines)) if ERROR.match(lines[i])), None)
+        if found and found[1]:
+            kind, message = found[1][1].rpartition(".")[2], found[1][2] or ""
+            traceback = "\n".join(lines[begin : found[0] + 1])
+    message = message or "\n".join([line for line in lines if line.strip()][-5:]) or "it printed nothing"
+    frames = [frame for frame in FRAME.findall(traceback) if is_users_file(frame[0])]
+    where = f"{frames[-1][0]}:{frames[-1][1]}, in {frames[-1][2]}" if frames else ""
+    return {
+        "type": kind, "message": message, "where": where, "traceback": traceback,
+        "exit_code": BAD_CONFIG if code == BAD_CONFIG else FAILED,
+        "lost_peer": bool(LOST_PEER.search(message)),
+    }  # fmt: skip
+
+
+def ended(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def write_beginning(run_dir: Path) -> None:
+    """Write what is known of a run that has just begun; rank 0 calls this."""
+    config = run_file.load(run_dir)
+    values = {
+        "status": "running", "name": config["name"], "script": shlex.join(shown(config["script"])),
+        "world_size": int(os.environ["WORLD_SIZE"]), "env": config["script"]["env"], "began": time.time(),
+    }  # fmt: skip
+    write_json(run_dir / "summary.json", values)
+
+
+def shown(section: dict[str, Any]) -> list[str]:
+    return [Path(section["path"]).name, *section["args"]]
+
+
+def conclude(run_dir: Path, writes: bool) -> int:
+    """Return the exit code of a run all of whose ranks ended well, and write it down; the supervisor calls this."""
+    code = PREEMPTED if any((run_dir / "logs").glob(Path(SCRIPT_STOPPED).name.format("*"))) else DONE
+    if writes:
+        summary = read_json(run_dir / "summary.json")
+        ended = {"status": "preempted" if code else "done", "wall_s": time.time() - summary.get("began", time.time())}
+        write_json(run_dir / "summary.json", summary | newest_metrics(run_dir) | ended)
+    return code
+
+
+class Silence:
+    """Finds a program that has stopped to write anything, if cluster.hang_timeout is given: all that can be known."""
+
+    def __init__(self, run_dir: Path, timeout: float | None) -> None:
+        self.run_dir, self.timeout = run_dir, timeout
+        self.seen: list[Any] = []
+        self.since, self.is_reported = time.monotonic(), False
+
+    def look(self) -> str:
+        """Return a sentence once, when it is silent for too long."""
+        if self.timeout is None:
+            return ""
+        paths = [self.run_dir / "metrics.jsonl", *sorted((self.run_dir / "logs").glob("rank-*.log"))]
+        now = [signature(path) for path in paths]
+        if now != self.seen:
+            self.seen, self.since, self.is_reported = now, time.monotonic(), False
+        seconds = time.monotonic() - self.since
+        if seconds < self.timeout or self.is_reported:
+            return ""
+        self.is_reported = True
+        return f"no rank has written anything for {duration(seconds)} (cluster.hang_timeout={self.timeout:g})"
+
+
+def main(run_dir: Path) -> int:
+    if "RANK" not in os.environ:
+        name_slurm_rank(os.environ)
+    die_with_parent(int(os.environ.get(STARTER, os.getppid())))
+    rank = int(os.environ["RANK"])
+    descriptor = os.open(run_dir / "logs" / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    if os.environ["LOCAL_RANK"] == "0":
+        system.begin(run_dir)
+    if rank == 0:
+        write_beginning(run_dir)
+    file_handles.raise_limit()
+    return Program(run_dir, rank).run()
+
+
+if __name__ == "__main__":
+    os._exit(main(Path(sys.argv[1])))

@@ -1,0 +1,276 @@
+"""`script=FILE` as a user meets it: real launches of programs that know nothing of dtrain, and of one that does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtrain.config.run_file import program
+from dtrain.launch import script_rank, script_world
+from dtrain.launch.arguments import points, prepare_arguments, script_words
+from tests.launch.test_local import listen_to_signals
+from tests.patience import patience, until
+from tests.world import ROOT
+
+PLAIN = """
+import os, sys, time
+import beside
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "got", sys.argv[1:], flush=True)
+if "fail" in sys.argv and os.environ["RANK"] == "1" and not os.path.exists("healed"):
+    open("healed", "w").close()
+    def load(sample): raise ValueError(f"bad sample {sample}")
+    load(17)
+if "usage" in sys.argv:
+    sys.exit(2)
+time.sleep(float(os.environ.get("SLEEP", 0)))
+"""
+# a counter that two ranks keep in step without torch; a save after each step that is asked to be the last
+TAKES_PART = """
+import json, os, sys, time
+from dtrain import script
+path = script.checkpoint_dir() / f"count-{script.rank()}.json"
+count = json.loads(path.read_text()) if path.exists() else 0
+while count < int(sys.argv[1]):
+    count += 1
+    script.log(count, loss=1 / count)
+    if script.stop_requested():
+        path.write_text(json.dumps(count))
+        script.exit_stopped()
+    time.sleep(0.05)
+"""
+
+
+def launch(cwd: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "launch.py"), *words],
+        cwd=cwd, env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=listen_to_signals,
+    )  # fmt: skip
+
+
+def run(cwd: Path, *words: str) -> tuple[int, str]:
+    process = launch(cwd, *words)
+    output, _ = process.communicate(timeout=patience(90))
+    return process.returncode, output
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    return dict(json.loads((run_dir / "summary.json").read_text()))
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "plain.py").write_text(PLAIN)
+    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "part.py").write_text(TAKES_PART)
+    yield tmp_path
+
+
+def test_a_program_that_fails_once_is_named_and_started_again(here: Path) -> None:
+    words = ["script=plain.py", "script_args=[--lr,1e-3,True,fail]", "cluster.processes=2", "cluster.max_restarts=1"]
+    code, output = run(here, *words, "run_dir=run")
+    assert code == 0, output
+    assert "attempt 1 failed: rank 1: ValueError: bad sample 17 (logs/rank-1.log)" in output
+    assert "rank 0 of 2 got ['--lr', '1e-3', 'True', 'fail']" in output, "the program's words, as typed"
+    assert summary(here / "run")["status"] == "done" and "plain.py --lr 1e-3 True fail · 2 ranks" in output
+    assert "rank 1 of 2" in (here / "run/logs/rank-1.log").read_text()
+
+
+def test_a_failure_is_reported_as_for_our_own_runs(here: Path) -> None:
+    code, output = run(here, "script=plain.py", "script_args=fail", "cluster.processes=2", "run_dir=run")
+    assert code == 3 and "rank 1: ValueError" in output and f"{here}/plain.py:7, in load" in output
+    assert f"resume=./run script={here}/plain.py" in output
+    note = json.loads((here / "run/failure.json").read_text())
+    assert (note["rank"], note["type"], note["message"]) == (1, "ValueError", "bad sample 17")
+    assert note["traceback"].startswith("Traceback") and summary(here / "run")["status"] == "failed"
+
+
+def test_exit_code_2_is_a_bad_configuration_and_is_not_tried_again(here: Path) -> None:
+    words = ["script=plain.py", "script_args=usage", "cluster.processes=1", "cluster.max_restarts=3", "run_dir=run"]
+    code, output = run(here, *words)
+    assert code == 2 and "restart" not in output
+
+
+def test_ctrl_c_saves_and_a_resume_goes_on_with_the_same_steps(here: Path) -> None:
+    process = launch(here, "script=part.py", "script_args=60", "cluster.processes=2", "run_dir=run", "logger=csv")
+    metrics = here / "run/metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, "four steps", 60)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=patience(60))
+    assert process.returncode == 75 and summary(here / "run")["status"] == "preempted", output
+    assert (here / "run/checkpoints/count-0.json").exists() and (here / "run/checkpoints/count-1.json").exists()
+
+    code, output = run(here, "resume=run")
+    assert code == 2 and f"script={here}/part.py, which is never read from a run folder" in output
+    code, output = run(here, "resume=run", "script=part.py", "script_args=9")
+    assert code == 2 and "script.args: ['60'] → ['9']" in output
+    code, output = run(here, "resume=run", "script=part.py")
+    assert code == 0 and summary(here / "run")["status"] == "done", output
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, 61))
+    assert (here / "run/metrics.csv").read_text().count("\n") == 61, "the trackers follow it, too"
+    assert summary(here / "run")["steps"] == 60
+    code, output = run(here, "resume=run", "script=part.py")
+    assert code == 2 and "has ended with exit code 0" in output
+
+
+def test_a_program_that_knows_nothing_gets_the_signal(here: Path) -> None:
+    process = launch(here, "script=plain.py", "cluster.processes=2", "run_dir=run", env={"SLEEP": "600"})
+    log = here / "run/logs/rank-1.log"
+    until(lambda: log.exists() and "rank 1 of 2" in log.read_text(), "the program", 60)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=patience(60))
+    assert process.returncode == 75 and "ended with SIGTERM after a stop request" in log.read_text(), output
+
+
+def test_a_sweep_over_arguments(here: Path) -> None:
+    code, output = run(
+        here, "-m", "script=plain.py", "script_args=[a],[b,2]", "cluster.processes=1", "hydra.sweep.dir=s"
+    )
+    assert code == 0, output
+    logs = sorted(path.read_text() for path in (here / "s").glob("*/logs/rank-0.log"))
+    assert len(logs) == 2 and "got ['a']" in logs[0] and "got ['b', '2']" in logs[1]
+
+
+# ---- refused before anything starts --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words, problem", [
+    (["script=no.py"], "there is no such file"),
+    (["script=notes.txt"], "cannot be executed"),
+    (["script=plain.py", "model=gpt2-tiny"], "is a setting of dtrain's own training loop"),
+    (["script=plain.py", "train.steps=3"], "is a setting of dtrain's own training loop"),
+    (["script=plain.py", "script.env=slurm"], "must be one of torchrun, horovod"),
+    (["script=plain.py", "cluster.processes=1:2"], "the number of ranks of a program is fixed"),
+    (["script=plain.py", "script.arg=3"], "script.args"),
+    (["recipe=theirs.yaml"], "script may be given on the command line only"),
+])  # fmt: skip
+def test_bad_input(words: list[str], problem: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from dtrain.launch.app import main
+
+    (here / "notes.txt").write_text("no program")
+    (here / "theirs.yaml").write_text("script: {path: plain.py}\n")
+    monkeypatch.chdir(here)
+    assert main(words) == 2
+    assert problem in capsys.readouterr().err
+    assert not (here / "outputs").exists()
+
+
+# ---- the command line ----------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1)))
+def test_arguments_reach_hydra_as_they_were_typed(items: list[str]) -> None:
+    word = script_words([f"script_args={subprocess.list2cmdline([])}"])[0]
+    assert word == "script.args=[]"
+    from dtrain.launch.arguments import quoted_list
+
+    (override,) = OverridesParser.create().parse_overrides([f"script.args={quoted_list(items)}"])
+    assert override.value() == items
+
+
+def test_short_forms(tmp_path: Path) -> None:
+    assert points("--lr 1e-3 --name 'a b'", False) == [["--lr", "1e-3", "--name", "a b"]]
+    assert points("[--lr,1e-3],[--lr, 1e-2]", True) == [["--lr", "1e-3"], ["--lr", "1e-2"]]
+    assert points("--lr 1e-3,--lr 1e-2", True) == [["--lr", "1e-3"], ["--lr", "1e-2"]]
+    assert points("--sizes 1,2", False) == [["--sizes", "1,2"]]
+    words = prepare_arguments([f"script={tmp_path}/a b.py", "name=x"])
+    assert words == [f"script.path='{tmp_path}/a b.py'", "name=x"]
+    with pytest.raises(ValueError, match="cannot be split"):
+        points("'", False)
+
+
+def test_a_hostile_name_is_not_offered(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("script:\n  path: 'x; rm -rf ~'\n")
+    assert program(tmp_path) == []
+
+
+# ---- worlds --------------------------------------------------------------------------------------------------
+
+
+def variables(world: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> list[dict[str, str]]:
+    """What each of `size` ranks of one host gets; ranks are threads, which share an environment."""
+    (tmp_path / "logs").mkdir()
+    ranks = threading.local()
+
+    class Environment(dict[str, str]):
+        def __getitem__(self, name: str) -> str:
+            return str(ranks.number) if name in ("RANK", "LOCAL_RANK") else super().__getitem__(name)
+
+    shared = {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    monkeypatch.setattr(script_world.os, "environ", Environment(shared))
+    found: dict[int, dict[str, str]] = {}
+
+    def rank(number: int) -> None:
+        ranks.number = number
+        with script_world.environment(world, tmp_path) as wanted:
+            found[number] = dict(wanted)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[number] for number in range(size)]
+
+
+def test_tensorflow_gets_every_workers_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = [json.loads(found["TF_CONFIG"]) for found in variables("tensorflow", tmp_path, monkeypatch, 3)]
+    assert [config["task"] for config in configs] == [{"type": "worker", "index": i} for i in range(3)]
+    workers = configs[0]["cluster"]["worker"]
+    assert all(config["cluster"]["worker"] == workers for config in configs) and len(set(workers)) == 3
+
+
+def test_jax_gets_one_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = variables("jax", tmp_path, monkeypatch, 2)
+    assert [one["JAX_PROCESS_ID"] for one in found] == ["0", "1"]
+    assert len({one["JAX_COORDINATOR_ADDRESS"] for one in found}) == 1 and found[0]["JAX_NUM_PROCESSES"] == "2"
+
+
+def test_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = variables("mpi", tmp_path, monkeypatch, 2)
+    assert [one["OMPI_COMM_WORLD_RANK"] for one in found] == ["0", "1"] and found[0]["PMI_SIZE"] == "2"
+
+
+# ---- last words ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text, kind, message", [
+    ("Traceback (most recent call last):\n  File \"/x/a.py\", line 3, in f\nKeyError: 'k'\n", "KeyError", "'k'"),
+    ("[rank1]: Traceback (most recent call last):\n[rank1]: torch.OutOfMemoryError: no\n", "OutOfMemoryError", "no"),
+    ("usage: a.py\na.py: error: --lr is missing\n", "exit code 1", "usage: a.py\na.py: error: --lr is missing"),
+    ("", "exit code 1", "it printed nothing"),
+])  # fmt: skip
+def test_last_words(text: str, kind: str, message: str, tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    log.write_text("of an earlier start: ValueError: old\n")
+    began = log.stat().st_size
+    with open(log, "a") as file:
+        file.write(text)
+    found = script_rank.last_words(log, began, 1)
+    assert (found["type"], found["message"]) == (kind, message)
+
+
+def test_a_silent_program_is_found_once(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs/rank-0.log"
+    log.write_text("begins")
+    silence = script_rank.Silence(tmp_path, 0.2)
+    assert silence.look() == ""
+    time.sleep(0.25)
+    assert "no rank has written anything for 0.3s (cluster.hang_timeout=0.2)" in silence.look().replace("0.2s", "0.3s")
+    assert silence.look() == "", "once"
+    log.write_text("goes on")
+    assert silence.look() == "" and script_rank.Silence(tmp_path, None).look() == ""
