@@ -1,0 +1,315 @@
+"""Launch on Ray: a placement group reserves the nodes, and an actor for each rank starts and watches its process.
+
+The supervisor is the same as on any other launcher, and runs in the process that you started. The rank itself is a
+process of its own below its actor, so that it starts, saves and fails as everywhere. When the launcher, an actor or a
+node dies, its ranks die with it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from dtrain import start
+from dtrain.config import run_file
+from dtrain.config.build import TRUST, typed_trust
+from dtrain.errors import bad
+from dtrain.launch import metrics_server
+from dtrain.launch.supervisor import PEERS_S, Supervisor, hang_settings, rank_module
+from dtrain.launch.wait_graph import Position
+from dtrain.preflight import network_env
+from dtrain.runs import causes
+from dtrain.runs.folder import note_attempt, read_summary
+from dtrain.runs.protocol import DONE, PREEMPTED, STACK_SIGNAL, STARTER, free_port
+
+
+class Ray:
+    """Runs on Ray, on this machine or on an existing cluster."""
+
+    def __init__(
+        self,
+        address: str | None = None,
+        nodes: int = 1,
+        gpus_per_node: int = 0,
+        processes: int | None = None,
+        cpus_per_rank: int = 1,
+        max_restarts: int = 0,
+        grace_s: int = 300,
+        start_s: int = 600,
+        hang_timeout: float | None = None,
+        on_hang: Literal["stop", "warn"] = "stop",
+        system_metrics_every: float = 5,
+        metrics_port: int | None = None,
+        metrics_host: str = "127.0.0.1",
+    ) -> None:
+        if address is None and nodes != 1:
+            rule = "without cluster.address, Ray is started on this machine, which is one node"
+            raise bad(
+                "cluster.nodes", nodes, rule, "cluster.nodes=1, or cluster.address=auto for a running Ray cluster"
+            )
+        self.address, self.nodes = address, nodes
+
+    def check(self, config: dict[str, Any]) -> None:
+        if importlib.util.find_spec("ray") is None:
+            raise bad("cluster", "ray", "ray is not installed", "pip install 'dtrain[ray]', or cluster=local")
+        if config["preflight"]["level"] != "off":
+            rule = "preflight needs a launcher that starts programs on nodes, and Ray starts actors"
+            raise bad("preflight", config["preflight"]["level"], rule, "preflight=off")
+        metrics_server.check(config["cluster"])
+        if self.address is not None:
+            self._check_room(config["cluster"])
+
+    def _check_room(self, cluster: dict[str, Any]) -> None:
+        """Refuse what the nodes of this cluster could never hold; nodes that an autoscaler adds are not known."""
+        ray = connect(cluster)
+        try:
+            alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            wanted = bundle(cluster)
+            fitting = [node for node in alive if all(node.get(key, 0) >= value for key, value in wanted.items())]
+        finally:
+            ray.shutdown()
+        if len(fitting) < self.nodes:
+            text = ", ".join(f"{value:g} {key}" for key, value in wanted.items())
+            rule = f"only {len(fitting)} of the {len(alive)} nodes of {self.address} have {text} for their ranks"
+            raise bad(
+                "cluster.nodes", self.nodes, rule, "fewer nodes, ranks or GPUs; or add nodes: ray start --address=…"
+            )
+
+    def dry_run(self, run_dir: Path, config: dict[str, Any]) -> None:
+        supervisor = OnRay(config)
+        for name, value in supervisor.environment().items():
+            print(f"export {name}={network_env.quote(value)}")
+        cluster = config["cluster"]
+        print(
+            f"# ray.init(address={self.address!r}), a placement group of {cluster['nodes']} × {bundle(cluster)}, and in"
+        )
+        print(
+            f"# each of {supervisor.num_ranks} actors, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT:"
+        )
+        print(shlex.join(supervisor.command(run_dir)))
+
+    def launch(self, run_dir: Path) -> int:
+        config = run_file.load(run_dir)
+        ray = connect(config["cluster"])  # before the supervisor's signal handlers: Ray installs one for SIGTERM
+        supervisor = OnRay(config)
+        try:
+            note_attempt(run_dir, "start", **supervisor.place())
+            code = supervisor.supervise(run_dir)
+            ended = read_summary(run_dir).get("status", "")
+            note_attempt(
+                run_dir,
+                "end",
+                code=code,
+                why=ended if code in (DONE, PREEMPTED) else causes.one_line(supervisor.failure),
+            )
+            return code
+        finally:
+            ray.shutdown()
+
+
+def connect(cluster: dict[str, Any]) -> Any:
+    """Connect to the cluster, or start one of this machine that is large enough for the ranks."""
+    import ray
+
+    own: dict[str, Any] = {}
+    if cluster["address"] is None:
+        wanted = bundle(cluster)
+        own = {"num_cpus": wanted["CPU"], "num_gpus": wanted.get("GPU", 0), "include_dashboard": False}
+    try:
+        ray.init(address=cluster["address"] or "local", log_to_driver=False, logging_level="ERROR", **own)
+    except ConnectionError as error:
+        why = str(error).strip().splitlines()[0]
+        raise bad("cluster.address", cluster["address"], f"no Ray cluster answers ({why})", "ray status") from None
+    return ray
+
+
+def bundle(cluster: dict[str, Any]) -> dict[str, float]:
+    """What the ranks of one node reserve together."""
+    gpus = int(cluster["gpus_per_node"])
+    return {"CPU": cluster["processes"] * cluster["cpus_per_rank"]} | ({"GPU": gpus} if gpus else {})
+
+
+# ---- the ranks -----------------------------------------------------------------------------------------------
+
+
+class Rank:
+    """An actor: the process of one rank, on the node where Ray has put it."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def where(self) -> tuple[str, str, int]:
+        """(host name, address, a free port)."""
+        import socket
+
+        import ray
+
+        return socket.gethostname(), str(ray.util.get_node_ip_address()), free_port()
+
+    def run(self, argv: list[str], env: dict[str, str], cwd: str, log: str) -> int:
+        """Run the rank to its end; return its exit code, negative for a signal."""
+        with open(log, "ab") as file:
+            self.process = subprocess.Popen(
+                argv, env=os.environ | env | {STARTER: str(os.getpid())}, cwd=cwd if os.path.isdir(cwd) else None,
+                stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            )  # fmt: skip
+        return self.process.wait()
+
+    def send(self, number: int) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
+
+class RayRanks:
+    """The ranks of one attempt, with those methods of a process that a supervisor calls; none of them waits for Ray."""
+
+    def __init__(self, cluster: dict[str, Any], argv: list[str], env: dict[str, str], log: Path) -> None:
+        import ray
+        from ray.util.placement_group import placement_group
+
+        self.ray, self.cluster, self.argv, self.env, self.log = ray, cluster, argv, env, log
+        strategy = "STRICT_SPREAD" if cluster["nodes"] > 1 else "STRICT_PACK"
+        self.group = placement_group([bundle(cluster)] * cluster["nodes"], strategy=strategy)
+        self.ready, self.places = self.group.ready(), list[Any]()
+        self.actors: list[Any] = []
+        self.running: dict[Any, int] = {}  # the rank of each call of `run`
+        self.exits: list[tuple[int, int]] = []  # (rank, exit code), in the order in which they were seen
+        self.returncode: int | None = None
+        self.ends_at = float("inf")  # when the other ranks are ended after a failure
+        self.hosts: list[str] = []
+
+    @property
+    def num_ranks(self) -> int:
+        return int(self.cluster["nodes"] * self.cluster["processes"])
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self._look()
+        return self.returncode
+
+    def wait(self) -> int:
+        while self.poll() is None:
+            time.sleep(0.05)
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        """End all ranks; also before Ray has found room for them."""
+        for actor in self.actors:
+            self.ray.kill(actor)
+        self.ray.util.remove_placement_group(self.group)
+        self.returncode = self.returncode or -signal.SIGKILL
+
+    def send(self, ranks: list[int], number: int) -> None:
+        for rank in ranks if self.running else []:
+            self.actors[rank].send.remote(number)
+
+    def _look(self) -> None:
+        if not self.actors:
+            if self._done(self.ready):
+                self._make_actors()
+        elif not self.running and not self.exits:
+            if all(map(self._done, self.places)):
+                self._begin()
+        else:
+            self._collect()
+
+    def _done(self, reference: Any) -> bool:
+        return bool(self.ray.wait([reference], timeout=0)[0])
+
+    def _make_actors(self) -> None:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        each, gpus = self.cluster["processes"], self.cluster["gpus_per_node"] / self.cluster["processes"]
+        actor = self.ray.remote(num_cpus=self.cluster["cpus_per_rank"], num_gpus=gpus, max_concurrency=2)(Rank)
+        for rank in range(self.num_ranks):
+            place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank // each)
+            self.actors.append(actor.options(scheduling_strategy=place).remote())
+        self.places = [actor.where.remote() for actor in self.actors]
+
+    def _begin(self) -> None:
+        try:
+            places = self.ray.get(self.places)
+        except self.ray.exceptions.RayError:  # a node was lost while they started
+            self.exits = [(0, -signal.SIGKILL)]
+            return self._end()
+        each = self.cluster["processes"]
+        self.hosts = [places[node * each][0] for node in range(self.cluster["nodes"])]
+        _, address, port = places[0]
+        shared = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(self.num_ranks)}
+        shared |= {"LOCAL_WORLD_SIZE": str(each)} | self.env
+        for rank, actor in enumerate(self.actors):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank % each)}
+            self.running[actor.run.remote(self.argv, shared | own, os.getcwd(), str(self.log))] = rank
+
+    def _collect(self) -> None:
+        for reference in filter(self._done, list(self.running)):
+            rank = self.running.pop(reference)
+            try:
+                code = int(self.ray.get(reference))
+            except self.ray.exceptions.RayError:  # the actor or its node is gone, and the rank with it
+                code = -signal.SIGKILL
+            self.exits.append((rank, code))
+        failed = any(code not in (DONE, PREEMPTED) for _, code in self.exits)
+        if failed and self.ends_at == float("inf"):
+            self.ends_at = time.monotonic() + PEERS_S  # the others may report what they lost
+        if not self.running or time.monotonic() > self.ends_at:
+            self._end()
+
+    def _end(self) -> None:
+        bad_codes = [code for _, code in self.exits if code]
+        self.kill()
+        self.returncode = bad_codes[0] if bad_codes else 0
+
+
+class OnRay(Supervisor):
+    """Supervises the ranks of Ray's actors."""
+
+    log_name = "ray.log"
+    ranks: RayRanks | None = None
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        cluster = config["cluster"]
+        self.config, self.cluster = config, cluster
+        num_ranks = cluster["nodes"] * cluster["processes"]
+        super().__init__(num_ranks, cluster["max_restarts"], cluster["grace_s"], *hang_settings(cluster))
+        self.start_s, self.is_one_host = cluster["start_s"], cluster["nodes"] == 1
+
+    def command(self, run_dir: Path) -> list[str]:
+        return [*start.command(rank_module(self.config)), str(run_dir)]
+
+    def environment(self) -> dict[str, str]:
+        wanted = network_env.environment(self.config, os.environ) | start.environment()
+        return wanted | ({TRUST: ",".join(typed_trust())} if typed_trust() else {})
+
+    def start(self, run_dir: Path, log: IO[bytes]) -> RayRanks:
+        self.ranks = RayRanks(self.cluster, self.command(run_dir), self.environment(), run_dir / "logs" / self.log_name)
+        return self.ranks
+
+    def kill(self, process: Any) -> None:
+        process.kill()
+
+    def on_stop(self) -> None:
+        """Signal the ranks: a network file system may hide a new stop file for a minute."""
+        if self.ranks is not None:
+            self.ranks.send(list(range(self.num_ranks)), signal.SIGUSR1)
+
+    def ask_for_stacks(self, positions: dict[int, Position]) -> None:
+        if self.ranks is not None:
+            self.ranks.send(list(positions), STACK_SIGNAL)
+
+    def killed_ranks(self, log: str) -> list[tuple[int, str]]:
+        exits = self.ranks.exits if self.ranks else []
+        return [(rank, signal.Signals(-code).name) for rank, code in exits if code < 0][:1]
+
+    def ended_well(self, log: str) -> list[int]:
+        return [rank for rank, code in self.ranks.exits if code == 0] if self.ranks else []
+
+    def place(self) -> dict[str, Any]:
+        return {"nodes": self.ranks.hosts if self.ranks else []}
