@@ -410,7 +410,7 @@ def problem(word: str, chosen: dict[str, str]) -> str:
     """What is wrong with an override; empty if some option of its group takes it."""
     key, _, text = word.partition("=")
     own = "." in chosen.get(key.partition(".")[0], "") or "." in (text if key in GROUPS else "")
-    if own or key == "recipe" or key.partition(".")[0] in NOT_OURS:
+    if own or key in ("recipe", "script", "script_args") or key.partition(".")[0] in NOT_OURS:
         return ""  # the reader's own code
     if key in GROUPS:
         options = [*options_of(key), *(["auto"] if key == "strategy" else [])]
@@ -420,7 +420,8 @@ def problem(word: str, chosen: dict[str, str]) -> str:
             if name not in options and not FREE.search(name) and "|" not in name
         ]
         return f"{key} has no option {wrong[0]}" if wrong and wrong != ["mine"] else ""
-    base = {k: v for k, v in read_yaml(CONF / "config.yaml").items() if k not in ("defaults", "hydra")}
+    both = [item for file in ("script.yaml", "config.yaml") for item in read_yaml(CONF / file).items()]
+    base = {k: v for k, v in both if k not in ("defaults", "hydra")}
     free = FREE.search(text) is not None or text == ""
     values = [value_of(part) for part in re.split(r"[,|](?![^\[{]*[\]}])", text)] if not free else []
     if key in flatten(base):

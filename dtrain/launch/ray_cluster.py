@@ -56,6 +56,8 @@ class Ray:
         self.address, self.nodes = address, nodes
 
     def check(self, config: dict[str, Any]) -> None:
+        if config["dry_run"]:  # it can be previewed without Ray
+            return
         if importlib.util.find_spec("ray") is None:
             raise bad("cluster", "ray", "ray is not installed", "pip install 'dtrain[ray]', or cluster=local")
         if config["preflight"]["level"] != "off":
