@@ -8,7 +8,7 @@
         script.log(step, loss=loss.item(), lr=lr)    # in metrics.jsonl, on the screen and in the trackers
         if script.stop_requested():                  # on all ranks, after the same step
             save(path)
-            script.exit_stopped()                    # exit code 75: the run is to go on later
+            script.exit_stopped()                    # exit code 75: the run can be resumed
 
 A program needs none of this. Without dtrain around it, the functions save to ./checkpoints, never stop, and print.
 """
@@ -89,6 +89,7 @@ def log(step: int, **metrics: Any) -> None:
     """Append a line to RUN/metrics.jsonl on rank 0; the other ranks do nothing."""
     if rank() != 0:
         return
+    step = int(step)
     run, values = run_dir(), {name: plain(value) for name, value in metrics.items()}
     if run is None:
         print(json.dumps({"step": step, **values}), flush=True)

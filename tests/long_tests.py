@@ -182,6 +182,10 @@ LONG: dict[str, tuple[str, ...]] = {
     "launch/test_hang.py::test_the_rank_that_holds_up_the_others_is_named": (),
     # W&B and Trackio take 15 s to import and to end; the files of csv and TensorBoard prove the same of the follower
     "loggers/test_follow.py::test_a_killed_follower_loses_and_repeats_nothing": ("files",),
+    # the restart in this file reports a failure, too
+    "launch/test_script.py::test_a_failure_is_reported_as_for_our_own_runs": (),
+    "launch/test_script.py::test_exit_code_2_is_a_bad_configuration_and_is_not_tried_again": (),
+    "launch/test_script.py::test_preflight_comes_first": ("quick",),
     # the tests' own cluster
     "launch/test_slurm_cluster.py::test_a_requeued_job_counts_its_restarts": (),
     "launch/test_slurm_cluster.py::test_a_node_with_a_network_dies_and_returns": (),

@@ -41,7 +41,7 @@ class Quantized(Compressor):
         return -(-numel // (self.num_ranks * BLOCK))
 
     def exchange(self, gradients: Gradients) -> None:
-        """In parts, so that one is on its way while another is quantized; the values are the same in any parts."""
+        """In parts, so that one is sent while another is quantized; the values are the same in any parts."""
         parts = [Part(self, part) for part in split(gradients)]
         for part in parts:
             part.send()
@@ -63,14 +63,14 @@ class Quantized(Compressor):
 
 
 class Part:
-    """Some of the gradients, on their way to their owners and back."""
+    """Some of the gradients: sent to their owners, averaged, and sent back."""
 
     def __init__(self, compressor: Quantized, gradients: Gradients) -> None:
         self.compressor, self.gradients = compressor, gradients
         self.counts = [compressor.num_blocks(g.numel()) for g in gradients.values()]
 
     def send(self) -> None:
-        """Quantize, and start to send each owner its values."""
+        """Quantize, and start the all-to-all."""
         own, n = self.compressor, self.compressor.num_ranks
         owed = [
             pad(own.owed(name, g).reshape(-1), (0, n * count * BLOCK - g.numel())).view(n, count, BLOCK)
@@ -82,7 +82,7 @@ class Part:
         self.work: Any = dist.all_to_all_single(self.received, self.codes, group=own.group, async_op=True)
 
     def send_mean(self) -> None:
-        """As the owner of some values: quantize their mean over the ranks, and start to send it to all."""
+        """As the owner of some values: quantize their mean over the ranks, and start the all-gather."""
         own = self.compressor
         rest = self.blocks.sub_(own.decode(self.codes)).split(self.counts, dim=1)
         for (name, gradient), part in zip(self.gradients.items(), rest, strict=True):

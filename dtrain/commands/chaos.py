@@ -97,6 +97,8 @@ def listed_kinds() -> str:
 def chosen(record: Record, kinds: list[str], rounds: int, steps: int, seed: int) -> list[Fault]:
     """Faults that this run can have, at random ranks and steps."""
     cluster, size = as_dict(record.launch.get("cluster")), number(record.summary.get("world_size"))
+    if record.summary.get("script"):
+        raise bad("RUN", record.run_dir.name, "is a run of your own program", "a run of dtrain's training loop")
     if "local" not in str(cluster.get("_target_")):
         raise bad(
             "RUN", record.run_dir.name, "dtrain chaos needs a run of cluster=local", "launch it with cluster=local"

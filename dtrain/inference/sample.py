@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from dtrain.config import run_file
 from dtrain.config.build import build
+from dtrain.config.files import is_script
 from dtrain.config.run_file import Settings
 from dtrain.config.schema import check_run
+from dtrain.errors import bad
 from dtrain.inference.export import Final, check_memory, check_shapes
 from dtrain.models.layers import Cache
 from dtrain.train import build as models
@@ -26,6 +28,10 @@ def load_model(run_dir: Path, trust: list[str]) -> tuple[nn.Module, Any]:
     The caller, not the file, says which modules to trust: a run folder may come from elsewhere.
     """
     cfg = run_file.load(run_dir)
+    if is_script(cfg):
+        raise bad(
+            "RUN", run_dir, "is a run of your own program, whose model dtrain does not know", "choose another run"
+        )
     check_run(cfg, trust, ("model", "data", "loss", "precision"))
     model = models.make(Settings({**cfg, "lora": {}}), trust)  # adapters are merged into the final weights
     final = Final(run_dir, trust)

@@ -47,10 +47,11 @@ from dtrain.errors import bad, unknown
 from dtrain.launch import compose_cache, sweeps
 from dtrain.launch.arguments import AUTO, main_config, prepare_arguments, read_config
 from dtrain.launch.cluster import build_cluster
+from dtrain.launch.script_rank import identity
 from dtrain.plan import fits, run_prediction
 from dtrain.runs import folder
 from dtrain.runs.folder import latest_checkpoint, locked, read_json, write_json
-from dtrain.runs.protocol import BAD_CONFIG, CANCELLED_FILE, DONE, FAILED, PREEMPTED, PREFLIGHT
+from dtrain.runs.protocol import BAD_CONFIG, CANCELLED_FILE, DONE, FAILED, PREEMPTED, PREFLIGHT, SCRIPT_TYPED
 from dtrain.strategies import deepspeed_config
 from dtrain.ui import console, tables
 from dtrain.util.format import shell_path
@@ -79,7 +80,7 @@ def main(argv: list[str]) -> int:
 
 def start(argv: list[str]) -> list[tuple[int, Path]]:
     """Compose and launch the runs that `argv` describes; return (exit code, run folder) per run. Errors propagate."""
-    environ, typed_argv = {name: os.environ.get(name) for name in ("HYDRA_FULL_ERROR", TRUST)}, sys.argv
+    environ, typed_argv = {name: os.environ.get(name) for name in ("HYDRA_FULL_ERROR", TRUST, SCRIPT_TYPED)}, sys.argv
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, so that dtrain formats the error and exits with 2
     ended: list[tuple[int, Path]] = []
     if os.getcwd() not in sys.path:  # the user's own modules are here; the ranks import from here too
@@ -320,6 +321,9 @@ def run(cfg: DictConfig, argv: list[str]) -> int:
     OmegaConf.update(cfg, "run_dir", HydraConfig.get().runtime.output_dir)  # each job of a sweep has its own
     config = resolve(cfg)
     os.environ[TRUST] = ",".join(config["trust"])  # for the ranks, which do not trust the run folder
+    if is_script(config):
+        typed = [*os.environ.get(SCRIPT_TYPED, "").splitlines(), identity(config["script"])]
+        os.environ[SCRIPT_TYPED] = "\n".join(dict.fromkeys(typed))  # several in a sweep
     run_dir = Path(config["run_dir"])
     os.chmod(run_dir, 0o700)
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN

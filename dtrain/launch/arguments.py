@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -48,7 +49,7 @@ def prepare_arguments(argv: list[str]) -> list[str]:
     argv = [re.sub(r"^([\w.+]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), a) for a in argv]  # no shell does it here
     argv = [re.sub(r"^(\++)?logger\.(project|mode)=", r"\1logger.wandb.\2=", a) for a in argv]  # their former names
     argv = [re.sub(r"\s", "", a) if a.startswith(f"{LOGGER}=[") else a for a in argv]  # logger=[csv, mlflow]
-    argv = script_words(argv)
+    argv = script_overrides(argv)
     argv = [a for a in argv if a != "recipe=null"]  # the default; Hydra rejects it as an override
     for word in argv:
         name, _, value = word.lstrip("-").partition("=")
@@ -122,26 +123,28 @@ def prepare_arguments(argv: list[str]) -> list[str]:
     return argv
 
 
-def script_words(argv: list[str]) -> list[str]:
+def script_overrides(argv: list[str]) -> list[str]:
     """Turn `script=FILE` and `script_args=…` into the settings that they stand for, and name the run after the program.
 
     Arguments stay texts, as typed: Hydra would read 1e-3 as a number, and True as a boolean.
     """
     is_sweep = bool({"-m", "--multirun"} & set(argv))
     given = dict(a.split("=", 1) for a in argv if "=" in a and not a.startswith("-"))
-    words = []
+    overrides = []
     for word in argv:
         name, _, value = word.partition("=")
-        if name == "script":
+        name = name.lstrip("+")
+        if name in ("script", "script.path"):
             if not value or value == "null":
                 raise bad("script", value, "must name a program", "script=train.py")
-            path = Path(value).expanduser().absolute()
-            words += [f"script.path={quote(path)}", *([] if "name" in given else [f"name={quote(path.stem)}"])]
+            path = Path(value.strip("'\"")).expanduser().absolute()
+            overrides.append(f"script.path={quote(path)}")
+            overrides += [] if "name" in given or "resume" in given else [f"name={quote(path.stem)}"]
         elif name in ("script_args", "script.args"):
-            words.append(f"script.args={','.join(map(quoted_list, points(value, is_sweep)))}")
+            overrides.append(f"script.args={','.join(map(quoted_list, points(value, is_sweep)))}")
         else:
-            words.append(word)
-    return words
+            overrides.append(word)
+    return overrides
 
 
 def points(value: str, is_sweep: bool) -> list[list[str]]:
@@ -162,11 +165,19 @@ def quoted_list(items: list[str]) -> str:
 
 
 def check_program(run_dir: Path, argv: list[str]) -> None:
-    """Reject a resume that would start a program which a run folder names: it may come from someone else."""
-    then = as_dict(read_config(run_dir).get("script")).get("path")
-    if then and not any(a.startswith("script.path=") for a in argv):
-        rule = f"the run was started with script={then}, which is never read from a run folder: it may not be yours"
-        raise bad("resume", run_dir, rule, f"check it; if it is yours, give it again: script={then}")
+    """Reject a resume that would start a program which only the run folder names: it may come from someone else."""
+    stored, typed = as_dict(read_config(run_dir).get("script")), dict(a.split("=", 1) for a in argv if "=" in a)
+    needed = (
+        ["path", "python"] if typed.get("script.path", "").rstrip("'").endswith(".py") else ["path", "python", "args"]
+    )
+    for name in needed:
+        if stored.get(name) and f"script.{name}" not in typed:
+            word = {"path": "script", "args": "script_args"}.get(name, f"script.{name}")
+            value = json.dumps(stored[name]).replace(" ", "") if name == "args" else stored[name]
+            rule = (
+                f"the run was started with {word}={value}, which is never read from a run folder: it may not be yours"
+            )
+            raise bad("resume", run_dir, rule, f"check it; if it is yours, give it again: {word}={value}")
 
 
 def check_groups(argv: list[str]) -> None:
@@ -343,7 +354,8 @@ def store_as_run(run_dir: Path, overridden: list[str]) -> None:
     for key in ("run_dir", "resume", "resume_allow", "dry_run", "force", "trust", *overridden):
         config.pop(key, None)
     as_dict(config.get("train")).pop("stop_after", None)  # applied only to the launch that stopped
-    as_dict(config.get("script")).pop("path", None)  # must be typed again, like all code
+    for name in ("path", "python"):  # must be typed again, like all code; see check_program
+        as_dict(config.get("script")).pop(name, None)
     if isinstance(config.get("cluster"), dict):
         for name in CODE:  # must also be typed again, or come from conf/
             config["cluster"].pop(name, None)

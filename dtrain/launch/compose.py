@@ -18,7 +18,7 @@ from dtrain.config.hydra_errors import GROUPS, MISTAKES, explain
 from dtrain.config.schema import check_keys_and_types
 from dtrain.config.untrusted import resolved
 from dtrain.launch import compose_cache
-from dtrain.launch.arguments import prepare_arguments
+from dtrain.launch.arguments import main_config, prepare_arguments
 
 
 def hydra_config(overrides: Sequence[str]) -> DictConfig:
@@ -32,6 +32,10 @@ def hydra_config(overrides: Sequence[str]) -> DictConfig:
 def plain_config(argv: list[str]) -> dict[str, Any]:
     """Return plain values and `choices` from overrides as a user types them; keys and types are checked."""
     overrides = prepare_arguments(argv)
+    if main_config(overrides) == "script":
+        raise ValueError(
+            "script: only `launch` runs a program of your own\n  fix: leave out script=, or dtrain launch …"
+        )
     cfg = hydra_config(overrides)
     config = resolved(cfg, overrides)
     check_keys_and_types(config)

@@ -7,6 +7,7 @@ node dies, its ranks die with it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shlex
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from dtrain import start
+from dtrain.checks import profile as profiling
 from dtrain.config import run_file
 from dtrain.config.build import TRUST, typed_trust
 from dtrain.errors import bad
@@ -27,6 +29,10 @@ from dtrain.preflight import network_env
 from dtrain.runs import causes
 from dtrain.runs.folder import note_attempt, read_summary
 from dtrain.runs.protocol import DONE, PREEMPTED, STACK_SIGNAL, STARTER, free_port
+
+GONE_S = 10.0  # to wait for killed ranks
+# variables of the launcher that ranks get; keys of trackers are not among them, as the launcher feeds the trackers
+PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "FI_", "UCX_", "HF_", "OMP_", "MKL_", "DTRAIN_")
 
 
 class Ray:
@@ -60,10 +66,17 @@ class Ray:
             return
         if importlib.util.find_spec("ray") is None:
             raise bad("cluster", "ray", "ray is not installed", "pip install 'dtrain[ray]', or cluster=local")
+        gpus, ranks = config["cluster"]["gpus_per_node"], config["cluster"]["processes"]
+        if gpus > ranks and gpus % ranks:
+            rule = f"must be a multiple of cluster.processes={ranks}: Ray gives each rank as many"
+            raise bad("cluster.gpus_per_node", gpus, rule, f"cluster.processes={gpus}")
+        if config.get("nsys"):
+            raise bad("nsys", "true", "is not there under Ray", "cluster=local, or profile=torch")
         if config["preflight"]["level"] != "off":
             rule = "preflight needs a launcher that starts programs on nodes, and Ray starts actors"
             raise bad("preflight", config["preflight"]["level"], rule, "preflight=off")
         metrics_server.check(config["cluster"])
+        profiling.check_machine(config)
         if self.address is not None:
             self._check_room(config["cluster"])
 
@@ -146,26 +159,32 @@ class Rank:
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
 
-    def where(self) -> tuple[str, str, int]:
-        """(host name, address, a free port)."""
+    def where(self) -> tuple[str, str, int, str]:
+        """(host name, address, a free port, the GPUs that Ray has given to this rank)."""
         import socket
 
         import ray
 
-        return socket.gethostname(), str(ray.util.get_node_ip_address()), free_port()
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return socket.gethostname(), str(ray.util.get_node_ip_address()), free_port(), gpus
 
     def run(self, argv: list[str], env: dict[str, str], cwd: str, log: str) -> int:
         """Run the rank to its end; return its exit code, negative for a signal."""
         with open(log, "ab") as file:
             self.process = subprocess.Popen(
                 argv, env=os.environ | env | {STARTER: str(os.getpid())}, cwd=cwd if os.path.isdir(cwd) else None,
-                stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                stdin=subprocess.DEVNULL, stdout=file, stderr=file, preexec_fn=ignore_early_stops,
             )  # fmt: skip
         return self.process.wait()
 
     def send(self, number: int) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
+
+
+def ignore_early_stops() -> None:
+    """A stop signal must not end a rank whose Python is still starting: it finds the stop file later."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 class RayRanks:
@@ -185,14 +204,18 @@ class RayRanks:
         self.returncode: int | None = None
         self.ends_at = float("inf")  # when the other ranks are ended after a failure
         self.hosts: list[str] = []
+        self.problem = ""  # what Ray itself reported
 
     @property
     def num_ranks(self) -> int:
         return int(self.cluster["nodes"] * self.cluster["processes"])
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            self._look()
+        try:
+            if self.returncode is None:
+                self._look()
+        except (self.ray.exceptions.RayError, ConnectionError) as error:
+            self._give_up(f"the connection to Ray was lost: {error}")
         return self.returncode
 
     def wait(self) -> int:
@@ -202,11 +225,22 @@ class RayRanks:
         return self.returncode
 
     def kill(self) -> None:
-        """End all ranks; also before Ray has found room for them."""
-        for actor in self.actors:
-            self.ray.kill(actor)
-        self.ray.util.remove_placement_group(self.group)
+        """End all ranks; also before Ray has found room for them, and wait until they are gone."""
+        with contextlib.suppress(self.ray.exceptions.RayError, ConnectionError):
+            for actor in self.actors:
+                self.ray.kill(actor)
+            if self.running:
+                self.ray.wait(list(self.running), num_returns=len(self.running), timeout=GONE_S)
+            self.ray.util.remove_placement_group(self.group)
         self.returncode = self.returncode or -signal.SIGKILL
+
+    def _give_up(self, problem: str) -> None:
+        """End the attempt with a problem of Ray itself, which the supervisor finds in the log."""
+        self.problem = problem
+        with open(self.log, "a") as file:
+            file.write(f"{problem}\n")
+        self.kill()
+        self.returncode = 1
 
     def send(self, ranks: list[int], number: int) -> None:
         for rank in ranks if self.running else []:
@@ -238,16 +272,18 @@ class RayRanks:
     def _begin(self) -> None:
         try:
             places = self.ray.get(self.places)
-        except self.ray.exceptions.RayError:  # a node was lost while they started
-            self.exits = [(0, -signal.SIGKILL)]
-            return self._end()
+        except self.ray.exceptions.RayError as error:  # a node was lost while they started
+            return self._give_up(f"an actor could not start: {error}")
         each = self.cluster["processes"]
         self.hosts = [places[node * each][0] for node in range(self.cluster["nodes"])]
-        _, address, port = places[0]
+        _, address, port, _ = places[0]
         shared = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(self.num_ranks)}
         shared |= {"LOCAL_WORLD_SIZE": str(each)} | self.env
         for rank, actor in enumerate(self.actors):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank % each)}
+            of_node = [place[3] for place in places[rank - rank % each :][:each]]  # in the order of the local ranks
+            if all(of_node):  # a rank sees all GPUs of its node and takes its own, as everywhere
+                own["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(",".join(of_node).split(",")))
             self.running[actor.run.remote(self.argv, shared | own, os.getcwd(), str(self.log))] = rank
 
     def _collect(self) -> None:
@@ -255,6 +291,8 @@ class RayRanks:
             rank = self.running.pop(reference)
             try:
                 code = int(self.ray.get(reference))
+            except self.ray.exceptions.RayTaskError as error:  # no such folder or Python on that node
+                return self._give_up(f"rank {rank} could not be started: {error.cause}")
             except self.ray.exceptions.RayError:  # the actor or its node is gone, and the rank with it
                 code = -signal.SIGKILL
             self.exits.append((rank, code))
@@ -287,7 +325,10 @@ class OnRay(Supervisor):
         return [*start.command(rank_module(self.config)), str(run_dir)]
 
     def environment(self) -> dict[str, str]:
-        wanted = network_env.environment(self.config, os.environ) | start.environment()
+        """All that ranks elsewhere inherit from the launcher: they inherit the environment of Ray's node here."""
+        given = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+        wanted = network_env.environment(self.config, os.environ) | start.environment() | given
+        wanted.setdefault("OMP_NUM_THREADS", str(self.cluster["cpus_per_rank"]))
         return wanted | ({TRUST: ",".join(typed_trust())} if typed_trust() else {})
 
     def start(self, run_dir: Path, log: IO[bytes]) -> RayRanks:

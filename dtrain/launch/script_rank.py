@@ -35,6 +35,7 @@ from dtrain.runs.protocol import (
     SCRIPT_ASKS,
     SCRIPT_RUN,
     SCRIPT_STOPPED,
+    SCRIPT_TYPED,
     STARTER,
     STOP_FILE,
     STOP_SIGNALS,
@@ -44,9 +45,14 @@ from dtrain.runs.protocol import (
 from dtrain.util import file_handles
 from dtrain.util.format import duration
 
-POLL_S = 0.2
+POLL_S = 0.5
 LAST_WORDS = 65536  # bytes of the log that are searched for an error
 ERROR = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning|Failure)\w*)(?:: (.*))?$")
+
+
+def identity(section: dict[str, Any]) -> str:
+    """Name the program that is executed: the file, and the Python of a Python file."""
+    return f"{section['python'] or ''} {section['path']}".strip()
 
 
 class Program:
@@ -69,18 +75,25 @@ class Program:
 
     def run(self) -> int:
         """Run the program to its end; return this rank's exit code."""
+        if identity(self.section) not in os.environ.get(SCRIPT_TYPED, "").splitlines():
+            why = f"config.yaml names {identity(self.section)}, and that was not typed: the run folder was changed"
+            return self._note(BAD_CONFIG, {"type": "untrusted program", "message": why})
         with script_world.environment(self.section["env"], self.run_dir) as wanted:
             argv = command(self.section)
             print(f"rank {self.rank}, on {socket.gethostname()}: {shlex.join(argv)}", flush=True)
             began = self.log.stat().st_size
             here = os.getpid()
-            process = subprocess.Popen(
-                argv,
-                env=own_environment() | wanted | {SCRIPT_RUN: str(self.run_dir)},
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # so that all that it leaves behind can be ended
-                preexec_fn=lambda: die_with_parent(here),
-            )
+            try:
+                process = subprocess.Popen(
+                    argv,
+                    env=own_environment() | wanted | {SCRIPT_RUN: str(self.run_dir)},
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # so that all that it leaves behind can be ended
+                    preexec_fn=lambda: self._before(here),
+                )
+            except OSError as error:  # no #! line, or another node without this Python
+                why = f"{argv[0]} cannot be executed: {error.strerror}"
+                return self._note(BAD_CONFIG, {"type": "OSError", "message": why})
             try:
                 code = self._wait(process)
             finally:
@@ -88,15 +101,23 @@ class Program:
                     os.killpg(process.pid, signal.SIGKILL)
         return self._report(code, began)
 
+    def _before(self, parent: int) -> None:
+        """Run in the new process: end with the rank, and ignore the signals by which SLURM asks the rank to stop."""
+        die_with_parent(parent)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            ignored = number.name != f"SIG{self.section['stop_signal']}"
+            signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
+
     def _wait(self, process: subprocess.Popen[bytes]) -> int:
-        told, stop_file = False, self.run_dir / STOP_FILE
+        signalled, stop_file = False, self.run_dir / STOP_FILE
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(POLL_S)
             self.stopped_by = self.stopped_by or ("the stop file" if stop_file.exists() else "")
-            if self.stopped_by and not told:
-                told = True
-                if self.section["stop_signal"] != "none" and not self.asks.exists():
+            if self.stopped_by and not signalled:
+                signalled = True
+                asks = any(self.run_dir.glob(SCRIPT_ASKS.format("*")))  # of any rank: the ranks stop together
+                if self.section["stop_signal"] != "none" and not asks:
                     process.send_signal(signal.Signals[f"SIG{self.section['stop_signal']}"])
 
     def _report(self, code: int, began: int) -> int:
@@ -106,13 +127,21 @@ class Program:
             return DONE  # torchrun and srun would end the others; the supervisor reads the file
         if code == 0:
             return DONE
-        note: dict[str, Any] = {"time": time.time(), "rank": self.rank, "log": f"logs/rank-{self.rank}.log"}
-        note |= last_words(self.log, began, code)
-        if code < 0 and not note["where"]:  # killed from outside: the supervisor says by what
-            note |= {"type": signal.Signals(-code).name, "message": f"the program was killed by {ended(code)}"}
+        found = last_words(self.log, began, code)
+        if code < 0 and not found["where"]:  # killed from outside
+            found |= {"type": signal.Signals(-code).name, "message": f"the program was killed by {ended(code)}"}
+        return self._note(found["exit_code"], found)
+
+    def _note(self, code: int, found: dict[str, Any]) -> int:
+        """Write a failure note for the supervisor; return the exit code."""
+        note = {
+            "time": time.time(), "rank": self.rank, "exit_code": code, "log": f"logs/rank-{self.rank}.log",
+            "where": "", "traceback": "", "lost_peer": False, **found,
+        }  # fmt: skip
+        print(f"{note['type']}: {note['message']}", flush=True)
         with contextlib.suppress(OSError):
             write_json(self.run_dir / "logs" / f"failure-{self.rank}.json", note)
-        return int(note["exit_code"])
+        return code
 
 
 def own_environment() -> dict[str, str]:
@@ -121,6 +150,7 @@ def own_environment() -> dict[str, str]:
     PYTHONSAFEPATH, which dtrain sets for its own processes, would keep a program from importing what is beside it.
     """
     environ = dict(os.environ)
+    environ.pop(STARTER, None)
     if environ.pop(start.SAFE_PATH, ""):
         environ.pop("PYTHONSAFEPATH", None)
     found = start.environment(argv=()).get("PYTHONPATH")
@@ -185,7 +215,7 @@ def conclude(run_dir: Path, writes: bool) -> int:
 
 
 class Silence:
-    """Finds a program that has stopped to write anything, if cluster.hang_timeout is given: all that can be known."""
+    """Finds a program that has stopped writing, if cluster.hang_timeout is given: all that can be known."""
 
     def __init__(self, run_dir: Path, timeout: float | None) -> None:
         self.run_dir, self.timeout = run_dir, timeout

@@ -1,8 +1,7 @@
-"""`script.env`: the variables by which a program finds its rank and its peers, for torchrun's world and others.
+"""`script.env`: the variables by which a program finds its rank and peers, as torchrun and other launchers set them.
 
-torchrun's own (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are always there. Other worlds
-want ports that nobody uses on hosts that only the ranks know: each rank writes its own into RUN/logs, and reads the
-others'.
+torchrun's own (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are always there. Other
+launchers also set the address and a free port of each rank: here each rank publishes its own in RUN/logs.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -113,19 +112,24 @@ def attempt() -> str:
 
 
 def addresses(run_dir: Path, ranks: dict[str, int], mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Tell the others this rank's address; return all ranks' addresses."""
+    """Publish this rank's address; return the addresses of all ranks."""
     mine |= {"attempt": attempt(), "interface": interface(mine["host"])}
-    write_json(run_dir / ADDRESS.format(ranks["RANK"]), mine)
-    return [wait_for(run_dir / ADDRESS.format(rank), f"rank {rank}") for rank in range(ranks["WORLD_SIZE"])]
+    own = run_dir / ADDRESS.format(ranks["RANK"])
+    found = []
+    for rank in range(ranks["WORLD_SIZE"]):
+        write_json(own, mine)  # again: node 0 removes the files of an earlier attempt when it starts its ranks
+        found.append(wait_for(run_dir / ADDRESS.format(rank), f"rank {rank}", lambda: write_json(own, mine)))
+    return found
 
 
-def wait_for(path: Path, what: str) -> dict[str, Any]:
+def wait_for(path: Path, what: str, again: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Read a file that another rank of this attempt writes."""
     deadline = Deadline(PEERS_S)
     while (found := read_json(path)).get("attempt") != attempt():
         if deadline.left() <= 0:
             raise SystemExit(f"{what} wrote no address into {path} in {deadline}")
-        time.sleep(0.05)
+        time.sleep(0.2)
+        again()
         look_again(path.parent)
     return found
 

@@ -31,6 +31,7 @@ class Srun(Supervisor):
     """The ranks of one job step: one task per rank, on the healthy nodes."""
 
     log_name = "srun.log"
+    shows_output = False  # the screen of a job is a log
     killed_node = ""  # set if all ranks of this node were killed at once
     failed_node = ""  # set if SLURM reports that this node failed
 

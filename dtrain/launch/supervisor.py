@@ -73,6 +73,7 @@ class Supervisor:
     config: dict[str, Any]  # of the run
     start_s = math.inf  # if no rank has started after this many seconds, give up
     ends_copies = False  # whether a failed run's copies in memory (checkpoint.peer) are on this host, and end with it
+    shows_output = True  # of rank 0 of a user's own program
     node_rank = 0  # if one run has several supervisors, only node 0's writes the run's state
     members: Members | None = None  # of a run whose number of ranks may change
     server: MetricsServer | None = None  # of cluster.metrics_port
@@ -154,7 +155,7 @@ class Supervisor:
         if stop():
             self.stop_requested_at = time.monotonic()
         try:
-            with Monitor(run_dir) as monitor:
+            with Monitor(run_dir, shows_output=self.shows_output) as monitor:
                 if self.node_rank == 0:
                     self.server = MetricsServer(run_dir, self.config["cluster"])
                 follower = Follower(run_dir, self.loggers if self.node_rank == 0 else {})
@@ -173,7 +174,8 @@ class Supervisor:
                     attempt += 1
                     if attempt > self.max_restarts:
                         break
-                    again = f", restart {attempt} of {self.max_restarts} {origin(run_dir)}"
+                    again = f", restart {attempt} of {self.max_restarts}"
+                    again += "" if is_script(self.config) else f" {origin(run_dir)}"
                     self._note_restart(run_dir, attempt, monitor)
                 if self.ends_copies and (left := memory.remove_old(run_dir)):
                     monitor.message(left)
@@ -250,7 +252,7 @@ class Supervisor:
         self.never_started, self.standstill, self.ended_first = False, None, []  # per attempt
         if self.node_rank == 0:
             of_ranks = [*logs.glob("failure-*.json"), *logs.glob("position-*.json"), run_dir / HANG_FILE]
-            of_ranks += logs.glob("stopped-*")
+            of_ranks += [*logs.glob("stopped-*"), *logs.glob("asks-*"), *logs.glob("address-*"), logs / "horovod.json"]
             for old in (run_dir / STOP_FILE, run_dir / SCRIPT_STOP_AT, run_dir / "failure.json", *of_ranks):
                 old.unlink(missing_ok=True)
             if self.members:
@@ -315,7 +317,7 @@ class Supervisor:
                     self.ended_first = [rank for rank in ranks if hang.has_ended(run_dir, rank)]
                 if not because and not failed and self._watches() and self._hangs(watch, monitor):
                     deadline, because = now, str(self.standstill)
-                if not because and not failed and silence and (found := silence.look()):
+                if not because and not failed and self.ranks_began and silence and (found := silence.look()):
                     monitor.message(found)
                     deadline, because = (now, found) if self.on_hang == "stop" else (deadline, because)
                 looked, look_at = now, now + min(LOOK_S, (now - started) / 20)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.checks.validate import validate
-from dtrain.config.files import options_of
+from dtrain.config.files import is_script, options_of
 from dtrain.config.hardware import gpus_per_node, ranks_per_node
 from dtrain.errors import bad
 from dtrain.plan import compression
@@ -83,7 +83,7 @@ def machine_bytes() -> int:
 
 def states_of(config: Mapping[str, Any]) -> float | None:
     """Bytes of weights, gradients and optimizer state over all ranks; None: a user's own code is involved."""
-    shape = shape_of(config)
+    shape = None if is_script(config) else shape_of(config)
     if shape is None or foreign(config):
         return None
     layout, forgets = layout_of(config), config["optim"].get("momentum") == 0

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dtrain.config.files import is_script
 from dtrain.preflight.interfaces import Interface, describe
 from dtrain.util import file_handles
 from dtrain.util.format import as_dict, three_digits
@@ -201,6 +202,8 @@ def disk_free(path: Path) -> int:
 def checkpoint_bytes(config: Mapping[str, Any], run_dir: Path) -> tuple[int | None, str]:
     """Bytes that future checkpoints need at most: 4 per weight and 8 for Adam, times `keep` plus one being written; or
     None, and why it is unknown."""
+    if is_script(config):
+        return None, "what a program saves is not known"
     model = as_dict(config.get("model"))
     if model.get("_target_") != "dtrain.models.gpt2.GPT2":
         return None, f"the number of parameters of {model.get('_target_')} is known only once it is built"

@@ -30,6 +30,7 @@ LEAVE_FILE = "logs/leave-{}"  # a rank of an elastic run that got a stop signal 
 RESCUE_FILE = "logs/rescue"  # made by the rank that saves alone after a peer was lost
 # ---- of a user's own program (script=FILE)
 SCRIPT_RUN = "DTRAIN_RUN_DIR"  # set for the program: the run folder
+SCRIPT_TYPED = "DTRAIN_PROGRAMS"  # set by the launcher: the programs that were typed, one in a line
 SCRIPT_ASKS = "logs/asks-{}"  # the program of this rank uses dtrain.script to ask for stops: it gets no signal
 SCRIPT_STOPPED = "logs/stopped-{}"  # the program of this rank ended because it was asked to
 SCRIPT_STOP_AT = "logs/stop-at.json"  # after which call of stop_requested all ranks stop

@@ -59,7 +59,7 @@ if __name__ == "__main__":
     on_slurm = "RANK" not in os.environ
     if on_slurm:
         name_slurm_rank(os.environ)
-    starter = os.environ.get(STARTER)
+    starter = os.environ.pop(STARTER, None)  # not for the processes that this one starts
     die_with_parent(int(starter) if starter else None)
     # this takes effect from now on; if torchrun died earlier, this process already has another parent
     parent = Path(f"/proc/{os.getppid()}/cmdline")

@@ -84,7 +84,8 @@ class Monitor:
             time.sleep(0.1)
     """
 
-    def __init__(self, run_dir: Path, console: Console | None = None):
+    def __init__(self, run_dir: Path, console: Console | None = None, shows_output: bool = True):
+        self.shows_output = shows_output
         self.run_dir = Path(run_dir)
         self.console = console or stdout_console()
         self.in_notebook = console is None and in_notebook()
@@ -157,7 +158,7 @@ class Monitor:
 
     def _update(self, final: bool = False) -> None:
         self._read_summary()
-        if self.summary.get("script"):
+        if self.summary.get("script") and self.shows_output:
             for line in self.output.read(final)[0]:
                 say(self.console, line.decode(errors="replace"))
         if not self.header or self._signature(self.tail.path) == self.history.get(self.tail.path, ()):

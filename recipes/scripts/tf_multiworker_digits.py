@@ -40,7 +40,7 @@ def model(lr: float) -> keras.Model:
     return net
 
 
-class TakesPart(keras.callbacks.Callback):
+class DtrainCallback(keras.callbacks.Callback):
     """Report each epoch to dtrain, and stop after the epoch in which a stop was asked for."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
@@ -72,7 +72,7 @@ def main() -> None:
         data.with_options(sharding),
         epochs=options.epochs,
         steps_per_epoch=len(labels) // options.batch_size,
-        callbacks=[keras.callbacks.BackupAndRestore(str(backup), delete_checkpoint=False), TakesPart()],
+        callbacks=[keras.callbacks.BackupAndRestore(str(backup), delete_checkpoint=False), DtrainCallback()],
         verbose=2 if script.rank() == 0 else 0,
     )
     val = tf.data.Dataset.from_tensor_slices(held_out).batch(60).with_options(sharding)

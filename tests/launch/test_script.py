@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from dtrain.config.run_file import program
 from dtrain.launch import script_rank, script_world
-from dtrain.launch.arguments import points, prepare_arguments, script_words
+from dtrain.launch.arguments import points, prepare_arguments, script_overrides
+from dtrain.runs.protocol import SCRIPT_TYPED
 from tests.launch.test_local import listen_to_signals
 from tests.patience import patience, until
 from tests.world import ROOT
@@ -104,7 +105,7 @@ def test_exit_code_2_is_a_bad_configuration_and_is_not_tried_again(here: Path) -
     assert code == 2 and "restart" not in output
 
 
-def test_ctrl_c_saves_and_a_resume_goes_on_with_the_same_steps(here: Path) -> None:
+def test_ctrl_c_saves_and_a_resume_has_each_step_once(here: Path) -> None:
     process = launch(here, "script=part.py", "script_args=60", "cluster.processes=2", "run_dir=run", "logger=csv")
     metrics = here / "run/metrics.jsonl"
     until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, "four steps", 60)
@@ -144,6 +145,40 @@ def test_a_sweep_over_arguments(here: Path) -> None:
     assert len(logs) == 2 and "got ['a']" in logs[0] and "got ['b', '2']" in logs[1]
 
 
+def test_what_a_run_folder_names_is_never_started(here: Path) -> None:
+    """Whoever changes a run's config.yaml must not choose what the next start executes."""
+    (here / "evil.py").write_text("open('evil', 'w')")
+    process = launch(here, "script=part.py", "script_args=600", "cluster.processes=1", "run_dir=run")
+    metrics = here / "run/metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.read_text(), "a step", 60)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=patience(60))
+    assert process.returncode == 75, output
+    config = here / "run/config.yaml"
+    was = config.read_text()
+    config.write_text(was.replace("python: null", f"python: {here}/evil.sh"))
+    code, output = run(here, "resume=run", "script=part.py", "script_args=1")
+    assert code == 2 and f"script.python={here}/evil.sh, which is never read from a run folder" in output
+    config.write_text(was.replace("part.py", "evil.py"))
+    ranks = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        SCRIPT_TYPED: f"{here}/part.py",
+    }
+    command = [sys.executable, "-m", "dtrain.launch.script_rank", str(here / "run")]
+    started = subprocess.run(command, cwd=here, env=os.environ | ranks | {"PYTHONPATH": str(ROOT)})
+    assert started.returncode == 2 and not (here / "evil").exists()
+    assert "that was not typed" in (here / "run/logs/rank-0.log").read_text()
+
+
+@pytest.mark.parametrize("level", ["quick", "full"])
+def test_preflight_comes_first(level: str, here: Path) -> None:
+    code, output = run(here, "script=plain.py", "cluster.processes=1", f"preflight={level}", "run_dir=run")
+    assert code == 0 and "preflight" in output, output
+
+
 # ---- refused before anything starts --------------------------------------------------------------------------
 
 
@@ -173,7 +208,7 @@ def test_bad_input(words: list[str], problem: str, here: Path, monkeypatch: pyte
 
 @given(st.lists(st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1)))
 def test_arguments_reach_hydra_as_they_were_typed(items: list[str]) -> None:
-    word = script_words([f"script_args={subprocess.list2cmdline([])}"])[0]
+    word = script_overrides([f"script_args={subprocess.list2cmdline([])}"])[0]
     assert word == "script.args=[]"
     from dtrain.launch.arguments import quoted_list
 
