@@ -137,9 +137,11 @@ def script_overrides(argv: list[str]) -> list[str]:
         if name in ("script", "script.path"):
             if not value or value == "null":
                 raise bad("script", value, "must name a program", "script=train.py")
-            path = Path(value.strip("'\"")).expanduser().absolute()
-            overrides.append(f"script.path={quote(path)}")
-            overrides += [] if "name" in given or "resume" in given else [f"name={quote(path.stem)}"]
+            typed = [part.strip("'\"") for part in (value.split(",") if is_sweep else [value])]
+            paths = [Path(part).expanduser().absolute() for part in typed]
+            overrides.append(f"script.path={','.join(map(quote, paths))}")
+            is_named = "name" in given or "resume" in given or len(paths) > 1
+            overrides += [] if is_named else [f"name={quote(paths[0].stem)}"]
         elif name in ("script_args", "script.args"):
             overrides.append(f"script.args={','.join(map(quoted_list, points(value, is_sweep)))}")
         else:

@@ -245,12 +245,13 @@ def main(run_dir: Path) -> int:
     descriptor = os.open(run_dir / "logs" / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    program = Program(run_dir, rank)  # first: from now on stop signals are handled
     if os.environ["LOCAL_RANK"] == "0":
         system.begin(run_dir)
     if rank == 0:
         write_beginning(run_dir)
     file_handles.raise_limit()
-    return Program(run_dir, rank).run()
+    return program.run()
 
 
 if __name__ == "__main__":

@@ -223,6 +223,8 @@ def test_short_forms(tmp_path: Path) -> None:
     assert points("--sizes 1,2", False) == [["--sizes", "1,2"]]
     words = prepare_arguments([f"script={tmp_path}/a b.py", "name=x"])
     assert words == [f"script.path='{tmp_path}/a b.py'", "name=x"]
+    swept = script_overrides(["-m", f"script={tmp_path}/a.py,{tmp_path}/b.py"])
+    assert swept == ["-m", f"script.path='{tmp_path}/a.py','{tmp_path}/b.py'"]
     with pytest.raises(ValueError, match="cannot be split"):
         points("'", False)
 
