@@ -30,7 +30,7 @@ from torch import Tensor
 from dtrain.kernels.checksum import hashed
 from dtrain.kernels.stochastic_rounding import quad
 
-BLOCK, WARPS = 2048, 8
+BLOCK, WARPS = 1024, 4
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 # rows of the table: addresses of parameter, first and second moment and step; elements, group, number, first quad
 P_ROW, M_ROW, V_ROW, STEP_ROW, SIZE_ROW, GROUP_ROW, NUMBER_ROW, QUAD_ROW = map(tl.constexpr, range(8))
