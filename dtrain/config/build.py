@@ -37,11 +37,12 @@ def bound(target: str) -> bool | None:
     return None if found is None else bool(found.get(PARTIAL))
 
 
-def build(section: Any, trust: Iterable[str] = (), **extra: Any) -> Any:
+def build(section: Any, trust: Iterable[str] = (), partial: bool = False, **extra: Any) -> Any:
     """Build the object that a section describes: call its `_target_` with the other settings as plain values.
 
     Calls only targets that conf/ names or that modules in `trust` define, and only at the top of the section.
-    `_partial_: true` returns functools.partial instead, for callables that need more arguments later.
+    `_partial_: true` returns functools.partial instead, for callables that need more arguments later; with `partial`
+    a target that conf/ does not name is bound in the same way.
     """
     if section is None:
         return None
@@ -54,7 +55,7 @@ def build(section: Any, trust: Iterable[str] = (), **extra: Any) -> Any:
     settings = plain({k: v for k, v in section.items() if k not in (TARGET, PARTIAL)}, "")
     target = locate(section[TARGET], trust)
     in_conf = bound(section[TARGET])  # conf/ wins: a file cannot turn a `_partial_` target into a call
-    if section.get(PARTIAL) if in_conf is None else in_conf:
+    if (partial or section.get(PARTIAL)) if in_conf is None else in_conf:
         return functools.partial(target, **settings, **extra)
     return target(**settings, **extra)
 

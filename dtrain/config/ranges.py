@@ -21,7 +21,7 @@ AT_LEAST = {
     "data.seed": 0, "model.image_size": 1, "model.channels": 1, "model.num_classes": 1, "model.patch_size": 1,
     "model.width": 1,
     "optim.weight_decay": 0, "optim.momentum": 0, "optim.base_batch_size": 1,
-    "schedule.warmup_steps": 0, "schedule.min_ratio": 0,
+    "schedule.warmup_steps": 0, "schedule.min_ratio": 0, "schedule.every": 1, "optim.alpha": 0,
     "cluster.nodes": 1, "cluster.processes": 1, "cluster.max_restarts": 0, "cluster.grace_s": 0,
     "cluster.gpus_per_node": 0, "cluster.max_idle_starts": 1, "cluster.array_parallelism": 1, "cluster.start_s": 1,
     "cluster.system_metrics_every": 0, "cluster.metrics_port": 1,
@@ -33,13 +33,22 @@ AT_LEAST = {
     "strategy.compress_rank": 1, "strategy.compress_warmup": 0, "strategy.fragments": 1, "strategy.outer_momentum": 0,
 }  # fmt: skip
 MORE_THAN = {
-    "model.rope_theta": 0, "model.norm_eps": 0, "lora.alpha": 0, "optim.lr": 0, "optim.eps": 0,
+    "model.rope_theta": 0, "model.norm_eps": 0, "lora.alpha": 0, "optim.lr": 0, "optim.eps": 0, "schedule.decay": 0,
+    "schedule.power": 0, "schedule.factor": 0,
     "train.max_grad_norm": 0, "data.val_fraction": 0, "strategy.compress_ratio": 0, "strategy.outer_lr": 0,
 }  # fmt: skip
-LESS_THAN = {"optim.momentum": 1, "model.dropout": 1, "data.val_fraction": 1, "strategy.outer_momentum": 1}
+LESS_THAN = {
+    "optim.momentum": 1,
+    "optim.alpha": 1,
+    "model.dropout": 1,
+    "data.val_fraction": 1,
+    "strategy.outer_momentum": 1,
+}
 AT_MOST = {
     "cluster.metrics_port": 65535,
     "schedule.min_ratio": 1,
+    "schedule.decay": 1,
+    "schedule.factor": 1,
     "strategy.compress_ratio": 1,
     "model.num_layers": 10_000,
 }  # building a layer takes about 1 ms

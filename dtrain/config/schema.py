@@ -132,6 +132,8 @@ def check_section(name: str, section: Any, trust: Iterable[str]) -> None:
         return  # **kwargs, or built at run time: only the constructor can check
     if (option := option_of(group, target)) and option.get("_partial_"):  # the training loop passes the rest, e.g. step
         parameters = {name: parameter for name, parameter in parameters.items() if name in option}
+    elif option is None and group in PASSED:  # the first argument, and some others by name
+        parameters = {key: parameter for key, parameter in list(parameters.items())[1:] if key not in PASSED[group]}
     for key, value in section.items():
         if key in ("_target_", "_partial_"):
             continue
@@ -152,6 +154,7 @@ def is_left_out(target: str, key: str, value: Any) -> bool:
 
 
 REQUIRED = object()
+PASSED = {"optim": ("global_batch_size",), "schedule": ("steps",)}  # by the training loop
 
 
 def signature(target: str, key: str, trust: Iterable[str] = ()) -> dict[str, tuple[str, Any]] | None:

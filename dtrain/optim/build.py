@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -12,8 +13,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from dtrain.config.build import build, locate
+from dtrain.config.files import TARGET
+from dtrain.errors import bad
 from dtrain.kernels import stochastic_rounding
+from dtrain.optim.lion import Lion
 from dtrain.util.dtensor import chunks_of, is_dtensor, local
+
+MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 KINDS = (torch.float32, torch.bfloat16)  # dtypes that the kernel supports
 MAX_PLANS = 16  # cached plans; DeepSpeed may step its weights in several parts
@@ -281,6 +288,93 @@ def sgd(
     peak = scaled_lr(lr, lr_scaling, global_batch_size, base_batch_size)
     groups, fused = grouped(named_parameters, weight_decay, peak)
     return torch.optim.SGD(groups, lr=peak, momentum=momentum, nesterov=nesterov, fused=fused)
+
+
+def lion(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    lr: float,
+    betas: list[float],
+    weight_decay: float = 1.0,
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none",
+    base_batch_size: int = 256,
+    global_batch_size: int = 256,
+) -> Lion:
+    """Lion with weight decay on matrices only."""
+    peak = scaled_lr(lr, lr_scaling, global_batch_size, base_batch_size)
+    groups, _ = grouped(named_parameters, weight_decay, peak)
+    return Lion(groups, lr=peak, betas=(betas[0], betas[1]))
+
+
+def rmsprop(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    lr: float,
+    alpha: float = 0.99,
+    eps: float = 1e-8,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none",
+    base_batch_size: int = 256,
+    global_batch_size: int = 256,
+) -> torch.optim.RMSprop:
+    """torch's RMSprop with weight decay on matrices only."""
+    peak = scaled_lr(lr, lr_scaling, global_batch_size, base_batch_size)
+    groups, _ = grouped(named_parameters, weight_decay, peak)
+    return torch.optim.RMSprop(groups, lr=peak, alpha=alpha, eps=eps, momentum=momentum)
+
+
+# ---- any other optimizer -------------------------------------------------------------------------------------
+
+
+def factory(section: Any, trust: Iterable[str], global_batch_size: int) -> MakeOptimizer:
+    """Return the function that makes the configured optimizer from named parameters.
+
+    conf/optim has such functions. Any torch.optim.Optimizer class can be named, too; its other arguments are settings.
+    """
+    trust = tuple(trust)
+    target = locate(section[TARGET], trust)
+    if not (isinstance(target, type) and issubclass(target, torch.optim.Optimizer)):
+        takes_batch = "global_batch_size" in inspect.signature(target).parameters
+        return build(section, trust, partial=True, **({"global_batch_size": global_batch_size} if takes_batch else {}))
+    step = inspect.signature(target.step).parameters
+    if "closure" in step and step["closure"].default is inspect.Parameter.empty:
+        rule = "needs a closure that computes the loss again, which no strategy gives"
+        raise bad("optim", section[TARGET], rule, "an optimizer whose step() needs no arguments")
+    if issubclass(target, (torch.optim.Rprop, torch.optim.ASGD)):
+        rule = "its state starts from the learning rate, which the schedule changes at every step"
+        raise bad("optim", section[TARGET], rule, "optim=rmsprop, or optim=sgd")
+    return functools.partial(of_class, build(section, trust, partial=True))
+
+
+def of_class(
+    make: Callable[..., torch.optim.Optimizer], named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> torch.optim.Optimizer:
+    """Make an optimizer of a user's class, with its own default rate; weight decay, if it has any, of matrices only."""
+    groups, _ = grouped(named_parameters, 0.0, 0.0)
+    matrices = [all(p.dim() >= 2 for p in group["params"]) for group in groups]
+    optimizer = make([{"params": group["params"]} for group in groups])
+    for group, is_matrix in zip(optimizer.param_groups, matrices, strict=True):
+        group["peak_lr"] = group["lr"]
+        if "weight_decay" in group and not is_matrix:
+            group["weight_decay"] = 0.0
+    return optimizer
+
+
+def is_elementwise(make: MakeOptimizer) -> bool:
+    """Try whether three updates of a matrix's halves are the halves of its updates: only then may ranks hold shards."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(4, 4, generator=generator)
+    gradients = torch.randn(3, 4, 4, generator=generator)
+    results = []
+    for parts in (1, 2):
+        parameters = [nn.Parameter(chunk.clone()) for chunk in weight.chunk(parts)]
+        optimizer = make((str(i), p) for i, p in enumerate(parameters))
+        for gradient in gradients:
+            for p, chunk in zip(parameters, gradient.chunk(parts), strict=True):
+                p.grad = chunk.clone()
+            optimizer.step()
+        results.append(torch.cat([p.detach() for p in parameters]))
+    whole, halves = results
+    return torch.allclose(whole, halves, rtol=1e-5, atol=1e-7)
 
 
 def grouped(

@@ -22,6 +22,22 @@ def cosine(step: int, steps: int, warmup_steps: int = 0, min_ratio: float = 0.0)
     return _warmup(step, warmup_steps) * (min_ratio + (1.0 - min_ratio) * half_wave)
 
 
+def wsd(step: int, steps: int, warmup_steps: int = 0, min_ratio: float = 0.0, decay: float = 0.1) -> float:
+    """Warm-up, a stable rate, and a straight line down over the last part `decay` of all steps."""
+    left = (steps - 1 - step) / max(1.0, decay * steps)
+    return _warmup(step, warmup_steps) * (min_ratio + (1.0 - min_ratio) * min(1.0, max(0.0, left)))
+
+
+def polynomial(step: int, steps: int, warmup_steps: int = 0, min_ratio: float = 0.0, power: float = 2.0) -> float:
+    left = 1.0 - _progress(step, steps, warmup_steps)
+    return _warmup(step, warmup_steps) * (min_ratio + (1.0 - min_ratio) * left**power)
+
+
+def staircase(step: int, steps: int, warmup_steps: int = 0, every: int = 1000, factor: float = 0.1) -> float:
+    """After every `every` steps, the rate is multiplied by `factor`."""
+    return _warmup(step, warmup_steps) * factor ** (step // every)
+
+
 def _warmup(step: int, warmup_steps: int) -> float:
     return min(1.0, (step + 1) / (warmup_steps + 1))
 

@@ -86,23 +86,23 @@ def states_of(config: Mapping[str, Any]) -> float | None:
     shape = None if is_script(config) else shape_of(config)
     if shape is None or foreign(config):
         return None
-    layout, forgets = layout_of(config), config["optim"].get("momentum") == 0
+    layout = layout_of(config)
     if isinstance(shape, Transformer):
         held = [held_by(shape, layout, rank_stages(shape, layout, rank)[0]) for rank in range(layout.pp)]
     else:
         held = [held_convolutions(shape)]
     errors = compression.state_bytes(shape, layout)
-    return layout.dp * layout.tp * (errors + sum(rank_bytes(one, layout, forgets) for one in held))
+    return layout.dp * layout.tp * (errors + sum(rank_bytes(one, layout) for one in held))
 
 
-def rank_bytes(held: HeldParameters, layout: Layout, forgets: bool) -> float:
-    """State bytes of one rank, wherever stored between steps, except on disk. forgets: SGD without momentum."""
+def rank_bytes(held: HeldParameters, layout: Layout) -> float:
+    """State bytes of one rank, wherever stored between steps, except on disk."""
     held = replace(held, largest=0)  # fairscale distributes whole weights: uneven shares, same sum
     weights = 0.0 if layout.offload_params == "nvme" else weight_bytes(held, layout)
     if layout.offload == "nvme":
         return weights
     outer = outer_bytes(held, layout)
-    return weights + outer + gradient_bytes(held, layout) + (0.0 if forgets else optimizer_bytes(held, layout))
+    return weights + outer + gradient_bytes(held, layout) + optimizer_bytes(held, layout)
 
 
 def leaner(config: Mapping[str, Any], has: float) -> str:

@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtrain.checkpoint.initial_weights import Drawn
 from dtrain.comm.compressor import Compressor
 from dtrain.config import mesh
-from dtrain.errors import CheckpointError
+from dtrain.errors import CheckpointError, bad
 from dtrain.kernels import cublaslt
 from dtrain.models import lora
 from dtrain.models.layers import IGNORED
-from dtrain.optim.build import AdamW
+from dtrain.optim.build import AdamW, is_elementwise
 from dtrain.optim.precision import Precision
 from dtrain.strategies import lora_base
 from dtrain.strategies.compile import Compile, compile_mode, compile_model
@@ -37,7 +37,7 @@ from dtrain.strategies.recompute import checkpoint_layers
 from dtrain.strategies.results import LateResult as LateResult
 from dtrain.strategies.results import StepResult as StepResult
 from dtrain.strategies.stage_layout import MOST_PASSES
-from dtrain.util.dtensor import Held, local
+from dtrain.util.dtensor import Held, is_dtensor, local
 
 
 class Strategy:
@@ -114,6 +114,10 @@ class Strategy:
         self.base = self.first.fingerprint()  # identifies the frozen base weights of adapters
         self.model = self.wrap(self.module)
         self.optimizer = make_optimizer(self.module.named_parameters())
+        if self.splits_weights() and not is_elementwise(make_optimizer):
+            rule = "updates whole matrices, and under this strategy a rank holds only a part of each"
+            fix = "strategy=ddp or pipeline, or an optimizer that updates each element by itself"
+            raise bad("optim", type(self.optimizer).__name__, rule, fix)
         if hasattr(self.optimizer, "seed"):  # seeds stochastic rounding, differently for each run
             self.optimizer.seed = getattr(first, "seed", 0)
         if cuda_graphs == "auto" and self.can_be_recorded():
@@ -153,6 +157,10 @@ class Strategy:
             self.compressor.discard()
         for buffer, before in zip(self.module.buffers(), buffers, strict=True):
             buffer.copy_(before)
+
+    def splits_weights(self) -> bool:
+        """Return whether the optimizer may get parts of matrices."""
+        return any(is_dtensor(p) for p in self.module.parameters())
 
     def updated(self, p: nn.Parameter) -> nn.Parameter:
         """Return the tensor that the optimizer updates for a weight of the module: the weight, or a copy of it."""

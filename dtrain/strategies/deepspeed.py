@@ -173,6 +173,9 @@ class Zero(Strategy):
                 held = partition(p, self.data_rank) if self.stage == 3 else p.detach()
                 self.first.fill(model, name, held, self.device)
 
+    def splits_weights(self) -> bool:
+        return True
+
     def wrap(self, model: nn.Module) -> nn.Module:
         return model  # the engine wraps it, once the optimizer exists
 

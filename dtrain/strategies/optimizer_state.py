@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,8 +21,31 @@ def merged(counts: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     return everything
 
 
+class FirstValues(dict[str, Any]):
+    """The state of a parameter, which notes the first value of each entry."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, Any] = {}
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self:
+            is_zero = isinstance(value, Tensor) and not value.any()
+            self.first[key] = None if is_zero else copy.deepcopy(value)  # a copy of zeros would cost memory
+        super().__setitem__(key, value)
+
+    def first_value(self, key: str) -> Any:
+        """Return the entry with its first value; a tensor is the optimizer's own."""
+        value, first = self[key], self.first[key]
+        if not isinstance(value, Tensor):
+            return first
+        return value.zero_() if first is None else value.copy_(first)
+
+
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer's lazy state by one step that changes nothing: zero gradients, zero learning rate."""
+    """Create the optimizer's lazy state by one step that changes nothing: zero gradients, zero learning rate.
+
+    The values that the state is created with are noted and set again afterwards: not all are zero.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     missing = {p for p in parameters if p not in optimizer.state}
     if not missing:
@@ -30,14 +56,15 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = 0.0
     for p in parameters:
         p.grad = torch.zeros_like(p) if p in missing else None
+    for p in missing:
+        optimizer.state[p] = FirstValues()
     optimizer.step()
     for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = gradient
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     for p in missing:  # undo what that step counted
-        for value in optimizer.state[p].values():
-            if isinstance(value, Tensor):
-                value.zero_()
+        slots = optimizer.state[p]
+        optimizer.state[p] = {key: slots.first_value(key) for key in slots}
     if isinstance(optimizer, AdamW):
         optimizer.forget_sums()

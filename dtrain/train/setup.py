@@ -21,6 +21,7 @@ from dtrain.config.build import build
 from dtrain.config.mesh import MeshSizes, batch_sizes, eval_batch_size
 from dtrain.config.run_file import Settings
 from dtrain.data.loader import Loader
+from dtrain.optim import build as optimizers
 from dtrain.runs.folder import newest_metrics, predicted, write_json
 from dtrain.runs.recorder import Recorder
 from dtrain.strategies.base import Strategy
@@ -102,7 +103,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     data_identity = process.check_same_start(folder, train_set, val_set)
     model = models.make(cfg, trust)  # on the meta device: the strategy decides which shard each rank holds
     precision = build(cfg.precision, trust)
-    schedule = build(cfg.schedule, trust, steps=cfg.train.steps)
+    schedule = build(cfg.schedule, trust, partial=True, steps=cfg.train.steps)
     chosen: Strategy = build(cfg.strategy, trust)
     strategy = chosen.for_world(world_size)
     if strategy is not chosen:
@@ -112,7 +113,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     _, micro_batch_size, accumulation = batch_sizes(cfg, mesh)
     strategy.setup(
         model,
-        build(cfg.optim, trust, global_batch_size=batch_size),
+        optimizers.factory(cfg.optim, trust, batch_size),
         precision=precision,
         device=device,
         first=models.first_weights(cfg),

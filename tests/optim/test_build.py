@@ -1,4 +1,7 @@
-"""The optimizer's groups, and the rule that scales the learning rate with the batch."""
+"""Optimizers: their groups, a user's own class, and the rule that scales the learning rate with the batch."""
+
+import functools
+from typing import Any
 
 import pytest
 import torch
@@ -6,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dtrain.optim.build import AdamW, adamw, scaled_lr, sgd
+from dtrain.optim.build import AdamW, adamw, factory, is_elementwise, lion, of_class, rmsprop, scaled_lr, sgd
 
 rates = st.floats(1e-8, 10)
 batches = st.integers(1, 1 << 20)
@@ -166,3 +169,46 @@ def test_state_that_was_replaced_is_the_one_that_is_stepped() -> None:
     p.data = torch.zeros_like(p)
     optimizer.step()
     assert p.detach().float().abs().max() < 0.1 and p.detach().float().abs().min() > 0
+
+
+def test_lion_follows_its_formula() -> None:
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(3, 4))
+    expected, momentum = p.detach().clone(), torch.zeros(3, 4)
+    optimizer = lion([("weight", p)], lr=0.1, betas=[0.9, 0.99], weight_decay=0.5)
+    for _ in range(3):
+        p.grad = torch.randn(3, 4)
+        update = torch.sign(0.9 * momentum + 0.1 * p.grad)
+        expected = expected * (1 - 0.1 * 0.5) - 0.1 * update
+        momentum = 0.99 * momentum + 0.01 * p.grad
+        optimizer.step()
+    assert torch.allclose(p, expected, atol=1e-6) and torch.allclose(optimizer.state[p]["exp_avg"], momentum, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (functools.partial(adamw, lr=1e-2, betas=[0.9, 0.95]), True),
+        (functools.partial(sgd, lr=1e-2), True),
+        (functools.partial(lion, lr=1e-2, betas=[0.9, 0.99]), True),
+        (functools.partial(rmsprop, lr=1e-2), True),
+        (functools.partial(of_class, torch.optim.NAdam), True),
+        (functools.partial(of_class, functools.partial(torch.optim.Adafactor, lr=1e-2)), False),
+        (functools.partial(of_class, functools.partial(torch.optim.Muon, lr=1e-2)), False),
+    ],
+)
+def test_optimizers_of_whole_matrices_are_known(make: Any, expected: bool) -> None:
+    assert is_elementwise(make) == expected
+
+
+def test_a_class_of_torch_gets_groups_and_its_own_default_rate() -> None:
+    make = factory({"_target_": "torch.optim.Adagrad", "weight_decay": 0.2}, ["torch.optim"], 64)
+    optimizer = make(make_model().named_parameters())
+    assert isinstance(optimizer, torch.optim.Adagrad)
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.2, 0.0], "of matrices only"
+    assert all(g["peak_lr"] == g["lr"] == 1e-2 for g in optimizer.param_groups)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a closure"):
+        factory({"_target_": "torch.optim.LBFGS"}, ["torch.optim"], 64)

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.config.build import build
-from dtrain.optim.schedule import constant, cosine, linear
+from dtrain.optim.schedule import constant, cosine, linear, polynomial, staircase, wsd
 
-DECAYING = [linear, cosine]
+DECAYING = [linear, cosine, polynomial]
 ratios = st.floats(0, 1)
 
 
@@ -55,6 +55,23 @@ def test_any_settings_give_a_share(step: int, steps: int, warmup: int, min_ratio
     """Also a warm-up longer than the run, and a run of one step."""
     for schedule in DECAYING:
         assert 0 <= schedule(step, steps, warmup, min_ratio) <= 1 + 1e-12
+
+
+@given(runs(), ratios, st.floats(0.01, 1))
+def test_wsd_is_constant_until_its_decay(run: tuple[int, int], min_ratio: float, decay: float) -> None:
+    steps, warmup = run
+    shares = [wsd(step, steps, warmup, min_ratio, decay) for step in range(steps)]
+    assert shares[-1] == pytest.approx(min_ratio, abs=1e-12)
+    stable = range(warmup, math.floor(steps - 1 - max(1.0, decay * steps)) + 1)
+    assert all(shares[step] == 1 for step in stable)
+    assert all(a >= b for a, b in itertools.pairwise(shares[warmup:])), "after the warm-up, never up again"
+
+
+@given(st.integers(0, 400), st.integers(1, 100), st.floats(0.1, 1))
+def test_a_staircase_falls_by_its_factor(step: int, every: int, factor: float) -> None:
+    assert staircase(step + every, 1000, 0, every, factor) == pytest.approx(
+        factor * staircase(step, 1000, 0, every, factor)
+    )
 
 
 def test_known_values() -> None:

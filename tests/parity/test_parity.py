@@ -102,6 +102,24 @@ def test_memory_settings_do_not_change_the_maths(
     assert row.passed, row.reason
 
 
+@pytest.mark.parametrize(
+    ("optim", "strategy"),
+    [
+        pytest.param(optim, strategy, marks=[] if (optim, strategy) == ("lion", "fsdp") else pytest.mark.slow)
+        for optim in ("lion", "rmsprop", "torch.optim.NAdam")
+        for strategy in ("ddp", "fsdp", "zero1", "zero3", "tensor", "pipeline", "fairscale")
+    ],
+)
+def test_other_optimizers(optim: str, strategy: str, fewer: list[str], tmp_path: Path) -> None:
+    overrides = [f"optim={optim}", "optim.lr=1e-3", *fewer]
+    if "." in optim:
+        overrides = [f"optim._target_={optim}", "trust=[torch.optim]", "~optim.betas", "~optim.lr_scaling",
+                     "~optim.base_batch_size", *overrides[1:]]  # fmt: skip
+    one = trained("ddp", 1, "fp32", tmp_path / "one", *overrides)
+    row = row_of(trained(strategy, 2, "fp32", tmp_path / "two", *overrides), one)
+    assert row.passed, row.reason
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_half_precision(strategy: str, precision: str, references: dict[str, Case], tmp_path: Path) -> None:

@@ -88,7 +88,8 @@ class Tolerance:
 # The largest weight differences (seen under ddp, in fp32 and bf16) are in qkv.bias. The true gradient of its key part
 # is 0, because softmax ignores a constant, and Adam turns the rounding noise into steps of up to the learning rate.
 # In fp32 eps (1e-8) damps them; 0.01 is a tenth of one update, so a missing update is detected. In 16 bits two runs
-# can move in opposite directions at the full rate: 2. That detects garbage; losses and norms detect the rest.
+# can move in opposite directions at the full rate: 2. That detects garbage; losses and norms detect the rest. So it is
+# with Lion in fp32, too: the sign of noise is a whole step.
 TOLERANCES = {
     "float32": Tolerance(1e-5, 1e-5, 0.01),
     "bfloat16": Tolerance(2**-8 / 2, 2**-8 * 8, 2.0),
@@ -99,6 +100,8 @@ TOLERANCES = {
 def tolerance(config: dict[str, Any], stated: float | None = None) -> Tolerance:
     """Return the tolerance of the precision; for a strategy with different math its own value, only for losses."""
     usual = TOLERANCES[config["precision"].get("dtype", "float32")]
+    if config["optim"]["_target_"] == "dtrain.optim.build.lion":
+        usual = replace(usual, weight=2.0)
     return usual if stated is None else Tolerance(max(stated, usual.loss))
 
 

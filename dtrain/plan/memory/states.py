@@ -121,13 +121,13 @@ def weight_bytes(held: HeldParameters, layout: Layout) -> float:
 
 
 def optimizer_bytes(held: HeldParameters, layout: Layout) -> float:
-    """AdamW's two moments, SGD's one, and ZeRO's master weights, all in fp32 except under bf16-pure.
+    """AdamW's two moments, SGD's momentum, and ZeRO's master weights, all in fp32 except under bf16-pure.
 
     fairscale and ps assign whole weights to ranks: a rank has at least the largest one's state. A server that updates
     at any time has its own copy of the weights.
     """
     share = sharing(layout)
-    each = (2 if layout.optimizer == "adamw" else 1) * state_bytes(layout)
+    each = layout.moments * state_bytes(layout)
     if share.zero:
         each += WIDE  # master weights, which DeepSpeed keeps for fp32 weights too
     if layout.data in ("async", "bounded"):

@@ -105,7 +105,7 @@ def replicated_items(
 def exchange_item(layout: Layout, hardware: Hardware, group: Group, trained: float) -> Item:
     """Every few steps local_sgd averages weights and moments, and diloco changes of the weights, in 4 bytes or one."""
     if layout.strategy == "local_sgd":
-        each = 4 * (3.0 if layout.optimizer == "adamw" else 2.0)
+        each = 4.0 * (1 + layout.moments)
     else:
         each = INT8 if layout.exchange == "int8" else 4.0
     one = collective_s(hardware, "all_reduce", group, each * trained) / layout.every

@@ -249,9 +249,8 @@ def planned(layout: Layout, stack: Stack, weights: Unit) -> list[Message]:
     trained = sum(w.rows * w.per_row for w in weights if w.trained)
     width, times = size_of(layout), layout.micro_batches
     if layout.strategy == "local_sgd":  # its share of a step
-        moments = 2 if layout.optimizer == "adamw" else 1
         what = f"weights and moments, 1/{layout.every} of them: averaged in every {layout.every}th step"
-        return [Message("all_reduce", (1 + moments) * trained * 4 // layout.every, 1, "data", what)]
+        return [Message("all_reduce", (1 + layout.moments) * trained * 4 // layout.every, 1, "data", what)]
     if layout.data == "zero3":
         return [
             Message("all_gather", trained * width, times, "data", "weights", "forward"),

@@ -7,9 +7,9 @@ from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item
 from dtrain.plan.time.roofline import moved_s
 
-# Bytes that an update moves per trained fp32 parameter: gradient norm 4, clipping 8, AdamW reads weight, gradient and
-# two moments and writes all but the gradient, 28; SGD with momentum 20. The fused kernel clips while it updates.
-BYTES = {"adamw": 40.0, "sgd": 32.0}
+# Bytes that an update moves per trained fp32 parameter: gradient norm 4, clipping 8, reads of weight and gradient and a
+# write of the weight 12, and 8 for each moment. The fused kernel clips while it updates.
+BYTES, MOMENT = 24.0, 8.0
 CLIPPING = 8.0
 # torch's AdamW relative to DeepSpeed's rate on the host: 3.5 s for GPT-2 1.5B under fsdp, offload=cpu, 16 cores.
 TORCH_ON_HOST = 0.085
@@ -24,7 +24,7 @@ def optimizer_items(layout: Layout, hardware: Hardware, held: float) -> list[Ite
     owned = held if layout.data == "ddp" else held / ranks
     if layout.data in ("async", "bounded"):  # an update for each micro-batch of each rank
         owned *= layout.dp * layout.micro_batches
-    moved = BYTES.get(layout.optimizer, BYTES["adamw"]) - (CLIPPING if layout.fused_update else 0.0)
+    moved = BYTES + MOMENT * layout.moments - (CLIPPING if layout.fused_update else 0.0)
     if layout.precision == "bf16-pure":
         moved /= 2
     rate = FUSED_RATE if layout.fused_update else RATE
