@@ -240,7 +240,7 @@ def fuzz(world: World, seed: int, count: int) -> None:
     finally:
         ARMED.clear()
     assert not [path for path in world.folder.iterdir() if path.name not in ("run", "theirs.yaml", "flag.log")]
-    assert 0 < len(taken) < count / 4, "some of it is harmless, and most is not"
+    assert len(taken) < count / 4 and (taken or count < 1000), "some of it is harmless, and most is not"
 
 
 def test_nothing_in_a_file_runs_or_reads_the_environment(world: World) -> None:
