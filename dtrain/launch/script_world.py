@@ -73,9 +73,8 @@ def jax(ranks: dict[str, int], peers: list[dict[str, Any]]) -> dict[str, str]:
 
 def horovod(ranks: dict[str, int], peers: list[dict[str, Any]]) -> dict[str, str]:
     """Return Horovod's variables for gloo; the store that they name is rank 0's port."""
-    size, local_size, mine = ranks["WORLD_SIZE"], ranks["LOCAL_WORLD_SIZE"], peers[ranks["RANK"]]
-    hosts = [peers[rank // local_size * local_size]["host"] for rank in range(size)]  # one name for all of a node
-    return horovod_gloo.variables(hosts, ranks["RANK"], local_size, peers[0]["port"], mine["interface"])
+    hosts, mine = [peer["host"] for peer in peers], peers[ranks["RANK"]]
+    return horovod_gloo.variables(hosts, ranks["RANK"], ranks["LOCAL_WORLD_SIZE"], peers[0]["port"], mine["interface"])
 
 
 # ---- who is where --------------------------------------------------------------------------------------------

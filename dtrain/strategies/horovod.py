@@ -48,6 +48,7 @@ class HorovodAverage(Compressor):
         return {}
 
     def exchange(self, gradients: Gradients) -> None:
+        """One bucket is in flight at a time: Horovod cannot fuse several, which would change the order of summation."""
         flat = torch.cat([g.reshape(-1) for g in gradients.values()]).div_(self.num_ranks)
         mean = hvd.allreduce(flat, name=next(iter(gradients)), op=hvd.Sum, compression=self.codec)
         for gradient, part in zip(gradients.values(), mean.split([g.numel() for g in gradients.values()]), strict=True):
@@ -61,7 +62,7 @@ def connect(local_size: int) -> None:
     host = own_address()
     with horovod_gloo.store(host) if dist.get_rank() == 0 else contextlib.nullcontext(0) as port:
         peers = gather((host, port))
-        hosts = [peers[rank // local_size * local_size][0] for rank in range(len(peers))]
-        os.environ |= horovod_gloo.variables(hosts, dist.get_rank(), local_size, peers[0][1], interface(host))
+        hosts, store_port = [host for host, _ in peers], peers[0][1]
+        os.environ |= horovod_gloo.variables(hosts, dist.get_rank(), local_size, store_port, interface(host))
         hvd.init()
         dist.barrier()  # until all are connected

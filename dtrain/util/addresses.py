@@ -21,7 +21,12 @@ def own_address() -> str:
 
 
 def interface(address: str) -> str:
-    """Return the name of the network interface with this address; "": not known."""
+    """Return the network interface for gloo: the one that the cluster's profile names, or that has this address.
+
+    "": not known.
+    """
+    if named := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return named.split(",")[0]
     try:
         import psutil
     except ImportError:

@@ -14,11 +14,12 @@ from typing import Any
 
 
 def variables(hosts: Sequence[str], rank: int, local_size: int, port: int, interface: str = "") -> dict[str, str]:
-    """Return one rank's variables. `hosts`: an address of each rank, all of a node the same; rank 0's has the store."""
+    """Return one rank's variables. `hosts`: the address of each rank's node; `port`: of the store, on rank 0's node."""
     size = len(hosts)
     places = {
         "RANK": rank, "SIZE": size, "LOCAL_RANK": rank % local_size, "LOCAL_SIZE": local_size,
-        "CROSS_RANK": rank // local_size, "CROSS_SIZE": size // local_size, "HOSTNAME": hosts[rank],
+        "CROSS_RANK": rank // local_size, "CROSS_SIZE": size // local_size,
+        "HOSTNAME": hosts[rank // local_size * local_size],  # one name for all of a node: that of its first rank
         "GLOO_RENDEZVOUS_ADDR": hosts[0], "GLOO_RENDEZVOUS_PORT": port,
         "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo",
     }  # fmt: skip
