@@ -11,7 +11,7 @@ INSTALL = $(BIN)/python -m pip install -q --no-compile -c constraints.txt
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS)
 
 .NOTPARALLEL: # one pip at a time in .venv
-.PHONY: train test test-all nvme lint docs clean
+.PHONY: train test test-all nvme horovod lint docs clean
 
 # The main job on an embedded default: gpt2-tiny, 2 processes, the Python standard library's source; then a sample.
 train: .venv/installed
@@ -24,12 +24,16 @@ test: .venv/installed-dev
 
 # Also every pair of strategies as saver and resumer; --matrix FILE writes what came out to FILE.json and FILE.md
 test-all: .venv/installed-engines
+	$(MAKE) horovod || echo 'Horovod could not be built: its tests are skipped'
 	$(PYTEST) --all $(ARGS)
 
 # DeepSpeed's operation for offload to NVMe: 2 to 5 minutes of compiling, for which libaio-dev and g++ must be there
 nvme: .venv/installed-dev
 	DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions $(BIN)/python -c \
 		'from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=False)'
+
+# Horovod for torch on CPUs, with gloo: 5 to 10 minutes of compiling, for which g++ must be there
+horovod: .venv/installed-horovod
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -66,6 +70,20 @@ docs: .venv/installed-docs
 .venv/installed-docs: .venv/torch
 	$(INSTALL) -e '.[docs]'
 	touch .venv/installed $@
+
+# Horovod's last release, of 2023, asks for C++14, but torch's headers need C++20; and CMake 4 refuses the version that its
+# copy of gloo asks for
+.venv/installed-horovod: .venv/torch
+	$(INSTALL) cffi cloudpickle cmake packaging psutil pyyaml setuptools wheel
+	rm -rf .venv/horovod
+	$(BIN)/python -m pip download -q --no-deps --no-binary=:all: --no-build-isolation -d .venv/horovod horovod==0.28.1
+	tar -xzf .venv/horovod/horovod-0.28.1.tar.gz -C .venv/horovod --strip-components=1
+	sed -i 's/CMAKE_CXX_STANDARD 14/CMAKE_CXX_STANDARD 20/' .venv/horovod/CMakeLists.txt .venv/horovod/horovod/torch/CMakeLists.txt
+	HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 \
+		HOROVOD_CMAKE=$(CURDIR)/$(BIN)/cmake CMAKE_POLICY_VERSION_MINIMUM=3.5 MAKEFLAGS=-j$$(nproc) \
+		$(BIN)/python -m pip install -q --no-compile --no-deps --no-build-isolation .venv/horovod
+	rm -rf .venv/horovod
+	touch $@
 
 clean:
 	rm -rf .venv site outputs multirun dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

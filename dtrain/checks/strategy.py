@@ -21,16 +21,24 @@ FLOAT8_MULTIPLE = 16
 BETWEEN_LAYERS = tuple(  # strategies with collectives between layers
     f"dtrain.strategies.{name}" for name in ("fsdp.FSDP", "zero.Zero", "tensor.TensorParallel", "pipeline.Pipeline")
 )
-EXTRAS = {"dtrain.strategies.deepspeed": "deepspeed", "dtrain.strategies.fairscale": "fairscale"}
+PACKAGES = {  # of a strategy: the package that it needs, and how to get it
+    "dtrain.strategies.deepspeed": ("deepspeed", "pip install 'dtrain[deepspeed]'"),
+    "dtrain.strategies.fairscale": ("fairscale", "pip install 'dtrain[fairscale]'"),
+    "dtrain.strategies.horovod": ("horovod", "make horovod, which builds it"),
+}
 
 
 def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> None:
     """Raise a ValueError for an invalid combination: which part, why, and what works."""
     strategy, model = config["strategy"], config["model"]
-    package = EXTRAS.get(strategy["_target_"].rpartition(".")[0])
+    package, how_to_get = PACKAGES.get(strategy["_target_"].rpartition(".")[0], ("", ""))
     if package and importlib.util.find_spec(package) is None:
-        rule, fix = f"{package} is not installed", f"pip install 'dtrain[{package}]', or strategy=fsdp"
-        raise bad("strategy", config["choices"]["strategy"], rule, fix)
+        other = "ddp" if package == "horovod" else "fsdp"
+        fix = f"{how_to_get}, or strategy={other}"
+        raise bad("strategy", config["choices"]["strategy"], f"{package} is not installed", fix)
+    if package == "horovod" and gpus_per_node(config["cluster"]):
+        rule = "was only tried with ranks on CPUs, over gloo"
+        raise bad("strategy", config["choices"]["strategy"], rule, "strategy=ddp")
     if package == "deepspeed":
         deepspeed_config.check(config, sizes)
         check_cpu_fp16(config, sizes)

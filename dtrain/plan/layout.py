@@ -22,7 +22,7 @@ class Layout:
     first rows of benchmarks/planner were measured; `layout_of` returns the current meaning of a configuration.
     """
 
-    strategy: str  # ddp fsdp zero1 zero2 zero3 fairscale local_sgd diloco ring ps tensor pipeline 3d
+    strategy: str  # ddp fsdp zero1 zero2 zero3 fairscale local_sgd diloco horovod ring ps tensor pipeline 3d
     tp: int = 1
     pp: int = 1
     dp: int = 1

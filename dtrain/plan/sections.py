@@ -57,10 +57,10 @@ def this_host(name: str) -> dict[str, float]:
     return {"host_memory_gib": total_bytes() / 2**30}
 
 
-def missing_package(strategy: str) -> str | None:
-    """Return the package that a strategy needs and that is missing here; None: nothing is missing."""
-    package = rules.EXTRAS.get(strategy_section(strategy)["_target_"].rpartition(".")[0])
-    return None if package is None or importlib.util.find_spec(package) else package
+def missing_package(strategy: str) -> tuple[str, str] | None:
+    """Return the package that a strategy needs and that is missing here, and how to get it; None: nothing missing."""
+    found = rules.PACKAGES.get(strategy_section(strategy)["_target_"].rpartition(".")[0])
+    return found if found and importlib.util.find_spec(found[0]) is None else None
 
 
 # ---- rules ---------------------------------------------------------------------------------------------------

@@ -39,8 +39,11 @@ STARTER = "DTRAIN_STARTER"  # the process that started a rank, where that is nei
 ELASTIC = "DTRAIN_ELASTIC"  # set for the ranks if a rank may leave without ending the run
 
 
-# What a gloo or NCCL collective reports when a peer is gone. The text alone is no evidence: see causes.py
-LOST_PEER = re.compile(r"(closed|reset) by peer|Broken pipe|Socket Timeout|remote process exited|ncclRemoteError", re.I)
+# What a gloo, NCCL or Horovod collective reports when a peer is gone. The text alone is no evidence: see causes.py
+LOST_PEER = re.compile(
+    r"(closed|reset) by peer|Broken pipe|Socket Timeout|remote process exited|ncclRemoteError|Horovod has been shut",
+    re.I,
+)
 
 
 def name_slurm_rank(environ: MutableMapping[str, str]) -> None:

@@ -47,14 +47,16 @@ class DDP(Strategy):
         if self.compile == "blocks":
             compile_model(model, "blocks")
         if self.sizes.dp > 1:
-            if self.compress != "none":
-                self.compressor = self.make_compressor()
+            self.compressor = self.make_compressor()
             model = self.with_buckets(model)
         if self.compile == "whole":  # outside DDP, so that torch splits the graph at the buckets and overlaps
             compile_model(model, "whole")
         return model
 
-    def make_compressor(self) -> Compressor:
+    def make_compressor(self) -> Compressor | None:
+        """Return what averages the buckets; None: DDP's own all-reduce."""
+        if self.compress == "none":
+            return None
         # a group of its own: on CPUs a thread averages, beside collectives of the backward pass (SyncBatchNorm)
         group = dist.new_group(dist.get_process_group_ranks(self.data_group))
         assert isinstance(group, dist.ProcessGroup)

@@ -124,12 +124,24 @@ def test_a_pipeline_needs_a_gpu_for_every_rank(tmp_path: Path, monkeypatch: pyte
 
 def test_what_is_not_installed_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: None)
-    for strategy, package in (("zero2", "deepspeed"), ("fairscale", "fairscale")):
+    pip = "pip install 'dtrain[{}]', or strategy=fsdp"
+    horovod = "make horovod, which builds it, or strategy=ddp"
+    for strategy, package, how in (
+        ("zero2", "deepspeed", pip), ("fairscale", "fairscale", pip), ("horovod", "horovod", horovod),
+    ):  # fmt: skip
         section = {"_target_": f"dtrain.strategies.{package}.X"}
         config = {"strategy": section, "model": {}, "choices": {"strategy": strategy}}
-        fix = re.escape(f"pip install 'dtrain[{package}]'")
+        fix = re.escape(how.format(package))
         with pytest.raises(ValueError, match=f"strategy={strategy}: {package} is not installed\n  fix: {fix}"):
             rules.check(config, rules.MeshSizes(), 1)
+
+
+def test_horovod_is_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: name)
+    section = {"_target_": "dtrain.strategies.horovod.Horovod"}
+    config = {"strategy": section, "model": {}, "choices": {"strategy": "horovod"}, "cluster": {"gpus_per_node": 8}}
+    with pytest.raises(ValueError, match=r"strategy=horovod: was only tried .*\n  fix: strategy=ddp"):
+        rules.check(config, rules.MeshSizes(), 1)
 
 
 # ---- stages --------------------------------------------------------------------------------------------------

@@ -274,6 +274,15 @@ def test_jax_gets_one_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     found = variables("jax", tmp_path, monkeypatch, 2)
     assert [one["JAX_PROCESS_ID"] for one in found] == ["0", "1"]
     assert len({one["JAX_COORDINATOR_ADDRESS"] for one in found}) == 1 and found[0]["JAX_NUM_PROCESSES"] == "2"
+    # what jax.distributed.initialize() without arguments looks for
+    assert "OMPI_MCA_orte_hnp_uri" in found[1] and found[1]["OMPI_COMM_WORLD_RANK"] == "1"
+
+
+def test_horovod_gets_its_place_and_rank_0s_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = variables("horovod", tmp_path, monkeypatch, 2)
+    assert [one["HOROVOD_RANK"] for one in found] == ["0", "1"] and found[1]["HOROVOD_LOCAL_SIZE"] == "2"
+    stores = {(one["HOROVOD_GLOO_RENDEZVOUS_ADDR"], one["HOROVOD_GLOO_RENDEZVOUS_PORT"]) for one in found}
+    assert len(stores) == 1 and found[1]["HOROVOD_GLOO_IFACE"] == "lo"
 
 
 def test_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,8 +49,8 @@ SAMPLES = 8  # of a data rank
 
 
 def test_every_strategy_is_listed() -> None:
-    # ps sends and receives, which is not recorded
-    assert {name.split()[0] for name in REDUCED} == set(STRATEGIES) - {"ps"}
+    # ps sends and receives, and horovod has its own collectives: torch records neither
+    assert {name.split()[0] for name in REDUCED} == set(STRATEGIES) - {"ps", "horovod"}
 
 
 @pytest.mark.parametrize("case", REDUCED)

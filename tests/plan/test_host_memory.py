@@ -210,6 +210,7 @@ def test_weights_that_fairscale_deals_out_whole_are_there_once() -> None:
             "ddp",
             "local_sgd",
             "ring",
+            "horovod",
             "diloco",
             "fsdp",
             "fairscale",
@@ -242,7 +243,7 @@ def test_the_states_are_a_part_of_what_is_predicted(
     found = states(config)
     assert 0 < found <= ranks * total(memory(shape, layout_of(config)))
     alone = states(with_ranks(config, "ddp", 1))
-    if strategy in ("ddp", "local_sgd", "ring"):
+    if strategy in ("ddp", "local_sgd", "ring", "horovod"):
         assert found == ranks * alone
     if strategy == "diloco" and ranks > 1 and not lora:
         assert found == ranks * (alone + 8 * held_parameters(shape)), "outer weights and their momentum, in float32"

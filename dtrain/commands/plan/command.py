@@ -264,10 +264,10 @@ def package_note(best: Prediction) -> list[str]:
     """Name a package that the first layout needs and that is not installed here."""
     from dtrain.plan.sections import missing_package
 
-    package = missing_package(best.layout.strategy)
-    if package is None:
+    missing = missing_package(best.layout.strategy)
+    if missing is None:
         return []
-    return [f"{best.layout.strategy} needs {package}, which is not installed here: pip install 'dtrain[{package}]'"]
+    return [f"{best.layout.strategy} needs {missing[0]}, which is not installed here: {missing[1]}"]
 
 
 def unknown(config: dict[str, Any], given: str | None = None) -> ValueError:

@@ -173,6 +173,6 @@ def resident_gradients(held: HeldParameters, layout: Layout) -> tuple[float, str
     if several or layout.pp > 1:
         cut = share.zero == 2 or cut_in_every_pass(layout)
         return (each * held.trained / share.gradients if cut else whole), "of earlier passes"
-    if layout.dp > 1 and layout.strategy in ("ddp", "fairscale") and layout.data in ("ddp", "oss"):
+    if layout.dp > 1 and layout.strategy in ("ddp", "horovod", "fairscale") and layout.data in ("ddp", "oss"):
         return whole, "stored in the buckets"
     return 0.0, ""

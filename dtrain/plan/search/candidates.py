@@ -21,7 +21,7 @@ from dtrain.plan.layout import SERVED
 from dtrain.plan.sections import CHOSEN, strategy_section
 
 # Simplest first: preferred if two are equally fast. Planned only on request: local_sgd and diloco, whose math differs,
-# ring, which is slower than ddp, and ps, which is never faster unless a rank is slow.
+# ring, which is slower than ddp, horovod, which is predicted like ddp, and ps, which is faster only if a rank is slow.
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "fairscale", "tensor", "pipeline", "3d")
 PARALLEL = ("sequence_parallel", "loss_parallel")
 STAGES = (2, 4)  # stages per rank of an interleaved pipeline; more would send many small messages

@@ -21,6 +21,7 @@ from dtrain.util.format import gib
 # what each strategy of the tree does to solve the previous one's problem
 DOES = {
     "ddp": "with the whole model on every GPU",
+    "horovod": "with the whole model on every GPU",
     "ring": "with the whole model on every GPU, and gradients in one tensor to be sent,",
     "diloco": "with the whole model, outer weights and their momentum on every GPU",
     "zero1": "with optimizer state sharded over {dp}",
