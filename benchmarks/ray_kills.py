@@ -80,13 +80,15 @@ def one(strategy: str, kills: int, steps: int, every: int, seed: int) -> dict[st
             time.sleep(draw.uniform(0.2, 4.0))
             kind, saved, began = KINDS[number % 3], newest_step(run), time.time()
             rank = kill(kind, run, cluster, draw)
-            after_s = time.time() - began  # a new node is started in this time
+            after_s = time.time() - began  # until a new node has joined
             start, stepped = first_new_step(run, began)
-            rows.append({
-                "kind": kind, "rank": rank, "newest_checkpoint": saved, "continued_from": start,
-                "back_s": round(stepped - began, 2), "kill_took_s": round(after_s, 2),
-                "load": round(os.getloadavg()[0], 1),
-            })  # fmt: skip
+            events = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()][-2:]
+            times = {name: round(then - began, 2) for name, then in [
+                ("new_node_s", began + after_s), ("attempt_ended_s", events[0]["time"]),
+                ("ranks_placed_s", events[1]["time"]), ("back_s", stepped),
+            ]}  # fmt: skip
+            found = {"kind": kind, "rank": rank, "newest_checkpoint": saved, "continued_from": start}
+            rows.append(found | times | {"load": round(os.getloadavg()[0], 1)})
             print(strategy, rows[-1], flush=True)
         finish(process)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")

@@ -223,6 +223,12 @@ def conclude(run_dir: Path, writes: bool) -> int:
     return code
 
 
+def newest_save(run_dir: Path) -> int:
+    """Return when the program last wrote a file into RUN/checkpoints (dtrain.script.checkpoint_dir), in ns; 0: never."""
+    files = (path for path in (run_dir / "checkpoints").rglob("*") if path.is_file())
+    return max((path.stat().st_mtime_ns for path in files), default=0)
+
+
 class Silence:
     """Finds a program that has stopped writing, if cluster.hang_timeout is given: all that can be known."""
 
