@@ -2,10 +2,10 @@
 
     python benchmarks/ray_kills.py [--kills 10] [--steps 3000] [--strategies ddp fsdp] [--seed 0] [--json FILE]
 
-A real Ray cluster: a head and two nodes, all processes of this machine, one rank on each node. At random moments one of
-three is ended by SIGKILL: a rank, the actor above it, or a whole node (then a new node joins). For each kill: the newest
-checkpoint at that moment, the step from which the run continued, the seconds until the first new step was over. At the
-end: are the weights those of a run that nothing disturbed, and does Ray list an actor or a placement group?
+A real Ray cluster: a head and two nodes, all processes of this machine, a rank on each node. At random moments a rank,
+the actor above it, or a whole node is ended by SIGKILL (and a new node joins). For each kill: the newest checkpoint at
+that moment, the step from which the run continued, the seconds until the first new step was over. At the end: are the
+weights those of a run that nothing disturbed, and is an actor's process or a placement group left?
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def kill(kind: str, run: Path, cluster: Any, draw: random.Random) -> int:
 
 
 def first_new_step(run: Path, since: float) -> tuple[int, float]:
-    """Wait for the first step of the next attempt; return the step it started from, and when its first step was over."""
+    """Wait for the first step of the next attempt; return where it started, and when that step was over."""
     from dtrain.runs.folder import read_json
     from tests.patience import until
     from tests.world import metrics

@@ -224,7 +224,7 @@ def conclude(run_dir: Path, writes: bool) -> int:
 
 
 def newest_save(run_dir: Path) -> int:
-    """Return when the program last wrote a file into RUN/checkpoints (dtrain.script.checkpoint_dir), in ns; 0: never."""
+    """Return when the program last wrote into RUN/checkpoints (dtrain.script.checkpoint_dir), in ns; 0: never."""
     files = (path for path in (run_dir / "checkpoints").rglob("*") if path.is_file())
     return max((path.stat().st_mtime_ns for path in files), default=0)
 

@@ -46,6 +46,15 @@ def locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
+def is_locked(run_dir: Path) -> bool:
+    """Whether a launcher on this machine, or on another one that shares the folder's locks, works in it."""
+    try:
+        with locked(run_dir):
+            return False
+    except ValueError:
+        return True
+
+
 def file_clock(folder: Path) -> float:
     """Return the time by the clock that stamps files in this folder: a file server's clock may be minutes off.
 

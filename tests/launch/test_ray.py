@@ -17,7 +17,7 @@ import pytest
 from dtrain.runs.record import Record
 from tests.patience import until
 from tests.ray_runs import ON_TWO, actors, attempts, finish, launch, ranks_of, start, two_nodes, until_step
-from tests.world import ROOT, losses, metrics, summary
+from tests.world import ROOT, SMALL, losses, metrics, summary
 
 pytestmark = [
     pytest.mark.slow,
@@ -87,13 +87,54 @@ def test_a_stop_while_ray_has_no_room_ends_at_once(ray_cluster: Any, tmp_path: P
     assert Record.read(tmp_path / "second").status == "preempted" and not ranks_of(tmp_path / "second")
     first.send_signal(signal.SIGTERM)
     finish(first, 75)
-    finish(start(tmp_path, str(ROOT / "launch.py"), "resume=second"))  # there is room now, and nothing was left in the queue
+    finish(start(tmp_path, str(ROOT / "launch.py"), "resume=second"))  # there is room now
     assert summary(tmp_path / "second")["status"] == "done"
+
+
+# dtrain.fit in a driver that has connected to Ray, and then in a task; the connection stays the driver's
+FIT = """
+import os, sys
+import dtrain, ray, yaml
+
+def fit(run_dir):
+    settings = {key: yaml.safe_load(value) for key, value in (word.split("=") for word in sys.argv[2:])}
+    return dtrain.fit(**settings, cluster=("ray", {"nodes": 2, "processes": 1}), run_dir=run_dir).status
+
+@ray.remote(num_cpus=0)
+def task(argv, folder):
+    sys.argv = argv
+    os.chdir(folder)
+    return fit("task")
+
+if __name__ == "__main__":
+    ray.init(address=sys.argv[1], log_to_driver=False)
+    print("driver", fit("driver"))
+    print("task", ray.get(task.remote(sys.argv, os.getcwd())))
+"""
+
+
+def test_fit_inside_of_ray(ray_cluster: Any, tmp_path: Path) -> None:
+    (tmp_path / "fit.py").write_text(FIT)
+    output = finish(start(tmp_path, "fit.py", ray_cluster.address, *SMALL, "train.steps=4"))
+    assert "driver done" in output and "task done" in output
+    assert summary(tmp_path / "task")["weights_sha256"] == summary(tmp_path / "driver")["weights_sha256"]
+    assert len(attempts(tmp_path / "task")[0]["nodes"]) == 2
 
 
 def test_too_many_ranks_are_refused_before_anything_is_written(ray_cluster: Any, tmp_path: Path) -> None:
     words = [*ON_TWO, f"cluster.address={ray_cluster.address}", "cluster.nodes=3", "train.global_batch_size=6"]
     output = finish(launch(tmp_path, *words, "run_dir=run"), 2)
     assert "cluster.nodes=3: only 2 of the 3 nodes" in output and not (tmp_path / "run").exists()
+    assert "cluster.autoscaling=true" in output
     output = finish(launch(tmp_path, *ON_TWO, "run_dir=run"), 2)
     assert "Ray is started on this machine, which is one node" in output
+
+
+def test_nodes_that_an_autoscaler_would_add_are_waited_for(ray_cluster: Any, tmp_path: Path) -> None:
+    words = ["cluster.nodes=3", "train.global_batch_size=6", "train.steps=4", "cluster.autoscaling=true"]
+    process = launch(tmp_path, *ON_TWO, f"cluster.address={ray_cluster.address}", *words, "run_dir=run")
+    until(lambda: attempts(tmp_path / "run"), "an attempt", 60)
+    node = ray_cluster.add_node(num_cpus=1)
+    finish(process)
+    ray_cluster.remove_node(node)
+    assert len(attempts(tmp_path / "run")[0]["nodes"]) == 3

@@ -574,8 +574,8 @@ def test_a_restart_inside_of_a_job_is_no_idle_start(tmp_path: Path) -> None:
 def test_a_start_after_a_program_has_saved_is_not_idle(tmp_path: Path) -> None:
     """A program that uses dtrain.script saves into RUN/checkpoints what it likes."""
     folder = tmp_path / "checkpoints" / "last"
-    for save, idle in ((False, 1), (False, 2), (True, 1), (False, 2)):
-        if save:
+    for has_saved, idle in ((False, 1), (False, 2), (True, 1), (False, 2)):
+        if has_saved:
             folder.mkdir(parents=True)
             (folder / "model.pt").touch()
         note_attempt(tmp_path, "start", job_id="7", saved=newest_save(tmp_path))
