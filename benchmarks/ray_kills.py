@@ -1,6 +1,6 @@
 """Kills on Ray: does a run lose anything that was saved, how soon is it back, and is anything left at its end?
 
-    python benchmarks/ray_kills.py [--kills 10] [--steps 3000] [--strategies ddp fsdp] [--seed 0] [--json FILE]
+    python benchmarks/ray_kills.py [--kills 10] [--steps 400] [--strategies ddp fsdp] [--seed 0] [--json FILE]
 
 A real Ray cluster: a head and two nodes, all processes of this machine, a rank on each node. At random moments a rank,
 the actor above it, or a whole node is ended by SIGKILL (and a new node joins). For each kill: the newest checkpoint at
@@ -77,7 +77,8 @@ def one(strategy: str, kills: int, steps: int, every: int, seed: int) -> dict[st
         process = launch(here, *ON_TWO, *options, *words)
         until_step(run, 1)
         for number in range(kills):
-            time.sleep(draw.uniform(0.2, 4.0))
+            until_step(run, int((number + draw.random()) * steps / (kills + 1)) + 1)
+            time.sleep(draw.uniform(0, 0.3))
             kind, saved, began = KINDS[number % 3], newest_step(run), time.time()
             rank = kill(kind, run, cluster, draw)
             after_s = time.time() - began  # until a new node has joined
@@ -113,8 +114,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp"])
     parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--every", type=int, default=20, help="checkpoint.every")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--every", type=int, default=10, help="checkpoint.every")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

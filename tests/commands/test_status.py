@@ -223,11 +223,12 @@ def test_cancel_a_local_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_cancel_a_run_of_a_script_that_called_fit() -> None:
     holds = "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, 2); print(flush=True); time.sleep(60)"
-    run = make("outputs/a", status="running")
-    process = subprocess.Popen([sys.executable, "-c", holds, run / ".lock"], stdout=subprocess.PIPE)
+    Path("lock").touch()
+    process = subprocess.Popen([sys.executable, "-c", holds, "lock"], stdout=subprocess.PIPE)
     try:
         assert process.stdout and process.stdout.readline()
-        make("outputs/a", launch={"pid": process.pid, "host": HERE, "launches": [{"cluster": LOCAL}]}, status="running")
+        launch = {"pid": process.pid, "host": HERE, "launches": [{"cluster": LOCAL}]}
+        os.link("lock", make("outputs/a", launch=launch, status="running") / ".lock")
         assert cancel_main(["a"]) == 0 and process.wait(patience(5)) == -signal.SIGTERM
     finally:
         process.kill()
