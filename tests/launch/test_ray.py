@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ import pytest
 from dtrain.runs.record import Record
 from tests.patience import until
 from tests.ray_runs import ON_TWO, actors, attempts, finish, launch, ranks_of, start, two_nodes, until_step
-from tests.world import ROOT, SMALL, losses, metrics, summary
+from tests.world import ROOT, losses, metrics, summary
 
 pytestmark = [
     pytest.mark.slow,
@@ -91,34 +92,37 @@ def test_a_stop_while_ray_has_no_room_ends_at_once(ray_cluster: Any, tmp_path: P
     assert summary(tmp_path / "second")["status"] == "done"
 
 
-# dtrain.fit in a driver that has connected to Ray, and then in a task; the connection stays the driver's
+# as in a Ray job, which sets RAY_ADDRESS; then in a driver that has connected; then in a task, over the same connection
 FIT = """
-import os, sys
-import dtrain, ray, yaml
+import json, os, sys
+import dtrain, ray
 
 def fit(run_dir):
-    settings = {key: yaml.safe_load(value) for key, value in (word.split("=") for word in sys.argv[2:])}
+    settings = json.loads(sys.argv[1])
+    settings["model"] = tuple(settings["model"])
     return dtrain.fit(**settings, cluster=("ray", {"nodes": 2, "processes": 1}), run_dir=run_dir).status
 
 @ray.remote(num_cpus=0)
 def task(argv, folder):
     sys.argv = argv
-    os.chdir(folder)
-    return fit("task")
+    return fit(folder + "/task")
 
 if __name__ == "__main__":
-    ray.init(address=sys.argv[1], log_to_driver=False)
-    print("driver", fit("driver"))
+    print("job", fit("job"), ray.is_initialized())
+    ray.init(log_to_driver=False)
+    print("driver", fit("driver"), ray.is_initialized())
     print("task", ray.get(task.remote(sys.argv, os.getcwd())))
 """
 
 
 def test_fit_inside_of_ray(ray_cluster: Any, tmp_path: Path) -> None:
     (tmp_path / "fit.py").write_text(FIT)
-    output = finish(start(tmp_path, "fit.py", ray_cluster.address, *SMALL, "train.steps=4"))
-    assert "driver done" in output and "task done" in output
-    assert summary(tmp_path / "task")["weights_sha256"] == summary(tmp_path / "driver")["weights_sha256"]
-    assert len(attempts(tmp_path / "task")[0]["nodes"]) == 2
+    sizes = {"num_layers": 2, "dim": 16, "num_heads": 2, "seq_len": 16}
+    settings = {"model": ["gpt2-tiny", sizes], "data": "synthetic", "train": {"steps": 4, "global_batch_size": 8}}
+    output = finish(start(tmp_path, "fit.py", json.dumps(settings), RAY_ADDRESS=ray_cluster.address))
+    assert "job done False" in output and "driver done True" in output and "task done" in output
+    hashes = {summary(tmp_path / name)["weights_sha256"] for name in ("job", "driver", "task")}
+    assert len(hashes) == 1 and len(attempts(tmp_path / "task")[0]["nodes"]) == 2
 
 
 def test_too_many_ranks_are_refused_before_anything_is_written(ray_cluster: Any, tmp_path: Path) -> None:
