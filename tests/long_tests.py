@@ -186,6 +186,9 @@ LONG: dict[str, tuple[str, ...]] = {
     "launch/test_script.py::test_a_failure_is_reported_as_for_our_own_runs": (),
     "launch/test_script.py::test_exit_code_2_is_a_bad_configuration_and_is_not_tried_again": (),
     "launch/test_script.py::test_preflight_comes_first": ("quick",),
+    "launch/test_script.py::test_a_killed_rank_leaves_no_process_behind": ("rank",),
+    "launch/test_script.py::test_a_progress_bar_is_shown_now_and_then": (),  # runs/test_folder.py reads one
+    "launch/test_script.py::test_a_failed_save_after_a_stop_request_is_a_failure": (),
     # the tests' own cluster
     "launch/test_slurm_cluster.py::test_a_requeued_job_counts_its_restarts": (),
     "launch/test_slurm_cluster.py::test_a_node_with_a_network_dies_and_returns": (),

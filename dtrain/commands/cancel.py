@@ -11,7 +11,7 @@ from pathlib import Path
 from dtrain.commands.run_parser import RunParser
 from dtrain.commands.runs import sweep_points
 from dtrain.runs.find import find_run
-from dtrain.runs.folder import write_json
+from dtrain.runs.folder import is_locked, write_json
 from dtrain.runs.protocol import CANCELLED_FILE
 from dtrain.runs.record import Record, load
 from dtrain.runs.slurm_queue import NoAnswer, call
@@ -74,7 +74,8 @@ def _check_reach(record: Record, problem: str) -> None:
         cmdline = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         cmdline = b""
-    if not isinstance(pid, int) or not (b"launch" in cmdline or b"dtrain" in cmdline):
+    # a script that called dtrain.fit has any name, but holds the folder's lock
+    if not isinstance(pid, int) or not (b"launch" in cmdline or b"dtrain" in cmdline or is_locked(record.run_dir)):
         raise ValueError(
             f"cancel {run}: process {pid} is not a dtrain launcher any more\n"
             f"  fix: nothing is running; resume with {resume_command(record.run_dir)}"

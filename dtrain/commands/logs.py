@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dtrain.commands.run_parser import RunParser
 from dtrain.runs.find import find_run
-from dtrain.runs.folder import Tail
+from dtrain.runs.folder import LogTail, shown
 from dtrain.runs.record import Record, load
 from dtrain.util.format import as_dict, number, shell_path, short_path
 from dtrain.util.regular_file import open_regular
@@ -55,7 +55,7 @@ def follow(run_dir: Path, paths: Sequence[Path], lines: int | None = 50) -> None
 
     Waits for a job that has not started yet, and for one that was requeued.
     """
-    tails: dict[Path, Tail | None] = dict.fromkeys(paths)
+    tails: dict[Path, LogTail | None] = dict.fromkeys(paths)
     shown, last, seen, job = "", None, None, None
     asked = over_since = -math.inf
     while True:
@@ -100,7 +100,7 @@ def _waiting(record: Record, any_yet: bool) -> str:
     return "" if any_yet else f"waiting: {record.status}, and nothing was written yet"
 
 
-def _more(tails: dict[Path, Tail | None], last: Path | None, lines: int | None, final: bool = False) -> Path | None:
+def _more(tails: dict[Path, LogTail | None], last: Path | None, lines: int | None, final: bool = False) -> Path | None:
     """Print the new lines of each file, with a heading where the file changes; return the last printed file."""
     for path, tail in tails.items():
         heading = path if len(tails) > 1 and path != last else None
@@ -113,7 +113,7 @@ def _more(tails: dict[Path, Tail | None], last: Path | None, lines: int | None, 
     return last
 
 
-def _show(path: Path, lines: int | None, final: bool = True, heading: Path | None = None) -> Tail | None:
+def _show(path: Path, lines: int | None, final: bool = True, heading: Path | None = None) -> LogTail | None:
     """Print the last lines of a file; return its tail, or None if it is empty. final: include an incomplete line."""
     try:
         with open_regular(path) as file:
@@ -132,9 +132,9 @@ def _show(path: Path, lines: int | None, final: bool = True, heading: Path | Non
     data, end = data[:whole], end - len(data) + whole
     if not data:
         return None
-    found = data.splitlines()
+    found = shown(data)
     _write(found if lines is None else found[max(0, len(found) - lines) :], heading)
-    tail = Tail(path)
+    tail = LogTail(path)
     tail.offset, tail.before = end, data[-64:]
     return tail
 
@@ -174,7 +174,7 @@ def other_logs(run_dir: Path, job_id: str | None) -> list[Path]:
     """List other logs: the supervisor's, and the job's output from before the supervisor started."""
     places = [run_dir / "submitit", run_dir.parent / "submitit"] if job_id else []  # of a run; of a sweep's array
     submitit = [p for place in places for p in sorted(place.glob(f"*/{job_id}_*log.*"))]
-    logs = [run_dir / "logs" / f"{name}.log" for name in ("batch", "srun", "torchrun", "starter")]
+    logs = [run_dir / "logs" / f"{name}.log" for name in ("batch", "srun", "torchrun", "ray", "starter")]
     return [p for p in (logs[0], *submitit, *logs[1:]) if p.is_file() and p.stat().st_size]
 
 

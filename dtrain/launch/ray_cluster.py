@@ -13,7 +13,9 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -50,16 +52,17 @@ class Ray:
         start_s: int = 600,
         hang_timeout: float | None = None,
         on_hang: Literal["stop", "warn"] = "stop",
+        autoscaling: bool = False,
         system_metrics_every: float = 5,
         metrics_port: int | None = None,
         metrics_host: str = "127.0.0.1",
     ) -> None:
-        if address is None and nodes != 1:
+        self.address, self.nodes, self.autoscaling = address or running_cluster(), nodes, autoscaling
+        if self.address is None and nodes != 1:
             rule = "without cluster.address, Ray is started on this machine, which is one node"
             raise bad(
                 "cluster.nodes", nodes, rule, "cluster.nodes=1, or cluster.address=auto for a running Ray cluster"
             )
-        self.address, self.nodes = address, nodes
 
     def check(self, config: dict[str, Any]) -> None:
         if config["dry_run"]:  # it can be previewed without Ray
@@ -82,19 +85,15 @@ class Ray:
 
     def _check_room(self, cluster: dict[str, Any]) -> None:
         """Refuse what the nodes of this cluster could never hold; nodes that an autoscaler adds are not known."""
-        ray = connect(cluster)
-        try:
+        wanted = bundle(cluster)
+        with connected(cluster) as ray:
             alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            wanted = bundle(cluster)
-            fitting = [node for node in alive if all(node.get(key, 0) >= value for key, value in wanted.items())]
-        finally:
-            ray.shutdown()
-        if len(fitting) < self.nodes:
+        fitting = [node for node in alive if all(node.get(key, 0) >= value for key, value in wanted.items())]
+        if len(fitting) < self.nodes and not self.autoscaling:
             text = ", ".join(f"{value:g} {key}" for key, value in wanted.items())
             rule = f"only {len(fitting)} of the {len(alive)} nodes of {self.address} have {text} for their ranks"
-            raise bad(
-                "cluster.nodes", self.nodes, rule, "fewer nodes, ranks or GPUs; or add nodes: ray start --address=…"
-            )
+            fix = "fewer nodes, ranks or GPUs; add nodes (ray start --address=…); cluster.autoscaling=true if Ray does"
+            raise bad("cluster.nodes", self.nodes, rule, fix)
 
     def dry_run(self, run_dir: Path, config: dict[str, Any]) -> None:
         supervisor = OnRay(config)
@@ -111,37 +110,52 @@ class Ray:
 
     def launch(self, run_dir: Path) -> int:
         config = run_file.load(run_dir)
-        ray = connect(config["cluster"])  # before the supervisor's signal handlers: Ray installs one for SIGTERM
-        supervisor = OnRay(config)
-        try:
-            note_attempt(run_dir, "start", **supervisor.place())
+        with connected(config["cluster"]):  # before the supervisor's signal handlers: Ray installs one for SIGTERM
+            supervisor = OnRay(config)
+            note_attempt(run_dir, "start")
             code = supervisor.supervise(run_dir)
             ended = read_summary(run_dir).get("status", "")
-            note_attempt(
-                run_dir,
-                "end",
-                code=code,
-                why=ended if code in (DONE, PREEMPTED) else causes.one_line(supervisor.failure),
-            )
+            why = ended if code in (DONE, PREEMPTED) else causes.one_line(supervisor.failure)
+            note_attempt(run_dir, "end", code=code, why=why)
             return code
-        finally:
-            ray.shutdown()
 
 
-def connect(cluster: dict[str, Any]) -> Any:
-    """Connect to the cluster, or start one of this machine that is large enough for the ranks."""
+def running_cluster() -> str | None:
+    """Return the address of the Ray cluster that this process belongs to: in a Ray job, task or actor, or connected."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        return str(ray.get_runtime_context().gcs_address)
+    return os.environ.get("RAY_ADDRESS")
+
+
+@contextlib.contextmanager
+def connected(cluster: dict[str, Any]) -> Iterator[Any]:
+    """Connect to a cluster, or start one of this machine that is large enough for the ranks; yield the module ray.
+
+    A connection that this process has already, as dtrain.fit finds in a Ray task, is used, and stays.
+    """
     import ray
 
+    address = cluster["address"] or running_cluster()
+    if ray.is_initialized():
+        if address not in ("auto", running_cluster()):
+            rule = f"this process is connected to {running_cluster()}, and to one cluster only"
+            raise bad("cluster.address", address, rule, "leave it out, or ray.shutdown() before")
+        yield ray
+        return
     own: dict[str, Any] = {}
-    if cluster["address"] is None:
+    if address is None:
         wanted = bundle(cluster)
         own = {"num_cpus": wanted["CPU"], "num_gpus": wanted.get("GPU", 0), "include_dashboard": False}
     try:
-        ray.init(address=cluster["address"] or "local", log_to_driver=False, logging_level="ERROR", **own)
+        ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", **own)
     except ConnectionError as error:
         why = str(error).strip().splitlines()[0]
-        raise bad("cluster.address", cluster["address"], f"no Ray cluster answers ({why})", "ray status") from None
-    return ray
+        raise bad("cluster.address", address, f"no Ray cluster answers ({why})", "ray status") from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
 
 
 def bundle(cluster: dict[str, Any]) -> dict[str, float]:
@@ -190,11 +204,19 @@ def ignore_early_stops() -> None:
 class RayRanks:
     """The ranks of one attempt, with those methods of a process that a supervisor calls; none of them waits for Ray."""
 
-    def __init__(self, cluster: dict[str, Any], argv: list[str], env: dict[str, str], log: Path) -> None:
+    def __init__(
+        self,
+        cluster: dict[str, Any],
+        argv: list[str],
+        env: dict[str, str],
+        log: Path,
+        on_placed: Callable[[list[str]], None],
+    ) -> None:
         import ray
         from ray.util.placement_group import placement_group
 
         self.ray, self.cluster, self.argv, self.env, self.log = ray, cluster, argv, env, log
+        self.on_placed = on_placed  # called with the nodes' names
         strategy = "STRICT_SPREAD" if cluster["nodes"] > 1 else "STRICT_PACK"
         self.group = placement_group([bundle(cluster)] * cluster["nodes"], strategy=strategy)
         self.ready, self.places = self.group.ready(), list[Any]()
@@ -203,7 +225,6 @@ class RayRanks:
         self.exits: list[tuple[int, int]] = []  # (rank, exit code), in the order in which they were seen
         self.returncode: int | None = None
         self.ends_at = float("inf")  # when the other ranks are ended after a failure
-        self.hosts: list[str] = []
         self.problem = ""  # what Ray itself reported
 
     @property
@@ -242,6 +263,15 @@ class RayRanks:
         self.kill()
         self.returncode = 1
 
+    @property
+    def waits(self) -> bool:
+        """Has no rank been started yet? Then there is nothing to save."""
+        return not self.running and not self.exits
+
+    def give_up_waiting(self) -> None:
+        self.kill()
+        self.returncode = PREEMPTED
+
     def send(self, ranks: list[int], number: int) -> None:
         for rank in ranks if self.running else []:
             self.actors[rank].send.remote(number)
@@ -250,7 +280,7 @@ class RayRanks:
         if not self.actors:
             if self._done(self.ready):
                 self._make_actors()
-        elif not self.running and not self.exits:
+        elif self.waits:
             if all(map(self._done, self.places)):
                 self._begin()
         else:
@@ -275,7 +305,7 @@ class RayRanks:
         except self.ray.exceptions.RayError as error:  # a node was lost while they started
             return self._give_up(f"an actor could not start: {error}")
         each = self.cluster["processes"]
-        self.hosts = [places[node * each][0] for node in range(self.cluster["nodes"])]
+        self.on_placed([places[node * each][0] for node in range(self.cluster["nodes"])])
         _, address, port, _ = places[0]
         shared = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(self.num_ranks)}
         shared |= {"LOCAL_WORLD_SIZE": str(each)} | self.env
@@ -332,7 +362,11 @@ class OnRay(Supervisor):
         return wanted | ({TRUST: ",".join(typed_trust())} if typed_trust() else {})
 
     def start(self, run_dir: Path, log: IO[bytes]) -> RayRanks:
-        self.ranks = RayRanks(self.cluster, self.command(run_dir), self.environment(), run_dir / "logs" / self.log_name)
+        argv, env = self.command(run_dir), self.environment()
+        self.ranks = RayRanks(
+            self.cluster, argv, env, run_dir / "logs" / self.log_name,
+            on_placed=lambda nodes: note_attempt(run_dir, "placed", nodes=nodes),
+        )  # fmt: skip
         return self.ranks
 
     def kill(self, process: Any) -> None:
@@ -340,7 +374,9 @@ class OnRay(Supervisor):
 
     def on_stop(self) -> None:
         """Signal the ranks: a network file system may hide a new stop file for a minute."""
-        if self.ranks is not None:
+        if self.ranks is not None and self.ranks.waits:
+            self.ranks.give_up_waiting()
+        elif self.ranks is not None:
             self.ranks.send(list(range(self.num_ranks)), signal.SIGUSR1)
 
     def ask_for_stacks(self, positions: dict[int, Position]) -> None:
@@ -355,4 +391,4 @@ class OnRay(Supervisor):
         return [rank for rank, code in self.ranks.exits if code == 0] if self.ranks else []
 
     def place(self) -> dict[str, Any]:
-        return {"nodes": self.ranks.hosts if self.ranks else []}
+        return {}  # not known yet

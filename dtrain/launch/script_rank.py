@@ -21,7 +21,7 @@ from typing import Any
 from dtrain import start
 from dtrain.config import run_file
 from dtrain.config.redaction import hide
-from dtrain.launch import script_world
+from dtrain.launch import process_tree, script_world
 from dtrain.launch.attempt_files import signature
 from dtrain.runs import system
 from dtrain.runs.causes import FRAME, is_users_file
@@ -70,8 +70,7 @@ class Program:
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.stopped_by = signal.Signals(number).name
-        with contextlib.suppress(OSError):
-            (self.run_dir / STOP_FILE).touch()  # a scheduler may have sent it to this rank only
+        note_stop(self.run_dir)
 
     def run(self) -> int:
         """Run the program to its end; return this rank's exit code."""
@@ -88,7 +87,7 @@ class Program:
                     argv,
                     env=own_environment() | wanted | {SCRIPT_RUN: str(self.run_dir)},
                     stdin=subprocess.DEVNULL,
-                    start_new_session=True,  # so that all that it leaves behind can be ended
+                    start_new_session=True,  # a signal to the rank's process group is for the rank
                     preexec_fn=lambda: self._before(here),
                 )
             except OSError as error:  # no #! line, or another node without this Python
@@ -97,8 +96,7 @@ class Program:
             try:
                 code = self._wait(process)
             finally:
-                with contextlib.suppress(OSError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                process_tree.kill_descendants()
         return self._report(code, began)
 
     def _before(self, parent: int) -> None:
@@ -116,12 +114,17 @@ class Program:
             self.stopped_by = self.stopped_by or ("the stop file" if stop_file.exists() else "")
             if self.stopped_by and not signalled:
                 signalled = True
-                asks = any(self.run_dir.glob(SCRIPT_ASKS.format("*")))  # of any rank: the ranks stop together
-                if self.section["stop_signal"] != "none" and not asks:
+                if self.section["stop_signal"] != "none" and not self._asks():
                     process.send_signal(signal.Signals[f"SIG{self.section['stop_signal']}"])
 
+    def _asks(self) -> bool:
+        """Does the program ask for stops itself? If any rank does: the ranks stop together."""
+        return any(self.run_dir.glob(SCRIPT_ASKS.format("*")))
+
     def _report(self, code: int, began: int) -> int:
-        if code == PREEMPTED or self.stopped_by:  # after a request, any end is that of a stopped run
+        # a program that asks says itself how it ended; one that got a signal cannot, and any end is that of a stop
+        was_signal = -code in STOP_SIGNALS or code - 128 in STOP_SIGNALS  # 128 + n: of a shell
+        if code == PREEMPTED or (self.stopped_by and (code == 0 or was_signal or not self._asks())):
             print(f"the program ended with {ended(code)} after a stop request ({self.stopped_by or 'its own'})")
             self.stopped.touch()
             return DONE  # torchrun and srun would end the others; the supervisor reads the file
@@ -142,6 +145,12 @@ class Program:
         with contextlib.suppress(OSError):
             write_json(self.run_dir / "logs" / f"failure-{self.rank}.json", note)
         return code
+
+
+def note_stop(run_dir: Path) -> None:
+    """Ask all ranks to stop: a scheduler may have signalled this one only."""
+    with contextlib.suppress(OSError):
+        (run_dir / STOP_FILE).touch()
 
 
 def own_environment() -> dict[str, str]:
@@ -214,6 +223,12 @@ def conclude(run_dir: Path, writes: bool) -> int:
     return code
 
 
+def newest_save(run_dir: Path) -> int:
+    """Return when the program last wrote into RUN/checkpoints (dtrain.script.checkpoint_dir), in ns; 0: never."""
+    files = (path for path in (run_dir / "checkpoints").rglob("*") if path.is_file())
+    return max((path.stat().st_mtime_ns for path in files), default=0)
+
+
 class Silence:
     """Finds a program that has stopped writing, if cluster.hang_timeout is given: all that can be known."""
 
@@ -245,6 +260,17 @@ def main(run_dir: Path) -> int:
     descriptor = os.open(run_dir / "logs" / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    for number in STOP_SIGNALS:  # of this process; its child, which runs the program, sees the file
+        signal.signal(number, lambda *_: note_stop(run_dir))
+    code = process_tree.run_in_child(lambda: run_program(run_dir, rank))
+    if code < 0:  # end as it did
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
+def run_program(run_dir: Path, rank: int) -> int:
     program = Program(run_dir, rank)  # first: from now on stop signals are handled
     if os.environ["LOCAL_RANK"] == "0":
         system.begin(run_dir)

@@ -21,7 +21,7 @@ from dtrain.checks.validate import validate
 from dtrain.config import elastic, run_file
 from dtrain.config.build import build
 from dtrain.config.files import is_script
-from dtrain.launch import nsys
+from dtrain.launch import nsys, script_rank
 from dtrain.launch.failures import failure
 from dtrain.launch.members import Members
 from dtrain.launch.srun import Srun, job_id, say, scontrol, silent_nodes, srun
@@ -94,11 +94,14 @@ class Job:
         summary = read_summary(self.run_dir)
         if summary.get("status") == "done" and summary.get("steps", 0) >= last_step(config):  # requeued after its end
             return DONE
-        note_attempt(self.run_dir, "start", job_id=self.id, restart=restart, nodes=self.nodes)
+        saved = {"saved": script_rank.newest_save(self.run_dir)} if is_script(config) else {}
+        note_attempt(self.run_dir, "start", job_id=self.id, restart=restart, nodes=self.nodes, **saved)
         idle = idle_starts(self.run_dir)
-        if idle > config["cluster"]["max_idle_starts"] and not is_script(config):  # where that saves is not known
+        knows_saves = (self.run_dir / "checkpoints").is_dir()  # else a program saves elsewhere, if it does
+        if idle > config["cluster"]["max_idle_starts"] and (knows_saves or not is_script(config)):
+            origin = "the same checkpoint" if is_script(config) else f"step {newest_step(self.run_dir)}"
             why = (
-                f"{idle} starts in a row from step {newest_step(self.run_dir)}, and none reached another checkpoint. "
+                f"{idle} starts in a row from {origin}, and none reached another checkpoint. "
                 "Fix: logs/batch.log says why; a smaller checkpoint.every, a longer cluster.time or cluster.grace_s"
             )
             return self._end(FAILED, failure(None, "no progress", why, "logs/batch.log"))
@@ -252,7 +255,7 @@ def idle_starts(run_dir: Path) -> int:
     path = run_dir / ATTEMPTS_FILE
     lines = [parse_line(line) for line in path.read_bytes().splitlines()] if path.exists() else []
     outer = [line for line in reversed(lines) if line.get("event") == "start" and not line.get("attempt")]
-    starts = [(line.get("job_id"), line.get("step")) for line in outer]
+    starts = [(line.get("job_id"), line.get("step"), line.get("saved")) for line in outer]
     return next((i for i, start in enumerate(starts) if start != starts[0]), len(starts))
 
 

@@ -272,6 +272,9 @@ class Supervisor:
         if is_script(self.config) and returncode == 0:
             return script_rank.conclude(run_dir, writes=self.node_rank == 0)
         summary = read_summary(run_dir)
+        if returncode == PREEMPTED and not self.ranks_began:  # stopped while the launcher waited for room
+            write_json(run_dir / "summary.json", summary | {"status": "preempted"})
+            return PREEMPTED
         if summary != past and summary.get("status") in ("done", "preempted"):
             return DONE if summary["status"] == "done" else PREEMPTED
         if killed_because and self.standstill:
@@ -325,9 +328,8 @@ class Supervisor:
                 (run_dir / STOP_FILE).touch()
                 self.on_stop()
                 deadline, because = now + self.grace_s, self._too_slow()
-                monitor.message(
-                    f"stop requested: saving after this step, within {self.grace_s} s (Ctrl-C: end at once)"
-                )
+                saving = f"saving after this step, within {self.grace_s} s (Ctrl-C: end at once)"
+                monitor.message(f"stop requested: {saving if process.poll() is None else 'no rank had started'}")
             elif not because and now == looked and self._is_rescaled(run_dir, monitor):
                 deadline, because = now + self.grace_s, self._too_slow()
             elif deadline == math.inf and failed:

@@ -46,6 +46,15 @@ def locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
+def is_locked(run_dir: Path) -> bool:
+    """Whether a launcher on this machine, or on another one that shares the folder's locks, works in it."""
+    try:
+        with locked(run_dir):
+            return False
+    except ValueError:
+        return True
+
+
 def file_clock(folder: Path) -> float:
     """Return the time by the clock that stamps files in this folder: a file server's clock may be minutes off.
 
@@ -146,8 +155,11 @@ def newest_step(run_dir: Path) -> int:
     return int(newest.name.removeprefix("step-")) if newest else 0
 
 
-def note_attempt(run_dir: Path, event: Literal["start", "end"], **values: Any) -> None:
-    """Append a line to attempts.jsonl. On a full disk drop it: the caller must survive to report the cause."""
+def note_attempt(run_dir: Path, event: Literal["start", "placed", "end"], **values: Any) -> None:
+    """Append a line to attempts.jsonl. On a full disk drop it: the caller must survive to report the cause.
+
+    placed: the nodes of the newest start, from a launcher that does not know them when it starts.
+    """
     line = {"event": event, "time": time.time(), "step": newest_step(run_dir), **values}
     with suppress(OSError), open(run_dir / ATTEMPTS_FILE, "a", opener=regular) as file:
         file.write(json.dumps(line) + "\n")
@@ -175,6 +187,10 @@ class Tail:
 
     def read(self, final: bool = False) -> tuple[list[bytes], bool]:
         """Return new lines, and whether the file was read again from its start. final: include an incomplete line."""
+        data, again = self._data()
+        return shown(self._take(data, len(data) if final else data.rfind(b"\n") + 1)), again
+
+    def _data(self) -> tuple[bytes, bool]:
         try:
             with open_regular(self.path) as file:
                 file.seek(self.offset - len(self.before))
@@ -186,12 +202,43 @@ class Tail:
                 else:
                     data = data[len(self.before) :]
         except OSError:  # does not exist yet, or is being renamed
-            return [], False
-        if not final:
-            data = data[: data.rfind(b"\n") + 1]  # the last line is still being written
-        self.offset += len(data)
-        self.before = (self.before + data)[-64:]
-        return data.splitlines(), again
+            return b"", False
+        return data, again
+
+    def _take(self, data: bytes, end: int) -> bytes:
+        """Return the data up to `end`, which is not read again."""
+        taken = data[:end]
+        self.offset += len(taken)
+        self.before = (self.before + taken)[-64:]
+        return taken
+
+
+class LogTail(Tail):
+    """Reads a program's log; a line that is overwritten again and again, as by a progress bar, appears now and then."""
+
+    due = 0.0  # when its text is returned next
+
+    def read(self, final: bool = False) -> tuple[list[bytes], bool]:
+        lines, again = super().read(final)
+        if final or time.monotonic() < self.due:
+            return lines, again
+        data, _ = self._data()
+        end = data.rfind(b"\r", 0, -1) + 1  # -1: the last one may be the beginning of \r\n
+        if end and (text := data[end:].strip()):
+            self._take(data, end)
+            self.due = time.monotonic() + PROGRESS_S
+            lines.append(text)
+        return lines, again
+
+
+PROGRESS_S = 10.0  # between two texts of a progress bar
+
+
+def shown(data: bytes) -> list[bytes]:
+    """Split into lines as a terminal shows them: of a text that a carriage return overwrote, only the last version."""
+    if b"\r" not in data:
+        return data.splitlines()
+    return [line.rstrip(b"\r").rpartition(b"\r")[2] for line in data.removesuffix(b"\n").split(b"\n")]
 
 
 def last_lines(path: Path, size: int = 65536) -> list[bytes]:

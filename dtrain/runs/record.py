@@ -98,6 +98,8 @@ class Record:
                 keys = {k: line.get(k) for k in ("job_id", "restart", "nodes", "ranks")}
                 ends = dict.fromkeys(("ended", "code", "why", "step"))
                 found.append({**keys, "started": line.get("time"), "from_step": line.get("step"), **ends})
+            elif line.get("event") == "placed" and found:
+                found[-1]["nodes"] = line.get("nodes")
             elif line.get("event") == "end" and found:
                 found[-1].update(ended=line.get("time"), **{k: line.get(k) for k in ("code", "why", "step")})
         return found
@@ -186,7 +188,8 @@ class Record:
         word = "running" if reported else "starting" if self.job_id is None else "queued"
         pid = launch.get("pid")
         # A submitted job outlives the process that submitted it, so that pid is irrelevant.
-        ours = "local" in str(cluster.get("_target_", "local")) or cluster.get("launcher") == "torchrun"
+        target = str(cluster.get("_target_", "local"))
+        ours = "local" in target or "ray_cluster" in target or cluster.get("launcher") == "torchrun"
         # A run that was never submitted ends with its launcher.
         ours = (ours or reported is None) and self.job_id is None and launch.get("host") == socket.gethostname()
         if ours and isinstance(pid, int) and pid > 0:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain.runs.folder import Tail, parse_line, read_json
+from dtrain.runs.folder import LogTail, Tail, parse_line, read_json
 from dtrain.ui.console import say, stdout_console
 from dtrain.ui.jupyter import WIDTH, CellOutput, in_notebook
 from dtrain.util.format import as_dict, duration, gib, loss_text, number, percent, perplexity, short_path, si
@@ -103,7 +103,7 @@ class Monitor:
         self.refreshed_at = -1.0
         self.first: tuple[float, float] | None = None  # (step, clock) of the first line seen, for the ETA
         self.tail = Tail(self.run_dir / "metrics.jsonl")
-        self.output = Tail(self.run_dir / "logs" / "rank-0.log")  # of a user's own program
+        self.output = LogTail(self.run_dir / "logs" / "rank-0.log")  # of a user's own program
         self.output.skip(0)
         self.summary_path = self.run_dir / "summary.json"
         self.summary_seen: tuple[int, int, int] | None = None

@@ -221,6 +221,20 @@ def test_cancel_a_local_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("outputs/a: cancelled already; nothing to cancel\n")
 
 
+def test_cancel_a_run_of_a_script_that_called_fit() -> None:
+    holds = "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, 2); print(flush=True); time.sleep(60)"
+    Path("lock").touch()
+    process = subprocess.Popen([sys.executable, "-c", holds, "lock"], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout and process.stdout.readline()
+        launch = {"pid": process.pid, "host": HERE, "launches": [{"cluster": LOCAL}]}
+        os.link("lock", make("outputs/a", launch=launch, status="running") / ".lock")
+        assert cancel_main(["a"]) == 0 and process.wait(patience(5)) == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_cancel_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     stranger = subprocess.Popen(["/bin/sleep", "60"])
     try:

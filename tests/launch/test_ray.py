@@ -6,64 +6,30 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.launch.test_local import listen_to_signals
-from tests.patience import patience, until
-from tests.world import ROOT, SMALL, losses, metrics, summary
+from dtrain.runs.record import Record
+from tests.patience import until
+from tests.ray_runs import ON_TWO, actors, attempts, finish, launch, ranks_of, start, two_nodes, until_step
+from tests.world import ROOT, losses, metrics, summary
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs pip install 'dtrain[ray]'"),
 ]
-ON_TWO = ["cluster=ray", "cluster.nodes=2", "cluster.processes=1", "train.steps=30", "checkpoint.every=5"]
 
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[Any]:
-    """A head without room for ranks, and two nodes with room for one rank each."""
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    for _ in range(2):
-        cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes()
-    yield cluster
-    cluster.shutdown()
-
-
-def launch(cwd: Path, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "launch.py"), *SMALL, *words], cwd=cwd, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=listen_to_signals,
-    )  # fmt: skip
-
-
-def finish(process: subprocess.Popen[str], code: int = 0) -> str:
-    output, _ = process.communicate(timeout=patience(150))
-    assert process.returncode == code, output
-    return output
-
-
-def ranks_of(run: Path) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if "dtrain.train.rank" in words and str(run) in words:
-            found.append(process)
-    return sorted(found, key=lambda p: int(p.environ()["RANK"]))
-
-
-def until_step(run: Path, step: int) -> None:
-    until(lambda: (lines := metrics(run)) and lines[-1]["step"] >= step, f"step {step} of {run}", 120)
+    with two_nodes() as cluster:
+        yield cluster
 
 
 def test_it_computes_what_local_ranks_do(ray_cluster: Any, tmp_path: Path) -> None:
@@ -72,8 +38,8 @@ def test_it_computes_what_local_ranks_do(ray_cluster: Any, tmp_path: Path) -> No
     local, on_ray = tmp_path / "local", tmp_path / "ray"
     assert summary(on_ray)["weights_sha256"] == summary(local)["weights_sha256"]
     assert losses(on_ray) == losses(local)
-    starts = [json.loads(line) for line in (on_ray / "attempts.jsonl").read_text().splitlines()]
-    assert [line["event"] for line in starts] == ["start", "end"]
+    (attempt,) = attempts(on_ray)
+    assert attempt["nodes"] == [socket.gethostname()] * 2 and attempt["why"] == "done"
 
 
 def test_killed_actors_and_nodes_lose_nothing_that_was_saved(ray_cluster: Any, tmp_path: Path) -> None:
@@ -96,12 +62,6 @@ def test_killed_actors_and_nodes_lose_nothing_that_was_saved(ray_cluster: Any, t
     assert summary(run)["weights_sha256"] == summary(tmp_path / "local")["weights_sha256"]
 
 
-def attempts(run: Path) -> list[dict[str, Any]]:
-    path = run / "attempts.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [line for line in lines if line["event"] == "start"]
-
-
 def test_a_stop_saves_and_leaves_no_actor(ray_cluster: Any, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = [*ON_TWO, f"cluster.address={ray_cluster.address}", "train.steps=5000"]
@@ -113,16 +73,72 @@ def test_a_stop_saves_and_leaves_no_actor(ray_cluster: Any, tmp_path: Path) -> N
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     finish(process, 75)
     assert summary(run)["status"] == "preempted"
-    until(lambda: not ranks_of(run), "all ranks gone", 20)
-    deadline = time.monotonic() + patience(20)
-    while time.monotonic() < deadline and any(p.name().startswith("ray::Rank") for p in psutil.process_iter()):
-        time.sleep(0.2)
-    assert not any(p.name().startswith("ray::Rank") for p in psutil.process_iter())
+    until(lambda: not ranks_of(run) and not actors(), "all ranks and actors gone", 20)
+
+
+def test_a_stop_while_ray_has_no_room_ends_at_once(ray_cluster: Any, tmp_path: Path) -> None:
+    address = f"cluster.address={ray_cluster.address}"
+    first = launch(tmp_path, *ON_TWO, address, "train.steps=5000", "run_dir=first")
+    until_step(tmp_path / "first", 1)
+    second = launch(tmp_path, *ON_TWO, address, "run_dir=second")
+    until(lambda: attempts(tmp_path / "second"), "an attempt", 60)
+    second.send_signal(signal.SIGTERM)
+    output = finish(second, 75)
+    assert "stop requested: no rank had started" in output
+    assert Record.read(tmp_path / "second").status == "preempted" and not ranks_of(tmp_path / "second")
+    first.send_signal(signal.SIGTERM)
+    finish(first, 75)
+    finish(start(tmp_path, str(ROOT / "launch.py"), "resume=second"))  # there is room now
+    assert summary(tmp_path / "second")["status"] == "done"
+
+
+# as in a Ray job, which sets RAY_ADDRESS; then in a driver that has connected; then in a task, over the same connection
+FIT = """
+import json, os, sys
+import dtrain, ray
+
+def fit(run_dir):
+    settings = json.loads(sys.argv[1])
+    settings["model"] = tuple(settings["model"])
+    return dtrain.fit(**settings, cluster=("ray", {"nodes": 2, "processes": 1}), run_dir=run_dir).status
+
+@ray.remote(num_cpus=0)
+def task(argv, folder):
+    sys.argv = argv
+    return fit(folder + "/task")
+
+if __name__ == "__main__":
+    print("job", fit("job"), ray.is_initialized())
+    ray.init(log_to_driver=False)
+    print("driver", fit("driver"), ray.is_initialized())
+    print("task", ray.get(task.remote(sys.argv, os.getcwd())))
+"""
+
+
+def test_fit_inside_of_ray(ray_cluster: Any, tmp_path: Path) -> None:
+    (tmp_path / "fit.py").write_text(FIT)
+    sizes = {"num_layers": 2, "dim": 16, "num_heads": 2, "seq_len": 16}
+    settings = {"model": ["gpt2-tiny", sizes], "data": "synthetic", "train": {"steps": 4, "global_batch_size": 8}}
+    output = finish(start(tmp_path, "fit.py", json.dumps(settings), RAY_ADDRESS=ray_cluster.address))
+    assert "job done False" in output and "driver done True" in output and "task done" in output
+    hashes = {summary(tmp_path / name)["weights_sha256"] for name in ("job", "driver", "task")}
+    assert len(hashes) == 1 and len(attempts(tmp_path / "task")[0]["nodes"]) == 2
 
 
 def test_too_many_ranks_are_refused_before_anything_is_written(ray_cluster: Any, tmp_path: Path) -> None:
     words = [*ON_TWO, f"cluster.address={ray_cluster.address}", "cluster.nodes=3", "train.global_batch_size=6"]
     output = finish(launch(tmp_path, *words, "run_dir=run"), 2)
     assert "cluster.nodes=3: only 2 of the 3 nodes" in output and not (tmp_path / "run").exists()
+    assert "cluster.autoscaling=true" in output
     output = finish(launch(tmp_path, *ON_TWO, "run_dir=run"), 2)
     assert "Ray is started on this machine, which is one node" in output
+
+
+def test_nodes_that_an_autoscaler_would_add_are_waited_for(ray_cluster: Any, tmp_path: Path) -> None:
+    words = ["cluster.nodes=3", "train.global_batch_size=6", "train.steps=4", "cluster.autoscaling=true"]
+    process = launch(tmp_path, *ON_TWO, f"cluster.address={ray_cluster.address}", *words, "run_dir=run")
+    until(lambda: attempts(tmp_path / "run"), "an attempt", 60)
+    node = ray_cluster.add_node(num_cpus=1)
+    finish(process)
+    ray_cluster.remove_node(node)
+    assert len(attempts(tmp_path / "run")[0]["nodes"]) == 3

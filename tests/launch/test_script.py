@@ -13,18 +13,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtrain import script
 from dtrain.config.run_file import program
 from dtrain.launch import script_rank, script_world
 from dtrain.launch.arguments import points, prepare_arguments, script_overrides
 from dtrain.runs.protocol import SCRIPT_TYPED
 from tests.launch.test_local import listen_to_signals
 from tests.patience import patience, until
-from tests.world import ROOT
+from tests.world import ROOT, spawn
 
 PLAIN = """
 import os, sys, time
@@ -51,6 +53,16 @@ while count < int(sys.argv[1]):
         path.write_text(json.dumps(count))
         script.exit_stopped()
     time.sleep(0.05)
+"""
+
+
+# a shell script without exec; its child has a session of its own, and a child
+SHELL = """#!/bin/sh
+echo begins
+setsid sh -c 'sleep 987 & echo $! > grandchild; wait' &
+echo $! > child
+wait
+echo ends
 """
 
 
@@ -134,6 +146,45 @@ def test_a_program_that_knows_nothing_gets_the_signal(here: Path) -> None:
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=patience(60))
     assert process.returncode == 75 and "ended with SIGTERM after a stop request" in log.read_text(), output
+
+
+@pytest.mark.parametrize("victim", ["rank", "its child"])
+def test_a_killed_rank_leaves_no_process_behind(victim: str, here: Path) -> None:
+    (here / "run.sh").write_text(SHELL)
+    (here / "run.sh").chmod(0o755)
+    process = launch(here, "script=run.sh", "cluster.processes=1", "run_dir=run")
+    until(lambda: (here / "grandchild").exists() and (here / "grandchild").read_text(), "the shell's children", 60)
+    rank = next(p for p in psutil.process_iter(["cmdline"]) if is_rank(p.info["cmdline"] or [], here / "run"))
+    left = [rank, *rank.children(recursive=True)]
+    assert int((here / "grandchild").read_text()) in [p.pid for p in left] and len(left) > 4
+    (rank if victim == "rank" else rank.children()[0]).kill()
+    output, _ = process.communicate(timeout=patience(60))
+    assert process.returncode == 3 and "SIGKILL" in output
+    until(lambda: not any(p.is_running() and p.status() != "zombie" for p in left), "all processes gone", 20)
+
+
+def is_rank(words: list[str], run_dir: Path) -> bool:
+    return words[-2:] == ["dtrain.launch.script_rank", str(run_dir)] and "torch.distributed.run" not in words
+
+
+def test_a_failed_save_after_a_stop_request_is_a_failure(here: Path) -> None:
+    (here / "part.py").write_text(TAKES_PART.replace("path.write_text(", "raise OSError('no space left') #"))
+    process = launch(here, "script=part.py", "script_args=600", "cluster.processes=1", "run_dir=run")
+    metrics = here / "run/metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.read_text(), "a step", 60)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=patience(60))
+    assert process.returncode == 3 and "OSError" in output and "no space left" in output
+
+
+def test_a_progress_bar_is_shown_now_and_then(here: Path) -> None:
+    (here / "bar.py").write_text(
+        "import time\nprint('begins')\n"
+        "for i in range(100): print(f'\\r{i}% |###', end='', flush=True); time.sleep(0.03)\nprint('\\rall of it')\n"
+    )
+    code, output = run(here, "script=bar.py", "cluster.processes=1", "run_dir=run")
+    texts = [line for line in output.splitlines() if line.endswith("% |###")]
+    assert code == 0 and 1 <= len(texts) <= 5 and "all of it" in output.splitlines(), output
 
 
 def test_a_sweep_over_arguments(here: Path) -> None:
@@ -232,6 +283,33 @@ def test_short_forms(tmp_path: Path) -> None:
 def test_a_hostile_name_is_not_offered(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("script:\n  path: 'x; rm -rf ~'\n")
     assert program(tmp_path) == []
+
+
+# ---- stops ---------------------------------------------------------------------------------------------------
+
+
+def ask(run_dir: Path, calls: int, stop_at: int) -> None:
+    """One rank of a program: quick calls, then slow ones; rank 1 alone sees the request. Writes when it stopped."""
+    import torch.distributed as dist
+
+    rank, sent = dist.get_rank(), []
+    all_reduce = dist.all_reduce
+    dist.all_reduce = lambda *words: (sent.append(1), all_reduce(*words))
+    os.environ |= {"DTRAIN_RUN_DIR": str(run_dir)}
+    for call in range(1, calls + 1):
+        if rank == 1 and call == stop_at:
+            (run_dir / "stop").touch()
+        if script.stop_requested():
+            (run_dir / f"stopped-{rank}").write_text(f"{call} {len(sent)}")
+            return
+    (run_dir / f"stopped-{rank}").write_text("never")
+
+
+def test_ranks_stop_after_the_same_call_and_vote_seldom(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    spawn(2, ask, tmp_path, 200, 100)
+    (call, votes), other = ((tmp_path / f"stopped-{rank}").read_text().split() for rank in (0, 1))
+    assert [call, votes] == other and 100 <= int(call) <= 120 and int(votes) < 40
 
 
 # ---- worlds --------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from dtrain.cli import main
 from dtrain.config.run_file import load, save
 from dtrain.launch import slurm_job, srun
 from dtrain.launch.app import wait_for_node_0
+from dtrain.launch.script_rank import newest_save
 from dtrain.runs import memory
 from dtrain.runs.folder import note_attempt
 from dtrain.runs.protocol import CANCELLED_FILE, free_port
@@ -568,6 +569,17 @@ def test_a_restart_inside_of_a_job_is_no_idle_start(tmp_path: Path) -> None:
     assert slurm_job.idle_starts(tmp_path) == 1
     note_attempt(tmp_path, "start", job_id="7")
     assert slurm_job.idle_starts(tmp_path) == 2
+
+
+def test_a_start_after_a_program_has_saved_is_not_idle(tmp_path: Path) -> None:
+    """A program that uses dtrain.script saves into RUN/checkpoints what it likes."""
+    folder = tmp_path / "checkpoints" / "last"
+    for has_saved, idle in ((False, 1), (False, 2), (True, 1), (False, 2)):
+        if has_saved:
+            folder.mkdir(parents=True)
+            (folder / "model.pt").touch()
+        note_attempt(tmp_path, "start", job_id="7", saved=newest_save(tmp_path))
+        assert slurm_job.idle_starts(tmp_path) == idle
 
 
 def test_the_port_of_rank_0_is_not_one_for_outgoing_connections() -> None:

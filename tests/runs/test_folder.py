@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.runs.folder import Tail, last_lines
+from dtrain.runs.folder import LogTail, Tail, last_lines, shown
 
 
 def test_tail_reads_each_whole_line_once(tmp_path: Path) -> None:
@@ -74,3 +74,30 @@ def test_last_lines_are_whole(tmp_path: Path) -> None:
     path.write_bytes(b"first\nsecond\nthird")
     assert last_lines(path) == [b"first", b"second", b"third"], "the last one may still be being written"
     assert last_lines(path, 12) == [b"third"] and last_lines(path, 3) == []
+
+
+@pytest.mark.parametrize("data, lines", [
+    (b"", []),
+    (b"a\nb", [b"a", b"b"]),
+    (b"a\r\nb\r\n", [b"a", b"b"]),
+    (b"\r 1%\r 2%\r100%\nnext\n", [b"100%", b"next"]),
+    (b"1%\r2%\r", [b"2%"]),
+])  # fmt: skip
+def test_overwritten_text_is_not_shown(data: bytes, lines: list[bytes]) -> None:
+    assert shown(data) == lines
+
+
+def test_a_progress_bar_appears_before_its_line_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    path.write_bytes(b"begins\nan unfinished")
+    tail = LogTail(path)
+    assert tail.read() == ([b"begins"], False)
+    with open(path, "ab", buffering=0) as file:
+        file.write(b" line\n\r 1%\r 2%")
+        assert tail.read()[0] == [b"an unfinished line", b"2%"]
+        file.write(b"\r 3%")
+        assert tail.read()[0] == [], "not again so soon"
+        tail.due = 0
+        assert tail.read()[0] == [b"3%"]
+        file.write(b"\r 4%\nends\n")
+        assert tail.read()[0] == [b" 4%", b"ends"]
