@@ -1,6 +1,6 @@
 """What do ASHA and PBT find, and for how many steps? A small convolutional net on the handwritten digits.
 
-    python benchmarks/search.py [--seeds 5] [--json benchmarks/results/search-cpu.json] [--picture docs/pictures/lineage.svg]
+    python benchmarks/search.py [--json benchmarks/results/search-cpu.json] [--picture docs/pictures/lineage.svg]
 
 asha: a sweep trains each of 9 learning rates to the end; `algorithm=asha` has the same 9 points. Does it end within one
 grid step of the sweep's best, at how much of the sweep's steps? Once for each seed of the weights, the data order and
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 import uuid
@@ -22,20 +23,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from throughput import environment
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
 
-from dtrain.commands.search.driver import Driver, num_steps
-from dtrain.commands.search.request import algorithm, read_request
-from dtrain.commands.search.trials import Trials
-from dtrain.commands.verify.world import World, train_rank
-from dtrain.config.run_file import save
-from dtrain.launch.app import resolve
-from dtrain.launch.arguments import prepare_arguments
-from dtrain.launch.compose import hydra_config
-from dtrain.report.lineage import lineage_svg
-from dtrain.runs.folder import read_summary, write_json
-from dtrain.runs.metrics import rows
-from dtrain.runs.search_journal import read_journal
+from benchmarks.throughput import environment  # noqa: E402
+from dtrain.commands.search.driver import Driver, num_steps  # noqa: E402
+from dtrain.commands.search.request import algorithm, read_request  # noqa: E402
+from dtrain.commands.search.trials import Trials  # noqa: E402
+from dtrain.commands.verify.world import World, train_rank  # noqa: E402
+from dtrain.config.run_file import save  # noqa: E402
+from dtrain.launch.app import resolve  # noqa: E402
+from dtrain.launch.arguments import prepare_arguments  # noqa: E402
+from dtrain.launch.compose import hydra_config  # noqa: E402
+from dtrain.report.lineage import lineage_svg  # noqa: E402
+from dtrain.runs.folder import read_summary, write_json  # noqa: E402
+from dtrain.runs.metrics import rows  # noqa: E402
+from dtrain.runs.search_journal import read_journal  # noqa: E402
 
 COMMON = [
     "model=convnet", "model.width=4", "model.image_size=8", "data=digits", "train.global_batch_size=32",
