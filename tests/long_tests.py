@@ -141,6 +141,9 @@ LONG: dict[str, tuple[str, ...]] = {
     "commands/verify/test_command.py::test_ctrl_c_ends_quietly_and_takes_the_ranks_along": ("True-2",),
     "commands/search/test_optuna_search.py::test_a_point_that_is_refused_is_a_trial_that_came_to_nothing": (),
     "commands/search/test_optuna_search.py::test_the_same_command_goes_on_with_the_study": (),
+    # the same driver on forked ranks, without the launcher, is in the same file
+    "commands/search/test_driver.py::test_killing_the_search_ten_times_changes_nothing": (),
+    "commands/search/test_driver.py::test_asha_on_slurm": (),
     "commands/search/test_optuna_search.py::test_on_slurm_it_goes_on_without_the_terminal": (),
     "test_nfs.py::test_two_ranks_save_and_resume": (),
     # launches: torchrun and its ranks import torch anew each time
