@@ -6,7 +6,8 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-from dtrain.util.format import as_dict, finite
+from dtrain.config.redaction import hide
+from dtrain.util.format import as_dict, clean, finite
 
 Event = dict[str, Any]
 WIDE, LEFT, RIGHT, TOP, ROW, BOTTOM = 860, 74, 130, 16, 44, 36  # pixels
@@ -20,6 +21,8 @@ def lineage_svg(events: Sequence[Event]) -> str:
     Returns "" if there is nothing to draw. Only shapes, classes and escaped text: it can stand in any page.
     """
     events = [e for e in events[:MOST_EVENTS] if is_sound(e)]
+    known = {e["trial"] for e in events}
+    events = [e for e in events if e["event"] != "exploit" or e["donor"] in known]
     trains = [e for e in events if e["event"] == "train"]
     if not any(e["event"] == "exploit" for e in events) or not trains:
         return ""
@@ -51,11 +54,11 @@ def lineage_svg(events: Sequence[Event]) -> str:
             label = f"step {steps}: member {trial} copies member {e['donor']}, then {values_text(e.get('values'))}"
             px, top, end = x(steps), y(e["donor"]), y(trial)
             sign = 1 if end > top else -1
-            path = f"M{px} {top}C{px + 14} {top + 8 * sign} {px + 14} {end - 14 * sign} {px + 1} {end - 5 * sign}"
-            head = f"M{px - 3} {end - 9 * sign}L{px + 1} {end - 3 * sign}L{px + 7} {end - 8 * sign}"
+            path = f"M{px} {top}C{px + 14} {top + 8 * sign} {px + 14} {end - 20 * sign} {px + 3} {end - 9 * sign}"
+            head = f"{px - 1},{end - 11 * sign} {px + 8},{end - 11 * sign} {px + 1},{end - 3 * sign}"
             arrows.append(
-                f'<path d="{path}{head}" fill="none" stroke="{color}" stroke-width="1.6">'
-                f"<title>{html.escape(label)}</title></path>"
+                f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.6"><title>{html.escape(label)}</title>'
+                f'</path><polygon points="{head}" fill="{color}"/>'
             )
             dots.append(f'<circle cx="{px}" cy="{end}" r="4" fill="{color}"/>')
     for trial in range(count):
@@ -83,7 +86,8 @@ def text(x: float, y: float, words: str, anchor: str = "start") -> str:
 def values_text(values: Any) -> str:
     """Return settings as text; of a file that may come from someone else, so nothing is taken for granted."""
     items = list(as_dict(values).items())[:20]
-    return ", ".join(f"{str(k)[:60]}={v:.4g}" if isinstance(v, float) else f"{k}={v!s:.60}" for k, v in items)
+    texts = [(str(k)[:60], f"{v:.4g}" if isinstance(v, float) else str(v)[:60]) for k, v in items]
+    return hide(clean(", ".join(f"{key}={value}" for key, value in texts)))
 
 
 def is_sound(event: Event) -> bool:
