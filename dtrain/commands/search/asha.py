@@ -59,10 +59,11 @@ class Asha:
         return self.trials if points is None else min(self.trials, len(points))
 
     def points(self) -> list[Values] | None:
-        return grid(self.space, generator(self.seed, "grid"))
+        """Return the trials of a search over a grid, each combination once; None if trials are drawn."""
+        return None if self.is_bohb else grid(self.space, generator(self.seed, "grid"))
 
     def values(self, trial: int, events: Sequence[Event]) -> Values:
-        """Draw the settings of a new trial; each point of a grid is tried once."""
+        """Return the settings of a new trial."""
         points = self.points()
         if points is not None:
             return points[trial]

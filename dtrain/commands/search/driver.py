@@ -46,9 +46,9 @@ class Driver:
                 if not self.trials.num_launchers():
                     print("stopped; the same command resumes it", flush=True)
                     return PREEMPTED
-            elif len(training) < self.parallel and (event := self.algorithm.next_event(self.journal.events)):
-                self.journal.append(event)
-                self._carry_out(event)
+            elif len(training) < self.parallel and (decided := self.algorithm.next_event(self.journal.events)):
+                self.journal.append(decided)
+                self._carry_out(decided)
                 continue
             elif not training:
                 return self._end()

@@ -117,7 +117,7 @@ def move(value: Value, found: Any, rng: random.Random, factors: Sequence[float])
     factor = rng.choice(factors)
     if hasattr(found, "choices"):
         place = found.choices.index(value) + (1 if factor > 1 else -1)
-        return found.choices[min(max(place, 0), len(found.choices) - 1)]  # type: ignore[no-any-return]
+        return found.choices[min(max(place, 0), len(found.choices) - 1)]
     assert isinstance(value, (int, float))
     moved = fit(found, value * factor)
     if moved == value and found.step:

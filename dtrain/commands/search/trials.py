@@ -37,8 +37,9 @@ class Trials:
     def launch(self, run_dir: Path, values: Sequence[str], more: Sequence[str] = (), may_differ: str = "") -> None:
         """Start a run with these values, or resume it. may_differ: names of settings that a resume may change."""
         if (run_dir / "launch.json").exists():
-            # the run folder has all settings, except for code and trust, which must be typed again
-            typed = [w for w in self.fixed if w.startswith(("trust=", *(f"cluster.{name}" for name in CODE)))]
+            # the run folder has all settings, except for code, trust and trackers' servers, which must be typed again
+            again = ("trust=", "logger.", *(f"cluster.{name}" for name in CODE))
+            typed = [word for word in self.fixed if word.startswith(again)]
             changed = [*values, f"resume_allow=[{may_differ}]"] if may_differ else []
             overrides = [*typed, *changed, f"resume={run_dir}", *more]
         else:
