@@ -97,17 +97,16 @@ class Driver:
                 print(f"trial {trial}: {self.metric} {value:.6g} at step {event['steps']}", flush=True)
                 return None
             status = f"its summary has no {self.metric}"
+        elif self.trials.stopped:  # it has saved, or had not begun: the same command resumes it
+            return None
         elif code is None and (status != "failed" or not record.launches):  # of an earlier process of this search
-            if not self.trials.stopped:
-                self._train(event)
+            self._train(event)
             return None
         elif code == BAD_CONFIG:  # its message is on the screen
             if not sweeps.points(self.folder):
                 return BAD_CONFIG  # no trial was accepted yet: the next one would fail alike
             status = "refused"
         elif status == "cancelled" or code == PREEMPTED:
-            if self.trials.stopped:
-                return None
             print(f"trial {trial} was {status}, so the search ends; the same command resumes it", flush=True)
             return PREEMPTED
         self._result(event, None, status)

@@ -104,9 +104,9 @@ class Search:
             else:
                 self.study.tell(number, state=TrialState.FAIL)
                 print(f"trial {number}: its summary has no {self.options['metric']}", flush=True)
+        elif self.trials.stopped:  # it has saved, or had not begun
+            return None
         elif status == "cancelled" or code == PREEMPTED:
-            if self.trials.stopped:
-                return None
             print(f"trial {number} was {status}, so the search ends; the same command resumes it", flush=True)
             return PREEMPTED
         else:  # failed, died, or interrupted and no longer queued

@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,8 +23,9 @@ from dtrain import start
 from dtrain.cli import main
 from dtrain.commands.search.driver import Driver
 from dtrain.commands.search.fork import fork
-from dtrain.commands.search.request import read_request
+from dtrain.commands.search.request import algorithm, read_request
 from dtrain.commands.search.trials import Trials
+from dtrain.runs.protocol import PREEMPTED
 from dtrain.runs.search_journal import JOURNAL, Journal, read_journal
 from tests import slurm
 from tests.patience import patience, until
@@ -151,6 +153,26 @@ def test_a_launcher_is_known_to_the_next_process(tmp_path: Path, monkeypatch: py
         first.processes[run_dir].kill()
         first.processes[run_dir].wait()
     assert not first.has_launcher(run_dir) and not second.has_launcher(run_dir) and second.num_launchers() == 0
+
+
+def test_a_stop_before_a_trial_has_begun_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher is ended by the signal while it imports: the trial has no result, and is started again."""
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(start, "command", lambda module: sleep)
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in handled}
+    timer = threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM))
+    request = read_request(ASHA)
+    driver = Driver(tmp_path, request, algorithm(request))
+    monkeypatch.setattr(driver.trials, "pause", lambda: time.sleep(0.05))
+    try:
+        timer.start()
+        assert driver.run() == PREEMPTED
+    finally:
+        timer.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert [e["event"] for e in read_journal(tmp_path)] == ["train"]
 
 
 @pytest.mark.parametrize(
