@@ -10,7 +10,7 @@ from dtrain.config.redaction import hide
 from dtrain.util.format import as_dict, clean, finite
 
 Event = dict[str, Any]
-WIDE, LEFT, RIGHT, TOP, ROW, BOTTOM = 860, 74, 130, 16, 44, 36  # pixels
+WIDE, LEFT, RIGHT, TOP, ROW, BOTTOM = 860, 84, 80, 16, 44, 36  # pixels
 COLORS = ("#2f6bd6", "#d9622b", "#16906a", "#b0449c", "#9a7200", "#5b50d6", "#0e8fa6", "#c53b47", "#6d7682", "#6f8a14")
 MOST_EVENTS = 20_000  # of a file that may come from someone else
 
