@@ -8,7 +8,6 @@ import shutil
 import uuid
 from pathlib import Path
 
-from dtrain.checkpoint import manifest
 from dtrain.runs.folder import write_json
 
 
@@ -19,6 +18,8 @@ def fork(donor: Path, steps: int, target: Path) -> None:
     tensors are hard links where the file system has them: a checkpoint is never written to again. The folder appears
     whole, by one rename, so it can be made again after a kill at any time.
     """
+    from dtrain.checkpoint import manifest  # imports numpy, which no other search needs
+
     if target.exists():
         return
     unfinished, name = target.with_name(f".{target.name}"), f"step-{steps:08d}"

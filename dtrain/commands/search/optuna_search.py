@@ -10,11 +10,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import optuna
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
-from optuna.trial import TrialState
-
 from dtrain.commands.search.asha import run_name
 from dtrain.commands.search.driver import MANY
 from dtrain.commands.search.request import Request
@@ -29,6 +24,10 @@ from dtrain.util.format import shell_path
 
 class Search:
     def __init__(self, folder: Path, request: Request) -> None:
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.folder, self.options = folder, request.options
         self.study = optuna.create_study(
@@ -42,6 +41,8 @@ class Search:
         self.trials = Trials(folder, request.fixed)
 
     def run(self) -> int:
+        from optuna.trial import TrialState
+
         for trial in self.study.get_trials(states=[TrialState.RUNNING]):  # from an earlier driver process
             run_dir = self._run_dir(trial.number)
             record = self.trials.look([run_dir])[0]
@@ -86,6 +87,8 @@ class Search:
 
     def _settle(self, number: int, record: Record) -> int | None:
         """Report a finished trial's result to the study. Returns an exit code if the whole search must end."""
+        from optuna.trial import TrialState
+
         if self.trials.has_launcher(record.run_dir):
             return None
         run_dir, status, code = record.run_dir, record.status, self.trials.exit_code(record.run_dir)
