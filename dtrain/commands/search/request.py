@@ -144,16 +144,15 @@ def algorithm(request: Request) -> Asha | Pbt:
         if word.startswith(("run_dir=", "resume=", "resume_allow=", "train.stop_after=")):
             key, _, value = word.partition("=")
             raise bad(key, value, f"is set by algorithm={name} for each run", "leave it out")
-    for key, found in space.items():
+    for override in request.space:
+        key, value = str(override.key_or_group), override.get_value_string()
         if key in ("train.steps", "train.stop_after"):
             rule = f"algorithm={name} pauses trials by steps, so all of them need the same number"
-            raise bad(key, request.options.get(key, "…"), rule, f"{key}=N, or algorithm=optuna")
+            raise bad(key, value, rule, f"{key}=N, or algorithm=optuna")
         if name == "pbt" and not CHANGEABLE.fullmatch(key):
             rule = "algorithm=pbt changes settings in the middle of a run, and this one cannot change there"
             fix = "vary optim.*, schedule.*, train.max_grad_norm or model.dropout; or algorithm=asha"
-            raise bad(key, "…", rule, fix)
-        if name == "pbt" and len(getattr(found, "choices", ())) == 1:
-            raise bad(key, "…", "has one value only", f"{key}=interval(LOW,HIGH)")
+            raise bad(key, value, rule, fix)
     config = compose([*request.fixed, *overrides_of(draw(space, generator(options["seed"])))])
     steps = config["train"]["steps"]
     if options["metric"].startswith("val_") and not config["train"]["eval_batches"]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from dtrain import start
 from dtrain.config.files import CODE
 from dtrain.runs import record as records
+from dtrain.runs.folder import look_again
 from dtrain.runs.protocol import STOP_FILE
 
 LOCAL_S, QUEUE_S = 0.5, 5.0  # how often to check trials on this machine, and in a queue
@@ -25,7 +26,7 @@ class Trials:
     """Launches runs by `dtrain launch`, each in a process: on this machine for the whole run, on SLURM to submit it.
 
     A launcher inherits a lock, which the kernel frees when the launcher ends. So a search that replaces a killed one
-    knows whether a run still has a launcher, even if that was killed before the run folder existed.
+    knows whether a run still has a launcher, even if the search was killed before the run folder existed.
     """
 
     def __init__(self, folder: Path, fixed: Sequence[str]) -> None:
@@ -36,6 +37,8 @@ class Trials:
 
     def launch(self, run_dir: Path, values: Sequence[str], more: Sequence[str] = (), may_differ: str = "") -> None:
         """Start a run with these values, or resume it. may_differ: names of settings that a resume may change."""
+        if run_dir.exists():
+            look_again(run_dir)  # it may have been written on another node
         if (run_dir / "launch.json").exists():
             # the run folder has all settings, except for code, trust and trackers' servers, which must be typed again
             again = ("trust=", "logger.", *(f"cluster.{name}" for name in CODE))
@@ -51,6 +54,8 @@ class Trials:
             self.processes[run_dir] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True, pass_fds=[lock]
             )
+        if self.stopped:  # by a signal that came since the decision to launch it
+            self.processes[run_dir].terminate()
 
     @contextmanager
     def _locked(self, run_dir: Path) -> Iterator[int]:
