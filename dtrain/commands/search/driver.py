@@ -87,8 +87,8 @@ class Driver:
 
     def _settle(self, event: Event, record: Record) -> int | None:
         trial, run_dir, status = event["trial"], record.run_dir, record.status
-        if record.job_id is not None and record.is_live:
-            return None
+        if record.job_id is not None and not (record.job and record.job.ended):
+            return None  # in SLURM's queue, and its files may still be those of its previous training
         summary, code = read_summary(run_dir), self.trials.exit_code(run_dir)
         if status == "done" and summary.get("steps", 0) >= event["steps"]:
             value = summary.get(self.metric)
