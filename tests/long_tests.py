@@ -144,6 +144,7 @@ LONG: dict[str, tuple[str, ...]] = {
     # the same driver on forked ranks, without the launcher, is in the same file
     "commands/search/test_driver.py::test_killing_the_search_ten_times_changes_nothing": (),
     "commands/search/test_driver.py::test_asha_on_slurm": (),
+    "commands/search/test_driver.py::test_asha_on_ray": (),
     "commands/search/test_optuna_search.py::test_on_slurm_it_goes_on_without_the_terminal": (),
     "test_nfs.py::test_two_ranks_save_and_resume": (),
     # launches: torchrun and its ranks import torch anew each time

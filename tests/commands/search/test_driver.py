@@ -278,3 +278,12 @@ def test_asha_on_slurm(tmp_path: Path, cluster: slurm.Cluster) -> None:
     assert Counter(e["steps"] for e in of_kind(events, "train")) == {2: 3, 6: 1}
     assert len(of_kind(events, "result")) == 4 and all(e["value"] is not None for e in of_kind(events, "result"))
     assert summary(folder / of_kind(events, "train")[-1]["run"])["start_step"] == 2
+
+
+def test_asha_on_ray(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="ray is not installed")
+    folder = tmp_path / "search"
+    assert begin(folder, [*ASHA, "cluster=ray"]).wait(patience(300)) == 0, (tmp_path / "search.log").read_text()
+    events = read_journal(folder)
+    assert Counter(e["steps"] for e in of_kind(events, "train")) == {2: 3, 6: 1}
+    assert summary(folder / of_kind(events, "train")[-1]["run"])["start_step"] == 2
