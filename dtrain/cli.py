@@ -15,7 +15,7 @@ USAGE = """usage: dtrain COMMAND ...
   launch …                     train: the same as `python launch.py …` (dtrain launch --help)
   plan model=… cluster=…       will it fit, how fast, what does it cost, which strategy (dtrain plan --help)
   verify [strategies=…]        check here that every strategy computes the same as one process
-  search SETTING=SPACE …       look for the best settings with optuna (dtrain search --help)
+  search SETTING=SPACE …       look for the best settings: optuna, ASHA, PBT (dtrain search --help)
   runs [RUN …|SWEEP]           list runs, or compare them; a sweep's table
   watch [RUN|SWEEP]            follow it live: curve, speed against the plan, ranks, GPUs, queue, log
   status RUN                   one run: its job, progress, attempts, and the next command
@@ -48,7 +48,7 @@ COMMANDS = {
     "launch": "dtrain.launch.app",
     "plan": "dtrain.commands.plan.command",
     "verify": "dtrain.commands.verify.command",
-    "search": "dtrain.commands.search",
+    "search": "dtrain.commands.search.command",
     "runs": "dtrain.commands.runs",
     "watch": "dtrain.commands.watch",
     "status": "dtrain.commands.status",

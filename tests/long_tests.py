@@ -139,9 +139,13 @@ LONG: dict[str, tuple[str, ...]] = {
         "strategy0-rank 0: RuntimeError: no such wire",
     ),
     "commands/verify/test_command.py::test_ctrl_c_ends_quietly_and_takes_the_ranks_along": ("True-2",),
-    "commands/test_search.py::test_a_point_that_is_refused_is_a_trial_that_came_to_nothing": (),
-    "commands/test_search.py::test_the_same_command_goes_on_with_the_study": (),
-    "commands/test_search.py::test_on_slurm_it_goes_on_without_the_terminal": (),
+    "commands/search/test_optuna_search.py::test_a_point_that_is_refused_is_a_trial_that_came_to_nothing": (),
+    "commands/search/test_optuna_search.py::test_the_same_command_goes_on_with_the_study": (),
+    # the same driver on forked ranks, without the launcher, is in the same file
+    "commands/search/test_driver.py::test_killing_the_search_ten_times_changes_nothing": (),
+    "commands/search/test_driver.py::test_asha_on_slurm": (),
+    "commands/search/test_driver.py::test_asha_on_ray": (),
+    "commands/search/test_optuna_search.py::test_on_slurm_it_goes_on_without_the_terminal": (),
     "test_nfs.py::test_two_ranks_save_and_resume": (),
     # launches: torchrun and its ranks import torch anew each time
     "launch/test_local.py::test_a_signal_saves_at_the_step_boundary_and_ends_with_75": ("15",),

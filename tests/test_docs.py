@@ -24,7 +24,8 @@ import pytest
 import yaml
 
 from dtrain import cli
-from dtrain.commands import comm, search
+from dtrain.commands import comm
+from dtrain.commands.search.request import algorithm, read_request
 from dtrain.commands.verify import command as verify
 from dtrain.config import schema
 from dtrain.config.files import CONF, GROUPS, flatten, known_settings, options_of, read_yaml, section, yaml_loader
@@ -329,8 +330,12 @@ def check(command: Command) -> int:
         compose(comm.read_options(argv[1:]).overrides)
         return 0
     if name == "search":
-        request = search.read_request(argv)
+        if "--help" in argv:
+            return 0
+        request = read_request(argv)
         compose(request.fixed)
+        if request.options["algorithm"] != "optuna":
+            algorithm(request)
         for override in request.space:
             assert override.key_or_group in known_settings(), override.key_or_group
         return 0

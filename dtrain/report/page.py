@@ -23,8 +23,10 @@ from typing import Any
 from dtrain import __version__
 from dtrain.config.redaction import HIDDEN, SECRET, hidden, hide
 from dtrain.config.run_file import flat_config
+from dtrain.report.lineage import lineage_svg
 from dtrain.report.run_data import run_data
 from dtrain.runs.record import load
+from dtrain.runs.search_journal import read_journal
 from dtrain.util.format import clean, finite
 
 FILES = Path(__file__).parent / "html"
@@ -85,7 +87,7 @@ def setting(key: str, value: Any) -> Any:
     return str(value)[:LONGEST_VALUE]
 
 
-def render(data: dict[str, Any], title: str) -> str:
+def render(data: dict[str, Any], title: str, lineage: str = "") -> str:
     """Return the page: template, style, script and data in one text."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     packed = base64.b64encode(zlib.compress(text.encode())).decode()
@@ -95,6 +97,7 @@ def render(data: dict[str, Any], title: str) -> str:
     policy += "form-action 'none'"
     page = (FILES / "page.html").read_text(encoding="utf-8")
     parts = {"policy": policy, "title": html.escape(title), "style": style, "data": packed, "script": script}
+    parts["lineage"] = lineage
     return re.sub(r"\[\[(\w+)\]\]", lambda found: parts[found[1]], page)  # one pass: what is put in is not searched
 
 
@@ -104,7 +107,9 @@ def digest(text: str) -> str:
 
 def write(run_dirs: Sequence[Path], file: Path, title: str) -> int:
     """Write the page; return its size in bytes."""
-    data = render(collect(run_dirs), title).encode()
+    searches = {Path(run_dir).parent for run_dir in run_dirs}  # one search, or runs that have no search in common
+    lineage = lineage_svg(read_journal(searches.pop())) if len(searches) == 1 and len(run_dirs) > 1 else ""
+    data = render(collect(run_dirs), title, lineage).encode()
     replace(file, data)
     return len(data)
 

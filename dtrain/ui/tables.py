@@ -12,10 +12,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain.runs.folder import last_launch, read_json
+from dtrain.runs.folder import read_json
 from dtrain.runs.record import ERRORS, RESULTS, load
 from dtrain.ui.console import say, stdout_console
-from dtrain.util.format import clean, duration, gib, loss_text, number, percent, short_path, si
+from dtrain.util.format import as_dict, clean, duration, gib, loss_text, number, percent, short_path, si
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -235,7 +235,8 @@ def point(run_dir: Path) -> tuple[float, str]:
 def print_points(runs: list[dict[str, Any]], console: Console) -> None:
     dirs = [Path(run["path"]) for run in runs]
     overrides = [_overrides(d) for d in dirs]
-    shared = set.intersection(*map(set, overrides)) if len(dirs) > 1 else set()
+    whole = [set(words) for d, words in zip(dirs, overrides, strict=True) if not is_fork(d)]
+    shared = set.intersection(*whole) if len(whole) > 1 else set()
     key = "val_loss" if any(_finite(run["val_loss"]) for run in runs) else "train_loss"
     ranked = [i for i, run in enumerate(runs) if _finite(run[key])]
     best = min(ranked, key=lambda i: runs[i][key]) if ranked else None
@@ -263,10 +264,22 @@ def say_problem(problem: str, console: Console) -> None:
         say(console, (f"SLURM did not answer, so this is from the run folders only: {problem}", "yellow"))
 
 
+def is_fork(run_dir: Path) -> bool:
+    """Return whether a search made the run from another one's checkpoint."""
+    return "forked_from" in read_json(run_dir / "launch.json")
+
+
 def _overrides(run_dir: Path) -> list[str]:
+    """Return what the run was first launched with, as far as it says something: a resume names only what changed."""
     launch = read_json(run_dir / "launch.json")
-    found = launch.get("overrides") or last_launch(launch).get("overrides")
-    return [str(o) for o in found] if isinstance(found, list) else [re.sub(r"^\d+-", "", run_dir.name)]
+    launches = launch.get("launches")
+    found = as_dict(launches[0] if isinstance(launches, list) and launches else launch).get("overrides")
+    name = re.sub(r"^\d+-", "", run_dir.name)
+    if not isinstance(found, list):
+        return [name]
+    ours = ("run_dir=", "resume=", "resume_allow=", "recipe=as-run")
+    told = [str(o) for o in found if not str(o).startswith(ours)]
+    return [name, *(o for o in told if not o.startswith("train.stop_after="))] if is_fork(run_dir) else told
 
 
 def _finite(value: object) -> bool:

@@ -352,7 +352,7 @@ def test_a_runs_choices_are_names(option: Any, world: World) -> None:
     ],
 )  # fmt: skip
 def test_a_search_space_in_a_recipe_types_no_more_than_a_recipe_may(word: str, world: World, tmp_path: Path) -> None:
-    from dtrain.commands.search import read_request
+    from dtrain.commands.search.request import read_request
 
     file = tmp_path / "theirs.yaml"
     file.write_text(yaml.safe_dump({"search": {"space": [word]}}))

@@ -263,6 +263,14 @@ function showDetails() {
   ].filter(Boolean));
 }
 
+// Of population-based training: drawn by report/lineage.py.
+function lineageSection() {
+  const picture = document.getElementById("lineage-picture").content;
+  if (!picture.firstElementChild) return null;
+  return part("Lineage", "lineage", "who copied whose weights; a colour is the member that they began with",
+    div("scroll panel", picture));
+}
+
 function build() {
   const several = data.runs.length > 1, run = data.runs[0], charts = curveCharts();
   detailsBox = h("div", { id: "details" });
@@ -276,6 +284,7 @@ function build() {
   const sections = [
     data.problem && h("p", { class: "hint" }, "SLURM did not answer, so a state may be old: ", data.problem),
     overview,
+    lineageSection(),
     parallel && parallel.axes.length > 1 && part("Settings and results", "parallel", "", parallel.element),
     h("section", { class: "part", id: "curves" }, div("partbar sticky", h("h2", {}, "Curves"), controls()), grid),
     detailsBox,
@@ -294,7 +303,7 @@ function build() {
 }
 
 const LINKS = [
-  ["overview", "Overview"], ["curves", "Curves"], ["step", "Step"], ["ranks", "Ranks"], ["timeline", "Attempts"],
+  ["overview", "Overview"], ["lineage", "Lineage"], ["curves", "Curves"], ["step", "Step"], ["ranks", "Ranks"], ["timeline", "Attempts"],
   ["system", "System"], ["configuration", "Configuration"], ["commands", "Commands"],
 ];
 

@@ -13,7 +13,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from dtrain.cli import main
-from dtrain.commands.search import distribution, read_request
+from dtrain.commands.search.request import read_request
+from dtrain.commands.search.space import distribution
 from dtrain.config.files import RECIPES
 from tests import slurm
 from tests.patience import patience, until

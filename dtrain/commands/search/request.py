@@ -1,0 +1,211 @@
+"""What a search was asked for: its options, the settings that vary, and those that do not. Typed options win."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from dtrain.commands.search.asha import Asha, rung_steps
+from dtrain.commands.search.pbt import Pbt, boundary_steps
+from dtrain.commands.search.space import distribution, draw, generator, overrides_of
+from dtrain.config.files import CODE, GROUPS, RECIPES
+from dtrain.config.hydra_errors import explain
+from dtrain.config.untrusted import read
+from dtrain.errors import bad
+from dtrain.launch.compose import compose
+
+COMMON = {
+    "algorithm": "optuna", "parallel": "1", "metric": "val_loss", "direction": "minimize", "seed": "0", "dir": "",
+    "detach": "",
+}  # fmt: skip
+OF_ALGORITHM = {  # "": depends on train.steps
+    "optuna": {"trials": "20", "sampler": "tpe"},
+    "asha": {"trials": "20", "factor": "3", "min_steps": ""},
+    "bohb": {"trials": "20", "factor": "3", "min_steps": ""},
+    "pbt": {"population": "4", "every": "", "quantile": "0.25", "factors": "0.8,1.2", "resample": "0.25"},
+}
+AT_LEAST = {"trials": 1, "parallel": 1, "seed": 0, "factor": 2, "min_steps": 1, "population": 2, "every": 1}
+METRICS = (
+    "val_loss", "val_accuracy", "val_top5", "val_perplexity", "train_loss", "tokens_per_s", "mfu", "peak_mem_gib",
+    "wall_s",
+)  # fmt: skip
+# What PBT may change in the middle of a run: the weights, the optimizer's state and the order of the data stay valid.
+CHANGEABLE = re.compile(r"(optim|schedule)\.[a-z]\w*|train\.max_grad_norm|model\.dropout")
+
+
+@dataclass(frozen=True)
+class Request:
+    options: dict[str, str]  # the keys of COMMON and of the algorithm
+    space: list[Override]
+    fixed: list[str]
+
+    @property
+    def sign(self) -> int:
+        return 1 if self.options["direction"] == "minimize" else -1
+
+
+def read_request(argv: Sequence[str]) -> Request:
+    recipe = next((a.partition("=")[2] for a in argv if a.startswith("recipe=")), None)
+    section: Any = {}
+    if recipe:
+        path = Path(recipe).expanduser() if recipe.endswith((".yaml", ".yml")) else RECIPES / f"{recipe}.yaml"
+        if path.is_file():
+            section = recipe_section(path)
+            check_space(path, section)
+    asked = {k: str(v) for k, v in section.items() if k != "space"}
+    overrides = [str(word) for word in section.get("space", [])]
+    known = {key for options in (COMMON, *OF_ALGORITHM.values()) for key in options}
+    typed = {}
+    for word in argv:
+        key, equals, value = word.partition("=")
+        if word.startswith("-") or not equals:
+            raise ValueError(f"{word}: is not understood as key=value\n  fix: dtrain search --help")
+        if key in known:
+            typed[key] = value
+        else:
+            overrides.append(word)
+    options = check_options(asked, typed)
+    # typed overrides win over the recipe's
+    parsed = {o.key_or_group: o for o in parse(overrides)}
+    space = [o for o in parsed.values() if o.is_sweep_override()]
+    if not space:
+        raise bad("search", "", "nothing varies", "e.g. 'optim.lr=tag(log,interval(1e-4,1e-2))'")
+    for override in space:
+        try:
+            distribution(override)
+        except ValueError as error:
+            if "  fix: " in str(error):
+                raise
+            key = override.key_or_group
+            why = f"is not a search space ({str(error).strip().rstrip('.')})"
+            raise bad(
+                key, override.get_value_string(), why, f"{key}=interval(LOW,HIGH), range(FROM,TO) or a,b"
+            ) from error
+    return Request(options, space, [str(o.input_line) for o in parsed.values() if not o.is_sweep_override()])
+
+
+def check_options(asked: dict[str, str], typed: dict[str, str]) -> dict[str, str]:
+    """Return all options of the algorithm. asked: by a recipe, whose options of another algorithm do not count."""
+    algorithm = typed.get("algorithm", asked.get("algorithm", COMMON["algorithm"]))
+    if algorithm not in OF_ALGORITHM:
+        raise bad("algorithm", algorithm, f"must be one of {', '.join(OF_ALGORITHM)}", "algorithm=asha")
+    defaults = COMMON | OF_ALGORITHM[algorithm]
+    if algorithm != asked.get("algorithm", COMMON["algorithm"]):
+        asked = {k: v for k, v in asked.items() if k in defaults or not any(k in o for o in OF_ALGORITHM.values())}
+    for key, value in (asked | typed).items():
+        if key not in defaults:
+            rule = f"is not an option of algorithm={algorithm}" if key in typed else "there is no such setting"
+            raise bad(key if key in typed else f"search.{key}", value, rule, f"use one of {', '.join(defaults)}, space")
+    options = defaults | asked | typed
+    for key in AT_LEAST.keys() & options.keys():
+        value, least = options[key], AT_LEAST[key]
+        if value != defaults[key] and (not value.isdecimal() or int(value) < least):
+            raise bad(key, value, f"must be a whole number, at least {least}", f"{key}={defaults[key] or least}")
+    if options["metric"] not in METRICS:
+        raise bad("metric", options["metric"], "is not in a run's summary", f"metric can be {', '.join(METRICS)}")
+    for key, allowed in (("direction", ("minimize", "maximize")), ("sampler", ("tpe", "random"))):
+        if key in options and options[key] not in allowed:
+            raise bad(key, options[key], f"must be {' or '.join(allowed)}", f"{key}={defaults[key]}")
+    for key, rule, is_good in (
+        ("quantile", "more than 0 and at most 0.5", lambda share: 0 < share <= 0.5),
+        ("resample", "between 0 and 1", lambda share: 0 <= share <= 1),
+    ):
+        if key in options and not is_good(number(key, options[key])):
+            raise bad(key, options[key], f"must be {rule}", f"{key}={defaults[key]}")
+    if "factors" in options and not all(0 < f < math.inf and f != 1 for f in factors(options)):
+        raise bad("factors", options["factors"], "must be positive numbers other than 1", "factors=0.8,1.2")
+    return options
+
+
+def number(key: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise bad(key, text, "must be a number", f"{key}=0.25") from None
+
+
+def factors(options: dict[str, str]) -> tuple[float, ...]:
+    return tuple(number("factors", text) for text in options["factors"].strip("[]").split(","))
+
+
+def algorithm(request: Request) -> Asha | Pbt:
+    """Build ASHA, BOHB or PBT, after checking the request against the settings of the runs."""
+    options, space = request.options, {str(o.key_or_group): distribution(o) for o in request.space}
+    name = options["algorithm"]
+    for word in request.fixed:
+        if word.startswith(("run_dir=", "resume=", "resume_allow=", "train.stop_after=")):
+            key, _, value = word.partition("=")
+            raise bad(key, value, f"is set by algorithm={name} for each run", "leave it out")
+    for override in request.space:
+        key, value = str(override.key_or_group), override.get_value_string()
+        if key in ("train.steps", "train.stop_after"):
+            rule = f"algorithm={name} pauses trials by steps, so all of them need the same number"
+            raise bad(key, value, rule, f"{key}=N, or algorithm=optuna")
+        if name == "pbt" and not CHANGEABLE.fullmatch(key):
+            rule = "algorithm=pbt changes settings in the middle of a run, and this one cannot change there"
+            fix = "vary optim.*, schedule.*, train.max_grad_norm or model.dropout; or algorithm=asha"
+            raise bad(key, value, rule, fix)
+    config = compose([*request.fixed, *overrides_of(draw(space, generator(options["seed"])))])
+    steps = config["train"]["steps"]
+    if options["metric"].startswith("val_") and not config["train"]["eval_batches"]:
+        rule = "the runs do not evaluate (train.eval_batches=0)"
+        raise bad("metric", options["metric"], rule, "train.eval_batches=8, or metric=train_loss")
+    seed, sign = int(options["seed"]), request.sign
+    if name == "pbt":
+        every = int(options["every"] or max(1, steps // 10))
+        if every >= steps:
+            raise bad("every", every, f"must be less than train.steps={steps}", f"every={max(1, steps // 10)}")
+        quantile, resample = float(options["quantile"]), float(options["resample"])
+        boundaries, population = boundary_steps(every, steps), int(options["population"])
+        return Pbt(space, boundaries, population, quantile, factors(options), resample, sign, seed)
+    factor = int(options["factor"])
+    min_steps = int(options["min_steps"] or max(1, steps // factor**2))
+    if min_steps >= steps:
+        rule = f"must be less than train.steps={steps}, which is the last rung"
+        raise bad("min_steps", min_steps, rule, f"min_steps={max(1, steps // factor**2)}")
+    rungs = rung_steps(min_steps, steps, factor)
+    return Asha(space, rungs, factor, int(options["trials"]), sign, seed, is_bohb=name == "bohb")
+
+
+def recipe_section(path: Path) -> Any:
+    try:
+        tree = read(path)
+    except Exception as error:  # yaml errors have many types; each means that the file is not a recipe
+        raise bad("recipe", path, f"cannot be read: {error}", "correct the file") from error
+    return (tree.get("search") or {}) if isinstance(tree, dict) else {}
+
+
+def check_space(path: Path, section: Any) -> None:
+    """Check an untrusted recipe's space, which becomes overrides of the trials: it may set only what a recipe may."""
+    space = section.get("space", []) if isinstance(section, dict) else None
+    if not isinstance(space, list):
+        raise bad("recipe", path, "its `search` must be a section with a list `space`", "dtrain recipes show search-lr")
+    for override in parse([str(word) for word in space]):
+        key, line = str(override.key_or_group), str(override.input_line)
+        if not override.is_sweep_override():
+            raise bad("search.space", line, "must vary", "put a fixed setting into the recipe itself")
+        code = any(key == f"cluster.{name}" or key.startswith(f"cluster.{name}.") for name in CODE)
+        typed = key.startswith(("hydra", "trust", "resume", "recipe", "run_dir"))
+        own = key in GROUPS and "." in line.partition("=")[2]  # my_pkg.Net: typing a name would trust it
+        if code or typed or own or not re.fullmatch(r"[a-z]\w*(\.[a-zA-Z]\w*)*", key) or "${" in line:
+            raise bad(
+                "search.space",
+                line,
+                "code and trust may be given on the command line only",
+                f"give it there: '{key}=…'",
+            )
+
+
+def parse(overrides: list[str]) -> list[Override]:
+    try:
+        return OverridesParser.create().parse_overrides(overrides)
+    except HydraException as error:
+        raise ValueError(explain(error)) from error
