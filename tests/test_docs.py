@@ -78,7 +78,9 @@ def test_a_setting_without_a_meaning_is_named(generate: ModuleType, monkeypatch:
     monkeypatch.setattr(generate, "GROUPS", ["schedule"])
     assert generate.without_meaning() == []
     monkeypatch.setattr(generate, "meaning", lambda group, option, name: "" if name == "min_ratio" else "text")
-    assert generate.without_meaning() == [f"conf/schedule/{option}.yaml: min_ratio" for option in ("cosine", "linear", "polynomial", "wsd")]
+    assert generate.without_meaning() == [
+        f"conf/schedule/{option}.yaml: min_ratio" for option in ("cosine", "linear", "polynomial", "wsd")
+    ]
 
 
 # ---- links ---------------------------------------------------------------------------------------------------

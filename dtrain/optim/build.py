@@ -359,22 +359,41 @@ def of_class(
     return optimizer
 
 
-def is_elementwise(make: MakeOptimizer) -> bool:
-    """Try whether three updates of a matrix's halves are the halves of its updates: only then may ranks hold shards."""
+def check(make: MakeOptimizer, splits_weights: bool) -> None:
+    """Try three updates of a small matrix; refuse an optimizer that a checkpoint or this strategy cannot hold.
+
+    `splits_weights`: ranks hold parts of matrices, so updates of two halves must be the halves of the update.
+    """
+    whole, optimizer = updated(make, parts=1)
+    name = type(optimizer).__name__
+    for slots in optimizer.state.values():
+        for key, value in slots.items():
+            if not isinstance(value, (Tensor, int, float)) or (
+                isinstance(value, Tensor) and value.numel() > 1 and value.shape != whole.shape
+            ):
+                rule = f"its state {key} is neither one number nor shaped like the weight, and is not saved"
+                raise bad("optim", name, rule, "optim=adamw, lion, rmsprop or sgd")
+    if splits_weights and not all(torch.allclose(whole, updated(make, 2, dim)[0], 1e-5, 1e-7) for dim in (0, 1)):
+        rule = "updates whole matrices, and under this strategy a rank holds only a part of each"
+        fix = "strategy=ddp or pipeline, or an optimizer that updates each element by itself"
+        raise bad("optim", name, rule, fix)
+
+
+def updated(make: MakeOptimizer, parts: int, dim: int = 0) -> tuple[Tensor, torch.optim.Optimizer]:
+    """Return a matrix after three updates of its parts, and their optimizer."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(4, 4, generator=generator)
-    gradients = torch.randn(3, 4, 4, generator=generator)
-    results = []
-    for parts in (1, 2):
-        parameters = [nn.Parameter(chunk.clone()) for chunk in weight.chunk(parts)]
-        optimizer = make((str(i), p) for i, p in enumerate(parameters))
-        for gradient in gradients:
-            for p, chunk in zip(parameters, gradient.chunk(parts), strict=True):
-                p.grad = chunk.clone()
-            optimizer.step()
-        results.append(torch.cat([p.detach() for p in parameters]))
-    whole, halves = results
-    return torch.allclose(whole, halves, rtol=1e-5, atol=1e-7)
+    values, *gradients = torch.randn(4, 4, 4, generator=generator)
+    parameters = [nn.Parameter(chunk.clone()) for chunk in values.chunk(parts, dim)]
+    optimizer = make((str(i), p) for i, p in enumerate(parameters))
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    for gradient in gradients:
+        for p, chunk in zip(parameters, gradient.chunk(parts, dim), strict=True):
+            p.grad = chunk.clone()
+        optimizer.step()
+    if settings != [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]:
+        rule = "changes its own settings at each step, and these are not saved"
+        raise bad("optim", type(optimizer).__name__, rule, "an optimizer that keeps its state per weight")
+    return torch.cat([p.detach() for p in parameters], dim), optimizer
 
 
 def grouped(

@@ -1,6 +1,7 @@
 """Learning-rate schedules: pure functions from the step to a share of the peak rate.
 
-`step` counts from 0; warm-up rises linearly and reaches 1 at step `warmup_steps`; the last step's share is `min_ratio`.
+`step` counts from 0; warm-up rises linearly and reaches 1 at step `warmup_steps`.
+Where there is a `min_ratio`, it is the last step's share.
 Schedules are pure, so they have no state to save.
 """
 

@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtrain.checkpoint.initial_weights import Drawn
 from dtrain.comm.compressor import Compressor
 from dtrain.config import mesh
-from dtrain.errors import CheckpointError, bad
+from dtrain.errors import CheckpointError
 from dtrain.kernels import cublaslt
 from dtrain.models import lora
 from dtrain.models.layers import IGNORED
-from dtrain.optim.build import AdamW, is_elementwise
+from dtrain.optim import build as optimizers
+from dtrain.optim.build import AdamW
 from dtrain.optim.precision import Precision
 from dtrain.strategies import lora_base
 from dtrain.strategies.compile import Compile, compile_mode, compile_model
@@ -114,10 +115,7 @@ class Strategy:
         self.base = self.first.fingerprint()  # identifies the frozen base weights of adapters
         self.model = self.wrap(self.module)
         self.optimizer = make_optimizer(self.module.named_parameters())
-        if self.splits_weights() and not is_elementwise(make_optimizer):
-            rule = "updates whole matrices, and under this strategy a rank holds only a part of each"
-            fix = "strategy=ddp or pipeline, or an optimizer that updates each element by itself"
-            raise bad("optim", type(self.optimizer).__name__, rule, fix)
+        optimizers.check(make_optimizer, self.splits_weights())
         if hasattr(self.optimizer, "seed"):  # seeds stochastic rounding, differently for each run
             self.optimizer.seed = getattr(first, "seed", 0)
         if cuda_graphs == "auto" and self.can_be_recorded():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -21,24 +22,29 @@ def merged(counts: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     return everything
 
 
-class FirstValues(dict[str, Any]):
-    """The state of a parameter, which notes the first value of each entry."""
+class Slots(dict[str, Any]):
+    """The state of a parameter, which notes the first value of each entry that is not zero."""
 
     def __init__(self) -> None:
         self.first: dict[str, Any] = {}
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if key not in self:
-            is_zero = isinstance(value, Tensor) and not value.any()
-            self.first[key] = None if is_zero else copy.deepcopy(value)  # a copy of zeros would cost memory
+        if key not in self and not (isinstance(value, Tensor) and not value.any()):
+            self.first[key] = copy.deepcopy(value)
         super().__setitem__(key, value)
 
-    def first_value(self, key: str) -> Any:
-        """Return the entry with its first value; a tensor is the optimizer's own."""
-        value, first = self[key], self.first[key]
+
+def reset(slots: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state with its first values; where they were not noted, with zeros."""
+    first = getattr(slots, "first", {})
+    for key, value in slots.items():
         if not isinstance(value, Tensor):
-            return first
-        return value.zero_() if first is None else value.copy_(first)
+            slots[key] = first.get(key, value)
+        elif key in first:
+            value.copy_(first[key])
+        else:
+            value.zero_()
+    return dict(slots)
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
@@ -56,15 +62,14 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = 0.0
     for p in parameters:
         p.grad = torch.zeros_like(p) if p in missing else None
-    for p in missing:
-        optimizer.state[p] = FirstValues()
+    kept = optimizer.state  # others may hold the same object
+    optimizer.state = defaultdict(Slots, kept)
     optimizer.step()
     for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = gradient
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    for p in missing:  # undo what that step counted
-        slots = optimizer.state[p]
-        optimizer.state[p] = {key: slots.first_value(key) for key in slots}
+    kept |= {p: reset(optimizer.state[p]) for p in missing}  # without what that step counted
+    optimizer.state = kept
     if isinstance(optimizer, AdamW):
         optimizer.forget_sums()

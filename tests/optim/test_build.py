@@ -1,5 +1,6 @@
 """Optimizers: their groups, a user's own class, and the rule that scales the learning rate with the batch."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dtrain.optim.build import AdamW, adamw, factory, is_elementwise, lion, of_class, rmsprop, scaled_lr, sgd
+from dtrain.optim.build import AdamW, adamw, check, factory, lion, of_class, rmsprop, scaled_lr, sgd
+from dtrain.strategies.optimizer_state import init_optimizer_state
 
 rates = st.floats(1e-8, 10)
 batches = st.integers(1, 1 << 20)
@@ -185,20 +187,41 @@ def test_lion_follows_its_formula() -> None:
     assert torch.allclose(p, expected, atol=1e-6) and torch.allclose(optimizer.state[p]["exp_avg"], momentum, atol=1e-6)
 
 
+class PerRow(torch.optim.SGD):
+    """One statistic for each row, as row-wise Adagrad has: halves of rows do not show it, halves of columns do."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data -= group["lr"] * p.grad / p.grad.norm(dim=1, keepdim=True)
+
+
+class Counting(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
 @pytest.mark.parametrize(
-    ("make", "expected"),
+    ("make", "splits_weights", "reason"),
     [
-        (functools.partial(adamw, lr=1e-2, betas=[0.9, 0.95]), True),
-        (functools.partial(sgd, lr=1e-2), True),
-        (functools.partial(lion, lr=1e-2, betas=[0.9, 0.99]), True),
-        (functools.partial(rmsprop, lr=1e-2), True),
-        (functools.partial(of_class, torch.optim.NAdam), True),
-        (functools.partial(of_class, functools.partial(torch.optim.Adafactor, lr=1e-2)), False),
-        (functools.partial(of_class, functools.partial(torch.optim.Muon, lr=1e-2)), False),
+        (functools.partial(adamw, lr=1e-2, betas=[0.9, 0.95]), True, None),
+        (functools.partial(sgd, lr=1e-2), True, None),
+        (functools.partial(lion, lr=1e-2, betas=[0.9, 0.99]), True, None),
+        (functools.partial(rmsprop, lr=1e-2), True, None),
+        (functools.partial(of_class, torch.optim.NAdam), True, None),
+        (functools.partial(of_class, functools.partial(torch.optim.Muon, lr=1e-2)), False, None),
+        (functools.partial(of_class, functools.partial(torch.optim.Muon, lr=1e-2)), True, "updates whole matrices"),
+        (functools.partial(of_class, PerRow), True, "updates whole matrices"),
+        (functools.partial(of_class, functools.partial(torch.optim.Adafactor, lr=1e-2)), False, "neither one number"),
+        (functools.partial(of_class, Counting), False, "changes its own settings"),
     ],
 )
-def test_optimizers_of_whole_matrices_are_known(make: Any, expected: bool) -> None:
-    assert is_elementwise(make) == expected
+def test_what_a_checkpoint_or_a_strategy_cannot_hold_is_refused(
+    make: Any, splits_weights: bool, reason: str | None
+) -> None:
+    with pytest.raises(ValueError, match=reason) if reason else contextlib.nullcontext():
+        check(make, splits_weights)
 
 
 def test_a_class_of_torch_gets_groups_and_its_own_default_rate() -> None:
@@ -212,3 +235,33 @@ def test_a_class_of_torch_gets_groups_and_its_own_default_rate() -> None:
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     with pytest.raises(ValueError, match="needs a closure"):
         factory({"_target_": "torch.optim.LBFGS"}, ["torch.optim"], 64)
+
+
+class Styles(torch.optim.Optimizer):
+    """Creates its state in one of the ways that people use; `k` starts at 1."""
+
+    def __init__(self, params: Any, style: str) -> None:
+        super().__init__(params, {"lr": 0.1, "style": style})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p not in self.state:
+                    new = {"k": torch.ones(()), "m": torch.zeros_like(p)}
+                    if group["style"] == "set":
+                        for key, value in new.items():
+                            self.state[p][key] = value
+                    elif group["style"] == "replace":
+                        self.state[p] = new
+                    else:
+                        self.state[p].update(new)
+                self.state[p]["k"] += 1
+
+
+@pytest.mark.parametrize("style", ["set", "replace", "update"])
+def test_state_that_is_created_early_has_its_first_values(style: str) -> None:
+    p = nn.Parameter(torch.ones(2))
+    optimizer = Styles([p], style)
+    init_optimizer_state(optimizer)
+    assert optimizer.state[p]["k"] == (1 if style == "set" else 0), "zero where the way of creation hides the value"
+    assert type(optimizer.state[p]) is dict and not optimizer.state[p]["m"].any() and p.grad is None
