@@ -218,6 +218,7 @@ def test_list_reads_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
             "running",
         ),
         ({"pid": "dead", "host": HERE, "launches": [{"cluster": {"_target_": "x.local.Local"}}]}, 0, "died"),
+        ({"pid": "dead", "host": HERE, "launches": [{"cluster": {"_target_": "x.ray_cluster.Ray"}}]}, 0, "died"),
         ({}, 0, "running"),
     ],
 )
