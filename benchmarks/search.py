@@ -4,11 +4,11 @@
 
 asha: a sweep trains each of 9 learning rates to the end; `algorithm=asha` has the same 9 points. Does it end within one
 grid step of the sweep's best, at how much of the sweep's steps? Once for each seed of the weights, the data order and
-the order of the points. pbt: 4 members and 8 perturbations, two at a time. Is the first loss of a member that copied the
-donor's next loss to the last bit, and is the result the same with one member at a time?
+the order of the points. pbt: 4 members and 8 perturbations, two at a time. Is the first loss of a member that copied
+the donor's next loss to the last bit, and is the result the same with one member at a time?
 
 The runs are trained in processes that are forked from one that has imported torch (`WarmTrials`): without the launcher
-and its imports, a run of a few steps is several times as fast. The journal, the decisions and the training are the same.
+and its imports, a short run is several times as fast. The journal, the decisions and the training are the same.
 """
 
 from __future__ import annotations
