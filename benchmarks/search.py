@@ -4,18 +4,17 @@
 
 asha: a sweep trains each of 9 learning rates to the end; `algorithm=asha` has the same 9 points. Does it end within one
 grid step of the sweep's best, at how much of the sweep's steps? Once for each seed of the weights, the data order and
-the order of the points. pbt: 4 members and 8 perturbations, two at a time. Is the first loss of a
-member that copied the donor's next loss to the last bit, and is the result the same with one member at a time?
+the order of the points. pbt: 4 members and 8 perturbations, two at a time. Is the first loss of a member that copied
+the donor's next loss to the last bit, and is the result the same with one member at a time?
 
-The runs are trained in processes that are forked from one that has imported torch (`WarmTrials`): without the launcher,
-a run of a few steps takes one second instead of ten. The journal, the decisions and the training are the same.
+The runs are trained in processes that are forked from one that has imported torch (`WarmTrials`): without the launcher
+and its imports, a short run is several times as fast. The journal, the decisions and the training are the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 import uuid
@@ -23,22 +22,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
-
-from benchmarks.throughput import environment  # noqa: E402
-from dtrain.commands.search.driver import Driver, num_steps  # noqa: E402
-from dtrain.commands.search.request import algorithm, read_request  # noqa: E402
-from dtrain.commands.search.trials import Trials  # noqa: E402
-from dtrain.commands.verify.world import World, train_rank  # noqa: E402
-from dtrain.config.run_file import save  # noqa: E402
-from dtrain.launch.app import resolve  # noqa: E402
-from dtrain.launch.arguments import prepare_arguments  # noqa: E402
-from dtrain.launch.compose import hydra_config  # noqa: E402
-from dtrain.report.lineage import lineage_svg  # noqa: E402
-from dtrain.runs.folder import read_summary, write_json  # noqa: E402
-from dtrain.runs.metrics import rows  # noqa: E402
-from dtrain.runs.search_journal import read_journal  # noqa: E402
+from dtrain.commands.search.driver import Driver, num_steps
+from dtrain.commands.search.request import algorithm, read_request
+from dtrain.commands.search.trials import Trials
+from dtrain.commands.verify.world import World, train_rank
+from dtrain.config.run_file import save
+from dtrain.launch.app import resolve
+from dtrain.launch.arguments import prepare_arguments
+from dtrain.launch.compose import hydra_config
+from dtrain.report.lineage import lineage_svg
+from dtrain.runs.folder import read_summary, write_json
+from dtrain.runs.metrics import rows
+from dtrain.runs.search_journal import read_journal
 
 COMMON = [
     "model=convnet", "model.width=4", "model.image_size=8", "data=digits", "train.global_batch_size=32",
@@ -81,6 +76,9 @@ class WarmTrials(Trials):
 
     def pause(self) -> None:
         time.sleep(0.02)
+
+    def stop_on_signals(self) -> None:
+        """Leave signals to this process: its ranks end with it."""
 
 
 def search(folder: Path, overrides: Sequence[str]) -> list[dict[str, Any]]:
@@ -161,6 +159,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path, help="write the lineage of the PBT search as an SVG")
     options = parser.parse_args()
+    from throughput import environment  # beside this file; tests import WarmTrials from elsewhere
+
     result: dict[str, Any] = {"benchmark": "search", **environment(), "settings": [*COMMON, *ASHA], "asha": []}
     with tempfile.TemporaryDirectory() as folder:
         result |= {"pbt_settings": PBT, "pbt": pbt_rows(Path(folder) / "pbt", options.picture)}

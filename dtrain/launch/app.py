@@ -407,4 +407,6 @@ def record_launch(run_dir: Path, config: dict[str, Any], argv: list[str], prepar
         "host": socket.gethostname(), "pid": os.getpid(), "git_commit": git_commit(),
         "overrides": launch["overrides"], "launches": [*before, launch],
     }  # fmt: skip
+    if "forked_from" in past:  # a search made this run from another one (commands/search/fork.py)
+        record["forked_from"] = past["forked_from"]
     write_json(run_dir / "launch.json", record)

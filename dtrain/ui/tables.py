@@ -235,8 +235,8 @@ def point(run_dir: Path) -> tuple[float, str]:
 def print_points(runs: list[dict[str, Any]], console: Console) -> None:
     dirs = [Path(run["path"]) for run in runs]
     overrides = [_overrides(d) for d in dirs]
-    whole = [set(words) for d, words in zip(dirs, overrides, strict=True) if not is_fork(d)]
-    shared = set.intersection(*whole) if len(whole) > 1 else set()
+    whole = [words for d, words in zip(dirs, overrides, strict=True) if not is_fork(d)]  # a fork has few of its own
+    shared = set.intersection(*map(set, whole)) if len(whole) > 1 else set()
     key = "val_loss" if any(_finite(run["val_loss"]) for run in runs) else "train_loss"
     ranked = [i for i, run in enumerate(runs) if _finite(run[key])]
     best = min(ranked, key=lambda i: runs[i][key]) if ranked else None
@@ -255,7 +255,7 @@ def print_points(runs: list[dict[str, Any]], console: Console) -> None:
     columns = {"point": "#", "overrides": "overrides"} | {k: COLUMNS[k][0] for k in keys} | {"best": ""}
     print_table(console, columns, rows, [*ERRORS, "mfu", "wall_s", "peak_mem_gib", "tokens_per_s", "job_id"], best)
     if shared:
-        say(console, (f"all jobs: {' '.join(o for o in overrides[0] if o in shared)}", "dim"))
+        say(console, (f"all jobs: {' '.join(o for o in whole[0] if o in shared)}", "dim"))
 
 
 def say_problem(problem: str, console: Console) -> None:
@@ -273,13 +273,14 @@ def _overrides(run_dir: Path) -> list[str]:
     """Return what the run was first launched with, as far as it says something: a resume names only what changed."""
     launch = read_json(run_dir / "launch.json")
     launches = launch.get("launches")
-    found = as_dict(launches[0] if isinstance(launches, list) and launches else launch).get("overrides")
+    first = as_dict(launches[0] if isinstance(launches, list) and launches else {})
+    found = first.get("overrides") or launch.get("overrides")
     name = re.sub(r"^\d+-", "", run_dir.name)
     if not isinstance(found, list):
         return [name]
     ours = ("run_dir=", "resume=", "resume_allow=", "recipe=as-run")
-    told = [str(o) for o in found if not str(o).startswith(ours)]
-    return [name, *(o for o in told if not o.startswith("train.stop_after="))] if is_fork(run_dir) else told
+    typed = [str(o) for o in found if not str(o).startswith(ours)]
+    return [name, *(o for o in typed if not o.startswith("train.stop_after="))] if is_fork(run_dir) else typed
 
 
 def _finite(value: object) -> bool:

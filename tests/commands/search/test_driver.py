@@ -258,6 +258,9 @@ def test_killing_the_search_ten_times_changes_nothing(words: list[str], tmp_path
     assert process.wait(patience(600)) == 0, (tmp_path / "killed.log").read_text()
     assert num_kills == 10, "the search was over before it could be killed"
     assert outcome(killed) == outcome(plain)
+    for event in of_kind(read_journal(plain), "exploit"):  # in the table at the end
+        name = event["run"].partition("-")[2]
+        assert f"{name} optim.lr={event['values']['optim.lr']}" in (tmp_path / "plain.log").read_text()
     trainings = Counter(e["run"] for e in of_kind(read_journal(killed), "train"))
     for (
         run,
