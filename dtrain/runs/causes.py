@@ -17,6 +17,7 @@ from dtrain.errors import chain
 from dtrain.runs.protocol import LOST_PEER
 
 GLOO = re.compile(r"\[[^\]\n]*\bgloo/[^\]\n]*:\d+\]")  # gloo's errors start with their C++ source location
+HOROVOD = "Horovod has been shut down"  # in DDP's backward pass, under strategy=horovod
 INJECTED = str(Path(__file__).parents[1] / "faults" / "inject.py")
 RAISE = opmap["RAISE_VARARGS"]
 FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')  # in a traceback that is text
@@ -32,9 +33,10 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def _is_of_collective(error: BaseException) -> bool:
-    kind = type(error)
+    kind, text = type(error), str(error)
     own = kind.__module__ == "torch.distributed" and kind.__name__.startswith("Dist")
-    return (own or (kind is RuntimeError and bool(GLOO.search(str(error))))) and not _raised_by_python(error)
+    named = kind is RuntimeError and (bool(GLOO.search(text)) or HOROVOD in text)
+    return (own or named) and not _raised_by_python(error)
 
 
 def _raised_by_python(error: BaseException) -> bool:
