@@ -34,7 +34,8 @@ def environment(world: str, run_dir: Path) -> Iterator[dict[str, str]]:
         yield mpi(ranks)
     else:
         host, serves = own_address(), world == "horovod" and ranks["RANK"] == 0
-        with horovod_gloo.store(host) if serves else contextlib.nullcontext(free_port()) as port:
+        store = horovod_gloo.store(host, ranks["WORLD_SIZE"], ranks["LOCAL_WORLD_SIZE"])
+        with store if serves else contextlib.nullcontext(free_port()) as port:
             peers = addresses(run_dir, ranks, {"host": host, "port": port})
             yield {"horovod": horovod, "tensorflow": tensorflow, "jax": jax}[world](ranks, peers)
 

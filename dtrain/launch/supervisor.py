@@ -252,7 +252,7 @@ class Supervisor:
         self.never_started, self.standstill, self.ended_first = False, None, []  # per attempt
         if self.node_rank == 0:
             of_ranks = [*logs.glob("failure-*.json"), *logs.glob("position-*.json"), run_dir / HANG_FILE]
-            of_ranks += [*logs.glob("stopped-*"), *logs.glob("asks-*"), *logs.glob("address-*"), logs / "horovod.json"]
+            of_ranks += [*logs.glob("stopped-*"), *logs.glob("asks-*"), *logs.glob("address-*")]
             for old in (run_dir / STOP_FILE, run_dir / SCRIPT_STOP_AT, run_dir / "failure.json", *of_ranks):
                 old.unlink(missing_ok=True)
             if self.members:

@@ -60,7 +60,8 @@ def connect(local_size: int) -> None:
     if hvd.is_initialized():
         return
     host = own_address()
-    with horovod_gloo.store(host) if dist.get_rank() == 0 else contextlib.nullcontext(0) as port:
+    store = horovod_gloo.store(host, dist.get_world_size(), local_size)
+    with store if dist.get_rank() == 0 else contextlib.nullcontext(0) as port:
         peers = gather((host, port))
         hosts, store_port = [host for host, _ in peers], peers[0][1]
         os.environ |= horovod_gloo.variables(hosts, dist.get_rank(), local_size, store_port, interface(host))

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+LARGEST = 1 << 16  # bytes of a value; an address has a few hundred
 
 def variables(hosts: Sequence[str], rank: int, local_size: int, port: int, interface: str = "") -> dict[str, str]:
     """Return one rank's variables. `hosts`: the address of each rank's node; `port`: of the store, on rank 0's node."""
@@ -28,10 +29,11 @@ def variables(hosts: Sequence[str], rank: int, local_size: int, port: int, inter
 
 
 @contextmanager
-def store(host: str) -> Iterator[int]:
-    """Serve the store while the context lasts; yield its port."""
+def store(host: str, size: int, local_size: int) -> Iterator[int]:
+    """Serve the store for that many ranks while the context lasts; yield its port."""
     # not only at the address: a host name may resolve to 127.0.1.1 on its own node
     server = Store((host if host.startswith("127.") else "", 0), Handler)
+    server.sizes = {"global": size, "local": local_size, "cross": size // local_size}
     threading.Thread(target=server.serve_forever, name="horovod-store", daemon=True).start()
     try:
         yield server.server_port
@@ -46,10 +48,12 @@ class Store(ThreadingHTTPServer):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.values: defaultdict[str, dict[str, bytes]] = defaultdict(dict)  # by scope and key
+        self.connected: defaultdict[str, set[str]] = defaultdict(set)  # ranks of a scope
+        self.sizes: dict[str, int] = {}  # ranks of a kind of scope: global, local_HOST, cross_RANK
 
 
 class Handler(BaseHTTPRequestHandler):
-    """PUT and GET /SCOPE/KEY. A rank sends DELETE /SCOPE/RANK when all ranks of the scope are connected."""
+    """PUT and GET /SCOPE/KEY. A rank sends DELETE /SCOPE/RANK when it is connected; others may still read then."""
 
     server: Store
 
@@ -59,11 +63,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         _, scope, key = self.path.split("/", 2)
-        self.server.values[scope][key] = self.rfile.read(int(self.headers["Content-Length"]))
+        if (length := int(self.headers["Content-Length"])) > LARGEST:
+            self.send_error(413)
+            return
+        self.server.values[scope][key] = self.rfile.read(length)
         self.answer(b"")
 
     def do_DELETE(self) -> None:
-        self.server.values.pop(self.path.split("/", 2)[1], None)  # a second hvd.init() must not find old addresses
+        _, scope, rank = self.path.split("/", 2)
+        self.server.connected[scope].add(rank)
+        if len(self.server.connected[scope]) == self.server.sizes.get(scope.partition("_")[0]):
+            self.server.values.pop(scope, None)  # a second hvd.init() must not find old addresses
+            del self.server.connected[scope]
         self.answer(b"")
 
     def answer(self, value: bytes | None) -> None:

@@ -15,14 +15,17 @@ def ask(port: int, method: str, path: str, body: bytes | None = None) -> tuple[i
 
 
 def test_the_store_keeps_a_scope_until_all_are_connected() -> None:
-    with horovod_gloo.store("127.0.0.1") as port:
+    with horovod_gloo.store("127.0.0.1", size=2, local_size=1) as port:
         assert ask(port, "GET", "/global/0") == (404, b"")
         assert ask(port, "PUT", "/global/0", b"\0an address\n") == (200, b"")
         assert ask(port, "PUT", "/local_10.0.0.1/0", b"other") == (200, b"")
         assert ask(port, "GET", "/global/0") == (200, b"\0an address\n")
         assert ask(port, "DELETE", "/global/1") == (200, b"")
+        assert ask(port, "GET", "/global/0") == (200, b"\0an address\n"), "rank 0 may still read"
+        assert ask(port, "DELETE", "/global/0") == (200, b"")
         assert ask(port, "GET", "/global/0") == (404, b""), "or a second hvd.init() would use the first one's"
         assert ask(port, "GET", "/local_10.0.0.1/0") == (200, b"other")
+        assert ask(port, "PUT", "/global/0", bytes(1 << 17))[0] == 413
 
 
 def test_the_last_of_two_ranks_on_each_of_two_nodes() -> None:
