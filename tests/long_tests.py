@@ -143,6 +143,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "commands/search/test_optuna_search.py::test_the_same_command_goes_on_with_the_study": (),
     # the same driver on forked ranks, without the launcher, is in the same file
     "commands/search/test_driver.py::test_killing_the_search_ten_times_changes_nothing": (),
+    "commands/search/test_driver.py::test_a_model_of_the_users_own_is_promoted": (),
     "commands/search/test_driver.py::test_asha_on_slurm": (),
     "commands/search/test_driver.py::test_asha_on_ray": (),
     "commands/search/test_optuna_search.py::test_on_slurm_it_goes_on_without_the_terminal": (),

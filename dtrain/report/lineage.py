@@ -93,5 +93,5 @@ def values_text(values: Any) -> str:
 def is_sound(event: Event) -> bool:
     """Return whether an event has the numbers that a picture needs."""
     numbers = [event.get("trial"), event.get("steps")] + ([event.get("donor")] if event["event"] == "exploit" else [])
-    limits = (1000, 2**53, 1000)
-    return all(type(n) is int and 0 <= n < most for n, most in zip(numbers, limits, strict=False))
+    limits = ((0, 1000), (1, 2**53), (0, 1000))
+    return all(type(n) is int and low <= n < most for n, (low, most) in zip(numbers, limits, strict=False))

@@ -14,6 +14,7 @@ from typing import Any
 
 LARGEST = 1 << 16  # bytes of a value; an address has a few hundred
 
+
 def variables(hosts: Sequence[str], rank: int, local_size: int, port: int, interface: str = "") -> dict[str, str]:
     """Return one rank's variables. `hosts`: the address of each rank's node; `port`: of the store, on rank 0's node."""
     size = len(hosts)

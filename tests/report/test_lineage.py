@@ -53,6 +53,10 @@ def test_a_donor_that_nobody_knows_is_left_out() -> None:
     assert count(lineage_svg([*events(), events()[4] | {"donor": 7}]), "polygon") == 1
 
 
+def test_trainings_without_steps_are_left_out() -> None:
+    assert lineage_svg([e | {"steps": 0} for e in events()]) == ""
+
+
 def test_text_stays_text() -> None:
     found = events()
     found[0]["values"] = {EVIL: EVIL, "a\x00b": "\x1b[31m"}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain.commands.search.space import Space, Values, draw, generator, grid
+from dtrain.commands.search.space import Space, Values, draw, generator, grid, holds
 from dtrain.launch.app import slug
 from dtrain.runs.search_journal import Event
 
@@ -45,6 +45,12 @@ class Asha:
             return train | {"run": first["run"], "values": first["values"]}
         values = self.values(trial, events)
         return train | {"run": run_name(trial, values), "values": values}
+
+    def allows(self, event: Event) -> bool:
+        """Could this search have decided it?"""
+        is_known = type(event.get("trial")) is int and event["trial"] >= 0 and event.get("steps") in self.rungs
+        kinds = {"train": holds(self.space, event.get("values")), "result": True}
+        return is_known and kinds.get(event["event"], False)
 
     def scores(self, events: Sequence[Event]) -> list[dict[int, float]]:
         """Return the results of each rung by trial, small is good; a failed trial has infinity."""

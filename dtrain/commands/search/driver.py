@@ -7,6 +7,7 @@ done, adopts the trials that still train, and resumes those that do not.
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 
 from dtrain.commands.search.asha import Asha, score
@@ -15,6 +16,7 @@ from dtrain.commands.search.pbt import Pbt
 from dtrain.commands.search.request import Request
 from dtrain.commands.search.space import overrides_of
 from dtrain.commands.search.trials import Trials
+from dtrain.errors import bad
 from dtrain.launch import sweeps
 from dtrain.runs.folder import read_summary
 from dtrain.runs.protocol import BAD_CONFIG, DONE, FAILED, PREEMPTED
@@ -30,6 +32,16 @@ class Driver:
         self.folder, self.request, self.algorithm = folder, request, algorithm
         self.metric, self.parallel = request.options["metric"], int(request.options["parallel"])
         self.journal, self.trials = Journal(folder), trials or Trials(folder, request.fixed)
+        self.began = time.time()
+        if not all(map(self._is_own, self.journal.events)):
+            rule = "holds a search with other settings, whose results would be mixed with these"
+            raise bad("dir", folder, rule, "leave out dir=, or name a new folder")
+
+    def _is_own(self, event: Event) -> bool:
+        """Could this search have decided it? A journal of someone else must not name code, or a folder elsewhere."""
+        runs = [event[key] for key in ("run", "donor_run") if key in event]
+        is_name = all(isinstance(run, str) and Path(run).name == run and not run.startswith(".") for run in runs)
+        return is_name and self.algorithm.allows(event)
 
     def run(self) -> int:
         """Return the exit code: 0 all trials were made, 2 bad settings, 3 failed, 75 stopped."""
@@ -99,6 +111,9 @@ class Driver:
             status = f"its summary has no {self.metric}"
         elif self.trials.stopped:  # it has saved, or had not begun: the same command resumes it
             return None
+        elif status == "cancelled" and (record.cancel_asked or 0) > self.began:
+            print(f"trial {trial} was cancelled, so the search ends; the same command resumes it", flush=True)
+            return PREEMPTED
         elif code is None and (status != "failed" or not record.launches):  # of an earlier process of this search
             self._train(event)
             return None
@@ -109,6 +124,8 @@ class Driver:
         elif status == "cancelled" or code == PREEMPTED:
             print(f"trial {trial} was {status}, so the search ends; the same command resumes it", flush=True)
             return PREEMPTED
+        if status == "done":  # of an earlier rung
+            status = f"its launcher ended with exit code {code}"
         self._result(event, None, status)
         print(f"trial {trial}: {status}; dtrain status {shell_path(run_dir)}", flush=True)
         newest = [e["value"] for e in self.journal.events if e["event"] == "result"][-MANY:]

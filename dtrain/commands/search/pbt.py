@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dtrain.commands.search.asha import run_name, score
-from dtrain.commands.search.space import Space, Values, draw, explore, generator
+from dtrain.commands.search.space import Space, Values, draw, explore, generator, holds
 from dtrain.runs.search_journal import Event
 
 
@@ -62,6 +62,16 @@ class Pbt:
         member = members[behind[0]]
         assert member is not None
         return train(behind[0], last, member.run, member.values)
+
+    def allows(self, event: Event) -> bool:
+        """Could this search have decided it?"""
+        trials = [event.get("trial"), event.get("donor", 0)]
+        is_known = all(type(trial) is int and 0 <= trial < self.population for trial in trials)
+        values = [event.get(key) for key in ("values", "old_values", "donor_values")]
+        kinds = {
+            "train": holds(self.space, values[0]), "exploit": all(holds(self.space, v) for v in values), "result": True,
+        }  # fmt: skip
+        return is_known and event.get("steps") in self.boundaries and kinds.get(event["event"], False)
 
     def members(self, events: Sequence[Event]) -> list[Member | None]:
         members: list[Member | None] = [None] * self.population

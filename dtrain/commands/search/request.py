@@ -23,8 +23,7 @@ from dtrain.errors import bad
 from dtrain.launch.compose import compose
 
 COMMON = {
-    "algorithm": "optuna", "parallel": "1", "metric": "val_loss", "direction": "minimize", "seed": "0", "dir": "",
-    "detach": "",
+    "algorithm": "optuna", "parallel": "1", "metric": "val_loss", "direction": "", "seed": "0", "dir": "", "detach": "",
 }  # fmt: skip
 OF_ALGORITHM = {  # "": depends on train.steps
     "optuna": {"trials": "20", "sampler": "tpe"},
@@ -38,6 +37,7 @@ METRICS = (
     "wall_s",
 )  # fmt: skip
 # What PBT may change in the middle of a run: the weights, the optimizer's state and the order of the data stay valid.
+LARGE_IS_GOOD = ("val_accuracy", "val_top5", "tokens_per_s", "mfu")  # for these, direction=maximize is the default
 CHANGEABLE = re.compile(r"(optim|schedule)\.[a-z]\w*|train\.max_grad_norm|model\.dropout")
 
 
@@ -111,6 +111,7 @@ def check_options(asked: dict[str, str], typed: dict[str, str]) -> dict[str, str
             raise bad(key, value, f"must be a whole number, at least {least}", f"{key}={defaults[key] or least}")
     if options["metric"] not in METRICS:
         raise bad("metric", options["metric"], "is not in a run's summary", f"metric can be {', '.join(METRICS)}")
+    options["direction"] = options["direction"] or ("maximize" if options["metric"] in LARGE_IS_GOOD else "minimize")
     for key, allowed in (("direction", ("minimize", "maximize")), ("sampler", ("tpe", "random"))):
         if key in options and options[key] not in allowed:
             raise bad(key, options[key], f"must be {' or '.join(allowed)}", f"{key}={defaults[key]}")
@@ -153,6 +154,14 @@ def algorithm(request: Request) -> Asha | Pbt:
             rule = "algorithm=pbt changes settings in the middle of a run, and this one cannot change there"
             fix = "vary optim.*, schedule.*, train.max_grad_norm or model.dropout; or algorithm=asha"
             raise bad(key, value, rule, fix)
+        choices = getattr(space[key], "choices", ())
+        low = getattr(space[key], "low", None)
+        if name == "pbt" and (any(isinstance(c, bool) for c in choices) or (0 in choices and key == "optim.momentum")):
+            rule = "decides which state the optimizer has, and algorithm=pbt keeps that state"
+            raise bad(key, value, rule, f"{key}=… for all runs, or algorithm=asha")
+        if name == "pbt" and key == "optim.momentum" and low == 0:
+            rule = "at 0 the optimizer has no momentum, and algorithm=pbt keeps its state"
+            raise bad(key, value, rule, f"{key}=interval(0.1,0.99)")
     config = compose([*request.fixed, *overrides_of(draw(space, generator(options["seed"])))])
     steps = config["train"]["steps"]
     if options["metric"].startswith("val_") and not config["train"]["eval_batches"]:

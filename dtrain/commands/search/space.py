@@ -62,6 +62,20 @@ def draw(space: Space, rng: random.Random) -> Values:
     return {key: draw_one(found, rng) for key, found in space.items()}
 
 
+def holds(space: Space, values: Any) -> bool:
+    """Return whether these are values of all settings, each within its range."""
+    return isinstance(values, dict) and values.keys() == space.keys() and all(
+        within(found, values[key]) for key, found in space.items()
+    )  # fmt: skip
+
+
+def within(found: Any, value: Any) -> bool:
+    if hasattr(found, "choices"):
+        return any(type(value) is type(choice) and value == choice for choice in found.choices)
+    kinds = (int,) if isinstance(found.low, int) else (int, float)
+    return type(value) in kinds and found.low <= value <= found.high
+
+
 def draw_one(found: Any, rng: random.Random) -> Value:
     if hasattr(found, "choices"):
         return rng.choice(found.choices)

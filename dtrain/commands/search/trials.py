@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dtrain import start
 from dtrain.config.files import CODE
+from dtrain.launch.arguments import trust_of
 from dtrain.runs import record as records
 from dtrain.runs.folder import look_again
 from dtrain.runs.protocol import STOP_FILE
@@ -41,8 +42,10 @@ class Trials:
             look_again(run_dir)  # it may have been written on another node
         if (run_dir / "launch.json").exists():
             # the run folder has all settings, except for code, trust and trackers' servers, which must be typed again
-            again = ("trust=", "logger.", *(f"cluster.{name}" for name in CODE))
+            again = ("logger.", *(f"cluster.{name}" for name in CODE))
             typed = [word for word in self.fixed if word.startswith(again)]
+            if trusted := trust_of([*self.fixed, *values]):
+                typed.append(f"trust=[{','.join(trusted)}]")
             changed = [*values, f"resume_allow=[{may_differ}]"] if may_differ else []
             overrides = [*typed, *changed, f"resume={run_dir}", *more]
         else:
@@ -90,6 +93,8 @@ class Trials:
 
     def pause(self) -> None:
         """Wait before the next look; a stop signal ends the wait."""
+        if self.stopped:
+            self._ask_adopted()  # again: a launcher that was only starting has removed the first request
         until = time.monotonic() + (LOCAL_S if self.num_launchers() else QUEUE_S)
         while time.monotonic() < until and not self.stopped:
             time.sleep(0.1)
@@ -104,6 +109,9 @@ class Trials:
         for process in self.processes.values():
             if process.poll() is None:
                 process.terminate()
+        self._ask_adopted()
+
+    def _ask_adopted(self) -> None:
         for run_dir in self.adopted:
             if run_dir.is_dir():
                 (run_dir / STOP_FILE).touch()

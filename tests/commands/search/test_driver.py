@@ -195,6 +195,8 @@ def test_a_stop_before_a_trial_has_begun_is_no_failure(tmp_path: Path, monkeypat
         (["algorithm=pbt", "every=300"], ("every=300", "less than train.steps=300")),
         (["algorithm=pbt", "model.dim=32,64"], ("model.dim", "cannot change there")),
         (["algorithm=pbt", "train.seed=1,2"], ("train.seed", "cannot change there")),
+        (["algorithm=pbt", "optim=sgd", "optim.momentum=0.0,0.9"], ("optim.momentum", "keeps that state")),
+        (["algorithm=pbt", "optim=sgd", "optim.nesterov=true,false"], ("optim.nesterov", "keeps that state")),
         (["algorithm=pbt", "trials=5"], ("trials=5", "not an option of algorithm=pbt")),
     ],
 )
@@ -221,7 +223,50 @@ def test_another_search_in_the_same_folder_is_refused(tmp_path: Path, capsys: py
     assert "other settings" in capsys.readouterr().err
 
 
+TRAIN = {"event": "train", "trial": 0, "steps": 2, "run": "0-optim.lr=0.01", "values": {"optim.lr": 0.01}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"run": "../../elsewhere"}, {"run": ".hidden"}, {"run": 3}, {"values": {"model": "theirs.Net"}}, {"steps": 3},
+        {"values": {"optim.lr": 0.5}}, {"values": {"optim.lr": "0.01"}}, {"trial": -1}, {"event": "exploit"},
+    ],
+)  # fmt: skip
+def test_a_journal_of_another_search_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    request = read_request(ASHA)
+    journal = Journal(tmp_path)
+    journal.append(TRAIN)
+    assert len(Driver(tmp_path, request, algorithm(request)).journal.events) == 1
+    journal.append(TRAIN | change)
+    with pytest.raises(ValueError, match="other settings"):
+        Driver(tmp_path, request, algorithm(request))
+
+
+def test_for_an_accuracy_large_is_good() -> None:
+    assert read_request([*ASHA, "metric=val_accuracy"]).sign == -1
+    assert read_request([*ASHA, "metric=val_accuracy", "direction=minimize"]).sign == 1
+
+
 # ---- the command itself, with its launcher: long
+
+
+NET = """
+from dtrain.models.gpt2 import GPT2
+
+
+class Net(GPT2):
+    def __init__(self, num_layers: int, dim: int, num_heads: int, vocab_size: int, seq_len: int) -> None:
+        super().__init__(num_layers, dim, num_heads, vocab_size, seq_len)
+"""
+
+
+def test_a_model_of_the_users_own_is_promoted(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(NET)
+    folder = tmp_path / "search"
+    words = [w for w in ASHA if not w.startswith("model.vocab_multiple")]
+    assert begin(folder, ["model=net.Net", *words]).wait(patience(300)) == 0, (tmp_path / "search.log").read_text()
+    assert [e["steps"] for e in of_kind(read_journal(folder), "train")] == [2, 2, 2, 6]
 
 
 def begin(folder: Path, words: Sequence[str], env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
