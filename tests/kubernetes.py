@@ -65,11 +65,18 @@ class Pod:
         (config,) = (m["mountPath"] for m in container["volumeMounts"] if m["name"] == "config")
         argv = [str(files) if word == config else word for word in container["command"]]
         argv[0] = sys.executable if argv[0] == "python" else argv[0]
-        env = {"PATH": os.environ["PATH"], "HOME": str(self.cluster.folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.cluster.folder),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }
         for variable in container["env"]:
             source = variable.get("valueFrom", {})
             if "secretKeyRef" in source:
-                env[variable["name"]] = self.cluster.secrets[source["secretKeyRef"]["name"]][source["secretKeyRef"]["key"]]
+                env[variable["name"]] = self.cluster.secrets[source["secretKeyRef"]["name"]][
+                    source["secretKeyRef"]["key"]
+                ]
             else:
                 env[variable["name"]] = variable.get("value", "127.0.0.1")
         self.logs[container["name"]] = log = self.cluster.folder / f"{self.name}-{container['name']}.log"
@@ -147,7 +154,9 @@ class Controller(threading.Thread):
                         break
                     current[rank] = self.new(rank)
             if all(pod.phase == "Succeeded" for pod in current):
-                return self.end(current, {"Job": "Complete", "JobSet": "Completed"}.get(self.document["kind"], "Succeeded"))
+                return self.end(
+                    current, {"Job": "Complete", "JobSet": "Completed"}.get(self.document["kind"], "Succeeded")
+                )
             time.sleep(0.05)
         stop_all(current)
 
@@ -258,7 +267,9 @@ class Handler(BaseHTTPRequestHandler):
             if plural == "configmaps":
                 self.cluster.config_maps[name] = document
             elif plural == "trainingruntimes":
-                self.cluster.objects[plural, name] = type("Runtime", (), {"document": document, "to_json": lambda s: s.document})()
+                self.cluster.objects[plural, name] = type(
+                    "Runtime", (), {"document": document, "to_json": lambda s: s.document}
+                )()
             else:
                 self.cluster.objects[plural, name] = controller = Controller(self.cluster, document)
                 controller.start()
@@ -270,7 +281,9 @@ class Handler(BaseHTTPRequestHandler):
             return self.log(name.removesuffix("/log"), options)
         if plural == "pods":
             wanted = options["labelSelector"].partition("=")[2]
-            found = [p.to_json() for p in self.cluster.pods() if p.template["metadata"]["labels"]["dtrain/run"] == wanted]
+            found = [
+                p.to_json() for p in self.cluster.pods() if p.template["metadata"]["labels"]["dtrain/run"] == wanted
+            ]
             return self.answer(200, {"kind": "PodList", "items": found})
         if (plural, name) not in self.cluster.objects:
             return self.refuse(404, f"{plural} {name} not found")

@@ -24,7 +24,9 @@ def closed(schema: Any) -> Any:
         return schema
     found = {key: closed(value) for key, value in schema.items()}
     is_open = "additionalProperties" in schema or schema.get("x-kubernetes-preserve-unknown-fields")
-    return found | ({"additionalProperties": False} if isinstance(schema.get("properties"), dict) and not is_open else {})
+    return found | (
+        {"additionalProperties": False} if isinstance(schema.get("properties"), dict) and not is_open else {}
+    )
 
 
 @functools.cache
@@ -41,4 +43,6 @@ def validator(kind: str) -> Any:
 
 def problems(document: dict[str, Any], kind: str | None = None) -> list[str]:
     """What the schema of the document's kind does not allow."""
-    return [f"{error.json_path}: {error.message}" for error in validator(kind or document["kind"]).iter_errors(document)]
+    return [
+        f"{error.json_path}: {error.message}" for error in validator(kind or document["kind"]).iter_errors(document)
+    ]

@@ -33,14 +33,18 @@ def check(cluster: dict[str, Any]) -> None:
     for name, value in cluster["resources"].items():
         if not QUALIFIED.fullmatch(str(name)) or name in ("cpu", "memory", "nvidia.com/gpu"):
             rule = "must be the name of a resource without a setting of its own"
-            raise bad("cluster.resources", name, rule, "cluster.cpus, cluster.mem, cluster.gpus_per_node, or another name")
+            raise bad(
+                "cluster.resources", name, rule, "cluster.cpus, cluster.mem, cluster.gpus_per_node, or another name"
+            )
         check_quantity(f"cluster.resources.{name}", value)
     check_place(cluster)
     check_environment(cluster)
     mounts(cluster["volumes"])
     if cluster["kind"] == "pytorchjob" and cluster["max_restarts"]:
         rule = "PyTorchJob does not count restarts by exit code"
-        raise bad("cluster.max_restarts", cluster["max_restarts"], rule, "cluster.max_restarts=0, or cluster.kind=jobset")
+        raise bad(
+            "cluster.max_restarts", cluster["max_restarts"], rule, "cluster.max_restarts=0, or cluster.kind=jobset"
+        )
 
 
 def check_quantity(key: str, value: Any) -> None:
@@ -95,8 +99,16 @@ def mounts(volumes: list[str]) -> list[tuple[str, str, bool]]:
         claim, _, rest = text.partition(":")
         path, _, mode = rest.partition(":")
         plain = str(PurePosixPath(path))
-        if not NAME.fullmatch(claim) or not path.startswith("/") or plain == "/" or ".." in path or mode not in ("", "ro"):
-            raise bad("cluster.volumes", text, "must be CLAIM:PATH or CLAIM:PATH:ro", "'cluster.volumes=[training:/data]'")
+        if (
+            not NAME.fullmatch(claim)
+            or not path.startswith("/")
+            or plain == "/"
+            or ".." in path
+            or mode not in ("", "ro")
+        ):
+            raise bad(
+                "cluster.volumes", text, "must be CLAIM:PATH or CLAIM:PATH:ro", "'cluster.volumes=[training:/data]'"
+            )
         if any(plain == other for _, other, _ in found) or plain in MOUNTED:
             raise bad("cluster.volumes", text, f"something else is mounted at {plain}", "another path")
         found.append((claim, plain, mode == "ro"))
@@ -109,7 +121,7 @@ def pods_run_dir(config: dict[str, Any]) -> Path:
     paths = [Path(path) for _, path, read_only in mounts(cluster["volumes"]) if not read_only]
     setting, folder = "run_dir", run_dir
     if cluster["run_root"] is not None:  # the last parts are those of outputs/DATE/TIME-NAME and DATE/TIME/POINT
-        setting, folder = "cluster.run_root", Path(cluster["run_root"], *run_dir.parts[-3:])
+        setting, folder = "cluster.run_root", Path(cluster["run_root"], *run_dir.parts[1:][-3:])
     if ".." in folder.parts or not any(folder != path and folder.is_relative_to(path) for path in paths):
         shown = cluster["run_root"] if setting == "cluster.run_root" else config["run_dir"]
         rule = "must be below a volume that the pods can write to, as they share the run folder"

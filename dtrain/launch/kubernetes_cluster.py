@@ -158,7 +158,9 @@ class Kubernetes:
                 fix = "kubectl api-resources; cluster.kind=job is always there"
                 raise bad("cluster.kind", self.kind, rule, fix) from None
             text = f"Kubernetes refuses the job: {error}"
-            raise ValueError(f"cluster: {text}\n  fix: --dry-run shows the manifest; kubectl auth can-i create jobs") from None
+            raise ValueError(
+                f"cluster: {text}\n  fix: --dry-run shows the manifest; kubectl auth can-i create jobs"
+            ) from None
 
 
 def create(api: Api, documents: Sequence[manifest.Manifest], namespace: str) -> None:

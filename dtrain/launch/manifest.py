@@ -297,4 +297,3 @@ def launch_record(config: dict[str, Any], job_id: str) -> dict[str, Any]:
     digest = hashlib.sha256(job_id.encode()).hexdigest()[:32]
     launch = {"cluster": config["cluster"], "choices": config["choices"], "job_id": job_id}
     return {"id": digest, "command": "kubectl apply", "launches": [launch]}
-

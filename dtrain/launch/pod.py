@@ -23,7 +23,16 @@ from dtrain.config.files import is_script
 from dtrain.launch.attempts import idle_starts, is_done, num_failed
 from dtrain.launch.failures import failure
 from dtrain.launch.torchrun import Torchrun
-from dtrain.runs.folder import last_launch, locked, look_again, newest_step, note_attempt, read_json, read_summary, write_json
+from dtrain.runs.folder import (
+    last_launch,
+    locked,
+    look_again,
+    newest_step,
+    note_attempt,
+    read_json,
+    read_summary,
+    write_json,
+)
 from dtrain.runs.protocol import (
     BAD_CONFIG,
     DONE,

@@ -49,7 +49,10 @@ class Api:
         try:
             if context is None and "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
                 loader.load_incluster_config()
-                with contextlib.suppress(OSError), open("/var/run/secrets/kubernetes.io/serviceaccount/namespace") as file:
+                with (
+                    contextlib.suppress(OSError),
+                    open("/var/run/secrets/kubernetes.io/serviceaccount/namespace") as file,
+                ):
                     self.namespace = file.read().strip()
             else:
                 contexts, current = loader.list_kube_config_contexts()
@@ -71,7 +74,9 @@ class Api:
                 made = self.core.create_namespaced_config_map(namespace, manifest, **options)
                 return dict(made.to_dict())
             group, version, plural, _ = KINDS[manifest["kind"].lower()]
-            return dict(self.objects.create_namespaced_custom_object(group, version, namespace, plural, manifest, **options))
+            return dict(
+                self.objects.create_namespaced_custom_object(group, version, namespace, plural, manifest, **options)
+            )
 
     def delete(self, kind: str, namespace: str, name: str) -> None:
         """Delete an object and its pods, which get a stop signal first. One that is gone already is no error."""
@@ -109,7 +114,9 @@ class Api:
         pods = [as_dict(pod) for pod in as_dict(json.loads(listed.data)).get("items") or []]
         return sorted(pods, key=lambda pod: (node_rank(pod), str(as_dict(pod["metadata"]).get("creationTimestamp"))))
 
-    def log(self, namespace: str, pod: dict[str, Any], lines: int | None = None, follow: bool = False) -> Iterator[bytes]:
+    def log(
+        self, namespace: str, pod: dict[str, Any], lines: int | None = None, follow: bool = False
+    ) -> Iterator[bytes]:
         """Yield the lines of a pod's log; of its preflight, if that has failed or still runs."""
         status = as_dict(pod.get("status"))
         main = [c for c in status.get("containerStatuses") or [] if not as_dict(c.get("state")).get("waiting")]
@@ -174,7 +181,9 @@ def state(job_id: str, made: dict[str, Any], pods: list[dict[str, Any]]) -> Job:
     else:
         reason = next(filter(None, map(waits_for, newest)), "no pod yet" if not pods else "")
     nodes = [str(as_dict(pod.get("spec")).get("nodeName") or "") for pod in newest]
-    made_at, began = (epoch(x) for x in (as_dict(made.get("metadata")).get("creationTimestamp"), status.get("startTime")))
+    made_at, began = (
+        epoch(x) for x in (as_dict(made.get("metadata")).get("creationTimestamp"), status.get("startTime"))
+    )
     return Job(
         job_id, word, clean(reason)[:300], ",".join(filter(None, nodes)), submitted=made_at, started=began,
         exit=next((f"{code}:0" for code in exit_codes(pods)), None) if word == "FAILED" else None,

@@ -34,7 +34,12 @@ def dtrain(cluster: Cluster | None, cwd: Path, *words: str, code: int = 0) -> st
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     env |= {"KUBECONFIG": str(cluster.kubeconfig)} if cluster else {}
     done = subprocess.run(
-        [sys.executable, "-m", "dtrain", *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=patience(120)
+        [sys.executable, "-m", "dtrain", *words],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -54,7 +59,9 @@ def ended(cluster: Cluster) -> str:
 
 
 def shown(cluster: Cluster) -> str:
-    return "\n".join(f"{p.name} {p.phase} {p.codes}\n{log.read_text()}" for p in cluster.pods() for log in p.logs.values())
+    return "\n".join(
+        f"{p.name} {p.phase} {p.codes}\n{log.read_text()}" for p in cluster.pods() for log in p.logs.values()
+    )
 
 
 def until_step(run: Path, step: int, cluster: Cluster) -> None:
@@ -90,7 +97,9 @@ def test_a_stopped_pod_is_started_again_and_resumes(kind: str, cluster: Cluster,
     assert sorted(losses(run)) == list(range(1, 61))
     starts = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
     assert [line["event"] for line in starts] == ["start", "end"] * 2 and starts[2]["step"] >= 6
-    dtrain(None, tmp_path, "launch", *SMALL, "train.steps=60", "checkpoint.every=4", "cluster.processes=2", "run_dir=local")
+    dtrain(
+        None, tmp_path, "launch", *SMALL, "train.steps=60", "checkpoint.every=4", "cluster.processes=2", "run_dir=local"
+    )
     assert summary(run)["weights_sha256"] == summary(tmp_path / "local")["weights_sha256"]
 
 
@@ -109,9 +118,11 @@ def test_a_killed_rank_is_restarted_as_often_as_allowed(kind: str, cluster: Clus
 
 
 @needs_client
-@pytest.mark.parametrize("kind", ["job", pytest.param("jobset", marks=pytest.mark.slow), pytest.param("pytorchjob", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["job", pytest.param("jobset", marks=pytest.mark.slow), pytest.param("pytorchjob", marks=pytest.mark.slow)]
+)
 def test_what_no_restart_mends_is_not_restarted(kind: str, cluster: Cluster, tmp_path: Path) -> None:
-    """The data is missing in the pods: exit code 2. Nothing of the volume is mounted here: status and logs ask the API."""
+    """The data is missing in the pods: exit code 2. The volume is not mounted here: status and logs ask the API."""
     (tmp_path / "volume").mkdir()
     words = ["data=text", "data.path=/nowhere/at/all", f"cluster.run_root={tmp_path}/volume", "run_dir=here/it/is"]
     submit(cluster, tmp_path, *words, f"cluster.kind={kind}")

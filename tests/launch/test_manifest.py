@@ -22,9 +22,13 @@ KINDS = ["job", "jobset", "pytorchjob", "trainjob"]
 SECRET = "planted-Zq7-secret"
 NAMES = st.from_regex(r"[a-z]([-a-z0-9]{0,20}[a-z0-9])?", fullmatch=True)
 TEXTS = st.text("abzAZ019 .:/-_=$'\"#{}[]é→", max_size=20)
-VALUES = st.one_of(TEXTS, st.integers(), st.booleans(), st.sampled_from(["1e3", "0x10", "y", "no", "null", "~", "2026-11-18"]))
+VALUES = st.one_of(
+    TEXTS, st.integers(), st.booleans(), st.sampled_from(["1e3", "0x10", "y", "no", "null", "~", "2026-11-18"])
+)
 VARIABLES = st.from_regex(r"[A-Z][A-Z_0-9]{0,15}", fullmatch=True).filter(lambda n: not checks.SECRET_NAME.search(n))
-LABELS = st.from_regex(r"([a-z0-9]{1,8}(\.[a-z0-9]{1,8}){0,2}/)?[A-Za-z0-9]([-_.A-Za-z0-9]{0,10}[A-Za-z0-9])?", fullmatch=True)
+LABELS = st.from_regex(
+    r"([a-z0-9]{1,8}(\.[a-z0-9]{1,8}){0,2}/)?[A-Za-z0-9]([-_.A-Za-z0-9]{0,10}[A-Za-z0-9])?", fullmatch=True
+)
 QUANTITIES = st.from_regex(r"[1-9][0-9]{0,3}(Ki|Mi|Gi|Ti|M|G)?", fullmatch=True)
 TOLERATIONS = st.fixed_dictionaries(
     {"key": LABELS, "operator": st.sampled_from(["Exists", "Equal"])},
@@ -49,7 +53,9 @@ CLUSTERS = st.fixed_dictionaries(
         "cpus": st.integers(1, 512),
         "mem": QUANTITIES,
         "shm": QUANTITIES,
-        "resources": st.dictionaries(st.sampled_from(["rdma/hca", "vpc.amazonaws.com/efa", "hugepages-2Mi"]), QUANTITIES),
+        "resources": st.dictionaries(
+            st.sampled_from(["rdma/hca", "vpc.amazonaws.com/efa", "hugepages-2Mi"]), QUANTITIES
+        ),
         "env": st.dictionaries(VARIABLES, VALUES, max_size=4),
         "secret_env": st.lists(st.builds("{}:{}/{}".format, VARIABLES, NAMES, NAMES), max_size=3),
         "service_account": NAMES,
@@ -63,20 +69,33 @@ CLUSTERS = st.fixed_dictionaries(
         "grace_s": st.integers(0, 10**5),
     },
 )
-EXTRA = st.lists(st.builds("{}:/m/{}{}".format, NAMES, NAMES, st.sampled_from(["", ":ro"])), max_size=3, unique_by=lambda v: v.split(":")[1])
+EXTRA = st.lists(
+    st.builds("{}:/m/{}{}".format, NAMES, NAMES, st.sampled_from(["", ":ro"])),
+    max_size=3,
+    unique_by=lambda v: v.split(":")[1],
+)
 
 
 @functools.cache
 def base() -> dict[str, Any]:
-    overrides = ["cluster=kubernetes", "cluster.image=dtrain:1", "cluster.volumes=[training:/data]", "run_dir=/data/run"]
+    overrides = [
+        "cluster=kubernetes",
+        "cluster.image=dtrain:1",
+        "cluster.volumes=[training:/data]",
+        "run_dir=/data/run",
+    ]
     config = plain_config([*overrides, "cluster.processes=1"])
-    return {key: config[key] for key in ("cluster", "preflight", "name", "run_dir", "choices")}  # few: it takes less time
+    return {
+        key: config[key] for key in ("cluster", "preflight", "name", "run_dir", "choices")
+    }  # few: it takes less time
 
 
 def made_of(kind: str, cluster: dict[str, Any], extra: list[str], name: str, level: str) -> dict[str, Any]:
     config = copy.deepcopy(base()) | {"name": name}
     config["cluster"] |= {"kind": kind, **cluster}
     config["cluster"]["volumes"] = ["training:/data", *extra]
+    if kind == "compose":
+        config["cluster"]["nodes"] %= 5  # on one machine
     if kind == "pytorchjob":
         config["cluster"]["max_restarts"] = 0
     config["preflight"]["level"] = level
@@ -218,4 +237,3 @@ def test_bad_settings_are_refused(cluster: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words) as refused:
         documents(config)
     assert "\n  fix: " in str(refused.value)
-

@@ -24,7 +24,15 @@ CRDS = {
 OPENAPI = ("python", "v36.0.3", "kubernetes/swagger.json.unprocessed")
 CORE = {"job": "io.k8s.api.batch.v1.Job", "configmap": "io.k8s.api.core.v1.ConfigMap"}
 COMPOSE = ("compose-spec", "170098ba07d9f53c383a41bfd4c5166b0a4529a6", "schema/compose-spec.json")
-FOR_PEOPLE = ("description", "title", "example", "externalDocs", "x-kubernetes-validations", "deprecated", "patternErrors")
+FOR_PEOPLE = (
+    "description",
+    "title",
+    "example",
+    "externalDocs",
+    "x-kubernetes-validations",
+    "deprecated",
+    "patternErrors",
+)
 
 
 def show(clones: Path, repository: str, version: str, path: str) -> str:
