@@ -24,6 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import yaml
 
+from dtrain.runs.protocol import die_with_parent
 from tests.kubernetes_schemas import problems
 from tests.launch.test_local import listen_to_signals
 from tests.world import ROOT
@@ -84,7 +85,7 @@ class Pod:
         with open(log, "wb") as file:
             self.process = subprocess.Popen(
                 argv, env=env | self.env, cwd=self.cluster.folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-                preexec_fn=listen_to_signals,
+                preexec_fn=prepare,
             )  # fmt: skip
         if self.stopping:
             self.process.terminate()
@@ -177,6 +178,11 @@ class Controller(threading.Thread):
 
     def to_json(self) -> dict[str, Any]:
         return self.document | {"status": {"conditions": self.conditions, "startTime": now()}}
+
+
+def prepare() -> None:
+    listen_to_signals()
+    die_with_parent()  # a test that is killed leaves no pod
 
 
 def stop_all(pods: list[Pod]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,14 +76,14 @@ class Kubernetes:
             return
         if self.kind == "compose":
             raise bad("cluster.kind", "compose", "is only printed", "--dry-run > compose.yaml; docker compose up")
-        with self._explained(config["cluster"]):
+        with self._explained():
             api = Api(self.context)
             for document in made:
                 if document["kind"] != "TrainJob":  # refused without its runtime, which is not there yet
                     api.create(document, self.namespace or api.namespace, dry_run=True)
 
     def dry_run(self, run_dir: Path, config: dict[str, Any]) -> None:
-        print(manifest.to_yaml(*self._documents(config, run_dir)), end="")
+        print(f"---\n{manifest.to_yaml(*self._documents(config, run_dir))}", end="")  # one after the other in a sweep
 
     def launch(self, run_dir: Path) -> int:
         """Submit the job, print how to monitor and cancel it, and return at once."""
@@ -116,9 +116,9 @@ class Kubernetes:
         record["launches"][-1].pop("prepared", None)
         write_json(run_dir / "launch.json", record)
         (run_dir / "preflight.json").unlink(missing_ok=True)  # of an earlier launch
-        made = self._documents(config, run_dir)
+        made = self._documents(config, run_dir, record)
         try:
-            with self._explained(config["cluster"]):
+            with self._explained():
                 create(api, made, namespace)
         except ValueError as error:
             record["launches"][-1].pop("job_id")
@@ -130,13 +130,13 @@ class Kubernetes:
             (run_dir / "manifest.yaml").write_text(manifest.to_yaml(*made))
         return job_id
 
-    def _documents(self, config: dict[str, Any], run_dir: Path) -> list[manifest.Manifest]:
-        """Return the documents; in a run folder that is written, with its launch.json, else with one like it."""
-        record = read_json(run_dir / "launch.json")
-        launches = record.get("launches") or []
-        is_written = bool(launches) and "job_id" in launches[-1] and not config["dry_run"]
-        name = manifest.job_name(config, len(launches) + (not is_written))
-        if not is_written:
+    def _documents(
+        self, config: dict[str, Any], run_dir: Path, record: dict[str, Any] | None = None
+    ) -> list[manifest.Manifest]:
+        """Return what to create. record: launch.json, if this launch is written there already; else one like it."""
+        before = read_json(run_dir / "launch.json").get("launches") or []
+        name = manifest.job_name(config, len(before) + (record is None))
+        if record is None:
             record = manifest.launch_record(config, f"{self.kind}/{self.namespace or 'default'}/{name}")
         newest = record["launches"][-1]
         in_pods = newest | {"cluster": newest["cluster"] | {"run_root": None}}  # for readers that mount the volume
@@ -148,7 +148,8 @@ class Kubernetes:
         return manifest.manifests(config, name, files)
 
     @contextlib.contextmanager
-    def _explained(self, cluster: dict[str, Any]) -> Any:
+    def _explained(self) -> Iterator[None]:
+        """Turn a refusal of the API server into an error with a fix."""
         try:
             yield
         except NoAnswer as error:

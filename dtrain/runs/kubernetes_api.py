@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from dtrain.errors import bad
+from dtrain.runs.protocol import PREEMPTED
 from dtrain.runs.slurm_queue import Job
 from dtrain.util.format import as_dict, clean
 
@@ -204,15 +205,16 @@ def waits_for(pod: dict[str, Any]) -> str:
 
 
 def exit_codes(pods: Iterable[dict[str, Any]]) -> list[int]:
-    """Return the exit codes of containers that have failed, the newest first."""
+    """Return the exit codes of containers that have failed, the first one first; those that were only stopped, last."""
     found = []
     for pod in pods:
         status = as_dict(pod.get("status"))
         for container in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
             ended = as_dict(as_dict(container.get("state")).get("terminated"))
             if ended.get("exitCode"):
-                found.append((str(ended.get("finishedAt")), int(ended["exitCode"])))
-    return [code for _, code in sorted(found, reverse=True)]
+                code = int(ended["exitCode"])
+                found.append((code == PREEMPTED, str(ended.get("finishedAt")), code))
+    return [code for *_, code in sorted(found)]
 
 
 def epoch(text: Any) -> float | None:

@@ -111,7 +111,7 @@ def documents(config: dict[str, Any]) -> list[dict[str, Any]]:
     return manifest.manifests(config, name, files)
 
 
-COUNTS = [30, pytest.param(500, marks=pytest.mark.slow)]
+COUNTS = [15, pytest.param(500, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -137,7 +137,7 @@ def test_a_planted_secret_is_refused_wherever_it_stands(kind: str, monkeypatch: 
     monkeypatch.setenv("SOME_TOKEN", SECRET)
     places = ("env", "node_selector", "image", "tolerations", "pod", "name", "annotation", "fabric")
 
-    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
     @given(CLUSTERS, st.sampled_from(places), TEXTS)
     def check(cluster: dict[str, Any], place: str, around: str) -> None:
         value = around + SECRET
