@@ -145,7 +145,10 @@ def resumes(run_dir: Path) -> None:
 
 
 def other_node(config: dict[str, Any], run_dir: Path, rank: int) -> int:
-    """Find the first node and run this node's ranks. A failure is the first node's to report and to count."""
+    """Find the first node and run this node's ranks; return this pod's exit code.
+
+    A failure is the first node's to report and to count, as it reads what ranks note. A killed rank notes nothing.
+    """
     place = wait_for_first(config, run_dir)
     if place is None:
         return DONE
@@ -153,8 +156,9 @@ def other_node(config: dict[str, Any], run_dir: Path, rank: int) -> int:
         start_s = config["cluster"]["start_s"]
         print(f"the first pod did not start within cluster.start_s={start_s} seconds", flush=True)
         return PREEMPTED
-    code = Node(config, rank, place).launch(run_dir)
-    return PREEMPTED if code == FAILED else code
+    ranks = Node(config, rank, place)
+    code = ranks.launch(run_dir)
+    return PREEMPTED if code == FAILED and not ranks.failure["type"].startswith("SIG") else code
 
 
 def wait_for_first(config: dict[str, Any], run_dir: Path) -> dict[str, Any] | None:
