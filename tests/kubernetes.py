@@ -51,9 +51,11 @@ class Pod:
         while shared not in self.cluster.config_maps:
             time.sleep(0.05)  # ContainerCreating
         files = self.cluster.folder / self.name
-        files.mkdir()
+        (files / "..2026").mkdir(parents=True)  # the layout of a ConfigMap's volume: links to links
+        (files / "..data").symlink_to("..2026")
         for key, text in self.cluster.config_maps[shared]["data"].items():
-            (files / key).write_text(text)
+            (files / "..2026" / key).write_text(text)
+            (files / key).symlink_to(f"..data/{key}")
         self.phase = "Running"
         for container in [*spec.get("initContainers", []), *spec["containers"]]:
             code = self.start(container, files)

@@ -7,6 +7,7 @@ a pod that is about to end. The first pod's exit code is that of the run, as it 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -52,25 +53,31 @@ RETRY = 138  # PyTorchJob starts a pod again whose exit code is 128 or more; thi
 
 
 def main(argv: list[str]) -> int:
-    files = Path(argv[0])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(PREEMPTED))  # the first process of a container ignores it else
+    files = Path(argv[0])
     config = run_file.load(files)
+    try:
+        code = run(config, files, is_preflight=argv[1:] == ["preflight"])
+    except SystemExit as stop:  # before the ranks had started
+        code = int(stop.code or DONE)
+    except ValueError as error:
+        print_error(str(error))
+        code = BAD_CONFIG
+    return RETRY if code == PREEMPTED and config["cluster"]["kind"] == "pytorchjob" else code
+
+
+def run(config: dict[str, Any], files: Path, is_preflight: bool) -> int:
     run_dir = Path(config["run_dir"])
     run_dir.mkdir(parents=True, exist_ok=True)
-    if argv[1:] == ["preflight"]:
+    if is_preflight:
         return preflight(config, run_dir)
     rank = node_rank()
     for name in [name for name in os.environ if name.startswith("PET_")]:
         del os.environ[name]  # an operator's settings of torchrun
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    try:
-        validate(config)  # data and files that the submitting machine may not have
-        code = first_node(config, files, run_dir) if rank == 0 else other_node(config, run_dir, rank)
-    except ValueError as error:
-        print_error(str(error))
-        code = BAD_CONFIG
-    return RETRY if code == PREEMPTED and config["cluster"]["kind"] == "pytorchjob" else code
+    validate(config)  # data and files that the submitting machine may not have
+    return first_node(config, files, run_dir) if rank == 0 else other_node(config, run_dir, rank)
 
 
 def node_rank() -> int:
@@ -99,8 +106,13 @@ def preflight(config: dict[str, Any], run_dir: Path) -> int:
 
 def first_node(config: dict[str, Any], files: Path, run_dir: Path) -> int:
     """Own the run folder, let the others find this node, and run the ranks; return the exit code of the run."""
-    with locked(run_dir, LOCK_S):
-        for file in sorted(files.glob("*.*")):  # config.yaml, launch.json, plan.json
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(run_dir, LOCK_S))
+        except ValueError:
+            print(f"another pod held the run folder for {LOCK_S:.0f} s", flush=True)
+            return PREEMPTED
+        for file in sorted(files.glob("[a-z]*.*")):  # config.yaml, launch.json, plan.json; not a ConfigMap's ..data
             shutil.copyfile(file, run_dir / f".{file.name}.tmp")
             os.replace(run_dir / f".{file.name}.tmp", run_dir / file.name)
         if is_done(run_dir, config):

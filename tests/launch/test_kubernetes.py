@@ -135,6 +135,15 @@ def test_what_no_restart_mends_is_not_restarted(kind: str, cluster: Cluster, tmp
 
 @needs_client
 @pytest.mark.slow
+def test_a_node_that_fails_preflight_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
+    run = tmp_path / "volume" / "run"
+    submit(cluster, tmp_path, f"run_dir={run}", "preflight=quick", "preflight.min_shm_gib=1000000")
+    assert ended(cluster) == "Failed" and len(cluster.pods()) == 2 and 4 in {p.code for p in cluster.pods()}
+    assert "/dev/shm" in dtrain(cluster, tmp_path, "status", str(run))
+
+
+@needs_client
+@pytest.mark.slow
 def test_a_volume_that_is_not_mounted_here(cluster: Cluster, tmp_path: Path) -> None:
     """The run folder is elsewhere: start, status, logs, cancel with a save, and a resume in the same folder."""
     words = ["checkpoint.every=4", f"cluster.run_root={tmp_path}/volume", "preflight=quick", "preflight.min_shm_gib=0"]
