@@ -73,11 +73,12 @@ def check_queue(config: dict[str, Any], run_dir: Path) -> None:
     (record,), problem = records.load([run_dir], ask_all=True)
     fix = f"wait for it, or cancel it first: dtrain cancel {shell_path(run_dir)}"
     if record.job and not record.job.ended:
-        state = f"its job {record.job.id} is in SLURM's queue ({record.job.state.lower()})"
+        state = f"its job {record.job.id} is in {record.scheduler}'s queue ({record.job.state.lower()})"
         raise bad("resume", config["resume"], state, fix)
     if record.job_id and record.job is None and not record.is_final:
         why = f"cannot tell whether its job {record.job_id} is still queued ({problem or 'no SLURM commands here'})"
-        raise bad("resume", config["resume"], why, "try again where squeue answers")
+        where = "the API server" if record.on_kubernetes else "squeue"
+        raise bad("resume", config["resume"], why, f"try again where {where} answers")
 
 
 def check_unfinished(config: dict[str, Any], run_dir: Path) -> None:

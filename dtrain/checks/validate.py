@@ -216,7 +216,8 @@ def check_data(config: dict[str, Any]) -> None:
     if data["_target_"].startswith("dtrain."):  # a user's own module may import torch: the ranks check it
         module = importlib.import_module(data["_target_"].rpartition(".")[0])
         check_task(config, getattr(module, "TASK", None))
-        if hasattr(module, "check"):  # e.g. the path exists and is readable and complete
+        # e.g. the path exists and is readable and complete; if the volumes are not mounted here, the pods check it
+        if hasattr(module, "check") and config["cluster"].get("run_root") is None:
             needs = module.check(**{k: v for k, v in data.items() if not k.startswith("_")})
     for key, what in (("vocab_size", "tokens"), ("num_classes", "classes")):
         if needs.get(key) and model.get(key) and needs[key] > model[key]:

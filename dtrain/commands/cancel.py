@@ -16,7 +16,7 @@ from dtrain.runs.protocol import CANCELLED_FILE
 from dtrain.runs.record import Record, load
 from dtrain.runs.slurm_queue import NoAnswer, call
 from dtrain.ui.console import resume_command
-from dtrain.util.format import shell_path, short_path
+from dtrain.util.format import as_dict, shell_path, short_path
 
 
 def main(argv: list[str]) -> int:
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     for record in live:  # first: a supervisor that is ending checks for it before it requeues the job
         mark = {"time": time.time(), "launches": record.num_launches, "job_id": record.job_id}
         write_json(record.run_dir / CANCELLED_FILE, mark)
-    saving = [r for r in live if options.save and r.job and r.job.active]
+    saving = [r for r in live if r.job and r.job.active and (options.save or r.on_kubernetes)]
     # pending jobs first: a job that saves and ends would free nodes for them
     _scancel([], [r for r in live if r.job and r not in saving])
     _scancel(["--batch", "--signal=USR1"], saving)
@@ -65,7 +65,10 @@ def _check_reach(record: Record, problem: str) -> None:
     if record.job_id is not None:
         if record.job is None:
             why = problem or "there are no SLURM commands on this machine"
-            raise ValueError(f"cancel {run}: {why}\n  fix: on a machine of the cluster: scancel {record.job_id}")
+            fix = f"on a machine of the cluster: scancel {record.job_id}"
+            if record.on_kubernetes:
+                fix = f"kubectl delete {' '.join(record.job_id.split('/')[::2])}"
+            raise ValueError(f"cancel {run}: {why}\n  fix: {fix}")
         return
     pid, host = launch.get("pid"), launch.get("host")
     if host != socket.gethostname():
@@ -83,7 +86,8 @@ def _check_reach(record: Record, problem: str) -> None:
 
 
 def _scancel(options: list[str], records: list[Record]) -> None:
-    ids = [r.job.id for r in records if r.job]
+    _delete([r for r in records if r.on_kubernetes])
+    ids = [r.job.id for r in records if r.job and not r.on_kubernetes]
     if not ids:
         return
     try:
@@ -92,6 +96,25 @@ def _scancel(options: list[str], records: list[Record]) -> None:
         for record in records:  # the job continues, and must be requeued if interrupted
             (record.run_dir / CANCELLED_FILE).unlink(missing_ok=True)
         raise ValueError(f"cancel: {error}\n  fix: try again; by hand: scancel {' '.join(ids)}") from None
+
+
+def _delete(records: list[Record]) -> None:
+    """Delete jobs of Kubernetes: their pods get a stop signal, save within cluster.grace_s, and end."""
+    if not records:
+        return
+    from dtrain.runs import kubernetes_api  # imported late: most runs need no client
+
+    for record in records:
+        assert record.job is not None
+        kind, namespace, name = record.job.id.split("/")
+        try:
+            api = kubernetes_api.Api(as_dict(record.launch.get("cluster")).get("context"))
+            api.delete(kind, namespace, name)
+            if kind == "trainjob":
+                api.delete("trainingruntime", namespace, name)
+        except kubernetes_api.NoAnswer as error:
+            (record.run_dir / CANCELLED_FILE).unlink(missing_ok=True)  # the job continues
+            raise ValueError(f"cancel: {error}\n  fix: try again; by hand: kubectl delete {kind} {name}") from None
 
 
 def _say_done(record: Record, live: list[Record], saving: list[Record], alone: bool) -> None:

@@ -37,10 +37,13 @@ def main(argv: list[str]) -> int:
     lines = None if options.n == "all" else int(options.n)
     run_dir = find_run(options.run)
     batch, rank = run_dir / "logs" / "batch.log", run_dir / "logs" / f"rank-{options.rank or 0}.log"
-    _check_rank(Record.read(run_dir), options.rank or 0)
+    record = Record.read(run_dir)
+    _check_rank(record, options.rank or 0)
     paths = [batch] if options.batch else [rank]
     try:
-        if options.follow:
+        if record.is_elsewhere:
+            _show_pod(record, options.rank or 0, lines, options.follow)
+        elif options.follow:
             # Healthy ranks log little; the user wants to see the supervisor's progress.
             follow(run_dir, paths if options.batch or options.rank is not None else [batch, rank], lines)
         elif not _show(paths[0], lines):
@@ -183,8 +186,30 @@ def _show_other(run_dir: Path, path: Path, lines: int | None) -> None:
     (record,), _ = load([run_dir])
     ranks = sorted((run_dir / "logs").glob("rank-*.log"))
     others = [p for p in (*other_logs(run_dir, record.job_id), *ranks) if p != path]
+    if not others and record.on_kubernetes:
+        _show_pod(record, 0, lines, follow=False)
+        return
     if not others:
         _note(f"nothing was written yet; the run is {record.status}: dtrain status {shell_path(run_dir)}")
         return
     _note(f"{path.name} is empty; showing {short_path(others[0])}")
     _show(others[0], lines)
+
+
+def _show_pod(record: Record, rank: int, lines: int | None, follow: bool) -> None:
+    """Show the log of the newest pod of a rank's node: the output of its supervisor, with that of rank 0."""
+    from dtrain.runs import kubernetes_api  # imported late: most runs need no client
+
+    cluster = as_dict(record.launch.get("cluster"))
+    _, namespace, name = str(record.job_id).split("/")
+    api = kubernetes_api.Api(cluster.get("context"))
+    try:
+        node = rank // int(number(cluster.get("processes")) or 1)
+        pods = [pod for pod in api.pods(namespace, name) if kubernetes_api.node_rank(pod) == node]
+        if not pods:
+            _note(f"there is no pod of node {node} (any more): dtrain status {shell_path(record.run_dir)}")
+            return
+        for line in api.log(namespace, pods[-1], lines, follow):
+            _write([line])
+    except kubernetes_api.NoAnswer as error:
+        raise ValueError(f"logs: {error}\n  fix: kubectl logs -l {kubernetes_api.RUN_LABEL}={name}") from None

@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
 def describe(record: Record) -> dict[str, Any]:
     """Return everything that `dtrain status` shows, as data."""
     run_dir, summary, job = record.run_dir, record.summary, record.job
-    if job and job.ended and job.exit is None and job.state != "GONE":
+    if job and job.ended and job.exit is None and job.state != "GONE" and not record.on_kubernetes:
         job = show(job.id) or job
     checkpoint = latest_checkpoint(run_dir)
     row, begun = record.row(), record.job_id is None or record.has_begun
@@ -109,7 +109,9 @@ def reason(record: Record) -> str:
     if record.cancel_asked and record.is_live:
         return f"asked to end {duration(max(0.0, time.time() - record.cancel_asked))} ago"
     if job and job.state == "GONE":
-        return "SLURM no longer knows its job" if status in ("died", "preempted") else ""
+        return f"{record.scheduler} no longer knows its job" if status in ("died", "preempted") else ""
+    if job and record.on_kubernetes and job.state == "FAILED":
+        return job.reason
     odd = job and (status in ("died", "preempted") or job.state not in ("RUNNING", "COMPLETED", "FAILED"))
     return f"its job is {job.state}" if job and odd else ""
 

@@ -18,7 +18,10 @@ from dtrain.config.redaction import redact as redact
 # every character that breaks a line in a shell, a terminal or str.splitlines
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 # cluster settings that define what is executed: only typed or in conf/, never from a recipe or a run folder
-CODE = ("setup", "python", "srun", "sbatch", "container_image", "container_mounts")
+CODE = (
+    "setup", "python", "srun", "sbatch", "container_image", "container_mounts",
+    "image", "pod", "env", "secret_env", "service_account", "volumes", "context",
+)  # fmt: skip
 
 
 def _folder(name: str) -> Path:

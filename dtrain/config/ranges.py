@@ -26,6 +26,7 @@ AT_LEAST = {
     "cluster.gpus_per_node": 0, "cluster.max_idle_starts": 1, "cluster.array_parallelism": 1, "cluster.start_s": 1,
     "cluster.system_metrics_every": 0, "cluster.metrics_port": 1,
     "cluster.hang_timeout": 5, "cluster.cpus_per_task": 1, "cluster.master_port": 1, "cluster.node_rank": 0,
+    "cluster.cpus": 1, "cluster.ttl_s": 0,
     "precision.init_scale": 1, "precision.growth_interval": 1, "strategy.bucket_mb": 1, "strategy.replica_size": 1,
     "strategy.forward_prefetch": 0, "strategy.backward_prefetch": 0, "strategy.stages_per_rank": 2,
     "profile.start": 3, "profile.num_steps": 1, "strategy.every": 1, "strategy.gather_mb": 1, "strategy.whole_below": 0,

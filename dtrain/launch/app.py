@@ -160,16 +160,19 @@ class Gate(Callback):
         if checked[0]["dry_run"]:
             with raise_through_hydra():  # `| head` closes the pipe; the error must not fall through to a launch
                 for cluster, config, plan in zip(clusters, checked, plans, strict=True):
-                    if config["resume"] and not is_script(config):
+                    if config["resume"] and not is_script(config) and not config["cluster"].get("run_root"):
                         say_beginning(Path(config["run_dir"]), sys.stderr)
                     run_prediction.show(plan, sys.stderr)  # stdout is reserved for the runnable script
                     cluster.dry_run(Path(config["run_dir"]), config)
                     if "deepspeed_config" in config.get("strategy", {}):
+                        # after a manifest, which must stay valid yaml, to stderr
+                        where = sys.stderr if config["cluster"].get("kind") else sys.stdout
                         print(
                             "\nDeepSpeed's configuration, generated from these settings "
-                            "(dtrain decides where a step ends):"
+                            "(dtrain decides where a step ends):",
+                            file=where,
                         )
-                        print(json.dumps(deepspeed_config.check(config, validate(config)), indent=2))
+                        print(json.dumps(deepspeed_config.check(config, validate(config)), indent=2), file=where)
                 sys.stdout.flush()
             raise SystemExit(0)
 
@@ -347,7 +350,7 @@ def run(cfg: DictConfig, argv: list[str]) -> int:
         later = in_sweep and hasattr(cluster, "submit")  # all points are submitted together, see Gate.on_multirun_end
         record_launch(run_dir, config, argv, prepared=later)
         write_json(run_dir / folder.PLAN, plan)
-        if config["resume"] and not is_script(config):
+        if config["resume"] and not is_script(config) and not config["cluster"].get("run_root"):
             say_beginning(run_dir, sys.stdout)
         run_prediction.show(plan, sys.stdout)
         (run_dir / CANCELLED_FILE).unlink(missing_ok=True)

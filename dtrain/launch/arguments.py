@@ -45,7 +45,8 @@ def prepare_arguments(argv: list[str]) -> list[str]:
     argv.sort(key=lambda a: a not in ("-m", "--multirun"))  # Hydra accepts -m only before or after all overrides
     ours = "|".join([*GROUPS, "recipe", "resume", "run_dir"])
     argv = [re.sub(rf"^\++({ours})=", r"\1=", a) for a in argv]  # +strategy=fsdp
-    argv = [re.sub(r"^cluster\.(sbatch|fabric\.env)\b", r"++\g<0>", a) for a in argv]  # empty by default
+    empty = r"^cluster\.(sbatch|fabric\.env|env|resources|node_selector|pod)\b"  # mappings that are empty by default
+    argv = [re.sub(empty, r"++\g<0>", a) for a in argv]
     argv = [re.sub(r"^([\w.+]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), a) for a in argv]  # no shell does it here
     argv = [re.sub(r"^(\++)?logger\.(project|mode)=", r"\1logger.wandb.\2=", a) for a in argv]  # their former names
     argv = [re.sub(r"\s", "", a) if a.startswith(f"{LOGGER}=[") else a for a in argv]  # logger=[csv, mlflow]

@@ -22,6 +22,7 @@ from dtrain.config import elastic, run_file
 from dtrain.config.build import build
 from dtrain.config.files import is_script
 from dtrain.launch import nsys, script_rank
+from dtrain.launch.attempts import idle_starts, is_done
 from dtrain.launch.failures import failure
 from dtrain.launch.members import Members
 from dtrain.launch.srun import Srun, job_id, say, scontrol, silent_nodes, srun
@@ -33,13 +34,11 @@ from dtrain.runs.folder import (
     locked,
     newest_step,
     note_attempt,
-    parse_line,
     read_json,
     read_summary,
     write_json,
 )
 from dtrain.runs.protocol import (
-    ATTEMPTS_FILE,
     BAD_CONFIG,
     CANCELLED_FILE,
     DONE,
@@ -91,8 +90,7 @@ class Job:
             say(f"the run no longer belongs to this job: it was cancelled, or belongs to job {ours}")
             return PREEMPTED
         config = run_file.load(self.run_dir)
-        summary = read_summary(self.run_dir)
-        if summary.get("status") == "done" and summary.get("steps", 0) >= last_step(config):  # requeued after its end
+        if is_done(self.run_dir, config):
             return DONE
         saved = {"saved": script_rank.newest_save(self.run_dir)} if is_script(config) else {}
         note_attempt(self.run_dir, "start", job_id=self.id, restart=restart, nodes=self.nodes, **saved)
@@ -112,15 +110,12 @@ class Job:
 
     def _lock(self) -> bool:
         """Lock the run folder until this process ends; the last attempt's supervisor may still be exiting."""
-        deadline = time.monotonic() + LOCK_S
-        while time.monotonic() < deadline:
-            try:
-                self.lock = locked(self.run_dir)
-                self.lock.__enter__()
-                return True
-            except ValueError:
-                time.sleep(1)
-        return False
+        self.lock = locked(self.run_dir, LOCK_S)
+        try:
+            self.lock.__enter__()
+        except ValueError:
+            return False
+        return True
 
     def _run(self, config: dict[str, Any]) -> tuple[int, dict[str, Any] | str]:
         """Run preflight, then the ranks; return the exit code and the reason."""
@@ -238,25 +233,6 @@ class Job:
                 scontrol("scontrol", "requeue", self.id)  # its TERM does not end this process: our handler catches it
             time.sleep(1 if job else 5)
         say("the job could not be requeued; resume with resume=" + shlex.quote(str(self.run_dir)))
-
-
-def last_step(config: dict[str, Any]) -> int:
-    """Return the step after which the run is done; 0 for a user's own program, which says so itself."""
-    if is_script(config):
-        return 0
-    return int(min(config["train"]["steps"], config["train"]["stop_after"] or config["train"]["steps"]))
-
-
-def idle_starts(run_dir: Path) -> int:
-    """Count the newest job's consecutive starts from the same checkpoint, including the newest start.
-
-    Restarts inside a job (cluster.max_restarts) have their own limit and do not count.
-    """
-    path = run_dir / ATTEMPTS_FILE
-    lines = [parse_line(line) for line in path.read_bytes().splitlines()] if path.exists() else []
-    outer = [line for line in reversed(lines) if line.get("event") == "start" and not line.get("attempt")]
-    starts = [(line.get("job_id"), line.get("step"), line.get("saved")) for line in outer]
-    return next((i for i, start in enumerate(starts) if start != starts[0]), len(starts))
 
 
 def starter(config: dict[str, Any]) -> Any:

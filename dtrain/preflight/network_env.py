@@ -89,6 +89,8 @@ def cores_per_node(config: Mapping[str, Any], environ: Mapping[str, str]) -> int
     cluster = config["cluster"]
     if cluster.get("cpus_per_task"):
         return int(cluster["cpus_per_task"]) * ranks_per_node(config["cluster"])
+    if cluster.get("cpus"):  # of a pod, which sees all cores of its machine
+        return int(cluster["cpus"])
     if cluster.get("launcher", "torchrun") == "torchrun":  # the ranks run on this machine
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     here = environ.get("SLURM_CPUS_ON_NODE", "")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from dtrain.config.redaction import hidden
 from dtrain.runs.protocol import ATTEMPTS_FILE
@@ -33,16 +33,21 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 @contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
-    """Lock a run folder: two launchers would corrupt each other's checkpoints. The kernel frees the lock at exit."""
+def locked(run_dir: Path, patience_s: float = 0) -> Iterator[None]:
+    """Lock a run folder: two launchers would corrupt each other's checkpoints. The kernel frees the lock at exit.
+
+    patience_s: how long to wait for another launcher that may be about to end.
+    """
+    deadline = time.monotonic() + patience_s
     with open(run_dir / ".lock", "a", opener=regular) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        while not _flock(file):
+            if time.monotonic() < deadline:
+                time.sleep(min(1.0, patience_s))
+                continue
             pid = read_json(run_dir / "launch.json").get("pid")
             raise ValueError(
                 f"{run_dir}: the run is running (process {pid})\n  fix: wait for it, or stop it first: kill {pid}"
-            ) from None
+            )
         yield
 
 
@@ -53,6 +58,14 @@ def is_locked(run_dir: Path) -> bool:
             return False
     except ValueError:
         return True
+
+
+def _flock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def file_clock(folder: Path) -> float:

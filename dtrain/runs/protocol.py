@@ -35,6 +35,11 @@ SCRIPT_ASKS = "logs/asks-{}"  # the program of this rank uses dtrain.script to a
 SCRIPT_STOPPED = "logs/stopped-{}"  # the program of this rank ended because it was asked to
 SCRIPT_STOP_AT = "logs/stop-at.json"  # after which call of stop_requested all ranks stop
 
+# ---- of a node that a container engine starts (dtrain/launch/pod.py)
+NODE_RANK = "DTRAIN_NODE_RANK"  # its number, where the engine has no variable of its own for it
+POD_IP = "DTRAIN_POD_IP"  # its address
+RENDEZVOUS_FILE = "logs/rendezvous.json"  # address and port of the first node while it runs
+
 STARTER = "DTRAIN_STARTER"  # the process that started a rank, where that is neither torchrun nor srun
 ELASTIC = "DTRAIN_ELASTIC"  # set for the ranks if a rank may leave without ending the run
 

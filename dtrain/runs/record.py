@@ -1,4 +1,4 @@
-"""State of a run: its files, its SLURM job, and the status that follows from both."""
+"""State of a run: its files, its job on SLURM or Kubernetes, and the status that follows from both."""
 
 from __future__ import annotations
 
@@ -79,6 +79,19 @@ class Record:
     def job_id(self) -> str | None:
         found = self.launch.get("job_id")
         return None if found is None or found == "" else str(found)
+
+    @property
+    def on_kubernetes(self) -> bool:
+        return self.job_id is not None and "/" in self.job_id
+
+    @property
+    def scheduler(self) -> str:
+        return "Kubernetes" if self.on_kubernetes else "SLURM"
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the run folder is on a volume of Kubernetes that this machine does not mount."""
+        return self.on_kubernetes and as_dict(self.launch.get("cluster")).get("run_root") is not None
 
     @property
     def num_launches(self) -> int:
@@ -176,6 +189,8 @@ class Record:
             return "preempted" if self.has_begun else "queued"
         if job.active:
             return "running"
+        if self.is_elsewhere and job.state == "COMPLETED":
+            return "done"
         if self.cancel_asked or job.state == "CANCELLED":
             return "cancelled"
         if reported is None and job.state in ("FAILED", "BOOT_FAIL", "OUT_OF_MEMORY", "TIMEOUT", "DEADLINE"):
@@ -263,13 +278,20 @@ def errors(summary: dict[str, Any]) -> dict[str, float | None]:
 
 
 def load(run_dirs: Sequence[Path], ask_all: bool = False) -> tuple[list[Record], str]:
-    """Read the runs, with one SLURM query for all whose files are not conclusive; also return why SLURM failed.
+    """Read the runs, with one query of the scheduler for all whose files are not conclusive; also return why it failed.
 
     ask_all: also query the jobs of runs that report they have ended.
     """
     records = [Record.read(Path(d)) for d in run_dirs]
     asked = [r for r in records if r.job_id and (ask_all or r.is_open)]
     jobs = query(r.job_id for r in asked)
+    if on_kubernetes := [r for r in asked if r.on_kubernetes]:
+        from dtrain.runs import kubernetes_api  # imported late: most runs need no client
+
+        places = [(str(r.job_id), as_dict(r.launch.get("cluster")).get("context")) for r in on_kubernetes]
+        found, problem = kubernetes_api.query(places)
+        jobs.update(found)
+        jobs.problem = jobs.problem or problem
     for i, record in enumerate(records):
         if record not in asked or not (job := jobs.get(str(record.job_id))):
             continue

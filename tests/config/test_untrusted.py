@@ -96,7 +96,10 @@ NONSENSE: list[Any] = [
     [], {}, [[[]]], ["x"], {"x": 1}, {1: 2}, {"_x": 1}, {"": 1}, {"a.b": 1}, "${train.steps}", "${name}",
     "${nowhere.x}", "${train", "é" * 99,
 ]  # fmt: skip
-MEANS_CODE = ("setup", "python", "srun", "sbatch", "container_image", "container_mounts")
+MEANS_CODE = (
+    "setup", "python", "srun", "sbatch", "container_image", "container_mounts",
+    "image", "pod", "env", "secret_env", "service_account", "volumes", "context",
+)  # fmt: skip
 
 
 def settings_of_all_options() -> list[tuple[str, ...]]:

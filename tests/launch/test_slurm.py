@@ -21,6 +21,7 @@ from dtrain.cli import main
 from dtrain.config.run_file import load, save
 from dtrain.launch import slurm_job, srun
 from dtrain.launch.app import wait_for_node_0
+from dtrain.launch.attempts import idle_starts
 from dtrain.launch.script_rank import newest_save
 from dtrain.runs import memory
 from dtrain.runs.folder import note_attempt
@@ -566,9 +567,9 @@ def test_a_node_is_lost_if_none_of_its_ranks_left_a_note(tmp_path: Path) -> None
 def test_a_restart_inside_of_a_job_is_no_idle_start(tmp_path: Path) -> None:
     for attempt in (0, 1, 2):
         note_attempt(tmp_path, "start", job_id="7", attempt=attempt)
-    assert slurm_job.idle_starts(tmp_path) == 1
+    assert idle_starts(tmp_path) == 1
     note_attempt(tmp_path, "start", job_id="7")
-    assert slurm_job.idle_starts(tmp_path) == 2
+    assert idle_starts(tmp_path) == 2
 
 
 def test_a_start_after_a_program_has_saved_is_not_idle(tmp_path: Path) -> None:
@@ -579,7 +580,7 @@ def test_a_start_after_a_program_has_saved_is_not_idle(tmp_path: Path) -> None:
             folder.mkdir(parents=True)
             (folder / "model.pt").touch()
         note_attempt(tmp_path, "start", job_id="7", saved=newest_save(tmp_path))
-        assert slurm_job.idle_starts(tmp_path) == idle
+        assert idle_starts(tmp_path) == idle
 
 
 def test_the_port_of_rank_0_is_not_one_for_outgoing_connections() -> None:
