@@ -82,9 +82,8 @@ def check_commands(python: str | None, srun: list[str]) -> None:
         ) from None
     for word in srun:
         if not word.startswith("-"):  # srun would run this word instead of Python
-            raise bad(
-                "cluster.srun", word, "must be a list of options, each with its value", "e.g. [--cpu-bind=verbose]"
-            )
+            rule = "must be a list of options, each with its value"
+            raise bad("cluster.srun", word, rule, "'cluster.srun=[\"--cpu-bind=verbose\"]'")
 
 
 def check_secrets(texts: list[str]) -> None:

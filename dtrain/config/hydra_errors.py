@@ -81,5 +81,8 @@ def probably_meant(word: str) -> str:
     if pair is None:
         return "key=value"
     key, value = pair[1] or pair[3], (pair[2] or "").strip("=")
+    if value.startswith("[") and value.endswith("]") and "=" in value:  # [--cpu-bind=none]
+        items = ",".join(f'"{item.strip()}"' for item in value[1:-1].split(","))
+        return f"'{key}=[{items}]'"
     simple = re.fullmatch(r"[\w./-]*", value, re.ASCII)
     return f"{key}={value or '…'}" if simple else f"'{key}=\"{value}\"'"

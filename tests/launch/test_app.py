@@ -138,6 +138,7 @@ def test_arguments(typed: list[str], want: list[str], monkeypatch: pytest.Monkey
         ("model/gpt2-tiny", "model=gpt2-tiny"),
         ("train.steps = 5", "train.steps=5"), ("train.steps==", "train.steps=…"),
         ("strategy fsdp", "strategy=fsdp"), ("run_dir=a=b", "'run_dir=\"a=b\"'"), ("", "key=value"), ("?", "key=value"),
+        ("cluster.srun=[--a=b, -c]", """'cluster.srun=["--a=b","-c"]'"""),
     ],
 )  # fmt: skip
 def test_what_was_probably_meant(typed: str, meant: str) -> None:
