@@ -37,6 +37,6 @@ def check(config: dict[str, Any]) -> None:
         raise bad(name, cluster[changing.setting], rule, f"{name}={changing.high}")
     own_python = python or cluster.get("python") or cluster.get("container_image")
     needed = section["env"]
-    if needed in NEEDS and not own_python and importlib.util.find_spec(needed) is None:
+    if needed in NEEDS and not own_python and not config["dry_run"] and importlib.util.find_spec(needed) is None:
         raise bad("script.env", needed, f"{needed} is not installed", NEEDS[needed])
     loggers.check(config)

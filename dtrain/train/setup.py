@@ -111,9 +111,10 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     strategy.folder = folder
     mesh = strategy.resolve_mesh(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
     _, micro_batch_size, accumulation = batch_sizes(cfg, mesh)
+    make_optimizer = optimizers.factory(cfg.optim, trust, batch_size)
     strategy.setup(
         model,
-        optimizers.factory(cfg.optim, trust, batch_size),
+        make_optimizer,
         precision=precision,
         device=device,
         first=models.first_weights(cfg),
@@ -125,6 +126,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
         cuda_graphs=cfg.cuda_graphs,
         masked=getattr(train_set, "masked", False),
     )
+    optimizers.check(make_optimizer, strategy.splits_weights())
     reading = {"pin_memory": device.type == "cuda", "workers": cfg.train.loader_workers}
     place = (seed, strategy.data_rank, strategy.data_ranks)
     train_data = Loader(train_set, batch_size, *place, **reading)

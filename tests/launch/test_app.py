@@ -184,9 +184,9 @@ def test_a_sweep(started: list[Path], tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_sweep_over_all_options_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
-    run("-m", "strategy=glob(*)", "cluster.processes=4", "dry_run=true")
+    run("-m", "schedule=glob(*)", "dry_run=true")
     commands = [c for c in capsys.readouterr().out.splitlines() if "dtrain.train.rank" in c]
-    assert len(commands) == len(options_of("strategy")) > 1
+    assert len(commands) == len(options_of("schedule")) > 1
 
 
 def test_a_dry_sweep_shows_each_command_and_starts_none(

@@ -33,6 +33,22 @@ rank, size = hvd.rank(), hvd.size()
 assert (hvd.local_size(), hvd.cross_size()) == (1, 2)
 sum_up = lambda value: hvd.allreduce_(value, op=hvd.Sum)
 """
+TENSORFLOW = """
+import os, pathlib, sys, time
+import tensorflow as tf
+import torch
+
+strategy = tf.distribute.MultiWorkerMirroredStrategy()
+rank, size = strategy.cluster_resolver.task_id, strategy.num_replicas_in_sync
+
+
+@tf.function
+def total(values):
+    return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", values))
+
+
+sum_up = lambda value: value.copy_(torch.from_numpy(total(tf.constant(value.numpy())).numpy()))
+"""
 COUNTS = """
 path = pathlib.Path(sys.argv[1])
 count = torch.tensor([int(path.read_text()) if path.exists() and rank == 0 else 0])
@@ -50,6 +66,7 @@ while count < 40:
     time.sleep(0.2)
 sum_up(one)
 """
+needs_tensorflow = pytest.mark.skipif(not find_spec("tensorflow"), reason="needs pip install 'dtrain[tensorflow]'")
 needs_horovod = pytest.mark.skipif(not find_spec("horovod"), reason="Horovod is not built: make horovod")
 NODES = ["script=count.py", "cluster=slurm", "cluster.gpus_per_node=0", "cluster.nodes=2", "cluster.processes=1"]
 NODES += ["preflight=off"]
@@ -61,6 +78,7 @@ NODES += ["preflight=off"]
     [
         pytest.param("torchrun", TORCHRUN, id="torchrun"),
         pytest.param("horovod", HOROVOD, id="horovod", marks=needs_horovod),
+        pytest.param("tensorflow", TENSORFLOW, id="tensorflow", marks=needs_tensorflow),
     ],
 )
 def test_two_nodes_a_requeue_and_a_failure(env: str, program: str, cluster: Cluster, here: Path) -> None:

@@ -39,7 +39,8 @@ def full(name: str = "run") -> Path:
     for node in ("node1", "node2"):
         gpus = [{"index": i, **GPU, "throttle": ["power cap"] if i == 3 else []} for i in range(8)]
         (run_dir / SYSTEM_FILE.format(node)).write_text(json.dumps({"time": 1, "cpu_percent": 5, "gpus": gpus}) + "\n")
-    (run_dir / "logs" / "rank-0.log").write_text(f"INFO hello\n2026 WARNING {EVIL}\n")
+    # without its carriage return, which hides what stands before it in a log, as in a terminal
+    (run_dir / "logs" / "rank-0.log").write_text(f"INFO hello\n2026 WARNING {EVIL}\n".replace("\r", ""))
     checkpoint = run_dir / "checkpoints" / "step-00000100"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("{}")
