@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 
-from dtrain.commands.run_parser import RunParser
+from dtrain.commands.run_parser import CHECKPOINT, TRUST, RunParser
 
 
 def main(argv: list[str]) -> int:
     parser = RunParser("dtrain sample", description="Continue a text with a trained language model.")
-    parser.add_argument("run", help="a run folder, a part of its name, or latest")
+    parser.add_argument("run", help=CHECKPOINT)
     parser.add_argument("prompt", nargs="?", default="\n")
     parser.add_argument("--tokens", type=int, default=200, help="how many tokens to generate")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 = always the most likely token")
     parser.add_argument("--top-k", type=int, default=50, help="sample from the k most likely tokens; 0 = all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--trust", nargs="*", default=[], metavar="MODULE", help="your own modules that the run uses")
+    parser.add_argument("--trust", nargs="*", default=[], metavar="MODULE", help=TRUST)
+    parser.add_argument("--ema", action="store_true", help="the moving average of the weights (ema.decay)")
     options = parser.parse_args(argv)
     from dtrain.errors import bad
 
@@ -27,11 +28,11 @@ def main(argv: list[str]) -> int:
         raise bad("--top-k", options.top_k, "must be at least 0", "--top-k 0, which samples from all tokens")
     if not 0 <= options.seed < 2**63:
         raise bad("--seed", options.seed, "must be at least 0 and less than 2^63", "--seed 0")
-    from dtrain.runs.find import find_run
+    from dtrain.runs.find import find_checkpoint
 
-    run_dir = find_run(options.run)
+    at = find_checkpoint(options.run)
     from dtrain.inference.sample import sample as sample_text
 
-    choices = (options.temperature, options.top_k, options.seed, options.trust)
-    print(sample_text(run_dir, options.prompt, options.tokens, *choices))
+    choices = (options.temperature, options.top_k, options.seed, options.trust, at.step, options.ema)
+    print(sample_text(at.run_dir, options.prompt, options.tokens, *choices))
     return 0

@@ -1,4 +1,4 @@
-"""Export a run's final weights: one safetensors file, or a folder that Hugging Face's transformers loads."""
+"""Export a checkpoint's weights: one safetensors file, or a folder that Hugging Face's transformers loads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,15 @@ MERGE_BYTES = 4 + 3 * 8  # bytes per element while adapters are merged: the elem
 SHARD_BYTES = 5 * 10**9  # per file of a Hugging Face folder: save_pretrained's default for years
 
 
-def newest_checkpoint(run_dir: Path) -> Path:
+def checkpoint_of(run_dir: Path, step: int | None = None) -> Path:
+    """Return the checkpoint of a step, verified; without a step, the newest good one."""
+    if step is not None:
+        path = run_dir / "checkpoints" / f"step-{step:08d}"
+        if problem := store.verify(path, step=step):
+            raise ValueError(f"{path} is damaged ({problem})\n  fix: another checkpoint of the run")
+        if store.is_foreign(path, store.run_id(path.parent)):
+            raise ValueError(f"{path} was saved by another run\n  fix: another checkpoint of the run")
+        return path
     found = store.newest_good(run_dir / "checkpoints", quarantine=False)  # a reader changes nothing
     if found is None:
         raise ValueError(
@@ -47,10 +55,14 @@ def newest_checkpoint(run_dir: Path) -> Path:
 
 
 class Final:
-    """A run's current model weights, by canonical name: `empty` returns their shapes, iteration the weights."""
+    """The model weights of a run's checkpoint, by canonical name: `empty` returns their shapes, iteration the weights.
 
-    def __init__(self, run_dir: Path, trust: Iterable[str] = ()) -> None:
-        self.path, self.cfg, self.trust = newest_checkpoint(run_dir), run_file.load(run_dir), trust
+    step: None for the newest good checkpoint. ema: the moving average of the weights.
+    """
+
+    def __init__(self, run_dir: Path, trust: Iterable[str] = (), step: int | None = None, ema: bool = False) -> None:
+        self.ema = ema
+        self.path, self.cfg, self.trust = checkpoint_of(run_dir, step), run_file.load(run_dir), trust
         self.manifest = store.read_manifest(self.path)
         check_run(self.cfg, trust, ())
         self.adapted = bool(self.cfg.get("lora", {}).get("rank"))
@@ -61,9 +73,9 @@ class Final:
         Discard what was yielded if an error follows at the end (adapters on a base that they were not trained on).
         """
         if not self.adapted:
-            yield from store.weights(self.path)
+            yield from store.weights(self.path, self.ema)
             return
-        cfg, saved = self.cfg, dict(store.weights(self.path))
+        cfg, saved = self.cfg, dict(store.weights(self.path, self.ema))
         model = models.make(cfg, self.trust)
         check_shapes(self.path, model, saved, [name for name, p in model.named_parameters() if p.requires_grad])
         check_memory(self.path, max(map(math.prod, lora.base_of(model).values()), default=0) * MERGE_BYTES)
@@ -110,9 +122,11 @@ def check_memory(path: Path, num_bytes: int) -> None:
         )
 
 
-def final_weights(run_dir: Path, trust: Iterable[str] = ()) -> Iterator[tuple[str, Tensor]]:
+def final_weights(
+    run_dir: Path, trust: Iterable[str] = (), step: int | None = None, ema: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Return a run's weights: the only way to get them, for export, sampling and evaluation. See `Final`."""
-    return iter(Final(run_dir, trust))
+    return iter(Final(run_dir, trust, step, ema))
 
 
 def base_weights(model: nn.Module, first: lora_base.First) -> Iterator[tuple[str, Tensor]]:
@@ -127,12 +141,19 @@ def base_weights(model: nn.Module, first: lora_base.First) -> Iterator[tuple[str
 # ---- one file ------------------------------------------------------------------------------------------------
 
 
-def export_file(run_dir: Path, path: Path, dtype: torch.dtype | None = None, trust: Iterable[str] = ()) -> Path:
-    """Write the newest weights as one safetensors file that any reader of the format loads."""
+def export_file(
+    run_dir: Path,
+    path: Path,
+    dtype: torch.dtype | None = None,
+    trust: Iterable[str] = (),
+    step: int | None = None,
+    ema: bool = False,
+) -> Path:
+    """Write a checkpoint's weights as one safetensors file that any reader of the format loads."""
     path = path.resolve()  # keeps a link
     if path.is_dir():
         raise bad("OUT", path, "is a folder, but this format is one file", f"{path / SINGLE}, or --format hf")
-    final = Final(run_dir, trust)
+    final = Final(run_dir, trust, step, ema)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -185,6 +206,8 @@ def export_hf(
     dtype: torch.dtype | None = None,
     trust: Iterable[str] = (),
     shard_bytes: int = SHARD_BYTES,
+    step: int | None = None,
+    ema: bool = False,
 ) -> Path:
     """Write a folder that transformers' from_pretrained loads; it is complete or missing."""
     cfg = run_file.load(run_dir)
@@ -201,7 +224,8 @@ def export_hf(
     partial = (folder / "x" if there else folder).with_name(f".{folder.name}.partial-{uuid.uuid4().hex[:8]}")
     partial.mkdir(parents=True)
     try:
-        write_shards(partial, translated(final_weights(run_dir, trust), family, cfg.model, dtype), shard_bytes)
+        weights = final_weights(run_dir, trust, step, ema)
+        write_shards(partial, translated(weights, family, cfg.model, dtype), shard_bytes)
         values = config_of(cfg, family, trust)
         values["dtype"] = str(dtype or torch.float32).removeprefix("torch.")  # masters are fp32
         (partial / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")

@@ -19,26 +19,38 @@ from dtrain.config.schema import check_run
 from dtrain.errors import bad
 from dtrain.inference.export import Final, check_memory, check_shapes
 from dtrain.models.layers import Cache
+from dtrain.strategies.materialize import ties
 from dtrain.train import build as models
 
 
-def load_model(run_dir: Path, trust: list[str]) -> tuple[nn.Module, Any]:
-    """Return the run's model with its newest weights, on one device, and the configuration it was trained with.
-
-    The caller, not the file, says which modules to trust: a run folder may come from elsewhere.
-    """
+def checked_config(run_dir: Path, trust: list[str]) -> Any:
+    """Return the configuration of a run, whose model and data may be built."""
     cfg = run_file.load(run_dir)
     if is_script(cfg):
         raise bad(
             "RUN", run_dir, "is a run of your own program, whose model dtrain does not know", "choose another run"
         )
     check_run(cfg, trust, ("model", "data", "loss", "precision"))
+    return cfg
+
+
+def load_model(run_dir: Path, trust: list[str], step: int | None = None, ema: bool = False) -> tuple[nn.Module, Any]:
+    """Return the run's model with a checkpoint's weights, on one device, and the configuration it was trained with.
+
+    step: None for the newest good checkpoint. The caller, not the file, says which modules to trust: a run folder may
+    come from elsewhere.
+    """
+    cfg = checked_config(run_dir, trust)
     model = models.make(Settings({**cfg, "lora": {}}), trust)  # adapters are merged into the final weights
-    final = Final(run_dir, trust)
+    final = Final(run_dir, trust, step, ema)
     if final.adapted:  # the checkpoint's tensors are compared with the model; drawn weights are not
         check_memory(run_dir, 4 * sum(values.numel() for values in model.state_dict().values()))
     # in fp32, also for a run whose weights are bf16
     weights = {n: w.float() if w.is_floating_point() else w for n, w in final}
+    names = {id(module): prefix for prefix, module in model.named_modules()}
+    for places in ties(model):  # a tied weight is saved once
+        canonical, *others = (".".join(filter(None, (names[id(module)], name))) for module, name in places)
+        weights |= {other: weights[canonical] for other in others if canonical in weights}
     check_shapes(final.path, model, weights, model.state_dict())
     model.load_state_dict(weights, assign=True)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), cfg
@@ -52,9 +64,11 @@ def sample(
     top_k: int = 50,
     seed: int = 0,
     trust: list[str] | None = None,
+    step: int | None = None,
+    ema: bool = False,
 ) -> str:
     """Return the prompt and the model's continuation."""
-    model, cfg = load_model(run_dir, trust or [])
+    model, cfg = load_model(run_dir, trust or [], step, ema)
     data = build(cfg.data, trust or [])
     if cfg.model.get("task"):
         raise ValueError(

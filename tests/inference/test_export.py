@@ -129,7 +129,7 @@ def test_one_file_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     save(run, load(run))
     whole = store.weights
 
-    def broken(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    def broken(path: Path, *more: object) -> Iterator[tuple[str, torch.Tensor]]:
         yield next(iter(whole(path)))
         raise OSError("the disk is gone")
 
