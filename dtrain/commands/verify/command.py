@@ -10,19 +10,22 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from dtrain.commands.verify import compare, world
-from dtrain.commands.verify.compare import FEWER_STEPS, FULL, SMALL, VARIANTS, Case, compose, make_case
+from dtrain.commands.verify import compare, mutation_test, script_check, world
+from dtrain.commands.verify.compare import FEWER_STEPS, FULL, SMALL, Case, Variant, compose, make_case, variants
+from dtrain.commands.verify.mutants import chosen
 from dtrain.config.files import flatten, options_of
 from dtrain.config.hydra_errors import MISTAKES, explain
 from dtrain.config.ranges import check_ranges
@@ -37,11 +40,12 @@ from dtrain.util.format import without_nan
 TIED_TO = {"optim.lr": "model", "data": "model", "train.stop_after": "train.steps"}
 NOT_HERE = {
     "strategy": "strategies=…", "cluster.processes": "processes=2,4", "run_dir": "--keep DIR",
-    **dict.fromkeys(["cluster", "cluster.nodes", "resume", "dry_run", "hydra.run.dir"], "leave it out"),
+    **dict.fromkeys(["cluster", "cluster.nodes", "resume", "fork", "dry_run", "hydra.run.dir"], "leave it out"),
 }  # fmt: skip
 INTERRUPTED = 130  # a shell's exit code for Ctrl-C
 HEADINGS = (
-    "strategy", "ranks", "mesh", "precision", "loss diff", "norm diff", "weight diff", "tolerance", "seconds", "result",
+    "strategy", "ranks", "mesh", "precision", "loss diff", "norm diff", "grad diff", "weight diff",
+    "tolerance", "seconds", "result",
 )  # fmt: skip
 
 
@@ -52,6 +56,10 @@ def main(argv: list[str]) -> int:
         sys.path.append(os.getcwd())
     try:
         with term_is_ctrl_c(), run_folder(options.keep) as folder:
+            if any(key_of(word) == "script" for word in options.settings):
+                return script_check.main(options.settings, folder, options.timeout, options.json)
+            if any(key_of(word) in ("mutants", "clean") for word in options.settings):
+                return verify_itself(options, folder)
             request = read_request(options)
             references, cases = plan(request, folder)
             # an unnamed case that cannot run here (missing package or GPU) is reported as left out, not as failed
@@ -76,9 +84,15 @@ def argument_parser() -> argparse.ArgumentParser:
         description="Train with each strategy and with one process; compare losses, gradient norms and final weights.",
         epilog="""settings, all of them optional:
   strategies=ddp,fsdp      default: all of conf/strategy that can run here; the others are listed with the reason;
-                           ddp+int8 is ddp with strategy.compress=int8, fsdp+int8 hybrid fsdp with it, and so on
+                           ddp+int8 is ddp with strategy.compress=int8, fsdp+int8 hybrid fsdp with it, and so on;
+                           fsdp+resume begins with one process's checkpoint in the middle; ddp+uneven has samples
+                           of different lengths, fsdp+dropout dropout and activation checkpointing, against ddp
   processes=2,4            default: the two smallest of 2, 4 and 8 that a strategy's axes can make a mesh of
   precisions=fp32,bf16     default: fp32, and each other one at the smallest number of processes
+  mutants=all clean=20     test verify itself: does it catch published bugs, and let 20 correct layouts, drawn at
+                           random, pass? mutants=NAME,NAME runs some of docs/verify.md
+  script=theirs.py         run another training script at 1, 2 and 4 processes: does it follow one process?
+                           script_args='--batch {batch_per_process}' batch=32 keeps its global batch; docs/verify.md
   model=… train.steps=…    any setting of `dtrain launch`, for all runs; strategy.… does not apply to the single process
 
 Exit codes: 0 all passed, 2 bad input, 3 one did not pass.""",
@@ -90,6 +104,42 @@ Exit codes: 0 all passed, 2 bad input, 3 one did not pass.""",
         "--timeout", type=float, default=120.0, metavar="S", help="seconds for each world (120); more on a busy machine"
     )
     return parser
+
+
+def verify_itself(options: argparse.Namespace, folder: Path) -> int:
+    """Run mutants=… and clean=…: test verify itself."""
+    words = dict(word.split("=", 1) for word in options.settings if key_of(word) in ("mutants", "clean"))
+    others = [word for word in options.settings if key_of(word) not in words]
+    if others:
+        rule = "mutants=… and clean=… choose their settings themselves"
+        raise ValueError(f"{others[0]}: {rule}\n  fix: leave it out")
+    names = words.get("mutants", "")
+    mutants = chosen(names.strip("[]").split(",")) if names else []
+    count = words.get("clean", "0")
+    if not count.isdecimal():
+        raise bad("clean", count, "must be a whole number of configurations", "clean=20")
+    world.start_server(["dtrain.strategies.deepspeed"] if find_spec("deepspeed") else [])
+    runs = mutation_test.Runs(folder, options.timeout, plan_one, judged)
+    passed = True
+    if mutants:
+        outcomes = mutation_test.of_mutants(mutants, runs)
+        passed &= mutation_test.show(outcomes, len(mutants), "mutants killed, each by name", options.json)
+    if int(count):
+        outcomes = mutation_test.of_clean(int(count), runs)
+        passed &= mutation_test.show(outcomes, int(count), "clean configurations passed", options.json)
+    return DONE if passed else FAILED
+
+
+def plan_one(row: str, size: int, precision: str, settings: Sequence[str], folder: Path) -> tuple[Case, Case, str]:
+    """Return the case of one row, its reference, which saves what any row needs, and the reference's key."""
+    references, (case,) = plan(Request([row], True, [size], [precision], list(settings)), folder)
+    key = key_of_reference(case)
+    return case, saving_in_the_middle(references[key], middle_of(references[key])), key
+
+
+def judged(case: Case, one: Case, error: str) -> tuple[bool, str, str]:
+    row = judge(case, one, error, 0.0)
+    return bool(row.passed), row.reason, row.named
 
 
 # ---- what was asked for --------------------------------------------------------------------------------------
@@ -125,7 +175,7 @@ def read_request(options: argparse.Namespace) -> Request:
             raise ValueError(f"{word}: is not for verify, which runs each strategy on this machine\n  fix: {fix}")
         else:
             overrides.append(word)
-    known = {"strategies": [*options_of("strategy"), *VARIANTS], "precisions": options_of("precision")}
+    known = {"strategies": [*options_of("strategy"), *variants()], "precisions": options_of("precision")}
     for key, group in (("strategies", "strategy"), ("precisions", "precision")):
         for name in lists[key]:
             if name not in known[key]:
@@ -158,11 +208,15 @@ def settings(overrides: Sequence[str], defaults: Sequence[str]) -> list[str]:
 
 
 def plan(request: Request, folder: Path) -> tuple[dict[str, Case], list[Case]]:
-    """Return the one-process case of each precision, and all other cases. Raises if no number of ranks is valid."""
+    """Return the reference runs by key, and all other cases. Raises if no number of ranks is valid.
+
+    The reference of a precision is one process; the key is its name. Rows with other data have their own.
+    """
     references: dict[str, Case] = {}
     cases: list[Case] = []
     plain = [o for o in request.overrides if not key_of(o).startswith("strategy.")]
     given = {key_of(o) for o in request.overrides}
+    known = variants()
     for precision in request.precisions or sorted(options_of("precision"), key=lambda name: name != FULL):
         defaults = [*SMALL, f"precision={precision}", *([] if precision == FULL else [FEWER_STEPS])]
         one = make_case("ddp", 1, precision, compose(settings(plain, defaults)), folder / f"one-{precision}")
@@ -173,21 +227,72 @@ def plan(request: Request, folder: Path) -> tuple[dict[str, Case], list[Case]]:
             continue
         references[precision] = one
         for strategy in request.strategies:
-            variant = VARIANTS.get(strategy)
+            variant = known.get(strategy)
             if variant and not request.precisions and precision != FULL:
                 continue
-            chosen = variant.overrides if variant else (f"strategy={strategy}",)
+            if variant and is_excluded(variant, given) and not request.named:
+                continue
+            chosen = [
+                *(variant.overrides if variant else (f"strategy={strategy}",)),
+                *(variant.shared if variant else ()),
+            ]
             cfg = compose([*chosen, *settings(request.overrides, defaults)])
             # each layout accumulates, one process takes the whole batch; not with batch norm, which is per micro-batch
             accumulate = "batch_norm" not in cfg.model and not given & {"recipe", "train.micro_batch_size"}
             section: Any = OmegaConf.to_container(cfg.strategy, resolve=True)
             check_section("strategy", section, cfg.trust)
             check_ranges(flatten({"strategy": section}))
-            sizes = request.sizes or ([variant.size] if variant else compare.world_sizes(section)[:2])
+            fitting = compare.world_sizes(section)
+            sizes = request.sizes or ([variant.size or fitting[0]] if variant else fitting[:2])
             for size in sizes if precision == FULL or request.precisions else sizes[:1]:
                 run_dir = folder / f"{strategy}-{size}-{precision}"
-                cases.append(make_case(strategy, size, precision, cfg, run_dir, accumulate))
+                case = make_case(strategy, size, precision, cfg, run_dir, accumulate)
+                cases.append(with_reference(case, variant, plain, defaults, references, folder, accumulate))
     return references, cases
+
+
+def is_excluded(variant: Variant, given: set[str]) -> bool:
+    """Return whether a row that nobody named needs other data or another model than those that were given."""
+    return bool(variant.shared and given & {"model", "data", "recipe", *(s.partition("=")[0] for s in variant.shared)})
+
+
+def with_reference(
+    case: Case, variant: Variant | None, plain: list[str], defaults: Sequence[str],
+    references: dict[str, Case], folder: Path, accumulate: bool,
+) -> Case:  # fmt: skip
+    """Return the case with the run that it is compared with, and with its beginning if it has one in the middle."""
+    if case.refused:
+        return case
+    if variant and variant.resumes:
+        one = references[case.precision]
+        train, middle = one.config["train"], middle_of(one)
+        if not middle:
+            return replace(case, refused=f"train.steps={train['steps']}: a run of one step cannot be resumed")
+        references[case.precision] = saving_in_the_middle(one, middle)
+        begins_with = one.run_dir / "checkpoints" / f"step-{middle:08d}"
+        return replace(case, begins_with=begins_with, save_after=(middle + 1,))
+    if not (variant and variant.shared):
+        return case
+    size = case.size if variant.alike else 1
+    key = f"{'-'.join((*variant.shared, str(size)))}-{case.precision}"
+    if key not in references:
+        cfg = compose(["strategy=ddp", *variant.shared, *settings(plain, defaults)])
+        run_dir = folder / f"one-{case.strategy.partition('+')[2]}-{case.precision}"
+        references[key] = make_case("ddp", size, case.precision, cfg, run_dir, accumulate and variant.alike)
+        if references[key].refused:
+            raise ValueError(references[key].refused)
+    return replace(case, reference=key)
+
+
+def middle_of(case: Case) -> int:
+    train = case.config["train"]
+    return int(min(train["steps"], train["stop_after"] or train["steps"]) // 2)
+
+
+def saving_in_the_middle(case: Case, middle: int) -> Case:
+    """Let a reference save where others begin. What it computes is the same."""
+    case.config["checkpoint"] |= {"every": middle, "keep": 9}
+    return replace(case, save_after=(1, middle + 1))
 
 
 @contextlib.contextmanager
@@ -225,15 +330,23 @@ class Row:
     max_loss_diff: float | None
     max_grad_norm_diff: float | None  # relative to the norm
     max_weight_diff: float | None
+    max_gradient_diff: float | None  # of a parameter after the first update, relative to its norm
     tolerance: float | None  # for the losses
     passed: bool | None  # None: left out
     seconds: float
     mesh: str
     reason: str  # why it did not pass
     left_out: str = ""  # why it cannot run on this machine
+    named: str = ""  # the sample, rank or parameter that differs first
 
     def cells(self) -> list[str]:
-        values = (self.max_loss_diff, self.max_grad_norm_diff, self.max_weight_diff, self.tolerance)
+        values = (
+            self.max_loss_diff,
+            self.max_grad_norm_diff,
+            self.max_gradient_diff,
+            self.max_weight_diff,
+            self.tolerance,
+        )
         return [
             self.strategy, str(self.world_size), self.mesh or "-", self.precision,
             *("-" if x is None else f"{x:.1e}" for x in values), f"{self.seconds:.1f}",
@@ -242,38 +355,53 @@ class Row:
 
 
 def rows(references: dict[str, Case], cases: Sequence[Case], timeout: float) -> Iterator[Row]:
-    """Run world after world. The one process of a precision runs before the first case that needs it."""
+    """Run world after world. A reference runs before the first case that needs it."""
     # one thread per rank is best for a model this small; OMP_NUM_THREADS overrides it for larger models
     env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     failed: dict[str, str] = {}
     for case in cases:
-        if case.precision not in failed:
-            error = compare.run(references[case.precision], timeout, env)
-            failed[case.precision] = f"the single-process reference run: {error}" if error else ""
+        key = key_of_reference(case)
+        if key not in failed:
+            error = compare.run(references[key], timeout, env)
+            failed[key] = f"the reference run: {error}" if error else ""
         start = time.monotonic()
-        error = case.refused or failed[case.precision] or compare.run(case, timeout, env)
-        yield judge(case, references[case.precision], error, round(time.monotonic() - start, 1))
+        error = case.refused or failed[key] or compare.run(case, timeout, env)
+        yield judge(case, references[key], error, round(time.monotonic() - start, 1))
+
+
+def key_of_reference(case: Case) -> str:
+    return case.reference or case.precision
 
 
 def judge(case: Case, one: Case, error: str, seconds: float) -> Row:
     """Build the row of a case that ran, or that could not run."""
     reason = error.splitlines()[0] if error else ""
-    row = Row(case.strategy, case.size, case.precision, None, None, None, None, False, seconds, case.mesh, reason)
+    row = Row(case.strategy, case.size, case.precision, None, None, None, None, None, False, seconds, case.mesh, reason)
+    stated = compare.stated_tolerance(case.run_dir)
     if error:
-        return row
-    allowed = compare.tolerance(case.config, compare.stated_tolerance(case.run_dir))
-    found = compare.compare(case.run_dir, one.run_dir)
+        if not case.config or not one.run_dir.exists() or case.refused:
+            return row
+        # what the ranks noted before they failed tells more than where they failed
+        _, early = compare.named_differences(case.run_dir, one.run_dir, compare.tolerance(case.config), stated is None)
+        tensor = re.search(r"\b(?:model|optim)\.([\w.]+\w)", error)
+        named = early[0].named if early else tensor[1] if tensor else ""
+        return replace(row, reason=", ".join([reason, *(finding.text for finding in early)]), named=named)
+    allowed = compare.tolerance(case.config, stated)
+    found = compare.compare(case.run_dir, one.run_dir, allowed, stated is None)
     reason = found.beyond(allowed)
     return replace(
-        row, max_loss_diff=found.loss, max_grad_norm_diff=found.grad_norm, max_weight_diff=found.weight,
-        tolerance=allowed.loss, passed=not reason, reason=reason,
+        row, max_loss_diff=found.loss, max_grad_norm_diff=found.grad_norm, max_gradient_diff=found.gradient,
+        max_weight_diff=found.weight, tolerance=allowed.loss, passed=not reason, reason=reason,
+        named=found.named(allowed),
     )  # fmt: skip
 
 
 def left_out_row(case: Case) -> Row:
     """Build the row of an unnamed case that cannot run here: neither passed nor failed."""
     reason = case.refused.splitlines()[0]
-    empty = dict.fromkeys(("max_loss_diff", "max_grad_norm_diff", "max_weight_diff", "tolerance", "passed"))
+    empty: Any = dict.fromkeys(
+        ("max_loss_diff", "max_grad_norm_diff", "max_gradient_diff", "max_weight_diff", "tolerance", "passed")
+    )
     return Row(case.strategy, case.size, case.precision, **empty, seconds=0.0, mesh="", reason="", left_out=reason)
 
 

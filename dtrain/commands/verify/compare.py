@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import math
 import os
+import shutil
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,9 +18,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dtrain.commands.verify import world
+from dtrain.commands.verify import evidence, world
+from dtrain.commands.verify.evidence import Finding
+from dtrain.commands.verify.likely_cause import of_ratio
 from dtrain.config import mesh
 from dtrain.config.build import TRUST, build, typed_trust
+from dtrain.config.files import options_of
 from dtrain.config.run_file import load, save
 from dtrain.launch.app import resolve
 from dtrain.launch.compose import hydra_config
@@ -39,10 +43,17 @@ AXES = ("pp", "dp", "tp")
 
 @dataclass(frozen=True)
 class Variant:
-    """A strategy with another setting that has a row of its own, in fp32 and on this number of ranks."""
+    """A strategy with other settings that has a row of its own, in fp32.
+
+    `shared`: settings that change the results, so the reference has them, too. `alike`: the reference has the strategy
+    ddp and as many ranks. `resumes`: the run begins with the reference's checkpoint in the middle.
+    """
 
     overrides: tuple[str, ...]
-    size: int
+    size: int | None = None  # the smallest that suits the strategy
+    shared: tuple[str, ...] = ()
+    alike: bool = False
+    resumes: bool = False
 
 
 HYBRID = ("strategy=fsdp", "strategy.sharding=hybrid", "strategy.replica_size=2")
@@ -54,6 +65,21 @@ COMPRESSED = {
 VARIANTS = {f"ddp+{word}": Variant(("strategy=ddp", *settings), 2) for word, settings in COMPRESSED.items()} | {
     f"fsdp+{word}": Variant((*HYBRID, *settings), 4) for word, settings in COMPRESSED.items() if word != "powersgd"
 }
+# Uneven: samples of different lengths, with a random draw in each; for strategies that weigh micro-batches themselves.
+# Dropout: the same random numbers as under ddp, also where activations are computed again in the backward pass.
+UNEVEN, DROPOUT = ("data=synthetic", "data.uneven=true"), ("model.dropout=0.1",)
+OTHER_DATA = {
+    f"{name}+uneven": Variant((f"strategy={name}",), 2, UNEVEN) for name in ("ddp", "zero2", "pipeline", "ps")
+} | {
+    f"{name}+dropout": Variant((f"strategy={name}", "activation_checkpointing=full"), 2, DROPOUT, alike=True)
+    for name in ("fsdp", "zero1")
+}
+
+
+def variants() -> dict[str, Variant]:
+    """Return all rows besides the strategies themselves: also of each strategy one that begins in the middle."""
+    resumed = {f"{name}+resume": Variant((f"strategy={name}",), resumes=True) for name in options_of("strategy")}
+    return VARIANTS | OTHER_DATA | resumed
 
 
 # ---- tolerances ----------------------------------------------------------------------------------------------
@@ -66,6 +92,7 @@ class Tolerance:
     loss: float  # of any step, and of the validation
     grad_norm: float = math.inf  # of any step, relative to the norm
     weight: float = math.inf  # at the end, relative to the sum of the learning rates: the farthest a weight can move
+    gradient: float = math.inf  # of each parameter after the first update, relative to the gradient's norm
 
 
 # Ranks sum in a different order than one process, and each sum is rounded. u is half the distance from 1 to the next
@@ -91,9 +118,9 @@ class Tolerance:
 # can move in opposite directions at the full rate: 2. That detects garbage; losses and norms detect the rest. So it is
 # with Lion in fp32, too: the sign of noise is a whole step.
 TOLERANCES = {
-    "float32": Tolerance(1e-5, 1e-5, 0.01),
-    "bfloat16": Tolerance(2**-8 / 2, 2**-8 * 8, 2.0),
-    "float16": Tolerance(2**-11 / 2, 2**-11 * 8, 2.0),
+    "float32": Tolerance(1e-5, 1e-5, 0.01, 1e-4),
+    "bfloat16": Tolerance(2**-8 / 2, 2**-8 * 8, 2.0, 0.25),
+    "float16": Tolerance(2**-11 / 2, 2**-11 * 8, 2.0, 0.1),
 }
 
 
@@ -116,33 +143,121 @@ class Differences:
     grad_norm: float  # relative to the norm
     weight: float
     way: float  # the farthest a weight can move: the sum of the learning rates
+    gradient: float | None = None  # of a parameter after one update, relative to its norm; None: was not saved
+    first: int = 1  # step of the run
+    steps: tuple[int, int] = (0, 0)  # the first at which the loss, and the norm, is farther away than allowed
+    norm_ratio: float = 1.0  # at that step
+    at: str = ""  # the weight that differs most
+    findings: tuple[Finding, ...] = ()  # by name, from the notes of the ranks
+    size: int = 1  # ranks
 
     def beyond(self, allowed: Tolerance) -> str:
         """Describe what exceeds the tolerance, or return ""."""
+        loss_step, norm_step = self.steps
+        cause = of_ratio(self.norm_ratio, self.size) if abs(self.norm_ratio - 1) > 0.05 else ""
         parts = [
-            ("losses", self.loss, allowed.loss),
-            ("gradient norms", self.grad_norm, allowed.grad_norm),
-            ("weights", self.weight, allowed.weight * self.way),
+            ("losses", self.loss, allowed.loss, f", first at step {loss_step}"),
+            (
+                "gradient norms",
+                self.grad_norm,
+                allowed.grad_norm,
+                f", first at step {norm_step}{cause and ': '}{cause}",
+            ),
+            ("weights", self.weight, allowed.weight * self.way, f", most in {self.at}"),
         ]
-        return ", ".join(f"{what} differ by {a:.1e} ({b:.1e} allowed)" for what, a, b in parts if not a <= b)
+        found = [f"{what} differ by {a:.1e} ({b:.1e} allowed){more}" for what, a, b, more in parts if not a <= b]
+        return ", ".join([*(finding.text for finding in self.findings), *found])
+
+    def named(self, allowed: Tolerance) -> str:
+        """Return the sample, rank or parameter that differs first; or what differs if it has no such name."""
+        if self.findings:
+            return self.findings[0].named
+        if not self.grad_norm <= allowed.grad_norm and self.steps[1] == self.first:
+            return "gradient norm"
+        if not self.weight <= allowed.weight * self.way:
+            return self.at
+        return "loss" if self.beyond(allowed) else ""
 
 
-def compare(run_dir: Path, reference: Path) -> Differences:
-    """Compare a run with another one with the same steps."""
+def compare(run_dir: Path, reference: Path, allowed: Tolerance | None = None, same_math: bool = True) -> Differences:
+    """Compare a run with another one with the same steps, of which it may have the later ones only.
+
+    `allowed`: what counts as a difference for the notes of the ranks; None: there are none.
+    """
     ours, theirs = steps_of(run_dir), steps_of(reference)
+    theirs = {step: row for step, row in theirs.items() if step >= min(ours)}
     assert ours.keys() == theirs.keys(), f"the runs logged different steps: {sorted(ours.keys() ^ theirs.keys())}"
-    return Differences(
-        loss=max(apart(ours[s].get(k), theirs[s].get(k)) for s in theirs for k in ("loss", "val_loss")),
-        grad_norm=max(apart(ours[s]["grad_norm"], theirs[s]["grad_norm"], relative=True) for s in theirs),
-        weight=weights_apart(run_dir, reference),
-        way=sum(row["lr"] for row in theirs.values()),
-    )
+    loss_at = {s: max(apart(ours[s].get(k), theirs[s].get(k)) for k in ("loss", "val_loss")) for s in theirs}
+    norm_at = {s: apart(ours[s]["grad_norm"], theirs[s]["grad_norm"], relative=True) for s in theirs}
+    weight, at = weights_apart(run_dir, reference)
+    limits = allowed or Tolerance(math.inf)
+    steps = tuple(next((s for s in sorted(d) if not d[s] <= limit), 0) for d, limit in
+                  ((loss_at, limits.loss), (norm_at, limits.grad_norm)))  # fmt: skip
+    norms = [rows[steps[1]]["grad_norm"] if steps[1] else 1.0 for rows in (ours, theirs)]
+    found = Differences(
+        loss=max(loss_at.values()), grad_norm=max(norm_at.values()), weight=weight, at=at,
+        way=sum(row["lr"] for row in theirs.values()), first=min(theirs), steps=(steps[0], steps[1]),
+        norm_ratio=norms[0] / norms[1] if all(norms) else 1.0,
+    )  # fmt: skip
+    return found if allowed is None else with_notes(found, run_dir, reference, limits, same_math)
+
+
+def with_notes(found: Differences, run_dir: Path, reference: Path, allowed: Tolerance, same_math: bool) -> Differences:
+    """Add what the notes of the ranks and the states after an update show."""
+    ours, theirs = evidence.notes_of(run_dir), evidence.notes_of(reference)
+    assert ours.keys() == steps_of(run_dir).keys() <= theirs.keys(), "each rank notes each step"
+    gradient, findings = named_differences(run_dir, reference, allowed, same_math)
+    if same_math:
+        assert gradient is not None, "both save the state after the first update"
+        ends = [evidence.manifest(latest_checkpoint(folder)) for folder in (run_dir, reference)]
+        findings += [f for f in [evidence.compare_progress(*ends)] if f]
+    return replace(found, gradient=gradient, findings=tuple(findings), size=num_ranks(run_dir))
+
+
+def named_differences(
+    run_dir: Path, reference: Path, allowed: Tolerance, same_math: bool
+) -> tuple[float | None, list[Finding]]:
+    """Return how far gradients differ, and what differs by name, in the order of cause and effect.
+
+    It uses what there is: of a run that has failed, the notes of its first steps.
+    """
+    ours, theirs = evidence.notes_of(run_dir), evidence.notes_of(reference)
+    ours = {step: notes for step, notes in ours.items() if step in theirs}
+    rows = steps_of(run_dir), steps_of(reference)
+    checks = [evidence.compare_samples(ours, theirs), evidence.compare_random(ours, theirs)]
+    checks += [compare_rates(*rows)] if same_math else []
+    findings: list[Finding] = [f for f in checks if f]
+    mine, other = evidence.saved_steps(run_dir), evidence.saved_steps(reference)
+    if not same_math or not mine.keys() & other.keys():
+        return None, findings
+    step = min(mine.keys() & other.keys())
+    limit = load(reference).train.max_grad_norm
+    norms = [r.get(step, {}).get("grad_norm") if step == 1 and limit else None for r in rows]
+    clipped = [min(1.0, limit / (norm + 1e-6)) if norm else 1.0 for norm in norms]
+    update = evidence.compare_update(
+        mine[step], other[step], step, allowed.gradient, rows[1][step]["lr"], (clipped[0], clipped[1]),
+        num_ranks(run_dir),
+    )  # fmt: skip
+    return update.gradient, findings + update.findings
+
+
+def compare_rates(ours: dict[int, dict[str, Any]], theirs: dict[int, dict[str, Any]]) -> Finding | None:
+    for step in sorted(ours.keys() & theirs.keys()):
+        a, b = ours[step].get("lr"), theirs[step].get("lr")
+        if a is not None and b is not None and abs(a - b) > 1e-9 * abs(b):
+            return Finding("learning rate", "learning rate", f"step {step}: the learning rate is {a:.3g}, not {b:.3g}")
+    return None
+
+
+def num_ranks(run_dir: Path) -> int:
+    return len(list(run_dir.glob("logs/verify-*.jsonl")))
 
 
 def steps_of(run_dir: Path) -> dict[int, dict[str, Any]]:
     """Return the lines of metrics.jsonl by step; lines of the same step are merged."""
     steps: dict[int, dict[str, Any]] = {}
-    for line in (run_dir / "metrics.jsonl").read_bytes().splitlines():
+    path = run_dir / "metrics.jsonl"
+    for line in path.read_bytes().splitlines() if path.exists() else ():  # a run may have failed before
         row = parse_line(line)
         steps.setdefault(row["step"], {}).update(row)
     return steps
@@ -155,24 +270,26 @@ def apart(a: float | None, b: float | None, relative: bool = False) -> float:
     return abs(a - b) / ((abs(b) or 1.0) if relative else 1.0)
 
 
-def weights_apart(run_dir: Path, reference: Path) -> float:
+def weights_apart(run_dir: Path, reference: Path) -> tuple[float, str]:
+    """Return the largest difference of a weight at the end, and its name."""
     import torch
 
     from dtrain.checkpoint import store
 
     ours, theirs = latest_checkpoint(run_dir), latest_checkpoint(reference)
     assert ours and theirs, "a run that has ended has a checkpoint"
-    most = 0.0
+    most, at = 0.0, ""
     nothing = ("", torch.empty(0))
     pairs = itertools.zip_longest(store.weights(ours), store.weights(theirs), fillvalue=nothing)
     for (name, a), (other_name, b) in pairs:
         if name != other_name or a.shape != b.shape:
-            return math.inf
+            return math.inf, name or other_name
         if ".running_" in name:  # batch norm statistics differ by design; losses and weights show errors
             continue
         difference = (a.double() - b.double()).abs().max().item()
-        most = max(most, math.inf if math.isnan(difference) else difference)
-    return most
+        if not difference <= most:
+            most, at = math.inf if math.isnan(difference) else difference, name
+    return most, at
 
 
 # ---- cases ---------------------------------------------------------------------------------------------------
@@ -189,6 +306,10 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     mesh: str = ""
     refused: str = ""  # why the configuration was rejected: not every number of ranks suits every strategy
+    reference: str = ""  # the key of the run that it is compared with; "": that of its precision
+    begins_with: Path | None = None  # a checkpoint of the reference
+    save_after: tuple[int, ...] = (1,)  # steps after which the state is saved for the comparison
+    mutant: str = ""  # a bug to train with (mutants.py)
 
 
 def mesh_of(section: Any, size: int) -> mesh.MeshSizes:
@@ -242,8 +363,10 @@ def run(case: Case, timeout: float, env: dict[str, str] | None = None) -> str:
     """Train in the case's folder; return the error in one line, or ""."""
     (case.run_dir / "logs").mkdir(parents=True, exist_ok=True)
     save(case.run_dir, case.config)
+    if case.begins_with is not None:
+        shutil.copytree(case.begins_with, case.run_dir / "checkpoints" / case.begins_with.name)
     trust = {TRUST: ",".join(case.config["trust"])}
-    with world.World(case.size, _rank, case.run_dir, env=trust | (env or {})) as ranks:
+    with world.World(case.size, _rank, case.run_dir, case.save_after, case.mutant, env=trust | (env or {})) as ranks:
         # torch for the comparison: 2 s while the ranks work. Ctrl-C during the import may be lost or crash in C++
         with world.held_back(signal.SIGINT, signal.SIGTERM):
             import dtrain.checkpoint  # noqa: F401
@@ -251,7 +374,14 @@ def run(case: Case, timeout: float, env: dict[str, str] | None = None) -> str:
         return world.failure(case.run_dir, ranks.join(timeout))
 
 
-def _rank(run_dir: Path) -> int:
+def _rank(run_dir: Path, save_after: Sequence[int], mutant: str = "") -> int:
+    from dtrain.commands.verify import probe
+
+    if mutant:
+        from dtrain.commands.verify.mutations import MUTATIONS
+
+        MUTATIONS[mutant]()
+    probe.install(run_dir, save_after)
     code = world.train_rank(run_dir)
     if code == DONE and os.environ["RANK"] == "0":  # asked here, where the strategy's module is already imported
         cfg = load(run_dir)

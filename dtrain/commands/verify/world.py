@@ -33,7 +33,12 @@ def start_server(strategy_modules: Iterable[str] = ()) -> None:
     With GPUs, the ranks import the strategies: an optional package may initialize CUDA on import, and CUDA does not
     survive a fork. torch and our own code do not initialize it.
     """
-    modules = ["torch._dynamo", "dtrain.train.loop", *([] if count_gpus() else strategy_modules)]
+    modules = [
+        "torch._dynamo",
+        "torch._inductor.compile_fx",
+        "dtrain.train.loop",
+        *([] if count_gpus() else strategy_modules),
+    ]
     wanted = start.environment(argv=()) | {"DTRAIN_PRELOAD": " ".join(dict.fromkeys(modules))}
     before_us = {name: os.environ.get(name) for name in wanted}
     os.environ |= wanted

@@ -76,10 +76,11 @@ def test_json_from_any_folder(tmp_path: Path) -> None:
     for row in rows:
         assert list(row) == [
             "strategy", "world_size", "precision", "max_loss_diff", "max_grad_norm_diff", "max_weight_diff",
-            "tolerance", "passed", "seconds", "mesh", "reason", "left_out",
+            "max_gradient_diff", "tolerance", "passed", "seconds", "mesh", "reason", "left_out", "named",
         ]  # fmt: skip
         assert row["passed"] is True and row["tolerance"] == 1e-5
-        assert row["reason"] == row["left_out"] == ""
+        assert row["reason"] == row["left_out"] == row["named"] == ""
+        assert 0 <= row["max_gradient_diff"] < 1e-5
         assert 0 <= row["max_loss_diff"] < 1e-5 and 0 < row["max_weight_diff"] < 1e-3 and row["seconds"] > 0
     assert "1 of 1 passed in " in done.stderr and "Traceback" not in done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["tmp"] and not left_behind(tmp_path / "tmp")
@@ -99,7 +100,7 @@ def test_what_nobody_named_and_cannot_run_here_is_left_out_aloud(
     monkeypatch.setattr(
         "dtrain.commands.verify.command.options_of", lambda group: ["3d", "ddp"] if group == "strategy" else ["fp32"]
     )
-    monkeypatch.setattr("dtrain.commands.verify.command.VARIANTS", {})
+    monkeypatch.setattr("dtrain.commands.verify.command.variants", dict)
     assert main(["verify", *(word for word in QUICK if not word.startswith("strategies")), "processes=2"]) == 0
     _, row, left_out, end = lines(capsys)
     assert row.startswith("ddp ") and "PASS" in row

@@ -1,0 +1,24 @@
+"""torch's DistributedDataParallel with a DistributedSampler, as its tutorial has it."""
+
+import torch
+import torch.distributed as dist
+from task import Model, Tokens, arguments
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+import dtrain.check
+
+options = arguments()
+dist.init_process_group("gloo")
+model = DistributedDataParallel(Model())
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+data = Tokens(options.uneven)
+loader = DataLoader(data, options.batch, sampler=DistributedSampler(data))
+for _, batch in zip(range(options.steps), loader, strict=False):
+    loss = model(**batch)
+    loss.backward()
+    dtrain.check.step(loss, model, batch)
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
