@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dtrain.kernels import chunk_rows, cublaslt
+from dtrain.util import late_dynamo
 from dtrain.util.dtensor import chunks_of, is_dtensor
 
 IGNORED = -100  # a target that does not count: padding, or a token without a prediction
@@ -87,7 +88,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 # Graph break: inside are a few large kernels, and the loop would be unrolled for every batch size.
-_linear_cross_entropy = torch.compiler.disable(LinearCrossEntropy.apply)
+_linear_cross_entropy = LinearCrossEntropy.apply
+late_dynamo.shield(globals(), "_linear_cross_entropy")
 
 
 def times(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

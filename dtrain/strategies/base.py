@@ -25,9 +25,11 @@ from dtrain.errors import CheckpointError
 from dtrain.kernels import cublaslt
 from dtrain.models import lora
 from dtrain.models.layers import IGNORED
-from dtrain.optim.build import AdamW
+from dtrain.optim.adamw import AdamW
+from dtrain.optim.average import KEY, WeightAverage
+from dtrain.optim.muon import Muon, pieces_of
 from dtrain.optim.precision import Precision
-from dtrain.strategies import lora_base
+from dtrain.strategies import first_pass, lora_base
 from dtrain.strategies.compile import Compile, compile_mode, compile_model
 from dtrain.strategies.cuda_graph import RecordedStep
 from dtrain.strategies.grad_norm import clip_factor, scale_gradients, total_norm
@@ -37,7 +39,7 @@ from dtrain.strategies.recompute import checkpoint_layers
 from dtrain.strategies.results import LateResult as LateResult
 from dtrain.strategies.results import StepResult as StepResult
 from dtrain.strategies.stage_layout import MOST_PASSES
-from dtrain.util.dtensor import Held, is_dtensor, local
+from dtrain.util.dtensor import Held, is_dtensor, local, whole
 
 
 class Strategy:
@@ -52,7 +54,13 @@ class Strategy:
     limits: Tensor | None = None  # loss and gradient norm above which a step is a spike, and makes no update
     compressor: Compressor | None = None  # averages gradients under strategy.compress
     passes: Callable[[Tensor, Tensor], Tensor] | None = None  # replaces forward_backward in a step that is checked
+    updates_together = False  # all ranks make the same updates of the same weights, so one may compute for the others
+    gradients_checked = False  # after the first backward pass
+    waits_for_gradients = False  # of every weight in every step
+    first_target = 0  # targets of a sample before this one never count: a Hugging Face model shifts its labels
+    updates_all = True  # whether a rank's optimizer has all trained weights of its module
     steps_ahead = 0  # by how many steps a rank may be ahead of the slowest, if the ranks do not meet in every step
+    evaluates_average = False  # of the weights, instead of the weights
     folder: Path | None = None  # of the run, for what a strategy writes besides checkpoints
 
     def __init__(self, pp: int = 1, dp: int = -1, tp: int = 1) -> None:
@@ -116,6 +124,13 @@ class Strategy:
         self.optimizer = make_optimizer(self.module.named_parameters())
         if hasattr(self.optimizer, "seed"):  # seeds stochastic rounding, differently for each run
             self.optimizer.seed = getattr(first, "seed", 0)
+        for group in self.optimizer.param_groups:
+            if group.get("ns_dtype") == "auto":
+                half = device.type == "cuda" and precision.dtype != torch.float32
+                group["ns_dtype"] = "bfloat16" if half else "float32"
+        if isinstance(self.optimizer, Muon):
+            self.optimizer.compiled = self.compile != "none"
+            self.share_matrices(self.optimizer)
         if cuda_graphs == "auto" and self.can_be_recorded():
             self.recorded = RecordedStep(self.step_on_device, self.optimizer, device)
 
@@ -158,6 +173,41 @@ class Strategy:
         """Return whether the optimizer may get parts of matrices."""
         return any(is_dtensor(p) for p in self.module.parameters())
 
+    def share_matrices(self, optimizer: Muon) -> None:
+        """Let the ranks compute the updates of whole matrices together, if they hold parts or copies of them."""
+        if dist.get_world_size() > 1 and (self.updates_together or self.splits_weights()):
+            optimizer.share(pieces_of(self.module.named_parameters()), self.device)
+
+    def average_weights(self, decay: float, evaluate: bool) -> None:
+        """Keep a moving average of the weights from now on, and evaluate with it if `evaluate`."""
+        init_optimizer_state(self.optimizer)
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        WeightAverage(self.optimizer, decay, trained)
+        self.evaluates_average = evaluate
+
+    @contextlib.contextmanager
+    def evaluated_weights(self) -> Iterator[None]:
+        """Context of an evaluation: exchange the weights for their average, if that is evaluated."""
+        if not self.evaluates_average:
+            yield
+            return
+        self.exchange_averages()
+        try:
+            yield
+        finally:  # what is saved after an error must be the weights
+            self.exchange_averages()
+
+    @torch.no_grad()
+    def exchange_averages(self) -> None:
+        for p in self.module.parameters():
+            average = self.optimizer.state.get(p, {}).get(KEY)
+            if average is not None:
+                weight = local(p).clone()
+                local(p).copy_(local(average))
+                local(average).copy_(weight)
+        if isinstance(self.optimizer, AdamW):
+            self.optimizer.forget_sums()
+
     def updated(self, p: nn.Parameter) -> nn.Parameter:
         """Return the tensor that the optimizer updates for a weight of the module: the weight, or a copy of it."""
         return p
@@ -193,7 +243,7 @@ class Strategy:
     def count_targets(self, targets: Tensor) -> None:
         """Before a step with ignored targets: compute the mean count of targets per micro-batch over all data ranks."""
         if self.masked:
-            count = (targets != IGNORED).sum().float()
+            count = self.num_targets(targets).float()
             if self.sizes.dp > 1:
                 dist.all_reduce(count, group=self.data_group)
             self.mean_count = count * self.micro_batch_size / (len(targets) * self.sizes.dp)
@@ -203,7 +253,11 @@ class Strategy:
 
         So the loss is one mean over all targets of the global batch, however the batch is split.
         """
-        return (targets != IGNORED).sum() / self.mean_count if self.masked else 1.0
+        return self.num_targets(targets) / self.mean_count if self.masked else 1.0
+
+    def num_targets(self, targets: Tensor) -> Tensor:
+        counted = targets[:, self.first_target :] if self.first_target else targets
+        return (counted != IGNORED).sum()
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Accumulate gradients over the micro-batches; return this data rank's mean loss."""
@@ -219,7 +273,14 @@ class Strategy:
                     loss = self.model(x, y) * self.weight(y) / len(micro_batches)
                 (loss * self.precision.scale).backward()
             total += loss.detach()
+        self.check_gradients()
         return total
+
+    def check_gradients(self) -> None:
+        """After the first backward pass: reject weights that no step would train."""
+        if not self.gradients_checked:
+            self.gradients_checked = True
+            first_pass.check(self.module, self.optimizer, self.waits_for_gradients, self.updates_all)
 
     def update(self, loss: Tensor) -> StepResult | LateResult:
         """Unscale, clip, and step if everything is finite and no spike. All ranks decide on the same numbers."""
@@ -325,14 +386,29 @@ class Strategy:
     @torch.no_grad()
     def eval_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss over the global batch, without gradients, followed by the model's own metrics if any."""
-        self.share_buffers()
-        self.model.eval()
+        self.begin_evaluation()
         self.count_targets(targets)
         results = []
         for x, y in zip(inputs.split(self.micro_batch_size), targets.split(self.micro_batch_size), strict=True):
             with self.autocast():
                 results.append(self.model(x, y).float() * self.weight(y))
         return self.mean_over_data_ranks(torch.stack(results).mean(dim=0))
+
+    @torch.no_grad()
+    def eval_outputs(self, inputs: Tensor, targets: Tensor, see: Callable[[Tensor, Tensor], None]) -> None:
+        """Call see(outputs, targets) for each micro-batch of this data rank, on the ranks that have the outputs."""
+        self.begin_evaluation()
+        for x, y in zip(inputs.split(self.micro_batch_size), targets.split(self.micro_batch_size), strict=True):
+            with self.autocast():
+                outputs = self.model(x)
+            see(whole(outputs), y)
+
+    def free_gathered(self) -> None:
+        """After a user's code has called the model outside of a step: free the weights that this gathered."""
+
+    def begin_evaluation(self) -> None:
+        self.share_buffers()
+        self.model.eval()
 
     def share_buffers(self) -> None:
         """Before an evaluation or a save: copy data rank 0's buffers to all data ranks.

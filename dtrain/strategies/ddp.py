@@ -18,6 +18,7 @@ from dtrain.comm.compressor import Compressor
 from dtrain.strategies import buckets
 from dtrain.strategies.base import LateResult, StepResult, Strategy
 from dtrain.strategies.compile import compile_model
+from dtrain.util import late_dynamo
 from dtrain.util.device_rates import synchronize
 from dtrain.util.dtensor import Held
 
@@ -25,6 +26,8 @@ log = logging.getLogger("dtrain")
 
 
 class DDP(Strategy):
+    updates_together = True
+
     def __init__(
         self,
         dp: int = -1,
@@ -66,13 +69,15 @@ class DDP(Strategy):
         )  # fmt: skip
 
     def with_buckets(self, model: nn.Module, is_first: bool = True) -> nn.Module:
-        wrapped = DistributedDataParallel(
-            model,
-            process_group=self.data_group,
-            bucket_cap_mb=self.bucket_mb,
-            init_sync=is_first,  # broadcasts the weights
-            gradient_as_bucket_view=True,  # gradients are views of the buckets: one copy of them less
-        )
+        self.waits_for_gradients = True
+        with late_dynamo.ddp_default():
+            wrapped = DistributedDataParallel(
+                model,
+                process_group=self.data_group,
+                bucket_cap_mb=self.bucket_mb,
+                init_sync=is_first,  # broadcasts the weights
+                gradient_as_bucket_view=True,  # gradients are views of the buckets: one copy of them less
+            )
         if self.compressor is not None:
             compression.register_ddp_hook(wrapped, self.module, self.compressor)
         return wrapped
@@ -102,6 +107,7 @@ class DDP(Strategy):
         with self.autocast():
             loss = self.model(inputs, targets)
         loss.backward()
+        self.check_gradients()
 
     def no_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         if last or not isinstance(self.model, DistributedDataParallel):

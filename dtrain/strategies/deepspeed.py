@@ -21,6 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtrain.config.hardware import no_cpu_fp16
+from dtrain.errors import bad
+from dtrain.optim.average import WeightAverage
+from dtrain.optim.muon import Muon
 from dtrain.optim.precision import autocast_inside
 from dtrain.strategies import deepspeed_config as zero_config
 from dtrain.strategies import lora_base
@@ -33,7 +36,7 @@ from dtrain.strategies.deepspeed_state import (
     optimizer_of_shapes,
     partition,
 )
-from dtrain.strategies.materialize import materialize
+from dtrain.strategies.materialize import materialize, tied_once
 from dtrain.util.dtensor import Held, chunks_of
 
 
@@ -116,6 +119,8 @@ class Zero(Strategy):
             look_once(self.zero)
         self.model = self.engine
         self.masters = Masters(self.zero, self.optimizer, self.module, self.stage, self.data_rank)
+        if isinstance(self.optimizer, Muon):
+            self.optimizer.share(self.masters.pieces(), self.device)
         for name, held in self.masters.walk(write=True):
             if name.startswith("model."):
                 self.first.fill(self.module, name.removeprefix("model."), held, self.device)
@@ -155,6 +160,16 @@ class Zero(Strategy):
         materialize(model, torch.device("meta"))
         for p in model.parameters():
             p.data = p.data.to(self.precision.dtype)
+        with tied_once(model):
+            self.allocate(model)
+        for name, buffer in model.named_buffers():
+            self.first.fill(model, name, buffer, self.device)
+        for name, p in model.named_parameters():
+            if not p.requires_grad:
+                held = partition(p, self.data_rank) if self.stage == 3 else p.detach()
+                self.first.fill(model, name, held, self.device)
+
+    def allocate(self, model: nn.Module) -> None:
         first: Any = None
         for module in model.modules():
             module.to_empty(device=self.device, recurse=False)
@@ -166,15 +181,21 @@ class Zero(Strategy):
                 self.deepspeed.zero.Init(nn.ParameterList(own), config_dict_or_path=self.config, dtype=first.dtype)
             else:  # another Init would allocate its own buffers and clear the disk
                 first.convert_to_zero_parameters(param_list=own)
-        for name, buffer in model.named_buffers():
-            self.first.fill(model, name, buffer, self.device)
-        for name, p in model.named_parameters():
-            if not p.requires_grad:
-                held = partition(p, self.data_rank) if self.stage == 3 else p.detach()
-                self.first.fill(model, name, held, self.device)
 
     def splits_weights(self) -> bool:
         return True
+
+    def share_matrices(self, optimizer: Muon) -> None:
+        if "nvme" in (self.settings["offload"], self.settings["offload_params"]):
+            rule = "needs whole matrices, and its rank may hold only parts of them in memory"
+            raise bad("strategy.offload", "nvme", f"optim=muon {rule}", "strategy.offload=cpu, or optim=adamw")
+
+    def average_weights(self, decay: float, evaluate: bool) -> None:
+        """Average the masters. The launcher refuses to evaluate with them: the model has copies of the masters."""
+        flats = self.masters.flats()
+        for i, flat in enumerate(flats):
+            self.masters.optimizer_state(i, flat)  # creates it
+        WeightAverage(self.optimizer, decay, flats)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return model  # the engine wraps it, once the optimizer exists

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dtrain.checkpoint.store import CheckpointError
 from dtrain.config.hardware import fake_cpu_fp16
+from dtrain.optim.owners import Piece
 from dtrain.strategies.optimizer_state import init_optimizer_state
 from dtrain.util.dtensor import Chunk, flat_chunks
 
@@ -129,6 +130,19 @@ class Masters:
         else:
             init_optimizer_state(self.optimizer)
         return self.optimizer.state[flat]
+
+    def pieces(self) -> dict[Tensor, list[Piece]]:
+        """Return what each flat tensor holds of the weights."""
+        flats = self.flats()
+        found: dict[Tensor, list[Piece]] = {flat: [] for flat in flats}
+        for name, p in self.trained():
+            group, at, numel, begin = self.place(p)
+            if numel:
+                flat = flats[group].detach()
+                for c in flat_chunks(flat[at : at + numel], tuple(getattr(p, "ds_shape", p.shape)), begin):
+                    start = int(c.values.storage_offset()) - int(flat.storage_offset())
+                    found[flats[group]].append(Piece(name, c.whole_shape, c.offset, c.shape, start))
+        return found
 
     # ---- DeepSpeed counts updates per flat group, we per weight ----------------------------------------------
 

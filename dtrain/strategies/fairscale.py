@@ -24,6 +24,8 @@ from dtrain.util.dtensor import Held
 
 
 class FairScale(DDP):
+    updates_together = False  # each rank updates the weights that it owns
+
     def __init__(self, dp: int = -1, mode: Literal["oss", "sharded_ddp", "fsdp"] = "sharded_ddp") -> None:
         super().__init__(dp=dp)
         assert mode != "fsdp", "the launcher refuses it"
@@ -81,6 +83,12 @@ class FairScale(DDP):
         if self.max_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(owned, self.max_grad_norm, norm)
         return norm
+
+    def average_weights(self, decay: float, evaluate: bool) -> None:
+        """Average what this rank owns. The launcher refuses to evaluate with it: no rank has the whole average."""
+        self.optimizer = self.oss.optim
+        super().average_weights(decay, evaluate)
+        self.optimizer = self.oss
 
     def state_dict(self) -> dict[str, Held]:
         """Use the inner optimizer, which has only this rank's weights: other ranks' moments are not created."""

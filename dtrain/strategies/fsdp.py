@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from dtrain.comm import compress as compression
 from dtrain.strategies.base import Strategy
 from dtrain.strategies.compile import compile_layers
-from dtrain.strategies.materialize import init_weights, materialize
+from dtrain.strategies.materialize import init_weights, materialize, ties
 
 
 class FSDP(Strategy):
@@ -88,6 +88,13 @@ class FSDP(Strategy):
         free_layers(self.module)
         return loss
 
+    def free_gathered(self) -> None:
+        free_layers(self.module)
+
+    def eval_outputs(self, inputs: Tensor, targets: Tensor, see: Callable[[Tensor, Tensor], None]) -> None:
+        super().eval_outputs(inputs, targets, see)
+        free_layers(self.module)
+
 
 # ---- shared with the strategies that add tensor or pipeline parallel to it -----------------------------------
 
@@ -126,12 +133,19 @@ def shard_layers(
         # under ddp: matmuls and the residual stream in 16 bits, norms in fp32.
         policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload or OffloadPolicy()}
-    units: list[Any] = model.fsdp_units()  # type: ignore[operator]
+    layers: list[Any] = model.fsdp_units()  # type: ignore[operator]
+    units = [unit for unit in layers if not shares_weights(model, unit)]
     for unit in (u for u in units if u is not model):  # a model without layers is one unit, sharded below
         fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
     # The rest is used last in one pass and first in the next, so it is neither freed between them nor gathered twice.
     fully_shard(model, reshard_after_forward=False, **options)
     return units
+
+
+def shares_weights(model: nn.Module, unit: nn.Module) -> bool:
+    """Return whether a layer has a weight that is also outside of it, and so must be gathered with the rest."""
+    inside = set(unit.modules())
+    return any(len({module in inside for module, _ in places}) == 2 for places in ties(model))
 
 
 def free_layers(model: nn.Module) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -12,17 +14,40 @@ from dtrain.util.dtensor import Held
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate a meta-device model. Refuse tied weights: one tensor under two names would become two tensors."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    for tied in names.values():
-        if len(tied) > 1:
-            raise ValueError(
-                f"model: {' and '.join(tied)} are one weight under two names, which the meta device unties\n"
-                f"  fix: keep {tied[0]} only, and use it in both places of forward()"
-            )
-    model.to_empty(device=device)
+    """Allocate a meta-device model."""
+    with tied_once(model):
+        model._apply(lambda tensor: empty_like(tensor, device))
+
+
+def ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return the places (module, attribute) of each weight that has several names; the first is the canonical one."""
+    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                places[id(p)].append((module, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+@contextlib.contextmanager
+def tied_once(model: nn.Module) -> Iterator[None]:
+    """Within the context a tied weight has only its canonical name: torch would move it once for each name, and so
+    make several weights of one. Afterwards the other names are the same weight again."""
+    found = ties(model)
+    for _, *others in found:
+        for module, name in others:
+            module._parameters[name] = None
+    yield
+    for (first, canonical), *others in found:
+        for module, name in others:
+            module._parameters[name] = first._parameters[canonical]
+
+
+def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """torch.empty_like; of a plain meta tensor without torch's Python implementation, which imports sympy."""
+    if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_meta and tensor.is_contiguous():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.empty_like(tensor, device=device)
 
 
 def set_stream(model: nn.Module, dtype: torch.dtype) -> None:

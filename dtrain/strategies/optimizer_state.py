@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.optim.build import AdamW
+from dtrain.optim.adamw import AdamW
+from dtrain.optim.muon import Muon
 from dtrain.util.collective import distinct
 
 
@@ -52,6 +53,8 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
     The values that the state is created with are noted and set again afterwards: not all are zero.
     """
+    if isinstance(optimizer, Muon):
+        optimizer.create_momenta()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     missing = {p for p in parameters if p not in optimizer.state}
     if not missing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from dtrain.strategies.grad_norm import total_norm
 from dtrain.strategies.pipeline_stages import Stages, TiedWeights, split_points, stage_of
 from dtrain.strategies.stage_layout import stages_of_rank
 from dtrain.strategies.tensor import finish_sums, parallelize_layers
-from dtrain.util.dtensor import Held
+from dtrain.util.dtensor import Held, whole
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -58,6 +59,7 @@ class Pipeline(Strategy):
         # Separate schedules for training and evaluation: a shared one would prepare itself again at every switch, with
         # a forward pass that draws random numbers.
         self.schedules: dict[bool, Any] = {}
+        self.output_schedules: dict[tuple[int, ...], Any] = {}  # of eval_outputs, by the shape of a batch
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         if not hasattr(model, "pipeline_split"):
@@ -133,7 +135,10 @@ class Pipeline(Strategy):
         dist.all_reduce(loss, group=self.pp_group)
         return loss / self.precision.scale
 
-    def make_schedule(self, num_micro_batches: int, train: bool) -> Any:
+    def make_schedule(
+        self, num_micro_batches: int, train: bool, at_end: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> Any:
+        """at_end: what the last stage computes from its output and the targets; None: its share of the loss."""
         stages = [
             TorchStage(stage, i, self.num_stages, self.device, group=self.pp_group)
             for i, stage in zip(self.stage_ids, self.module.children(), strict=True)
@@ -145,7 +150,7 @@ class Pipeline(Strategy):
             return output * self.weight(targets) / num_micro_batches * self.precision.scale
 
         schedule = SCHEDULES[self.schedule](
-            stages[0] if one_stage else stages, num_micro_batches, share_of_loss, scale_grads=False
+            stages[0] if one_stage else stages, num_micro_batches, at_end or share_of_loss, scale_grads=False
         )
         if not train and not one_stage:  # torch's own eval() runs into a backward pass that does not exist
             for rank, actions in schedule.pipeline_order_with_comms.items():
@@ -160,9 +165,35 @@ class Pipeline(Strategy):
         return loss
 
     @torch.no_grad()
+    def free_gathered(self) -> None:
+        free_layers(self.module)
+
+    def eval_outputs(self, inputs: Tensor, targets: Tensor, see: Callable[[Tensor, Tensor], None]) -> None:
+        """Only the last stage has the outputs: its schedule passes them on in place of computing a loss."""
+        if len(inputs) % self.micro_batch_size:
+            rule = f"under a pipeline, a batch must be a multiple of the micro-batch, {self.micro_batch_size} samples"
+            raise ValueError(f"a batch of {len(inputs)} samples: {rule}")
+        self.begin_evaluation()
+        self.see, shape = see, tuple(inputs.shape)
+        if shape not in self.output_schedules:
+            self.output_schedules[shape] = self.make_schedule(len(inputs) // self.micro_batch_size, False, self.seen)
+        is_first, is_last = 0 in self.stage_ids, self.num_stages - 1 in self.stage_ids
+        self.output_schedules[shape].eval(
+            *([inputs] if is_first else []),
+            target=targets if is_last else None,
+            losses=[] if is_last else None,
+            return_outputs=False,
+            **({"source": inputs} if self.wants_source else {}),
+        )
+        free_layers(self.module)
+
+    def seen(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.see(whole(outputs), targets)
+        return torch.zeros((), device=self.device)
+
+    @torch.no_grad()
     def eval_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        self.share_buffers()
-        self.model.eval()
+        self.begin_evaluation()
         self.count_targets(targets)
         loss = self.mean_over_data_ranks(self.run(inputs, targets, train=False))
         free_layers(self.module)

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtrain.comm.parameter_server import Server, Worker, copy_from_owners, owners, sum_at_owners
-from dtrain.models.layers import IGNORED
 from dtrain.strategies.base import LateResult, StepResult, Strategy
 from dtrain.strategies.grad_norm import norm_of
 from dtrain.util.collective import gather
@@ -32,6 +31,8 @@ STEPS_AHEAD = 8  # of the slowest rank; a stop takes effect so many steps after 
 
 
 class ParameterServer(Strategy):
+    updates_all = False  # each rank's optimizer has the weights that it serves
+
     def __init__(
         self,
         dp: int = -1,
@@ -126,7 +127,7 @@ class ParameterServer(Strategy):
         self.steps, self.settled = self.steps + 1, False
         self.worker.server.accepts.set()
         if self.masked:
-            self.mean_count = (targets != IGNORED).sum().float() * self.micro_batch_size / len(targets)
+            self.mean_count = self.num_targets(targets).float() * self.micro_batch_size / len(targets)
         parts = [t.split(self.micro_batch_size) for t in (inputs, targets)]
         count = len(parts[0])
         all_finite = True
@@ -170,6 +171,10 @@ class ParameterServer(Strategy):
             self.settle()
             inputs, targets = (t.tensor_split(self.sizes.dp)[dist.get_rank()] for t in (inputs, targets))
         return super().eval_step(inputs, targets)
+
+    def eval_outputs(self, inputs: Tensor, targets: Tensor, see: Callable[[Tensor, Tensor], None]) -> None:
+        self.settle()  # without a share of its own, each rank sees the whole batch
+        super().eval_outputs(inputs, targets, see)
 
     def state_dict(self) -> dict[str, Held]:
         self.settle()

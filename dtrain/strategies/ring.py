@@ -21,6 +21,8 @@ TRACE_FILE = "logs/ring-trace-{}.jsonl"
 
 
 class Ring(Strategy):
+    updates_together = True
+
     def __init__(self, dp: int = -1, trace: int = 0) -> None:
         super().__init__(dp=dp)
         self.trace = trace  # first steps of this process whose messages are written

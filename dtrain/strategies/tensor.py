@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, cast
 
 import torch
@@ -65,6 +65,13 @@ class TensorParallel(Strategy):
             loss = super().eval_step(inputs, targets)
         free_layers(self.module)
         return loss
+
+    def free_gathered(self) -> None:
+        free_layers(self.module)
+
+    def eval_outputs(self, inputs: Tensor, targets: Tensor, see: Callable[[Tensor, Tensor], None]) -> None:
+        super().eval_outputs(inputs, targets, see)
+        free_layers(self.module)
 
 
 def parallelize_layers(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool, loss_parallel: bool) -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dtrain.optim.build import AdamW, adamw, check, factory, lion, of_class, rmsprop, scaled_lr, sgd
+from dtrain.optim.adamw import AdamW
+from dtrain.optim.build import adamw, check, factory, lion, of_class, rmsprop, scaled_lr, sgd
 from dtrain.strategies.optimizer_state import init_optimizer_state
 
 rates = st.floats(1e-8, 10)

@@ -213,7 +213,7 @@ def test_checkpoints_pass_between_bf16_and_bf16_pure(tmp_path: Path) -> None:
 def replicas(folder: str) -> None:
     import torch.distributed as dist
 
-    from dtrain.optim.build import AdamW
+    from dtrain.optim.adamw import AdamW
 
     p = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
     optimizer = AdamW([p], lr=1e-3)

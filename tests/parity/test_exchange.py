@@ -36,6 +36,8 @@ OPTIONS = (
     f"checkpoint.every={SAVED}", "checkpoint.keep=9",
 )  # fmt: skip
 
+MUON = ("optim=muon", "optim.lr=3e-3")
+
 
 @dataclass
 class Cell:
@@ -163,8 +165,35 @@ def test_takes_over_from(
 ) -> None:
     everything = request.config.getoption("--all")
     sources = {source: saved(source) for source, t in pairs(everything) if t == target}
-    size = size_of(target, "target", 8 if everything else 4)
-    run = make_run(tmp_path / "run", *OPTIONS, f"strategy={target}", f"cluster.processes={size}")
+    found = exchanged(target, size_of(target, "target", 8 if everything else 4), sources, tmp_path)
+    cells += found
+    assert found and all(cell.passed for cell in found), [cell for cell in found if not cell.passed]
+
+
+@pytest.fixture(scope="module")
+def saved_by_muon(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("muon")
+    sizes = {strategy: size_of(strategy, "source") for strategy in FEW}
+    runs = {
+        strategy: make_run(folder / strategy, *OPTIONS, *MUON, f"strategy={strategy}", f"cluster.processes={size}")
+        for strategy, size in sizes.items()
+    }
+    assert all(train(run, sizes[strategy]) == [0] * sizes[strategy] for strategy, run in runs.items())
+    return runs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("target", [*FEW, "tensor", "pipeline", "fairscale", "zero1"])
+def test_takes_over_from_muon(target: str, saved_by_muon: dict[str, Path], tmp_path: Path) -> None:
+    """Its momentum is cut like the weight, and the whole matrix is orthogonalized under every layout."""
+    found = exchanged(target, size_of(target, "target", 4), saved_by_muon, tmp_path, *MUON)
+    assert found and all(cell.passed for cell in found), [cell for cell in found if not cell.passed]
+
+
+def exchanged(target: str, size: int, sources: dict[str, Path], tmp_path: Path, *options: str) -> list[Cell]:
+    """What became of the checkpoints of these runs under a strategy."""
+    run = make_run(tmp_path / "run", *OPTIONS, *options, f"strategy={target}", f"cluster.processes={size}")
     spawn(size, take_over, run, sources, tmp_path, timeout=500)
     found = []
     for source, run_dir in sources.items():
@@ -174,8 +203,7 @@ def test_takes_over_from(
         wrong = differing(step_folder(run_dir), step_folder(tmp_path / source))
         names = (f"{source} × {size_of(source, 'source')}", f"{target} × {size}")
         found.append(Cell(*names, diffs[0], diffs[1] if same_maths else None, not wrong, wrong))
-    cells += found
-    assert found and all(cell.passed for cell in found), [cell for cell in found if not cell.passed]
+    return found
 
 
 def write_matrix(file: Path, cells: list[Cell]) -> None:

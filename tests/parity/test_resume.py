@@ -22,6 +22,11 @@ COMPRESSED = [  # errors and factors are state, too; ddp+powersgd is in `make te
     *(pytest.param(f"fsdp+{word}", 4, marks=pytest.mark.slow) for word in ("int8", "onebit", "topk")),
 ]  # fmt: skip
 
+MUON = [  # and with an average of the weights, which is state, too
+    pytest.param(f"{strategy}+muon", size, marks=pytest.mark.slow)
+    for strategy, size in [("ddp", 4), ("fsdp", 2), ("zero1", 2), ("zero3", 2), ("tensor", 2), ("3d", 4)]
+]
+
 
 def asked_for(path: Path, rank: int) -> list[list[int]]:
     """The sample ids that a rank asked for, step by step. The first of each life is a look at the shape."""
@@ -33,13 +38,15 @@ def asked_for(path: Path, rank: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("strategy", "size"),
     [pytest.param(*at, marks=[] if at[1] == 2 or at[0] in WIDE else pytest.mark.slow) for at in layouts(2, 4)]
-    + COMPRESSED,
+    + COMPRESSED
+    + MUON,
 )
 def test_sigkill_and_resume_is_bit_exact(strategy: str, size: int, tmp_path: Path) -> None:
     def run(name: str) -> Path:
         return make_run(
             tmp_path / name,
-            *(VARIANTS[strategy].overrides if strategy in VARIANTS else [f"strategy={strategy}"]),
+            *(VARIANTS[strategy].overrides if strategy in VARIANTS else [f"strategy={strategy.partition('+')[0]}"]),
+            *(["optim=muon", "optim.lr=3e-3", "ema.decay=0.9"] if strategy.endswith("+muon") else []),
             f"cluster.processes={size}",
             f"train.steps={STEPS}",
             "checkpoint.every=5",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtrain.optim.build import AdamW
+from dtrain.optim.adamw import AdamW
 from dtrain.strategies.base import Strategy
 from dtrain.strategies.cuda_graph import NUMBER, STEPS_WATCHED, RecordedStep
 from dtrain.strategies.ddp import DDP
