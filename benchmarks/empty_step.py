@@ -109,6 +109,12 @@ class Empty:
         self.report.write_text(json.dumps(found))
 
 
+class EmptyHook:
+    """A hook without any method that the loop calls between steps."""
+
+    def begin(self, run: Any) -> None: ...
+
+
 class EmptyStep(DDP):
     """strategy=ddp for one step, then nothing."""
 

@@ -19,6 +19,7 @@
    thread, and where ours goes. The target is for the CPU time of our loop, all of it, and for the wall time that it
    adds to the hand-written one's: that has to read its batch meanwhile, ours has a thread for it.
 3. `python launch.py dry_run=true` and `dtrain plan` against `python -c "import torch"`: wall time of the process.
+   Also the loop with a hook that does nothing, beside hooks=none: unused hooks cost nothing.
 4. Process start to the line of the first step (metrics.jsonl, and the script's print), looked for every 5 ms.
 
 Nothing here passes or fails: it prints both columns beside the target.
@@ -60,6 +61,7 @@ WARMUP_ROUNDS = 2
 ROUNDS_A_LAUNCH = 30  # then all worlds start anew: where a process happens to lie in memory matters too
 STEP, LOOP, DRY_RUN, FIRST_STEP = 1.01, 100e-6, 0.5, 1.5  # the targets: ratio, seconds, ratio, seconds more
 LOOP_STEPS, LOOP_LAUNCHES = 1000, 3
+HOOK_LAUNCHES = 7
 
 Row = dict[str, Any]
 Blocks = dict[str, list[float]]  # of each world, the median step of each block, in seconds
@@ -318,6 +320,29 @@ def measure_loop(steps: int) -> list[Row]:
     return rows
 
 
+def compare_hooks(steps: int) -> Row:
+    """What the loop takes between two steps with a hook that does nothing, and without hooks."""
+    found: dict[str, list[list[float]]] = {"hook": [], "none": []}
+    for i in range(HOOK_LAUNCHES):
+        say(f"hooks: launch {i + 1}/{HOOK_LAUNCHES}")
+        for name, hook in alternate(i, hook=["hooks=benchmarks.empty_step.EmptyHook"], none=["hooks=none"]):
+            with tempfile.TemporaryDirectory() as folder:
+                report = Path(folder) / "report.json"
+                settings = [
+                    *("strategy=ddp", "strategy._target_=benchmarks.empty_step.EmptyStep"),
+                    *(f"+strategy.report={report}", "trust=[benchmarks]", "cluster.processes=1"),
+                    *(f"train.steps={steps}", "train.eval_batches=0", "checkpoint.every=0", f"run_dir={folder}/run"),
+                ]
+                command = [sys.executable, "launch.py", *settings, *hook]
+                ran = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+                if not report.exists():
+                    raise RuntimeError(f"the empty steps failed:\n{(ran.stdout + ran.stderr)[-3000:]}")
+                found[name].append(json.loads(report.read_text())["whole"])
+    how = f"{HOOK_LAUNCHES} launches of {steps} empty steps; CPU time of the loop"
+    with_hook, without = ([cpu for _, cpu in found[name]] for name in ("hook", "none"))
+    return ratio_row("the loop: an empty hook / hooks=none", how, with_hook, without)
+
+
 def compare_command(what: str, ours: list[str], rounds: int) -> Row:
     times: Blocks = {"ours": [], "peer": []}
     for i in range(-1, rounds):  # the first warms the disk cache
@@ -465,15 +490,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a block; four times as many at batch 2")
     parser.add_argument("--quick", action="store_true", help="a few rounds, to see that it runs")
     parser.add_argument("--loop", action="store_true", help="only the loop alone: two minutes")
+    parser.add_argument("--hooks", action="store_true", help="only an empty hook beside none: three minutes")
     parser.add_argument("--commands", action="store_true", help="only what dry_run and plan take: a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     options = parser.parse_args()
     rounds, short, long = (4, 3, 2) if options.quick else (options.rounds, 11, 7)
 
     load, measured = [os.getloadavg()[0]], commit()
-    rows = compare_commands(short) if options.commands else measure_loop(LOOP_STEPS)
-    if not options.loop and not options.commands:
-        rows = [*compare_steps(rounds, options.steps), *rows, *compare_commands(short), compare_first_step(long)]
+    if options.commands or options.hooks:
+        rows = compare_commands(short) if options.commands else [compare_hooks(LOOP_STEPS)]
+    else:
+        rows = measure_loop(LOOP_STEPS)
+    if not options.loop and not options.commands and not options.hooks:
+        rows = [*compare_steps(rounds, options.steps), *rows, compare_hooks(LOOP_STEPS)]
+        rows += [*compare_commands(short), compare_first_step(long)]
     load.append(os.getloadavg()[0])
     say("")
     print_table(rows, load)

@@ -96,7 +96,8 @@ def row_of(way: Way, first: Way, overrides: list[str]) -> dict[str, Any]:
     if way.samples:
         watt, clock, limited = zip(*way.samples, strict=True)
         row |= {"watt": statistics.median(watt), "mhz": statistics.median(clock), "limited": statistics.mean(limited)}
-    return row | {"loss": float(way.last.loss)}  # type: ignore[attr-defined]
+    result: Any = way.last
+    return row | {"loss": float((result.read() if getattr(result, "late", False) else result).loss)}
 
 
 def main() -> None:

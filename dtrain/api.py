@@ -19,12 +19,14 @@ from dtrain.config.hydra_errors import MISTAKES, explain
 from dtrain.launch import app as launch
 from dtrain.launch.arguments import trust_of
 from dtrain.launch.python_objects import spell, value_of
+from dtrain.runs.find import find_checkpoint
 from dtrain.runs.folder import read_json, read_summary
 from dtrain.runs.protocol import DONE, PREEMPTED, PREFLIGHT
 from dtrain.start import VARIABLE
 from dtrain.util.format import resume_argument
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
     from torch import nn
 
 Thing = str | Callable[..., Any] | tuple[Any, Mapping[str, Any]] | Mapping[str, Any]
@@ -46,11 +48,21 @@ class Result:
     def status(self) -> str:
         return str(self.summary.get("status", "queued"))
 
-    def load(self) -> nn.Module:
-        """Return the trained model with its newest weights, on this machine, in evaluation mode."""
+    def metrics(self) -> DataFrame:
+        """Return the metrics of each step and evaluation, your own included, as dtrain.load(run_dir).metrics does."""
+        from dtrain.notebook import LoadedRun
+
+        return LoadedRun(self.run_dir).metrics
+
+    def load(self, at: int | str | None = None) -> nn.Module:
+        """Return the trained model with its newest weights, on this machine, in evaluation mode.
+
+        at: the step of another checkpoint, or "best" (checkpoint.keep_best).
+        """
         from dtrain.inference.sample import load_model
 
-        model, _ = load_model(self.run_dir, list(self.trust))
+        step = None if at is None else find_checkpoint(f"{self.run_dir}@{at}").step
+        model, _ = load_model(self.run_dir, list(self.trust), step)
         return model
 
 

@@ -9,68 +9,10 @@ import shlex
 import sys
 
 from dtrain import __version__
+from dtrain.commands import table
 
-USAGE = """usage: dtrain COMMAND ...
-
-  launch …                     train: the same as `python launch.py …` (dtrain launch --help)
-  plan model=… cluster=…       will it fit, how fast, what does it cost, which strategy (dtrain plan --help)
-  verify [strategies=…]        check here that every strategy computes the same as one process
-  search SETTING=SPACE …       look for the best settings: optuna, ASHA, PBT (dtrain search --help)
-  runs [RUN …|SWEEP]           list runs, or compare them; a sweep's table
-  watch [RUN|SWEEP]            follow it live: curve, speed against the plan, ranks, GPUs, queue, log
-  status RUN                   one run: its job, progress, attempts, and the next command
-  logs RUN [-f] [--rank N]     the log of a rank
-  log RUN … logger=…           send runs to a tracker: later, or what it missed
-  why RUN                      why it ended: the cause, the rank, the evidence, what to do
-  chaos RUN [--kinds …]        inject faults into copies of a run; is each recognised?
-  cancel RUN|SWEEP [--save]    remove it from the queue, or stop it
-  scale RUN N                  continue with N ranks or nodes, if cluster.processes or nodes is a range
-  metrics serve [FOLDER]       the metrics of all live runs of a folder, for Prometheus
-  report RUN … [-o FILE]       one HTML page of runs, or a picture (--format png|svg)
-  plot RUN … [METRIC …]        draw curves in the terminal
-  profile RUN                  where its step time or memory goes, after profile=torch or memory
-  env cluster=NAME             a cluster's environment variables as shell exports, with reasons
-  preflight [preflight=full]   check the nodes, before a run or alone (cluster=…)
-  comm bench [model=… …]       measure collectives and links, and the messages of a strategy (cluster=…)
-  evaluate RUN                 loss, perplexity or accuracy over the whole held-out split
-  sample RUN "prompt"          generate text with a trained language model
-  export RUN [OUT] [--format]  the weights: one safetensors file, or a Hugging Face folder
-  recipes ls|show|cp           complete configurations to start from
-  data prepare SOURCE OUT      turn text into memory-mapped token files
-  version
-
-RUN is a run folder, a part of its name, or `latest`. Exit codes: 0 done, 2 bad configuration, 3 failed while
-running, 4 preflight failed, 75 preempted with a checkpoint saved."""
-
-
-# each module has a main(argv) and is imported on use
-COMMANDS = {
-    "launch": "dtrain.launch.app",
-    "plan": "dtrain.commands.plan.command",
-    "verify": "dtrain.commands.verify.command",
-    "search": "dtrain.commands.search.command",
-    "runs": "dtrain.commands.runs",
-    "watch": "dtrain.commands.watch",
-    "status": "dtrain.commands.status",
-    "logs": "dtrain.commands.logs",
-    "log": "dtrain.commands.log",
-    "why": "dtrain.commands.why",
-    "chaos": "dtrain.commands.chaos",
-    "cancel": "dtrain.commands.cancel",
-    "scale": "dtrain.commands.scale",
-    "metrics": "dtrain.commands.metrics",
-    "report": "dtrain.commands.report",
-    "plot": "dtrain.commands.plot",
-    "profile": "dtrain.commands.profile",
-    "env": "dtrain.commands.env",
-    "preflight": "dtrain.commands.preflight",
-    "comm": "dtrain.commands.comm",
-    "evaluate": "dtrain.commands.evaluate",
-    "sample": "dtrain.commands.sample",
-    "export": "dtrain.commands.export",
-    "recipes": "dtrain.commands.recipes",
-    "data": "dtrain.commands.data",
-}
+USAGE = table.usage()
+COMMANDS = {name: command.module for name, command in table.COMMANDS.items()}  # each has a main(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -88,13 +30,11 @@ def main(argv: list[str] | None = None) -> int:
         gc.set_threshold(200_000)  # most objects stay alive: collecting them would take a tenth of the time
     try:
         if command not in COMMANDS:
-            import difflib
-
-            near = difflib.get_close_matches(command.lower(), COMMANDS, 1)
-            fix = f"did you mean dtrain {near[0]}?" if near else "dtrain --help lists them"
+            near = table.nearest(command)
+            fix = f"did you mean dtrain {near}?" if near else "dtrain --help lists them"
             fix = f"dtrain launch {shlex.join(argv)}" if "=" in command else fix
             raise ValueError(f"{command or repr(command)}: there is no such command\n  fix: {fix}")
-        code = int(importlib.import_module(COMMANDS[command]).main(rest))
+        code = run(command, rest)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # dtrain runs | head
@@ -114,6 +54,22 @@ def main(argv: list[str] | None = None) -> int:
         gc.set_threshold(*thresholds)
         if is_process:
             gc.freeze()  # the process ends now: a final collection would take a tenth of a launch
+
+
+def run(command: str, argv: list[str]) -> int:
+    """Run a command; add examples to its help."""
+    if argv[:1] == ["help"] and command != "launch":  # dtrain plan help
+        argv = ["--help", *argv[1:]]
+    module = importlib.import_module(COMMANDS[command])
+    if argv not in (["-h"], ["--help"]):
+        return int(module.main(argv))
+    try:
+        code = int(module.main(argv))
+    except SystemExit as stop:  # argparse
+        code = int(stop.code or 0)
+    if text := table.example_text(command):
+        print(text)
+    return code
 
 
 if __name__ == "__main__":  # run by dtrain/start.py

@@ -48,6 +48,9 @@ LONG: dict[str, tuple[str, ...]] = {
     "strategies/test_fsdp.py::test_gradients_of_a_pass_are_cut_unless_whole_weights_stay": (
         "full-True", "grad_op-False",
     ),
+    "commands/test_generate.py::test_killed_at_any_moment_it_ends_with_the_same_bytes": ("2",),
+    "models/test_hugging_face.py::test_every_strategy_follows_and_a_resume_is_exact": ("fsdp",),
+    "data/test_adapt.py::test_a_stopped_run_goes_on_exactly_and_another_strategy_follows": ("Whole-loader",),
     "strategies/test_local_sgd.py::test_stays_within_its_own_tolerance": (),
     "strategies/test_local_sgd.py::test_averaging_every_step_is_ddp_for_plain_sgd_only": (),
     "strategies/test_diloco.py::test_exchanging_every_step_is_ddp_for_sgd": ("2",),
@@ -56,6 +59,9 @@ LONG: dict[str, tuple[str, ...]] = {
     "strategies/test_replicas.py::test_replicas_that_differ_are_never_saved": ("model.norm.weight-0-6", "missed-1-5"),
     # what a comparison costs in bits is nothing: the parity tests run with it, too
     "train/test_guard.py::test_the_checks_change_no_bit": (),
+    "train/test_hooks.py::test_all_methods_under_a_strategy_and_after_a_kill": ("fsdp", "pipeline"),
+    "train/test_hooks_page.py::test_the_page": ("ddp-1", "fsdp-2"),
+    "train/test_hooks.py::test_what_a_hook_may_not_return": ("Apart-words0-2",),
     "train/test_guard.py::test_the_same_run_with_batch_norm_and_accumulation": (),
     "train/test_update_sums.py::test_only_updates_and_loads_write_weights_and_optimizer_state": (),
     "train/test_spikes.py::test_skip_leaves_the_weights_alone": (),
@@ -126,6 +132,23 @@ LONG: dict[str, tuple[str, ...]] = {
     "plan/calibrate/test_command.py::test_this_machine_is_measured_and_written": (),
     "plan/memory/test_activations.py::test_a_compiled_block_saves_what_the_partitioner_says": (),
     "data/test_prefetch.py::test_a_long_tmpdir_is_no_place_for_sockets": ("code0",),
+    # a server of its own each; the others share one
+    "commands/test_serve.py::test_hot_swap_under_load_loses_no_request": (),
+    "commands/test_serve.py::test_a_key_is_checked": (),
+    "commands/test_serve.py::test_a_server_that_is_asked_to_end_finishes_what_it_has_begun": (),
+    "commands/test_serve.py::test_a_template_is_used_only_if_the_user_names_it": (),
+    "commands/test_serve.py::test_texts_are_classified": (),
+    "commands/test_generate.py::test_two_processes_write_what_one_writes": (),
+    "launch/test_fork.py::test_a_launch_that_ended_before_it_went_back_is_forgotten": (),
+    "launch/test_fork.py::test_a_run_does_not_resume_in_another_folder": (),
+    # each kind of mistake once; those that are found before the ranks start take milliseconds
+    "test_mistakes.py::test_a_mistake_is_explained": (
+        "a-misspelt-class", "the-same-with-data-that-needs-model.seq_len", "a-misspelt-module", "only-the-class",
+        "the-file-instead-of-the-class", "a-misspelt-loss", "a-misspelt-optimizer-of-torch", "a-syntax-error",
+        "a-value-instead-of-a-class", "a-missing-package", "a-wrong-shape", "batch-gives-fewer", "lists",
+        "no-samples", "NaN-in-one-sample", "layers-in-a-plain-list", "a-detached-output", "a-misspelt-argument",
+        "an-unused-layer-on-two-ranks", "a-weight-that-forward-makes", "a-forward-that-needs-targets",
+    ),
     # recipes: each composes and shows its command; these also train
     "test_recipes.py::test_a_twin_trains": (
         "tiny/vit-imagenet-ddp",

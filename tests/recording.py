@@ -19,13 +19,16 @@ class Recorded:
         return len(self.dataset)  # type: ignore[arg-type]
 
     def batch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        with open(f"{self.path}-{os.environ['RANK']}", "a") as file:
-            file.write(json.dumps(indices.tolist()) + "\n")
+        if indices.tolist() != [0]:  # what a run reads before its first step, to check a sample
+            with open(f"{self.path}-{os.environ['RANK']}", "a") as file:
+                file.write(json.dumps(indices.tolist()) + "\n")
         return self.dataset.batch(indices)  # type: ignore[attr-defined, no-any-return]
 
 
 class Recorder(Synthetic):
-    def __init__(self, seq_len: int, vocab_size: int, path: str, num_samples: int = 300, seed: int = 0) -> None:
+    def __init__(
+        self, seq_len: int, vocab_size: int, path: str, num_samples: int = 300, seed: int = 0, uneven: bool = False
+    ) -> None:
         super().__init__(seq_len, vocab_size, num_samples, seed)
         self.path = path
 

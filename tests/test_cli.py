@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from omegaconf import OmegaConf
 
 from dtrain import __version__, cli
 from dtrain.cli import COMMANDS, USAGE, main
+from dtrain.commands import table
 from dtrain.config.files import RECIPES
 from dtrain.launch.arguments import built_in
 from dtrain.launch.local import Local
@@ -33,13 +35,29 @@ def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_help_has_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """A word of the help is a command, and a command that does not exist is in no help."""
     listed = [line.split()[0] for line in USAGE.splitlines() if line.startswith("  ") and line[2] != " "]
-    assert set(listed) == {*COMMANDS, "version"}
-    for word in set(listed) - {"version"}:
+    assert set(listed) == {*COMMANDS}
+    for word in listed:
         called: list[list[str]] = []
         where = importlib.import_module(COMMANDS[word])
         monkeypatch.setattr(where, "main", lambda rest, called=called: called.append(rest) or 0)
         assert main([word, "a", "b=c"]) == 0
         assert called == [["a", "b=c"]], word
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_each_command_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In its own text, or from the table of commands, whose examples name commands that exist."""
+    try:
+        code = main([command, "--help"])
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    text = capsys.readouterr().out
+    assert code == 0
+    examples = re.findall(r"^(?!usage:).*(?:dtrain|python launch.py) ?(.*)$", text, re.MULTILINE)
+    assert any(re.match(rf"{command} \S|\S+=", example) for example in examples), text
+    for example in table.COMMANDS[command].examples:
+        assert example.split()[0] in COMMANDS
+        assert f"  dtrain {example}\n" in text
 
 
 @pytest.mark.parametrize("argv", [["version"], ["--version"]])
@@ -53,6 +71,11 @@ def test_version(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["luanch"], "luanch", "did you mean dtrain launch?"),
         (["RECIPES"], "RECIPES", "did you mean dtrain recipes?"),
+        (["optimz"], "optimz", "did you mean dtrain search?"),
+        (["evalute"], "evalute", "did you mean dtrain evaluate?"),
+        (["train"], "train", "did you mean dtrain launch?"),
+        (["stop", "latest"], "stop", "did you mean dtrain cancel?"),
+        (["qqq"], "qqq", "dtrain --help lists them"),
         ([""], "''", "dtrain --help lists them"),
         (["strategy=fsdp", "name=a b"], "strategy=fsdp", "dtrain launch strategy=fsdp 'name=a b'"),
     ],

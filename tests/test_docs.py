@@ -27,7 +27,9 @@ from dtrain import cli
 from dtrain.commands import comm
 from dtrain.commands.search.request import algorithm, read_request
 from dtrain.commands.verify import command as verify
-from dtrain.config import schema
+from dtrain.commands.verify.mutants import chosen
+from dtrain.commands.verify.script_check import read_request as script_request
+from dtrain.config import describe, schema
 from dtrain.config.files import CONF, GROUPS, flatten, known_settings, options_of, read_yaml, section, yaml_loader
 from dtrain.launch.compose import compose
 from dtrain.launch.local import Local
@@ -77,7 +79,8 @@ def test_comments_of_a_file(generate: ModuleType, tmp_path: Path) -> None:
 def test_a_setting_without_a_meaning_is_named(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "GROUPS", ["schedule"])
     assert generate.without_meaning() == []
-    monkeypatch.setattr(generate, "meaning", lambda group, option, name: "" if name == "min_ratio" else "text")
+    monkeypatch.setattr(describe, "meaning", lambda group, option, name: "" if name == "min_ratio" else "text")
+    monkeypatch.setattr(generate, "settings_of", describe.settings_of.__wrapped__)  # without its cache
     assert generate.without_meaning() == [
         f"conf/schedule/{option}.yaml: min_ratio" for option in ("cosine", "linear", "polynomial", "wsd")
     ]
@@ -264,6 +267,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.syspath_prepend(folder)
         for argv in (["run_dir=run"], ["-m", "train.seed=1,2", "hydra.sweep.dir=sweep"]):
             assert cli.main(["launch", *argv]) == 0
+        saved = folder / "run" / "checkpoints" / "step-00000200"  # for a fork; only its ranks would read it
+        saved.mkdir(parents=True)
+        (saved / "manifest.json").write_text("{}")
         for name in ("parse_args", "parse_intermixed_args"):
             patch.setattr(argparse.ArgumentParser, name, accepting(getattr(argparse.ArgumentParser, name)))
         yield folder
@@ -291,7 +297,8 @@ def files_of(page: str) -> dict[str, str]:
 
 def replaced(words: list[str]) -> list[str]:
     """With the stand-ins in place of the reader's own names."""
-    return ["=".join(STAND_INS.get(part, part) for part in word.split("=")) for word in words]
+    parts = [[part.partition("@") for part in word.split("=")] for word in words]  # latest@200
+    return ["=".join(STAND_INS.get(name, name) + at + step for name, at, step in found) for found in parts]
 
 
 def check_launch(command: Command, argv: list[str]) -> int:
@@ -343,6 +350,15 @@ def check(command: Command) -> int:
         return 0
     if name == "verify" and "--help" not in argv:
         options = argparse.ArgumentParser.parse_known_args(verify.argument_parser(), argv)[0]
+        words = dict(word.partition("=")[::2] for word in options.settings)
+        if "script" in words:  # tests/commands/verify/test_script_check.py runs one
+            script_request(
+                [word for word in options.settings if not word.startswith("script=")] + [f"script={__file__}"]
+            )
+            return 0
+        if "mutants" in words or "clean" in words:
+            assert not words.get("mutants") or chosen(words["mutants"].split(","))
+            return 0
         compose(verify.read_request(options).overrides)
         return 0
     for option, size in LONG.items():

@@ -51,9 +51,16 @@ class Saver:
     """
 
     def __init__(
-        self, folder: Path, keep: int, background: bool = True, incremental: int = 0, peer: PeerCopies | None = None
+        self,
+        folder: Path,
+        keep: int,
+        background: bool = True,
+        incremental: int = 0,
+        peer: PeerCopies | None = None,
+        best: tuple[str, str] | None = None,
     ) -> None:
-        self.folder, self.keep, self.background, self.peer = folder, keep, background, peer
+        """best: a metric, and min or max: its best checkpoint is not pruned."""
+        self.folder, self.keep, self.background, self.peer, self.best = folder, keep, background, peer, best
         self.links = Links(incremental) if incremental else None
         self.group: Group = dist.new_group(backend="gloo") if background and world_size() > 1 else None
         self.writers = Writers()  # which parts this rank writes: decided once per layout
@@ -89,6 +96,10 @@ class Saver:
 
     def newest_good(self, needed: tuple[str, ...] = ()) -> tuple[Path, Manifest] | None:
         """Return the newest good checkpoint of the run folder and of the hosts' memory, or None."""
+        if asked := store.go_back(self.folder, log.warning, needed):
+            if self.peer:
+                self.peer.remove()  # of steps after that one
+            return asked
         if self.peer is None:
             return store.newest_good(self.folder, log.warning, needed=needed)
         steps = from_rank_0(lambda: [int(p.name[5:]) for p in checkpoints(self.folder)], f"listing {self.folder}")
@@ -229,7 +240,7 @@ class Saver:
             return report
         saved = store.commit(self.folder, step, files, self.writers.index, meta, group, self.links)
         seconds, gib = time.perf_counter() - begin, saved.written_bytes / 2**30
-        store.prune(self.folder, saved, self.keep, files, group, self.links)
+        store.prune(self.folder, saved, self.keep, files, group, self.links, self.best)
         self.newest = saved.path
         report |= {"save_step": step, "save_s": seconds, "save_gib": gib, "save_gib_per_s": gib / seconds}
         return report | ({"save_linked_gib": saved.linked_bytes / 2**30} if self.links else {})

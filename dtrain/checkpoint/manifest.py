@@ -208,9 +208,10 @@ def check_meta(values: dict[str, Any]) -> None:
         expect(key not in values or is_count(values[key]), f"{key} is not a whole number")
     for key in ("data", "config_sha256", "run"):
         expect(isinstance(values.get(key, ""), (str, type(None))), f"{key} is not a string")
-    for key in ("mesh", "choices", "extra", "spikes"):
+    for key in ("mesh", "choices", "extra", "spikes", "hooks", "metrics"):
         expect(isinstance(values.get(key, {}), dict), f"{key} is not an object")
     check_spikes(values.get("spikes", {}))
+    check_hooks(values.get("hooks", {}))
     extra = values.get("extra", {})
     for key in ("optimizer", "precision", "base"):
         part = extra.get(key, {})
@@ -231,6 +232,17 @@ def check_spikes(spikes: dict[str, Any]) -> None:
     keys = ("step", "begin", "end")
     fine = fine and all(isinstance(p, dict) and all(is_count(p.get(key)) for key in keys) for p in passed_over)
     expect(fine, "spikes are not losses, norms and ranges of samples")
+
+
+def check_hooks(hooks: dict[str, Any]) -> None:
+    """Check the states of hooks, as far as dtrain reads them itself (train/hook_state.py decodes the rest)."""
+    parts = [hooks.get("states", {}), hooks.get("evaluation", {})]
+    expect(all(isinstance(part, dict) for part in parts), "hooks are not states and an evaluation")
+    ended = hooks.get("ended")
+    if ended is not None:
+        fine = isinstance(ended, dict) and is_count(ended.get("step"))
+        fine = fine and all(isinstance(ended.get(key), str) for key in ("hook", "reason"))
+        expect(fine, "hooks.ended is not a hook, a reason and a step")
 
 
 def check_files(files: Any) -> dict[str, dict[str, Any]]:

@@ -17,6 +17,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,10 @@ from dtrain.checkpoint.manifest import Manifest as Manifest
 from dtrain.checkpoint.rank_files import Files, content, in_parallel, share_out, write_files
 from dtrain.checkpoint.writers import Writers
 from dtrain.errors import CheckpointError as CheckpointError
+from dtrain.errors import bad
+from dtrain.runs.best import METRICS, best_of
 from dtrain.runs.folder import checkpoints, read_json
+from dtrain.runs.protocol import GO_BACK
 from dtrain.util.collective import (
     Group,
     agreed,
@@ -46,6 +50,7 @@ from dtrain.util.collective import (
 from dtrain.util.collective import broadcast as broadcast
 from dtrain.util.collective import gather as gather
 from dtrain.util.dtensor import Held, chunks_of
+from dtrain.util.format import as_dict
 
 log = logging.getLogger("dtrain")
 read_manifest = manifest.read
@@ -70,12 +75,13 @@ def save(
     meta: dict[str, Any],
     keep: int,
     links: Links | None = None,
+    best: tuple[str, str] | None = None,
 ) -> Path:
     """Save under `folder`. When this returns on any rank, the checkpoint is on disk and is `latest`."""
     writers = Writers()
     files = share_out(tensors, writers, links)
     saved = commit(folder, step, files, writers.index, meta, links=links)
-    prune(folder, saved, keep, files, links=links)
+    prune(folder, saved, keep, files, links=links, best=best)
     return saved.path
 
 
@@ -168,8 +174,11 @@ def prune(
     files: Files,
     group: Group = None,
     links: Links | None = None,
+    best: tuple[str, str] | None = None,
 ) -> None:
     """Delete all but the newest `keep`, but only after the newest was read back from disk and verified.
+
+    `best`: a metric of the evaluations, and min or max: the checkpoint with its best value stays, too.
 
     `files`: what this rank has just written of the newest. Files that it linked were read before.
 
@@ -178,7 +187,10 @@ def prune(
 
     def others() -> list[str]:
         run = run_id(folder)
-        return [p.name for p in checkpoints(folder) if p != newest.path and not is_foreign(p, run)][keep - 1 :]
+        own = [p for p in checkpoints(folder) if p == newest.path or not is_foreign(p, run)]
+        best_step = best_of({int(p.name[5:]): metrics_of(p) for p in own}, *best) if best else None
+        older = [p.name for p in own if p != newest.path][keep - 1 :]
+        return [name for name in older if int(name[5:]) != best_step]
 
     old = from_rank_0(others, f"listing {folder}", group)
     if not old:
@@ -220,7 +232,7 @@ def newest_good(
         problem = verify(folder / name, needed=needed, step=int(name[5:]))
         if not problem:
             found = read_manifest(folder / name)
-            if not differs(found.meta.get("run"), run):
+            if not from_rank_0(partial(is_foreign, folder / name, run), f"reading {folder}"):
                 return folder / name, found
             foreign.append(name)
             say(f"checkpoint {name} was saved by another run, and is left alone; trying an older one")
@@ -252,9 +264,82 @@ def differs(saved: Any, run: str | None) -> bool:
 def is_foreign(path: Path, run: str | None) -> bool:
     """Return whether another run saved a checkpoint. An unreadable one counts as ours and is renamed as damaged."""
     try:
-        return run is not None and differs(read_manifest(path).meta.get("run"), run)
+        return run is not None and differs(read_manifest(path).meta.get("run"), run) and not is_forked(path)
     except (CheckpointError, OSError):
         return False
+
+
+def forked_from(folder: Path) -> dict[str, Any]:
+    """Return what launch.json says about the checkpoint that a fork began with (launch/fork.py); {}: no fork."""
+    return as_dict(read_json(folder.parent / "launch.json").get("forked_from"))
+
+
+def is_forked(path: Path) -> bool:
+    """Is it the checkpoint that a fork began with, and so saved by the run that it was forked from?"""
+    origin, saved = forked_from(path.parent), read_manifest(path)
+    return saved["step"] == origin.get("step") and not differs(saved.meta.get("run"), origin.get("id"))
+
+
+def metrics_of(path: Path) -> dict[str, Any]:
+    """Return the metrics of the evaluation at a checkpoint's step; {} if there was none, or if it is damaged.
+
+    {} also if a fork with other data began there: those of the parent were measured on its own data.
+    """
+    try:
+        if "data" in (forked_from(path.parent).get("anew") or ()) and is_forked(path):
+            return {}
+        return as_dict(read_manifest(path).meta.get(METRICS))
+    except (CheckpointError, OSError):
+        return {}
+
+
+def go_back(
+    folder: Path, say: Callable[[str], object] = print, needed: tuple[str, ...] = ()
+) -> tuple[Path, Manifest] | None:
+    """Go back to the step that the launcher was asked for (resume=RUN@STEP); None: it was asked for none.
+
+    First verify its checkpoint: a damaged one raises an error, and nothing changes. Then move what is newer to a folder
+    of its own: checkpoints, and the metrics, from which a resume drops later steps. Killed in between, the next start
+    does the rest.
+    """
+
+    def asked() -> int | None:
+        step = read_json(folder / GO_BACK).get("step")
+        return step if isinstance(step, int) else None
+
+    step = from_rank_0(asked, f"reading {folder}")
+    if step is None:
+        return None
+    path = folder / f"step-{step:08d}"
+    problem = verify(path, needed=needed, step=step) or (
+        "it was saved by another run"
+        if from_rank_0(lambda: is_foreign(path, run_id(folder)), f"reading {path}")
+        else ""
+    )
+    if problem:
+        raise CheckpointError(f"{path} cannot be used: {problem}. Nothing was moved. Fix: resume from another step")
+
+    def move() -> str:
+        taken = [int(p.name[9:]) for p in folder.glob("replaced-*") if p.name[9:].isdecimal()]
+        number = 1 + max(taken, default=0)
+        aside = folder / f"replaced-{number}"
+        newer = [p for p in checkpoints(folder) if int(p.name[5:]) > step]
+        if newer:
+            aside.mkdir()
+            metrics = folder.parent / "metrics.jsonl"
+            if metrics.exists():
+                shutil.copy2(metrics, aside / metrics.name)
+            for newest in newer:
+                os.rename(newest, aside / newest.name)
+            shards.fsync_folder(aside)
+            shards.fsync_folder(folder)
+        point_latest(folder, path.name)
+        (folder / GO_BACK).unlink()
+        return f"{len(newer)} newer checkpoints, and the metrics up to them, are in {aside}" if newer else ""
+
+    if text := from_rank_0(move, f"going back to {path}"):
+        say(text)
+    return path, read_manifest(path)
 
 
 def put_aside(path: Path, group: Group = None) -> None:
@@ -354,12 +439,18 @@ def is_own(name: str) -> bool:
     return name.startswith(("strategy.", errors.PREFIX))
 
 
-def weights(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the model's full weights, one at a time, by canonical name: for export, sampling and the weights' hash."""
+def weights(path: Path, average: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield the model's full weights, one at a time, by canonical name: for export, sampling and the weights' hash.
+
+    `average`: the moving averages of those that have one, which are all that are trained.
+    """
     saved = read_manifest(path)
+    if average and not any(name.endswith(".ema") for name in saved.tensors if name.startswith("optim.")):
+        raise bad("--ema", path, "it has no averages of its weights", "leave --ema out, or train with ema.decay=0.999")
     with shards.Reader(path, saved) as reader:
         for name in sorted(n for n in saved.tensors if n.startswith("model.")):
-            yield name.removeprefix("model."), reader.whole(name)
+            averaged = f"optim.{name.removeprefix('model.')}.ema"
+            yield name.removeprefix("model."), reader.whole(averaged if average and averaged in saved.tensors else name)
 
 
 def weights_sha256(path: Path) -> str:

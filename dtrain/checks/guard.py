@@ -6,7 +6,7 @@ from typing import Any
 
 from dtrain.config.hardware import gpus_per_node
 from dtrain.config.mesh import MeshSizes
-from dtrain.config.schema import has_method
+from dtrain.config.source import has_method
 from dtrain.errors import bad
 from dtrain.strategies import deepspeed_config
 

@@ -27,7 +27,9 @@ def check(config: Mapping[str, Any]) -> None:
     """Raise a ValueError if the weights are unavailable or belong to another model. A resume no longer needs them."""
     if config.get("init_from") is None:
         return
-    if config.get("resume") and not config.get("lora", {}).get("rank"):  # LoRA: the base is in no checkpoint
+    if (config.get("resume") or config.get("fork")) and not config.get("lora", {}).get(
+        "rank"
+    ):  # LoRA: the base is in no checkpoint
         return
     path = Path(config["init_from"])
     if not config["init_from"].strip():

@@ -24,7 +24,7 @@ def check(config: dict[str, Any]) -> None:
             check_address(f"logger.{name}.{key}", section.get(key))
         if (every := section.get("every", 1)) < 1:
             raise bad(f"logger.{name}.every", every, "must be at least 1", f"logger.{name}.every=1")
-        if name == "wandb" and section.get("mode") == "online" and not config["dry_run"]:
+        if name == "wandb" and section.get("mode") == "online" and not config["dry_run"] and not is_offline():
             check_key()
 
 
@@ -53,6 +53,11 @@ def check_address(key: str, value: object) -> None:
         )
 
 
+def is_offline() -> bool:
+    """Has the environment turned W&B's network off? It wins over logger.wandb.mode=online."""
+    return os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
+
+
 def check_key() -> None:
     """W&B would ask on the terminal for a key, and the follower has none."""
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
@@ -61,7 +66,7 @@ def check_key() -> None:
     except (OSError, netrc.NetrcParseError):
         known = None
     if not os.environ.get("WANDB_API_KEY") and not known:
-        fix = "export WANDB_API_KEY=…, or `wandb login`, or logger.wandb.mode=offline"
+        fix = "wandb login, or export WANDB_API_KEY=…, WANDB_MODE=offline or logger.wandb.mode=offline"
         raise bad("logger", "wandb", f"no key for {host} is known", fix)
 
 

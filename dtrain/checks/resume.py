@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dtrain.checks import profile as profiling
-from dtrain.config.files import CODE, flatten, is_script
+from dtrain.config.files import CODE, HOOKS, flatten, is_script
+from dtrain.config.run_file import allows
 from dtrain.errors import bad, unknown
 from dtrain.runs import record as records
-from dtrain.runs.folder import checkpoints, latest_checkpoint, read_summary
-from dtrain.util.format import shell_path, short_path
+from dtrain.runs.folder import checkpoints, latest_checkpoint, read_summary, write_json
+from dtrain.runs.protocol import GO_BACK
+from dtrain.util.format import as_dict, shell_path, short_path
 
 # Settings that may change on resume: they define how it runs. Dropout depends on the data ranks and micro-batches.
 FREE_ON_RESUME = (
@@ -22,7 +24,7 @@ FREE_ON_RESUME = (
     "fused_loss", "cuda_graphs", "deterministic", "activation_checkpointing", "activation_checkpointing_every",
     "train.micro_batch_size", "train.log_every", "train.eval_every", "train.eval_batches", "train.loader_workers",
     "train.stop_after", "train.nonfinite", "train.spike", "train.check_replicas_every", "guard",
-    "resume", "resume_allow", "run_dir", "name", "trust", "dry_run", "force",
+    "resume", "fork", "tags", "resume_allow", "run_dir", "name", "trust", "dry_run", "force",
 )  # fmt: skip
 
 
@@ -81,16 +83,37 @@ def check_queue(config: dict[str, Any], run_dir: Path) -> None:
         raise bad("resume", config["resume"], why, f"try again where {where} answers")
 
 
+def asked_step(config: dict[str, Any]) -> int | None:
+    """Return the step of resume=RUN@STEP; None: from the newest checkpoint."""
+    path, at, step = str(config["resume"]).rpartition("@")
+    return int(step) if at and path == config["run_dir"] and step.isdecimal() else None
+
+
+def check_checkpoints(old: dict[str, Any], config: dict[str, Any], run_dir: Path) -> None:
+    """Reject a resume of a run that saves nothing."""
+    if not is_script(config) and not old.get("checkpoint", {}).get("save", True) and not num_steps_saved(run_dir):
+        rule = "the run saves no checkpoint (checkpoint.save=false), so there is nothing to continue from"
+        raise bad("resume", config["resume"], rule, "leave out resume= for a new run")
+
+
 def check_unfinished(config: dict[str, Any], run_dir: Path) -> None:
     """Reject a resume that has no steps left: the user probably wants more steps."""
-    if read_summary(run_dir).get("status") == "running":  # killed between its last save and its summary
+    step = asked_step(config)
+    if (
+        step is None and read_summary(run_dir).get("status") == "running"
+    ):  # killed between its last save and its summary
         return
     if is_script(config):
         if read_summary(run_dir).get("status") == "done":
             rule = "its program has ended with exit code 0"
             raise bad("resume", config["resume"], rule, "leave out resume= for a new run")
         return
-    done = num_steps_saved(run_dir)
+    ended = as_dict(read_summary(run_dir).get("ended_by"))
+    if step is None and ended and ended.get("hook") in config[HOOKS] and not allows(config["resume_allow"], HOOKS):
+        rule = f"hooks={ended['hook']} ended the run after step {ended.get('step')}: {ended.get('reason')}"
+        fix = f"to train on without it: hooks=none 'resume_allow=[{HOOKS}]'"
+        raise bad("resume", config["resume"], rule, fix)
+    done = num_steps_saved(run_dir) if step is None else step
     for key in ("steps", "stop_after"):
         if (config["train"][key] or math.inf) <= done:
             fix = f"train.{key}={2 * done}" + (" 'resume_allow=[train.steps]'" if key == "steps" else "")
@@ -103,7 +126,8 @@ def check_profile(config: dict[str, Any], run_dir: Path, typed: Iterable[str]) -
     A profile that the run had from the start does not block the resume: the ranks then report that there is none.
     """
     if any(name == "nsys" or name.partition(".")[0] == "profile" for name in typed):
-        profiling.check_steps(config, num_steps_saved(run_dir))
+        step = asked_step(config)
+        profiling.check_steps(config, num_steps_saved(run_dir) if step is None else step)
 
 
 def num_steps_saved(run_dir: Path) -> int:
@@ -119,3 +143,15 @@ def say_beginning(run_dir: Path, file: TextIO) -> None:
         print(
             f"{short_path(run_dir)} has no checkpoint yet, so the run starts again from step 1", file=file, flush=True
         )
+
+
+def go_back(config: dict[str, Any], run_dir: Path, file: TextIO) -> None:
+    """Ask the ranks to go back to the step of resume=RUN@STEP; without a step, forget what an earlier launch asked."""
+    step, note = asked_step(config), run_dir / "checkpoints" / GO_BACK
+    newer = [path.name for path in checkpoints(note.parent) if step is not None and int(path.name[5:]) > step]
+    note.unlink(missing_ok=True)
+    if newer:
+        write_json(note, {"step": step})
+        what = f"{newer[-1]} and the metrics" if len(newer) == 1 else f"{len(newer)} newer checkpoints and the metrics"
+        where = short_path(note.parent)
+        print(f"going back to step {step}: {what} after it are moved to {where}/replaced-…", file=file, flush=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from dtrain.config.hardware import cpu_has_fp16, gpus_per_node, no_cpu_fp16
 from dtrain.config.mesh import MeshSizes
-from dtrain.config.schema import has_method
+from dtrain.config.source import has_method
 from dtrain.errors import bad
 from dtrain.strategies import deepspeed_config
 from dtrain.strategies.stage_layout import stages_of_rank
@@ -42,6 +42,7 @@ def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> N
     if package == "deepspeed":
         deepspeed_config.check(config, sizes)
         check_cpu_fp16(config, sizes)
+    check_average(config, package)
     check_plans(config, sizes)
     check_tensor(strategy, model, config["data"], config["cluster"], sizes)
     if "schedule" in strategy:
@@ -66,6 +67,25 @@ def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> N
         raise bad("compile", "whole", rule, "compile=blocks, or strategy=ddp")
     per_rank = config["train"]["global_batch_size"] // sizes.dp
     check_precision(config, per_rank // num_micro_batches)
+
+
+def check_average(config: dict[str, Any], package: str) -> None:
+    """Refuse a moving average of the weights where a rank cannot keep or use it."""
+    ema, strategy, name = config["ema"], config["strategy"], config["choices"]["strategy"]
+    if ema["evaluate"] and not ema["decay"]:
+        raise bad("ema.evaluate", "true", "there is no average: ema.decay=0", "ema.decay=0.999, or ema.evaluate=false")
+    if not ema["decay"]:
+        return
+    if "nvme" in (strategy.get("offload"), strategy.get("offload_params")):
+        rule = "the weights are on a disk, and an average would move all of them in every step"
+        raise bad("ema.decay", ema["decay"], rule, "ema.decay=0, or strategy.offload=cpu")
+    if config["precision"].get("parameters", "float32") != "float32":
+        rule = "most steps of an average are too small to change a bfloat16"
+        raise bad("ema.decay", ema["decay"], rule, "ema.decay=0, or precision=bf16")
+    apart = package in ("deepspeed", "fairscale") or strategy["_target_"] == "dtrain.strategies.ps.ParameterServer"
+    if ema["evaluate"] and apart:
+        rule = f"under strategy={name} no rank has the average of all weights"
+        raise bad("ema.evaluate", "true", rule, "ema.evaluate=false, and dtrain evaluate RUN --ema; or strategy=fsdp")
 
 
 def check_cpu_fp16(config: dict[str, Any], sizes: MeshSizes) -> None:

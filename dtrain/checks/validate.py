@@ -7,7 +7,7 @@ import importlib.util
 import math
 from typing import Any
 
-from dtrain.checks import guard, loggers, network, script, strategy
+from dtrain.checks import checkpoint, guard, hooks, loggers, network, script, strategy
 from dtrain.checks import profile as profiling
 from dtrain.config import elastic, mesh
 from dtrain.config.files import CONTROL, flatten, is_script
@@ -16,6 +16,7 @@ from dtrain.config.mesh import batch_sizes
 from dtrain.config.ranges import check_ranges
 from dtrain.config.schema import check_keys_and_types
 from dtrain.errors import bad
+from dtrain.runs import tags
 
 TASKS = {"next": "the next tokens", "mlm": "masked tokens", "classify": "classes of texts"}
 TASK_OF = {"dtrain.models.gpt2.GPT2": "next", "dtrain.models.llama.Llama": "next"}  # other models have model.task
@@ -41,6 +42,7 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     flat = flatten(config)
     check_ranges(flat)
     check_text(flat)
+    tags.check(config["tags"])
     check_cluster(config)
     axes = {axis: config["strategy"].get(axis, default) for axis, default in (("pp", 1), ("dp", -1), ("tp", 1))}
     sizes = mesh.resolve(world_size(config), config["cluster"]["processes"], **axes)
@@ -50,15 +52,18 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     strategy.check(config, sizes, num_micro_batches)
     guard.check(config, sizes)
     from dtrain.checks import (
-        init_from,  # imported late, like the modules below: `dtrain plan` does not need them and must start fast
+        init_from,
+        own_data,  # imported late, like the modules below: `dtrain plan` does not need them and must start fast
     )
 
     init_from.check(config)
     check_adapters(config)
-    check_copies(config["checkpoint"])
+    checkpoint.check(config)
     check_data(config)
+    own_data.check(config)
     profiling.check(config)
     loggers.check(config)
+    hooks.check(config)
     return sizes
 
 
@@ -67,6 +72,7 @@ def validate_script(config: dict[str, Any]) -> mesh.MeshSizes:
     flat = flatten(config)
     check_ranges(flat)
     check_text(flat)
+    tags.check(config["tags"])
     script.check(config)
     check_cluster(config)
     return mesh.resolve(world_size(config), config["cluster"]["processes"], pp=1, dp=-1, tp=1)
@@ -116,6 +122,9 @@ def check_elastic(config: dict[str, Any], found: elastic.Range) -> None:
     if cluster.get("launcher") == "torchrun":
         rule = "nodes that are started by hand cannot be started again by a supervisor"
         raise bad(setting, value, rule, f"{setting}={found.high}, or cluster.launcher=submitit")
+    if not config["checkpoint"]["save"]:
+        rule = "ranks that leave or join need a checkpoint, and checkpoint.save=false (checkpoint=none) saves none"
+        raise bad(setting, value, rule, f"checkpoint.save=true, or {setting}={found.high}")
     if config["nsys"] or config["profile"].get("kind", "your own") != "none":
         name, typed = ("nsys", "true") if config["nsys"] else ("profile", config["choices"].get("profile"))
         rule = f"a profile is of one number of ranks, and {found} is several"
@@ -195,12 +204,6 @@ def check_adapters(config: dict[str, Any]) -> None:
         if target.rpartition(".")[2] not in known:
             rule = f"model={config['choices'].get('model')} has no linear layer that ends in {target!r}"
             raise bad("lora.targets", config["lora"]["targets"], rule, f"choose from {', '.join(known)}; or [] for all")
-
-
-def check_copies(saves: dict[str, Any]) -> None:
-    if saves["peer_every"] and not saves["peer"]:
-        fix = "checkpoint.peer=true, or checkpoint.peer_every=0"
-        raise bad("checkpoint.peer_every", saves["peer_every"], "copies in memory are off (checkpoint.peer=false)", fix)
 
 
 def check_data(config: dict[str, Any]) -> None:

@@ -135,7 +135,7 @@ def own_overrides(record: Record, trust: list[str]) -> list[str]:
         elif "_target_" in word and not value.startswith("dtrain."):
             module = value or key
         if module and not any(module == own or module.startswith(f"{own}.") for own in trust):
-            raise bad("RUN", word, "the run names code that is not dtrain's", f"--trust {module.partition('.')[0]}")
+            raise bad("RUN", word, "the run names code that is not dtrain's", f"'trust=[{module.partition('.')[0]}]'")
         kept.append(word)
     return [*kept, f"trust=[{','.join(trust)}]"] if trust else kept
 

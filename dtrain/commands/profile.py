@@ -14,7 +14,7 @@ from dtrain.runs import comm_profile
 from dtrain.runs.find import find_run
 from dtrain.runs.folder import read_json
 from dtrain.ui.console import LAUNCH, say, stdout_console
-from dtrain.util.format import as_dict, clean, gib, number, shell_path, short_path, without_nan
+from dtrain.util.format import as_dict, clean, counted, gib, number, shell_path, short_path, without_nan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -123,7 +123,7 @@ def print_time(table: dict[str, Any], folder: Path, num_kernels: int, console: C
 def print_communication(sent: dict[str, Any], num_rows: int, console: Console) -> None:
     """Print the messages by kind and size, and who waits for whom."""
     steps = f"{sent['num_steps']} step" + ("s" if sent["num_steps"] > 1 else "")
-    rows = grid(f"communication · {len(sent['ranks'])} ranks · {steps}", *comm_profile.HEADS)
+    rows = grid(f"communication · {counted(len(sent['ranks']), 'rank')} · {steps}", *comm_profile.HEADS)
     for message in sent["messages"][:num_rows]:
         rows.add_row(*comm_profile.cells(message))
     console.print(rows)

@@ -17,7 +17,7 @@ from dtrain.runs.folder import latest_checkpoint, read_json
 from dtrain.runs.metrics import system_files
 from dtrain.runs.record import Record, load
 from dtrain.runs.slurm_queue import show
-from dtrain.ui.console import next_commands, say, slow_ranks, stdout_console
+from dtrain.ui.console import next_commands, places, say, slow_ranks, stdout_console
 from dtrain.ui.tables import STYLES, print_sweep, say_problem
 from dtrain.util.format import as_dict, duration, loss_text, number, shell_path, short_path, si, without_nan
 
@@ -170,8 +170,8 @@ def print_status(record: Record, data: dict[str, Any], console: Console) -> None
         line("first error", (f"{rank}{failure.get('type') or 'error'}", "bold red"))
         for text in [t for t in str(failure.get("message") or "").splitlines() if t.strip()][-5:]:
             line("", text)
-        if failure.get("where"):
-            line("at", str(failure["where"]))
+        for i, text in enumerate(places(failure)):
+            line("" if i else "at", text)
     for i, path in enumerate(_worth_reading(record, data)):
         line("" if i else "logs", path)
     for i, command in enumerate(data["next"]):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import importlib.machinery
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,9 +85,17 @@ def locate(target: str, trust: Iterable[str] = ()) -> Any:
     try:
         found = getattr(importlib.import_module(module_name), attribute, None)
     except ModuleNotFoundError as error:
+        if error.name and not f"{module_name}.".startswith(f"{error.name}."):  # what that module imports
+            places = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
+            where = f"{os.path.relpath(places[-1].filename)}:{places[-1].lineno}"
+            top = error.name.partition(".")[0]
+            rule = f"{where} imports {error.name}, which is not installed or not in this folder"
+            raise bad(TARGET, target, rule, f"pip install {top}, or correct the import") from error
         raise bad(TARGET, target, f"cannot be imported ({error})", "check the spelling, or install it") from error
     if found is None:
-        raise bad(TARGET, target, f"{module_name} has no {attribute}", "check the spelling")
+        near = difflib.get_close_matches(attribute, dir(sys.modules[module_name]), 1, 0.6)
+        fix = f"did you mean {module_name}.{near[0]}?" if near else "check the spelling"
+        raise bad(TARGET, target, f"{module_name} has no {attribute}", fix)
     # reject names that a trusted module merely imported, e.g. subprocess.Popen
     home = getattr(found, "__module__", None) or ""
     names = (home, f"{home}.{getattr(found, '__name__', '')}")
@@ -101,7 +111,7 @@ def untrusted(key: str, target: str, trust: Iterable[str]) -> ValueError:
     module = target.partition(".")[0]
     if file := own_file(module):
         names = [*trust, module]
-        fix = f"trust=[{','.join(names)}] if that module is yours ({file}); after a run: --trust {' '.join(names)}"
+        fix = f"'trust=[{','.join(names)}]' if that module is yours ({file})"
     return bad(key, target, rule, fix)
 
 

@@ -92,13 +92,14 @@ RESERVED = re.compile(r"_\w+_")  # _target_ and similar keys of hydra.utils.inst
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
 # A tracker's server gets the credentials of the environment: its address must be typed, never come from a run folder.
 ADDRESSES = ("uri", "server_url")
-LOGGER = "logger"  # the one group of which several options may be chosen: its section has a section for each
+LOGGER, HOOKS = "logger", "hooks"
+SEVERAL = (LOGGER, HOOKS)  # groups of which several options may be chosen: their section has a section for each
 
 
 def sections(config: Mapping[str, Any], group: str) -> dict[str, Any]:
-    """Return the sections of a group by their dotted names: one, or one for each chosen logger."""
+    """Return the sections of a group by their dotted names: one, or one for each chosen logger or hook."""
     section = config[group]
-    if group != LOGGER or not isinstance(section, Mapping):
+    if group not in SEVERAL or not isinstance(section, Mapping):
         return {group: section}
     return {f"{group}.{name}": value for name, value in section.items()}
 
@@ -131,7 +132,7 @@ def targets(group: str) -> list[str]:
 
 def setting_prefix(group: str, option: str) -> str:
     """Return what the names of an option's settings begin with: logger.mlflow, and strategy."""
-    return f"{group}.{option}" if group == LOGGER else group
+    return f"{group}.{option}" if group in SEVERAL else group
 
 
 def options_of(group: str) -> list[str]:

@@ -9,9 +9,9 @@ from pathlib import Path
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from dtrain.config.files import CONF, LOGGER, known_settings, options_of, read_yaml
+from dtrain.config.files import CONF, LOGGER, SEVERAL, flatten, known_settings, options_of, read_yaml, yaml_loader
 from dtrain.config.files import GROUPS as GROUPS
-from dtrain.errors import unknown
+from dtrain.errors import OTHERWISE, foreign, unknown
 from dtrain.util import disk_space
 
 MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)  # user errors: shown as one message with a fix
@@ -20,13 +20,15 @@ MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)  # user
 def explain(error: BaseException) -> str:
     """Return one clear message with a fix for a user error raised by Hydra, OmegaConf or dtrain."""
     text = str(error)
-    in_list = re.search(rf"Could not load '({LOGGER}/[^']*)'", text)  # an option of several: Hydra lists no options
+    # one of several options: Hydra does not list what there is
+    in_list = re.search(rf"Could not load '(({'|'.join(SEVERAL)})/[^']*)'", text)
     if isinstance(error, MissingConfigException) and (error.options is not None or in_list):  # it is also an OSError
         path = in_list[1] if in_list else str(error.missing_cfg_file)
         group, _, option = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
         options = sorted({*(error.options or options_of(group)), *(["auto"] if group == "strategy" else [])})
-        near = difflib.get_close_matches(option.lower(), options, 1, 0.4)
-        fix = f"did you mean {group}={near[0]}? " if near else ""
+        longer = [o for o in options if option and o.startswith(f"{option.lower()}-")]  # a100: a100-40gb or a100-80gb
+        near = longer[:4] or difflib.get_close_matches(option.lower(), options, 1, 0.6)
+        fix = f"did you mean {' or '.join(f'{group}={o}' for o in near)}? " if near else ""
         if path == f"{LOGGER}/prometheus":  # it asks the run, and is not sent anything
             fix = "cluster.metrics_port=9834, or `dtrain metrics serve`. "
         return f"{group}={option}: there is no such option\n  fix: {fix}{group} can be {', '.join(options)}"
@@ -47,11 +49,13 @@ def explain(error: BaseException) -> str:
     if key and "HYDRA_FULL_ERROR" not in (key[2] or key[1]):
         name, known = key[2] or key[1], known_settings()
         if name not in known:
-            return str(unknown(name, known))
+            typed = re.search(r"^To append to your config use \+[^=\n]*=(.*)$", text, re.MULTILINE)
+            return unknown_setting(name, typed[1] if typed else "")
         group, _, setting = name.partition(".")
-        if group == LOGGER and "." in setting:
+        if group in SEVERAL and "." in setting:
             option = setting.partition(".")[0]
-            return f"{name}: {option} is not among the chosen loggers\n  fix: {group}={option}, or {group}=[…,{option}]"
+            rule = f"{option} is not among the chosen {group.rstrip('s')}s"
+            return f"{name}: {rule}\n  fix: {group}={option}, or {group}=[…,{option}]"
         if not setting:
             choose = f", or {name}={' or '.join(options_of(name))}" if name in GROUPS else ""
             return f"{name}: is a section\n  fix: {name}.SETTING=value{choose}"
@@ -70,6 +74,64 @@ def explain(error: BaseException) -> str:
         return f"{ambiguous[1]}: is more than one value\n  fix: give one, or -m for a sweep over them"
     what = (f"{full_key}: " if full_key else "") + (" ".join(lines[:2]) if lines else type(error).__name__)
     return f"{what}\n  fix: python launch.py --help shows every group and setting"
+
+
+DTYPES = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "bf16-mixed": "bf16",
+    "float16": "fp16",
+    "16-mixed": "fp16",
+    "16": "fp16",
+}
+
+
+def is_foreign(name: str) -> bool:
+    """Is it a name that other programs use?"""
+    return foreign(name) is not None or any(name in theirs.split() for theirs, _ in OTHERWISE.values())
+
+
+def unknown_setting(name: str, value: str) -> str:
+    """Explain a name that is none of ours: lr=0.1 is optim.lr=0.1, and wandb=true is logger=wandb."""
+    groups = [group for group in GROUPS if name.lower() in options_of(group)]
+    if len(groups) == 1 and value.lower() in ("", "true", "1", "yes", "on"):
+        group, option = groups[0], name.lower()
+        return f"{name}: there is no such setting\n  fix: {group}={option}   (dtrain explain {group})"
+    ours = foreign(name)
+    return str(unknown(name, known_settings(), accepted(ours, value) if ours and value else None))
+
+
+def accepted(name: str, value: str) -> str | None:
+    """Return the value as it is typed for a setting or group of ours; None if that would be refused."""
+    from dtrain.config import describe, schema
+    from dtrain.config.ranges import check_ranges
+
+    if name in GROUPS:
+        option = DTYPES.get(value.lower(), value.lower())
+        return option if option in options_of(name) else None
+    if re.fullmatch(r"[\w.+/-]+", value, re.ASCII) is None:
+        return None  # it might need quotes
+    parsed = yaml_value(value)
+    group, _, key = name.partition(".")
+    try:
+        if group in GROUPS:
+            target = describe.target_of(group, describe.default_options()[group])
+            parameters = schema.signature(target, group) or {}
+            if key not in parameters:
+                return None
+            schema.check_type(name, parsed, *parameters[key])
+        else:
+            schema.check_plain(name, parsed, flatten(read_yaml(CONF / "config.yaml"))[name])
+        check_ranges({name: parsed})
+    except ValueError:
+        return None
+    return value
+
+
+def yaml_value(text: str) -> object:
+    import yaml
+
+    return yaml.load(text, yaml_loader())
 
 
 def probably_meant(word: str) -> str:

@@ -11,7 +11,7 @@ from dtrain.errors import bad
 
 AT_LEAST = {
     "train.steps": 1, "train.global_batch_size": 1, "train.micro_batch_size": 1, "train.log_every": 1,
-    "train.eval_every": 0, "train.eval_batches": 0, "train.stop_after": 1, "train.seed": 0,
+    "ema.decay": 0, "train.eval_every": 0, "train.eval_batches": 0, "train.stop_after": 1, "train.seed": 0,
     "train.loader_workers": 0, "guard.replicas_every": 0, "guard.replay_every": 0, "lora.rank": 0,
     "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.incremental": 0, "checkpoint.peer_every": 0,
     "activation_checkpointing_every": 1,
@@ -20,7 +20,8 @@ AT_LEAST = {
     "model.seq_len": 1, "model.dropout": 0, "data.seq_len": 1, "data.num_samples": 1,
     "data.seed": 0, "model.image_size": 1, "model.channels": 1, "model.num_classes": 1, "model.patch_size": 1,
     "model.width": 1,
-    "optim.weight_decay": 0, "optim.momentum": 0, "optim.base_batch_size": 1,
+    "optim.weight_decay": 0, "optim.momentum": 0, "optim.base_batch_size": 1, "optim.ns_steps": 1,
+    "optim.adamw_weight_decay": 0,
     "schedule.warmup_steps": 0, "schedule.min_ratio": 0, "schedule.every": 1, "optim.alpha": 0,
     "cluster.nodes": 1, "cluster.processes": 1, "cluster.max_restarts": 0, "cluster.grace_s": 0,
     "cluster.gpus_per_node": 0, "cluster.max_idle_starts": 1, "cluster.array_parallelism": 1, "cluster.start_s": 1,
@@ -35,10 +36,12 @@ AT_LEAST = {
 }  # fmt: skip
 MORE_THAN = {
     "model.rope_theta": 0, "model.norm_eps": 0, "lora.alpha": 0, "optim.lr": 0, "optim.eps": 0, "schedule.decay": 0,
+    "optim.adamw_lr": 0, "optim.adamw_eps": 0, "optim.layer_decay": 0,
     "schedule.power": 0, "schedule.factor": 0,
     "train.max_grad_norm": 0, "data.val_fraction": 0, "strategy.compress_ratio": 0, "strategy.outer_lr": 0,
 }  # fmt: skip
 LESS_THAN = {
+    "ema.decay": 1,
     "optim.momentum": 1,
     "optim.alpha": 1,
     "model.dropout": 1,
@@ -47,6 +50,8 @@ LESS_THAN = {
 }
 AT_MOST = {
     "cluster.metrics_port": 65535,
+    "optim.layer_decay": 1,
+    "optim.ns_steps": 99,
     "schedule.min_ratio": 1,
     "schedule.decay": 1,
     "schedule.factor": 1,
@@ -66,7 +71,11 @@ def check_ranges(flat: dict[str, Any]) -> None:
                 "looks like a secret, and a configuration is written to disk in several places",
                 "give it in an environment variable",
             )
-        if key == "optim.betas" and (len(value) != 2 or not all(0 <= beta < 1 for beta in value)):
+        if key == "optim.lr_multipliers":
+            check_multipliers(key, value or [])
+        if key in ("optim.betas", "optim.adamw_betas") and (
+            len(value) != 2 or not all(0 <= beta < 1 for beta in value)
+        ):
             raise bad(key, value, "must be two numbers, each at least 0 and less than 1", f"'{key}=[0.9,0.95]'")
         if key == "name" and (not value.strip() or "/" in value):
             raise bad(
@@ -91,3 +100,16 @@ def check_ranges(flat: dict[str, Any]) -> None:
             raise bad(key, value, f"must be more than {MORE_THAN[key]}", "give a positive number")
         if key in LESS_THAN and not value < LESS_THAN[key]:
             raise bad(key, value, f"must be less than {LESS_THAN[key]}", f"{key}=0.1")
+
+
+def check_multipliers(key: str, multipliers: Any) -> None:
+    for text in multipliers if isinstance(multipliers, list) else ():
+        pattern, _, factor = str(text).rpartition(":")
+        try:
+            usable = bool(pattern) and 0 < float(factor) < math.inf
+        except ValueError:
+            usable = False
+        if not usable:
+            raise bad(
+                key, text, "must be a name pattern, a colon and a positive number", f"'{key}=[{text or '*'}:0.1]'"
+            )

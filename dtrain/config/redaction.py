@@ -17,6 +17,23 @@ SECRET = re.compile(r"(^|[._-])(((api|access)_?key|secret|password|passwd|creden
 IN_ADDRESS = re.compile(
     r"(?<=://)[^/\s@]+(?=@)|(?<=[?&;])([\w-]*(?:token|key|secret|password|passwd|pwd)=)[^&;\s#'\"]+", re.I
 )
+# in code: a quoted text, or a long word with a digit, that is given to a secret-like name
+_NAMED = (
+    r"(?:(?:(?:api|access|secret|private|auth|account)[_-]?key|secret|password|passwd|pwd|credential)s?|token"
+    r"|(?-i:[A-Z0-9]_KEY))"  # WANDB_KEY; not sort_key, nor num_tokens
+)
+_GIVEN = _NAMED + r"['\"]?\]?[ \t]{0,20}(?::[ \t]{0,20}\w{1,20}[ \t]{0,20})?[:=][ \t]{0,20}"
+IN_CODE = re.compile(
+    rf"({_GIVEN}\w?['\"])[^'\"\n]{{{SHORTEST},}}|({_GIVEN})(?=[A-Za-z0-9+/_-]{{0,200}}?\d)[A-Za-z0-9+/=_-]{{16,}}(?![\w.(\[])",
+    re.IGNORECASE,
+)
+# tokens that show by their form what they are, and private keys
+IN_ITSELF = re.compile(
+    r"\b(?:hf_\w{20,}|sk-[\w-]{20,}|gh[pousr]_\w{30,}|github_pat_\w{20,}|glpat-[\w-]{20,}|(?:AKIA|ASIA)[0-9A-Z]{16}"
+    r"|xox[abprs]-[\w-]{10,}|AIza[\w-]{35}|(?<![\w-])eyJ[\w-]{10,}\.[\w-]+\.[\w-]+|(?<=Bearer )[\w.~+/-]{16,})"
+    r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.*?(?:-----END[^\n]*|\Z)",
+    re.DOTALL,
+)
 FROM_ENVIRONMENT = re.compile(r"oc\.env:\s*['\"]?(\w+)")
 
 
@@ -38,6 +55,16 @@ def hide(text: str) -> str:
         for form in {value, json.dumps(value)[1:-1], repr(value)[1:-1]}:
             text = text.replace(form, HIDDEN)
     return text
+
+
+def hide_in_code(text: str) -> str:
+    """Redact also what looks like a secret in a text that the configuration's checks have not seen: a diff of code."""
+    text = IN_ITSELF.sub(HIDDEN, text)
+    text = IN_CODE.sub(lambda found: (found[1] or found[2]) + HIDDEN, text)
+    for value in secrets().values():  # a key of several lines has a sign before each of them
+        for line in value.splitlines()[:200] if "\n" in value else ():
+            text = text.replace(line.strip(), HIDDEN) if len(line.strip()) >= 2 * SHORTEST else text
+    return hide(text)
 
 
 def hidden(node: Any) -> Any:

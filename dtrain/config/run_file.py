@@ -6,10 +6,12 @@ import hashlib
 import os
 import re
 import shlex
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dtrain.config.build import own_file
 from dtrain.config.files import ADDRESSES, CODE, GROUPS, LOGGER, TARGET, flatten, is_script, yaml_loader
 from dtrain.config.redaction import redact
 from dtrain.config.untrusted import MOST_IN_A_RUN, check_file, read, read_text
@@ -20,6 +22,7 @@ from dtrain.util.regular_file import read_bytes
 SERVER = re.compile(rf"{LOGGER}\.\w+\.({'|'.join(ADDRESSES)})")  # a setting
 IS_SERVER = re.compile(rf"^ +({'|'.join(ADDRESSES)}): (?!null)".encode(), re.M)  # a line of config.yaml
 IS_PROGRAM, PROGRAM = re.compile(rb"^script:", re.M), re.compile(r"[\w/ .+-]+")
+OWN_TARGET = re.compile(r"^ +_target_: (?!dtrain\.)([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)$", re.M | re.ASCII)
 ADDRESS = re.compile(r"\w[\w+.-]*:[\w/.:%+-]+", re.ASCII)  # nothing that a shell or Hydra reads, and no password
 
 
@@ -49,6 +52,11 @@ def load(run_dir: Path) -> Settings:
     """Read config.yaml as the launcher wrote it; the ranks call this. A tampered folder executes nothing."""
 
     return Settings(read_run(run_dir))
+
+
+def allows(resume_allow: Iterable[str], name: str) -> bool:
+    """Does resume_allow name this setting, or a part of it?"""
+    return any(allowed == name or allowed.startswith(f"{name}.") for allowed in resume_allow)
 
 
 # former module paths of conf/ targets: the config.yaml of older runs still has them
@@ -91,6 +99,12 @@ def with_current_targets(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+# settings of an older version's checkpoints
+OLD_CHECKPOINT = {
+    "save": True, "incremental": 0, "peer": False, "peer_every": 0, "keep_best": None, "best_mode": None,
+}  # fmt: skip
+
+
 def completed(config: dict[str, Any]) -> dict[str, Any]:
     """Fill in settings that an older version did not write, with that version's behavior."""
     if is_script(config):
@@ -100,13 +114,14 @@ def completed(config: dict[str, Any]) -> dict[str, Any]:
         precision.setdefault("stream", "float32")
     if isinstance(checkpoint, dict):
         checkpoint.setdefault("background", True)
-        for setting, value in {"incremental": 0, "peer": False, "peer_every": 0}.items():
+        for setting, value in OLD_CHECKPOINT.items():
             checkpoint.setdefault(setting, value)
     if isinstance(config.get("train"), dict):
         config["train"].setdefault("spike", None)
         every = config["train"].pop("check_replicas_every", 500)  # its former name and default
         if isinstance(config.get("guard", {}), dict):
             config["guard"] = {"replicas_every": every, "replay_every": 0} | config.get("guard", {})
+    config.setdefault("ema", {"decay": 0.0, "evaluate": False})
     return {"nsys": False, "cuda_graphs": "none", "profile": {"_target_": "dtrain.profile.record.Profile"}} | config
 
 
@@ -157,6 +172,30 @@ def servers(run_dir: Path) -> list[str]:
             typed = {key: value for key, value in found.items() if isinstance(value, str)}
             return [f"{key}={value}" for key, value in typed.items() if ADDRESS.fullmatch(value)]
     return []
+
+
+def modules(run_dir: Path) -> list[str]:
+    """Return the modules of a user's own code that a run names: they must be trusted again, as the folder may lie.
+
+    Only files of the user, found from the working folder but not in the run folder, and torch's own optimizers and
+    layers. A folder without __init__.py is not named: any folder could be one.
+    """
+    inside = Path(run_dir).resolve()
+    found: list[str] = []
+    with suppress(OSError):
+        for target in OWN_TARGET.findall(read_bytes(run_dir / "config.yaml").decode(errors="replace")):
+            module = target.rpartition(".")[0]
+            is_torch = module.startswith(("torch.optim", "torch.nn"))
+            file = None if is_torch else own_file(module.partition(".")[0])
+            is_own = file is not None and file.is_file() and not is_beside(file, inside)
+            if module and (is_torch or is_own):
+                found.append(module if is_torch else module.partition(".")[0])
+    return list(dict.fromkeys(found))
+
+
+def is_beside(file: Path, run_dir: Path) -> bool:
+    """Is the module in the run folder, or a package that the run folder is in?"""
+    return file.is_relative_to(run_dir) or (file.name == "__init__.py" and run_dir.is_relative_to(file.parent))
 
 
 def program(run_dir: Path) -> list[str]:

@@ -9,17 +9,25 @@ from __future__ import annotations
 
 import ast
 import difflib
-import functools
-import importlib.util
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from dtrain.config.build import allowed, untrusted
-from dtrain.config.files import flatten, known_settings, main_file, option_of, options_of, read_yaml, sections
+from dtrain.config.files import (
+    HOOKS,
+    TARGET,
+    flatten,
+    known_settings,
+    main_file,
+    option_of,
+    options_of,
+    read_yaml,
+    sections,
+)
 from dtrain.config.files import section as section_of
 from dtrain.config.ranges import check_ranges
+from dtrain.config.source import find, source_of
 from dtrain.config.untrusted import check_target, check_targets
 from dtrain.errors import bad, unknown
 
@@ -30,6 +38,7 @@ CHOICES = {
     "activation_checkpointing": ("none", "ops", "selective", "full"),
     "train.nonfinite": ("stop", "skip"),
     "train.spike": ("stop", "skip", "rollback", None),
+    "checkpoint.best_mode": ("min", "max", None),
     "script.env": ("torchrun", "horovod", "tensorflow", "jax", "mpi"),
     "script.stop_signal": ("TERM", "INT", "USR1", "USR2", "none"),
 }
@@ -38,6 +47,8 @@ NULLABLE = {
     "train.max_grad_norm": float,
     "train.stop_after": int,
     "resume": str,
+    "fork": str,
+    "checkpoint.keep_best": str,
     "init_from": str,
     "script.python": str,
 }
@@ -57,7 +68,7 @@ def check_keys_and_types(config: dict[str, Any]) -> None:
         elif key in base:
             check_plain(key, value, base[key])
         elif key != "choices":  # the chosen option of each group, written by the launcher
-            raise unknown(key, [*base, *known])
+            raise unknown(key, known_settings())
 
 
 def check_run(config: dict[str, Any], trust: Iterable[str], groups: Iterable[str]) -> None:
@@ -98,7 +109,7 @@ def check_plain(key: str, value: Any, default: Any) -> None:
         check_present(f"{key}.", value, default)
         for name, item in value.items():
             if name not in default:
-                raise unknown(f"{key}.{name}", [f"{key}.{n}" for n in default])
+                raise unknown(f"{key}.{name}", known_settings())
             check_plain(f"{key}.{name}", item, default[name])
         return
     if key in CHOICES:
@@ -127,6 +138,9 @@ def check_section(name: str, section: Any, trust: Iterable[str]) -> None:
         raise bad(name, section, "must name what to build in `_target_`", fix)
     target = section["_target_"]
     check_target(name, section)
+    if group == HOOKS and allowed(target, trust) and isinstance(source_of(target), ast.FunctionDef):
+        rule = "is a function, and a hook is a class with the methods that dtrain calls"
+        raise bad(HOOKS, target, rule, "a class with one of these methods: docs/your-own.md#hooks has examples")
     parameters = signature(target, f"{name}._target_", trust)
     if parameters is None:
         return  # **kwargs, or built at run time: only the constructor can check
@@ -142,7 +156,8 @@ def check_section(name: str, section: Any, trust: Iterable[str]) -> None:
                 continue
             raise unknown(f"{name}.{key}", [f"{name}.{p}" for p in parameters])
         check_type(f"{name}.{key}", value, *parameters[key])
-    missing = [p for p, (_, default) in parameters.items() if default is REQUIRED and p not in section]
+    given = BY_SPLIT if group == "data" and option is None else ()
+    missing = [p for p, (_, default) in parameters.items() if default is REQUIRED and p not in (*section, *given)]
     if missing and (option or not section.get("_partial_")):
         raise bad(f"{name}.{missing[0]}", "", f"is required by {target}", f"{name}.{missing[0]}=…")
 
@@ -154,35 +169,24 @@ def is_left_out(target: str, key: str, value: Any) -> bool:
 
 
 REQUIRED = object()
+BY_SPLIT = ("split", "train")  # data/adapt.py calls a user's data function once for each split
 PASSED = {"optim": ("global_batch_size",), "schedule": ("steps",)}  # by the training loop
 
 
 def signature(target: str, key: str, trust: Iterable[str] = ()) -> dict[str, tuple[str, Any]] | None:
     """Read parameter name → (annotation, default) of a class or function, without importing its module."""
-    if not allowed(target, trust):
-        raise untrusted(key, target, trust)
-    module_name, _, attribute = target.rpartition(".")
-    if not module_name:
+
+    def permit(name: str) -> None:
+        if not allowed(name, trust):
+            raise untrusted(key, name, trust)
+
+    permit(target)
+    if "." not in target:
         raise bad(key, target, "is a module, not a class or function", f"{key}={target}.NAME")
-    try:
-        spec = importlib.util.find_spec(module_name)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None or not spec.origin:
-        raise bad(key, target, f"there is no module {module_name}", "check the spelling, or PYTHONPATH")
-    if not spec.origin.endswith(".py"):
-        return None
-    tree = parse(spec.origin, key, target)
-    found = [n for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name == attribute]
-    if not found:
-        defined = [n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))]
-        for node in tree.body:
-            if isinstance(node, ast.ImportFrom) and not node.level:  # a name imported from another module
-                for a in node.names:
-                    if (a.asname or a.name) == attribute:
-                        return signature(f"{node.module}.{a.name}", key, trust)
-        raise bad(key, target, f"{module_name} has no {attribute}", f"it has {', '.join(defined)}")
-    function: Any = found[-1]
+    typed = key if target.startswith("dtrain.") else key.removesuffix(f".{TARGET}")  # the user's own: model=net.Net
+    function: Any = find(target, typed, permit)
+    if function is None:
+        return None  # not Python, or made when the module runs
     if isinstance(function, ast.ClassDef):
         plain = not function.bases and not function.decorator_list
         function = next((n for n in function.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
@@ -202,44 +206,6 @@ def signature(target: str, key: str, trust: Iterable[str] = ()) -> dict[str, tup
         for a, d in zip(arguments, defaults, strict=True)
         if a.arg != "self"
     }
-
-
-def parse(path: str, key: str, target: str) -> ast.Module:
-    """Parse a source file; a user's own file may be invalid."""
-    try:
-        return parsed(path, Path(path).read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError, ValueError) as error:
-        raise bad(key, target, f"{path} is not valid Python: {error}", "correct the file") from error
-
-
-@functools.cache
-def parsed(path: str, text: str) -> ast.Module:
-    """Parse each file once: every point of a sweep needs it."""
-    return ast.parse(text, path)
-
-
-def class_source(target: str) -> ast.ClassDef | None:
-    """Return the ast of a class; None: not found, or not decidable without importing its module."""
-    module_name, _, attribute = target.rpartition(".")
-    try:
-        spec = importlib.util.find_spec(module_name)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
-        return None
-    classes = (node for node in parse(spec.origin, "_target_", target).body if isinstance(node, ast.ClassDef))
-    return next((node for node in classes if node.name == attribute), None)
-
-
-def has_method(target: str, method: str) -> bool | None:
-    """Does a class define a method? None: not decidable without importing its module."""
-    found = class_source(target)
-    if found is None:
-        return None
-    if any(isinstance(n, ast.FunctionDef) and n.name == method for n in found.body):
-        return True
-    plain = all(ast.unparse(base) in ("nn.Module", "torch.nn.Module", "Module") for base in found.bases)
-    return False if plain else None
 
 
 def check_type(key: str, value: Any, annotation: str, default: Any) -> None:

@@ -68,7 +68,14 @@ class Loader:
         # grows with the data: 4 bytes per sample and epoch on each rank, so 76 MiB for 20 million, and twice that from
         # the second epoch on.
         dtype = np.uint32 if size <= 1 << 32 else np.int64
-        self._order = lru_cache(maxsize=2)(lambda epoch: permutation(seed, epoch, size).astype(dtype))
+
+        def order(epoch: int) -> np.ndarray:
+            own = dataset.order(seed, epoch) if hasattr(dataset, "order") else None
+            ours = permutation(seed, epoch, size) if shuffle else np.arange(size)
+            return (ours if own is None else own).astype(dtype)
+
+        self._order = lru_cache(maxsize=2)(order)
+        workers = workers or int(getattr(dataset, "own_process", False))
         # Validation reads whole batches of its split, then restarts; training never ends.
         end = math.inf if shuffle else size // global_batch_size * global_batch_size
         ahead_of = (dataset, self.request, global_batch_size, end)
@@ -92,7 +99,7 @@ class Loader:
     def _samples(self, start: int, count: int) -> Request:
         epochs, offsets = np.divmod(np.arange(start, start + count), len(self.dataset))
         if not self.shuffle:  # validation: the same samples with the same draws every time
-            return self._request(offsets, 0 * epochs)
+            return self._request(self._order(0)[offsets].astype(np.int64), 0 * epochs)
         order = [self._order(epoch)[offsets[epochs == epoch]] for epoch in range(epochs[0], epochs[-1] + 1)]
         return self._request(np.concatenate(order).astype(np.int64), epochs)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from dtrain.data.check import checked
 from dtrain.data.windows import IGNORED
 from dtrain.runs.protocol import STOP_SIGNALS, die_with_parent, place_sockets
 
@@ -54,7 +55,8 @@ class Request(NamedTuple):
 
 def read(dataset: Dataset, request: Request) -> Batch:
     indices, keys = request
-    inputs, targets = dataset.batch(indices) if keys is None else dataset.batch(indices, keys)
+    batch = dataset.batch(indices) if keys is None else dataset.batch(indices, keys)
+    inputs, targets = checked(batch, len(indices), dataset)
     if getattr(dataset, "masked", False):
         empty = (targets == IGNORED).flatten(1).all(dim=1)
         if empty.any():  # its mean loss would be 0 / 0 if it were a micro-batch of its own

@@ -11,6 +11,7 @@ import numpy as np
 from dtrain.data.counter_rng import GOLDEN, bits, mix
 from dtrain.data.text import ByteTokenizer
 from dtrain.data.token_stream import check_split
+from dtrain.data.windows import IGNORED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,10 +67,37 @@ class SyntheticDataset:
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
+class UnevenDataset(SyntheticDataset):
+    """Samples that no layout divides evenly: from one to all of the targets count, and one input token is redrawn.
+
+    A mean of the means of ranks or micro-batches is not the mean over all targets, and a draw that does not come from
+    the sample's own key differs between layouts.
+    """
+
+    masked = True
+    draws = True
+
+    def batch(self, indices: np.ndarray, keys: np.ndarray) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        import torch
+
+        inputs, targets = super().batch(indices)
+        draw = (bits(keys, 3) >> np.uint64(33)).astype(np.int64)
+        rows = torch.arange(len(inputs))
+        inputs[rows, torch.from_numpy(draw[:, 0] % self.seq_len)] = torch.from_numpy(
+            draw[:, 1] % self.num_states * self.stride
+        )
+        # the square of a uniform draw: most samples are short, some are long
+        length = (1 + (draw[:, 2] / 2**31) ** 2 * self.seq_len).astype(np.int64)
+        targets[torch.arange(self.seq_len) >= torch.from_numpy(length)[:, None]] = IGNORED
+        return inputs, targets
+
+
 class Synthetic:
     """Sample i is a pure function of (seed, i); validation follows the same rule with other samples."""
 
-    def __init__(self, seq_len: int, vocab_size: int, num_samples: int = 10000, seed: int = 0) -> None:
+    def __init__(
+        self, seq_len: int, vocab_size: int, num_samples: int = 10000, seed: int = 0, uneven: bool = False
+    ) -> None:
         for setting, value, least in (
             ("model.seq_len", seq_len, 1),
             ("model.vocab_size", vocab_size, 2),
@@ -81,9 +109,10 @@ class Synthetic:
         self.vocab_size = vocab_size
         self._tokenizer = ByteTokenizer()
         num_val = max(1, num_samples // 10)
+        kind = UnevenDataset if uneven else SyntheticDataset
         self._datasets = {
-            "train": SyntheticDataset(seq_len, vocab_size, num_samples, seed, first=0),
-            "val": SyntheticDataset(seq_len, vocab_size, num_val, seed, first=num_samples),
+            "train": kind(seq_len, vocab_size, num_samples, seed, first=0),
+            "val": kind(seq_len, vocab_size, num_val, seed, first=num_samples),
         }
 
     def encode(self, text: str) -> list[int]:

@@ -13,7 +13,6 @@ import re
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,23 +32,35 @@ from omegaconf.errors import InterpolationKeyError
 from dtrain.checks import loss
 from dtrain.checks import profile as profiling
 from dtrain.checks.loggers import check_resumed
-from dtrain.checks.resume import check_code, check_profile, check_queue, check_resume, check_unfinished, say_beginning
+from dtrain.checks.resume import (
+    check_checkpoints,
+    check_code,
+    check_profile,
+    check_queue,
+    check_resume,
+    check_unfinished,
+    go_back,
+    say_beginning,
+)
 from dtrain.checks.validate import largest, usable_sizes, validate
+from dtrain.checks.warnings import warnings
 from dtrain.config import elastic, redaction
 from dtrain.config.build import TRUST
-from dtrain.config.files import CONF, LOGGER, is_script, known_settings
+from dtrain.config.files import CONF, SEVERAL, is_script, known_settings
 from dtrain.config.hardware import ranks_per_node
 from dtrain.config.hydra_errors import GROUPS, MISTAKES, explain
 from dtrain.config.redaction import redact
 from dtrain.config.run_file import save
 from dtrain.config.untrusted import check_own, resolved
 from dtrain.errors import bad, unknown
-from dtrain.launch import compose_cache, sweeps
+from dtrain.launch import compose_cache, fork, sweeps
 from dtrain.launch.arguments import AUTO, main_config, prepare_arguments, read_config
 from dtrain.launch.cluster import build_cluster
+from dtrain.launch.environment import environment
 from dtrain.launch.script_rank import identity
 from dtrain.plan import fits, run_prediction
-from dtrain.runs import folder
+from dtrain.runs import folder, tags
+from dtrain.runs.find import At
 from dtrain.runs.folder import latest_checkpoint, locked, read_json, write_json
 from dtrain.runs.protocol import BAD_CONFIG, CANCELLED_FILE, DONE, FAILED, PREEMPTED, PREFLIGHT, SCRIPT_TYPED
 from dtrain.strategies import deepspeed_config
@@ -134,10 +145,12 @@ class Gate(Callback):
             folder = Path(config.hydra.sweep.dir)
             with raise_through_hydra():  # check the lock first: folders still being filled look broken
                 self.lock = sweeps.lock(folder) if (folder / sweeps.LOCK).exists() else None
-            self._check(sweeps.jobs_of(config))
+            with raise_through_hydra():
+                jobs = list(sweeps.jobs_of(config))
+            self._check(jobs)
             with raise_through_hydra():
                 self.lock = self.lock or sweeps.lock(folder)  # held until this process ends
-            sweeps.note(folder, sys.argv[1:])
+            sweeps.note(folder, sys.argv[1:], jobs)
         # else: a search chooses its jobs as it runs; each job is checked when it starts
 
     def _check(self, configs: Iterable[DictConfig]) -> None:
@@ -163,6 +176,7 @@ class Gate(Callback):
                     if config["resume"] and not is_script(config) and not config["cluster"].get("run_root"):
                         say_beginning(Path(config["run_dir"]), sys.stderr)
                     run_prediction.show(plan, sys.stderr)  # stdout is reserved for the runnable script
+                    show_warnings(config)
                     cluster.dry_run(Path(config["run_dir"]), config)
                     if "deepspeed_config" in config.get("strategy", {}):
                         # after a manifest, which must stay valid yaml, to stderr
@@ -225,6 +239,8 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         check_queue(config, run_dir)
         old = read_config(run_dir)
         config["choices"]["recipe"] = old.get("choices", {}).get("recipe")
+        if not in_sweep:  # a point of a sweep starts again
+            check_checkpoints(old, config, run_dir)
         check_resume(old, config, config["resume_allow"], run_dir, typed)
         check_code(old, config)
         check_resumed(old, config)
@@ -242,7 +258,18 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
             "this folder already has a run",
             f"resume={config['run_dir']} to resume it, or another run_dir",
         )
-    elif run_dir.is_dir() and any(p.name != ".hydra" for p in run_dir.iterdir()):
+    elif config.get("fork"):
+        old = read_config(fork.parse(config["fork"]).run_dir)
+        config["choices"]["recipe"] = old.get("choices", {}).get("recipe")
+        fork.check(old, config)
+        check_code(old, config)
+        check_resumed(old, config)
+    outer = next((p for p in run_dir.resolve().parents if (p / "launch.json").is_file()), None)
+    if outer and not config["resume"]:
+        raise bad(
+            "run_dir", config["run_dir"], f"lies inside the folder of another run, {outer}", "run_dir=… elsewhere"
+        )
+    if run_dir.is_dir() and not config["resume"] and any(p.name != ".hydra" for p in run_dir.iterdir()):
         raise bad("run_dir", config["run_dir"], "the folder is not empty and has no run", "run_dir=… a new folder")
     writable = next(p for p in (run_dir, *run_dir.parents) if os.path.lexists(p))
     try:
@@ -290,7 +317,7 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
     assert isinstance(choices, dict)
     groups = [group for group in GROUPS if group in config]
     config["choices"] = {g: choices.get(g) for g in (*groups, "recipe", AUTO) if g != AUTO or g in choices}
-    config["choices"][LOGGER] = ",".join(config[LOGGER]) or "none"
+    config["choices"] |= {g: ",".join(config[g]) or "none" for g in SEVERAL if g in groups}
     # absolute, so that a resume from any working directory finds them
     for group, keys in (("data", ("path", "tokenizer")), ("strategy", ("nvme_path", "deepspeed_config"))):
         section = config.get(group, {})
@@ -349,10 +376,19 @@ def run(cfg: DictConfig, argv: list[str]) -> int:
         save(run_dir, config)
         later = in_sweep and hasattr(cluster, "submit")  # all points are submitted together, see Gate.on_multirun_end
         record_launch(run_dir, config, argv, prepared=later)
+        if config.get("tags") and not config["resume"]:
+            tags.change(run_dir, add=config["tags"])
+        if config.get("fork") and not config["resume"] and not fork.is_placed(run_dir):
+            begin_fork(run_dir, fork.parse(config["fork"]))
+        if config["resume"] and not is_script(config):
+            go_back(config, run_dir, sys.stdout)
         write_json(run_dir / folder.PLAN, plan)
         if config["resume"] and not is_script(config) and not config["cluster"].get("run_root"):
             say_beginning(run_dir, sys.stdout)
+        if in_sweep and not later and (place := sweeps.place(run_dir)):
+            print(f"{place}: {run_dir.name}")
         run_prediction.show(plan, sys.stdout)
+        show_warnings(config)
         (run_dir / CANCELLED_FILE).unlink(missing_ok=True)
         try:
             code = DONE if later else int(cluster.launch(run_dir))
@@ -365,6 +401,21 @@ def run(cfg: DictConfig, argv: list[str]) -> int:
         tables.print_sweep(sweeps.points(run_dir.parent))
         raise SystemExit(PREEMPTED)
     return code
+
+
+def show_warnings(config: dict[str, Any]) -> None:
+    for line in warnings(largest(config)):
+        console.print_warning(line)
+
+
+def begin_fork(run_dir: Path, at: At) -> None:
+    """Place the checkpoint; without it, the folder is no run."""
+    try:
+        fork.place(at, run_dir)
+    except BaseException:
+        (run_dir / "launch.json").unlink()
+        raise
+    print(fork.say(at, read_json(run_dir / "launch.json")["forked_from"].get("anew", [])), flush=True)
 
 
 def wait_for_node_0(run_dir: Path, config: dict[str, Any], patience_s: float = 120) -> None:
@@ -384,15 +435,6 @@ def wait_for_node_0(run_dir: Path, config: dict[str, Any], patience_s: float = 1
         time.sleep(0.5)
 
 
-def git_commit() -> str | None:
-    """Return the commit of the current folder, where the user's own code is."""
-    try:
-        command = ["git", "rev-parse", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):  # no git, or not a repository
-        return None
-
-
 def record_launch(run_dir: Path, config: dict[str, Any], argv: list[str], prepared: bool) -> None:
     past = read_json(run_dir / "launch.json")
     before = past.get("launches", [])
@@ -404,12 +446,16 @@ def record_launch(run_dir: Path, config: dict[str, Any], argv: list[str], prepar
     } | ({"prepared": True} if prepared else {})
     if usable := usable_sizes(config):
         launch["usable_sizes"] = usable  # for `dtrain scale`, which may not find the user's modules
+    launch |= environment(run_dir, before)
     record = {
         "id": past.get("id") or uuid.uuid4().hex,  # the run's id, also stored in its checkpoints
         "command": shlex.join(["dtrain", "launch", *argv]), "cwd": os.getcwd(),
-        "host": socket.gethostname(), "pid": os.getpid(), "git_commit": git_commit(),
+        "host": socket.gethostname(), "pid": os.getpid(),
         "overrides": launch["overrides"], "launches": [*before, launch],
     }  # fmt: skip
-    if "forked_from" in past:  # a search made this run from another one (commands/search/fork.py)
+    if "forked_from" in past:
         record["forked_from"] = past["forked_from"]
+    elif config.get("fork"):
+        at = fork.parse(config["fork"])
+        record["forked_from"] = fork.lineage(at, fork.anew(read_config(at.run_dir), config))
     write_json(run_dir / "launch.json", record)

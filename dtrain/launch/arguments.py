@@ -1,4 +1,4 @@
-"""Rewrite the command line for Hydra: `--dry-run`, `recipe=FILE`, `resume=RUN` and an earlier sweep's folder."""
+"""Rewrite the command line for Hydra: `--dry-run`, `recipe=FILE`, `resume=RUN`, `fork=RUN`, an earlier sweep."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from dtrain.config.files import (
     LOGGER,
     RECIPES,
     SECRET,
+    SEVERAL,
     is_script,
     known_settings,
     options_of,
     read_yaml,
     setting_prefix,
 )
-from dtrain.config.hydra_errors import GROUPS
+from dtrain.config.hydra_errors import GROUPS, is_foreign, unknown_setting
 from dtrain.config.redaction import check_arguments
 from dtrain.config.run_file import completed, read_run
+from dtrain.config.source import check_spelling, find
 from dtrain.config.untrusted import OPTION, TooLarge, check_file, quick_yaml, read
 from dtrain.errors import bad
-from dtrain.util.format import as_dict
+from dtrain.runs.folder import latest_checkpoint
+from dtrain.util.format import as_dict, short_path
 
 AUTO = "auto"  # strategy=auto: the planner chooses (dtrain/launch/auto.py)
 # Placeholder that Hydra composes until the planner has chosen. It has all degrees, so that strategy.tp=2 is valid.
@@ -39,23 +42,30 @@ DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")  # my_pkg.net.Net: the user's 
 
 
 def prepare_arguments(argv: list[str]) -> list[str]:
-    """Turn `--dry-run`, `recipe=FILE` and `resume=RUN` into overrides; leave the other arguments as typed."""
+    """Turn `--dry-run`, `recipe=FILE`, `resume=RUN` and `fork=RUN` into overrides; leave the rest as typed."""
     check_arguments(argv)
+    argv = with_trust(argv)
     argv = ["dry_run=true" if a == "--dry-run" else a for a in argv]
     argv.sort(key=lambda a: a not in ("-m", "--multirun"))  # Hydra accepts -m only before or after all overrides
-    ours = "|".join([*GROUPS, "recipe", "resume", "run_dir"])
+    ours = "|".join([*GROUPS, "recipe", "resume", "fork", "run_dir"])
     argv = [re.sub(rf"^\++({ours})=", r"\1=", a) for a in argv]  # +strategy=fsdp
     empty = r"^cluster\.(sbatch|fabric\.env|env|resources|node_selector|pod)\b"  # mappings that are empty by default
     argv = [re.sub(empty, r"++\g<0>", a) for a in argv]
     argv = [re.sub(r"^([\w.+]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), a) for a in argv]  # no shell does it here
     argv = [re.sub(r"^(\++)?logger\.(project|mode)=", r"\1logger.wandb.\2=", a) for a in argv]  # their former names
-    argv = [re.sub(r"\s", "", a) if a.startswith(f"{LOGGER}=[") else a for a in argv]  # logger=[csv, mlflow]
+    lists = tuple(f"{group}=[" for group in SEVERAL)
+    argv = [re.sub(r"\s", "", a) if a.startswith(lists) else a for a in argv]  # logger=[csv, mlflow]
+    argv = ["checkpoint.save=false" if a == "checkpoint=none" else a for a in argv]
+    argv = [part for a in argv for part in folder_model(a)]
     argv = script_overrides(argv)
     argv = [a for a in argv if a != "recipe=null"]  # the default; Hydra rejects it as an override
     for word in argv:
         name, _, value = word.lstrip("-").partition("=")
         if word.startswith("-") and name in known_settings():
             raise ValueError(f"{word}: settings have no dashes\n  fix: {name}={value or '…'}")
+        name = name.replace("-", "_")
+        if word.startswith("--") and is_foreign(name):  # --batch-size=32, --epochs 3
+            raise ValueError(unknown_setting(name, value).replace(name, word.partition("=")[0], 1))
     given = {a.split("=", 1)[0]: a.split("=", 1)[1] for a in argv if "=" in a and not a.startswith("-")}
     for key, value in given.items():
         if SECRET.search(key):
@@ -65,7 +75,7 @@ def prepare_arguments(argv: list[str]) -> list[str]:
                 "looks like a secret, and a configuration is written to disk in several places",
                 "give it in an environment variable",
             )
-        several = key == LOGGER and re.fullmatch(r"\[[\w.-]+(,[\w.-]+)*\]", value)
+        several = key in SEVERAL and re.fullmatch(r"\[[\w.-]+(,[\w.-]+)*\]", value)
         if key in GROUPS and re.search(r"^(null)?$|\[|\.\.|\.ya?ml$", value) and not several:
             raise bad(
                 key,
@@ -73,6 +83,8 @@ def prepare_arguments(argv: list[str]) -> list[str]:
                 f"names one option of conf/{key}/, without .yaml",
                 f"{key} can be {', '.join(options_of(key))}",
             )
+        if key in GROUPS and value not in options_of(key):
+            check_spelling(key, value)
     argv = offer_own(argv)
     # an option stored by an earlier launch in this process must not leak into this one: strategy=glob(*) would match it
     ConfigStore.instance().repo.get("strategy", {}).pop(f"{AUTO}.yaml", None)
@@ -99,14 +111,9 @@ def prepare_arguments(argv: list[str]) -> list[str]:
                 "a run resumes with its own configuration, one run at a time",
                 "leave out recipe= and -m",
             )
-        from dtrain.runs.find import find_run
-
-        run_dir = find_run(given["resume"])
-        check_path("resume", run_dir)
-        store_as_run(run_dir, overridden=[g for g in GROUPS if g in given])
-        check_program(run_dir, argv)
-        argv = [a for a in argv if not a.startswith(("resume=", "run_dir="))]
-        argv += ["recipe=as-run", f"resume={quote(run_dir)}", f"run_dir={quote(run_dir)}"]
+        argv = resumed(argv, given)
+    elif given.get("fork", "null") != "null":
+        argv = forked(argv, given)
     if {"-m", "--multirun"} & set(argv) and "hydra.sweep.dir" not in given:
         from dtrain.launch import sweeps
 
@@ -122,6 +129,54 @@ def prepare_arguments(argv: list[str]) -> list[str]:
         fixed = list(dict.fromkeys([*fixed, "trust"]))
         argv = [*argv, f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]"]
     return argv
+
+
+def resumed(argv: list[str], given: dict[str, str]) -> list[str]:
+    """Turn `resume=RUN` into the settings of that run, and its folder."""
+    from dtrain.runs.find import find_checkpoint
+
+    word = unquoted(given["resume"])
+    if given.get("fork", "null") != "null":
+        rule = "either continues a run (resume=) or starts a new one from a checkpoint (fork=)"
+        raise bad("resume", word, rule, "leave out one of them")
+    at = find_checkpoint(word, setting="resume")
+    run_dir = at.run_dir
+    check_path("resume", run_dir)
+    other = unquoted(given.get("run_dir", ""))
+    if other and Path(other).expanduser().absolute() != run_dir:
+        rule = f"a run resumes in its own folder, {short_path(run_dir)}; a new folder needs a new run"
+        raise bad("run_dir", other, rule, f"fork={word} run_dir={other}, or leave out run_dir=")
+    store_as_run(run_dir, overridden=[g for g in GROUPS if g in given])
+    check_program(run_dir, argv)
+    argv = [a for a in argv if not a.startswith(("resume=", "run_dir="))]
+    return [*argv, "recipe=as-run", f"resume={quote(str(at))}", f"run_dir={quote(run_dir)}"]
+
+
+def forked(argv: list[str], given: dict[str, str]) -> list[str]:
+    """Turn `fork=RUN` into the settings of that run and the checkpoint to begin with; the folder is a new one."""
+    from dtrain.runs.find import find_checkpoint
+
+    word = unquoted(given["fork"])
+    if "recipe" in given:
+        raise bad("fork", word, "a fork has the settings of the run that it begins with", "leave out recipe=")
+    if {"-m", "--multirun"} & set(argv) and "," in word:
+        raise bad("fork", word, "the points of a sweep begin with one checkpoint", f"fork={word.partition(',')[0]}")
+    at = find_checkpoint(word, setting="fork")
+    check_path("fork", at.run_dir)
+    if at.step is None:
+        newest = latest_checkpoint(at.run_dir)
+        if newest is None:
+            raise bad("fork", word, "the run has no checkpoint", "another run; dtrain runs lists them")
+        at = at._replace(step=int(newest.name[5:]))
+    store_as_run(at.run_dir, overridden=[g for g in GROUPS if g in given], as_fork=True)
+    argv = [a for a in argv if not a.startswith("fork=")]
+    return [*argv, "recipe=as-run", f"fork={quote(str(at))}"]
+
+
+def folder_model(word: str) -> list[str]:
+    """Turn `model=hf:FOLDER` into the option and its setting."""
+    found = re.fullmatch(r"model=hf:(.+)", word)
+    return [word] if found is None else ["model=hf", f"model.path={quote(Path(found[1]).expanduser().absolute())}"]
 
 
 def script_overrides(argv: list[str]) -> list[str]:
@@ -223,7 +278,15 @@ def offer_own(argv: list[str]) -> list[str]:
     own = {group: names for group, names in own.items() if names}
     if not own:
         return argv
+    for group in SEVERAL:
+        sections = [name.rpartition(".")[2] for name in own.get(group, ())]
+        if given.get(group, "").startswith("[") and len(set(sections)) < len(sections):
+            double = next(name for name in sections if sections.count(name) > 1)
+            rule = f"two of them are named {double}, and both would have the settings {group}.{double}.…"
+            raise bad(group, given[group], rule, f"rename one of the classes, or leave one {double} out")
     for group, target in ((group, name) for group, names in own.items() for name in names):
+        if not target.startswith("dtrain."):
+            find(target, group)  # before anything refers to a setting of it
         bound = any("_partial_" in OmegaConf.load(CONF / group / f"{option}.yaml") for option in options_of(group))
         package = setting_prefix(group, target.rpartition(".")[2])  # logger=my_pkg.Mine: logger.Mine.SETTING
         needed = {"nodes": 1, "processes": None} if group == "cluster" else {}  # by dtrain, whatever the class takes
@@ -237,8 +300,33 @@ def offer_own(argv: list[str]) -> list[str]:
 
 
 def named(value: str) -> list[str]:
-    """Return the options in a value: one, those of a sweep (a,b), or several loggers ([a,b])."""
+    """Return the options in a value: one, those of a sweep (a,b), or several loggers or hooks ([a,b])."""
     return value.strip("[]").split(",")
+
+
+def with_trust(argv: list[str]) -> list[str]:
+    """Accept `--trust MODULE …`, as other programs spell it, for trust=[MODULE,…]."""
+    listed: list[str] = []
+    kept: list[str] = []
+    words = iter(argv)
+    reading = False
+    for word in words:
+        if word == "--trust" or word.startswith("--trust="):
+            reading = word == "--trust"
+            listed += [] if reading else word.partition("=")[2].split(",")
+        elif reading and re.fullmatch(r"[^\W\d][\w.]*", word):
+            listed.append(word)
+        else:
+            reading = False
+            kept.append(word)
+    if not listed:
+        return argv if kept == argv else [*kept, "--trust"]  # without a module: refused like other unknown options
+    return [*(a for a in kept if not a.startswith("trust=[")), f"trust=[{','.join([*trusted(kept), *listed])}]"]
+
+
+def trusted(argv: list[str]) -> list[str]:
+    found = [a.removeprefix("trust=").strip("[]").split(",") for a in argv if a.startswith("trust=[")]
+    return [name.strip() for names in found for name in names if name.strip()]
 
 
 def trust_of(argv: list[str]) -> list[str]:
@@ -260,6 +348,13 @@ def quote(path: Path | str) -> str:
     In Hydra a backslash is an escape only before a quote.
     """
     return "'" + re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + m[2].replace("'", "\\'"), str(path)) + "'"
+
+
+def unquoted(value: str) -> str:
+    """Return a Hydra value without its quotes: the printed commands quote a folder like 0-optim.lr=0.1."""
+    if len(value) < 2 or value[0] not in "'\"" or value[-1] != value[0]:
+        return value
+    return re.sub(rf"(\\+)({value[0]}|\Z)", lambda m: m[1][: len(m[1]) // 2] + m[2], value[1:-1])
 
 
 def built_in() -> dict[str, Path]:
@@ -294,7 +389,7 @@ def store_recipe(path: Path, name: str | None = None) -> list[Any]:
     code = [f"cluster.{key}" for key in CODE if isinstance(cluster, dict) and cluster.get(key)]
     code += ["script"] if "script" in tree and name is None else []
     # otherwise an untrusted file could name any code and also trust it
-    for key in [*(key for key in ("resume", "trust") if tree.get(key)), *code]:
+    for key in [*(key for key in ("resume", "fork", "trust") if tree.get(key)), *code]:
         raise bad(
             "recipe",
             path,
@@ -340,7 +435,7 @@ def check_defaults(path: Path, defaults: Any) -> None:
                 raise bad("recipe", path, rule, "defaults: [override /model: gpt2-124m]")
 
 
-def store_as_run(run_dir: Path, overridden: list[str]) -> None:
+def store_as_run(run_dir: Path, overridden: list[str], as_fork: bool = False) -> None:
     """Store a run's config.yaml as a recipe: every value as it was, except the groups given on the command line.
 
     A resume therefore does not depend on the current content of conf/ or of a recipe.
@@ -356,6 +451,11 @@ def store_as_run(run_dir: Path, overridden: list[str]) -> None:
     # trust must be typed again: the run folder may come from someone else
     for key in ("run_dir", "resume", "resume_allow", "dry_run", "force", "trust", *overridden):
         config.pop(key, None)
+    if as_fork:
+        config.pop("fork", None)
+        config.pop("tags", None)
+        if config.get("name") == f"{choices.get('model')}-{choices.get('strategy')}":  # not typed
+            config.pop("name")
     as_dict(config.get("train")).pop("stop_after", None)  # applied only to the launch that stopped
     for name in ("path", "python"):  # must be typed again, like all code; see check_program
         as_dict(config.get("script")).pop(name, None)
@@ -365,8 +465,8 @@ def store_as_run(run_dir: Path, overridden: list[str]) -> None:
     for section in as_dict(config.get(LOGGER)).values():  # a tracker's server gets credentials: see checks/loggers.py
         for name in ADDRESSES:
             as_dict(section).update({name: None} if name in as_dict(section) else {})
-    # the section of the loggers is complete: none is chosen, and the section is merged into nothing
-    chosen = {g: choices[g] for g in GROUPS if g in choices and g not in (*overridden, LOGGER)}
+    # the sections of loggers and hooks are complete: none is chosen, and the section is merged into nothing
+    chosen = {g: choices[g] for g in GROUPS if g in choices and g not in (*overridden, *SEVERAL)}
     for group, option in chosen.items():
         if not isinstance(option, str) or not OPTION.fullmatch(option):  # Hydra would accept a path to any file
             rule = f"its config.yaml has choices.{group}={option!r}, which is not an option"

@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from dtrain.checks.network import check
-from dtrain.config.files import CONF, LOGGER
+from dtrain.config.files import CONF, SEVERAL
 from dtrain.config.hydra_errors import GROUPS, MISTAKES, explain
 from dtrain.config.schema import check_keys_and_types
 from dtrain.config.untrusted import resolved
@@ -41,7 +41,7 @@ def plain_config(argv: list[str]) -> dict[str, Any]:
     check_keys_and_types(config)
     choices: Any = OmegaConf.to_container(cfg.hydra.runtime.choices)
     chosen = {group: choices.get(group) for group in (*GROUPS, "recipe")}
-    return {**config, "choices": chosen | {LOGGER: ",".join(config[LOGGER]) or "none"}}
+    return {**config, "choices": chosen | {group: ",".join(config[group]) or "none" for group in SEVERAL}}
 
 
 def compose(argv: list[str]) -> dict[str, Any]:

@@ -21,10 +21,11 @@ from dtrain.config.build import TRUST, typed_trust
 from dtrain.config.files import is_script, over
 from dtrain.launch.script_rank import identity
 from dtrain.runs.kubernetes_api import RUN_LABEL
-from dtrain.runs.protocol import BAD_CONFIG, NODE_RANK, POD_IP, PREEMPTED, PREFLIGHT, SCRIPT_TYPED
+from dtrain.runs.protocol import BAD_CONFIG, NODE_RANK, POD_IP, PREEMPTED, PREFLIGHT, RUN_FILES, SCRIPT_TYPED
 
 Manifest = dict[str, Any]
 FILES = "/etc/dtrain"  # where a pod finds the run's configuration
+COMPOSE_SHM = "2Gi"  # unless cluster.shm says more: a container's usual 64 MiB are too few for loaders and gloo
 LONGEST_NAME = 40  # Kubernetes adds a pod's number and a random suffix, and a host name has at most 63 characters
 NODE = "node"  # the container; also the replicated job, as Kubeflow's trainer wants it
 
@@ -222,23 +223,22 @@ def resources(cluster: dict[str, Any]) -> Manifest:
 
 
 def compose(config: dict[str, Any], name: str, files: dict[str, Any]) -> Manifest:
-    """Return the same run for `docker compose up`: a container for each node, on one machine.
+    """Return the same run for `docker compose up` or `podman-compose up`: a container for each node, on one machine.
 
-    A variable of cluster.secret_env gets the value that it has in the shell of `docker compose`.
+    A variable of cluster.secret_env gets the value that it has in the shell of `docker compose`. The configuration is
+    a variable, too: podman-compose does not know files whose content is in the compose file.
     """
     cluster = config["cluster"]
-    texts = texts_of(config, files)
+    run_files = {RUN_FILES: dollars(json.dumps(texts_of(config, files), ensure_ascii=False))}
     secrets = {variable: None for variable, _, _ in map(checks.secret_reference, cluster["secret_env"])}
     claims = checks.mounts(cluster["volumes"])
     shared: Manifest = {
         "image": cluster["image"],
         "command": command(cluster),
-        "configs": [{"source": key, "target": f"{FILES}/{key}"} for key in texts],
         "volumes": [f"{claim}:{path}{':ro' if read_only else ''}" for claim, path, read_only in claims],
         "stop_grace_period": f"{cluster['grace_s'] + 30}s",
+        "shm_size": str(cluster["shm"] or COMPOSE_SHM).lower().removesuffix("i") + "b",
     }
-    if cluster["shm"]:
-        shared["shm_size"] = str(cluster["shm"]).lower().removesuffix("i") + "b"
     limits = {"cpus": str(cluster["cpus"])} if cluster["cpus"] else {}
     if cluster["mem"]:
         limits["memory"] = str(cluster["mem"]).lower().removesuffix("i") + "b"
@@ -248,7 +248,7 @@ def compose(config: dict[str, Any], name: str, files: dict[str, Any]) -> Manifes
     services = {}
     for rank in range(cluster["nodes"]):
         variables = {key: dollars(value) for key, value in plain_environment(config).items()} | secrets
-        services[f"{NODE}-{rank}"] = shared | {"environment": variables | {NODE_RANK: str(rank)}}
+        services[f"{NODE}-{rank}"] = shared | {"environment": variables | {NODE_RANK: str(rank)} | run_files}
         if gpus:  # each container its own
             mine = [str(gpu) for gpu in range(rank * gpus, (rank + 1) * gpus)]
             device = {"driver": "nvidia", "device_ids": mine, "capabilities": ["gpu"]}
@@ -258,7 +258,6 @@ def compose(config: dict[str, Any], name: str, files: dict[str, Any]) -> Manifes
     made = {
         "name": name,
         "services": services,
-        "configs": {key: {"content": dollars(text)} for key, text in texts.items()},
         "volumes": {claim: {} for claim, _, _ in claims},
     }
     redaction.check(made)

@@ -1,18 +1,21 @@
 """The program of a pod, or of a container of compose: one node of a run. `python -m dtrain.launch.pod FOLDER`.
 
-FOLDER has the run's configuration, as cluster=kubernetes has mounted it. All pods share the run folder. There the first
-one writes its address and a free port, and the others find it: after a restart both are new, so that nobody connects to
-a pod that is about to end. The first pod's exit code is that of the run, as it reads the failures of all ranks.
+FOLDER has the run's configuration, as cluster=kubernetes has mounted it; compose sends it as a variable. All pods share
+the run folder. There the first one writes its address and a free port, and the others find it: after a restart both
+are new, so that nobody connects to a pod that is about to end. The first pod's exit code is that of the run, as it
+reads the failures of all ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,7 @@ from dtrain.runs.protocol import (
     PREEMPTED,
     PREFLIGHT,
     RENDEZVOUS_FILE,
+    RUN_FILES,
     free_port,
 )
 from dtrain.ui.console import print_error
@@ -54,7 +58,7 @@ RETRY = 138  # PyTorchJob starts a pod again whose exit code is 128 or more; thi
 
 def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(PREEMPTED))  # the first process of a container ignores it else
-    files = Path(argv[0])
+    files = run_files(Path(argv[0]))
     config = run_file.load(files)
     try:
         code = run(config, files, is_preflight=argv[1:] == ["preflight"])
@@ -64,6 +68,17 @@ def main(argv: list[str]) -> int:
         print_error(str(error))
         code = BAD_CONFIG
     return RETRY if code == PREEMPTED and config["cluster"]["kind"] == "pytorchjob" else code
+
+
+def run_files(mounted: Path) -> Path:
+    """Return the folder with the run's configuration: the mounted one, or a new one with what compose has sent."""
+    sent = os.environ.pop(RUN_FILES, None)
+    if sent is None:
+        return mounted
+    folder = Path(tempfile.mkdtemp(prefix="dtrain-"))
+    for name, text in json.loads(sent).items():
+        (folder / name).write_text(text)
+    return folder
 
 
 def run(config: dict[str, Any], files: Path, is_preflight: bool) -> int:

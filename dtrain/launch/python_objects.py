@@ -11,11 +11,11 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtrain.config.files import LOGGER, flatten
+from dtrain.config.files import SEVERAL, flatten, setting_prefix
 from dtrain.config.hydra_errors import GROUPS
 from dtrain.errors import bad
 from dtrain.launch.arguments import quote
@@ -33,7 +33,13 @@ def spell(given: Mapping[str, Any]) -> tuple[list[str], list[Path]]:
         if not re.fullmatch(r"\+{0,2}[^\W\d][\w.]*", key):
             raise ValueError(f"{key!r}: is not the name of a setting\n  fix: e.g. **{{'train.steps': 100}}")
         details: Mapping[str, Any] = {}
-        if key in GROUPS:
+        if key in SEVERAL and not isinstance(value, (str, Mapping)):
+            several = isinstance(value, (list, tuple)) and not is_with_settings(value)
+            names, more, places = spell_several(key, value if several else [value])
+            options.append(f"{key}=[{','.join(names)}]" if names else f"{key}=none")
+            settings += more
+            folders += places
+        elif key in GROUPS:
             thing, details = parts_of(key, value)
             if thing is not None:
                 name, folder = (thing, None) if isinstance(thing, str) else name_of(key, thing)
@@ -50,13 +56,35 @@ def spell(given: Mapping[str, Any]) -> tuple[list[str], list[Path]]:
     return options + settings, folders
 
 
+def spell_several(group: str, values: Sequence[Any]) -> tuple[list[str], list[str], list[Path]]:
+    """Return names, overrides of the settings, and folders of several loggers or hooks: each has its own section."""
+    names: list[str] = []
+    settings: list[str] = []
+    folders: list[Path] = []
+    for value in values:
+        thing, details = parts_of(group, value)
+        if thing is None:
+            rule = "settings without the class or option that they belong to"
+            raise bad(group, value, rule, f'{group}=[(MyClass, {{"name": value}})]')
+        name, folder = (thing, None) if isinstance(thing, str) else name_of(group, thing)
+        names.append(name)
+        folders += [folder] if folder else []
+        prefix = setting_prefix(group, name.rpartition(".")[2])
+        for key, item in flatten(plain_keys(prefix, details)).items() if details else ():
+            settings.append(f"{prefix}.{key}={value_of(f'{prefix}.{key}', item)}")
+    return names, settings, folders
+
+
+def is_with_settings(value: Any) -> bool:
+    """Is it (Class, {"name": value}), and not several things?"""
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)
+
+
 def parts_of(group: str, value: Any) -> tuple[Any, Mapping[str, Any]]:
     """Split a group's value into (option name, class, function or None) and its settings."""
-    if group == LOGGER and isinstance(value, list) and all(isinstance(name, str) for name in value):  # several
-        return f"[{','.join(value)}]", {}
     if isinstance(value, Mapping):  # settings for the option that is already chosen
         return None, value
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+    if is_with_settings(value):
         thing, more = parts_of(group, value[0])
         return thing, {**more, **value[1]}
     if isinstance(value, functools.partial):
@@ -72,7 +100,7 @@ def name_of(group: str, thing: Any) -> tuple[str, Path | None]:
     """Return the name by which each rank imports a class or function, and its source folder unless it is installed."""
     if not (inspect.isclass(thing) or inspect.isroutine(thing)):
         rule = "is an object of this process, but each rank must build its own"
-        raise bad(group, f"<{type(thing).__name__}>", rule, f"give the class and its settings: {EXAMPLE}")
+        raise bad(group, f"<{type(thing).__name__}>", rule, as_function(group, thing))
     name, module = thing.__qualname__, thing.__module__ or "builtins"
     if not name.isidentifier():  # <lambda>, f.<locals>.Net, Outer.Net
         rule = "is not at the top level of a module, so the ranks cannot import it"
@@ -101,6 +129,23 @@ def name_of(group: str, thing: Any) -> tuple[str, Path | None]:
         rule = f"the ranks would import {here.origin} as {top}: they search this folder first"
         raise bad(group, name, rule, "rename one of the two files, or start from another folder")
     return f"{module}.{name}", folder
+
+
+def as_function(group: str, thing: Any) -> str:
+    """Return what to write in place of an object of this process."""
+    kind = type(thing).__name__
+    if group == "model" and type(thing).__module__.partition(".")[0] == "transformers":
+        how = f"return {kind}({type(getattr(thing, 'config', None)).__name__}(…))"
+        return f"def my_model(): {how} at the top level of the file, and model=my_model; or model='hf:FOLDER'"
+    if group not in ("model", "data"):
+        return f"give the class and its settings: {EXAMPLE}"
+    made = {"ndarray": "inputs, targets", "Tensor": "inputs, targets", "tuple": "train, val"}.get(kind, f"{kind}(…)")
+    made = '{"train": …, "val": …}' if isinstance(thing, Mapping) else made
+    written = f"def my_{group}(): return {made} at the top level of the file, and {group}=my_{group}"
+    classes = (
+        'functools.partial(Net, dim=32), or (Net, {"dim": 32})' if group == "model" else f'({kind}, {{"setting": 1}})'
+    )
+    return written if kind in ("ndarray", "Tensor", "tuple", "list") else f"{written}; or the class: {classes}"
 
 
 def name_of_script(group: str, name: str) -> tuple[str, Path | None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -49,6 +48,7 @@ from dtrain.runs.protocol import (
 )
 from dtrain.runs.slurm_queue import query
 from dtrain.start import command, environment
+from dtrain.ui.console import resume_command
 
 LOCK_S = 180.0  # wait for the last attempt's supervisor to exit; NFS frees a lost node's lock after 90 s
 GUARDS = 3  # nodes that watch the first one of an elastic job
@@ -232,7 +232,7 @@ class Job:
             if job:
                 scontrol("scontrol", "requeue", self.id)  # its TERM does not end this process: our handler catches it
             time.sleep(1 if job else 5)
-        say("the job could not be requeued; resume with resume=" + shlex.quote(str(self.run_dir)))
+        say(f"the job could not be requeued; resume with: {resume_command(self.run_dir)}")
 
 
 def starter(config: dict[str, Any]) -> Any:

@@ -44,7 +44,7 @@ from dtrain.runs.protocol import (
 from dtrain.ui.console import print_summary
 from dtrain.ui.progress import Monitor
 from dtrain.util import disk_space, file_handles, kernel_log
-from dtrain.util.format import short_path
+from dtrain.util.format import counted, short_path
 
 PEERS_S = 5.0  # time for the other ranks to exit after one rank failed, on an idle machine
 TICK_S = 0.05  # between two checks of the process and of signals; neither touches the file system
@@ -162,7 +162,8 @@ class Supervisor:
                 follower.start()
                 attempt, again = 0, ""
                 while True:
-                    monitor.message(f"starting {self.num_ranks} ranks{again}; logs in {short_path(run_dir / 'logs')}")
+                    ranks = counted(self.num_ranks, "rank")
+                    monitor.message(f"starting {ranks}{again}; logs in {short_path(run_dir / 'logs')}")
                     code = self._run_once(run_dir, monitor)
                     if why := self._regroup(run_dir, code):
                         monitor.message(why)

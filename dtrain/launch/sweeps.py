@@ -18,8 +18,9 @@ from dtrain.launch import compose_cache
 from dtrain.launch.cluster import build_cluster
 from dtrain.runs import record as records
 from dtrain.runs.folder import last_launch, read_json, write_json
+from dtrain.ui.tables import SWEEP as SWEEP
+from dtrain.util.format import as_dict
 
-SWEEP = "sweep.json"  # in the sweep's folder: the arguments as typed
 LOCK = ".lock"  # held by the command that is working in the folder
 AUTOMATIC = ("hydra.sweep.dir=", "hydra.job.config.override_dirname.exclude_keys=")  # overrides added by dtrain
 TO_DO = ("failed", "died", "cancelled", "preempted")  # statuses that the same command resumes
@@ -83,8 +84,16 @@ def lock(folder: Path) -> TextIO:
     return file
 
 
-def note(folder: Path, argv: Sequence[str]) -> None:
-    write_json(folder / SWEEP, {"arguments": typed(argv)})
+def note(folder: Path, argv: Sequence[str], jobs: Sequence[DictConfig] = ()) -> None:
+    """Write what the sweep consists of: the same command resumes it, and its table lists what has not begun."""
+    points = {Path(job.run_dir).name: list(job.hydra.overrides.task) for job in jobs}
+    write_json(folder / SWEEP, {"arguments": typed(argv), "points": points})
+
+
+def place(run_dir: Path) -> str:
+    """`job 2 of 4`, for a point of a sweep that was known before; otherwise ""."""
+    names = list(as_dict(read_json(run_dir.parent / SWEEP).get("points")))
+    return f"job {names.index(run_dir.name) + 1} of {len(names)}" if run_dir.name in names else ""
 
 
 def points(folder: Path) -> list[Path]:

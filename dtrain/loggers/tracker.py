@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from dtrain.config import run_file
 from dtrain.config.files import flatten
 from dtrain.config.redaction import hidden, redact
+from dtrain.runs import environment
 from dtrain.runs.folder import PLAN, last_launch, latest_checkpoint, read_json, read_summary
 from dtrain.runs.record import run_name
 from dtrain.util.format import as_dict
@@ -68,7 +69,7 @@ class RunFacts:
         checkpoint = latest_checkpoint(run_dir)
         tags |= {
             "run_dir": run_dir, "command": launches.get("command"), "host": launch.get("host"),
-            "git_commit": launches.get("git_commit"), "sweep": run_dir.parent if in_sweep else None,
+            "git_commit": environment.commit(launches), "sweep": run_dir.parent if in_sweep else None,
             "checkpoint": checkpoint,
         }  # fmt: skip
         return cls(

@@ -24,6 +24,8 @@ class Wandb:
     def __init__(
         self, project: str = "dtrain", mode: Literal["online", "offline", "disabled"] = "online", every: int = 1
     ) -> None:
+        if mode == "online" and os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+            mode = "disabled" if os.environ["WANDB_MODE"] == "disabled" else "offline"
         self.project, self.mode, self.every, self.is_remote = project, mode, every, mode == "online"
 
     def open(self, run: RunFacts) -> Held:

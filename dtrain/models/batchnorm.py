@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dtrain.util import late_dynamo
+
 MOMENTUM = 0.1  # the share of the newest batch in the running statistics
 EPS = 1e-5
 
@@ -117,10 +119,10 @@ class BatchNorm(nn.Module):
         return self
 
 
-normalize = torch.compiler.disable(Normalize.apply)  # a collective cannot be part of a graph
+normalize = Normalize.apply
+late_dynamo.shield(globals(), "normalize")  # a collective cannot be part of a graph
 
 
-@torch.compiler.disable
 @torch.no_grad()
 def average_statistics(model: nn.Module) -> None:
     """Average the running statistics of `local` norms over all ranks, at the end of a forward pass."""
@@ -132,3 +134,6 @@ def average_statistics(model: nn.Module) -> None:
     dist.all_reduce(flat)
     for buffer, mean in zip(buffers, (flat / num_ranks()).split([b.numel() for b in buffers]), strict=True):
         buffer.copy_(mean)
+
+
+late_dynamo.shield(globals(), "average_statistics")

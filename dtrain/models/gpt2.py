@@ -7,14 +7,13 @@ the model can know.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from dtrain.models.layers import MLP, Cache, Extend, Head, LayerNorm, attend, is_packed, places, transformer_tp_plan
+from dtrain.models.layers import MLP, Attend, Cache, Head, LayerNorm, attend, is_packed, places, transformer_tp_plan
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -29,12 +28,14 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, extend: Extend | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, cached: Attend | None = None) -> Tensor:
         batch, length, _ = x.shape
         q, k, v = self.qkv(x).view(batch, length, -1, 3, self.head_dim).permute(3, 0, 2, 1, 4)
-        if extend is not None:
-            k, v = extend(k, v)
-        out: Tensor = self.proj(attend(q, k, v, mask, self.dropout if self.training else 0.0))
+        if cached is not None:
+            heads = cached(q, k, v, mask)
+        else:
+            heads = attend(q, k, v, mask, self.dropout if self.training else 0.0)
+        out: Tensor = self.proj(heads)
         return out
 
 
@@ -47,8 +48,8 @@ class Block(nn.Module):
         self.mlp = MLP(dim, approximate="tanh")
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, extend: Extend | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x), mask=mask, extend=extend))
+    def forward(self, x: Tensor, mask: Tensor | None = None, cached: Attend | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x), mask=mask, cached=cached))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
@@ -97,9 +98,9 @@ class GPT2(nn.Module):
             tokens = inputs[..., 0] if is_packed(inputs) else inputs
             x = self.embedded(tokens, positions)
         for name, layer in self.layers.items():
-            x = layer(x, mask=mask, extend=functools.partial(cache.extend, name) if cache else None)
+            x = layer(x, mask=mask, cached=cache.of(name) if cache else None)
         if cache:
-            cache.length += inputs.shape[1]
+            cache.advance(inputs.shape[1])
         if not self.is_last:
             return x
         assert self.embed is not None and self.norm is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,7 @@ def classify(logits: Tensor, targets: Tensor, training: bool) -> Tensor:
 # ---- attention of language models ----------------------------------------------------------------------------
 
 
-Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # Cache.extend bound to one layer
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # attention of one layer over what a cache holds
 
 
 class Cache:
@@ -106,8 +107,26 @@ class Cache:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.length = 0  # tokens in it; the model increases it after all its layers
+        self.length = 0  # tokens in it; the model calls `advance` after all its layers
         self.kept: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def places(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return positions and mask of tokens [batch, length] that continue those in it; see `places`."""
+        start, length = self.length, tokens.shape[1]
+        positions = torch.arange(start, start + length, device=tokens.device)
+        if start == 0 or length == 1:
+            return positions, None
+        return positions, positions[:, None] >= torch.arange(start + length, device=tokens.device)
+
+    def of(self, layer: str) -> Attend:
+        """Return the attention of one layer, which adds the new keys and values."""
+        return functools.partial(self.attend, layer)
+
+    def attend(self, layer: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return attend(q, *self.extend(layer, k, v), mask)
+
+    def advance(self, count: int) -> None:
+        self.length += count
 
     def extend(self, layer: str, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add [batch, heads, length, head_dim] of new tokens; return those of all tokens."""
@@ -137,16 +156,14 @@ def places(inputs: Tensor, cache: Cache | None = None) -> tuple[Tensor, Tensor |
     Positions are [length] or, if packed, [batch, length]. The mask is true where a query (row) sees a key. It is None
     if plain causal attention is enough, which has the faster kernel.
     """
+    if cache is not None:
+        assert not is_packed(inputs), "packed documents are for training"
+        return cache.places(inputs)
     if is_packed(inputs):
-        assert cache is None, "packed documents are for training"
         positions = inputs[..., 1]
         document = (positions == 0).cumsum(dim=1)
         return positions, (document[:, :, None] == document[:, None, :]).tril()[:, None]
-    start, length = cache.length if cache else 0, inputs.shape[1]
-    positions = torch.arange(start, start + length, device=inputs.device)
-    if start == 0 or length == 1:
-        return positions, None
-    return positions, positions[:, None] >= torch.arange(start + length, device=inputs.device)
+    return torch.arange(inputs.shape[1], device=inputs.device), None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:

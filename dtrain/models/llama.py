@@ -7,7 +7,6 @@ their weights fit unchanged. Every Llama from 1 to 3.2 is a set of values for th
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dtrain.models.layers import Cache, Extend, Head, RMSNorm, attend, is_packed, places, transformer_tp_plan
+from dtrain.models.layers import Attend, Cache, Head, RMSNorm, attend, is_packed, places, transformer_tp_plan
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -38,12 +37,14 @@ class Attention(nn.Module):
         self.v = nn.Linear(dim, num_kv_heads * self.head_dim, bias=False)
         self.proj = nn.Linear(dim, dim, bias=False)
 
-    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None, extend: Extend | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None, cached: Attend | None = None) -> Tensor:
         q, k, v = (m(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for m in (self.q, self.k, self.v))
         q, k = rotate(q, rotary), rotate(k, rotary)
-        if extend is not None:
-            k, v = extend(k, v)
-        out: Tensor = self.proj(attend(q, k, v, mask, self.dropout if self.training else 0.0))
+        if cached is not None:
+            heads = cached(q, k, v, mask)
+        else:
+            heads = attend(q, k, v, mask, self.dropout if self.training else 0.0)
+        out: Tensor = self.proj(heads)
         return out
 
 
@@ -70,8 +71,8 @@ class Block(nn.Module):
         self.mlp = MLP(dim, hidden_dim)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None, extend: Extend | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x), rotary=rotary, mask=mask, extend=extend))
+    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None, cached: Attend | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x), rotary=rotary, mask=mask, cached=cached))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
@@ -140,9 +141,9 @@ class Llama(nn.Module):
         if self.is_first:
             x = self.embedded(inputs[..., 0] if is_packed(inputs) else inputs)
         for name, layer in self.layers.items():
-            x = layer(x, rotary=rotary, mask=mask, extend=functools.partial(cache.extend, name) if cache else None)
+            x = layer(x, rotary=rotary, mask=mask, cached=cache.of(name) if cache else None)
         if cache:
-            cache.length += inputs.shape[1]
+            cache.advance(inputs.shape[1])
         if not self.is_last:
             return x
         weights = self.embed if self.tied else self.output

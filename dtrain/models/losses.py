@@ -32,6 +32,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor, training: bool = True, label
 
     from dtrain.models import layers
 
+    only_tensors("cross_entropy", outputs)
     scores = outputs
     if scores.shape[:-1] != targets.shape and scores.dim() > 2:
         scores = scores.movedim(1, -1)
@@ -50,11 +51,19 @@ def mse(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean squared error; the targets may lack a last dimension of size 1."""
     from torch.nn import functional as F
 
+    only_tensors("mse", outputs)
     if outputs.shape == (*targets.shape, 1):  # otherwise torch would broadcast every output against every target
         targets = targets.unsqueeze(-1)
     if outputs.shape != targets.shape:
         raise mismatch("mse", outputs, targets, "one number for each output")
     return F.mse_loss(outputs.float(), targets.float())
+
+
+def only_tensors(name: str, outputs: Any) -> None:
+    if not hasattr(outputs, "shape"):
+        gave = "nothing (None): is a `return` missing?" if outputs is None else f"a {type(outputs).__name__}"
+        fix = "return one tensor from forward, or loss=my_module.my_loss(outputs, targets), which gets all of it"
+        raise bad("loss", name, f"the model's forward returned {gave}", fix)
 
 
 def mismatch(name: str, outputs: Tensor, targets: Tensor, wanted: str) -> ValueError:

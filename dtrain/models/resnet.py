@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dtrain.models.batchnorm import BatchNorm, average_statistics
+from dtrain.models import batchnorm
+from dtrain.models.batchnorm import BatchNorm
 from dtrain.models.layers import CLASSIFY_METRICS, classify
 
 
@@ -86,7 +87,7 @@ class ResNet(nn.Module):
         for layer in self.layers.values():
             x = layer(x)
         logits = self.head(x.float().mean(dim=(2, 3)))  # the backward pass of a pooling layer is not deterministic
-        average_statistics(self)
+        batchnorm.average_statistics(self)
         return logits if targets is None else classify(logits, targets, self.training)
 
     # ---- the plans -------------------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.errors import bad
-from dtrain.models import losses
+from dtrain.models import calling, check_model, losses
 from dtrain.models.layers import eval_metrics
+from dtrain.util.meta_device import on_meta
 
 log = logging.getLogger("dtrain")
 
@@ -29,8 +30,9 @@ log = logging.getLogger("dtrain")
 def construct(build: Callable[[], nn.Module], seed: int) -> nn.Module:
     """Build the module on the meta device; via the CPU if its constructor needs tensor values."""
     try:
-        with torch.device("meta"):
+        with on_meta():
             model = build()
+        check_model.check(model)
         kept = tensors_beside(model)
         why = f"{kept[0]} is a tensor, but neither a parameter nor a buffer" if kept else ""
     except Exception as error:
@@ -53,9 +55,8 @@ def complete(model: Any, loss: Any, build: Callable[[], nn.Module], seed: int) -
     function = losses.ready(loss)
     if function is not None:
         attach_loss(model, function)
-    elif not takes(model.forward, 2):
-        rule = f"{type(model).__name__}.forward{inspect.signature(model.forward)} takes no targets"
-        raise bad("loss", "own", f"{rule}, so nothing computes a loss", losses.FIX)
+    elif not type(model).__module__.startswith("dtrain."):
+        model.forward = MethodType(calling.own_loss(model), model)
     # a user's or a library's method of the same name with another signature is not the plan
     if not takes(getattr(model, "init_weights", None), 3):
         model.init_weights = FromConstructor(build, seed)
@@ -91,20 +92,30 @@ def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
     function = getattr(loss, "func", loss)
     knows_mode = "training" in inspect.signature(function).parameters
     metrics = eval_metrics(function)
+    call = calling.call_of(model)
+    is_known = (getattr(function, "__module__", None) or "").partition(".")[0] in ("dtrain", "torch")
 
-    def forward(self: nn.Module, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        outputs = type(self).forward(self, inputs)
+    def forward(self: nn.Module, inputs: Any, targets: Any = None) -> Any:
+        outputs = call(type(self).forward.__get__(self), inputs)
         if targets is None:
             return outputs
+        if is_known:  # a loss of the user gets all that the model returns
+            outputs = calling.scores(outputs)
+        targets = calling.plain(targets)
         if isinstance(loss, nn.Module):
-            loss.to(outputs.device)  # for example class weights
+            loss.to(next(self.parameters()).device)  # for example class weights
+        watch: Any = self.watch
+        if watch is not None:  # a hook's train_metrics
+            watch(outputs, targets)
         value = loss(outputs, targets, **({"training": self.training} if knows_mode else {}))
+        if not isinstance(value, Tensor):
+            return calling.loss_in(self, value, getattr(function, "__name__", str(function)))
         if value.shape != ((1 + len(metrics),) if metrics and not self.training else ()):
             rule = f"returned a tensor of shape {list(value.shape)}, not a scalar"
             raise bad("loss", getattr(function, "__name__", function), rule, "return the mean over the targets")
         return value
 
-    model.forward = MethodType(forward, model)
+    model.forward, model.watch = MethodType(forward, model), None
     if function is not losses.cross_entropy:
         model.perplexity = False  # only exp of the model's own loss or of cross-entropy is a perplexity
     if metrics or eval_metrics(model):
@@ -191,7 +202,7 @@ def tensors_beside(model: nn.Module) -> list[str]:
 
 
 def to_meta(model: nn.Module) -> None:
-    """Free the memory. A weight under two names stays one, so that strategies/materialize.py can detect it."""
+    """Free the memory. A weight under two names stays one, as strategies/materialize.py needs it."""
 
     @functools.cache
     def parameter(p: nn.Parameter) -> nn.Parameter:

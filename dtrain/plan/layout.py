@@ -47,8 +47,8 @@ class Layout:
     fast_products: bool = False
     cuda_graph: bool = False  # a launch-bound step is captured as a CUDA graph (strategies/cuda_graph.py)
     fused_loss: bool = False  # head and loss are one operation that never materializes all logits
-    optimizer: str = "adamw"  # adamw | sgd | lion | rmsprop
-    moments: int = 2  # tensors of the optimizer for each weight
+    optimizer: str = "adamw"  # adamw | sgd | lion | rmsprop | muon
+    moments: int = 2  # tensors of the optimizer for each weight, with their average; muon: of matrices
     fused_update: bool = False  # one kernel clips and updates
     bucket_mb: int = 25
     compress: str = "none"  # gradients of ddp, and of the replicas of hybrid fsdp: comm/compress.py
@@ -108,7 +108,7 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
         cuda_graph=is_whole and compiled != "none" and on_gpu(config) and is_recorded(config),
         fused_loss=on_gpu(config) if (fused := config.get("fused_loss", "auto")) == "auto" else fused,
         optimizer=(optimizer := str(config["optim"]["_target_"]).rpartition(".")[2]),
-        moments=moments_of(config["optim"]),
+        moments=moments_of(config["optim"]) + bool((config.get("ema") or {}).get("decay")),
         fused_update=optimizer == "adamw" and on_gpu(config) and (is_alone or updates_itself(strategy)),
         bucket_mb=25 if (bucket_mb := strategy.get("bucket_mb", 25)) == "auto" else bucket_mb,
         compress=strategy.get("compress", "none"),
@@ -122,7 +122,8 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
 def moments_of(optim: Mapping[str, Any]) -> int:
     """Return how many tensors an optimizer keeps for each weight. A user's own counts as AdamW."""
     momentum = 0 if optim.get("momentum") == 0 else 1
-    return {"sgd": momentum, "lion": 1, "rmsprop": 1 + momentum}.get(str(optim["_target_"]).rpartition(".")[2], 2)
+    known = {"sgd": momentum, "lion": 1, "muon": 1, "rmsprop": 1 + momentum}
+    return known.get(str(optim["_target_"]).rpartition(".")[2], 2)
 
 
 def on_gpu(config: Mapping[str, Any]) -> bool:

@@ -26,6 +26,7 @@ LEAST_NEEDED = ("rest", "logits", "optimizer", "bubble", "states", "activations"
                 "time", "cost", "more", "mfu")  # fmt: skip
 RESERVED = "CUDA, NCCL and gaps between allocations"  # what peak.reserve counts
 TIGHT = 0.04  # of a card: with less room, another process or fragmentation can end the run
+SLOWER = 1.21  # published runs took up to this much longer than predicted (docs/plan.md, benchmarks/planner)
 TOP, UNFIT = 5, 3  # rows: the best of all and of each strategy, and a few that do not fit
 
 
@@ -166,7 +167,22 @@ def heading(prediction: Prediction, config: Mapping[str, Any]) -> str:
         f"{si(task.samples / task.global_batch_size)} steps = {si(task.samples * task.tokens_per_sample)} {task.unit}"
     )
     model = f"{choices['model']}, {si(num_parameters(task.shape))} parameters"
+    if rank := (config.get("lora") or {}).get("rank"):
+        model += f", LoRA of rank {rank}"
+    if host := task.hardware.host_memory_gib:
+        gpus += f", {host:,.0f} GiB of host memory a node"
     return " · ".join([model, gpus, choices["precision"], batch, length])
+
+
+def bounds(prediction: Prediction) -> list[str]:
+    """How long the run may take, and cost: published runs were slower than predicted, hardly ever faster."""
+    if not prediction.run_s:
+        return []
+    percents = f"published runs took up to {round(100 * SLOWER - 100)}% longer than predicted"
+    line = f"run     {duration(prediction.run_s)} to {duration(SLOWER * prediction.run_s)}"
+    if prediction.cost:
+        line += f", cost {prediction.cost:,.0f} to {SLOWER * prediction.cost:,.0f}"
+    return [f"{line} ({percents})"]
 
 
 def details(prediction: Prediction) -> list[str]:

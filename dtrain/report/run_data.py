@@ -13,6 +13,7 @@ from dtrain.report.curves import Column, Curve, columns, curve, rounded
 from dtrain.report.system_data import system_data
 from dtrain.report.why import CAUSES, diagnose
 from dtrain.runs import comm_profile
+from dtrain.runs import environment as launched
 from dtrain.runs.folder import latest_checkpoint, predicted, read_json
 from dtrain.runs.metrics import NO_CURVE, rows
 from dtrain.runs.record import Record
@@ -254,6 +255,7 @@ def environment(record: Record, plan: dict[str, Any]) -> list[list[str]]:
     summary, launch = record.summary, record.launch
     cluster, mesh = as_dict(launch.get("cluster")), as_dict(summary.get("mesh"))
     versions = as_dict(summary.get("versions"))
+    others = {n: v for n, v in launched.versions(record.launches).items() if n not in versions}
     parallel = " × ".join(f"{name} {size}" for name, size in list(mesh.items())[:8])
     parameters = finite(summary.get("parameters"))
     batch = finite(summary.get("global_batch_size"))
@@ -272,7 +274,8 @@ def environment(record: Record, plan: dict[str, Any]) -> list[list[str]]:
         "hardware": plan.get("hardware"),
         "dtrain": versions.get("dtrain") or plan.get("version"),
         **{name: value for name, value in list(versions.items())[:12] if name != "dtrain"},
-        "commit": record.launches.get("git_commit"),
+        **{name: value for name, value in list(others.items())[:24] if name != "dtrain"},
+        **dict(launched.rows(record.launches)),
         "folder": short_path(record.run_dir),
         "working folder": launch.get("cwd"),
         "started": when(launch.get("time")),
@@ -296,7 +299,7 @@ def commands(record: Record) -> list[list[str]]:
     first = as_dict(launches[0]) if isinstance(launches, list) and launches else {}
     typed = first.get("overrides") or record.launches.get("overrides")
     own = [clean(str(word)) for word in typed] if isinstance(typed, list) else []
-    kept = [word for word in own if not word.lstrip("+").startswith(("run_dir=", "resume="))]
+    kept = [word for word in own if not word.lstrip("+").startswith(("run_dir=", "resume=", "recipe=as-run"))]
     found = [["look at its state", f"dtrain status {shell_path(run_dir)}"]]
     if status != "done" and (latest_checkpoint(run_dir) or record.is_live):
         found.append(["resume", resume_command(run_dir)])

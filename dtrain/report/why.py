@@ -18,7 +18,7 @@ from dtrain.report.evidence import Evidence, last_error, line_of, metrics_before
 from dtrain.runs.folder import latest_checkpoint, newest_step, read_json
 from dtrain.runs.protocol import BAD_CONFIG, HANG_FILE, POSITION_FILE
 from dtrain.runs.record import Record
-from dtrain.ui.console import next_commands
+from dtrain.ui.console import can_resume, next_commands
 from dtrain.util.format import as_dict, finite
 
 AGAIN = "Starting again resumes from {origin}."
@@ -132,7 +132,10 @@ def complete(found: Diagnosis, record: Record) -> None:
     origin = f"step {newest_step(run_dir)}" if newest else "the beginning, because nothing was saved yet"
     found.again = found.again or cause.again.format(origin=origin)
     found.advice = found.advice or cause.advice
-    found.next = found.next or next_commands(run_dir, "preempted", record.summary)
+    if can_resume(run_dir, record.summary) or found.cause == "stopped":
+        found.next = found.next or next_commands(run_dir, "preempted", record.summary)
+    else:
+        found.advice = found.advice.replace(", then resume.", ", then start the run again.")
 
 
 def short_form(run_dir: Path, failure: dict[str, Any]) -> str:

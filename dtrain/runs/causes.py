@@ -5,8 +5,10 @@ Launcher and ranks import this file, so it does not import torch.
 
 from __future__ import annotations
 
+import linecache
 import re
 import sysconfig
+import traceback
 from collections.abc import Sequence
 from opcode import opmap
 from pathlib import Path
@@ -20,6 +22,8 @@ GLOO = re.compile(r"\[[^\]\n]*\bgloo/[^\]\n]*:\d+\]")  # gloo's errors start wit
 HOROVOD = "Horovod has been shut down"  # in DDP's backward pass, under strategy=horovod
 INJECTED = str(Path(__file__).parents[1] / "faults" / "inject.py")
 RAISE = opmap["RAISE_VARARGS"]
+MOST_FRAMES = 4  # of the user's code that are shown
+LONGEST = 200  # characters of a line that are shown
 FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')  # in a traceback that is text
 
 
@@ -45,24 +49,40 @@ def _raised_by_python(error: BaseException) -> bool:
     return innermost is None or innermost.tb_frame.f_code.co_code[innermost.tb_lasti] == RAISE
 
 
-def _innermost(traceback: TracebackType | None) -> TracebackType | None:
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback
+def _innermost(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
 
 
 def own_line(error: BaseException) -> str:
     """`file:line, in function` of the user's code that raised the error; "" if the traceback has no user code."""
-    frames = []
-    traceback = error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        frames.append((code.co_filename, str(traceback.tb_lineno), code.co_name))
-        traceback = traceback.tb_next
-    for text in getattr(error, "__notes__", []):  # a loader process sends its traceback as text
-        frames += FRAME.findall(text)
-    own = [frame for frame in frames if is_users_file(frame[0])]
-    return f"{own[-1][0]}:{own[-1][1]}, in {own[-1][2]}" if own else ""
+    own = own_frames(error)
+    return f"{own[-1]['file']}:{own[-1]['line']}, in {own[-1]['function']}" if own else ""
+
+
+def own_frames(error: BaseException) -> list[dict[str, Any]]:
+    """The frames of the user's code in a traceback, the last one last: file, line, function and source text.
+
+    Frames of torch, dtrain and other packages are left out. An error that dtrain raised about the user's code has them
+    in its cause.
+    """
+    for one in chain(error):
+        frames = [
+            (frame.f_code.co_filename, line, frame.f_code.co_name)
+            for frame, line in traceback.walk_tb(one.__traceback__)
+        ]
+        for text in getattr(one, "__notes__", []):  # a loader process sends its traceback as text
+            frames += [(file, int(line), function) for file, line, function in FRAME.findall(text)]
+        if isinstance(one, SyntaxError) and one.filename:  # of a module that is imported
+            frames.append((one.filename, one.lineno or 0, "<module>"))
+        own = [frame for frame in frames if is_users_file(frame[0])]
+        if own:
+            shown = own[-MOST_FRAMES:]
+            texts = [linecache.getline(file, line).strip()[:LONGEST] for file, line, _ in shown]
+            names = ("file", "line", "function", "text")
+            return [dict(zip(names, (*frame, text), strict=True)) for frame, text in zip(shown, texts, strict=True)]
+    return []
 
 
 def is_users_file(path: str) -> bool:
@@ -70,7 +90,7 @@ def is_users_file(path: str) -> bool:
     if path == INJECTED:
         return True
     paths = sysconfig.get_paths()
-    theirs = ("<", str(Path(__file__).parent.parent), *(paths[key] for key in ("stdlib", "purelib", "platlib")))
+    theirs = ("<", f"{Path(__file__).parent.parent}/", *(paths[key] for key in ("stdlib", "purelib", "platlib")))
     installed = ("/site-packages/", "/dist-packages/", "/lib/python3")  # also those of a container
     return not path.startswith(theirs) and not any(part in path for part in installed)
 

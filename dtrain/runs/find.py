@@ -1,12 +1,17 @@
-"""Find a run folder by name."""
+"""Find a run folder by name, and one of its checkpoints: RUN, RUN@STEP, RUN@best."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from dtrain.config.run_file import flat_config
+from dtrain.errors import bad
+from dtrain.runs.best import best_of, mode_of, saved_metrics
+from dtrain.runs.folder import checkpoints
 from dtrain.runs.record import ROOTS, all_runs, run_folders, run_name
 from dtrain.util.format import short_path
 
@@ -67,6 +72,59 @@ def find_run(word: str, roots: Sequence[str | Path] = ROOTS) -> Path:
         f"run {word!r}: no such folder, and none of the {len(runs)} runs under {where} has that in its name\n"
         f"  fix: {hint}"
     )
+
+
+class At(NamedTuple):
+    """A run and one of its checkpoints: that of a step, or the newest good one."""
+
+    run_dir: Path
+    step: int | None = None  # None: the newest good one
+
+    def __str__(self) -> str:
+        return f"{self.run_dir}@{self.step}" if self.step is not None else str(self.run_dir)
+
+
+def find_checkpoint(word: str, roots: Sequence[str | Path] = ROOTS, setting: str = "run") -> At:
+    """Find RUN, RUN@STEP or RUN@best, where RUN is all that `find_run` takes, for example latest@best.
+
+    setting: its name in error messages. The checkpoint is there; only loading it verifies that it is intact.
+    """
+    name, at, which = word.rpartition("@")
+    is_path = word != "latest" and (Path(word).expanduser() / "launch.json").is_file()
+    if not at or "/" in which or is_path:
+        return At(find_run(word, roots))
+    if not re.fullmatch(r"(step-)?\d{1,18}|best", which, re.ASCII):
+        try:  # an @ in the name of the run
+            return At(find_run(word, roots))
+        except ValueError:
+            raise bad(setting, word, "after the @ comes a step, or best", f"{name}@100, or {name}@best") from None
+    run_dir = find_run(name, roots)
+    kept = [path for path in checkpoints(run_dir / "checkpoints") if (path / "manifest.json").is_file()]
+    if not kept:
+        raise bad(setting, word, "the run has no checkpoint", "a run that has saved one; dtrain runs lists the runs")
+    step = _best(run_dir, kept, word, setting) if which == "best" else int(which.removeprefix("step-"))
+    steps = [int(path.name[5:]) for path in kept]
+    if step not in steps:
+        near = min(steps, key=lambda found: abs(found - step))
+        rule = f"the run has no checkpoint of step {step}; it has {', '.join(map(str, sorted(steps)[-20:]))}"
+        raise bad(setting, word, rule, f"{name}@{near}")
+    return At(run_dir, step)
+
+
+def _best(run_dir: Path, kept: Sequence[Path], word: str, setting: str) -> int:
+    """Return the step of the best checkpoint of a run that kept it."""
+    settings, metrics = flat_config(run_dir) or {}, saved_metrics(kept)
+    metric, name = settings.get("checkpoint.keep_best"), word.rpartition("@")[0]
+    if not isinstance(metric, str):
+        found = best_of(metrics, "val_loss", "min")
+        rule = "the run did not keep its best checkpoint (checkpoint.keep_best); others may have been better"
+        known = f"{name}@{found}, of those kept the one with the lowest val_loss" if found is not None else ""
+        raise bad(setting, word, rule, known or f"{name}@{int(kept[0].name[5:])}")
+    step = best_of(metrics, metric, mode_of(metric, settings.get("checkpoint.best_mode")) or "min")
+    if step is None:
+        rule = f"no checkpoint has {metric} yet (checkpoint.keep_best)"
+        raise bad(setting, word, rule, f"{name}@{int(kept[0].name[5:])}, or wait for an evaluation")
+    return step
 
 
 def _bullets(paths: Any, most: int = 5) -> str:

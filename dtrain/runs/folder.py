@@ -122,15 +122,24 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     return summary | newest_metrics(run_dir) if summary.get("status") == "running" else summary
 
 
+OWN = "own"  # a line's list of the names of the user's own metrics in it
+
+
 def newest_metrics(run_dir: Path) -> dict[str, Any]:
     """Return the newest metrics of metrics.jsonl, under the names of the summary."""
     newest: dict[str, Any] = {}
+    own: dict[str, None] = {}  # names of the user's own metrics, in order
     for line in last_lines(run_dir / "metrics.jsonl"):  # about 200: `dtrain runs` reads many runs
-        newest.update(parse_line(line))
+        row = parse_line(line)
+        newest.update(row)
+        listed = row.get(OWN)
+        own |= dict.fromkeys(str(name) for name in listed) if isinstance(listed, list) else {}
     names = {"step": "steps", "loss": "train_loss", "mem_gib": "peak_mem_gib"}
     same = ("val_loss", "val_accuracy", "val_top5", "val_perplexity", "tokens_per_s", "mfu")
     names.update({key: key for key in same})
-    return {names[k]: v for k, v in newest.items() if k in names and v is not None}
+    found = {names[k]: v for k, v in newest.items() if k in names and v is not None}
+    mine = {name: newest[name] for name in own if name not in names and finite(newest.get(name)) is not None}
+    return found | mine | ({"own_metrics": sorted(mine)} if mine else {})
 
 
 def parse_line(line: bytes) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.runs.folder import Tail, latest_checkpoint, parse_line, predicted, read_json
-from dtrain.runs.metrics import NO_CURVE, system_files
+from dtrain.runs.metrics import NO_CURVE, OWN, system_files
 from dtrain.runs.record import Record, load, run_name
 from dtrain.runs.slurm_queue import Job
 from dtrain.util.format import as_dict, finite
@@ -182,7 +182,7 @@ class LiveRun:
             return
         if "loss" in row:
             self.recent.append(row)
-        if "val_loss" in row:
+        if "val_loss" in row or (OWN in row and "loss" not in row and "val_loss" not in self.evaluation):
             self.evaluation = row
         if "save_step" in row:
             self._rarely_at = -math.inf  # look for the checkpoint

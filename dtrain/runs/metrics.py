@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from dtrain.runs.folder import OWN as OWN
 from dtrain.runs.folder import parse_line
-from dtrain.util.format import as_dict, number
+from dtrain.util.format import as_dict, finite, number
 from dtrain.util.regular_file import read_bytes
 
 # numbers of metrics.jsonl that are not drawn
 NO_CURVE = ("step", "tokens", "time", "save_step", "slow_rank", "slowdown", "slow_since", "slow_until")
+# Of an evaluation, what dtrain's own models have. All others are the user's own, from a model, a loss or a hook.
+USUAL = ("val_loss", "val_perplexity", "val_accuracy", "val_top5")
+NAME = re.compile(r"[A-Za-z_][\w./@-]{0,79}", re.ASCII)
 SYSTEM_FILE = "logs/system-{}.jsonl"  # one per node: its CPUs, memory, disks, network and GPUs, every few seconds
+
+
+# words in the name of a metric that tell which values are good
+SMALL_IS_GOOD = {"loss", "perplexity", "error", "err", "mse", "rmse", "mae", "nll", "bpb", "wer", "cer"}
+LARGE_IS_GOOD = {"accuracy", "acc", "top1", "top5", "f1", "auc", "auroc", "precision", "recall", "bleu", "iou", "mfu"}
+
+
+def larger_is_better(metric: str) -> bool | None:
+    """Whether large values of a metric are good, by its name; None: the name does not tell."""
+    words = {word for word in metric.lower().split("_") if word}
+    small, large = words & SMALL_IS_GOOD, words & LARGE_IS_GOOD
+    if small and not large:
+        return False
+    return True if (large and not small) or metric.endswith("_per_s") else None
+
+
+def is_name(name: object) -> bool:
+    """Can this be the name of a metric?"""
+    return isinstance(name, str) and NAME.fullmatch(name) is not None
+
+
+def own_metrics(summary: dict[str, Any]) -> dict[str, float]:
+    """Return the user's own metrics of a summary, which may be anyone's file."""
+    listed = summary.get("own_metrics")
+    names = [name for name in listed if is_name(name)] if isinstance(listed, list) else []
+    return {name: value for name in names if (value := finite(summary.get(name))) is not None}
+
+
+def own_names(found: Iterable[str]) -> list[str]:
+    """Return the names among an evaluation's metrics that are the user's own."""
+    return [name for name in found if name not in USUAL]
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

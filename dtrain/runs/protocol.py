@@ -25,10 +25,12 @@ POSITION_FILE = "logs/position-{}.json"  # where a rank is; rank 0 writes it onc
 HANG_FILE = "logs/hang.json"  # while the run stands still: the positions of all ranks
 STACK_SIGNAL = signal.SIGURG  # a rank prints its stacks into its log; programs without a handler ignore this signal
 STOP_FILE = "stop"  # in the run folder: the launcher's stop request; `touch RUN/stop` works too
+GO_BACK = "go-back.json"  # in RUN/checkpoints, by the launcher: the step of resume=RUN@STEP, until a rank has done it
 SCALE_FILE = "scale.json"  # in the run folder: `dtrain scale` writes the wanted number of ranks or nodes
 LEAVE_FILE = "logs/leave-{}"  # a rank of an elastic run that got a stop signal of its own
 RESCUE_FILE = "logs/rescue"  # made by the rank that saves alone after a peer was lost
 # ---- of a user's own program (script=FILE)
+CHECK_FOLDER = "DTRAIN_CHECK"  # set by `dtrain verify script=`: where dtrain.check notes the steps
 SCRIPT_RUN = "DTRAIN_RUN_DIR"  # set for the program: the run folder
 SCRIPT_TYPED = "DTRAIN_PROGRAMS"  # set by the launcher: the programs that were typed, one in a line
 SCRIPT_ASKS = "logs/asks-{}"  # the program of this rank uses dtrain.script to ask for stops: it gets no signal
@@ -38,6 +40,7 @@ SCRIPT_STOP_AT = "logs/stop-at.json"  # after which call of stop_requested all r
 # ---- of a node that a container engine starts (dtrain/launch/pod.py)
 NODE_RANK = "DTRAIN_NODE_RANK"  # its number, where the engine has no variable of its own for it
 POD_IP = "DTRAIN_POD_IP"  # its address
+RUN_FILES = "DTRAIN_RUN_FILES"  # JSON of name to text: the configuration, where an engine cannot mount files
 RENDEZVOUS_FILE = "logs/rendezvous.json"  # address and port of the first node while it runs
 
 STARTER = "DTRAIN_STARTER"  # the process that started a rank, where that is neither torchrun nor srun

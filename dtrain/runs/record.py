@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.runs.folder import file_clock, last_launch, launch_time, parse_line, read_json, read_summary
+from dtrain.runs.metrics import own_metrics
 from dtrain.runs.protocol import ATTEMPTS_FILE, CANCELLED_FILE, HANG_FILE
 from dtrain.runs.slurm_queue import Job, query
+from dtrain.runs.tags import tags_of
 from dtrain.util.format import as_dict, number
 from dtrain.util.regular_file import read_bytes
 
@@ -254,7 +256,11 @@ class Record:
         }
         for key in ("model", "strategy", "precision", "world_size", "steps", "total_steps", *RESULTS):
             run[key] = self.summary.get(key)
+        run |= {"own_metrics": own} if (own := own_metrics(self.summary)) else {}
         run |= errors(self.summary)
+        run["tags"] = tags_of(self.run_dir) or None
+        origin = as_dict(self.launches.get("forked_from"))
+        run["forked_from"] = f"{origin['run']}@{origin.get('step', origin.get('steps'))}" if "run" in origin else None
         # UTC, so that text order is time order.
         run["started"] = datetime.fromtimestamp(started(self.run_dir, self.launches), UTC).isoformat(
             timespec="microseconds"

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from dtrain.checkpoint.initial_weights import Drawn, Loaded, log, source_of
@@ -15,6 +14,7 @@ from dtrain.config.build import build
 from dtrain.models import layers, lora, user_model
 from dtrain.runs.folder import latest_checkpoint
 from dtrain.util.collective import from_rank_0
+from dtrain.util.meta_device import on_meta
 
 
 def make(cfg: Any, trust: Iterable[str] = ()) -> nn.Module:
@@ -26,7 +26,7 @@ def make(cfg: Any, trust: Iterable[str] = ()) -> nn.Module:
     for module in model.modules():
         if isinstance(module, layers.Head):
             module.fused = {"auto": None}.get(cfg.get("fused_loss", "auto"), cfg.get("fused_loss"))
-    with torch.device("meta"):
+    with on_meta():
         if cfg.get("lora", {}).get("rank"):
             lora.apply(model, **cfg.lora)
     return model

@@ -11,6 +11,7 @@ import math
 import os
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,12 +26,13 @@ from dtrain.config.run_file import Settings
 from dtrain.config.schema import check_run
 from dtrain.runs.folder import write_json
 from dtrain.runs.protocol import BAD_CONFIG, DONE, FAILED, PREEMPTED
-from dtrain.train import metrics, process, rescue
+from dtrain.train import metrics, nonfinite, process, rescue
+from dtrain.train.best import rule_of
 from dtrain.train.guard import Guard
 from dtrain.train.pending import FinishedStep, PendingSteps
 from dtrain.train.position import Position
 from dtrain.train.process import log
-from dtrain.train.setup import Run, Validation, roll_back, set_up
+from dtrain.train.setup import Run, roll_back, set_up
 from dtrain.train.stragglers import StragglerWatch
 
 
@@ -71,11 +73,14 @@ def train(run: Run, saver: background.Saver, stop: process.StopRequest, position
         stragglers.read(vote)
 
         is_last = run.step == run.last_step or stopping
-        eval_due = not stopping and (is_last or _every(settings.eval_every, run.step))
-        on_disk = is_last or _every(saves.every, run.step)
+        may_evaluate = (
+            run.hooks.follows_evaluations() or not stopping
+        )  # a hook may count evaluations, and a resume must count alike
+        eval_due = may_evaluate and (run.step == run.last_step or _every(settings.eval_every, run.step))
+        on_disk = saves.save and (is_last or _every(saves.every, run.step))
         save_due = on_disk or _every(saves.peer_every, run.step)
         pending.add(result, run.step, run.samples, lr, data_s)
-        for finished in pending.read(all_of_them=eval_due or save_due):
+        for finished in pending.read(all_of_them=eval_due or save_due or run.hooks.is_due(run.step)):
             log_step(run, finished)
         if run.spikes.rollback_from:
             position.enter("rollback", run.step)
@@ -87,8 +92,12 @@ def train(run: Run, saver: background.Saver, stop: process.StopRequest, position
             continue
 
         # once in a while: evaluate, save, compare what must be equal
-        if run.validation and eval_due:
-            evaluate(run, run.validation, position)
+        if eval_due:
+            evaluate(run, position)
+        if run.hooks.after_step(run.step, evaluated=eval_due):  # a hook ends the run: this was its last step
+            run.last_step, is_last, on_disk, save_due = run.step, True, saves.save, saves.save
+        if run.best.step == run.step:  # this evaluation is better than all before: checkpoint.keep_best
+            on_disk = save_due = True
         if save_due:
             save(run, saver, guard, position, is_last, on_disk)
         guard.after_step(run.step, is_saved=save_due)
@@ -114,8 +123,8 @@ def log_step(run: Run, finished: FinishedStep) -> None:
         what = f"step {finished.step}: loss {finished.loss}, {norm}: not finite, weights unchanged"
         log.warning(what)
         if run.cfg.train.nonfinite == "stop" and not finished.overflow:
-            fix = "a smaller optim.lr, a longer schedule.warmup_steps, precision=bf16, or train.nonfinite=skip"
-            raise NonFiniteError(f"{what}. Fix: {fix}")
+            begin = finished.samples - run.cfg.train.global_batch_size
+            raise NonFiniteError(what + nonfinite.advice(run.train_data, begin))
     run.step_times.append(finished.step_s)
     run.recent = [*run.recent[-1:], finished]
     run.summary.update(steps=finished.step, train_loss=finished.loss if math.isfinite(finished.loss) else None)
@@ -123,18 +132,19 @@ def log_step(run: Run, finished: FinishedStep) -> None:
         run.recorder.write(**run.step_metrics(finished))
 
 
-def evaluate(run: Run, validation: Validation, position: Position) -> None:
-    """The mean over some batches of the held-out split."""
-    batches = []
-    for i in range(validation.num_batches):
-        position.enter("evaluation", run.step)
-        batch = validation.data.batch(i * validation.batch_size)
-        inputs, targets = (t.to(run.device, non_blocking=True) for t in batch)
-        batches.append(run.strategy.eval_step(inputs, targets))
-    found = metrics.evaluated(run.model, torch.stack(batches).mean(dim=0).reshape(-1).tolist())
-    run.summary |= found
-    if run.recorder:
-        run.recorder.write(step=run.step, **found)
+def evaluate(run: Run, position: Position) -> None:
+    """The mean over some batches of the held-out split, if there is one, and what the hooks evaluate."""
+    results, enter = [], partial(position.enter, "evaluation", run.step)
+    with run.strategy.evaluated_weights():
+        for inputs, targets in run.validation.batches(run.device) if run.validation else ():
+            enter()
+            results.append(run.strategy.eval_step(inputs, targets))
+        values = torch.stack(results).mean(dim=0).reshape(-1).tolist() if results else []
+        found = run.hooks.evaluate(metrics.evaluated(run.model, values) if values else {}, enter)
+    if found:
+        run.record(found)
+        run.evaluated = (run.step, found)
+        run.best.evaluated(run.step, found)
 
 
 def save(
@@ -153,7 +163,8 @@ def save(
 
 def finish(run: Run, saver: background.Saver, preempted: bool) -> None:
     """Wait for the last save, and write the summary."""
-    saved = saver.wait() or run.loaded_from
+    run.hooks.end()
+    saved = saver.wait() or (run.loaded_from if run.step == run.summary["start_step"] else None)
     run.strategy.close()
     run.summary |= {"status": "preempted" if preempted else "done"} | run.strategy.totals()
     run.summary["peak_mem_gib"] = max(store.gather(metrics.memory_gib(run.device)))
@@ -163,7 +174,7 @@ def finish(run: Run, saver: background.Saver, preempted: bool) -> None:
             run.summary |= {"tokens_per_s": run.rate.tokens_per_s(step_s), "mfu": run.rate.mfu(step_s)}
         run.summary |= {
             "skipped_steps": run.num_skipped, "cuda_graph": run.strategy.is_captured, **saver.totals,
-            "weights_sha256": store.weights_sha256(saved) if saved else None,
+            "weights_sha256": store.weights_sha256(saved) if saved else None, **run.best.summary(),
             "wall_s": time.perf_counter() - run.began,
         }  # fmt: skip
         write_json(run.folder / "summary.json", run.summary)
@@ -181,7 +192,9 @@ def main(run_dir: Path) -> int:
         device = process.join_process_group(cfg.deterministic)
         saves = cfg.checkpoint
         peer = PeerCopies(run_dir) if saves.peer else None
-        saver = background.Saver(run_dir / "checkpoints", saves.keep, saves.background, saves.incremental, peer)
+        saver = background.Saver(
+            run_dir / "checkpoints", saves.keep, saves.background, saves.incremental, peer, rule_of(saves)
+        )
         with saver, position:
             stop = process.StopRequest(run_dir)
             run = set_up(run_dir, cfg, device, saver)

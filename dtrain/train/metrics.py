@@ -27,7 +27,7 @@ class Rate:
     def __init__(
         self, model: Any, data: Loader, batch_size: int, device: torch.device, dtype: torch.dtype, world_size: int
     ) -> None:
-        self.tokens_per_sample = data.sample()[1].numel()
+        self.tokens_per_sample = max(1, data.sample()[1].numel())  # samples may have no targets
         self.unit = "tokens" if self.tokens_per_sample > 1 else "samples"  # an image has one target
         self.tokens_per_step = batch_size * self.tokens_per_sample
         self.flops_per_step = batch_size * model.flops_per_sample()

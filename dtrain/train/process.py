@@ -32,6 +32,7 @@ from dtrain.errors import bad
 from dtrain.runs import causes
 from dtrain.runs.folder import write_json
 from dtrain.runs.protocol import ELASTIC, STOP_FILE, STOP_SIGNALS, note_leave
+from dtrain.train.hints import hint
 from dtrain.util import collective, disk_space
 
 log = logging.getLogger("dtrain")
@@ -189,12 +190,20 @@ def explained(error: BaseException) -> BaseException:
     return refused
 
 
+def message(error: BaseException, run_dir: Path) -> str:
+    """The error's text, with what to do about it if that is known."""
+    text = disk_space.explain(error, run_dir)
+    todo = hint(error) if "ix: " not in text else ""
+    return f"{text}\n  fix: {todo}" if todo else text
+
+
 def report_failure(run_dir: Path, rank: int, error: BaseException, exit_code: int) -> None:
     """Write a failure note for the launcher, which reports the earliest of all ranks' notes as the cause."""
     log.error("rank %d failed", rank, exc_info=error)
     note = {
         "time": time.time(), "rank": rank, "type": type(error).__name__, "exit_code": exit_code,
-        "message": disk_space.explain(error, run_dir), "where": causes.own_line(error),
+        "message": message(error, run_dir), "where": causes.own_line(error),
+        "frames": causes.own_frames(error),
         "lost_peer": causes.is_lost_peer(error),
         "log": f"logs/rank-{rank}.log", "traceback": "".join(traceback.format_exception(error)),
     }  # fmt: skip

@@ -38,8 +38,15 @@ def on_lost_peer(run: Run) -> Iterator[None]:
 
 
 def holds_everything(run: Run) -> bool:
-    """Is this rank's state that of the whole run? The update comes after the last collective of a step."""
+    """Is this rank's state that of the whole run? The update comes after the last collective of a step.
+
+    Not with Muon, whose update has collectives: a part of the weights may be one step ahead.
+    """
     if type(run.strategy) is not DDP or run.device.type != "cpu" or run.step == run.summary["start_step"]:
+        return False
+    if getattr(run.strategy.optimizer, "pieces", None) is not None:
+        return False
+    if run.hooks.all:  # they have not seen this step
         return False
     if run.strategy.compressor is not None and run.strategy.compressor.state:  # other ranks hold their own errors
         return False
@@ -56,10 +63,11 @@ def claims(run: Run) -> bool:
 
 
 def save_alone(run: Run) -> None:
-    meta: dict[str, Any] = run.checkpoint_meta()
+    meta: dict[str, Any] = run.checkpoint_meta(alone=True)
     dist.destroy_process_group()  # from now on, this rank is a world of one
     meta["extra"] = run.strategy.extra_state()
-    store.save(run.folder / "checkpoints", run.step, run.strategy.state_dict(), meta, run.cfg.checkpoint.keep)
+    state = run.strategy.state_dict()
+    store.save(run.folder / "checkpoints", run.step, state, meta, run.cfg.checkpoint.keep, best=run.best.rule)
     logged = newest_metrics(run.folder).get("steps", 0)  # rank 0 may have been killed before it logged the last step
     run.recorder = run.recorder or Recorder(run.folder, run.step)
     for finished in run.recent:

@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from dtrain.checkpoint import store
 from dtrain.checkpoint.background import Saver
 from dtrain.config import run_file
 from dtrain.config.build import build
+from dtrain.config.files import TARGET
 from dtrain.config.mesh import MeshSizes, batch_sizes, eval_batch_size
-from dtrain.config.run_file import Settings
+from dtrain.config.run_file import Settings, allows
+from dtrain.data.adapt import open_data
+from dtrain.data.check import dataset_of
+from dtrain.data.fields import Fields
 from dtrain.data.loader import Loader
+from dtrain.errors import CheckpointError, bad
+from dtrain.models.calling import shifts_labels
 from dtrain.optim import build as optimizers
+from dtrain.runs.best import METRICS
 from dtrain.runs.folder import newest_metrics, predicted, write_json
+from dtrain.runs.metrics import OWN, own_names
 from dtrain.runs.recorder import Recorder
 from dtrain.strategies.base import Strategy
 from dtrain.train import build as models
 from dtrain.train import metrics, process
+from dtrain.train.best import Best, rule_of
+from dtrain.train.hook_run import HookRun
+from dtrain.train.hooks import Hooks
 from dtrain.train.pending import FinishedStep
 from dtrain.train.process import log
 from dtrain.train.spikes import SpikeError, Spikes
+from dtrain.util.collective import from_rank_0
+
+FORKED = "is_forked"  # of what load_newest returns: it is the first checkpoint of a fork, saved by another run
 
 
 @dataclass
@@ -39,6 +54,12 @@ class Validation:
     data: Loader
     batch_size: int
     num_batches: int
+
+    def batches(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        """This data rank's share of the batches of an evaluation."""
+        for i in range(self.num_batches):
+            inputs, targets = self.data.batch(i * self.batch_size)
+            yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
 
 @dataclass
@@ -62,11 +83,14 @@ class Run:
     step: int
     samples: int
     spikes: Spikes
+    hooks: Hooks
     loaded_from: Path | None
     began: float
+    best: Best
     num_skipped: int = 0
     step_times: list[float] = field(default_factory=list)
     recent: list[FinishedStep] = field(default_factory=list)  # the newest two, for train/rescue.py
+    evaluated: tuple[int, dict[str, float]] = (0, {})  # the newest evaluation: its step and metrics
     exposed_comm_s: float | None = None  # of a step, mean of the newest window (stragglers.py)
 
     def step_metrics(self, finished: FinishedStep) -> dict[str, Any]:
@@ -77,15 +101,28 @@ class Run:
             "step": finished.step, "loss": finished.loss, "lr": finished.lr, "grad_norm": finished.grad_norm,
             "tokens": finished.samples * rate.tokens_per_sample, "tokens_per_s": rate.tokens_per_s(step_s),
             "step_s": step_s, "data_s": finished.data_s, "mfu": rate.mfu(step_s),
-            "mem_gib": metrics.memory_gib(self.device), **exposed,
+            "mem_gib": metrics.memory_gib(self.device), **exposed, **self.hooks.train_metrics(finished.step),
         }  # fmt: skip
 
-    def checkpoint_meta(self) -> dict[str, Any]:
-        """What a checkpoint says about the run, besides the strategy's state."""
+    def record(self, found: dict[str, float]) -> None:
+        """Put the metrics of an evaluation, or of a hook, into the summary and on a line of their own."""
+        own = own_names(found)
+        self.summary |= found
+        if own:
+            self.summary["own_metrics"] = sorted({*self.summary.get("own_metrics", ()), *own})
+        if self.recorder:
+            self.recorder.write(step=self.step, **found, **({OWN: own} if own else {}))
+
+    def checkpoint_meta(self, alone: bool = False) -> dict[str, Any]:
+        """What a checkpoint says about the run, besides the strategy's state. alone: without the other ranks."""
+        of_hooks = self.hooks.state(alone)
+        step, found = self.evaluated
+        finite = {name: value for name, value in found.items() if step == self.step and math.isfinite(value)}
         return {
             "samples": self.samples, "data": self.data_identity, "mesh": self.mesh.as_dict(),
             "world_size": dist.get_world_size(), "choices": dict(self.cfg.choices),
-            "config_sha256": run_file.fingerprint(self.folder), "spikes": self.spikes.state(),
+            "config_sha256": run_file.fingerprint(self.folder), "spikes": self.spikes.state(), METRICS: finite,
+            **({"hooks": of_hooks} if of_hooks else {}),
         }  # fmt: skip
 
 
@@ -97,9 +134,9 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     batch_size, seed, trust = cfg.train.global_batch_size, cfg.train.seed, cfg.trust
 
     # ---- data, model, strategy -------------------------------------------------------------------------------
-    data = build(cfg.data, trust)
-    train_set = data.dataset("train")
-    val_set = data.dataset("val") if cfg.train.eval_batches else None
+    data = open_data(cfg.data, trust)
+    train_set = dataset_of(data, "train")
+    val_set = dataset_of(data, "val") if cfg.train.eval_batches else None
     data_identity = process.check_same_start(folder, train_set, val_set)
     model = models.make(cfg, trust)  # on the meta device: the strategy decides which shard each rank holds
     precision = build(cfg.precision, trust)
@@ -126,22 +163,32 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
         cuda_graphs=cfg.cuda_graphs,
         masked=getattr(train_set, "masked", False),
     )
-    optimizers.check(make_optimizer, strategy.splits_weights())
+    if cfg.ema.decay:
+        strategy.average_weights(cfg.ema.decay, cfg.ema.evaluate)
+    if not cfg.optim[TARGET].startswith("dtrain."):
+        optimizers.check(make_optimizer, strategy.splits_weights())
     reading = {"pin_memory": device.type == "cuda", "workers": cfg.train.loader_workers}
     place = (seed, strategy.data_rank, strategy.data_ranks)
     train_data = Loader(train_set, batch_size, *place, **reading)
+    check_batch(model, strategy, *train_data.sample())
     validation = None
     if val_set is not None:
         size = eval_batch_size(len(val_set), batch_size, micro_batch_size, mesh)
         val_data = Loader(val_set, size, *place, **reading, shuffle=False)
         validation = Validation(val_data, size, min(cfg.train.eval_batches, len(val_set) // size))
 
+    batches = partial(validation.batches, device) if validation else lambda: iter(())
+    of_run = (folder, cfg, strategy.module, device, min(cfg.train.steps, cfg.train.stop_after or cfg.train.steps))
+    view = HookRun(*of_run, strategy.eval_outputs, batches, strategy.begin_evaluation)
+    hooks = Hooks(cfg.get("hooks", {}), trust, view)  # an old run has no such section
+
     # ---- the newest good checkpoint of this run, whatever layout it was saved under ----------------------------
     found = load_newest(saver, cfg, strategy, data_identity)
-    loaded_from, step, samples, spikes = found or (None, 0, 0, {})
+    loaded_from, step, samples, saved = found or (None, 0, 0, {})
+    hooks.load(saved.get("hooks", {}), may_continue=allows(cfg.resume_allow, "hooks") or bool(saved.get(FORKED)))
 
     # ---- what will run -----------------------------------------------------------------------------------------
-    last_step = min(cfg.train.steps, cfg.train.stop_after or cfg.train.steps)
+    last_step = step if hooks.ended else view.last_step
     rate = metrics.Rate(model, train_data, batch_size, device, precision.dtype, world_size)
     summary = {
         "status": "running", "model": cfg.choices.model, "strategy": cfg.choices.strategy,
@@ -153,7 +200,10 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
         "device": metrics.device_name(device), "compile": strategy.compile,
         "start_step": step, "total_steps": cfg.train.steps, "steps": step, "train_loss": None, "val_loss": None,
         "val_accuracy": None, "predicted": predicted(folder), "versions": metrics.versions(device),
+        **({"ended_by": hooks.ended} if hooks.ended else {}),
     }  # fmt: skip
+    if origin := store.forked_from(folder / "checkpoints"):
+        summary["forked_from"] = origin
     recorder = Recorder(folder, step) if rank == 0 else None
     if recorder:
         if step == last_step:  # the run saved its last step but ended before writing its summary
@@ -165,12 +215,39 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
         profiler.report = partial(report, recorder, summary)
     profiler.attach(strategy, train_data, step, last_step - step)  # wraps the steps to profile, if any
     every = cfg.checkpoint.peer_every or cfg.checkpoint.every
-    if device.type == "cuda" and every and step - step % every + every < last_step:
+    if device.type == "cuda" and cfg.checkpoint.save and every and step - step % every + every < last_step:
         saver.prepare(strategy.state_dict())  # allocates memory for the copies while the first step compiles
-    return Run(
+    spikes = Spikes(cfg.train.spike, strategy, saved.get("spikes", {}))
+    run = Run(
         folder, cfg, device, model, strategy, schedule, mesh, train_data, validation, data_identity, rate, recorder,
-        summary, last_step, step, samples, Spikes(cfg.train.spike, strategy, spikes), loaded_from, began,
+        summary, last_step, step, samples, spikes, hooks, loaded_from, began,
+        Best(folder / "checkpoints", rule_of(cfg.checkpoint)),
     )  # fmt: skip
+    hooks.begin(run)
+    return run
+
+
+def check_batch(model: nn.Module, strategy: Strategy, inputs: Any, targets: Any) -> None:
+    """Reject a batch that the model or the strategy does not take, before the first step."""
+    call = getattr(model, "batch_call", None)
+    if isinstance(inputs, Fields):
+        has = f"gives batches with {', '.join(name for name, _ in inputs.leaves())}"
+        if call is None:
+            rule, fix = f"{has}, but dtrain's models take one tensor", "return (inputs, targets) from the data set"
+            raise bad("data", "…", rule, fix)
+        if strategy.sizes.pp > 1 or strategy.sizes.tp > 1:
+            rule = f"{has}, but pipeline and tensor parallelism divide one tensor"
+            raise bad("data", "…", rule, "strategy=fsdp, or return (inputs, targets)")
+        # a Hugging Face model compares each place with the next label, so the first label never counts
+        shifts = shifts_labels(model) and isinstance(targets, torch.Tensor) and targets.dim() == 2
+        if shifts and hasattr(model, "watch"):  # another loss was chosen, which would learn to copy the input
+            raise bad("loss", "…", "only the model's own loss compares each place with the next label", "loss=own")
+        strategy.first_target = int(shifts)
+    elif call is not None and shifts_labels(model) and inputs.shape == targets.shape and torch.equal(inputs, targets):
+        rule = "the targets equal the inputs, but those of a pair (inputs, targets) must be the next tokens"
+        raise bad("data", "…", rule, 'return {"input_ids": …, "labels": …}, whose labels the model shifts itself')
+    if call is not None:
+        call.check(inputs)
 
 
 def report(recorder: Recorder, summary: dict[str, Any], step: int, **values: Any) -> None:
@@ -182,21 +259,40 @@ def report(recorder: Recorder, summary: dict[str, Any], step: int, **values: Any
 def load_newest(
     saver: Saver, cfg: Settings, strategy: Strategy, data_identity: str
 ) -> tuple[Path, int, int, dict[str, Any]] | None:
-    """Load the newest good checkpoint of a run; return its path, step, samples and what it knows of spikes."""
+    """Load the newest good checkpoint of a run; return its path, step, samples and what else its manifest has."""
     found = saver.newest_good(strategy.needed_to_resume())
     if found is None:
+        if cfg.get("fork"):
+            raise CheckpointError(f"the checkpoint that this run was forked from is gone. Fix: fork={cfg.fork} again")
         return None
     path, manifest = found
-    if manifest["data"] != data_identity and "data" not in cfg.resume_allow:
+    anew = from_rank_0(lambda: started_anew(path), f"reading {saver.folder}")
+    fresh = anew or []
+    if manifest["data"] != data_identity and "data" not in (*cfg.resume_allow, *fresh):
         raise ValueError(
             f"data: differs from what this run has trained on ({manifest['data']} then, {data_identity} now)\n"
             "  fix: restore the old data, or allow the new: 'resume_allow=[data]'"
         )
-    state = strategy.state_dict()
-    store.load(path, manifest, state)
-    strategy.load_state_dict(state, manifest["extra"])
+    state, saved, extra = strategy.state_dict(), manifest, manifest["extra"]
+    if "optimizer" in fresh:  # that of another optimizer: this one starts as in a new run
+        saved = replace(manifest, tensors={k: v for k, v in manifest.tensors.items() if k.startswith("model.")})
+        extra = strategy.extra_state() | {"base": extra.get("base")}
+    store.load(path, saved, {name: held for name, held in state.items() if name in saved.tensors or saved is manifest})
+    strategy.load_state_dict(state, extra)
     log.info("resumed from %s", path)
-    return path, manifest["step"], manifest["samples"], manifest.meta.get("spikes", {})
+    meta = manifest.meta | {FORKED: anew is not None}
+    if "data" in fresh:  # other data: read from its start
+        return path, manifest["step"], 0, meta | {"spikes": {}, "hooks": {}}
+    return path, manifest["step"], manifest["samples"], meta
+
+
+def started_anew(path: Path) -> list[str] | None:
+    """Return what a fork does not take over from its first checkpoint: optimizer, data (launch/fork.py).
+
+    None: it is a checkpoint of the run itself.
+    """
+    anew = store.forked_from(path.parent).get("anew", [])
+    return [str(part) for part in anew if isinstance(anew, list)] if store.is_forked(path) else None
 
 
 def roll_back(run: Run, saver: Saver) -> None:
@@ -210,7 +306,8 @@ def roll_back(run: Run, saver: Saver) -> None:
         fix = "a smaller checkpoint.every, or train.spike=skip"
         raise SpikeError(f"step {spike.step}: a spike, and there is no checkpoint to go back to. Fix: {fix}")
     run.loaded_from, run.step, run.samples, saved = found
-    run.spikes.restore(saved | {"passed_over": known})
+    run.hooks.load(saved.get("hooks", {}), may_continue=True)
+    run.spikes.restore(saved.get("spikes", {}) | {"passed_over": known})
     run.spikes.pass_over(spike, run.cfg.train.global_batch_size)
     run.spikes.rollback_from = None
     if run.recorder:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dtrain.optim.build import AdamW, Comparison, has_kernel
+from dtrain.optim.adamw import AdamW, Comparison, has_kernel
 from dtrain.strategies.base import Strategy
 from dtrain.strategies.results import LateResult
 

@@ -6,6 +6,7 @@ The launcher imports this, so it must load fast: no torch, and rich (about 55 ms
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dtrain.config.build import typed_trust
 from dtrain.config.redaction import hide
 from dtrain.runs.folder import latest_checkpoint, read_json, read_summary
+from dtrain.runs.metrics import own_metrics
 from dtrain.util.format import (
     as_dict,
     clean,
@@ -57,8 +59,17 @@ def say(console: Console, *parts: str | tuple[str, str]) -> None:
 
 def print_error(message: str) -> None:
     """Print `error: …` to stderr, red on a terminal. Without rich, so that a typo is reported at once."""
-    colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    label = "\x1b[1;31merror:\x1b[0m" if colour else "error:"
+    _print_labelled("error:", "1;31", message)
+
+
+def print_warning(message: str) -> None:
+    """Print `warning: …` to stderr, yellow on a terminal."""
+    _print_labelled("warning:", "1;33", message)
+
+
+def _print_labelled(label: str, colour: str, message: str) -> None:
+    coloured = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    label = f"\x1b[{colour}m{label}\x1b[0m" if coloured else label
     print(label, hide(clean(message)), file=sys.stderr, flush=True)
 
 
@@ -82,12 +93,15 @@ def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str
     unit = str(get("unit") or "tokens")
     checkpoint = latest_checkpoint(run_dir)
     rows = [
+        ("forked from", lineage_text(get("forked_from")), "-"),
         ("steps", f"{steps} of {total}" if total and steps is not None else str(steps or "-"), "-"),
         ("skipped steps", str(get("skipped_steps") or "-"), "-"),
         ("train loss", loss_text(get("train_loss")), "-"),
         ("validation loss", val, "-"),
         ("accuracy", accuracy, "-"),
-        (f"{unit}/s", si(speed), si(forecast("tokens_per_s"))),
+        *((name, f"{value:.6g}", "-") for name, value in own_metrics(summary).items()),
+        ("ended by", ended_text(summary.get("ended_by")), "-"),
+        (f"{unit}/s", f"{si(speed)} (median)" if speed is not None else "-", si(forecast("tokens_per_s"))),
         ("step time", step_time(tokens / speed if tokens and speed else None), step_time(forecast("step_s"))),
         ("communication", exposed_text(get("exposed_comm_s")), "-"),
         ("MFU", percent(get("mfu")), percent(forecast("mfu"))),
@@ -96,8 +110,31 @@ def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str
         ("saves", saves_text(summary), "-"),
         *(("slow rank", text, "-") for text in slow_ranks(summary)),
         ("checkpoint", short_path(checkpoint) if checkpoint else "-", "-"),
+        ("best", best_text(get("best")), "-"),
     ]
     return [(label, value, "" if guess == "-" else guess) for label, value, guess in rows if value != "-"]
+
+
+def ended_text(ended: object) -> str:
+    """Which hook ended the run before its last step, and why."""
+    by = as_dict(ended)
+    return f"{by.get('hook')}: {by.get('reason')}" if by else "-"
+
+
+def lineage_text(origin: object) -> str:
+    """Describe where a fork began: its parent and step, the parent's own, …"""
+    found, most = as_dict(origin), 4
+    parts: list[str] = []
+    while found.get("run") is not None and len(parts) < most:
+        parts.append(f"{short_path(Path(str(found['run'])))}@{found.get('step', found.get('steps'))}")
+        found = as_dict(found.get("forked_from"))
+    return " ← ".join([*parts, *(["…"] if found else [])]) or "-"
+
+
+def best_text(best: object) -> str:
+    """Describe the best checkpoint (checkpoint.keep_best)."""
+    found = as_dict(best)
+    return f"step {found['step']}, {found.get('metric')} {loss_text(found.get('value'))}" if "step" in found else "-"
 
 
 def exposed_text(seconds: object) -> str:
@@ -123,17 +160,32 @@ def saves_text(summary: dict[str, Any]) -> str:
 
 
 def resume_command(run_dir: Path) -> str:
-    """Return the command that resumes a run, ready to paste, with the servers of its trackers."""
+    """Return the command that resumes a run, ready to paste, with the servers of its trackers and its own modules."""
     from dtrain.config.run_file import program, servers
 
-    return " ".join([LAUNCH, resume_argument(run_dir), *program(run_dir), *servers(run_dir)])
+    return " ".join([LAUNCH, resume_argument(run_dir), *program(run_dir), *servers(run_dir), *trust_words(run_dir)])
+
+
+def trust_words(run_dir: Path) -> list[str]:
+    """Return `trust=[…]` for a shell: what was typed for this process, and the own modules that the run names."""
+    from dtrain.config.run_file import modules
+
+    names = list(dict.fromkeys([*typed_trust(), *modules(run_dir)]))
+    return [shlex.quote(f"trust=[{','.join(names)}]")] if names else []
+
+
+def can_resume(run_dir: Path, summary: dict[str, Any]) -> bool:
+    """Has the run made a step, or saved anything? A user's own program does not say."""
+    return bool(number(summary.get("steps")) or summary.get("script") or latest_checkpoint(run_dir))
 
 
 def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[str]:
     """Suggest the next commands."""
     resume = resume_command(run_dir)
-    own = typed_trust()  # typed for this process; never read from a run folder, which is untrusted
-    resume += f" 'trust=[{','.join(own)}]'" if own else ""
+    if status in ("failed", "died") and not can_resume(run_dir, summary):
+        return [f"dtrain why {shell_path(run_dir)}"]  # the same command starts it again
+    if not (latest_checkpoint(run_dir) or summary.get("saves", 1) or summary.get("script")):
+        return []  # checkpoint.save=false: nothing to continue from, or to look at
     if status in ("failed", "preempted", "died", "cancelled"):
         return [*([f"dtrain why {shell_path(run_dir)}"] if status in ("failed", "died") else []), resume]
     if status != "done" or summary.get("script"):
@@ -142,10 +194,12 @@ def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[s
     longer = f"{resume} train.steps={2 * total:.0f} 'resume_allow=[train.steps]'"
     if (number(summary.get("steps")) or total) < total:  # train.stop_after ended it early
         longer = resume
+    if summary.get("ended_by"):  # with its hooks, it has nothing left to do
+        longer = f"{resume} hooks=none 'resume_allow=[hooks]'"
     # a language model has a perplexity; classifiers and masked models also have an accuracy
     writes = summary.get("val_accuracy") is None and number(summary.get("val_perplexity")) is not None
     look = f'dtrain sample {run} "def "' if writes else f"dtrain evaluate {run}"
-    trust = f" --trust {' '.join(own)}" if own else ""
+    trust = "".join(f" {word}" for word in trust_words(run_dir))
     profiled = [f"dtrain profile {run}"] if (run_dir / "profiles").is_dir() else []
     return [*profiled, look + trust, f"dtrain export {run}{trust}", longer]
 
@@ -193,6 +247,15 @@ def print_summary(
         say(console, (label("" if i else "next"), "dim"), (command, "cyan"))
 
 
+def places(failure: dict[str, Any]) -> list[str]:
+    """The lines of the user's code that led to a failure, the last one last, as `net.py:12 in forward` and its text."""
+    frames, lines = failure.get("frames"), []
+    for frame in map(as_dict, frames if isinstance(frames, list) else []):
+        lines.append(f"{short_path(Path(str(frame.get('file'))))}:{frame.get('line')} in {frame.get('function')}")
+        lines += [f"    {frame['text']}"] if frame.get("text") else []
+    return lines or ([str(failure["where"])] if failure.get("where") else [])
+
+
 def _say_failure(console: Console, run_dir: Path, failure: dict[str, Any]) -> None:
     label = "{:<17}".format
     if not failure:
@@ -207,7 +270,7 @@ def _say_failure(console: Console, run_dir: Path, failure: dict[str, Any]) -> No
     message = str(failure.get("message") or failure.get("traceback") or "")
     for line in [line for line in message.splitlines() if line.strip()][-5:]:
         say(console, label(""), line)
-    if failure.get("where"):
-        say(console, (label("at"), "dim"), str(failure["where"]))
+    for i, line in enumerate(places(failure)):
+        say(console, (label("" if i else "at"), "dim"), line)
     if failure.get("log"):
         say(console, (label("log"), "dim"), short_path(run_dir / str(failure["log"])))

@@ -10,13 +10,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain.runs.folder import LogTail, Tail, parse_line, read_json
+from dtrain.runs.folder import OWN, LogTail, Tail, parse_line, read_json
 from dtrain.ui.console import say, stdout_console
 from dtrain.ui.jupyter import WIDTH, CellOutput, in_notebook
-from dtrain.util.format import as_dict, duration, gib, loss_text, number, percent, perplexity, short_path, si
+from dtrain.util.format import as_dict, counted, duration, gib, loss_text, number, percent, perplexity, short_path, si
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
+
+MOST_OWN = 8  # own metrics on a line
+OWN_EVERY_S = 10.0  # between two lines of metrics that are neither a step's nor an evaluation's
 
 
 def header_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -39,7 +43,7 @@ def header_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str]]
     is_other = get("effective_strategy") not in (None, get("strategy"))
     effective = is_other and f"runs as {get('effective_strategy')}: one rank has nothing to shard"
     rows = [
-        ("script", join(get("script"), get("script") and ranks_text(get("world_size")), get("env"))),
+        ("script", join(get("script"), get("script") and counted(get("world_size"), "rank"), get("env"))),
         ("model", join(get("model"), parameters, get("precision"))),
         ("strategy", join(get("strategy"), effective, axes, device)),
         ("batch", join(batch_text(summary), tokens)),
@@ -47,10 +51,6 @@ def header_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str]]
         ("run", short_path(run_dir)),
     ]
     return [(label, text) for label, text in rows if text]
-
-
-def ranks_text(count: object) -> str:
-    return f"{count} rank" + ("" if count == 1 else "s")
 
 
 def batch_text(summary: dict[str, Any]) -> str | None:
@@ -67,12 +67,21 @@ def batch_text(summary: dict[str, Any]) -> str | None:
 
 
 def eval_text(row: dict[str, Any]) -> str:
-    parts = [f"step {row.get('step', '?')}", f"validation loss {loss_text(row.get('val_loss'))}"]
+    parts = [f"step {row.get('step', '?')}"]
+    if "val_loss" in row:
+        parts.append(f"validation loss {loss_text(row['val_loss'])}")
     if perplexity(row.get("val_perplexity")) != "-":
         parts.append(f"perplexity {perplexity(row['val_perplexity'])}")
     if number(row.get("val_accuracy")) is not None:
         parts.append(f"accuracy {percent(row['val_accuracy'])}")
-    return "  ".join(parts)
+    return "  ".join(parts + own_texts(row))
+
+
+def own_texts(row: dict[str, Any]) -> list[str]:
+    """The user's own metrics of a line of metrics.jsonl."""
+    names = row.get(OWN)
+    found = [(str(name), number(row.get(str(name)))) for name in names[:MOST_OWN]] if isinstance(names, list) else []
+    return [f"{name} {value:.5g}" for name, value in found if value is not None]
 
 
 class Monitor:
@@ -100,6 +109,7 @@ class Monitor:
         self.evaluation = ""  # the newest one; in a notebook it belongs to the live line
         self.printed: dict[str, Any] = {}  # the newest printed one (plain output)
         self.printed_at = 0.0
+        self.own_printed_at = -OWN_EVERY_S
         self.refreshed_at = -1.0
         self.first: tuple[float, float] | None = None  # (step, clock) of the first line seen, for the ETA
         self.tail = Tail(self.run_dir / "metrics.jsonl")
@@ -179,7 +189,13 @@ class Monitor:
                     self._print_row(row)
             if "slow_text" in row:
                 self.message(str(row["slow_text"]))
-            if "val_loss" in row:
+            is_own = (
+                OWN in row
+                and not {"loss", "val_loss"} & row.keys()
+                and self.clock() - self.own_printed_at >= OWN_EVERY_S
+            )
+            if "val_loss" in row or is_own:
+                self.own_printed_at = self.clock() if is_own else self.own_printed_at
                 self.evaluation = eval_text(row)
                 if not self.in_notebook:
                     say(self.console, (self.evaluation, "green"))
@@ -229,6 +245,7 @@ class Monitor:
         step = f"{row['step']:>{len(f'{total:.0f}')}}/{total:.0f}" if total else row["step"]
         unit = {"tokens": "tok"}.get(str(self.summary.get("unit") or "tokens"), "samples")
         fields = [("step", f"step {step}"), ("loss", f"loss {loss_text(row.get('loss'))}")]
+        fields += [("own", text) for text in own_texts(row)]
         if (lr := number(row.get("lr"))) is not None:
             fields.append(("lr", f"lr {lr:.2e}"))
         for name, form in (("tokens_per_s", f"{{}} {unit}/s"), ("mfu", "MFU {}"), ("mem_gib", "{}")):
@@ -270,7 +287,7 @@ class Monitor:
         fields = self._fields(self.row)
         # some terminals wrap when the last column is written
         room = (WIDTH if self.in_notebook else self.console.width) - 1
-        for least in ("mem_gib", "lr", "mfu", "tokens_per_s", "eta"):
+        for least in ("mem_gib", "lr", "own", "mfu", "tokens_per_s", "eta"):
             if sum(len(text) + 2 for _, text in fields) + 10 <= room:
                 break
             fields = [field for field in fields if field[0] != least]

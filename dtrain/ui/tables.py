@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain.runs.folder import read_json
+from dtrain.runs.metrics import larger_is_better
 from dtrain.runs.record import ERRORS, RESULTS, load
 from dtrain.ui.console import say, stdout_console
 from dtrain.util.format import as_dict, clean, duration, gib, loss_text, number, percent, short_path, si
@@ -20,6 +21,9 @@ from dtrain.util.format import as_dict, clean, duration, gib, loss_text, number,
 if TYPE_CHECKING:
     from rich.console import Console
 
+OWN_METRICS, MOST_OWN = "own_metrics", 8  # of a row: the user's own metrics; how many of them a table has
+SWEEP = "sweep.json"  # in the folder of a sweep: its command and its points
+MOST_WAITING = 10  # points of a sweep that are listed though they have not begun
 LARGE_IS_GOOD = ("tokens_per_s", "mfu", "steps", "total_steps", "world_size", "started")
 
 
@@ -50,14 +54,18 @@ COLUMNS: dict[str, tuple[str, Any]] = {
     "wall_s": ("wall", duration),
     "step_error": ("time error", signed),
     "memory_error": ("memory error", signed),
+    "tags": ("tags", " ".join),
+    "forked_from": ("forked from", lambda text: short_path(Path(text))),
     "started": ("started", lambda text: datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M")),
 }
-DEFAULT_COLUMNS = tuple(key for key in COLUMNS if key not in ("name", "total_steps", "started"))
+DEFAULT_COLUMNS = tuple(key for key in COLUMNS if key not in ("name", "total_steps", "started", "forked_from"))
 # Columns that a narrow terminal drops first.
 LEAST_NEEDED = (
+    "tags",
     "precision", "wall_s", "memory_error", "peak_mem_gib", "step_error", "world_size", "mfu", "model", "tokens_per_s",
     "job_id",
 )  # fmt: skip
+ENDED_EARLY = ("preempted", "cancelled", "failed", "died")
 STYLES = {
     "done": "green",
     "failed": "red",
@@ -68,14 +76,27 @@ STYLES = {
 }
 
 
+def own_columns(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the names of the users' own metrics that these runs have."""
+    return list(dict.fromkeys(name for run in runs for name in run.get(OWN_METRICS, {})))[:MOST_OWN]
+
+
+def own_cells(run: dict[str, Any], names: Sequence[str]) -> dict[str, str]:
+    values = run.get(OWN_METRICS, {})
+    return {name: f"{values[name]:.6g}" if name in values else "-" for name in names}
+
+
 def sort_runs(runs: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     """Sort best first: small losses, large speeds, new runs; unknown values last."""
-    if key not in COLUMNS:
-        near = difflib.get_close_matches(key, COLUMNS, n=1, cutoff=0.4)
+    own = own_columns(runs)
+    if key not in COLUMNS and key not in own:
+        near = difflib.get_close_matches(key, [*COLUMNS, *own], n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"sort={key}: not a column\n  fix: {hint}sort can be {', '.join(COLUMNS)}")
+        raise ValueError(f"sort={key}: not a column\n  fix: {hint}sort can be {', '.join([*COLUMNS, *own])}")
 
     def value(run: dict[str, Any]) -> float | str | None:
+        if key in own:
+            return run.get(OWN_METRICS, {}).get(key)
         n = number(run.get(key))
         if key in ERRORS and n is not None:
             n = abs(n)  # the best is the closest to 0, on either side
@@ -83,8 +104,9 @@ def sort_runs(runs: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
             return None if n is None or math.isnan(n) else n
         return None if run.get(key) is None else str(run[key])
 
+    large_first = larger_is_better(key) is True if key in own else key in LARGE_IS_GOOD
     known = [(value(run), i) for i, run in enumerate(runs) if value(run) is not None]
-    order = [i for _, i in sorted(known, key=lambda pair: pair[0], reverse=key in LARGE_IS_GOOD)]  # type: ignore
+    order = [i for _, i in sorted(known, key=lambda pair: pair[0], reverse=large_first)]  # type: ignore
     return [runs[i] for i in order] + [run for run in runs if value(run) is None]
 
 
@@ -108,6 +130,7 @@ def compare(run_dirs: Sequence[Path]) -> dict[str, Any]:
             settings[key] = [None if c is None else c.get(key) for c in configs]
     runs = [record.row() for record in load(dirs)[0]]
     results = {key: [run[key] for run in runs] for key in COLUMNS if key not in ("path", "name", "started")}
+    results |= {key: [run.get(OWN_METRICS, {}).get(key) for run in runs] for key in own_columns(runs)}
     return {
         "runs": [run["path"] for run in runs],
         "settings": settings,
@@ -117,7 +140,8 @@ def compare(run_dirs: Sequence[Path]) -> dict[str, Any]:
 
 
 def cell(key: str, value: Any) -> str:
-    return "-" if value is None else clean(COLUMNS[key][1](value))
+    """Format a value; a metric of the user's own has no column, and is a number."""
+    return "-" if value is None else clean(COLUMNS[key][1](value)) if key in COLUMNS else f"{value:.6g}"
 
 
 def print_table(
@@ -180,11 +204,13 @@ def print_runs(
     if not runs:
         say(console, "no runs here yet: start one with `python launch.py`")
         return
-    rows = [{key: cell(key, run.get(key)) for key in keys} for run in runs]
+    own = own_columns(runs)
+    rows = [{key: cell(key, run.get(key)) for key in keys} | own_cells(run, own) for run in runs]
     for run, row in zip(runs, rows, strict=True):
         if "steps" in row and run.get("total_steps") is not None:
             row["steps"] += f"/{run['total_steps']}"
-    print_table(console, {key: COLUMNS[key][0] for key in keys}, rows, [k for k in LEAST_NEEDED if k != sort])
+    columns_of = {key: COLUMNS[key][0] for key in keys} | {name: name for name in own}
+    print_table(console, columns_of, rows, [k for k in (*reversed(own), *LEAST_NEEDED) if k != sort])
 
 
 def print_compare(run_dirs: Sequence[Path], console: Console | None = None) -> None:
@@ -226,6 +252,14 @@ def print_sweep(run_dirs: Sequence[Path], console: Console | None = None) -> Non
     say_problem(problem, console)
 
 
+def not_started(folder: Path) -> dict[str, list[str]]:
+    """The points of a sweep that have no run folder yet: name and overrides."""
+    planned = as_dict(as_dict(read_json(folder / SWEEP)).get("points"))
+    return {
+        str(n): [str(o) for o in v] for n, v in planned.items() if isinstance(v, list) and not (folder / n).exists()
+    }
+
+
 def point(run_dir: Path) -> tuple[float, str]:
     """Sort key: the number before a folder's name in a sweep, so that 2 comes before 10."""
     prefix = re.match(r"(\d+)(-|$)", run_dir.name)
@@ -238,9 +272,11 @@ def print_points(runs: list[dict[str, Any]], console: Console) -> None:
     whole = [words for d, words in zip(dirs, overrides, strict=True) if not is_fork(d)]  # a fork has few of its own
     shared = set.intersection(*map(set, whole)) if len(whole) > 1 else set()
     key = "val_loss" if any(_finite(run["val_loss"]) for run in runs) else "train_loss"
-    ranked = [i for i, run in enumerate(runs) if _finite(run[key])]
+    # the loss of a run that ended early is not its result
+    ranked = [i for i, run in enumerate(runs) if _finite(run[key]) and run["status"] not in ENDED_EARLY]
     best = min(ranked, key=lambda i: runs[i][key]) if ranked else None
     keys = [k for k in ("status", "job_id", *RESULTS, *ERRORS) if any(run[k] is not None for run in runs)]
+    own = own_columns(runs)
     rows = []
     for i, run in enumerate(runs):
         number_of = point(dirs[i])[0]
@@ -249,13 +285,23 @@ def print_points(runs: list[dict[str, Any]], console: Console) -> None:
                 "point": str(number_of) if number_of != math.inf else dirs[i].name,
                 "overrides": clean(" ".join(o for o in overrides[i] if o not in shared)) or "-",
                 **{k: cell(k, run[k]) for k in keys},
+                **own_cells(run, own),
                 "best": "← best" if i == best else "",
             }
         )
-    columns = {"point": "#", "overrides": "overrides"} | {k: COLUMNS[k][0] for k in keys} | {"best": ""}
+    columns = {"point": "#", "overrides": "overrides"} | {k: COLUMNS[k][0] for k in keys}
+    columns |= {name: name for name in own} | {"best": ""}
     print_table(console, columns, rows, [*ERRORS, "mfu", "wall_s", "peak_mem_gib", "tokens_per_s", "job_id"], best)
     if shared:
         say(console, (f"all jobs: {' '.join(o for o in whole[0] if o in shared)}", "dim"))
+    waiting = not_started(dirs[0].parent) if dirs else {}
+    for i, (name, words) in enumerate(waiting.items()):
+        if i == MOST_WAITING:
+            say(console, (f"and {len(waiting) - i} more not started", "dim"))
+            break
+        number_of = point(Path(name))[0]
+        what = " ".join(word for word in words if word not in shared)
+        say(console, (f"{number_of if number_of != math.inf else name}  {what}  not started", "dim"))
 
 
 def say_problem(problem: str, console: Console) -> None:
@@ -266,7 +312,8 @@ def say_problem(problem: str, console: Console) -> None:
 
 def is_fork(run_dir: Path) -> bool:
     """Return whether a search made the run from another one's checkpoint."""
-    return "forked_from" in read_json(run_dir / "launch.json")
+    origin = as_dict(read_json(run_dir / "launch.json").get("forked_from"))
+    return origin.get("by") == "search" or "steps" in origin  # steps: of an older version
 
 
 def _overrides(run_dir: Path) -> list[str]:
@@ -278,7 +325,7 @@ def _overrides(run_dir: Path) -> list[str]:
     name = re.sub(r"^\d+-", "", run_dir.name)
     if not isinstance(found, list):
         return [name]
-    ours = ("run_dir=", "resume=", "resume_allow=", "recipe=as-run")
+    ours = ("run_dir=", "resume=", "resume_allow=", "recipe=as-run", "fork=")
     typed = [str(o) for o in found if not str(o).startswith(ours)]
     return [name, *(o for o in typed if not o.startswith("train.stop_after="))] if is_fork(run_dir) else typed
 

@@ -14,6 +14,7 @@ from rich.text import Text
 from dtrain.runs.live import BoundedCurve, LiveRun
 from dtrain.ui.curve import Series, curve
 from dtrain.ui.lines import Part, ago, bar, beside, fit, heading, line, one_line, spread, status_style
+from dtrain.ui.progress import own_texts
 from dtrain.ui.tables import STYLES
 from dtrain.ui.watch_ranks import node_lines, node_table, rank_lines, rank_table, step_line, step_table
 from dtrain.util.format import duration, finite, gib, loss_text, percent, short_path, si, step_time
@@ -114,6 +115,9 @@ def fields_line(run: LiveRun, row: dict[str, Any], width: int) -> Text:
     at = run.evaluation.get("step")
     field("val", loss_text(run.evaluation.get("val_loss", get("val_loss"))), f"at {at}" if at is not None else "")
     field("accuracy", percent(run.evaluation.get("val_accuracy", get("val_accuracy"))))
+    for text in own_texts(run.evaluation):
+        name, _, value = text.rpartition(" ")
+        field(name, value)
     unit = {"tokens": "tok"}.get(str(get("unit") or "tokens"), "samples")
     speed = run.recent_median("tokens_per_s") or finite(get("tokens_per_s"))
     field(f"{unit}/s", si(speed), against(speed, run.plan.get("tokens_per_s")))

@@ -15,6 +15,11 @@ def is_dtensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements")
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return a DTensor's full values; any other tensor unchanged. All ranks that hold a part call it."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True, eq=False)
 class Chunk:
     """A box of a named tensor that this rank holds: its live values, and its offset in the whole."""

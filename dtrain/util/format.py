@@ -27,6 +27,11 @@ def finite(value: object) -> float | None:
     return found if found is not None and math.isfinite(found) else None
 
 
+def counted(count: object, word: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{count} {word}" + ("" if count == 1 else "s")
+
+
 def without_nan(value: Any) -> Any:
     """Replace NaN and the infinities by null, because they are not valid JSON."""
     if isinstance(value, dict):

@@ -11,6 +11,7 @@ import pytest
 from dtrain.checks import loggers
 from dtrain.config.run_file import with_current_targets
 from dtrain.launch.compose import compose
+from dtrain.loggers.wandb import Wandb
 
 
 def chosen(*overrides: str) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def test_one_or_several_loggers_each_with_its_settings(monkeypatch: pytest.Monke
         (["logger=trackio", "logger.trackio.server_url='http://host?write_token=x'"], "server_url=…: has a password"),
         (["logger=csv", "logger.csv.every=0"], "logger.csv.every=0: must be at least 1"),
         (["logger=wandb", "logger.wandb.mode=on"], "logger.wandb.mode=on: must be one of online, offline, disabled"),
-        (["logger=wandb"], "logger=wandb: no key for api.wandb.ai is known\n  fix: export WANDB_API_KEY=…"),
+        (["logger=wandb"], "logger=wandb: no key for api.wandb.ai is known\n  fix: wandb login, or"),
     ],
 )
 def test_what_is_refused(overrides: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,3 +86,12 @@ def test_a_run_folder_names_no_server() -> None:
         loggers.check_resumed(old, {"logger": {"mlflow": {"uri": None}}})
     loggers.check_resumed(old, {"logger": {"mlflow": {"uri": "http://elsewhere"}}})
     loggers.check_resumed(old, {"logger": {}})
+
+
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_the_environment_can_turn_the_network_of_wandb_off(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NETRC", "/nowhere")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_MODE", mode)
+    chosen("logger=wandb")
+    assert Wandb().mode == mode and not Wandb().is_remote

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dtrain.cli import main
 from dtrain.commands.evaluate import evaluate
@@ -21,7 +23,13 @@ from tests.world import make_run, summary, train
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = make_run(
         tmp_path_factory.mktemp("evaluate") / "run",
-        *("train.stop_after=3", "train.eval_batches=1", "data.num_samples=410", "train.global_batch_size=8"),
+        *(
+            "train.stop_after=3",
+            "checkpoint.every=1",
+            "train.eval_batches=1",
+            "data.num_samples=410",
+            "train.global_batch_size=8",
+        ),
     )
     assert train(run_dir) == [0]
     (run_dir / "launch.json").write_text("{}")  # by which a run is found
@@ -50,3 +58,34 @@ def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert abs(found["loss"] - summary(run)["val_loss"]) < 0.2, "that one is of one batch"
     assert main(["evaluate", str(run), "--batch-size", "0"]) == 2
     assert "--batch-size=0" in capsys.readouterr().err
+
+
+def at_step_2(run: Path) -> float:
+    model, cfg = load_model(run, [], 2)
+    dataset = build(cfg.data).dataset("val")
+    with torch.inference_mode():
+        return float(model(*dataset.batch(np.arange(len(dataset)))))
+
+
+def test_a_checkpoint_other_than_the_newest(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    newest, _ = load_model(run, [])
+    for word, step in ((f"{run}@3", 3), (f"{run}@step-00000002", 2)):
+        assert main(["export", word, "--dtype", "float32"]) == 0
+        weights = load_file(run / f"model-{step}.safetensors")
+        model, _ = load_model(run, [], step)
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+        assert torch.equal(newest.state_dict()["embed.weight"], weights["embed.weight"]) == (step == 3)
+    capsys.readouterr()
+    assert main(["evaluate", f"{run}@2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] == 2 and found["loss"] == pytest.approx(at_step_2(run), abs=1e-6)
+    assert main(["evaluate", f"{run}@4"]) == 2
+    assert "it has 1, 2, 3\n  fix: " + f"{run}@3" in capsys.readouterr().err
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run, damaged)
+    file = damaged / "checkpoints" / "step-00000002" / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x55")
+    assert main(["export", f"{damaged}@2"]) == 2
+    assert "is damaged" in capsys.readouterr().err
+    assert not list((damaged / "checkpoints").glob("*.corrupt*")), "a reader changes nothing"
+    assert main(["export", f"{damaged}@1"]) == 0

@@ -9,7 +9,7 @@ from tests.rundirs import make
 in_tmp_path = rundirs.in_tmp_path
 WITHOUT = {  # commands that do something useful without a run, or take none
     "launch", "plan", "verify", "search", "runs", "watch", "log", "why", "metrics", "env", "preflight", "recipes",
-    "comm", "data",
+    "comm", "data", "explain", "completion",
 }  # fmt: skip
 
 

@@ -126,7 +126,7 @@ def test_a_hint_names_the_users_own_file_only(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "mine_pqr.py").write_text("raise SystemExit('was imported')")
     monkeypatch.chdir(tmp_path)
     hint = str(untrusted("model._target_", "mine_pqr.Net", ["json"]))
-    assert f"trust=[json,mine_pqr] if that module is yours ({tmp_path}" in hint
+    assert f"'trust=[json,mine_pqr]' if that module is yours ({tmp_path}" in hint
     for target in ("os.system", "torch.load", "nowhere_pqr.X", "yaml.load", "dtrain.config.build.build", "sys.exit"):
         assert target.partition(".")[0] + "]" not in str(untrusted("model._target_", target, []))
 

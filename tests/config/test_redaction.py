@@ -13,7 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from dtrain.cli import main
-from dtrain.config.redaction import HIDDEN, check, check_arguments, hidden, hide, redact, secrets
+from dtrain.config.redaction import HIDDEN, check, check_arguments, hidden, hide, hide_in_code, redact, secrets
 from dtrain.launch.app import Gate
 from dtrain.runs.folder import read_json, write_json
 from tests.world import ROOT, SMALL
@@ -49,6 +49,27 @@ def test_passwords_in_addresses_are_hidden() -> None:
         f"http://{HIDDEN}@host:5/a?b=1&api_key={HIDDEN};password={HIDDEN} and mysql://h/db?user=me&PASSWORD={HIDDEN}"
     )
     assert hide("https://host/a@b?page=2") == "https://host/a@b?page=2"
+
+
+def test_what_looks_like_a_secret_in_code_is_hidden() -> None:
+    word = "q8Zr" + "2LmX0vTn4BwY6cQ1"
+    for text in (
+        f"api_key = '{word}'", f'"secret": "{word}"', f"password: str = '{word}'", f"MY_KEY={word}", f"token: {word}",
+        f"hf_{word}{word}", f"Bearer {word}", f"ghp_{word}{word}", f"sk-{word}", f"eyJ{word}.{word}.{word}",
+        f"-----BEGIN PRIVATE KEY-----\n{word}\n-----END PRIVATE KEY-----", f"-----BEGIN RSA PRIVATE KEY-----\n{word}",
+    ):  # fmt: skip
+        assert word not in hide_in_code(text) and HIDDEN in hide_in_code(text), text
+    for text in (
+        "sort_key = 'validation_loss'", "num_tokens = 1234567890123456789", "token = tokenizer.encode_2(text)",
+        "tokenizer='gpt2-medium'", "key = some_long_function_name_2", "password = getpass.getpass()",
+    ):  # fmt: skip
+        assert hide_in_code(text) == text
+
+
+@pytest.mark.parametrize("part", ["a", "token", "token=", "token='", "eyJa-", "eyJ", "://", "?token", "sk-", "A_KEY"])
+def test_code_made_to_be_slow_is_redacted_in_linear_time(part: str) -> None:
+    """The test ends; in quadratic time it would take minutes."""
+    hide_in_code(part * (256 * 1024 // len(part)))
 
 
 def test_text_and_values_are_blacked_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

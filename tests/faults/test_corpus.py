@@ -57,10 +57,10 @@ def test_a_run_folder_chooses_no_code(tmp_path: Path) -> None:
     cluster = {"_target_": "dtrain.launch.local.Local"}
     (run_dir / "launch.json").write_text(json.dumps({"launches": [{"cluster": cluster, "overrides": words}]}))
     record = Record.read(run_dir)
-    with pytest.raises(ValueError, match="--trust evil"):
+    with pytest.raises(ValueError, match=r"'trust=\[evil\]'"):
         chaos.own_overrides(record, [])
     kept = ["strategy=ddp", "model=evil.Net", "optim.lr=1"]
     assert chaos.own_overrides(record, ["evil"]) == [*kept, "trust=[evil]"]
     record.launch["overrides"] = ["model._target_=os.system"]
-    with pytest.raises(ValueError, match="--trust os"):
+    with pytest.raises(ValueError, match=r"'trust=\[os\]'"):
         chaos.own_overrides(record, [])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.kernels import stochastic_rounding
-from dtrain.optim.build import AdamW
+from dtrain.optim.adamw import AdamW
 
 CPU = torch.device("cpu")
 SHAPES = [(64, 100), (3,), (17, 33), (2048,), (3 * 4096,), (5, 5, 5), (0, 4), (1,)]

@@ -55,6 +55,18 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err
 
 
+def test_a_warning_is_printed_before_the_start_and_stops_nothing(
+    started: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train.steps=5", "schedule.warmup_steps=50", "run_dir=run"]
+    run(*words, "dry_run=true")
+    shown = capsys.readouterr()
+    assert shown.err.startswith("warning: schedule.warmup_steps=50 is longer") and "warning:" not in shown.out
+    run(*words)
+    shown = capsys.readouterr()
+    assert shown.err.count("warning:") == 1 and len(started) == 1
+
+
 # ---- the run folder ------------------------------------------------------------------------------------------
 
 
@@ -430,4 +442,4 @@ def test_a_mistake_in_your_own_file_is_told(
         == 2
     )
     error = capsys.readouterr().err
-    assert "is not valid Python" in error and "line 1" in error and "correct the file" in error
+    assert "broken_net.py:1 is not valid Python" in error and "fix: correct broken_net.py:1" in error

@@ -153,7 +153,7 @@ def test_a_volume_that_is_not_mounted_here(cluster: Cluster, tmp_path: Path) -> 
     until_step(there, 6, cluster)
     assert json.loads(dtrain(cluster, tmp_path, "status", "a/b/c", "--json"))["status"] == "running"
     assert "job/lab/" in dtrain(cluster, tmp_path, "status", "a/b/c")
-    assert "starting 1 ranks" in dtrain(cluster, tmp_path, "logs", "a/b/c", "-n", "all")
+    assert "starting 1 rank" in dtrain(cluster, tmp_path, "logs", "a/b/c", "-n", "all")
     assert "its job" in dtrain(cluster, tmp_path, "launch", "resume=a/b/c", code=2)
     dtrain(cluster, tmp_path, "cancel", "a/b/c")
     until(lambda: {p.code for p in cluster.pods()} == {75}, "the end of the pods", 60, lambda: shown(cluster))

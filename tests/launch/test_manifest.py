@@ -6,6 +6,9 @@ import copy
 import functools
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +20,10 @@ from dtrain.checks import kubernetes as checks
 from dtrain.config.files import yaml_loader
 from dtrain.launch import manifest
 from dtrain.launch.compose import plain_config
+from dtrain.runs.protocol import RUN_FILES
 from tests.kubernetes_schemas import problems
+from tests.patience import patience
+from tests.world import ROOT, summary
 
 KINDS = ["job", "jobset", "pytorchjob", "trainjob"]
 SECRET = "planted-Zq7-secret"
@@ -220,6 +226,33 @@ def test_compose_has_a_container_for_each_node() -> None:
     assert (first["environment"]["DTRAIN_NODE_RANK"], second["environment"]["DTRAIN_NODE_RANK"]) == ("0", "1")
     assert first["environment"]["HF_TOKEN"] is None and first["environment"]["A"] == "$$x"
     assert second["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] == ["2", "3"]
+    sent = json.loads(second["environment"][RUN_FILES].replace("$$", "$"))
+    assert yaml.safe_load(sent["config.yaml"])["cluster"]["env"] == {"A": "$x"}
+    assert json.loads(sent["launch.json"])["id"]
+
+
+@pytest.mark.slow
+def test_the_containers_of_compose_train_together(tmp_path: Path) -> None:
+    """As processes with the variables of their containers: compose itself was run by hand, docs/kubernetes.md."""
+    folder = str(tmp_path / "data")
+    options = ["model=convnet", "model.width=4", "model.image_size=8", "data=digits", "train.steps=4"]
+    options += ["train.eval_batches=0", "strategy=fsdp"]
+    cluster = ["cluster=kubernetes", "cluster.kind=compose", "cluster.image=x", "cluster.nodes=2"]
+    cluster += ["cluster.processes=1", f"cluster.volumes=[runs:{folder}]", f"cluster.run_root={folder}"]
+    config = plain_config([*options, *cluster])
+    (made,) = documents(config)
+    threads = {"OMP_NUM_THREADS": "1"}  # else torchrun chooses by the ranks of a node, and the last bits differ
+    pods = []
+    for service in made["services"].values():
+        command = [sys.executable, *service["command"][1:-1], str(tmp_path / "not-mounted")]
+        variables = {name: value.replace("$$", "$") for name, value in service["environment"].items()}
+        pods.append(subprocess.Popen(command, env=os.environ | threads | variables, cwd=ROOT))
+    assert [pod.wait(patience(120)) for pod in pods] == [0, 0]
+    (run_dir,) = Path(folder).glob("*/*")
+    local = [sys.executable, "launch.py", *options, "cluster.processes=2", f"run_dir={tmp_path / 'local'}"]
+    launched = subprocess.run(local, env=os.environ | threads, cwd=ROOT)
+    assert launched.returncode == 0 and summary(run_dir)["strategy"] == "fsdp"
+    assert summary(run_dir)["weights_sha256"] == summary(tmp_path / "local")["weights_sha256"]
 
 
 @pytest.mark.parametrize(

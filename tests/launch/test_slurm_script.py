@@ -44,7 +44,8 @@ rank, size = strategy.cluster_resolver.task_id, strategy.num_replicas_in_sync
 
 @tf.function
 def total(values):
-    return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", values))
+    # identity: a value without a device cannot be reduced
+    return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.identity(values)))
 
 
 sum_up = lambda value: value.copy_(torch.from_numpy(total(tf.constant(value.numpy())).numpy()))
@@ -54,8 +55,9 @@ path = pathlib.Path(sys.argv[1])
 count = torch.tensor([int(path.read_text()) if path.exists() and rank == 0 else 0])
 sum_up(count)
 print("begins at", count.item(), "on", os.environ["SLURMD_NODENAME"], flush=True)
+one = torch.ones(1)
 while count < 40:
-    one = torch.ones(1)
+    one.fill_(1)
     sum_up(one)
     assert one.item() == size == 2
     count += 1
@@ -72,6 +74,7 @@ NODES = ["script=count.py", "cluster=slurm", "cluster.gpus_per_node=0", "cluster
 NODES += ["preflight=off"]
 
 
+@pytest.mark.timeout(600)  # TensorFlow needs half a minute to start on two loaded cores, four times
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "env, program",
@@ -83,7 +86,7 @@ NODES += ["preflight=off"]
 )
 def test_two_nodes_a_requeue_and_a_failure(env: str, program: str, cluster: Cluster, here: Path) -> None:
     (here / "count.py").write_text(program + COUNTS)
-    nodes = [*NODES, f"script.env={env}"]
+    nodes = [*NODES, f"script.env={env}", *(["script.stop_signal=INT"] if env == "tensorflow" else [])]
     run = submit(*nodes, f"script_args=[{here}/count.txt]")
     until(lambda: (here / "count.txt").exists() and int((here / "count.txt").read_text() or 0) > 3, "some steps")
     cluster.run("scontrol", "requeue", job_id(run))

@@ -42,7 +42,9 @@ class PackedDataset:
 
 
 class Packed:
-    def __init__(self, seq_len: int, vocab_size: int, num_samples: int = 1000, seed: int = 0) -> None:
+    def __init__(
+        self, seq_len: int, vocab_size: int, num_samples: int = 1000, seed: int = 0, uneven: bool = False
+    ) -> None:
         self.settings = (seq_len, vocab_size, num_samples, seed)
 
     def dataset(self, split: str) -> PackedDataset:

@@ -26,7 +26,7 @@ from dtrain.strategies.pipeline_stages import split_points, stage_of
 from dtrain.strategies.tensor import parallelize_layers
 from dtrain.util.dtensor import local
 
-MODELS = sorted(path.stem for path in Path(CONF, "model").glob("*.yaml"))
+MODELS = sorted({path.stem for path in Path(CONF, "model").glob("*.yaml")} - {"hf"})  # hf: what a folder holds
 CUT = [name for name in MODELS if not name.startswith(("resnet", "convnet")) and "70b" not in name]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dtrain.commands.runs import main
-from dtrain.runs.find import find_run
+from dtrain.runs.find import At, find_checkpoint, find_run
 from dtrain.ui.tables import COLUMNS, print_runs
 from dtrain.util import regular_file
 from tests import rundirs
@@ -100,6 +100,46 @@ def test_find_a_sweep_folder() -> None:
         find_run("elsewhere/10-00-00")
 
 
+# ---------------------------------------------------------------- a checkpoint
+
+
+def saved(run: Path, step: int, **metrics: Any) -> None:
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(json.dumps({"step": step, "metrics": metrics}))
+
+
+def test_a_checkpoint_of_a_run() -> None:
+    run = make("outputs/d/10-00-00-a@host", config="checkpoint: {keep_best: val_accuracy}")
+    for step, accuracy in ((100, 0.5), (200, 0.7), (300, 0.7), (400, None), (500, float("nan")), (600, 0.2)):
+        saved(run, step, val_accuracy=accuracy)
+    assert find_checkpoint("latest") == find_checkpoint("a@host") == find_checkpoint(str(run)) == At(run)
+    assert find_checkpoint("latest@100") == find_checkpoint(f"{run}@step-00000100") == At(run, 100)
+    assert find_checkpoint("a@host@best") == At(run, 200), "the earlier one of two equals"
+    assert str(At(run, 200)) == f"{run}@200" and str(At(run)) == str(run)
+    for word, said in {
+        "latest@249": "it has 100, 200, 300, 400, 500, 600\n  fix: latest@200",
+        "latest@bets": "after the @ comes a step, or best\n  fix: latest@100, or latest@best",
+        "nobody@best": "no such folder",
+    }.items():
+        with pytest.raises(ValueError) as error:
+            find_checkpoint(word)
+        assert said in str(error.value)
+
+
+def test_best_of_a_run_that_kept_none_or_has_none_yet() -> None:
+    run = make("outputs/d/a", config="checkpoint: {every: 100}")
+    with pytest.raises(ValueError, match="has no checkpoint"):
+        find_checkpoint("latest@best")
+    saved(run, 100, val_loss=2.0)
+    saved(run, 200, val_loss=3.0)
+    with pytest.raises(ValueError, match=r"did not keep its best(?s:.*)fix: latest@100, of those kept"):
+        find_checkpoint("latest@best")
+    (run / "config.yaml").write_text("checkpoint: {keep_best: other, best_mode: max}")
+    with pytest.raises(ValueError, match="no checkpoint has other yet"):
+        find_checkpoint("latest@best")
+
+
 # ---------------------------------------------------------------- list
 
 
@@ -140,6 +180,8 @@ def test_list_reads_what_is_known(tmp_path: Path) -> None:
         "wall_s": 3.0,
         "step_error": None,
         "memory_error": None,
+        "tags": None,
+        "forked_from": None,
         "started": "2025-01-01T00:00:00.000000+00:00",
     }
     assert list(first) == list(COLUMNS)
@@ -195,7 +237,7 @@ def test_list_reads_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(regular_file, "regular", counted)
     assert len(list_runs()) == 5
-    assert set(read) == {"launch.json", "summary.json"} and len(read) <= 3 * 5
+    assert set(read) == {"launch.json", "summary.json", "tags.json"} and len(read) <= 4 * 5
 
 
 @pytest.mark.parametrize(
@@ -282,7 +324,7 @@ def test_command_with_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_command_tells_that_a_run_died(dead_pid: int, capsys: pytest.CaptureFixture[str]) -> None:
-    make("outputs/d/a", launch={"pid": dead_pid, "host": HERE}, status="running")
+    make("outputs/d/a", launch={"pid": dead_pid, "host": HERE}, status="running", steps=3)
     assert main(["latest"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "status           died"
@@ -317,8 +359,8 @@ def test_command_refuses(argv: list[str], message: str, capsys: pytest.CaptureFi
 @pytest.mark.parametrize("skew", [-3600, 3600])
 def test_a_reader_with_a_wrong_clock_does_not_doubt_a_run(skew: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """How long a run was quiet is told by the clock that dates its files."""
-    make("outputs/fresh", launch={"host": "another-host"}, status="running")
-    old = make("outputs/quiet", launch={"host": "another-host"}, status="running")
+    make("outputs/fresh", launch={"host": "another-host"}, status="running", steps=3)
+    old = make("outputs/quiet", launch={"host": "another-host"}, status="running", steps=3)
     for name in ("summary.json", "launch.json"):
         os.utime(old / name, (time.time() - 1800,) * 2)
     real = time.time

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dtrain.runs.metrics import rows, series, system_files
+from dtrain.runs.metrics import larger_is_better, rows, series, system_files
 
 
 def test_rows_and_series(tmp_path: Path) -> None:
@@ -23,3 +23,9 @@ def test_the_nodes_of_system_files(tmp_path: Path) -> None:
     for name in ("system-node2.jsonl", "system-node1.example.org.jsonl", "rank-0.log"):
         (tmp_path / "logs" / name).touch()
     assert list(system_files(tmp_path)) == ["node1.example.org", "node2"]
+
+
+def test_a_name_of_a_metric_tells_which_values_are_good() -> None:
+    small, large = ("val_loss", "val_perplexity", "my_rmse"), ("val_accuracy", "val_top5", "tokens_per_s", "val_f1")
+    assert [larger_is_better(name) for name in (*small, *large)] == [False] * 3 + [True] * 4
+    assert larger_is_better("val_thing") is None and larger_is_better("loss_of_accuracy") is None

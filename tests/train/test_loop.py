@@ -89,25 +89,6 @@ def test_a_value_error_in_a_step_is_a_failure_and_no_bad_configuration(
     assert train(run) == [3]
 
 
-def test_a_tied_weight_is_refused_before_the_meta_device_unties_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "tied_model.py").write_text(
-        "from torch import nn\n"
-        "from dtrain.models.gpt2 import GPT2\n"
-        "class Tied(GPT2):\n"
-        "    def __init__(self, num_layers: int, dim: int, num_heads: int, vocab_size: int, seq_len: int,\n"
-        "                 vocab_multiple: int = 1, dropout: float = 0.0):\n"
-        "        super().__init__(num_layers, dim, num_heads, vocab_size, seq_len, vocab_multiple, dropout)\n"
-        "        self.head = nn.Linear(dim, vocab_size, bias=False)\n"
-        "        self.head.weight = self.embed.weight\n"
-    )
-    run = make_run(tmp_path / "run", "cluster.processes=1", "model._target_=tied_model.Tied", "trust=[tied_model]")
-    assert train(run) == [2]
-    assert "embed.weight and head.weight are one weight under two names" in str(failure(run)["message"])
-
-
 def test_a_run_folder_is_not_trusted_for_what_it_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(
         tmp_path / "run",

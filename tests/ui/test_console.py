@@ -64,7 +64,7 @@ def test_summary_of_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "steps            1000 of 1000",
         "train loss       3.2000",
         "validation loss  2.0000 (perplexity 7.39)",
-        "tokens/s         81.9K         predicted 79K",
+        "tokens/s         81.9K (median)  predicted 79K",
         "step time        400 ms        predicted 400 ms",
         "MFU              41.2%         predicted 40.0%",
         "peak memory      12.3 GiB      predicted 11.9 GiB",

@@ -1,5 +1,7 @@
 """Tables of runs: sorted, compared, one line a point of a sweep."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,3 +170,17 @@ def test_sweep_orders_jobs_by_number_and_shows_all_overrides_of_one() -> None:
     out = plain()
     print_sweep(jobs[:1], out)
     assert lines(out)[1].split()[:3] == ["0", "model=gpt2", "optim.lr=0"]
+
+
+def test_a_run_that_ended_early_is_never_best_and_points_that_wait_are_listed(tmp_path: Path, capsys: Any) -> None:
+    points = {f"{i}-seed={i}": [f"train.seed={i}", "train.steps=9"] for i in range(3)}
+    (tmp_path / "sweep.json").write_text(json.dumps({"arguments": [], "points": points}))
+    for name, status, loss in (("0-seed=0", "preempted", 0.5), ("1-seed=1", "done", 0.7)):
+        (tmp_path / name).mkdir()
+        launch = {"overrides": points[name], "launches": [{"overrides": points[name]}]}
+        (tmp_path / name / "launch.json").write_text(json.dumps(launch))
+        (tmp_path / name / "summary.json").write_text(json.dumps({"status": status, "val_loss": loss}))
+    print_sweep(sorted(tmp_path.glob("*-*")))
+    lines = capsys.readouterr().out.splitlines()
+    assert "best" not in lines[1] and lines[2].endswith("← best")
+    assert lines[-1].split() == ["2", "train.seed=2", "not", "started"]

@@ -99,7 +99,7 @@ from dtrain.data.loader import Loader
 
 class Large:
     def __len__(self): return 4
-    def batch(self, indices): return torch.ones(2**21), torch.ones(1)
+    def batch(self, indices): return torch.ones(1, 2**21), torch.ones(1)
 
 if __name__ == "__main__":
     try:

@@ -15,7 +15,7 @@ from dtrain.plan.memory.activations import GIB
 from dtrain.plan.model_shape import Transformer
 from dtrain.plan.parameters import num_parameters
 from dtrain.plan.predict import Prediction, Task, predict_layout, task_of, with_time
-from dtrain.plan.report import print_table, step_time
+from dtrain.plan.report import SLOWER, print_table, step_time
 from dtrain.plan.search.explain_choice import extras, gpus, name
 from dtrain.plan.search.search import CHECKPOINTING, candidates, rank, search
 from dtrain.plan.sections import model_section
@@ -61,8 +61,11 @@ def show(answer: Answer, as_json: bool) -> None:
 # ---- how many GPUs -------------------------------------------------------------------------------------------
 
 
-def gpus_for(question: Question, limit_s: float, tokens: float | None) -> Answer:
-    """Find the fewest GPUs that finish the run in time: parts of a node first, then whole nodes, in growing steps."""
+def gpus_for(question: Question, limit_s: float, tokens: float | None, everything: bool = False) -> Answer:
+    """Find the fewest GPUs that finish the run in time: parts of a node first, then whole nodes, in growing steps.
+
+    everything: also numbers that cannot be enough, to explain why none is.
+    """
     rows: list[dict[str, Any]] = []
     slower = 0
     before = float("inf")
@@ -71,7 +74,8 @@ def gpus_for(question: Question, limit_s: float, tokens: float | None) -> Answer
         "gpus": ("GPUs", str), "nodes": ("nodes", str), "layout": ("best layout", str), "step_s": ("step", step_time),
         "run_s": ("time", duration), "gpu_hours": ("GPU-hours", si), "cost": ("cost", si), "mfu": ("MFU", percent),
     }  # fmt: skip
-    for nodes, ranks in cluster_sizes(question.config):
+    fewest = 0.0 if everything else least_ranks(task_of(question.config, tokens), limit_s)
+    for nodes, ranks in (size for size in cluster_sizes(question.config) if size[0] * size[1] >= fewest):
         sized = with_ranks(question, nodes, ranks)
         best, lacks = best_of(sized, tokens)
         rows.append({"gpus": nodes * ranks, "nodes": nodes, **summary(best, lacks)})
@@ -82,14 +86,28 @@ def gpus_for(question: Question, limit_s: float, tokens: float | None) -> Answer
                 text = (
                     f"{gpus(nodes * ranks)} {'finishes' if nodes * ranks == 1 else 'finish'} in {duration(best.run_s)}"
                 )
-                text += f", with {name(best.layout)}. That is {si(best.gpu_hours)} GPU-hours"
+                text += f", with {name(best.layout)}"
+                if SLOWER * best.run_s > limit_s:
+                    text += f", or in {duration(SLOWER * best.run_s)} if the plan is as far off as for published runs"
+                text += f". That is {si(best.gpu_hours)} GPU-hours"
                 text += f", at a cost of {best.cost:,.0f}." if best.cost else "."
                 return Answer("gpus_for", text, nodes * ranks, rows, columns, launch_command(sized, best))
             slower = slower + 1 if best.run_s > 0.95 * before else 0
             before = min(before, best.run_s)
         if slower >= 2:  # more GPUs do not help: the batch cannot be divided further
             break
+    if fewest > 1:
+        return gpus_for(question, limit_s, tokens, everything=True)
     return Answer("gpus_for", too_slow(rows, limit_s, batch), None, rows, columns)
+
+
+def least_ranks(task: Task | None, limit_s: float) -> float:
+    """GPUs below which no layout can be fast enough: even twice the data sheet's rate would not do.
+
+    Twice, because the FLOPs of causal attention are counted in full, and half of them are skipped.
+    """
+    peak = task.hardware.peak_bf16_tflops if task else None
+    return task.samples * task.flops_per_sample / (2 * peak * 1e12 * limit_s) if task and peak else 0.0
 
 
 def too_slow(rows: list[dict[str, Any]], limit_s: float, batch: int) -> str:

@@ -198,7 +198,7 @@ def one_layout(question: Question, task: Task) -> Prediction:
 def show(question: Question, predictions: Sequence[Prediction], options: Options) -> None:
     """Print the table and the lines below it."""
     from dtrain.plan import report as texts
-    from dtrain.plan.search.explain_choice import faster_micro_batch, little_room, name, why
+    from dtrain.plan.search.explain_choice import faster_micro_batch, little_room, name, order_note, why
     from dtrain.plan.search.search import search
 
     config, best = question.config, predictions[0]
@@ -217,12 +217,13 @@ def show(question: Question, predictions: Sequence[Prediction], options: Options
         others = [p for p in others if p.fits] or [p for p in search(config, (), best.task) if p.fits]
         lacks = f"It {texts.lacking(best)} on each GPU."
         print(f"{lacks} {name(others[0].layout)} fits: {launch_command(question, others[0])}" if others else lacks)
-    for line in texts.details(best):
+    for line in (*texts.details(best), *texts.bounds(best)):
         print(line)
     notes = list(question.notes)
     if question.is_one_layout and best.fits is not False:
         notes += [f"it fits{room}"] if (room := little_room(best)) else []
         notes += faster_micro_batch(best) if "train.micro_batch_size" not in question.typed else []
+    notes += order_note(rows) if not question.is_one_layout else []
     for note in (*notes, *precision_note(best), *package_note(best), *missing_values_note(best)):
         print(f"note    {note}")
     if options.explain:

@@ -5,6 +5,7 @@ Needs no data files, submitit, DeepSpeed or scheduler: plans are made on a login
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -212,6 +213,9 @@ def launch_command(question: Question, prediction: Prediction) -> str:
     chosen = overrides_of(prediction, question.config)
     if "precision" not in question.typed and question.config["choices"]["precision"] != "fp32":
         chosen.append(f"precision={question.config['choices']['precision']}")
+    steps = math.ceil(prediction.task.samples / prediction.task.global_batch_size)
+    if steps != question.config["train"]["steps"]:  # --tokens
+        chosen.append(f"train.steps={steps}")
     chosen_keys = {word.partition("=")[0] for word in chosen}
     kept = [
         word

@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 from dtrain.commands.search.asha import Asha, score
-from dtrain.commands.search.fork import fork
 from dtrain.commands.search.pbt import Pbt
 from dtrain.commands.search.request import Request
 from dtrain.commands.search.space import overrides_of
 from dtrain.commands.search.trials import Trials
 from dtrain.errors import bad
-from dtrain.launch import sweeps
+from dtrain.launch import fork, sweeps
+from dtrain.runs.find import At
 from dtrain.runs.folder import read_summary
 from dtrain.runs.protocol import BAD_CONFIG, DONE, FAILED, PREEMPTED
 from dtrain.runs.record import Record
@@ -79,7 +79,7 @@ class Driver:
             self._train(event)
 
     def _fork(self, event: Event) -> None:
-        fork(self.folder / event["donor_run"], event["steps"], self.folder / event["run"])
+        fork.make_run(At(self.folder / event["donor_run"], event["steps"]), self.folder / event["run"])
 
     def _train(self, event: Event) -> None:
         values = overrides_of(event["values"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from dtrain.config.hydra_errors import explain
 from dtrain.config.untrusted import read
 from dtrain.errors import bad
 from dtrain.launch.compose import compose
+from dtrain.runs.metrics import is_name, larger_is_better
 
 COMMON = {
     "algorithm": "optuna", "parallel": "1", "metric": "val_loss", "direction": "", "seed": "0", "dir": "", "detach": "",
@@ -72,7 +74,7 @@ def read_request(argv: Sequence[str]) -> Request:
             typed[key] = value
         else:
             overrides.append(word)
-    options = check_options(asked, typed)
+    options = check_options(asked, typed, has_own_metrics(overrides))
     # typed overrides win over the recipe's
     parsed = {o.key_or_group: o for o in parse(overrides)}
     space = [o for o in parsed.values() if o.is_sweep_override()]
@@ -92,8 +94,18 @@ def read_request(argv: Sequence[str]) -> Request:
     return Request(options, space, [str(o.input_line) for o in parsed.values() if not o.is_sweep_override()])
 
 
-def check_options(asked: dict[str, str], typed: dict[str, str]) -> dict[str, str]:
-    """Return all options of the algorithm. asked: by a recipe, whose options of another algorithm do not count."""
+def has_own_metrics(overrides: Sequence[str]) -> bool:
+    """May these runs have metrics of the user's own? From hooks, or from a model or a loss with eval_metrics."""
+    words = dict(word.lstrip("+").split("=", 1) for word in overrides if "=" in word)
+    own = any("." in words.get(key, "") or f"{key}._target_" in words for key in ("model", "loss"))
+    return own or words.get("hooks", "none") != "none" or any(word.startswith("hooks.") for word in words)
+
+
+def check_options(asked: dict[str, str], typed: dict[str, str], may_be_own: bool = False) -> dict[str, str]:
+    """Return all options of the algorithm. asked: by a recipe, whose options of another algorithm do not count.
+
+    may_be_own: the metric may be one of the user's own.
+    """
     algorithm = typed.get("algorithm", asked.get("algorithm", COMMON["algorithm"]))
     if algorithm not in OF_ALGORITHM:
         raise bad("algorithm", algorithm, f"must be one of {', '.join(OF_ALGORITHM)}", "algorithm=asha")
@@ -109,9 +121,19 @@ def check_options(asked: dict[str, str], typed: dict[str, str]) -> dict[str, str
         value, least = options[key], AT_LEAST[key]
         if value != defaults[key] and (not value.isdecimal() or int(value) < least):
             raise bad(key, value, f"must be a whole number, at least {least}", f"{key}={defaults[key] or least}")
-    if options["metric"] not in METRICS:
-        raise bad("metric", options["metric"], "is not in a run's summary", f"metric can be {', '.join(METRICS)}")
-    options["direction"] = options["direction"] or ("maximize" if options["metric"] in LARGE_IS_GOOD else "minimize")
+    metric = options["metric"]
+    if metric not in METRICS:
+        near = difflib.get_close_matches(metric, METRICS, 1, 0.8)
+        if not may_be_own or not is_name(metric) or near:
+            hint = f"did you mean {near[0]}? " if near else ""
+            more = ", or one of your own: hooks=… (docs/your-own.md#hooks)"
+            raise bad("metric", metric, "is not in a run's summary", f"{hint}metric can be {', '.join(METRICS)}{more}")
+        if not options["direction"] and larger_is_better(metric) is None:
+            raise bad(
+                "metric", metric, "its name does not tell which values are good", "direction=minimize or maximize"
+            )
+    is_large_good = metric in LARGE_IS_GOOD if metric in METRICS else larger_is_better(metric)
+    options["direction"] = options["direction"] or ("maximize" if is_large_good else "minimize")
     for key, allowed in (("direction", ("minimize", "maximize")), ("sampler", ("tpe", "random"))):
         if key in options and options[key] not in allowed:
             raise bad(key, options[key], f"must be {' or '.join(allowed)}", f"{key}={defaults[key]}")

@@ -133,9 +133,12 @@ def optimizer_bytes(held: HeldParameters, layout: Layout) -> float:
     if layout.data in ("async", "bounded"):
         each += WIDE
     mine = held.trained / share.optimizer
+    second = 0.0  # AdamW's second moment of what Muon does not orthogonalize: mostly embeddings and the head
+    if layout.optimizer == "muon":
+        second = state_bytes(layout) * min(held.ends, held.trained) / share.optimizer
     if layout.data in ("oss", "sharded_ddp", *SERVED):
         mine = max(mine, min(held.largest, held.trained))
-    return each * mine
+    return each * mine + second
 
 
 def outer_bytes(held: HeldParameters, layout: Layout) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 from dtrain.checks import strategy
 from dtrain.config.hardware import world_size
 from dtrain.config.mesh import MeshSizes
-from dtrain.config.schema import has_method
+from dtrain.config.source import has_method
 from dtrain.plan.layout import SERVED
 from dtrain.plan.sections import CHOSEN, strategy_section
 

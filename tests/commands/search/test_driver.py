@@ -22,9 +22,10 @@ from benchmarks.search import search
 from dtrain import start
 from dtrain.cli import main
 from dtrain.commands.search.driver import Driver
-from dtrain.commands.search.fork import fork
 from dtrain.commands.search.request import algorithm, read_request
 from dtrain.commands.search.trials import Trials
+from dtrain.launch import fork
+from dtrain.runs.find import At
 from dtrain.runs.protocol import PREEMPTED
 from dtrain.runs.search_journal import JOURNAL, Journal, read_journal
 from tests import slurm
@@ -120,7 +121,7 @@ def test_a_fork_has_an_id_of_its_own_and_leaves_the_donor_alone(tmp_path: Path) 
     assert train(donor) == [0]
     before = {p: p.read_bytes() for p in donor.rglob("*") if p.is_file()}
     (tmp_path / ".copy" / "checkpoints" / "step-00000002").mkdir(parents=True)  # of a process that was killed
-    fork(donor, 2, tmp_path / "copy")
+    fork.make_run(At(donor, 2), tmp_path / "copy")
     assert json.loads((tmp_path / "copy" / "launch.json").read_text())["id"] != "a" * 32
     make_run(tmp_path / "copy", *TINY, "train.steps=4")
     assert train(tmp_path / "copy") == [0] and summary(tmp_path / "copy")["start_step"] == 2

@@ -221,7 +221,7 @@ def test_no_layout_of_a_frame_is_missed_nor_computes_again_what_would_fit(
     assert {p.layout.micro_batch_size: p.layout.activation_checkpointing for p in found} == plainest
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in Path(CONF, "model").glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted({path.stem for path in Path(CONF, "model").glob("*.yaml")} - {"hf"}))
 def test_every_model_that_is_shipped_can_be_planned_for(name: str) -> None:
     config = question(f"model={name}", "hardware=h200", "cluster.processes=8", "train.global_batch_size=16").config
     found = search(config)

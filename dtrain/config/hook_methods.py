@@ -1,0 +1,53 @@
+"""The methods that a hook may have. The launcher checks a class by its source, the ranks by what they imported."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+
+from dtrain.errors import bad
+
+# method → its arguments, without self
+METHODS = {
+    "begin": ("run",),
+    "train_metrics": ("outputs", "targets"),
+    "after_step": ("run",),
+    "eval_metrics": ("outputs", "targets"),
+    "evaluate": ("run",),
+    "after_evaluation": ("run",),
+    "state_dict": (),
+    "load_state_dict": ("state",),
+    "end": ("run",),
+}
+LIKELY = 0.8  # similarity from which a method with another name is a misspelt one
+
+Arity = tuple[float, float]  # fewest and most positional arguments, without self
+
+
+def check_methods(target: str, found: Mapping[str, Arity | None], is_complete: bool = True) -> None:
+    """Reject a class that is no hook, or whose methods would never be called, or cannot be.
+
+    found: its methods; None: the number of arguments is not known. is_complete: it inherits no others.
+    """
+    name = target.rpartition(".")[2]
+    known = [method for method in found if method in METHODS]
+    for method in found:
+        near = difflib.get_close_matches(method, METHODS, 1, LIKELY)
+        if near and method not in METHODS and not method.startswith("_") and near[0] not in found:
+            rule = f"{name}.{method} is not a method that dtrain calls"
+            raise bad("hooks", target, rule, f"did you mean {near[0]}? If it is for {name} itself: _{method}")
+    if not known and is_complete:
+        rule = f"{name} has no method that dtrain calls"
+        raise bad("hooks", target, rule, f"give it one or more of {', '.join(METHODS)}")
+    for method in known:
+        arity, needed = found[method], len(METHODS[method])
+        if arity is not None and not arity[0] <= needed <= arity[1]:
+            call = f"{method}({', '.join(METHODS[method])})"
+            raise bad("hooks", target, f"{name}.{method} cannot be called as {call}", f"def {sketch(method)}")
+    if ("state_dict" in known) != ("load_state_dict" in known) and is_complete:
+        has, lacks = ("state_dict", "load_state_dict")[:: 1 if "state_dict" in known else -1]
+        raise bad("hooks", target, f"{name} has {has}, but not {lacks}", f"add {lacks}: def {sketch(lacks)}")
+
+
+def sketch(method: str) -> str:
+    return f"{method}({', '.join(('self', *METHODS[method]))})"

@@ -1,0 +1,231 @@
+"""Look a class or function up in the source of its module, without importing it: names, arguments, methods.
+
+Importing a user's module in the launcher would import torch, and would run code before anything was checked.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import NoReturn
+
+from dtrain.errors import bad
+from dtrain.util.format import short_path
+
+Definition = ast.ClassDef | ast.FunctionDef
+MOST_SHOWN = 8  # names of a module in a message
+MOST_FILES = 50  # of this folder that are searched for a class
+MOST_JUMPS = 8  # imports from file to file that are followed
+
+
+def spec_of(module: str) -> ModuleSpec | None:
+    """Find a module without importing its parents: `torch.optim` alone would take the launcher 2 s."""
+    path: list[str] | None = [os.getcwd(), *sys.path]
+    spec: ModuleSpec | None = None
+    name = ""
+    for part in module.split("."):
+        name = f"{name}.{part}".lstrip(".")
+        spec = PathFinder.find_spec(name, path)
+        if spec is None:
+            break
+        path = list(spec.submodule_search_locations or [])
+    if spec is not None:
+        return spec
+    try:  # an editable install may have a finder of its own
+        return importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+
+
+def parse(path: str, key: str, target: str) -> ast.Module:
+    """Parse a source file; a user's own file may be invalid."""
+    try:
+        return parsed(path, Path(path).read_text(encoding="utf-8"))
+    except SyntaxError as error:
+        where = f"{short_path(Path(path))}:{error.lineno}"
+        line = f": {error.text.strip()}" if error.text else ""
+        raise bad(key, target, f"{where} is not valid Python: {error.msg}{line}", f"correct {where}") from error
+    except (UnicodeDecodeError, ValueError) as error:
+        raise bad(key, target, f"{short_path(Path(path))} is not valid Python: {error}", "correct the file") from error
+
+
+@functools.cache
+def parsed(path: str, text: str) -> ast.Module:
+    """Parse each file once: every point of a sweep needs it."""
+    return ast.parse(text, path)
+
+
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements at a module's top level, with those inside `if`, `try` and `with`."""
+    for node in body:
+        yield node
+        if isinstance(node, (ast.If, ast.Try, ast.With)):
+            for field in ("body", "orelse", "finalbody"):
+                yield from statements(getattr(node, field, []))
+            for handler in getattr(node, "handlers", []):
+                yield from statements(handler.body)
+
+
+def find(target: str, key: str, permit: Callable[[str], object] = bool, jumps: int = 0) -> Definition | None:
+    """Return the definition of `module.Name`, also if the module only imports it.
+
+    None: it may exist, but only running the module would tell. ValueError: it does not exist.
+    permit: raises if a name that the module imports may not be used.
+    """
+    module, _, name = target.rpartition(".")
+    spec = spec_of(module)
+    if spec is None or (not spec.origin and not spec.submodule_search_locations):
+        raise no_module(target, module, key)
+    if not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    tree = parse(spec.origin, key, target)
+    maybe = False
+    others: dict[str, str] = {}  # what the module imports by name: where it is from
+    classes: list[str] = []
+    found: Definition | None = None
+    for node in statements(tree.body):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            classes += [node.name]
+            found = node if node.name == name else found
+        elif isinstance(node, ast.ImportFrom):
+            home = absolute(node, spec)
+            others |= {alias.asname or alias.name: f"{home}.{alias.name}" for alias in node.names}
+            maybe = maybe or any(alias.name == "*" for alias in node.names)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            places = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(place, ast.Name) and place.id == name for place in places):
+                if isinstance(node.value, ast.Constant):
+                    where = f"{short_path(Path(spec.origin))}:{node.lineno}"
+                    rule = f"{where} makes it {ast.unparse(node.value)}, not a class or function"
+                    raise bad(key, target, rule, choice(key, module, name, likely(key, Path(spec.origin)) or classes))
+                maybe = True
+    if found is not None:
+        return found
+    if name in others and jumps < MOST_JUMPS:
+        permit(others[name])
+        return find(others[name], key, permit, jumps + 1) if spec_of(others[name].rpartition(".")[0]) else None
+    if maybe or "__getattr__" in classes:
+        return None
+    classes += [name for name in others if name != "*" and not name.startswith("_")]
+    missing(key, target, module, name, spec.origin, classes)
+
+
+def absolute(node: ast.ImportFrom, spec: ModuleSpec) -> str:
+    """The module that `from … import` names, with relative dots resolved."""
+    if not node.level:
+        return node.module or ""
+    parts = spec.name.split(".")
+    inside = parts if spec.submodule_search_locations else parts[:-1]
+    inside = inside[: len(inside) - (node.level - 1)]
+    return ".".join([*inside, *([node.module] if node.module else [])])
+
+
+def missing(key: str, target: str, module: str, name: str, file: str, names: list[str]) -> NoReturn:
+    near = difflib.get_close_matches(name, names, 1, 0.6)
+    fix = choice(key, module, name, near or likely(key, Path(file)) or names)
+    raise bad(key, target, f"{short_path(Path(file))} has no {name}", fix)
+
+
+def choice(key: str, module: str, name: str, names: list[str]) -> str:
+    """A fix that names what the module has: the nearest name, or its classes and functions."""
+    near = difflib.get_close_matches(name, names, 1, 0.6) or (names if len(names) == 1 else [])
+    if near:
+        return f"did you mean {key}={module}.{near[0]}?"
+    names = [n for n in names if not n.startswith("_")]
+    more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
+    return f"{module} has {', '.join(names[:MOST_SHOWN])}{more}" if names else f"define {name} there"
+
+
+def no_module(target: str, module: str, key: str) -> ValueError:
+    """There is no such module: name the part that is missing, and what is in this folder instead."""
+    parts, name = module.split("."), target.rpartition(".")[2]
+    known = next((n for n in range(len(parts), 0, -1) if spec_of(".".join(parts[:n]))), 0)
+    part = ".".join(parts[: known + 1])
+    if known:
+        return bad(key, target, f"there is no module {part}", f"{'.'.join(parts[:known])} exists: check what is in it")
+    here = sorted(p.stem for p in Path.cwd().glob("*.py")) + sorted(
+        p.parent.name for p in Path.cwd().glob("*/__init__.py")
+    )
+    near = difflib.get_close_matches(part, here, 1, 0.6)
+    rule = f"there is no module {part} in this folder, nor is one installed"
+    if near:
+        return bad(key, target, rule, f"did you mean {key}={'.'.join([near[0], *parts[1:], name])}?")
+    return bad(key, target, rule, f"run the command in the folder of {part}.py, or PYTHONPATH=that folder")
+
+
+def check_spelling(key: str, value: str) -> None:
+    """Reject `net.py`, `./net.py:Net`, `net` and `Net` where `net.Net` is meant."""
+    found = re.fullmatch(r"(?:\./)?([\w/]+?)(\.py)?(?:[:/](\w+))?", value)
+    if found is None:
+        return
+    file, name = Path(f"{found[1]}.py"), found[3]
+    if not file.is_file() and name is None and value.isidentifier():  # only the class is named
+        files = [path for path in sorted(Path.cwd().glob("*.py"))[:MOST_FILES] if value in names_in(path)]
+        file, name = (files[0].relative_to(Path.cwd()), value) if files else (file, None)
+    if file.is_file():
+        module = ".".join(file.with_suffix("").parts)
+        names = [name] if name else likely(key, file) or names_in(file)
+        rule = "your own class or function is named as in Python, MODULE.NAME"
+        fix = f"{key}={module}.{names[0]}" if len(names) == 1 else choice(key, module, "", names)
+        raise bad(key, value, rule, fix)
+
+
+def likely(key: str, file: Path) -> list[str]:
+    """The classes of a file that look like what this group needs; for a loss or schedule, the functions."""
+    methods = {"model": "forward", "data": "dataset", "cluster": "launch"}
+    nodes = definitions(file)
+    if key in methods:
+        return [
+            n.name
+            for n in nodes
+            if isinstance(n, ast.ClassDef) and any(getattr(m, "name", "") == methods[key] for m in n.body)
+        ]
+    return [n.name for n in nodes if isinstance(n, ast.FunctionDef)] if key in ("loss", "schedule") else []
+
+
+def names_in(file: Path) -> list[str]:
+    return [node.name for node in definitions(file)]
+
+
+def definitions(file: Path) -> list[Definition]:
+    """The classes and functions that a file defines; none if it is not valid Python."""
+    try:
+        tree = parsed(str(file), file.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return []
+    return [node for node in statements(tree.body) if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+
+
+def class_source(target: str) -> ast.ClassDef | None:
+    """Return the ast of a class; None: not found, or not decidable without importing its module."""
+    found = source_of(target)
+    return found if isinstance(found, ast.ClassDef) else None
+
+
+def source_of(target: str) -> Definition | None:
+    """Return the ast of a class or function; None: not found, or not decidable without importing its module."""
+    if "." not in target:
+        return None
+    try:
+        return find(target, "_target_")
+    except ValueError:
+        return None
+
+
+def has_method(target: str, method: str) -> bool | None:
+    """Does a class define a method? None: not decidable without importing its module."""
+    found = class_source(target)
+    if found is None:
+        return None
+    if any(isinstance(n, ast.FunctionDef) and n.name == method for n in found.body):
+        return True
+    plain = all(ast.unparse(base) in ("nn.Module", "torch.nn.Module", "Module") for base in found.bases)
+    return False if plain else None

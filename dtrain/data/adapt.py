@@ -1,0 +1,304 @@
+"""Take data as people have it: torch's data sets, a DataLoader, Hugging Face data sets, arrays.
+
+Each becomes what the loader reads: a length, and a batch of any sample ids. A sample's random draws (augmentation) are
+seeded by its number and epoch, so that a resume and every number of ranks see the same data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import logging
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dtrain.config.build import build, locate
+from dtrain.config.files import TARGET
+from dtrain.data.collate import Batch, collated, standard, targets_of
+from dtrain.data.fields import Fields
+from dtrain.errors import bad
+
+log = logging.getLogger("dtrain")
+VALIDATION = ("val", "validation", "valid", "eval", "dev", "test")
+KINDS = (
+    "a data set with __getitem__ and __len__, a DataLoader, a Hugging Face data set, arrays or tensors (inputs, "
+    'targets), or {"train": …, "val": …} of these'
+)
+
+
+def open_data(section: Any, trust: Iterable[str] = ()) -> Any:
+    """Build what `data=` names: an object with dataset(split), which is None for a split that the data lack."""
+    target = section[TARGET]
+    if target.startswith("dtrain."):
+        return build(section, trust)
+    function = locate(target, trust)
+    if not callable(getattr(function, "dataset", None)):
+        split = splits_by(function, section)
+        if split is not None:
+            name, values = split
+            return Source(target, {k: partial(build, section, trust, **{name: v}) for k, v in values.items()})
+    with own_draws():  # a function may split at random: all ranks, and a resume, must split alike
+        seed_draws(0)
+        made = build(section, trust)
+    if callable(getattr(type(made), "dataset", None)):
+        return made
+    return Source(target, {name: partial(lambda part: part, part) for name, part in splits_of(target, made).items()})
+
+
+def splits_by(function: Any, section: Any) -> tuple[str, dict[str, Any]] | None:
+    """Return the argument that chooses the split: `split`, or `train` as in torchvision; None if there is none."""
+    try:
+        names = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+    if "split" in names and "split" not in section:
+        return "split", {"train": "train", "val": "val"}
+    if "train" in names and "train" not in section and names["train"].default in (True, inspect.Parameter.empty):
+        return "train", {"train": True, "val": False}
+    return None
+
+
+class Source:
+    """Data of any kind, by split."""
+
+    def __init__(self, name: str, splits: dict[str, Callable[[], Any]]) -> None:
+        self.name, self.splits = name, splits
+
+    def dataset(self, split: str) -> Any:
+        if split not in self.splits:
+            log.info(
+                f'data={self.name} has no validation split, so nothing is evaluated (return {{"train": …, "val": …}})'
+            )
+            return None
+        with own_draws():
+            seed_draws(0)
+            dataset = adapted(self.name, self.splits[split]())
+        for note in dataset.notes:
+            log.info("data=%s: %s", self.name, note)
+        return dataset
+
+
+def splits_of(name: str, data: Any) -> dict[str, Any]:
+    """Return the parts of what a function or class gave: train, and val if there is one."""
+    if isinstance(data, Mapping) and {"data", "target"} <= data.keys():  # scikit-learn's Bunch
+        return {"train": (data["data"], data["target"])}
+    if isinstance(data, Mapping):
+        if "train" not in data:
+            rule = f"gave a dict with {', '.join(map(str, data)) or 'nothing'}, without train"
+            raise bad("data", name, rule, 'return {"train": …, "val": …}')
+        val = next((split for split in VALIDATION if split in data), None)
+        if val not in (None, "val"):
+            log.info("data=%s: the split %s is used for validation", name, val)
+        return {"train": data["train"]} | ({} if val is None else {"val": data[val]})
+    if isinstance(data, (tuple, list)):
+        sizes = [len(part) if is_array(part) else None for part in data]
+        if len(data) == 4 and None not in sizes:
+            a, b, c, d = data
+            pairs = [((a, c), (b, d)), ((a, b), (c, d))]  # as train_test_split gives them; as two pairs
+            fitting = [p for p in pairs if all(len(x) == len(y) for x, y in p)]
+            if len(fitting) == 2 or not fitting:
+                rule = f"gave four arrays of {sizes} rows, whose pairs are not clear"
+                raise bad("data", name, rule, 'return {"train": (inputs, targets), "val": (inputs, targets)}')
+            return dict(zip(("train", "val"), fitting[0], strict=True))
+        if len(data) == 2 and None not in sizes:
+            return {"train": tuple(data)}
+        if len(data) == 2 and all(is_pair(part) or is_dataset(part) for part in data):
+            return {"train": data[0], "val": data[1]}
+        if isinstance(data, tuple):
+            kinds = ", ".join(type(part).__name__ for part in data)
+            raise bad("data", name, f"gave a tuple of {kinds}", 'return {"train": …, "val": …}')
+    return {"train": data}
+
+
+def is_array(part: Any) -> bool:
+    """Is it an array, a tensor, or a part of a pandas table? A Hugging Face data set has a shape, too."""
+    return (hasattr(part, "dtype") or hasattr(part, "iloc")) and len(getattr(part, "shape", ())) > 0
+
+
+def is_pair(part: Any) -> bool:
+    return isinstance(part, (tuple, list)) and len(part) == 2 and all(map(is_array, part))
+
+
+def is_dataset(part: Any) -> bool:
+    return not isinstance(part, (tuple, list, str)) and (hasattr(part, "__getitem__") or hasattr(part, "__iter__"))
+
+
+def adapted(name: str, data: Any) -> Any:
+    """Return one split as a data set of the loader."""
+    collate = None
+    notes: dict[str, None] = {}
+    order: Any = None
+    if isinstance(data, torch.utils.data.DataLoader):
+        collate, order = of_loader(name, data, notes)
+        data = data.dataset
+    if type(data) is torch.utils.data.TensorDataset and collate is None:
+        data = data.tensors
+    if is_array(data):
+        return Arrays(name, (data,))
+    if isinstance(data, tuple) and data and all(map(is_array, data)):
+        return Arrays(name, data)
+    if isinstance(data, nn.Module):
+        raise bad("data", name, f"is a model ({type(data).__name__}), not data", f"model={name}")
+    is_stream = hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
+    if is_stream or isinstance(data, torch.utils.data.IterableDataset):
+        rule = "can only be iterated, and dtrain reads samples by their number, so that a resume is exact"
+        fix = f"give {type(data).__name__} the methods __getitem__ and __len__, or return a list of its samples"
+        raise bad("data", name, rule, fix)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (str, Mapping)):
+        return Samples(name, data, collate, order, notes)
+    gave = "nothing: it has no return" if data is None else f"a {type(data).__name__}"
+    raise bad("data", name, f"gave {gave}, but data must be {KINDS}", f"change what {name} returns")
+
+
+def of_loader(name: str, loader: Any, notes: dict[str, None]) -> tuple[Any, Any]:
+    """Return a DataLoader's collate function, and the sampler that decides the order; None: dtrain shuffles."""
+    from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+
+    notes["batch size and processes of the DataLoader are those of dtrain: train.global_batch_size, loader_workers"] = (
+        None
+    )
+    sampler = loader.batch_sampler
+    if sampler is not None and type(sampler) is not BatchSampler:
+        rule = (
+            f"has a {type(sampler).__name__}, which decides what is in a batch, but dtrain divides batches over ranks"
+        )
+        raise bad("data", name, rule, "a DataLoader with sampler= or shuffle=True, and train.global_batch_size")
+    order = loader.sampler
+    if isinstance(order, DistributedSampler):  # each rank's own list, of a part of the samples
+        notes["dtrain divides the samples over the ranks itself: the DistributedSampler is not used"] = None
+        return loader.collate_fn, None if order.shuffle else SequentialSampler(loader.dataset)
+    if type(order) is RandomSampler and not order.replacement and order._num_samples is None:
+        return loader.collate_fn, None
+    if type(order) is SequentialSampler:
+        notes["the DataLoader does not shuffle, so the samples are read in order"] = None
+    return loader.collate_fn, order
+
+
+# ---- what the loader reads -----------------------------------------------------------------------------------
+
+
+class Arrays:
+    """Arrays or tensors in memory: inputs, and targets if there are any."""
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, name: str, arrays: tuple[Any, ...]) -> None:
+        if len({len(part) for part in arrays}) > 1:
+            rule = f"has arrays of {' and '.join(str(len(part)) for part in arrays)} rows"
+            raise bad("data", name, rule, "one row for each sample in all of them")
+        if any(hasattr(part, "tocsr") for part in arrays):
+            raise bad("data", name, "is a sparse matrix", "return its toarray()")
+        wanted = [part.to_numpy() if hasattr(part, "to_numpy") else part for part in arrays]
+        given = [part if isinstance(part, Tensor) else torch.from_numpy(np.asarray(part)) for part in wanted]
+        parts = [standard(part.detach().cpu()) for part in given]
+        if any(part.dtype == torch.float64 for part in given):
+            self.notes = ("float64 values are used as float32",)
+        self.inputs: Any = parts[0] if len(parts) <= 2 else Fields(tuple(parts[:-1]))
+        self.targets = targets_of(parts[-1]) if len(parts) > 1 else torch.zeros(len(parts[0]), 0)
+        self.masked = counts_targets(self.targets)
+
+    @property
+    def fingerprint(self) -> str:
+        """Identify the arrays: shapes, dtypes and 256 rows."""
+        digest = hashlib.sha256()
+        rows = torch.from_numpy(np.linspace(0, len(self) - 1, min(256, len(self))).astype(np.int64))
+        for part in (*self.parts(), self.targets):
+            digest.update(f"{part.shape} {part.dtype}".encode())
+            digest.update(part[rows].contiguous().view(torch.uint8).numpy().tobytes() if part.numel() else b"")
+        return digest.hexdigest()[:16]
+
+    def parts(self) -> list[Tensor]:
+        return [t for _, t in self.inputs.leaves()] if isinstance(self.inputs, Fields) else [self.inputs]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def batch(self, indices: np.ndarray) -> Batch:
+        rows: Any = torch.from_numpy(np.asarray(indices))
+        return self.inputs[rows], self.targets[rows]
+
+
+class Samples:
+    """A map-style data set. It is read in a process of its own, because a sample may draw random numbers."""
+
+    draws = True
+    own_process = True
+
+    def __init__(self, name: str, data: Any, collate: Any, order: Any, notes: dict[str, None]) -> None:
+        self.name, self.data, self.collate, self.sampler, self.noted = name, data, collate, order, notes
+        if type(data).__module__.startswith("datasets.") and data.format["type"] is None and collate is None:
+            self.data = data.with_format("torch")
+        # all rows at once, if no function of the user runs for each
+        self.at_once = type(data).__module__.startswith("datasets.") and data.format["type"] != "custom"
+        self.is_masked = getattr(data, "masked", None)
+        if len(self) and self.is_masked is None:
+            self.is_masked = counts_targets(self.batch(np.array([0]), np.zeros(1, np.uint64))[1])
+
+    @property
+    def notes(self) -> list[str]:
+        return list(self.noted)
+
+    @property
+    def masked(self) -> bool:
+        return bool(self.is_masked)
+
+    @property
+    def fingerprint(self) -> str:
+        return str(getattr(self.data, "fingerprint", ""))
+
+    def __len__(self) -> int:
+        return len(self.data) if self.sampler is None else len(self.sampler)
+
+    def order(self, seed: int, epoch: int) -> np.ndarray | None:
+        """Return the order in which a sampler of the user reads an epoch; None: the loader shuffles."""
+        if self.sampler is None:
+            return None
+        with own_draws():
+            seed_draws(key := int(np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0]))
+            if getattr(self.sampler, "generator", None) is not None:
+                self.sampler.generator.manual_seed(key % 2**63)
+            if callable(getattr(self.sampler, "set_epoch", None)):
+                self.sampler.set_epoch(epoch)
+            return np.fromiter(self.sampler, np.int64)
+
+    def batch(self, indices: np.ndarray, keys: np.ndarray) -> Batch:
+        with own_draws():
+            seed_draws(int(keys[0]) if len(keys) else 0)
+            if self.at_once:
+                samples = self.data.__getitems__([int(i) for i in indices])
+            else:
+                samples = []
+                for index, key in zip(indices, keys, strict=True):
+                    seed_draws(int(key))
+                    samples.append(self.data[int(index)])
+            return collated(samples, self.collate, self.noted)
+
+
+def counts_targets(targets: Any) -> bool:
+    """Return whether samples may differ in their number of targets that are not -100: sequences of class numbers."""
+    return isinstance(targets, Tensor) and targets.dim() > 1 and not targets.is_floating_point()
+
+
+@contextlib.contextmanager
+def own_draws() -> Iterator[None]:
+    """Restore the random generators afterwards: those of the model are not the data's."""
+    state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(state[0])
+        np.random.set_state(state[1])
+        torch.set_rng_state(state[2])
+
+
+def seed_draws(key: int) -> None:
+    random.seed(key)
+    np.random.seed(key % 2**32)
+    torch.default_generator.manual_seed(key % 2**63)

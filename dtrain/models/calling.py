@@ -1,0 +1,154 @@
+"""How a user's model is called with a batch, and what the loss is in that which it returns.
+
+model(inputs, targets)                    forward(self, inputs, targets=None)
+model(**batch)                            forward(self, input_ids, attention_mask=None, labels=None)
+model(batch)                              forward(self, batch): the batch as the data set gives it
+model(a, b, targets)                      forward(self, a, b, targets): samples of three
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.data.fields import TARGETS, Fields, has_targets
+from dtrain.errors import bad
+from dtrain.models import losses
+
+log = logging.getLogger("dtrain")
+FIX = "return the loss, or an object with .loss or ['loss'], a tuple that starts with it, or a dict of losses"
+
+
+class Call:
+    """Calls a model's own forward. `targets` is the name of its argument for them, None if it takes none by name."""
+
+    def __init__(self, forward: Callable[..., Any], name: str) -> None:
+        self.name = name
+        parameters = list(inspect.signature(forward).parameters.values())
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        self.names = [p.name for p in named]
+        self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        self.positional = [p.name for p in named if p.kind is not p.KEYWORD_ONLY]
+        self.target = next((name for name in TARGETS if name in self.names), None)
+        self.takes_batch = self.names[:1] == ["batch"] or (len(self.names) == 1 and not self.takes_more)
+        # forward(x, y): the second argument is the targets, whatever its name, if none has a usual name
+        second = self.positional[1] if len(self.positional) > 1 else None
+        self.in_second = second is not None and (second == self.target or self.target is None)
+
+    def __call__(self, forward: Callable[..., Any], inputs: Any, targets: Any = None) -> Any:
+        given = targets is not None and has_targets(targets)
+        targets = plain(targets)
+        if isinstance(inputs, Fields):
+            return self.with_fields(forward, inputs, targets if given else None)
+        if not given:
+            return forward(inputs)
+        if self.names == ["batch"]:
+            return forward((inputs, targets))
+        if self.in_second or self.target is None:
+            return forward(inputs, targets)
+        return forward(inputs, **{self.target: targets})
+
+    def with_fields(self, forward: Callable[..., Any], inputs: Fields, targets: Any) -> Any:
+        beside = {} if targets is None else {self.target or inputs.target or "labels": targets}
+        if isinstance(inputs.values, tuple):
+            if self.names == ["batch"]:
+                return forward((*inputs.values, targets))
+            by_name = self.target is not None and self.target not in self.positional[: len(inputs.values) + 1]
+            return forward(*inputs.values, **beside) if by_name else forward(*inputs.values, *beside.values())
+        values = inputs.values
+        taken = {name: value for name, value in values.items() if name in self.names}
+        if self.takes_batch and not taken:
+            if self.names != ["batch"] and len(values) == 1 and targets is None:  # forward(x), of an image and a label
+                return forward(*values.values())
+            return forward(values if targets is None else values | {inputs.target or "labels": targets})
+        return forward(**taken, **(beside if self.target or self.takes_any else {}))
+
+    def check(self, inputs: Any) -> None:
+        """Before the first step: reject a batch that the model does not take, and log which fields it does not use."""
+        if not isinstance(inputs, Fields) or isinstance(inputs.values, tuple) or self.takes_batch:
+            return
+        unused = [name for name in inputs.values if name not in self.names]
+        if len(unused) == len(inputs.values):
+            rule = f"{self.name}.forward takes {', '.join(self.names)}, but the batch has {', '.join(inputs.values)}"
+            raise bad("data", "…", rule, f"return a dict with the key {self.names[0]!r}, or name the argument `batch`")
+        if unused:
+            log.info("%s.forward has no argument %s: left out", self.name, ", ".join(unused))
+
+
+def plain(targets: Any) -> Any:
+    """Return targets as the data set gave them: a dict or tuple instead of Fields."""
+    return targets.values if isinstance(targets, Fields) else targets
+
+
+def loss_in(model: Any, outputs: Any, name: str) -> Tensor:
+    """Return the loss in what a model returned; in evaluation followed by its parts, if it is a sum of several."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(found, Tensor) and found.dim() == 0:
+        return found
+    if isinstance(outputs, Mapping) and not isinstance(found, Tensor):
+        outputs = found if isinstance(found, Mapping) else outputs
+        parts = {k: v for k, v in outputs.items() if isinstance(v, Tensor) and v.dim() == 0}
+        if parts and len(parts) == len(outputs):
+            total = torch.stack([part.float() for part in parts.values()]).sum()
+            if model.training:
+                return total
+            model.eval_metrics = tuple(parts)
+            return torch.stack([total, *(part.float() for part in parts.values())])
+    if isinstance(outputs, tuple) and outputs and isinstance(outputs[0], Tensor) and outputs[0].dim() == 0:
+        return outputs[0]
+    kind = f"a dict with {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else type(outputs).__name__
+    raise bad("loss", "own", f"{name}.forward returned {kind}, without a loss", FIX)
+
+
+def scores(outputs: Any) -> Any:
+    """Return the tensor that a loss compares with targets: Hugging Face models return it as .logits."""
+    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    if isinstance(outputs, Tensor) or not isinstance(found, Tensor):
+        return outputs
+    return found
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Return whether a Hugging Face model compares each place with the next label: labels are the inputs then."""
+    function = getattr(model, "loss_function", None) if hasattr(model, "loss_type") else None
+    return getattr(function, "__name__", "") == "ForCausalLMLoss"
+
+
+def call_of(model: Any) -> Call:
+    """Return how the model is called; kept on the model, because its forward() will be another."""
+    if not isinstance(getattr(model, "batch_call", None), Call):
+        model.batch_call = Call(model.forward, type(model).__name__)
+    return model.batch_call
+
+
+def own_loss(model: nn.Module) -> Callable[..., Any]:
+    """Return a forward(inputs, targets=None) for a model that computes its loss itself."""
+    name, shifts = type(model).__name__, shifts_labels(model)
+    call = call_of(model)
+    if call.target is None and (
+        hasattr(model, "loss_type") or (not call.in_second and not call.takes_more and call.names[:1] != ["batch"])
+    ):
+        rule = f"{name}.forward({', '.join(call.names)}) takes no targets"
+        raise bad("loss", "own", f"{rule}, so nothing computes a loss", losses.FIX)
+
+    @functools.wraps(type(model).forward)  # others look at its signature: a cache to sample with, a pipeline's source
+    def forward(self: Any, inputs: Any, targets: Any = None, **more: Any) -> Any:
+        own = type(self).forward.__get__(self)
+        if more:
+            return own(inputs, **({} if targets is None else {call.positional[1]: targets}), **more)
+        if targets is None:
+            return call(own, inputs)
+        if shifts and isinstance(inputs, Tensor):  # our targets are not the inputs: each is that of its own place
+            return losses.cross_entropy(scores(call(own, inputs)), targets)
+        return loss_in(self, call(own, inputs, targets), name)
+
+    return forward

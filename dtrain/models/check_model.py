@@ -1,0 +1,41 @@
+"""Check what a model class of the user has made: an nn.Module that knows all of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from dtrain.errors import bad
+
+
+def check(model: Any) -> None:
+    """Reject what is no module, and weights that PyTorch does not see because they are in a plain list."""
+    if not isinstance(model, nn.Module):
+        rule = "is a class, not an object of it" if isinstance(model, type) else "is not a torch.nn.Module"
+        fix = "a class with `class Net(nn.Module)`, or a function that returns an object of one"
+        raise bad("model", getattr(model, "__name__", type(model).__name__), f"what it gives {rule}", fix)
+    known = {id(module) for module in model.modules()}
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules") or not isinstance(value, (list, tuple, dict)):
+                continue
+            for item in inside(value):
+                hidden = isinstance(item, nn.Parameter) or (
+                    isinstance(item, nn.Module) and id(item) not in known and any(True for _ in item.parameters())
+                )
+                if hidden and not (isinstance(item, nn.Parameter) and any(item is p for p in model.parameters())):
+                    place = f"{prefix}.{name}" if prefix else name
+                    kind = "Module" if isinstance(item, nn.Module) else "Parameter"
+                    wanted = f"nn.{kind}{'Dict' if isinstance(value, dict) else 'List'}"
+                    rule = f"{place} is a plain {type(value).__name__} of {kind.lower()}s, which are not trained"
+                    raise bad("model", type(model).__name__, rule, f"self.{name} = {wanted}(…)")
+
+
+def inside(value: Any) -> Iterator[Any]:
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, (list, tuple, dict)):
+            yield from inside(item)
+        else:
+            yield item

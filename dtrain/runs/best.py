@@ -1,0 +1,43 @@
+"""Which checkpoint of a run is the best one, by the metric of `checkpoint.keep_best`.
+
+The manifest of each checkpoint has the metrics of the evaluation at its step. So the best one is found from the
+checkpoints that are there: no further file can disagree with them after a crash, a copy or a fork.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dtrain.runs.folder import read_json
+from dtrain.runs.metrics import larger_is_better
+from dtrain.util.format import as_dict, finite
+
+METRICS = "metrics"  # the key in a manifest
+
+
+def rank_of(value: object, mode: str) -> float | None:
+    """Return a number that is smaller for a better value; None: not a finite number, and so never the best."""
+    found = finite(value)
+    return None if found is None else -found if mode == "max" else found
+
+
+def mode_of(metric: str, given: str | None) -> str | None:
+    """Return min or max; None: the name does not tell which, and nothing is given."""
+    if given is not None:
+        return given
+    larger = larger_is_better(metric)
+    return None if larger is None else "max" if larger else "min"
+
+
+def best_of(metrics: Mapping[int, Mapping[str, Any]], metric: str, mode: str) -> int | None:
+    """Return the step with the best value, of `metrics` by step; the earlier one of two equals."""
+    found = {step: rank_of(values.get(metric), mode) for step, values in metrics.items()}
+    ranked = sorted((value, step) for step, value in found.items() if value is not None)
+    return ranked[0][1] if ranked else None
+
+
+def saved_metrics(folders: Iterable[Path]) -> dict[int, dict[str, Any]]:
+    """Return the metrics of each checkpoint by its step, without verifying anything."""
+    return {int(path.name[5:]): as_dict(read_json(path / "manifest.json").get(METRICS)) for path in folders}

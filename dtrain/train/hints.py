@@ -1,0 +1,66 @@
+"""What to do about errors that torch raises for a mistake in a model, a loss or data; the error itself stays."""
+
+from __future__ import annotations
+
+import re
+
+from dtrain.errors import chain
+
+# (words of torch's message, what to do about it)
+HINTS: tuple[tuple[str, str], ...] = (
+    (
+        r"element 0 of tensors does not require grad",
+        "the loss depends on no weight: look for .detach(), .item(), torch.no_grad() or torch.tensor(loss) in forward "
+        "and in the loss",
+    ),
+    (
+        r"Target -?\d+ is out of bounds|index out of range in self",
+        "a class number (or token) is at least the number of outputs (or embeddings), or negative: check the targets "
+        "and the size of the last layer (or of the embedding)",
+    ),
+    (
+        r"modified by an inplace operation",
+        "an operation in forward changes a tensor that the backward pass needs (+=, relu_, x[i] = …): write it "
+        "without, as x = x + y",
+    ),
+    (
+        r"Torch not compiled with CUDA|Found no NVIDIA driver|No CUDA GPUs are available|CUDA error: invalid device",
+        "no .cuda() and no device names: dtrain moves the model and the batch; a new tensor takes device=x.device",
+    ),
+    (
+        r"[Oo]n the same device|device meta is not on the expected device|not on the expected device",
+        "create tensors on the device of the inputs, torch.zeros(…, device=x.device), and keep constants with "
+        "register_buffer",
+    ),
+    (
+        r"mat1 and mat2 shapes cannot be multiplied|size mismatch|expected input.* to have \d+ channels",
+        "the layer on that line expects another number of features than it gets",
+    ),
+    (
+        r"stack expects each tensor to be equal size",
+        "samples of one batch have different shapes: pad or crop them to one shape",
+    ),
+    (
+        r"mat1 and mat2 must have the same dtype|expected scalar type|expected m1 and m2 to have the same dtype",
+        "inputs and weights have different dtypes: give inputs as float32, x.float()",
+    ),
+    (r"not implemented for '(Long|Int|Byte|Bool|Half)'", "this operation needs floating point numbers: x.float()"),
+    (
+        r"before Module\.__init__\(\) call",
+        "call super().__init__() on the first line of __init__",
+    ),
+    (
+        r"backward through the graph a second time",
+        "a tensor of an earlier step is kept, for example in self: detach() it when it is kept",
+    ),
+    (
+        r"takes \d+ positional arguments? but \d+ were given|missing \d+ required positional argument",
+        "compare the arguments of that function with the call (docs/your-own.md)",
+    ),
+)  # fmt: skip
+
+
+def hint(error: BaseException) -> str:
+    """Return what to do about an error, or "" if nothing is known."""
+    texts = [str(one) for one in chain(error)]
+    return next((fix for words, fix in HINTS if any(re.search(words, text) for text in texts)), "")

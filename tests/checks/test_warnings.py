@@ -1,0 +1,72 @@
+"""What is allowed and probably a mistake is said in one line with its numbers, and its fix is accepted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dtrain.checks.validate import validate
+from dtrain.checks.warnings import warnings
+from dtrain.config.files import RECIPES
+from dtrain.launch import arguments
+from tests.config.test_files import compose
+
+
+@pytest.fixture(autouse=True)
+def on_two_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 0)
+    monkeypatch.setattr("dtrain.checks.warnings.count_gpus", lambda: 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+
+
+def fixed(line: str) -> str:
+    return line.partition("; fix: ")[2]
+
+
+def test_a_warm_up_longer_than_the_run() -> None:
+    overrides = ["cluster.processes=2", "train.steps=100"]
+    (line,) = warnings(compose(*overrides, "schedule.warmup_steps=499"))
+    assert "\n" not in line and "schedule.warmup_steps=499" in line and "train.steps=100" in line and " 20% " in line
+    assert not list(warnings(compose(*overrides, fixed(line))))
+    assert not list(warnings(compose(*overrides, "schedule.warmup_steps=100")))
+
+
+def test_a_first_try_of_a_few_steps_keeps_the_default_without_a_word() -> None:
+    config = compose("cluster.processes=2", "train.steps=5")
+    assert config["schedule"]["warmup_steps"] == 20 and not list(warnings(config))
+
+
+def test_many_more_processes_than_cores() -> None:
+    overrides = ["train.global_batch_size=200", "cluster.processes=200"]
+    (line,) = warnings(compose(*overrides))
+    assert "\n" not in line and "cluster.processes=200 on a machine with 2 cores: 100 share a core" in line
+    assert fixed(line) == "cluster.processes=2"
+    assert not list(warnings(compose(*overrides[:1], fixed(line))))
+
+
+def test_the_number_of_processes_that_is_named_suits_the_other_settings() -> None:
+    overrides = ["strategy=tensor", "strategy.tp=4", "train.global_batch_size=32"]
+    (line,) = warnings(compose(*overrides, "cluster.processes=32"))
+    assert fixed(line) == "cluster.processes=4"
+    validate(compose(*overrides, fixed(line)))
+
+
+def test_several_ranks_on_a_small_machine_are_usual() -> None:
+    config = compose("cluster.processes=2")
+    for ranks in (1, 2, 4, 8, 16):
+        assert not list(warnings(config | {"cluster": config["cluster"] | {"processes": ranks}}))
+
+
+def test_ranks_of_a_cluster_have_their_own_cores() -> None:
+    config = compose("cluster=slurm", "cluster.nodes=2", "cluster.processes=64", "train.global_batch_size=128")
+    assert not list(warnings(config))
+
+
+def test_no_recipe_warns() -> None:
+    arguments.store_recipes()
+    for path in RECIPES.glob("*.yaml"):
+        if "\nscript:" not in path.read_text():
+            assert not list(warnings(compose(f"recipe={path.stem}"))), path.stem

@@ -1,0 +1,191 @@
+"""Data as people have them: taken as it is, in an exact order, and refused with what to write."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler, TensorDataset
+
+from dtrain.checks import own_data as check_own
+from dtrain.commands.verify.compare import compare
+from dtrain.data import adapt
+from dtrain.data.adapt import adapted, open_data, splits_of
+from dtrain.data.collate import as_batch, collated
+from dtrain.data.fields import Fields, has_targets
+from dtrain.data.loader import Loader
+from dtrain.launch.python_objects import name_of
+from tests.data import own_data as mine
+from tests.own_runs import own_run
+from tests.world import losses, summary
+
+ME = "tests.data.own_data"
+
+
+def batches(data: Any, *place: int, size: int = 8, count: int = 8) -> list[Any]:
+    loader = Loader(data, size, 0, *place)
+    try:
+        return [loader.batch(position * size) for position in range(count)]
+    finally:
+        loader.close()
+
+
+# ---- what is taken -------------------------------------------------------------------------------------------
+
+
+def test_draws_of_a_sample_depend_on_its_position_only() -> None:
+    data = adapted("d", mine.Drawing())
+    torch.manual_seed(1)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    whole, halves = batches(data), [batches(data, rank, 2) for rank in range(2)]
+    assert torch.equal(before[0], torch.get_rng_state()) and np.array_equal(before[1], np.random.get_state()[1])
+    for (x, y), *parts in zip(whole, *halves, strict=True):
+        assert torch.equal(x, torch.cat([part[0] for part in parts]))
+        assert torch.equal(y, torch.cat([part[1] for part in parts]))
+    later = Loader(data, 8, 0)
+    assert torch.equal(later.batch(7 * 8)[0], whole[7][0]), "a resume starts anywhere"
+    later.close()
+    assert not torch.equal(whole[0][0], whole[6][0]), "another epoch draws anew"
+
+
+def test_dicts_tuples_and_things_that_are_not_numbers() -> None:
+    notes: dict[str, None] = {}
+    inputs, targets = collated([mine.Dicts()[i] for i in range(4)], None, notes)
+    assert isinstance(inputs, Fields) and set(inputs.values) == {"x", "scale"} and inputs.target == "labels"
+    assert targets.tolist() == [0, 1, 2, 0] and inputs.values["scale"].dtype == torch.float32  # type: ignore[index]
+    assert [note.split()[0] for note in notes] == ["text", "float64"]
+    parts = inputs.split(3)
+    assert [len(part) for part in parts] == [3, 1] and len(inputs[:2]) == 2 and inputs.numel() == 32
+    assert parts[1].to(torch.float64).values["x"].dtype == torch.float64  # type: ignore[index]
+    three, last = collated([(1.0, 2.0, 3)] * 2, None, notes)
+    assert isinstance(three.values, tuple) and len(three.values) == 2 and last.tolist() == [3, 3]
+    alone, none = as_batch(torch.ones(5, 2), notes)
+    assert alone.shape == (5, 2) and not has_targets(none) and len(none.split(2)) == 3
+    rows, _ = collated([{"input_ids": [1, 2, 3], "labels": 1}] * 2, None, notes)
+    assert rows.values["input_ids"].tolist() == [[1, 2, 3]] * 2  # type: ignore[index]
+    with pytest.raises(ValueError, match=r"one number for the whole batch.*\n  fix: "):
+        as_batch({"x": torch.ones(2), "loss_weight": torch.tensor(1.0)}, notes)
+
+
+def test_splits_by_argument_and_pictures(caplog: pytest.LogCaptureFixture) -> None:
+    source = open_data({"_target_": f"{ME}.Pictures"}, [ME])
+    train_set, val_set = source.dataset("train"), source.dataset("val")
+    assert (len(train_set), len(val_set)) == (32, 16)
+    inputs, targets = batches(train_set)[0]
+    assert inputs.shape == (8, 3, 4, 4) and inputs.dtype == torch.float32 and 0 <= float(inputs.max()) <= 1
+    assert "PIL image" in train_set.notes[0] and targets.dtype == torch.int64
+    fixed = open_data({"_target_": f"{ME}.Pictures", "train": True}, [ME])
+    caplog.set_level("INFO", logger="dtrain")
+    assert fixed.dataset("val") is None and "nothing is evaluated" in caplog.text
+
+
+def test_arrays() -> None:
+    data = open_data({"_target_": f"{ME}.digits"}, [ME])
+    train_set, val_set = data.dataset("train"), data.dataset("val")
+    assert (len(train_set), len(val_set)) == (1347, 450)
+    x, y = batches(train_set)[0]
+    assert x.dtype == torch.float32 and y.dtype == torch.int64 and "float32" in train_set.notes[0]
+    assert train_set.fingerprint == adapted("d", tuple(mine.digits()[::2])).fingerprint != val_set.fingerprint
+    pairs = TensorDataset(torch.ones(4, 2), torch.zeros(4, dtype=torch.uint8))
+    assert type(adapted("d", pairs)) is adapt.Arrays and adapted("d", pairs).targets.dtype == torch.int64
+    assert splits_of("d", (np.ones((4, 2)), np.ones(4))).keys() == {"train"}
+    with pytest.raises(ValueError, match="pairs are not clear"):
+        splits_of("d", [np.ones(4)] * 4)
+    with pytest.raises(ValueError, match="4 and 3 rows"):
+        adapted("d", (np.ones(4), np.ones(3)))
+
+
+def test_a_data_loader_keeps_its_collate_function_and_order() -> None:
+    given, held_out = splits_of("d", mine.loader()).values()
+    inputs, targets = batches(adapted("d", given))[0]
+    assert isinstance(inputs, Fields) and list(inputs.values) == ["x"] and targets.shape == (8,) and len(held_out) == 16
+    unshuffled = adapted("d", mine.in_order())
+    assert batches(unshuffled)[0][1].tolist() == [i % 3 for i in range(8)] and "in order" in unshuffled.notes[1]
+    drawn = adapted("d", mine.weighted())
+    loader = Loader(drawn, 8, 0)
+    assert len(drawn) == 40 and loader.indices(0).max() < 24
+    assert loader.indices(0).tolist() == Loader(adapted("d", mine.weighted()), 8, 0).indices(0).tolist()
+    assert loader.indices(0).tolist() != loader.indices(40).tolist()
+
+
+def test_hugging_face_data_sets(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = {"input_ids": [[i, i + 1] for i in range(12)], "label": [i % 2 for i in range(12)], "text": ["a"] * 12}
+    whole = datasets.Dataset.from_dict(rows).train_test_split(test_size=4, shuffle=False)
+    whole.save_to_disk(str(tmp_path / "saved"))
+    parts = splits_of("d", datasets.load_from_disk(str(tmp_path / "saved")))
+    assert parts.keys() == {"train", "val"}
+    inputs, targets = batches(adapted("d", parts["train"]), size=4)[0]
+    assert inputs.values["input_ids"].shape == (4, 2) and targets.shape == (4,) and inputs.target == "label"
+    assert torch.equal(inputs.values["input_ids"][:, 0] % 2, targets)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        ("nothing", "gave nothing: it has no return"),
+        ("Net", "is a model"),
+        ("stream", "can only be iterated"),
+    ],
+)
+def test_other_things_are_refused(data: str, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"data={ME}.{data}: .*{words}.*\n  fix: "):
+        open_data({"_target_": f"{ME}.{data}"}, [ME]).dataset("train")
+
+
+@pytest.mark.parametrize(
+    "data, words", [("Net", "is a model"), ("Useless", "has none of dataset"), ("Stream", "can only be iterated")]
+)
+def test_what_the_source_shows_is_refused_by_the_launcher(data: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_own.check({"data": {"_target_": f"{ME}.{data}"}})
+
+
+@pytest.mark.parametrize("thing", [mine.loader()[0], np.ones(3), {"train": 1}, mine.Drawing()])
+def test_an_object_is_answered_with_the_function_to_write(thing: Any) -> None:
+    with pytest.raises(ValueError, match=r"is an object of this process.*\n  fix: def my_data\(\): return "):
+        name_of("data", thing)
+
+
+# ---- real runs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model, data", [("Named", "Dicts"), ("Whole", "loader")])
+def test_a_stopped_run_goes_on_exactly_and_another_strategy_follows(model: str, data: str, tmp_path: Path) -> None:
+    words = (f"model={ME}.{model}", f"data={ME}.{data}")
+    whole = own_run(tmp_path / "whole", 2, *words, "strategy=ddp")
+    first = own_run(tmp_path / "first", 2, *words, "train.stop_after=3")
+    again = own_run(first, 2, *words)
+    assert losses(again) == losses(whole), "every bit"
+    assert summary(again)["weights_sha256"] == summary(whole)["weights_sha256"]
+    if model == "Whole":
+        found = summary(whole)
+        assert found["val_entropy"] + found["val_size"] == pytest.approx(found["val_loss"])
+    alone = own_run(tmp_path / "fsdp", 1, *words, "train.micro_batch_size=2")
+    for other in (own_run(tmp_path / "fsdp-2", 2, *words, "strategy=fsdp"), whole):
+        assert compare(other, alone).loss <= 1e-5
+
+
+def test_our_models_take_no_dicts(tmp_path: Path) -> None:
+    run = own_run(tmp_path / "run", 1, "model=gpt2-tiny", f"data={ME}.Dicts", code=2)
+    assert "dtrain's models take one tensor" in (run / "logs" / "rank-0.log").read_text()
+
+
+def test_validation_reads_what_its_own_sampler_reads() -> None:
+    parts = (SubsetRandomSampler(range(90)), SubsetRandomSampler(range(90, 100)))
+    numbers = TensorDataset(torch.arange(100.0), torch.arange(100))
+    train, val = (adapted("x", DataLoader(numbers, batch_size=5, sampler=sampler)) for sampler in parts)
+    assert set(Loader(val, 5, seed=0, shuffle=False).indices(0)) <= set(range(90, 100))
+    assert max(Loader(train, 90, seed=0).indices(0)) < 90
+
+
+def test_a_distributed_sampler_is_not_applied_twice() -> None:
+    numbers = TensorDataset(torch.arange(12.0), torch.arange(12))
+    sampler = DistributedSampler(numbers, num_replicas=3, rank=1, shuffle=True)
+    data = adapted("x", DataLoader(numbers, batch_size=2, sampler=sampler))
+    assert len(data) == 12 and sorted(Loader(data, 12, seed=0).indices(0)) == list(range(12))
+    assert any("DistributedSampler" in note for note in data.notes)

@@ -1,0 +1,221 @@
+"""Mistakes as newcomers make them in their own code: an edit of a small good file, or a word of the command line.
+
+tests/test_mistakes.py runs them; `python -m tests.mistakes_run > mistakes.md` prints what a person sees of each, for a
+reader who judges the messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NET = """\
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, dim: int = 8, depth: int = 2):
+        super().__init__()
+        self.first = nn.Linear(4, dim)
+        self.blocks = nn.ModuleList(nn.Linear(dim, dim) for _ in range(depth))
+        self.last = nn.Linear(dim, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return self.last(x)
+
+
+class Samples:
+    def __init__(self, seed, count):
+        self.x = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
+        self.y = (self.x[:, 0] > 0).long() + (self.x[:, 1] > 0).long()
+
+    def __len__(self):
+        return len(self.x)
+
+    def batch(self, indices):
+        return self.x[indices], self.y[indices]
+
+
+class Points:
+    def __init__(self, count: int = 64):
+        self.count = count
+
+    def dataset(self, split):
+        return Samples(0 if split == "train" else 1, self.count)
+
+
+def my_loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets)
+"""
+COMMAND = (
+    "launch model=net.Net data=net.Points loss=cross_entropy train.steps=4 train.global_batch_size=8 "
+    "schedule.warmup_steps=1 cluster.processes=1"
+)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake, the exit code, and words that its message must contain."""
+
+    name: str
+    code: int
+    words: tuple[str, ...]
+    argv: tuple[str, ...] = ()  # words of the command line that replace those of COMMAND, or are added
+    edits: tuple[tuple[str, str], ...] = ()  # old and new text in net.py
+    fix: str = ""  # what the message tells to type: a dry run with it must be accepted
+
+    @property
+    def source(self) -> str:
+        text = NET
+        for old, new in self.edits:
+            assert old in text, (self.name, old)
+            text = text.replace(old, new)
+        return text
+
+    @property
+    def command(self) -> list[str]:
+        return replaced(COMMAND.split(), self.argv)
+
+
+def replaced(argv: list[str], words: tuple[str, ...]) -> list[str]:
+    keys = {word.partition("=")[0] for word in words}
+    return [word for word in argv if word.partition("=")[0] not in keys] + list(words)
+
+
+def typo(name: str, argv: str, *words: str, fix: str = "") -> Mistake:
+    """A mistake on the command line, found before anything starts."""
+    return Mistake(name, 2, words, tuple(argv.split()), fix=fix)
+
+
+def edit(name: str, code: int, old: str, new: str, *words: str, argv: str = "", fix: str = "") -> Mistake:
+    """A mistake in net.py."""
+    return Mistake(name, code, words, tuple(argv.split()), ((old, new),), fix)
+
+
+NAMES = [
+    typo("a misspelt class", "model=net.Nett", "model=net.Nett", "net.py has no Nett", fix="model=net.Net"),
+    typo("the same with data that needs model.seq_len", "model=net.Nett data=text", "net.py has no Nett"),
+    typo("a misspelt module", "model=nett.Net", "there is no module nett", fix="model=net.Net"),
+    typo("the file instead of the class", "model=net.py", "model=net.py", "MODULE.NAME", fix="model=net.Net"),
+    typo("the module instead of the class", "model=net", "model=net:", "MODULE.NAME", fix="model=net.Net"),
+    typo("only the class", "model=Net", "model=Net:", "MODULE.NAME", fix="model=net.Net"),
+    typo("a path with a colon", "model=./net.py:Net", "MODULE.NAME", fix="model=net.Net"),
+    typo("a misspelt loss", "loss=net.myloss", "net.py has no myloss", fix="loss=net.my_loss"),
+    typo("a misspelt optimizer of torch", "optim=torch.optim.RAdamm", "has no RAdamm", fix="optim=torch.optim.RAdam"),
+    edit("a value instead of a class", 2, "class Samples", "thing = 3\n\n\nclass Samples", "net.py:19", "not a class",
+         argv="model=net.thing", fix="model=net.Net"),
+    edit("a syntax error", 2, "forward(self, x):", "forward(self, x)", "net.py:12 is not valid Python", "expected ':'"),
+    edit("an indentation error", 2, "        x = self.first(x)\n", "       x = self.first(x)\n", "net.py:1", "indent"),
+]  # fmt: skip
+RAISES = [
+    edit("a missing package", 2, "import torch\n", "import torch\nimport einops2\n", "net.py:2 imports einops2",
+         "pip install einops2"),
+    edit("a wrong shape", 3, "nn.Linear(4, dim)", "nn.Linear(5, dim)", "shapes cannot be multiplied",
+         "net.py:13 in forward", "x = self.first(x)"),
+    edit("an error in a loader process", 3, "self.y[indices]", "self.z[indices]", "no attribute 'z'",
+         "net.py:28 in batch", argv="train.loader_workers=1"),
+]  # fmt: skip
+TARGETS = "self.x[indices], self.y[indices]"
+DATA = [
+    typo("no samples", "data.count=0", "has no samples"),
+    edit("batch gives fewer", 2, TARGETS, "self.x[indices][:3], self.y[indices][:3]", "asked for 8 samples",
+         "returned 3 inputs"),
+    edit("batch gives fewer targets", 2, TARGETS, "self.x[indices], self.y[indices][:-1]", "targets",
+         "one row for each index"),
+    edit("batch gives more", 2, TARGETS, "self.x[:16], self.y[:16]", "returned 16 inputs"),
+    edit("batch ignores the indices", 2, TARGETS, "self.x, self.y", "returned 64 inputs"),
+    edit("batch gives one tensor", 2, TARGETS, "self.x[indices]", "not a pair (inputs, targets)"),
+    edit("batch gives three", 2, TARGETS, "self.x[indices], self.y[indices], indices", "a tuple of 3"),
+    edit("batch gives nothing", 2, "return " + TARGETS, "self.x[indices]", "returned None"),
+    edit("lists", 2, TARGETS, "self.x[indices].tolist(), self.y[indices].tolist()", "inputs as a list", "torch.tensor"),
+    edit("numpy arrays", 2, TARGETS, "self.x[indices].numpy(), self.y[indices].numpy()", "a ndarray", "from_numpy"),
+    edit("a number as target", 2, TARGETS, "self.x[indices], self.y[indices][0]", "returned 0 targets"),
+    edit("shapes that vary", 3, TARGETS, "torch.stack([self.x[i][: 3 + i % 2] for i in indices]), self.y[indices]",
+         "net.py:28 in batch", "pad or crop"),
+    edit("float targets", 2, TARGETS, "self.x[indices], self.y[indices].float()", "torch.float32", "class number"),
+    edit("float64 inputs", 3, TARGETS, "self.x[indices].double(), self.y[indices]", "net.py:13 in forward", "float32"),
+    edit("integer inputs", 3, TARGETS, "self.x[indices].long(), self.y[indices]", "net.py:13 in forward"),
+    edit("class numbers from 1", 3, "self.y[indices]", "self.y[indices] + 1", "Target 3 is out of bounds",
+         "number of outputs"),
+    edit("NaN in one sample", 3, "    def __len__", "        self.x[5] = float('nan')\n\n    def __len__",
+         "Sample 5 of the data has NaN", argv="train.steps=20"),
+    edit("no __len__", 2, "    def __len__(self):\n        return len(self.x)\n", "", "has no __len__"),
+    edit("the split is not an argument", 3, "dataset(self, split)", "dataset(self)", "takes 1 positional argument"),
+    edit("dataset returns nothing", 2, "return Samples", "Samples", "returned None"),
+    edit("a file that is missing", 3, "        self.count = count",
+         "        self.count = len(open('points.csv').read())",
+         "No such file or directory: 'points.csv'", "net.py:33 in __init__"),
+    edit("an error for validation only", 3, 'return Samples(0 if split == "train" else 1',
+         'return Samples({"train": 0}[split]', "KeyError", "net.py:36 in dataset"),
+]  # fmt: skip
+MODEL = [
+    edit("a misspelt attribute", 3, "self.last(x)", "self.lst(x)", "no attribute 'lst'", "net.py:16 in forward"),
+    edit("no super().__init__()", 3, "        super().__init__()\n", "", "net.py:7 in __init__", "super().__init__()"),
+    edit("layers in a plain list", 2, "nn.ModuleList(nn.Linear(dim, dim) for _ in range(depth))",
+         "[nn.Linear(dim, dim) for _ in range(depth)]", "blocks is a plain list of modules", "nn.ModuleList"),
+    edit("layers in a plain dict", 2, "nn.ModuleList(nn.Linear(dim, dim) for _ in range(depth))",
+         "{i: nn.Linear(dim, dim) for i in range(depth)}", "blocks is a plain dict of modules", "nn.ModuleDict"),
+    edit("no return", 2, "return self.last(x)", "self.last(x)", "forward returned nothing"),
+    edit("a detached output", 3, "return self.last(x)", "return self.last(x).detach()", "does not require grad",
+         ".detach()"),
+    edit("a GPU by name", 3, "self.first(x)", "self.first(x.cuda())", "net.py:13 in forward", "no .cuda()"),
+    edit("an unused layer on two ranks", 2, "self.last = ", "self.extra = nn.Linear(3, 3)\n        self.last = ",
+         "extra.weight, extra.bias got no gradient", argv="cluster.processes=2"),
+    edit("a weight that forward makes", 2, "        x = self.first(x)\n",
+         "        if not hasattr(self, 'w'):\n            self.w = nn.Parameter(torch.ones(1))\n"
+         "        x = self.first(x) * self.w\n", "w did not exist before forward()", "Net.__init__"),
+    edit("an operation in place", 3, "x = torch.relu(block(x))", "x = torch.relu_(x); x += block(x)",
+         "modified by an inplace operation", "x = x + y"),
+    edit("a wrong shape on two ranks", 3, "nn.Linear(4, dim)", "nn.Linear(5, dim)", "rank ", "net.py:13 in forward",
+         argv="cluster.processes=2"),
+    edit("a failed assert", 3, "super().__init__()\n",
+         "super().__init__()\n        assert dim % 16 == 0, 'dim must be a multiple of 16'\n",
+         "dim must be a multiple of 16", "net.py:8 in __init__"),
+    edit("a division by zero at import", 3, "class Net(", "x = 1 / 0\n\n\nclass Net(", "net.py:5 in <module>"),
+    edit("a program that ends itself", 3, "class Net(", "raise SystemExit(1)\n\n\nclass Net(", "net.py:5 in <module>"),
+    edit("an error in a helper", 3, "        x = self.first(x)\n", "        x = scaled(self.first(x))\n",
+         "name 'scaled' is not defined", "net.py:13 in forward"),
+    typo("a class that is no module", "model=net.Points", "is not a torch.nn.Module"),
+    edit("a function that gives the class", 2, "def my_loss", "def make():\n    return Net\n\n\ndef my_loss",
+         "is a class, not an object", argv="model=net.make"),
+    edit("a required argument", 2, "dim: int = 8", "dim: int", "model.dim", "is required by net.Net"),
+    typo("a misspelt argument", "model.dimm=16", "model.dimm", "did you mean model.dim"),
+    typo("an argument of the wrong type", "model.dim=big", "model.dim=big", "a whole number", fix="model.dim=8"),
+    edit("a shape that fails in step 3", 3, "        x = self.first(x)\n",
+         "        self.n = getattr(self, 'n', 0) + 1\n        x = self.first(x)\n        if self.n == 3:\n"
+         "            x = x @ torch.ones(3, 3)\n", "net.py:16 in forward", argv="checkpoint.every=0"),
+]  # fmt: skip
+LOSS = [
+    typo("no loss", "loss=own", "Net.forward(x) takes no targets", fix="loss=cross_entropy"),
+    edit("a loss for each sample", 2, "cross_entropy(outputs, targets)",
+         "cross_entropy(outputs, targets, reduction='none')", "of shape [8], not a scalar", argv="loss=net.my_loss"),
+    edit("a loss without gradients", 3, "    return nn", "    with torch.no_grad():\n        return nn",
+         "does not require grad", "torch.no_grad()", argv="loss=net.my_loss"),
+    edit("a loss of one argument", 2, "my_loss(outputs, targets)", "my_loss(outputs)", "my_loss(outputs)",
+         "two arguments", argv="loss=net.my_loss"),
+    typo("mse for classes", "loss=mse", "loss=mse", "outputs are [8, 3] and targets [8]"),
+    edit("a forward that needs targets", 2, "forward(self, x)", "forward(self, x, targets)",
+         "Net.forward(x, targets) needs targets",
+         fix="loss=own"),
+    typo("a misspelt loss option", "loss=crossentropy", "did you mean loss=cross_entropy?", fix="loss=cross_entropy"),
+    typo("the class of torch, misspelt", "loss=torch.nn.CrossEntropy", "has no CrossEntropy",
+         "torch.nn.CrossEntropyLoss"),
+]  # fmt: skip
+OTHERS = [
+    typo("an optimizer with a closure", "optim=torch.optim.LBFGS", "needs a closure"),
+    typo("a schedule that is missing", "schedule=net.warm", "net.py has no warm"),
+    edit(
+        "a schedule that fails",
+        3,
+        "def my_loss",
+        "def ramp(step, steps):\n    return step / zero\n\n\ndef my_loss",
+        "name 'zero' is not defined",
+        "in ramp",
+        argv="schedule=net.ramp ~schedule.warmup_steps",
+    ),
+    typo("a batch larger than the data", "data.count=4", "only 4 samples", fix="train.eval_batches=0"),
+]
+MISTAKES = [*NAMES, *RAISES, *DATA, *MODEL, *LOSS, *OTHERS]

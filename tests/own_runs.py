@@ -1,0 +1,25 @@
+"""Runs of a user's own models and data: typed words as the launcher would take them, ranks that train."""
+
+from pathlib import Path
+
+from dtrain.commands.verify.compare import compose
+from dtrain.config.run_file import save
+from dtrain.launch.app import resolve
+from dtrain.launch.arguments import prepare_arguments
+from tests.world import train
+
+WORDS = (
+    "train.steps=6", "train.global_batch_size=8", "train.eval_every=0", "train.eval_batches=1", "optim.lr=1e-2",
+    "schedule.warmup_steps=2", "checkpoint.every=0",
+)  # fmt: skip
+
+
+def own_run(run_dir: Path, size: int, *words: str, code: int = 0) -> Path:
+    """Train from these words to the end, again if the folder holds a run: it resumes."""
+    given = [*WORDS, f"cluster.processes={size}", f"run_dir={run_dir}/new", *words]
+    config = resolve(compose(prepare_arguments(given))) | {"run_dir": str(run_dir)}
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    save(run_dir, config)
+    codes = train(run_dir, size)
+    assert codes == [code] * size, (codes, (run_dir / "logs" / "rank-0.log").read_text()[-2000:])
+    return run_dir
