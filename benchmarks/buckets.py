@@ -111,7 +111,7 @@ def in_spaces(rate: str, overrides: list[str], program: list[str], results: str)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         (run_dir / "logs").mkdir(parents=True)
-        words = [*COMMON, *overrides, f"run_dir={run_dir}/new"]
+        words = [*COMMON, *overrides, f"run_dir={run_dir}.new"]
         save(run_dir, resolve(compare.compose(words)) | {"run_dir": str(run_dir)})
         disconnect()
         connect(rate)

@@ -58,7 +58,7 @@ class WarmTrials(Trials):
         self.worlds: dict[Path, World] = {}
 
     def launch(self, run_dir: Path, values: Sequence[str], more: Sequence[str] = (), may_differ: str = "") -> None:
-        overrides = prepare_arguments([*self.fixed, *values, *more, f"run_dir='{run_dir}/new'"])
+        overrides = prepare_arguments([*self.fixed, *values, *more, f"run_dir='{run_dir}.new'"])
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         save(run_dir, resolve(hydra_config(overrides)) | {"run_dir": str(run_dir)})
         if not (run_dir / "launch.json").exists():

@@ -16,7 +16,7 @@ WORDS = (
 
 def own_run(run_dir: Path, size: int, *words: str, code: int = 0) -> Path:
     """Train from these words to the end, again if the folder holds a run: it resumes."""
-    given = [*WORDS, f"cluster.processes={size}", f"run_dir={run_dir}/new", *words]
+    given = [*WORDS, f"cluster.processes={size}", f"run_dir={run_dir}.new", *words]
     config = resolve(compose(prepare_arguments(given))) | {"run_dir": str(run_dir)}
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     save(run_dir, config)

@@ -52,7 +52,7 @@ def layouts(*among: int) -> list[tuple[str, int]]:
 def make_run(run_dir: Path, *overrides: str) -> Path:
     """A run folder as the launcher would write it, from SMALL and more overrides."""
     # a folder that holds a run already is refused to users; tests change a run's configuration under it
-    config = resolve(compare.compose([*SMALL, f"run_dir={run_dir}/new", *overrides])) | {"run_dir": str(run_dir)}
+    config = resolve(compare.compose([*SMALL, f"run_dir={run_dir}.new", *overrides])) | {"run_dir": str(run_dir)}
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     save(run_dir, config)
     return run_dir

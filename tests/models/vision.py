@@ -17,7 +17,7 @@ SMALL = [
 
 def make_run(run_dir: Path, *overrides: str, base: Sequence[str] = SMALL) -> Path:
     """A run folder as the launcher would write it; one that is there is given another configuration."""
-    config = resolve(compare.compose([*base, f"run_dir={run_dir}/new", *overrides])) | {"run_dir": str(run_dir)}
+    config = resolve(compare.compose([*base, f"run_dir={run_dir}.new", *overrides])) | {"run_dir": str(run_dir)}
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     save(run_dir, config)
     return run_dir

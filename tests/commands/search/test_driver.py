@@ -30,7 +30,7 @@ from dtrain.runs.protocol import PREEMPTED
 from dtrain.runs.search_journal import JOURNAL, Journal, read_journal
 from tests import slurm
 from tests.patience import patience, until
-from tests.world import losses, make_run, summary, train
+from tests.world import losses, make_run, start_server, summary, train
 
 cluster = slurm.cluster
 TINY = [
@@ -40,6 +40,12 @@ TINY = [
 ]  # fmt: skip
 ASHA = ["algorithm=asha", *TINY, "train.steps=6", "factor=3", "min_steps=2", "optim.lr=1e-3,1e-2,3e-2"]
 PBT = ["algorithm=pbt", *TINY, "train.steps=6", "every=2", "population=2", "optim.lr=tag(log,interval(1e-3,1e-1))"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_of_all_tests() -> None:
+    """The benchmark's ranks would start one without the strategies, and tests after these in this process find it."""
+    start_server()
 
 
 def of_kind(events: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
