@@ -20,6 +20,7 @@ from typing import Any
 from dtrain import start
 from dtrain.commands.verify.likely_cause import NEAR, of_ratio
 from dtrain.errors import bad
+from dtrain.runs.folder import read_json
 from dtrain.runs.protocol import CHECK_FOLDER, DONE, FAILED
 from dtrain.ui import console
 
@@ -110,10 +111,20 @@ def run(request: Request, size: int, folder: Path, timeout: float) -> tuple[dict
     except subprocess.TimeoutExpired:
         return {}, f"it did not end in {timeout:.0f} s"
     if done.returncode:
-        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        return {}, f"it ended with {done.returncode}: {' '.join(said[-3:])[-400:]}"
+        return {}, f"it ended with {done.returncode}: {_reason(run_dir, done.stdout + done.stderr)}"
     steps = read_notes(notes) or read_log(run_dir / "logs" / "rank-0.log")
     return steps, "" if steps else f"no loss was noted, and none is in its log\n  fix: {HOOK}"
+
+
+def _reason(run_dir: Path, output: str) -> str:
+    failure = read_json(run_dir / "failure.json")
+    if not failure.get("message"):
+        return " ".join([line for line in output.splitlines() if line.strip()][-3:])[-400:]
+    where = f", at {failure['where']}" if failure.get("where") else ""
+    text = f"{failure.get('type')}: {failure['message']}{where}"
+    if "No module named 'dtrain'" in text:
+        text += "\n  fix: install dtrain into that Python, too: PYTHON -m pip install --no-deps FOLDER_OF_DTRAIN"
+    return text
 
 
 def read_notes(folder: Path) -> dict[int, Step]:
