@@ -30,10 +30,13 @@ from dtrain.start import import_folders
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)  # the rank's own fault
 
 
+LATE = ("numpy.random", "torch.utils._device", "torch.profiler._cupti_monitor")  # what torch imports when it is used
+
+
 def preload(run_dir: Path) -> None:
     """Import what every rank needs. A module that fails here fails again in the ranks, which report it."""
     gc.disable()
-    names = ["torch._dynamo", "dtrain.train.loop"]
+    names = ["dtrain.train.rank", "dtrain.train.loop", *LATE]
     if not count_gpus():  # an optional package may initialize CUDA, which does not survive a fork
         targets = [s.get("_target_") for s in run_file.load(run_dir).values() if isinstance(s, dict)]
         names += [t.rpartition(".")[0] for t in targets if isinstance(t, str) and t.startswith("dtrain.")]
