@@ -17,6 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import NoReturn
 
+import dtrain
 from dtrain.errors import bad
 from dtrain.util.format import short_path
 
@@ -33,7 +34,8 @@ def spec_of(module: str) -> ModuleSpec | None:
     name = ""
     for part in module.split("."):
         name = f"{name}.{part}".lstrip(".")
-        spec = PathFinder.find_spec(name, path)
+        # dtrain is the package that runs: another checkout of it may come first in the path
+        spec = dtrain.__spec__ if name == "dtrain" else PathFinder.find_spec(name, path)
         if spec is None:
             break
         path = list(spec.submodule_search_locations or [])

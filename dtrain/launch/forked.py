@@ -1,7 +1,7 @@
-"""The ranks of an elastic run on this machine: forked by one starter process, which lives as long as the run.
+"""The ranks of this machine without GPUs: forked by one starter process, which lives as long as the run.
 
-torchrun and its ranks import torch anew at every start, which takes seconds. The starter (train/starter.py) imports it
-once, and learns at once when a rank is killed.
+torchrun and each of its ranks import torch, which takes seconds each. The starter (train/starter.py) imports it once
+for all ranks, restarts and changes of an elastic run, and learns at once when a rank is killed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dtrain.config import elastic
 from dtrain.config.hardware import gpus_per_node
 from dtrain.launch.members import Members
 from dtrain.launch.supervisor import PEERS_S, tie_to
-from dtrain.launch.torchrun import Torchrun
+from dtrain.launch.torchrun import OWN_CODES, Torchrun, ended
 from dtrain.preflight import network_env
 from dtrain.runs import causes
-from dtrain.runs.protocol import ELASTIC, STOP_SIGNALS, free_port
+from dtrain.runs.protocol import DONE, ELASTIC, STOP_SIGNALS
 
 
 class ForkedRanks:
@@ -32,9 +32,9 @@ class ForkedRanks:
 
     def __init__(self, starter: subprocess.Popen[bytes], num_ranks: int, rescue_s: float) -> None:
         self.starter, self.returncode = starter, None
-        self.exits: list[tuple[int, int]] = []  # (rank, exit code), in the order in which they ended
+        self.exits: list[tuple[int, int]] = []  # (rank, exit code), in order, without those that dtrain has killed
         self.read = b""
-        self._tell(ranks=num_ranks, port=free_port(), rescue_s=rescue_s)
+        self._tell(ranks=num_ranks, rescue_s=rescue_s, peers_s=PEERS_S)
 
     returncode: int | None
 
@@ -67,23 +67,26 @@ class ForkedRanks:
             if not data:
                 self.returncode = self.starter.wait() or 1
             elif b"\n" in self.read:
-                self.exits = [(rank, code) for rank, code in json.loads(self.read)["ended"]]
-                self.returncode = next((code for _, code in self.exits if code), 0)
+                answer = json.loads(self.read)
+                self.exits = [(rank, code) for rank, code in answer["ended"] if rank not in answer["killed"]]
+                self.returncode = next((code for _, code in answer["ended"] if code), 0)
         return self.returncode
 
 
 class Forked(Torchrun):
-    """The ranks of this machine, whose number may change."""
+    """The ranks of this machine, whose number may change if there are members."""
 
     log_name = "starter.log"
 
-    def __init__(self, config: dict[str, Any], members: Members, max_restarts: int, grace_s: int) -> None:
-        super().__init__(elastic.sized(config, members.usable[-1]), [], max_restarts, grace_s)
+    def __init__(
+        self, config: dict[str, Any], max_restarts: int, grace_s: int, members: Members | None = None
+    ) -> None:
+        super().__init__(elastic.sized(config, members.usable[-1]) if members else config, [], max_restarts, grace_s)
         self.members = members
-        can_rescue = config["strategy"]["_target_"] == "dtrain.strategies.ddp.DDP" and not gpus_per_node(
-            config["cluster"]
-        )
-        self.rescue_s = PEERS_S if can_rescue else 0.0  # see train/rescue.py
+        on_gpus = gpus_per_node(config["cluster"])
+        can_rescue = config["strategy"]["_target_"] == "dtrain.strategies.ddp.DDP" and not on_gpus
+        # a survivor of an elastic run may save (train/rescue.py), and others report what they waited for
+        self.rescue_s = PEERS_S if can_rescue or not members else 0.0
         self.starter: subprocess.Popen[bytes] | None = None
         self.ranks: ForkedRanks | None = None
 
@@ -91,16 +94,14 @@ class Forked(Torchrun):
         return [*start.command("dtrain.train.starter"), str(run_dir)]
 
     def environment(self) -> dict[str, str]:
-        return super().environment() | {ELASTIC: "1"}
+        return super().environment() | ({ELASTIC: "1"} if self.members else {})
 
     def dry_run(self, run_dir: Path) -> None:
         """Print a command that starts the largest number of ranks; the starter ends when its input does."""
         for name, value in self.environment().items():
             print(f"export {name}={network_env.quote(value)}")
-        print(
-            f"(echo '{json.dumps({'ranks': self.num_ranks, 'port': 29500, 'rescue_s': 0})}'; sleep infinity) |", end=" "
-        )
-        print(shlex.join(self.command(run_dir)))
+        order = json.dumps({"ranks": self.num_ranks, "rescue_s": 0, "peers_s": PEERS_S})
+        print(f"(echo '{order}'; sleep infinity) | {shlex.join(self.command(run_dir))}")
 
     def start(self, run_dir: Path, log: IO[bytes]) -> ForkedRanks:
         if self.starter is None or self.starter.poll() is not None:
@@ -125,15 +126,18 @@ class Forked(Torchrun):
                 self.starter.communicate()
 
     def place(self) -> dict[str, Any]:
-        return super().place() | {"ranks": self.num_ranks}
+        return super().place() | ({"ranks": self.num_ranks} if self.members else {})
 
     def kill(self, process: Any) -> None:
         process.kill()
 
     def killed_ranks(self, output: str) -> list[tuple[int, str]]:
-        """The rank that died from a signal first: the starter then kills the others."""
+        """The rank that ended first from a signal, or with a code that is not ours: the starter kills the others."""
         exits = self.ranks.exits if self.ranks else []
-        return [(rank, signal.Signals(-code).name) for rank, code in exits if code < 0][:1]
+        return [(rank, ended(code)) for rank, code in exits if code not in (DONE, *OWN_CODES)][:1]
+
+    def ended_well(self, output: str) -> list[int]:
+        return [rank for rank, code in self.ranks.exits if code == DONE] if self.ranks else []
 
     def lost(self, run_dir: Path) -> dict[int, str]:
         """The ranks that were killed from outside: not by their own fault, and not by the supervisor."""

@@ -1,12 +1,18 @@
-"""Launch on this machine: torchrun starts the ranks; those of an elastic run are forked, because they change often."""
+"""Launch on this machine: without GPUs the ranks are forked from one process, else torchrun starts them.
+
+Those of an elastic run are forked in any case, because they change often.
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
 from dtrain.checks import profile as profiling
-from dtrain.config import elastic, run_file
+from dtrain.config import elastic, hardware, run_file
+from dtrain.config.files import is_script
+from dtrain.config.hardware import gpus_per_node
 from dtrain.errors import bad
 from dtrain.launch import metrics_server, nsys
 from dtrain.launch.forked import Forked
@@ -29,6 +35,7 @@ class Local:
         system_metrics_every: float = 5,
         metrics_port: int | None = None,
         metrics_host: str = "127.0.0.1",
+        fork: bool = True,
     ) -> None:
         if nodes != 1:
             fix = "cluster.nodes=1; for more: cluster=slurm, also without SLURM (cluster.launcher=torchrun)"
@@ -37,7 +44,12 @@ class Local:
 
     def _supervisor(self, config: dict[str, Any]) -> Torchrun:
         if elastic.range_of(config):
-            return Forked(config, Members(config), self.max_restarts, self.grace_s)
+            return Forked(config, self.max_restarts, self.grace_s, Members(config))
+        if can_fork(config):
+            return Forked(config, self.max_restarts, self.grace_s)
+        return self._torchrun(config)
+
+    def _torchrun(self, config: dict[str, Any]) -> Torchrun:
         # the address instead of the host name: a name that does not resolve stalls silently for ten minutes
         place = ["--standalone", "--local-addr=127.0.0.1"]
         return Torchrun(config, place, self.max_restarts, self.grace_s)
@@ -49,8 +61,19 @@ class Local:
         profiling.check_machine(config)
 
     def dry_run(self, run_dir: Path, config: dict[str, Any]) -> None:
-        self._supervisor(config).dry_run(run_dir)
+        if not elastic.range_of(config) and can_fork(config):
+            print("# dtrain forks the ranks from one process that has imported torch; torchrun starts the same ranks:")
+            self._torchrun(config).dry_run(run_dir)
+        else:
+            self._supervisor(config).dry_run(run_dir)
 
     def launch(self, run_dir: Path) -> int:
         """Run the preflight if enabled, then run to the end; return the exit code."""
         return self._supervisor(run_file.load(run_dir)).launch(run_dir)
+
+
+def can_fork(config: dict[str, Any]) -> bool:
+    """Whether the ranks are forked: a process that has used a GPU must not fork, and nsys and programs start anew."""
+    has_gpus = hardware.count_gpus() or gpus_per_node(config["cluster"])
+    fork = config["cluster"].get("fork", True)  # an old run has no such setting
+    return sys.platform == "linux" and fork and not (has_gpus or is_script(config) or config.get("nsys"))

@@ -66,7 +66,7 @@ def missing_package(strategy: str) -> tuple[str, str] | None:
 # ---- rules ---------------------------------------------------------------------------------------------------
 
 
-def check_layout(config: dict[str, Any], sizes: MeshSizes, micro_batches: int, plans: bool = True) -> None:
+def check_layout(config: dict[str, Any], sizes: MeshSizes, plans: bool = True) -> None:
     """Apply the launcher's rules for a strategy's degrees, except those that depend on the launching machine.
 
     plans: check that the model's class defines its sharding; this reads its source, so a search does it once.
@@ -80,10 +80,14 @@ def check_layout(config: dict[str, Any], sizes: MeshSizes, micro_batches: int, p
     if plans:
         rules.check_plans(config, sizes)
     rules.check_tensor(strategy, config["model"], config["data"], config["cluster"], sizes)
-    if "schedule" in strategy:
-        rules.check_pipeline(config, sizes, micro_batches)
     if "replica_size" in strategy:
         rules.check_replicas(strategy, config["cluster"]["processes"], sizes)
+
+
+def check_micro_batches(config: dict[str, Any], sizes: MeshSizes, micro_batches: int) -> None:
+    """Apply the rules of a pipeline's schedule, which depend on the number of micro-batches."""
+    if "schedule" in config["strategy"]:
+        rules.check_pipeline(config, sizes, micro_batches)
 
 
 def without_disk(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -281,10 +281,10 @@ def notes(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def exit_codes(run_dir: Path) -> list[Evidence]:
-    """What torchrun or srun saw of the ranks' ends."""
+    """What the program that started the ranks saw of the ranks' ends."""
     return [
         Evidence(f"logs/{name}", number_of, text)
-        for name in ("torchrun.log", "srun.log")
+        for name in ("torchrun.log", "starter.log", "srun.log")
         for number_of, text in line_of(run_dir / "logs" / name, r"exitcode\s*:|Exited with exit code|Killed|oom")
     ][-3:]
 

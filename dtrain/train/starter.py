@@ -1,8 +1,9 @@
-"""Forks the ranks of an elastic run on this machine: it has imported torch, so a change of ranks takes no new imports.
+"""Forks the ranks of this machine: it has imported torch, so they start at once, also after a restart.
 
-The supervisor (launch/forked.py) writes one line of JSON per command to stdin: {"ranks": 3, "port": 29500,
-"rescue_s": 0} starts ranks, {"kill": true} kills them. When all ranks have ended, the starter answers with one line:
-their exit codes, in the order in which they ended. It never trains itself: no threads, no CUDA, no process group.
+The supervisor (launch/forked.py) writes one line of JSON per command to stdin: {"ranks": 3, "rescue_s": 0, "peers_s":
+5} starts ranks, {"kill": true} kills them. When all ranks have ended, the starter answers with one line: their exit
+codes, in the order in which they ended, and which of them it has killed. It never trains itself: no threads, no CUDA,
+no process group.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ from typing import Any
 from dtrain.config import run_file
 from dtrain.config.hardware import count_gpus
 from dtrain.runs import system
-from dtrain.runs.protocol import STOP_SIGNALS, die_with_parent
+from dtrain.runs.protocol import DONE, PREEMPTED, STOP_SIGNALS, die_with_parent, free_port, slowness
 from dtrain.start import import_folders
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)  # the rank's own fault
 
 
+LATE = ("numpy.random", "torch.utils._device", "torch.profiler._cupti_monitor")  # what torch imports when it is used
+
+
 def preload(run_dir: Path) -> None:
     """Import what every rank needs. A module that fails here fails again in the ranks, which report it."""
     gc.disable()
-    names = ["torch._dynamo", "dtrain.train.loop"]
+    names = ["dtrain.train.rank", "dtrain.train.loop", *LATE]
     if not count_gpus():  # an optional package may initialize CUDA, which does not survive a fork
         targets = [s.get("_target_") for s in run_file.load(run_dir).values() if isinstance(s, dict)]
         names += [t.rpartition(".")[0] for t in targets if isinstance(t, str) and t.startswith("dtrain.")]
@@ -51,8 +55,9 @@ class Starter:
         self.run_dir, self.process, self.answers = run_dir, os.getpid(), answers
         self.ranks: dict[int, int] = {}  # rank of each process
         self.ended: list[tuple[int, int]] = []  # (rank, exit code), in order
-        self.kill_at: float | None = None  # set when a rank was killed: the others may save until then
-        self.rescue_s = 0.0
+        self.killed: set[int] = set()  # the ranks that this process has killed
+        self.kill_at: float | None = None  # set when a rank has failed: the others may save or report until then
+        self.rescue_s = self.peers_s = 0.0
         self.woken, wake = os.pipe()  # SIGCHLD writes to it
         for end in (self.woken, wake):
             os.set_blocking(end, False)
@@ -83,17 +88,20 @@ class Starter:
 
     def obey(self, command: dict[str, Any]) -> None:
         if command.get("kill"):
-            for process in self.ranks:
+            for process, rank in self.ranks.items():
+                self.killed.add(rank)
                 os.kill(process, signal.SIGKILL)
             return
-        self.ended, self.kill_at, self.rescue_s = [], None, command["rescue_s"]
+        self.ended, self.killed, self.kill_at = [], set(), None
+        self.rescue_s, self.peers_s = command["rescue_s"], command["peers_s"]
+        port = free_port()  # as late as possible: until rank 0 binds it, another process could
         for rank in range(command["ranks"]):
             process = os.fork()
             if process == 0:
-                self.be_rank(rank, command)
+                self.be_rank(rank, command["ranks"], port)
             self.ranks[process] = rank
 
-    def be_rank(self, rank: int, command: dict[str, Any]) -> None:
+    def be_rank(self, rank: int, num_ranks: int, port: int) -> None:
         """Train in this forked process, and end it."""
         code = 1
         try:
@@ -101,9 +109,8 @@ class Starter:
             if os.getppid() != self.process:  # the starter died before that took effect
                 os._exit(1)
             os.environ |= {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(command["ranks"]),
-                "LOCAL_WORLD_SIZE": str(command["ranks"]), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(command["port"]),
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks),
+                "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             }  # fmt: skip
             from dtrain.train import rank as entry
 
@@ -119,19 +126,32 @@ class Starter:
             os._exit(code)  # a failed rank must not wait for its peers in the process group's destructor
 
     def reap(self) -> None:
-        """Collect the ranks that have ended, and report when it was the last. A killed rank ends the others."""
+        """Collect the ranks that have ended, and report when it was the last. A rank that failed ends the others."""
+        found: list[tuple[int, int]] = []
         while self.ranks:
             process, status = os.waitpid(-1, os.WNOHANG)
             if process == 0:
-                return
-            if process not in self.ranks:
-                continue
-            code = os.waitstatus_to_exitcode(status)
-            self.ended.append((self.ranks.pop(process), code))
-            if code < 0 and -code not in CRASHES and self.kill_at is None:
-                self.kill_at = time.monotonic() + self.rescue_s  # its peers wait for it, and have nothing to report
-            if not self.ranks:
-                os.write(self.answers, json.dumps({"ended": self.ended}).encode() + b"\n")
+                break
+            if process in self.ranks:
+                code = os.waitstatus_to_exitcode(status)
+                found.append((self.ranks.pop(process), code))
+                if code not in (DONE, PREEMPTED) and found[-1][0] not in self.killed:
+                    name = f" ({signal.Signals(-code).name})" if code < 0 else ""
+                    print(f"rank {found[-1][0]}, process {process}: exitcode: {code}{name}", file=sys.stderr)
+        # ranks that ended between two looks come in the order of their numbers: one that was killed is the cause
+        found.sort(key=lambda one: not is_from_outside(one[1]))
+        self.ended += found
+        failed = [code for _, code in found if code not in (DONE, PREEMPTED)]
+        if failed and self.kill_at is None:
+            wait_s = self.rescue_s if is_from_outside(failed[0]) else self.peers_s * slowness()
+            self.kill_at = time.monotonic() + wait_s  # the others may wait for it forever
+        if found and not self.ranks:
+            os.write(self.answers, json.dumps({"ended": self.ended, "killed": sorted(self.killed)}).encode() + b"\n")
+
+
+def is_from_outside(code: int) -> bool:
+    """Was the process ended by a signal that is not its own fault?"""
+    return code < 0 and -code not in CRASHES
 
 
 if __name__ == "__main__":

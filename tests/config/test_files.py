@@ -206,8 +206,8 @@ def test_what_the_launcher_writes_is_complete_and_resolved(tmp_path: Path, monke
     ],
 )  # fmt: skip
 def test_count_gpus(present: int, visible: str | None, want: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = [Path(f"/dev/nvidia{i}") for i in range(present)] + [Path("/dev/nvidiactl"), Path("/dev/nvidia-uvm")]
-    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(devices))
+    devices = [f"nvidia{i}" for i in range(present)] + ["nvidiactl", "nvidia-uvm", "null"]
+    monkeypatch.setattr(os, "listdir", lambda folder: devices)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -88,7 +88,7 @@ def ranks_of(run: Path) -> list[int]:
                 command = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if b"dtrain.train.rank" in command and str(run).encode() in command:
+            if (b"dtrain.train.rank" in command or b"dtrain.train.starter" in command) and str(run).encode() in command:
                 found.append(int(entry.name))
     return found
 
@@ -156,7 +156,7 @@ def test_a_failed_resume_leaves_the_configuration_as_it_was(tmp_path: Path) -> N
 def test_killing_the_launcher_leaves_no_orphans(tmp_path: Path) -> None:
     process = launch(tmp_path, "train.steps=100000", "cluster.processes=2")
     wait_for_step(tmp_path / "run", 2, process)
-    assert len(ranks_of(tmp_path / "run")) == 3  # torchrun and two ranks
+    assert len(ranks_of(tmp_path / "run")) == 3  # the starter and two ranks
     process.kill()
     process.communicate()
     assert_no_orphans(tmp_path / "run")

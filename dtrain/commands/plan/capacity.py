@@ -155,7 +155,7 @@ def with_ranks(question: Question, nodes: int, ranks: int) -> Question:
 def best_of(question: Question, tokens: float | None) -> tuple[Prediction | None, str]:
     """Return the best layout that fits; or None, and the reason."""
     config = question.config
-    found = search(config, question.typed, task_of(config, tokens), time_unfit=False)
+    found = search(config, question.typed, task_of(config, tokens), time_unfit=False, only_best=True)
     best = next((p for p in found if p.fits is not False), None)
     batch = config["train"]["global_batch_size"]
     return best, NOTHING_FITS if found else f"no layout can divide a batch of {batch}"

@@ -183,7 +183,7 @@ def one_layout(question: Question, task: Task) -> Prediction:
     from dtrain.config.mesh import MeshSizes
     from dtrain.plan.layout import layout_of
     from dtrain.plan.predict import predict_layout
-    from dtrain.plan.sections import check_layout
+    from dtrain.plan.sections import check_layout, check_micro_batches
 
     layout, strategy = layout_of(question.config), question.config["strategy"]
     few = layout.micro_batches < layout.pp and strategy.get("schedule") == "1f1b"
@@ -191,7 +191,9 @@ def one_layout(question: Question, task: Task) -> Prediction:
         strategy["schedule"] = "gpipe"
         layout = layout_of(question.config)
         question.notes.append("strategy.schedule=gpipe, as 1f1b needs as many micro-batches as pipeline ranks")
-    check_layout(question.config, MeshSizes(layout.pp, layout.dp, layout.tp), layout.micro_batches)
+    sizes = MeshSizes(layout.pp, layout.dp, layout.tp)
+    check_layout(question.config, sizes)
+    check_micro_batches(question.config, sizes, layout.micro_batches)
     return predict_layout(layout, task)
 
 

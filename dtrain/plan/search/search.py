@@ -18,10 +18,10 @@ from dtrain.config.hardware import ranks_per_node
 from dtrain.config.mesh import MeshSizes
 from dtrain.plan.layout import Layout, compile_of, layout_of
 from dtrain.plan.ledger import total
-from dtrain.plan.predict import Prediction, Task, predict_layout, task_of, time_of, with_time
+from dtrain.plan.predict import Prediction, Task, least_time_of, predict_layout, task_of, time_of, with_time
 from dtrain.plan.search.candidates import STRATEGIES, Frame, frames
 from dtrain.plan.search.candidates import divisors as divisors
-from dtrain.plan.sections import check_layout, strategy_section
+from dtrain.plan.sections import check_layout, check_micro_batches, strategy_section
 
 CHECKPOINTING = ("none", "ops", "selective", "full")  # cheapest first
 NEAR = 1.25  # pipelines that cannot come this close to the best layout without a pipeline are skipped
@@ -38,18 +38,24 @@ def search(
     task: Task | None = None,
     time_unfit: bool = True,
     everything: bool = False,
+    only_best: bool = False,
 ) -> list[Prediction]:
     """Best first; those that fit before those that do not. typed: the settings that must not change.
 
-    time_unfit=False skips the time of layouts that do not fit; everything=True keeps slow pipelines too. Empty if the
-    model or the hardware is unknown, or if no layout satisfies the rules.
+    time_unfit=False skips the time of layouts that do not fit; everything=True keeps slow pipelines too; only_best=True
+    skips layouts that cannot be the first. Empty if the model or the hardware is unknown, or if no layout satisfies the
+    rules.
     """
-    found = candidates(config, typed, task, everything)
+    found = candidates(config, typed, task, everything, only_best)
     return rank([with_time(p) if time_unfit or p.fits is not False else p for p in found])
 
 
 def candidates(
-    config: Mapping[str, Any], typed: Collection[str] = (), task: Task | None = None, everything: bool = False
+    config: Mapping[str, Any],
+    typed: Collection[str] = (),
+    task: Task | None = None,
+    everything: bool = False,
+    only_best: bool = False,
 ) -> list[Prediction]:
     """Return the layouts to choose from, with their memory; unordered."""
     task = task or task_of(config)
@@ -57,16 +63,20 @@ def candidates(
         return []
     config = {**config, "cluster": {**config["cluster"], "processes": ranks_per_node(config["cluster"])}}
     everything = everything or "strategy" in typed
-    found = predicted(config, typed, task, everything)
-    return found if everything or any(p.fits is not False for p in found) else predicted(config, typed, task, True)
+    found = predicted(config, typed, task, everything, only_best)
+    if everything or any(p.fits is not False for p in found):
+        return found
+    return predicted(config, typed, task, True, only_best)
 
 
-def predicted(config: Mapping[str, Any], typed: Collection[str], task: Task, everything: bool) -> list[Prediction]:
+def predicted(
+    config: Mapping[str, Any], typed: Collection[str], task: Task, everything: bool, only_best: bool
+) -> list[Prediction]:
     """Return the layouts of all frames. everything: include pipelines that cannot come near the best other layout."""
     found: list[Prediction] = []
     held: set[tuple[str, int, int]] = set()  # strategies and degrees that fit without offload
     first: dict[str, MeshSizes] = {}
-    limits = Limits()
+    limits, best_s = Limits(), math.inf
     for frame in frames(config, typed):
         key = (frame.name, frame.sizes.tp, frame.sizes.pp)
         if frame.section.get("offload") == "cpu" and "strategy.offload" not in typed and key in held:
@@ -75,7 +85,13 @@ def predicted(config: Mapping[str, Any], typed: Collection[str], task: Task, eve
             found = [with_time(p) for p in found]
             limits = limits_by(found)
         smallest = first.setdefault(frame.name, frame.sizes) == frame.sizes  # so that each strategy has a layout
-        members = fitting(frame, config, typed, task, replace(limits, step_s=math.inf) if smallest else limits)
+        allowed = replace(limits, step_s=math.inf) if smallest else limits
+        if only_best:
+            allowed = replace(limits, step_s=min(limits.step_s, TIE * best_s / handicap(frame.name)))
+        members = fitting(frame, config, typed, task, allowed)
+        if only_best:
+            members = [with_time(p) if p.fits else p for p in members]
+            best_s = min([best_s, *(cautious(p) for p in members if p.fits)])
         if members and members[0].fits is not False:
             held.add(key)
         found += members
@@ -121,7 +137,11 @@ def seconds(prediction: Prediction) -> float:
 
 def cautious(prediction: Prediction) -> float:
     """The step time used for ranking."""
-    return seconds(prediction) * (LEAD if prediction.layout.strategy in UNCLOCKED else 1.0)
+    return seconds(prediction) * handicap(prediction.layout.strategy)
+
+
+def handicap(strategy: str) -> float:
+    return LEAD if strategy in UNCLOCKED else 1.0
 
 
 def complexity(layout: Layout) -> tuple[int, ...]:
@@ -159,11 +179,17 @@ def fitting(
         sizes = [size for size in sizes if per_rank // size < frame.sizes.pp]
     base = base_layout(frame, config)
     sizes = [size for size in sizes if idle(base.pp, base.stages_per_rank, per_rank // size) <= limits.idle]
-    sizes = [size for size in sizes if per_rank % size == 0 and accepted(frame, config, per_rank // size)]
+    if not accepted(frame, config):
+        return []
+    sizes = [size for size in sizes if per_rank % size == 0 and accepts(frame, config, per_rank // size)]
     layouts = [replace(base, micro_batch_size=s, micro_batches=per_rank // s) for s in sizes]
     if limits.step_s < math.inf:  # predicting a pipeline's time takes half as long as its memory
         plain = [in_mode(layout, modes[0], frame, config) for layout in layouts]
-        layouts = [layout for layout in plain if total(time_of(layout, task) or ()) <= limits.step_s]
+        layouts = [
+            layout
+            for layout in plain
+            if least_time_of(layout, task) <= limits.step_s and total(time_of(layout, task) or ()) <= limits.step_s
+        ]
     found: dict[int, Prediction] = {}
     least: Prediction | None = None
     for mode in modes:
@@ -204,10 +230,19 @@ def idle(pp: int, stages: int, micro_batches: int) -> float:
     return max(works + pp - 1, pp * stages + micro_batches - 1) / works - 1
 
 
-def accepted(frame: Frame, config: Mapping[str, Any], micro_batches: int) -> bool:
+def accepted(frame: Frame, config: Mapping[str, Any]) -> bool:
     """Would the launcher accept it? Applies its own rules, except those that inspect the launching machine."""
     try:
-        check_layout({**config, "strategy": frame.section}, frame.sizes, micro_batches, plans=False)
+        check_layout({**config, "strategy": frame.section}, frame.sizes, plans=False)
+    except ValueError:
+        return False
+    return True
+
+
+def accepts(frame: Frame, config: Mapping[str, Any], micro_batches: int) -> bool:
+    """Would it also accept this many micro-batches? Only a pipeline has rules for them."""
+    try:
+        check_micro_batches({**config, "strategy": frame.section}, frame.sizes, micro_batches)
     except ValueError:
         return False
     return True

@@ -22,6 +22,15 @@ def bubble_share(layout: Layout) -> float:
     return 1 / 3 + 2 / 3 * max(0.0, 1 - (layout.micro_batches - 1) / (2 * layout.pp - 1))
 
 
+def bubble_passes(layout: Layout) -> float:
+    """Passes for which the slowest rank is idle.
+
+    With fewer micro-batches than ranks, the first one's way through all stages dominates.
+    """
+    cuts = layout.stages_per_rank
+    return (layout.pp - 1) / cuts + (1 - 1 / cuts) * max(0, layout.pp - layout.micro_batches)
+
+
 def pipeline_items(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack, others_s: float) -> list[Item]:
     """The bubble, and send/recv between stages; `others_s`: busy seconds of all ranks but the slowest in a step.
 
@@ -30,9 +39,7 @@ def pipeline_items(shape: Shape, layout: Layout, hardware: Hardware, stack: Stac
     equal ranks). The others' passes are shorter than its own if it has the head.
     """
     assert isinstance(shape, Transformer)
-    one, cuts = others_s / (layout.pp - 1) / layout.micro_batches, layout.stages_per_rank
-    # with fewer micro-batches than ranks, the first one's way through all stages dominates
-    idle = (layout.pp - 1) / cuts + (1 - 1 / cuts) * max(0, layout.pp - layout.micro_batches)
+    one, idle = others_s / (layout.pp - 1) / layout.micro_batches, bubble_passes(layout)
     bubble = bubble_share(layout) * idle * one
     crosses = layout.world_size > (hardware.gpus_per_node or layout.world_size)
     num_bytes = layout.micro_batch_size * shape.seq_len * shape.dim * stack.stream

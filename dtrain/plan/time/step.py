@@ -21,7 +21,7 @@ from dtrain.plan.time.compute import HALF, Pass, block, head, last_product
 from dtrain.plan.time.convolutions import network
 from dtrain.plan.time.data_parallel import Passes, Unit, data_items
 from dtrain.plan.time.optimizer import optimizer_items
-from dtrain.plan.time.pipeline import pipeline_items
+from dtrain.plan.time.pipeline import bubble_passes, bubble_share, pipeline_items
 from dtrain.plan.time.roofline import moved_s
 from dtrain.plan.time.stack import Stack, stack_of
 from dtrain.strategies.stage_layout import stages_of_rank
@@ -43,6 +43,24 @@ def step_time(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack | N
         passes, share = passes_of(shape, layout, hardware, stack), compression.share_sent(shape, layout)
         items += data_items(layout, hardware, stack, passes, trained, share)
     return items + update
+
+
+def least_time(shape: Shape, layout: Layout, hardware: Hardware) -> float:
+    """Seconds that `step_time` certainly exceeds: passes of blocks and head, shared evenly by the pipeline's ranks.
+
+    A search uses it to skip slow layouts in a tenth of the time of a prediction.
+    """
+    if isinstance(shape, Convolutions):
+        return 0.0
+    stack, size, batch = stack_of(layout), size_of(layout), layout.micro_batch_size
+    forward, backward = block(shape, hardware, stack, batch, layout.tp, layout.sequence_parallel, size)
+    ways = layout.tp if layout.loss_parallel or stack.sharded_head else 1
+    first, last = head(shape, hardware, stack, batch, ways, size)
+    work = shape.num_layers * (forward.gpu_s + backward.gpu_s) + first.gpu_s + last.gpu_s
+    share = layout.micro_batches * work * (hardware.calibration or 1.0) / layout.pp
+    waits = bubble_share(layout) * bubble_passes(layout) / layout.micro_batches if layout.pp > 1 else 0.0
+    # the slowest rank has at least this share, and a pass of the bubble takes as long as the others' on average
+    return share * (1 + min(waits, layout.pp - 1))
 
 
 def knows_enough(hardware: Hardware, layout: Layout) -> bool:

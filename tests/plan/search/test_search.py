@@ -16,7 +16,7 @@ from dtrain.config.files import CONF
 from dtrain.config.mesh import MeshSizes
 from dtrain.plan.layout import Layout, layout_of
 from dtrain.plan.memory.activations import GIB
-from dtrain.plan.predict import Prediction, Task, predict_layout, task_of
+from dtrain.plan.predict import Prediction, Task, least_time_of, predict_layout, task_of
 from dtrain.plan.search import search as module
 from dtrain.plan.search.candidates import STRATEGIES, Frame, divisors, frames
 from dtrain.plan.search.search import (
@@ -24,6 +24,7 @@ from dtrain.plan.search.search import (
     UNCLOCKED,
     Limits,
     accepted,
+    accepts,
     base_layout,
     candidates,
     complexity,
@@ -135,7 +136,7 @@ def test_pipelines_that_mostly_wait_are_looked_at_only_when_nothing_else_fits(mo
     real = module.predicted
 
     def watched(*args: Any) -> list[Prediction]:
-        seen.append(args[-1])
+        seen.append(args[3])
         return real(*args)
 
     monkeypatch.setattr(module, "predicted", watched)
@@ -150,6 +151,39 @@ def test_slow_pipelines_are_left_out_unless_all_are_asked_for() -> None:
     assert every[0].step_s == pytest.approx(few[0].step_s, rel=0.011)  # none of them is better
     left_out = {p.layout for p in every} - {p.layout for p in few}
     assert all(layout.pp > 1 for layout in left_out)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        SEVEN_B,
+        PICTURES,
+        GROUPED,
+        MASKED,
+        (*SEVEN_B[:3], "train.global_batch_size=1024", "cluster.nodes=3"),
+        (*SEVEN_B, "cluster.processes=1"),
+        (*SEVEN_B, "strategy=3d", "cluster.nodes=2"),
+        (*SEVEN_B, "activation_checkpointing=full", "cluster.nodes=4"),
+        ("model=gpt2-tiny", "hardware=h100", "train.global_batch_size=32"),
+        (*SEVEN_B[:3], "train.global_batch_size=96", "cluster.nodes=3"),
+    ],
+    ids=lambda asked: "-".join(asked[:1] + asked[3:]),
+)
+def test_a_search_for_the_best_alone_finds_the_same(asked: tuple[str, ...]) -> None:
+    typed = {word.partition("=")[0] for word in asked} & {"strategy", "activation_checkpointing"}
+    config = question(*asked).config
+    task = task_of(config)
+    every, best = (search(config, typed, task, time_unfit=False, only_best=only) for only in (False, True))
+    assert best[0] == every[0] and len(best) <= len(every)
+
+
+@pytest.mark.parametrize("asked", [SEVEN_B, GROUPED, MASKED], ids=lambda asked: asked[0])
+def test_a_step_takes_at_least_its_lower_bound(asked: tuple[str, ...]) -> None:
+    config = question(*asked).config
+    task = task_of(config)
+    assert task is not None
+    for p in search(config, everything=True):
+        assert 0 < least_time_of(p.layout, task) <= (p.step_s or 0.0), p.layout
 
 
 def test_an_unknown_model_or_hardware_has_no_layouts() -> None:
@@ -176,7 +210,7 @@ def test_how_long_pipelines_wait() -> None:
 def layouts_of(frame: Frame, config: dict[str, Any], task: Task) -> list[Layout]:
     """Every micro-batch that the launcher takes, and gpipe only where 1f1b is refused."""
     per_rank, base = task.global_batch_size // frame.sizes.dp, base_layout(frame, config)
-    sizes = [size for size in divisors(per_rank) if accepted(frame, config, per_rank // size)]
+    sizes = [size for size in divisors(per_rank) if accepted(frame, config) and accepts(frame, config, per_rank // size)]
     if base.schedule == "gpipe" and base.pp > 1:
         sizes = [size for size in sizes if per_rank // size < base.pp]
     return [replace(base, micro_batch_size=size, micro_batches=per_rank // size) for size in sizes]
