@@ -17,7 +17,8 @@ from torch import nn
 from dtrain.checkpoint import store
 from dtrain.cli import main
 from dtrain.config import run_file
-from dtrain.inference.export import export_file, export_hf, final_weights
+from dtrain.inference.export import export_file, final_weights
+from dtrain.inference.export_hf import export_hf
 from dtrain.inference.sample import load_model
 from dtrain.models import lora
 from dtrain.strategies import lora_base
