@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dtrain.config import run_file
+from dtrain.config.build import build
 from dtrain.config.run_file import Settings
 from dtrain.errors import bad
 from dtrain.inference.export import Final, add_card, new_folder
@@ -25,6 +26,7 @@ from dtrain.inference.model_card import Hashed
 from dtrain.inference.sample import load_model
 from dtrain.models.layers import Attend
 
+log = logging.getLogger("dtrain")
 FILE = "model.onnx"
 TARGETS = {
     "dtrain.models.gpt2.GPT2": "tokens", "dtrain.models.llama.Llama": "tokens", "dtrain.models.bert.Bert": "segments",
@@ -132,7 +134,7 @@ def export_onnx(
     if cfg.model["_target_"] not in TARGETS:
         known = ", ".join(target.split(".")[2] for target in TARGETS)
         rule = f"is for models of {known}, and this is {cfg.model['_target_']}"
-        raise bad("--format", "onnx", rule, "--format safetensors, or torch.onnx.export with dtrain.load(RUN).model()")
+        raise bad("--format", "onnx", rule, "--format safetensors")
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         rule = f"needs {', '.join(missing)}, not installed here"
         raise bad("--format", "onnx", rule, "pip install 'dtrain[onnx]'")
@@ -208,7 +210,18 @@ def description(form: Form, trust: Iterable[str]) -> dict[str, Any]:
         values |= {"max_length": cfg.model["seq_len"], "vocab_size": cfg.model["vocab_size"]}
         values |= {"pad_token_id": cfg.model["pad_id"]} if "pad_id" in cfg.model else {}
     else:
-        values |= {key: cfg.model[key] for key in ("image_size", "channels")}
+        values |= {key: cfg.model[key] for key in ("image_size", "channels")} | preprocessing(cfg, trust)
     if cfg.model.get("num_classes") and cfg.model.get("task", "classify") == "classify":
         values["id2label"] = dict(enumerate(class_names(cfg, trust)))
     return values
+
+
+def preprocessing(cfg: Settings, trust: Iterable[str]) -> dict[str, Any]:
+    """Return how pixels become inputs: (pixel × rescale_factor - mean) / std per channel; {} if it is not known."""
+    try:
+        data = build(cfg.data, trust).dataset("val")
+        mean, std = (getattr(data, name).reshape(-1).tolist() for name in ("mean", "std"))
+    except (ValueError, OSError, AttributeError) as error:  # the files are gone, or it is the user's own data set
+        log.warning("how pixels become inputs is not known: %s", str(error).splitlines()[0])
+        return {}
+    return {"rescale_factor": 1 / getattr(data, "largest", 255), "image_mean": mean, "image_std": std}

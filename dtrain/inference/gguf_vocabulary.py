@@ -96,7 +96,7 @@ def split_of(values: Mapping[str, Any]) -> str:
         return ""
     if not set(characters()) <= model["vocab"].keys():
         return ""  # llama.cpp drops what it does not know
-    parts = pieces.get("pretokenizers") if pieces.get("type") == "Sequence" else [pieces]
+    parts: list[Any] = pieces["pretokenizers"] if pieces.get("type") == "Sequence" else [pieces]
     if [part.get("type") for part in parts] == ["ByteLevel"]:
         is_gpt2 = not parts[0].get("add_prefix_space", True) and parts[0].get("use_regex", True)
         return "gpt-2" if is_gpt2 and not model.get("ignore_merges") else ""

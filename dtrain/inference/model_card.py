@@ -16,7 +16,7 @@ import torch
 
 import dtrain
 from dtrain.checkpoint import store
-from dtrain.config.redaction import redact
+from dtrain.config.redaction import hide, redact
 from dtrain.errors import bad
 from dtrain.runs import environment
 from dtrain.runs.folder import read_json
@@ -89,7 +89,7 @@ def make(source: Source, form: str, weights_sha256: str, files: Mapping[str, str
         values += [("loss of the last training step", f"{loss:.6g}")] if loss is not None else []
         lines += [f"## Metrics at step {source.step}", "", *table(("metric", "value"), values), ""]
     lines += ["## Files", "", *table(("file", "SHA-256"), list(files.items())), ""]
-    return "\n".join([*lines, "## Configuration", "", *configuration(source.cfg), ""])
+    return hide("\n".join([*lines, "## Configuration", "", *configuration(source.cfg), ""]))
 
 
 def front_matter(source: Source, name: str, form: str, task: str | None, metrics: Mapping[str, float]) -> list[str]:
@@ -121,7 +121,7 @@ def origin(source: Source, launches: dict[str, Any], weights_sha256: str) -> lis
         key: str(value) for key, value in as_dict(summary.get("versions")).items() if isinstance(value, str)
     }
     mesh = " × ".join(f"{name} {size}" for name, size in as_dict(meta.get("mesh")).items())
-    ranks = meta.get("world_size")
+    ranks = f" on {counted(meta['world_size'], 'rank')} ({mesh})" if meta.get("world_size") else ""
     code = as_dict(environment.recorded(launches.get("launches")).get("code"))
     here = f"dtrain {dtrain.__version__}, torch {torch.__version__}"
     averages = ", the moving average of its weights" if source.ema else ""
@@ -132,7 +132,7 @@ def origin(source: Source, launches: dict[str, Any], weights_sha256: str) -> lis
         "model": f"{choices.get('model')} ({cfg['model']['_target_']})",
         "parameters": f"{found:,.0f}" if (found := finite(summary.get("parameters"))) else "",
         "optimizer": f"{choices.get('optim')}, learning rate {as_dict(cfg.get('optim')).get('lr')}",
-        "strategy": f"{choices.get('strategy')} on {counted(ranks, 'rank')} ({mesh})",
+        "strategy": f"{choices.get('strategy')}{ranks}",
         "precision": choices.get("precision"),
         "began with": last_part(cfg.get("init_from")) or f"random weights, seed {cfg['train']['seed']}",
         "forked from": lineage(launches),
@@ -147,7 +147,8 @@ def origin(source: Source, launches: dict[str, Any], weights_sha256: str) -> lis
 
 def lineage(launches: Mapping[str, Any]) -> str:
     """Return the checkpoints that a run was forked from, the nearest first."""
-    found, at = [], launches.get("forked_from")
+    found: list[str] = []
+    at = launches.get("forked_from")
     while isinstance(at, dict) and len(found) < MOST_ANCESTORS:
         found.append(f"{last_part(at.get('run'))}@{at.get('step')} (id {at.get('id') or 'unknown'})")
         at = at.get("forked_from")
@@ -195,7 +196,7 @@ def table(head: tuple[str, str], values: Sequence[tuple[str, str]]) -> list[str]
 
 def cell(value: object) -> str:
     """Return one line of text in which nothing is markup."""
-    text = " ".join(clean(str(value)).split())[:LONGEST]
+    text = " ".join(clean(hide(str(value))).split())[:LONGEST]
     for character in "\\`*[]<>|#":
         text = text.replace(character, f"\\{character}")
     return text
