@@ -72,7 +72,7 @@ def write_model(folder: Path, overrides: list[str]) -> int:
     import torch
 
     from dtrain.checkpoint import store
-    from dtrain.inference import export
+    from dtrain.inference.export_hf import export_hf
     from dtrain.train import build as models
 
     case = compare.make_case("ddp", 1, "fp32", compare.compose(overrides), folder / "run")
@@ -85,7 +85,7 @@ def write_model(folder: Path, overrides: list[str]) -> int:
         first.fill(model, name, parameter, torch.device("cpu"))
     state = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     store.save(case.run_dir / "checkpoints", 1, state, {"samples": 0, "data": "", "extra": {}}, keep=1)
-    return (export.export_hf(case.run_dir, folder / "hf") / "model.safetensors").stat().st_size
+    return (export_hf(case.run_dir, folder / "hf") / "model.safetensors").stat().st_size
 
 
 def measure(run_dir: Path, strategy: str, ranks: int, overrides: list[str]) -> list[int]:

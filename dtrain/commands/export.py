@@ -5,19 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 
 from dtrain.commands.run_parser import CHECKPOINT, TRUST, RunParser
+from dtrain.errors import bad
+
+# what is written, and its default name in the run folder
+NAMES = {"safetensors": "model{}.safetensors", "hf": "hf{}", "gguf": "model{}.gguf", "onnx": "onnx{}"}
 
 
 def main(argv: list[str]) -> int:
-    parser = RunParser("dtrain export", description="Export a run's weights for other programs.")
+    parser = RunParser(
+        "dtrain export",
+        description="Export a run's weights for other programs, with a model card that says where they come from.",
+    )
     parser.add_argument("run", help=CHECKPOINT)
     parser.add_argument(
-        "out",
-        nargs="?",
-        help="default: RUN/model.safetensors, or the folder RUN/hf; of RUN@100 RUN/model-100.safetensors, RUN/hf-100",
-    )
+        "out", nargs="?",
+        help="a file for safetensors and gguf, a folder for hf and onnx; default: in the run folder "
+        "model.safetensors, model.gguf, hf or onnx, of RUN@100 model-100.safetensors, …",
+    )  # fmt: skip
     parser.add_argument(
-        "--format", choices=["safetensors", "hf"], default="safetensors",
-        help="one file with dtrain's parameter names, or a folder for Hugging Face's transformers",
+        "--format", choices=list(NAMES), default="safetensors",
+        help="safetensors: one file with dtrain's parameter names; hf: a folder for Hugging Face's transformers (gpt2, "
+        "llama, bert); gguf: one file for llama.cpp (gpt2, llama); onnx: a folder with model.onnx (gpt2, llama, bert, "
+        "resnet, vit)",
     )  # fmt: skip
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="dtype of the weights; default: unchanged"
@@ -25,21 +34,35 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--trust", nargs="*", default=[], metavar="MODULE", help=TRUST)
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights (ema.decay)")
     options = parser.parse_args(argv)
+    if options.format == "onnx" and options.dtype not in (None, "float32"):
+        rule = "an onnx export has fp32 weights"
+        raise bad("--dtype", options.dtype, rule, "leave it out, and convert model.onnx with onnxruntime's tools")
     from dtrain.runs.find import find_checkpoint
 
     run_dir, step = find_checkpoint(options.run)
+    suffix = ("-ema" if options.ema else "") + ("" if step is None else f"-{step}")
+    out = Path(options.out or run_dir / NAMES[options.format].format(suffix))
     import torch
 
-    from dtrain.inference import export as write
-
-    suffix = ("-ema" if options.ema else "") + ("" if step is None else f"-{step}")
     dtype = getattr(torch, options.dtype) if options.dtype else None
     if options.format == "hf":
-        folder = Path(options.out or run_dir / f"hf{suffix}")
-        path = write.export_hf(run_dir, folder, dtype, options.trust, step=step, ema=options.ema)
+        from dtrain.inference.export_hf import export_hf
+
+        path = export_hf(run_dir, out, dtype, options.trust, step=step, ema=options.ema)
+    elif options.format == "gguf":
+        from dtrain.inference.export_gguf import export_gguf
+
+        path, missing = export_gguf(run_dir, out, dtype, options.trust, step, options.ema)
+        if missing:
+            print(f"the file has no tokenizer: {missing}; programs must give it token ids")
+    elif options.format == "onnx":
+        from dtrain.inference.export_onnx import export_onnx
+
+        path = export_onnx(run_dir, out, options.trust, step, options.ema)
     else:
-        out = Path(options.out or run_dir / f"model{suffix}.safetensors")
-        path = write.export_file(run_dir, out, dtype, options.trust, step, options.ema)
+        from dtrain.inference.export import export_file
+
+        path = export_file(run_dir, out, dtype, options.trust, step, options.ema)
     size = sum(p.stat().st_size for p in (path.iterdir() if path.is_dir() else [path]))
     print(f"wrote {path} ({size / 2**20:.1f} MiB)")
     return 0

@@ -1,14 +1,14 @@
-"""Export a checkpoint's weights: one safetensors file, or a folder that Hugging Face's transformers loads."""
+"""The weights of a checkpoint for other programs, and as one safetensors file. Other formats: export_*.py beside."""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.checkpoint import shards, store
-from dtrain.checkpoint.initial_weights import by_part
 from dtrain.config import run_file
-from dtrain.config.build import build
-from dtrain.config.run_file import Settings
 from dtrain.config.schema import check_run
-from dtrain.data import text
 from dtrain.errors import bad
-from dtrain.formats import huggingface
-from dtrain.formats.bounded import read_json
-from dtrain.formats.huggingface_folder import INDEX, SINGLE, read_config
+from dtrain.formats.huggingface_folder import SINGLE
+from dtrain.inference import model_card
 from dtrain.models import lora
 from dtrain.strategies import lora_base
 from dtrain.train import build as models
 from dtrain.util import disk_space
 from dtrain.util.host_memory import free_bytes
 
-log = logging.getLogger("dtrain")
 MERGE_BYTES = 4 + 3 * 8  # bytes per element while adapters are merged: the element itself, and three 64-bit temporaries
-SHARD_BYTES = 5 * 10**9  # per file of a Hugging Face folder: save_pretrained's default for years
 
 
 def checkpoint_of(run_dir: Path, step: int | None = None) -> Path:
@@ -61,7 +54,7 @@ class Final:
     """
 
     def __init__(self, run_dir: Path, trust: Iterable[str] = (), step: int | None = None, ema: bool = False) -> None:
-        self.ema = ema
+        self.run_dir, self.ema = run_dir, ema
         self.path, self.cfg, self.trust = checkpoint_of(run_dir, step), run_file.load(run_dir), trust
         self.manifest = store.read_manifest(self.path)
         check_run(self.cfg, trust, ())
@@ -83,6 +76,10 @@ class Final:
         yield from lora.merged(base_weights(model, first), saved, cfg.lora.alpha / cfg.lora.rank)
         lora_base.check(self.manifest.meta.get("extra", {}).get("base"), first.fingerprint())
         yield from ((name, buffer) for name, buffer in saved.items() if not lora.is_adapter(name))
+
+    @property
+    def source(self) -> model_card.Source:
+        return model_card.Source(self.run_dir, self.path, self.cfg, self.ema)
 
     def empty(self) -> dict[str, Tensor]:
         """Return the weights, in order, as meta tensors."""
@@ -149,27 +146,56 @@ def export_file(
     step: int | None = None,
     ema: bool = False,
 ) -> Path:
-    """Write a checkpoint's weights as one safetensors file that any reader of the format loads."""
-    path = path.resolve()  # keeps a link
-    if path.is_dir():
-        raise bad("OUT", path, "is a folder, but this format is one file", f"{path / SINGLE}, or --format hf")
+    """Write a checkpoint's weights as one safetensors file that any reader of the format loads, and a model card."""
+    path = one_file(path, SINGLE)
     final = Final(run_dir, trust, step, ema)
+    weights = model_card.Hashed(final)
+    with replacing(path) as temporary:
+        write_stream(temporary, final.empty(), weights, dtype, {"format": "pt", "model": json.dumps(final.cfg.model)})
+    write_card(path, final, "safetensors", weights.hexdigest())
+    return path
+
+
+def one_file(path: Path, name: str) -> Path:
+    """Return where one file is written, with links followed; refuse a folder. name: for the fix."""
+    path = path.resolve()
+    if path.is_dir():
+        raise bad("OUT", path, "is a folder, but this format is one file", f"{path / name}, or --format hf")
+    model_card.beside(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a name beside `path`, which replaces it at the end: the file is complete, or as before."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        write_stream(temporary, final, dtype, {"format": "pt", "model": json.dumps(final.cfg.model)})
+        yield temporary
         temporary.replace(path)
     except BaseException:  # Ctrl-C too
         temporary.unlink(missing_ok=True)
         raise
-    return path
 
 
-def write_stream(path: Path, final: Final, dtype: torch.dtype | None, metadata: dict[str, str]) -> None:
+def write_card(path: Path, final: Final, form: str, digest: str, notes: Iterable[str] = ()) -> None:
+    """Write the model card of a single file beside it."""
+    text = model_card.make(final.source, form, digest, {path.name: model_card.file_sha256(path)}, list(notes))
+    with replacing(model_card.beside(path)) as temporary:
+        temporary.write_text(text)
+
+
+def write_stream(
+    path: Path,
+    shapes: Mapping[str, Tensor],
+    weights: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype | None,
+    metadata: dict[str, str],
+) -> None:
     """Write one safetensors file, weight by weight: 70 B parameters take 282 GB, more than a host's memory."""
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
-    for name, empty in final.empty().items():
+    for name, empty in shapes.items():
         weight = as_dtype(empty, dtype)
         begin, end = end, end + weight.nbytes
         header[name] = {"dtype": shards.DTYPES[weight.dtype], "shape": list(weight.shape), "data_offsets": [begin, end]}
@@ -180,7 +206,7 @@ def write_stream(path: Path, final: Final, dtype: torch.dtype | None, metadata: 
     try:
         with open(path, "wb") as file:
             file.write(len(start).to_bytes(8, "little") + start)
-            for name, weight in final:
+            for name, weight in weights:
                 weight = as_dtype(weight, dtype)
                 written = (next(names, None), header.get(name, {}).get("shape"))
                 assert written == (name, list(weight.shape)), f"{name} differs from its header: {written}"
@@ -197,43 +223,26 @@ def as_dtype(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
     return weight if dtype is None or not weight.is_floating_point() else weight.to(dtype)
 
 
-# ---- a Hugging Face folder -----------------------------------------------------------------------------------
+# ---- a folder ------------------------------------------------------------------------------------------------
 
 
-def export_hf(
-    run_dir: Path,
-    folder: Path,
-    dtype: torch.dtype | None = None,
-    trust: Iterable[str] = (),
-    shard_bytes: int = SHARD_BYTES,
-    step: int | None = None,
-    ema: bool = False,
-) -> Path:
-    """Write a folder that transformers' from_pretrained loads; it is complete or missing."""
-    cfg = run_file.load(run_dir)
-    family = huggingface.of_target(cfg.model["_target_"])
-    if family is None:
-        known = ", ".join(f"{f.target} ({f.model_type})" for f in huggingface.FAMILIES.values())
-        rule = f"transformers has no counterpart of {cfg.model['_target_']}; it has counterparts of {known}"
-        raise bad("--format", "hf", rule, "--format safetensors")
+@contextmanager
+def new_folder(folder: Path, last: str = "config.json") -> Iterator[Path]:
+    """Yield an empty folder whose files are moved to `folder` at the end: it is complete or missing.
+
+    An existing empty folder is kept, as it may be a mount or a shell's working directory. Then the file `last` is moved
+    last: without it, there is no model.
+    """
     folder = folder.resolve()  # keeps a link
     there = folder.exists()
     if there and (not folder.is_dir() or any(folder.iterdir())):
         raise bad("OUT", folder, "already exists, and is not overwritten", "use another folder, or remove it")
-    # an existing empty folder is kept: it may be a mount, or a shell's working directory
     partial = (folder / "x" if there else folder).with_name(f".{folder.name}.partial-{uuid.uuid4().hex[:8]}")
     partial.mkdir(parents=True)
     try:
-        weights = final_weights(run_dir, trust, step, ema)
-        write_shards(partial, translated(weights, family, cfg.model, dtype), shard_bytes)
-        values = config_of(cfg, family, trust)
-        values["dtype"] = str(dtype or torch.float32).removeprefix("torch.")  # masters are fp32
-        (partial / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
-        tokenizer = tokenizer_of(cfg.data)
-        if tokenizer is not None and is_tokenizer(tokenizer):
-            shutil.copyfile(tokenizer, partial / "tokenizer.json")
+        yield partial
         if there:
-            for file in sorted(partial.iterdir(), reverse=True):  # config.json comes last: without it there is no model
+            for file in sorted(partial.iterdir(), key=lambda file: file.name == last):
                 file.replace(folder / file.name)
             partial.rmdir()
         else:
@@ -241,129 +250,10 @@ def export_hf(
     except BaseException:  # Ctrl-C too
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return folder
 
 
-def translated(
-    weights: Iterable[tuple[str, Tensor]],
-    family: huggingface.Family,
-    model: Mapping[str, Any],
-    dtype: torch.dtype | None,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights with Hugging Face's names and layout, without the rows that only pad the vocabulary."""
-    for name, weight in weights:
-        if family.theirs(name) is None:
-            raise bad("--format", "hf", f"{name} has no counterpart in {family.model_type}", "--format safetensors")
-        if name in huggingface.VOCABULARY:
-            weight = weight[: model["vocab_size"]]
-        change = family.change(name)
-        if change == huggingface.HEADS:
-            weight = by_part(weight, model["num_heads"])
-        elif change == huggingface.TRANSPOSED:
-            weight = weight.t()
-        yield family.full(name), weight.to(dtype or torch.float32).contiguous()
-
-
-def write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
-    """Write one file, or several with an index; at most one of them is in memory."""
-    shard: dict[str, Tensor] = {}
-    written: list[tuple[Path, list[str]]] = []
-    size = total = 0
-
-    def flush() -> None:
-        path = folder / f"part-{len(written)}"
-        shards.write(path, shard, {"format": "pt"})
-        written.append((path, list(shard)))
-        shard.clear()
-
-    for name, weight in weights:
-        if shard and size + weight.nbytes > shard_bytes:
-            flush()
-            size = 0
-        shard[name] = weight
-        size, total = size + weight.nbytes, total + weight.nbytes
-    flush()
-    if len(written) == 1:
-        written[0][0].rename(folder / SINGLE)
-        return
-    places: dict[str, str] = {}
-    for i, (path, names) in enumerate(written, 1):
-        file = f"model-{i:05d}-of-{len(written):05d}.safetensors"
-        path.rename(folder / file)
-        places |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def config_of(cfg: Settings, family: huggingface.Family, trust: Iterable[str]) -> dict[str, Any]:
-    """Return config.json: the model's settings, plus values from the init_from folder and from the data."""
-    values = {"model_type": family.model_type, **family.config(cfg.model)}
-    began = first_config(Path(cfg.init_from)) if cfg.get("init_from") else {}
-    tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
-    values |= {k: began[k] for k in tokens if k in began and _is_token(began[k])}
-    if "positions" not in family.outside:  # rotary: training on short texts does not remove long positions
-        length = began.get("max_position_embeddings")
-        if type(length) is int and length <= huggingface.LARGEST["seq_len"]:
-            values["max_position_embeddings"] = max(values["max_position_embeddings"], length)
-    if "eos_token_id" in values and values["eos_token_id"] is None:
-        values["eos_token_id"] = end_token(tokenizer_of(cfg.data))
-    if "id2label" in values:
-        names = class_names(cfg, trust)
-        values |= {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
-    return values
-
-
-def first_config(folder: Path) -> dict[str, Any]:
-    """Return config.json of the init_from folder; {} if it is gone or unreadable."""
-    try:
-        return read_config(folder)
-    except ValueError:
-        return {}
-
-
-def _is_token(value: Any) -> bool:
-    """Return whether it is an id, a list of ids (Llama 3 has three end tokens), or None."""
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    return len(ids) <= 64 and all(type(i) is int and 0 <= i < huggingface.LARGEST["vocab_size"] for i in ids)
-
-
-def end_token(tokenizer: Path | None) -> int | None:
-    """Return the token that the data has between two documents."""
-    if tokenizer is None:
-        return None
-    try:
-        return text.FileTokenizer(str(tokenizer)).separator
-    except ValueError as error:
-        log.warning("the end token is not known: %s", error)
-        return None
-
-
-def class_names(cfg: Settings, trust: Iterable[str]) -> list[str]:
-    """Return the data's class names; LABEL_0, ... as in transformers if they are unknown."""
-    number, labels = cfg.model["num_classes"], []
-    try:
-        labels = [str(label) for label in getattr(build(cfg.data, trust), "labels", [])]
-    except (ValueError, OSError) as error:
-        log.warning("the names of the classes are not known: %s", error)
-    return labels if len(labels) == number else [f"LABEL_{i}" for i in range(number)]
-
-
-def is_tokenizer(path: Path) -> bool:
-    """Return whether it is a tokenizer: an untrusted run folder may name a file that must not be published."""
-    try:
-        model = read_json(path, text.LARGEST_TOKENIZER).get("model")
-    except (OSError, ValueError, AttributeError) as error:
-        log.warning("%s is not a tokenizer, so it is not exported: %s", path, error)
-        return False
-    if not isinstance(model, dict) or "vocab" not in model:
-        log.warning("%s is not a tokenizer, so it is not exported", path)
-        return False
-    return True
-
-
-def tokenizer_of(data: Mapping[str, Any]) -> Path | None:
-    """Return the tokenizer file that the data names, or that is in its token folder; None: the data has bytes."""
-    named, path = data.get("tokenizer"), data.get("path")
-    candidates = [Path(named)] if isinstance(named, str) else []
-    candidates += [Path(path) / "tokenizer.json"] if isinstance(path, str) else []
-    return next((p for p in candidates if p.is_file()), None)
+def add_card(folder: Path, final: Final, form: str, digest: str, main: str, notes: Iterable[str] = ()) -> None:
+    """Write README.md of an exported folder. main: its most important file."""
+    names = sorted((file.name for file in folder.iterdir()), key=lambda name: (name != main, name))
+    files = {name: model_card.file_sha256(folder / name) for name in names}
+    (folder / model_card.README).write_text(model_card.make(final.source, form, digest, files, list(notes)))

@@ -17,7 +17,8 @@ from torch import nn
 from dtrain.checkpoint import store
 from dtrain.cli import main
 from dtrain.config import run_file
-from dtrain.inference.export import export_file, export_hf, final_weights
+from dtrain.inference.export import export_file, final_weights
+from dtrain.inference.export_hf import export_hf
 from dtrain.inference.sample import load_model
 from dtrain.models import lora
 from dtrain.strategies import lora_base
@@ -50,7 +51,7 @@ def test_a_run_goes_to_transformers_and_back(
     theirs = reloaded(tmp_path / "out", name)
     assert not caplog.records, caplog.text
     assert apart(ours, theirs) < 1e-5
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["README.md", "config.json", "model.safetensors"]
     # and back, also by way of what transformers writes itself
     theirs.save_pretrained(tmp_path / "again")
     for folder in ("out", "again"):
@@ -121,7 +122,7 @@ def test_one_file_is_written_weight_by_weight(tmp_path: Path, monkeypatch: pytes
         assert len(most) > 20 and max(most) <= 2, "one that is written, and the next"
         found = load_file(file)
         assert found.keys() == expected.keys() and all(torch.equal(found[n], w) for n, w in expected.items())
-        assert list((tmp_path / "deep").iterdir()) == [file]
+        assert sorted((tmp_path / "deep").iterdir()) == [file, file.with_name(f"{file.name}.md")]
 
 
 def test_one_file_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +151,7 @@ def test_out_may_be_a_link_or_the_folder_one_is_in(
     monkeypatch.chdir(tmp_path / "here")
     for out in (tmp_path / "link", Path()):
         assert main(["export", str(run), str(out), "--format", "hf"]) == 0
-        assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors"]
+        assert sorted(p.name for p in out.iterdir()) == ["README.md", "config.json", "model.safetensors"]
     assert (tmp_path / "link").is_symlink()
     assert sorted(p.name for p in Path().iterdir()), "the folder is the one that a shell is in, and not a new one"
     capsys.readouterr()

@@ -13,7 +13,8 @@ from dtrain.checkpoint import store
 from dtrain.commands.verify import compare
 from dtrain.config.build import build
 from dtrain.config.run_file import load
-from dtrain.inference.export import export_hf, final_weights
+from dtrain.inference.export import final_weights
+from dtrain.inference.export_hf import export_hf
 from dtrain.inference.sample import load_model
 from dtrain.models import lora
 from dtrain.train import build as models

@@ -1,0 +1,127 @@
+"""onnxruntime's outputs beside torch's, for each family, at sizes that the export has not seen."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dtrain.cli import main
+from dtrain.config import run_file
+from dtrain.config.build import build
+from dtrain.inference import export_onnx
+from dtrain.inference.sample import load_model
+from tests.hf import SIZES, load, save
+from tests.world import make_run
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxscript")
+ort = pytest.importorskip("onnxruntime")
+TEXT = [*SIZES, "cluster.processes=1"]
+IMAGES = ["cluster.processes=1", "data=digits"]
+RUNS = {
+    "gpt2": ["model=gpt2-tiny", *TEXT],
+    "llama": ["model=llama-tiny", "model.num_kv_heads=2", "model.hidden_dim=48", "model.rope_factor=8", *TEXT],
+    "bert": ["model=bert-tiny", "data=stdlib-mlm", *TEXT],
+    "bert-classify": ["model=bert-tiny-classify", "data=stdlib-lines", *TEXT],
+    "vit": ["model=vit-tiny", "model.patch_size=4", *IMAGES],
+    "resnet": ["model=resnet18", "model.width=8", "model.image_size=16", *IMAGES],
+}
+
+
+def drawn(folder: Path, name: str) -> Path:
+    run = make_run(folder, *RUNS[name])
+    model = load(run)
+    with torch.no_grad():
+        for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            tensor.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(len(key)))
+            if key.endswith("running_var"):
+                tensor.abs_().add_(0.5)
+    save(run, model)
+    return run
+
+
+def compared(run: Path, folder: Path) -> float:
+    """Return the largest difference over several batches and lengths."""
+    session = ort.InferenceSession(folder / "model.onnx")
+    model, cfg = load_model(run, [])
+    names = [i.name for i in session.get_inputs()]
+    apart, generator = 0.0, np.random.default_rng(0)
+    lengths = (1, 5, cfg.model.seq_len) if "input_ids" in names else (0,)
+    for batch in (1, 4, 7):
+        for length in lengths:
+            if length:
+                given = {"input_ids": generator.integers(1, cfg.model.vocab_size, (batch, length))}
+                inputs = torch.from_numpy(given["input_ids"])
+                if len(names) > 1:
+                    given["token_type_ids"] = generator.integers(0, 2, (batch, length))
+                    inputs = torch.stack([inputs, torch.from_numpy(given["token_type_ids"])], dim=-1)
+            else:
+                size = cfg.model.image_size
+                given = {"pixel_values": generator.normal(size=(batch, cfg.model.channels, size, size)).astype("f4")}
+                inputs = torch.from_numpy(given["pixel_values"])
+            with torch.no_grad():
+                expected = model.cpu()(inputs).numpy()
+            found = session.run(None, given)[0]
+            assert found.shape == expected.shape and expected.std() > 0.01, "outputs near 0 would be near anything"
+            apart = max(apart, float(np.abs(found - expected).max()))
+    return apart
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_onnxruntime_computes_the_same(name: str, tmp_path: Path) -> None:
+    run = drawn(tmp_path / "run", name)
+    out = tmp_path / "out"
+    assert main(["export", str(run), str(out), "--format", "onnx"]) == 0
+    assert sorted(os.listdir(out)) == ["README.md", "config.json", "model.onnx"]
+    assert compared(run, out) < 1e-4
+    values = json.loads((out / "config.json").read_text())
+    cfg = run_file.load(run)
+    if name in ("vit", "resnet"):  # from pixels to inputs as config.json says
+        dataset: Any = build(cfg.data).dataset("val")
+        pixels = dataset.pictures[:3].astype(np.float32) * np.float32(values["rescale_factor"])
+        inputs = torch.nn.functional.interpolate(torch.from_numpy(pixels), (values["image_size"],) * 2, mode="bilinear")
+        mean, std = (torch.tensor(values[key])[:, None, None] for key in ("image_mean", "image_std"))
+        inputs = ((inputs - mean) / std).expand(-1, values["channels"], -1, -1)
+        torch.testing.assert_close(inputs, dataset.batch(np.arange(3))[0], rtol=0, atol=1e-5)
+        assert values["id2label"]["3"] == "3"
+    if name == "bert-classify":
+        assert sorted(values["id2label"].values()) == ["code", "comment", "docstring"]
+    card = (out / "README.md").read_text()
+    assert "library_name: onnx" in card and "outputs and torch's differ by at most" in card
+
+
+def test_a_file_that_computes_something_else_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = drawn(tmp_path / "run", "vit")
+    whole = export_onnx.write
+
+    def wrong(form: Any, path: Path) -> None:
+        with torch.no_grad():
+            head = form.module.model.head.bias
+            kept = head.clone()
+            head.add_(0.01)
+            whole(form, path)
+            head.copy_(kept)
+
+    monkeypatch.setattr(export_onnx, "write", wrong)
+    assert main(["export", str(run), str(tmp_path / "out"), "--format", "onnx"]) == 2
+    assert "differ from torch's by 0.01" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", "model=convnet", *IMAGES)
+    (run / "launch.json").write_text('{"launches": []}')
+    for options, error in (
+        ([], "is for models of gpt2, llama, bert, resnet, vit"), (["--dtype", "bfloat16"], "has fp32 weights"),
+    ):  # fmt: skip
+        assert main(["export", str(run), str(tmp_path / "out"), "--format", "onnx", *options]) == 2
+        assert error in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["run"]
