@@ -77,8 +77,7 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
     strategy, cluster = config["strategy"], config["cluster"]
     name = config["choices"]["strategy"]
     node_size = ranks_per_node(cluster)
-    axes = {axis: strategy.get(axis, default) for axis, default in (("pp", 1), ("dp", -1), ("tp", 1))}
-    sizes = mesh.resolve(cluster["nodes"] * node_size, node_size, **axes)
+    sizes = mesh.of_strategy(strategy, cluster["nodes"] * node_size, node_size)
     _, micro, micro_batches = batch_sizes(dict(config), sizes)
     schedule, ranks = strategy.get("schedule", "1f1b"), sizes.pp * sizes.dp * sizes.tp
     is_alone = holds_all(strategy, ranks)

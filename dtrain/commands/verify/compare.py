@@ -38,7 +38,7 @@ SMALL = [
 ]  # fmt: skip
 FULL, FEWER_STEPS = "fp32", "train.stop_after=8"  # 16 bits are slow on many CPUs, and their rounding shows at once
 SIZES = (2, 4, 8)  # numbers of ranks to choose from
-AXES = ("pp", "dp", "tp")
+AXES = ("pp", "dp", "tp", "cp")
 
 
 @dataclass(frozen=True)
