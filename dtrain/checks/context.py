@@ -48,6 +48,9 @@ def check(config: dict[str, Any], sizes: MeshSizes) -> None:
     if kind != "allgather" and 0 < gpus_per_node(config["cluster"]) < int(config["cluster"]["processes"]):
         rule = "ranks that share a GPU communicate over gloo, which cannot send GPU tensors between two ranks"
         raise bad("strategy.cp_kind", kind, rule, "strategy.cp_kind=allgather")
+    if config["activation_checkpointing"] == "ops" and kind != "ulysses":
+        rule = f"would keep the attention to each of the {cp} ranks' keys under strategy.cp_kind={kind}"
+        raise bad("activation_checkpointing", "ops", rule, "activation_checkpointing=full, or selective")
     if config["compile"] == "whole":
         rule = f"strategy.cp={cp} communicates inside attention, which a graph cannot contain"
         raise bad("compile", "whole", rule, "compile=blocks")

@@ -191,7 +191,7 @@ def one_layout(question: Question, task: Task) -> Prediction:
         strategy["schedule"] = "gpipe"
         layout = layout_of(question.config)
         question.notes.append("strategy.schedule=gpipe, as 1f1b needs as many micro-batches as pipeline ranks")
-    check_layout(question.config, MeshSizes(layout.pp, layout.dp, layout.tp), layout.micro_batches)
+    check_layout(question.config, MeshSizes(layout.pp, layout.dp, layout.tp, layout.cp), layout.micro_batches)
     return predict_layout(layout, task)
 
 
