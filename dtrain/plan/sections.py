@@ -17,8 +17,8 @@ from dtrain.strategies import deepspeed_config
 from dtrain.util.host_memory import total_bytes
 
 # the settings of conf/strategy that a layout decides; typed ones are kept
-CHOSEN = ("tp", "pp", "dp", "cp", "cp_kind", "schedule", "stages_per_rank", "data", "sequence_parallel", "loss_parallel",
-          "sharding", "replica_size", "offload", "offload_params", "mode")  # fmt: skip
+CHOSEN = ("tp", "pp", "dp", "cp", "cp_kind", "schedule", "stages_per_rank", "data", "sequence_parallel",
+          "loss_parallel", "sharding", "replica_size", "offload", "offload_params", "mode")  # fmt: skip
 
 
 # if typed, they describe a GPU other than this machine's; a price or a rate applies to either
