@@ -66,7 +66,7 @@ def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> N
         rule = f"strategy={name} runs collectives between the layers, which a graph cannot contain"
         raise bad("compile", "whole", rule, "compile=blocks, or strategy=ddp")
     per_rank = config["train"]["global_batch_size"] // sizes.dp
-    check_precision(config, per_rank // num_micro_batches)
+    check_precision(config, per_rank // num_micro_batches, sizes.cp)
 
 
 def check_average(config: dict[str, Any], package: str) -> None:
@@ -99,8 +99,8 @@ def check_cpu_fp16(config: dict[str, Any], sizes: MeshSizes) -> None:
         raise no_cpu_fp16(config["choices"]["strategy"])
 
 
-def check_precision(config: dict[str, Any], num_samples: int) -> None:
-    """`num_samples`: samples per forward pass."""
+def check_precision(config: dict[str, Any], num_samples: int, cp: int = 1) -> None:
+    """`num_samples`: samples per forward pass, of whose tokens a rank has one part of `cp`."""
     precision, name = config["precision"], config["choices"]["precision"]
     dtype, stream = precision.get("dtype", "float32"), precision.get("stream", "float32")
     if stream not in ("float32", dtype):
@@ -116,7 +116,7 @@ def check_precision(config: dict[str, Any], num_samples: int) -> None:
     if pure:
         check_pure(config, name)
     if float8:
-        check_float8(config, name, num_samples)
+        check_float8(config, name, num_samples, cp)
 
 
 def check_precision_of(config: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ def check_pure(config: dict[str, Any], name: str) -> None:
         raise bad("strategy.offload", config["strategy"]["offload"], rule, "strategy.offload=none, or precision=bf16")
 
 
-def check_float8(config: dict[str, Any], name: str, num_samples: int) -> None:
+def check_float8(config: dict[str, Any], name: str, num_samples: int, cp: int) -> None:
     gpu, model = config["hardware"].get("gpu") or "", config["model"]
     if importlib.util.find_spec("torchao") is None:
         raise bad("precision", name, "torchao is not installed", "pip install 'dtrain[fp8]', or precision=bf16")
@@ -151,7 +151,7 @@ def check_float8(config: dict[str, Any], name: str, num_samples: int) -> None:
         raise bad("precision", name, f"{gpu} has no float8 matmuls (Ada, Hopper and later do)", "precision=bf16")
     if config["lora"]["rank"]:
         raise bad("lora.rank", config["lora"]["rank"], "LoRA adapters do not work with float8 layers", "precision=bf16")
-    tokens = num_samples * (config["data"].get("seq_len") or model.get("seq_len") or FLOAT8_MULTIPLE)
+    tokens = num_samples * (config["data"].get("seq_len") or model.get("seq_len") or FLOAT8_MULTIPLE) // cp
     if tokens % FLOAT8_MULTIPLE:
         rule = f"a forward pass of {num_samples} samples has {tokens} tokens, and float8 matmuls need multiples of 16"
         raise bad("precision", name, rule, "train.micro_batch_size=16, or precision=bf16")
@@ -279,14 +279,14 @@ def check_replicas(strategy: dict[str, Any], node_size: int, sizes: MeshSizes) -
     size, hybrid = strategy["replica_size"], strategy["sharding"] == "hybrid"
     if size is not None and not hybrid:
         raise bad("strategy.replica_size", size, "is only for strategy.sharding=hybrid", "strategy.sharding=hybrid")
-    if hybrid and sizes.dp > 1 and (size or node_size) == sizes.dp:
-        rule = f"shards one copy over all {sizes.dp} data-parallel ranks, the same as strategy.sharding=full"
+    if hybrid and sizes.token_ranks > 1 and (size or node_size) == sizes.token_ranks:
+        rule = f"shards one copy over all {sizes.token_ranks} data-parallel ranks, the same as strategy.sharding=full"
         raise bad("strategy.replica_size", size, rule, "strategy.sharding=full, or a smaller strategy.replica_size")
-    if hybrid and sizes.dp % (size or node_size):
-        rule = f"must divide the {sizes.dp} data-parallel ranks"
+    if hybrid and sizes.token_ranks % (size or node_size):
+        rule = f"must divide the {sizes.token_ranks} data-parallel ranks"
         raise bad(
             "strategy.replica_size",
             size or node_size,
             rule,
-            f"strategy.replica_size={math.gcd(sizes.dp, size or node_size)}",
+            f"strategy.replica_size={math.gcd(sizes.token_ranks, size or node_size)}",
         )

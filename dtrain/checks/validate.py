@@ -7,7 +7,7 @@ import importlib.util
 import math
 from typing import Any
 
-from dtrain.checks import checkpoint, guard, hooks, loggers, network, script, strategy
+from dtrain.checks import checkpoint, context, guard, hooks, loggers, network, script, strategy
 from dtrain.checks import profile as profiling
 from dtrain.config import elastic, mesh
 from dtrain.config.files import CONTROL, flatten, is_script
@@ -44,12 +44,12 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     check_text(flat)
     tags.check(config["tags"])
     check_cluster(config)
-    axes = {axis: config["strategy"].get(axis, default) for axis, default in (("pp", 1), ("dp", -1), ("tp", 1))}
-    sizes = mesh.resolve(world_size(config), config["cluster"]["processes"], **axes)
+    sizes = mesh.of_strategy(config["strategy"], world_size(config), config["cluster"]["processes"])
     if config["model"]["_target_"].startswith("dtrain."):  # in a user's own model `dim` may mean something else
         check_model(config["model"], sizes)
     _, _, num_micro_batches = batch_sizes(config, sizes)
     strategy.check(config, sizes, num_micro_batches)
+    context.check(config, sizes)
     guard.check(config, sizes)
     from dtrain.checks import (
         init_from,

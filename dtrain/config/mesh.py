@@ -12,24 +12,37 @@ from dtrain.errors import bad
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Pipeline stages × data-parallel ranks × tensor-parallel ranks; tp is innermost: its ranks share a node."""
+    """Pipeline stages × data-parallel ranks × context-parallel ranks × tensor-parallel ranks.
+
+    tp is innermost: its ranks share a node. The ranks of cp each have a part of the same samples' sequences.
+    """
 
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    cp: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def token_ranks(self) -> int:
+        """Ranks with different tokens of a batch, over which gradients and losses are averaged: dp × cp."""
+        return self.dp * self.cp
 
     def as_dict(self) -> dict[str, int]:
-        return asdict(self)
+        """The size of each axis; cp only if sequences are divided."""
+        axes = asdict(self)
+        return axes if self.cp > 1 else {axis: axes[axis] for axis in ("pp", "dp", "tp")}
 
     def __str__(self) -> str:
-        return " × ".join(f"{axis} {size}" for axis, size in asdict(self).items())
+        return " × ".join(f"{axis} {size}" for axis, size in self.as_dict().items())
 
 
-def resolve(world_size: int, node_size: int | None = None, pp: int = 1, dp: int = -1, tp: int = 1) -> MeshSizes:
+def resolve(
+    world_size: int, node_size: int | None = None, pp: int = 1, dp: int = -1, tp: int = 1, cp: int = 1
+) -> MeshSizes:
     """Fill in each -1 and check that the axes multiply to the number of ranks.
 
     With several -1, tp is filled first, up to one node (its collectives are the most frequent and largest), then pp,
@@ -37,6 +50,11 @@ def resolve(world_size: int, node_size: int | None = None, pp: int = 1, dp: int 
     """
     node_size = node_size or world_size
     sizes = {"pp": pp, "dp": dp, "tp": tp}
+    if cp < 1:
+        rule = "must be at least 1: how many ranks divide a sequence is for you to choose"
+        raise bad("strategy.cp", cp, rule, "strategy.cp=1, which divides no sequence")
+    if cp > 1:
+        sizes["cp"] = cp
     asked = ", ".join(f"strategy.{axis}={size}" for axis, size in sizes.items())
     for axis, size in sizes.items():
         if size < 1 and size != -1:
@@ -50,8 +68,8 @@ def resolve(world_size: int, node_size: int | None = None, pp: int = 1, dp: int 
         rest //= sizes[axis] or 1
     if math.prod(sizes.values()) != world_size:
         raise ValueError(
-            f"{asked}: pp × dp × tp must equal the number of ranks, {world_size}\n"
-            f"  fix: {other_sizes(world_size, node_size, fixed, abs(pp * tp))}"
+            f"{asked}: {' × '.join(sizes)} must equal the number of ranks, {world_size}\n"
+            f"  fix: {other_sizes(world_size, node_size, fixed, abs(pp * tp * cp))}"
         )
     if node_size % sizes["tp"]:
         raise ValueError(
@@ -60,6 +78,12 @@ def resolve(world_size: int, node_size: int | None = None, pp: int = 1, dp: int 
             f"  fix: strategy.tp={math.gcd(sizes['tp'], node_size)} strategy.dp=-1"
         )
     return MeshSizes(**sizes)
+
+
+def of_strategy(section: Mapping[str, Any], world_size: int, node_size: int) -> MeshSizes:
+    """Return the mesh of a strategy's settings."""
+    axes = {axis: section[axis] for axis in ("pp", "dp", "tp", "cp") if axis in section}
+    return resolve(world_size, node_size, **axes)
 
 
 def other_sizes(world_size: int, node_size: int, fixed: int, model: int) -> str:

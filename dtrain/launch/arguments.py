@@ -36,7 +36,7 @@ from dtrain.util.format import as_dict, short_path
 
 AUTO = "auto"  # strategy=auto: the planner chooses (dtrain/launch/auto.py)
 # Placeholder that Hydra composes until the planner has chosen. It has all degrees, so that strategy.tp=2 is valid.
-STAND_IN = {"_target_": "dtrain.strategies.pipeline.Pipeline", "pp": -1, "dp": -1, "tp": -1}
+STAND_IN = {"_target_": "dtrain.strategies.pipeline.Pipeline", "pp": -1, "dp": -1, "tp": -1, "cp": 1, "cp_kind": "ring"}
 
 DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")  # my_pkg.net.Net: the user's own code
 

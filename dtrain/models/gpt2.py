@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from dtrain.models.layers import MLP, Attend, Cache, Head, LayerNorm, attend, is_packed, places, transformer_tp_plan
+from dtrain.models.layers import MLP, Attend, Context, Head, LayerNorm, attend, places, tokens_of, transformer_tp_plan
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -85,18 +85,17 @@ class GPT2(nn.Module):
         inputs: Tensor,
         targets: Tensor | None = None,
         source: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: Context | None = None,
     ) -> Tensor:
         """Return logits, or with targets the mean loss, of tokens or packed documents (layers.places).
 
         `source`: the tokens, if `inputs` are an earlier stage's hidden states. With a `cache`, the tokens continue
-        those in it, and are added to it.
+        those in it, and are added to it. It may also divide the sequences over ranks (comm/context.py).
         """
         positions, mask = places(inputs if source is None else source, cache)
         x = inputs
         if self.is_first:
-            tokens = inputs[..., 0] if is_packed(inputs) else inputs
-            x = self.embedded(tokens, positions)
+            x = self.embedded(tokens_of(inputs, cache), positions)
         for name, layer in self.layers.items():
             x = layer(x, mask=mask, cached=cache.of(name) if cache else None)
         if cache:

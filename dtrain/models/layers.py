@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +96,23 @@ def classify(logits: Tensor, targets: Tensor, training: bool) -> Tensor:
 # ---- attention of language models ----------------------------------------------------------------------------
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # attention of one layer over what a cache holds
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # attention of one layer: q, k, v, mask
+
+
+class Context(Protocol):
+    """What attention sees besides the tokens of this call: a KV cache, or the other ranks' parts of the sequences."""
+
+    def tokens(self, tokens: Tensor) -> Tensor:
+        """Return those of the tokens [batch, length] that this rank computes."""
+
+    def places(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return positions of these tokens, and the mask that the attention of each layer gets; see `places`."""
+
+    def of(self, layer: str) -> Attend:
+        """Return the attention of one layer."""
+
+    def advance(self, count: int) -> None:
+        """After all layers have seen `count` tokens."""
 
 
 class Cache:
@@ -110,8 +126,12 @@ class Cache:
         self.length = 0  # tokens in it; the model calls `advance` after all its layers
         self.kept: dict[str, tuple[Tensor, Tensor]] = {}
 
+    def tokens(self, tokens: Tensor) -> Tensor:
+        return tokens
+
     def places(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return positions and mask of tokens [batch, length] that continue those in it; see `places`."""
+        assert not is_packed(tokens), "packed documents are for training"
         start, length = self.length, tokens.shape[1]
         positions = torch.arange(start, start + length, device=tokens.device)
         if start == 0 or length == 1:
@@ -150,20 +170,29 @@ def is_packed(inputs: Tensor) -> bool:
     return inputs.ndim == 3 and not inputs.is_floating_point()
 
 
-def places(inputs: Tensor, cache: Cache | None = None) -> tuple[Tensor, Tensor | None]:
+def tokens_of(inputs: Tensor, context: Context | None = None) -> Tensor:
+    """Return the tokens [batch, length] to embed, without the positions that packed documents have beside them."""
+    tokens = inputs[..., 0] if is_packed(inputs) else inputs
+    return tokens if context is None else context.tokens(tokens)
+
+
+def places(inputs: Tensor, context: Context | None = None) -> tuple[Tensor, Tensor | None]:
     """Return (positions, mask) of tokens [batch, length], or of packed documents [batch, length, 2].
 
     Positions are [length] or, if packed, [batch, length]. The mask is true where a query (row) sees a key. It is None
     if plain causal attention is enough, which has the faster kernel.
     """
-    if cache is not None:
-        assert not is_packed(inputs), "packed documents are for training"
-        return cache.places(inputs)
+    if context is not None:
+        return context.places(inputs)
     if is_packed(inputs):
-        positions = inputs[..., 1]
-        document = (positions == 0).cumsum(dim=1)
-        return positions, (document[:, :, None] == document[:, None, :]).tril()[:, None]
+        document = documents(inputs)
+        return inputs[..., 1], (document[:, :, None] == document[:, None, :]).tril()[:, None]
     return torch.arange(inputs.shape[1], device=inputs.device), None
+
+
+def documents(inputs: Tensor) -> Tensor:
+    """Number the documents of packed sequences: [batch, length, 2] to [batch, length]."""
+    return (inputs[..., 1] == 0).cumsum(dim=1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:

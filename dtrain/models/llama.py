@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dtrain.models.layers import Attend, Cache, Head, RMSNorm, attend, is_packed, places, transformer_tp_plan
+from dtrain.models.layers import Attend, Context, Head, RMSNorm, attend, places, tokens_of, transformer_tp_plan
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -128,18 +128,18 @@ class Llama(nn.Module):
         inputs: Tensor,
         targets: Tensor | None = None,
         source: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: Context | None = None,
     ) -> Tensor:
         """Return logits, or with targets the mean loss, of tokens or packed documents (layers.places).
 
         `source`: the tokens, if `inputs` are an earlier stage's hidden states. With a `cache`, the tokens continue
-        those in it, and are added to it.
+        those in it, and are added to it. It may also divide the sequences over ranks (comm/context.py).
         """
         positions, mask = places(inputs if source is None else source, cache)
         rotary = self.rotary(positions)
         x = inputs
         if self.is_first:
-            x = self.embedded(inputs[..., 0] if is_packed(inputs) else inputs)
+            x = self.embedded(tokens_of(inputs, cache))
         for name, layer in self.layers.items():
             x = layer(x, rotary=rotary, mask=mask, cached=cache.of(name) if cache else None)
         if cache:

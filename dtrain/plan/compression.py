@@ -93,7 +93,7 @@ def held_shapes(shape: Shape, layout: Layout) -> Shapes:
 
 def share_sent(shape: Shape, layout: Layout) -> float:
     """Bytes sent under compression, relative to an all-reduce of fp32."""
-    ranks = layout.dp // (layout.replica_size or 1)
+    ranks = layout.token_ranks // (layout.replica_size or 1)
     if layout.compress == "none" or ranks == 1:
         return 1.0
     shapes = held_shapes(shape, layout)
@@ -103,7 +103,7 @@ def share_sent(shape: Shape, layout: Layout) -> float:
 
 def state_bytes(shape: Shape, layout: Layout) -> float:
     """Errors of the last update and of the step in progress, an owner's share of both, and PowerSGD's Q."""
-    ranks = layout.dp // (layout.replica_size or 1)
+    ranks = layout.token_ranks // (layout.replica_size or 1)
     if layout.compress not in WITH_ERRORS or ranks == 1:
         return 0.0
     shapes = held_shapes(shape, layout)

@@ -92,7 +92,7 @@ def states_of(config: Mapping[str, Any]) -> float | None:
     else:
         held = [held_convolutions(shape)]
     errors = compression.state_bytes(shape, layout)
-    return layout.dp * layout.tp * (errors + sum(rank_bytes(one, layout) for one in held))
+    return layout.token_ranks * layout.tp * (errors + sum(rank_bytes(one, layout) for one in held))
 
 
 def rank_bytes(held: HeldParameters, layout: Layout) -> float:

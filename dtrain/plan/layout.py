@@ -26,6 +26,8 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1  # ranks that divide each sequence
+    cp_kind: str = "ring"  # ring | allgather | ulysses: how attention sees the other ranks' parts
     micro_batch_size: int = 1
     micro_batches: int = 1  # per data rank and step: gradient accumulation, or pipeline micro-batches
     # how data ranks shard: ddp | fsdp | grad_op | zero1 | zero2 | zero3 | oss | sharded_ddp | one of SERVED
@@ -59,7 +61,12 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def token_ranks(self) -> int:
+        """Ranks with different tokens, over which gradients are averaged and weights are sharded."""
+        return self.dp * self.cp
 
     @property
     def waits_for_host(self) -> bool:
@@ -77,10 +84,9 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
     strategy, cluster = config["strategy"], config["cluster"]
     name = config["choices"]["strategy"]
     node_size = ranks_per_node(cluster)
-    axes = {axis: strategy.get(axis, default) for axis, default in (("pp", 1), ("dp", -1), ("tp", 1))}
-    sizes = mesh.resolve(cluster["nodes"] * node_size, node_size, **axes)
+    sizes = mesh.of_strategy(strategy, cluster["nodes"] * node_size, node_size)
     _, micro, micro_batches = batch_sizes(dict(config), sizes)
-    schedule, ranks = strategy.get("schedule", "1f1b"), sizes.pp * sizes.dp * sizes.tp
+    schedule, ranks = strategy.get("schedule", "1f1b"), sizes.world_size
     is_alone = holds_all(strategy, ranks)
     is_whole = is_alone or (ranks == 1 and str(strategy["_target_"]).endswith(".DDP"))
     replica_size = (strategy.get("replica_size") or node_size) if strategy.get("sharding") == "hybrid" else None
@@ -89,10 +95,12 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
         tp=sizes.tp,
         pp=sizes.pp,
         dp=sizes.dp,
+        cp=sizes.cp,
+        cp_kind=strategy.get("cp_kind", "ring"),
         micro_batch_size=micro,
         micro_batches=micro_batches,
         data="ddp" if is_alone else data_of(strategy),
-        replica_size=None if replica_size == sizes.dp else replica_size,
+        replica_size=None if replica_size == sizes.token_ranks else replica_size,
         schedule=schedule,
         stages_per_rank=len(stages_of_rank(0, sizes.pp, schedule, strategy.get("stages_per_rank", 2))[0]),
         sequence_parallel=bool(strategy.get("sequence_parallel")) and sizes.tp > 1,
@@ -147,6 +155,7 @@ def compile_of(config: Mapping[str, Any], ranks: int) -> str:
     is_alone = holds_all(strategy, ranks)
     # strategies with collectives or hooks between layers are compiled per block
     by_block = bool({"stage", "sharding", "tp", "schedule"} & set(strategy)) and not is_alone
+    by_block = by_block or strategy.get("cp", 1) > 1
     if wanted == "auto":
         split = strategy.get("schedule") == "zbv"
         wanted = on_gpu(config) and not split and (is_alone or strategy.get("stage") != 3)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 MASKED = 0.15  # share of BERT's tokens that are masked, as published (dtrain/models/bert.py)
@@ -62,6 +62,12 @@ class Transformer:
         if self.rotary:
             return 0
         return self.seq_len if self.num_positions is None else self.num_positions
+
+    def divided(self, ways: int) -> Transformer:
+        """The same model on one of `ways` parts of each sequence."""
+        if ways == 1:
+            return self
+        return replace(self, seq_len=self.seq_len // ways, num_positions=self.learned_positions)
 
 
 @dataclass(frozen=True)

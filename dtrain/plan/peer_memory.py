@@ -47,6 +47,6 @@ def checkpoint_bytes(config: Mapping[str, Any]) -> int | None:
     size = 2 if config["precision"].get("parameters") == "bfloat16" else 4
     layout, weights = layout_of(config), trained_parameters(shape)
     moments = layout.moments + (layout.optimizer == "muon")  # at most: of matrices one less
-    outer = 2 * 4 * weights if layout.strategy == "diloco" and layout.dp > 1 else 0
-    errors = layout.dp * compression.state_bytes(shape, layout) / 2  # of all ranks, without the step in progress
+    outer = 2 * 4 * weights if layout.strategy == "diloco" and layout.token_ranks > 1 else 0
+    errors = layout.token_ranks * compression.state_bytes(shape, layout) / 2  # of all ranks, without this step
     return int(weights * size * (1 + moments) + outer + errors)

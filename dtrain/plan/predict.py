@@ -135,6 +135,7 @@ class Prediction:
             "tp": layout.tp,
             "pp": layout.pp,
             "dp": layout.dp,
+            **({"cp": layout.cp, "cp_kind": layout.cp_kind} if layout.cp > 1 else {}),
             "micro_batch_size": layout.micro_batch_size,
             "activation_checkpointing": layout.activation_checkpointing,
             "fits": self.fits,

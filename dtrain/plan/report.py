@@ -48,7 +48,7 @@ def row(prediction: Prediction) -> dict[str, str]:
     time = by_part(prediction.time) if prediction.time is not None else {}
     states = sum(memory.get(part, 0.0) for part in ("parameters", "gradients", "optimizer"))
     main = states + memory.get("activations", 0.0) + memory.get("logits", 0.0)
-    axes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
+    axes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp": layout.dp}
     return {
         "strategy": layout.strategy,
         "degrees": " ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1 or axis == "dp"),
@@ -118,7 +118,8 @@ def variants(prediction: Prediction) -> str:
         layout.schedule if layout.pp > 1 and layout.schedule != "1f1b" else "",
         f"×{layout.stages_per_rank}" if layout.schedule == "interleaved_1f1b" else "",
         "oss" if layout.data == "oss" else "",
-        f"data={layout.data}" if layout.strategy in ("tensor", "pipeline", "3d") and layout.dp > 1 else "",
+        layout.cp_kind if layout.cp > 1 else "",
+        f"data={layout.data}" if layout.strategy in ("tensor", "pipeline", "3d") and layout.token_ranks > 1 else "",
         "seq+loss parallel" if layout.sequence_parallel and layout.loss_parallel
         else "seq parallel" if layout.sequence_parallel else "loss parallel" if layout.loss_parallel else "",
         f"offload={layout.offload}" if layout.offload != "none" else "",

@@ -9,16 +9,16 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from dtrain.checks import context, validate
 from dtrain.checks import strategy as rules
-from dtrain.checks import validate
 from dtrain.config.files import section
 from dtrain.config.mesh import MeshSizes
 from dtrain.strategies import deepspeed_config
 from dtrain.util.host_memory import total_bytes
 
 # the settings of conf/strategy that a layout decides; typed ones are kept
-CHOSEN = ("tp", "pp", "dp", "schedule", "stages_per_rank", "data", "sequence_parallel", "loss_parallel", "sharding",
-          "replica_size", "offload", "offload_params", "mode")  # fmt: skip
+CHOSEN = ("tp", "pp", "dp", "cp", "cp_kind", "schedule", "stages_per_rank", "data", "sequence_parallel",
+          "loss_parallel", "sharding", "replica_size", "offload", "offload_params", "mode")  # fmt: skip
 
 
 # if typed, they describe a GPU other than this machine's; a price or a rate applies to either
@@ -77,6 +77,7 @@ def check_layout(config: dict[str, Any], sizes: MeshSizes, plans: bool = True) -
     rules.check_precision_of(config)
     if "stage" in strategy:
         deepspeed_config.check(without_disk(config), sizes)
+    context.check(config, sizes)
     if plans:
         rules.check_plans(config, sizes)
     rules.check_tensor(strategy, config["model"], config["data"], config["cluster"], sizes)

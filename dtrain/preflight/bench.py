@@ -184,6 +184,8 @@ def calls_of(config: dict[str, Any]) -> tuple[Layout | None, Shape | None, list[
         return None, None, [], f"model={config['choices'].get('model')} is not one of dtrain's: its sizes are not known"
     if name not in (*EXACT, *PLANNED) or config["strategy"].get("compress", "none") != "none":
         return None, None, [], f"the messages of strategy={name} with these settings are not listed yet"
+    if layout.cp > 1:
+        return None, None, [], f"the messages of strategy.cp={layout.cp} between attention layers are not listed yet"
     ranks = [messages(shape, layout, rank) for rank in range(layout.pp)]
     return layout, shape, max(ranks, key=lambda calls: sum(m.count * m.num_bytes for m in calls)), ""
 

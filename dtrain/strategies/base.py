@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtrain.checkpoint.initial_weights import Drawn
 from dtrain.comm.compressor import Compressor
+from dtrain.comm.context import Kind, Sequences
 from dtrain.config import mesh
 from dtrain.errors import CheckpointError
 from dtrain.kernels import cublaslt
@@ -61,10 +62,15 @@ class Strategy:
     updates_all = True  # whether a rank's optimizer has all trained weights of its module
     steps_ahead = 0  # by how many steps a rank may be ahead of the slowest, if the ranks do not meet in every step
     evaluates_average = False  # of the weights, instead of the weights
+    sequences: Sequences | None = None  # under cp: which part of each sequence this rank computes
+    context: Mapping[str, Any] = {}  # what the model gets, to attend to the other parts
     folder: Path | None = None  # of the run, for what a strategy writes besides checkpoints
 
-    def __init__(self, pp: int = 1, dp: int = -1, tp: int = 1) -> None:
-        self.axes = {"pp": pp, "dp": dp, "tp": tp}
+    def __init__(self, pp: int = 1, dp: int = -1, tp: int = 1, cp: int = 1, cp_kind: Kind = "ring") -> None:
+        self.axes = {"pp": pp, "dp": dp, "tp": tp, "cp": cp}
+        self.cp_kind = cp_kind
+        if cp > 1:  # attention communicates
+            self.compiles = "blocks"
 
     def resolve_mesh(self, world_size: int, node_size: int | None = None) -> mesh.MeshSizes:
         return mesh.resolve(world_size, node_size, **self.axes)
@@ -105,11 +111,17 @@ class Strategy:
         self.micro_batch_size, self.max_grad_norm = micro_batch_size, max_grad_norm
         self.node_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         self.sizes = self.resolve_mesh(dist.get_world_size(), self.node_size)
-        axes = {"pp": self.sizes.pp, "dp": self.sizes.dp, "tp": self.sizes.tp}
+        # cp is a part of the axis dp: gradients and losses are averaged over all ranks with different tokens
+        axes = {"pp": self.sizes.pp, "dp": self.sizes.token_ranks, "tp": self.sizes.tp}
         self.mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        self.data_rank = self.random_rank = self.mesh.get_local_rank("dp")  # picks samples, random draws
+        self.random_rank = self.mesh.get_local_rank("dp")  # of random draws
+        self.data_rank = self.random_rank // self.sizes.cp  # picks samples
         self.data_ranks = self.sizes.dp  # over how many the batch is divided
         self.data_group = self.mesh.get_group("dp")
+        if self.sizes.cp > 1:
+            inner = self.mesh._unflatten(1, (self.sizes.dp, self.sizes.cp), ("samples", "cp"))["cp"]
+            self.sequences = Sequences(inner.get_group(), self.cp_kind)
+            self.context = {"cache": self.sequences}
         set_stream(model, precision.stream)
         lora.hold(model, precision.dtype)
         cublaslt.copies_stay_alike = self.sizes.tp > 1
@@ -227,6 +239,7 @@ class Strategy:
     def train_step(self, inputs: Tensor, targets: Tensor) -> StepResult | LateResult:
         if not self.model.training:  # train() walks all modules: 0.1 ms
             self.model.train()
+        targets = self.own_targets(targets)
         self.count_targets(targets)
         num_passes = len(inputs) / self.micro_batch_size
         is_usual = not self.is_profiled and self.passes is None
@@ -240,13 +253,17 @@ class Strategy:
             self.recorded.watch(result.arrived)
         return result
 
+    def own_targets(self, targets: Tensor) -> Tensor:
+        """Return the targets of this rank's part of each sequence. The model itself takes its part of the inputs."""
+        return targets if self.sequences is None else self.sequences.tokens(targets)
+
     def count_targets(self, targets: Tensor) -> None:
         """Before a step with ignored targets: compute the mean count of targets per micro-batch over all data ranks."""
         if self.masked:
             count = self.num_targets(targets).float()
-            if self.sizes.dp > 1:
+            if self.sizes.token_ranks > 1:
                 dist.all_reduce(count, group=self.data_group)
-            self.mean_count = count * self.micro_batch_size / (len(targets) * self.sizes.dp)
+            self.mean_count = count * self.micro_batch_size / (len(targets) * self.sizes.token_ranks)
 
     def weight(self, targets: Tensor) -> Tensor | float:
         """Return a micro-batch's weight in the global mean loss: its number of targets relative to the average.
@@ -254,6 +271,12 @@ class Strategy:
         So the loss is one mean over all targets of the global batch, however the batch is split.
         """
         return self.num_targets(targets) / self.mean_count if self.masked else 1.0
+
+    def weighted(self, loss: Tensor, targets: Tensor) -> Tensor:
+        """Return a micro-batch's share of the global mean loss, before the division by the number of micro-batches."""
+        if self.masked and self.sequences is not None:  # a part of a sequence may have no target; then the mean is NaN
+            loss = torch.where(self.num_targets(targets) > 0, loss, 0.0)
+        return loss * self.weight(targets)
 
     def num_targets(self, targets: Tensor) -> Tensor:
         counted = targets[:, self.first_target :] if self.first_target else targets
@@ -270,7 +293,7 @@ class Strategy:
         for i, (x, y) in enumerate(micro_batches):
             with self.no_sync(last=i == len(micro_batches) - 1):
                 with self.autocast():
-                    loss = self.model(x, y) * self.weight(y) / len(micro_batches)
+                    loss = self.weighted(self.model(x, y, **self.context), y) / len(micro_batches)
                 (loss * self.precision.scale).backward()
             total += loss.detach()
         self.check_gradients()
@@ -316,7 +339,7 @@ class Strategy:
         element of the loss all-reduce, so the loss keeps its position in the reduction, and therefore its bits. It is
         inf for a non-finite norm and 1 for a spike: their sum over the ranks tells both.
         """
-        world_size, num_data_ranks = dist.get_world_size(), self.sizes.dp
+        world_size, num_data_ranks = dist.get_world_size(), self.sizes.token_ranks
         over = torch.zeros_like(loss) if self.limits is None else (norm > self.limits[1]).to(loss.dtype)
         flag = torch.where(torch.isfinite(norm), over, torch.inf) if world_size > 1 else over
         if num_data_ranks > 1:
@@ -387,11 +410,12 @@ class Strategy:
     def eval_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss over the global batch, without gradients, followed by the model's own metrics if any."""
         self.begin_evaluation()
+        targets = self.own_targets(targets)
         self.count_targets(targets)
         results = []
         for x, y in zip(inputs.split(self.micro_batch_size), targets.split(self.micro_batch_size), strict=True):
             with self.autocast():
-                results.append(self.model(x, y).float() * self.weight(y))
+                results.append(self.weighted(self.model(x, y, **self.context).float(), y))
         return self.mean_over_data_ranks(torch.stack(results).mean(dim=0))
 
     @torch.no_grad()
@@ -400,8 +424,12 @@ class Strategy:
         self.begin_evaluation()
         for x, y in zip(inputs.split(self.micro_batch_size), targets.split(self.micro_batch_size), strict=True):
             with self.autocast():
-                outputs = self.model(x)
-            see(whole(outputs), y)
+                outputs = self.model(x, **self.context)
+            see(self.all_tokens(whole(outputs)), y)
+
+    def all_tokens(self, outputs: Tensor) -> Tensor:
+        """Return the outputs of whole sequences, of which this rank has computed a part."""
+        return outputs if self.sequences is None else self.sequences.whole(outputs)
 
     def free_gathered(self) -> None:
         """After a user's code has called the model outside of a step: free the weights that this gathered."""
@@ -415,14 +443,14 @@ class Strategy:
 
         Our models' buffers are equal anyway. A user's batch norm differs on each rank, but a checkpoint holds one copy.
         """
-        if self.sizes.dp > 1 and self.module.training:
+        if self.sizes.token_ranks > 1 and self.module.training:
             for buffer in self.module.buffers():
                 dist.broadcast(local(buffer), group=self.data_group, group_src=0)
 
     def mean_over_data_ranks(self, value: Tensor) -> Tensor:
-        if self.sizes.dp > 1:
+        if self.sizes.token_ranks > 1:
             dist.all_reduce(value, group=self.data_group)  # gloo has no AVG
-            value = value / self.sizes.dp
+            value = value / self.sizes.token_ranks
         return value
 
     # ---- state: canonical names, whatever the layout ---------------------------------------------------------

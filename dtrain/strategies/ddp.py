@@ -36,8 +36,10 @@ class DDP(Strategy):
         compress_rank: int = 4,
         compress_ratio: float = 0.01,
         compress_warmup: int = 0,
+        cp: int = 1,
+        cp_kind: Literal["ring", "allgather", "ulysses"] = "ring",
     ) -> None:
-        super().__init__(dp=dp)
+        super().__init__(dp=dp, cp=cp, cp_kind=cp_kind)
         self.is_auto = bucket_mb == "auto"
         self.bucket_mb = buckets.DEFAULT_MB if bucket_mb == "auto" else bucket_mb
         self.choice: dict[str, Any] = {}  # of bucket_mb=auto: the size, why, and for which run
@@ -49,7 +51,7 @@ class DDP(Strategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.compile == "blocks":
             compile_model(model, "blocks")
-        if self.sizes.dp > 1:
+        if self.sizes.token_ranks > 1:
             self.compressor = self.make_compressor()
             model = self.with_buckets(model)
         if self.compile == "whole":  # outside DDP, so that torch splits the graph at the buckets and overlaps
@@ -85,7 +87,7 @@ class DDP(Strategy):
     def train_step(self, inputs: Tensor, targets: Tensor) -> StepResult | LateResult:
         if not self.settled and isinstance(self.model, DistributedDataParallel):
             # a full micro-batch: another shape would be compiled separately, and batch norm refuses one sample
-            batch = inputs[: self.micro_batch_size], targets[: self.micro_batch_size]
+            batch = inputs[: self.micro_batch_size], self.own_targets(targets[: self.micro_batch_size])
             if self.is_auto and not self.choice:
                 self.choose_buckets(*batch)
             self.settle_buckets(*batch)
@@ -105,7 +107,7 @@ class DDP(Strategy):
 
     def rehearse(self, inputs: Tensor, targets: Tensor) -> None:
         with self.autocast():
-            loss = self.model(inputs, targets)
+            loss = self.model(inputs, targets, **self.context)
         loss.backward()
         self.check_gradients()
 
@@ -168,7 +170,8 @@ class DDP(Strategy):
     def measured_for(self) -> dict[str, Any]:
         """What must be alike for a resume to keep the choice, and with it the order of summation."""
         sent = [self.compress, self.compress_rank, self.compress_ratio]
-        alike = {"data_ranks": self.sizes.dp, "micro_batch_size": self.micro_batch_size, "compile": self.compile}
+        ranks = self.sizes.token_ranks
+        alike = {"data_ranks": ranks, "micro_batch_size": self.micro_batch_size, "compile": self.compile}
         return alike | ({} if self.compress == "none" else {"compress": sent})
 
     def totals(self) -> dict[str, Any]:

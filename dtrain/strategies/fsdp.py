@@ -31,8 +31,10 @@ class FSDP(Strategy):
         compress: Literal["none", "fp16", "bf16", "int8", "powersgd", "topk", "onebit"] = "none",
         compress_ratio: float = 0.01,
         compress_warmup: int = 0,
+        cp: int = 1,
+        cp_kind: Literal["ring", "allgather", "ulysses"] = "ring",
     ) -> None:
-        super().__init__(dp=dp)
+        super().__init__(dp=dp, cp=cp, cp_kind=cp_kind)
         self.compress, self.compress_ratio, self.compress_warmup = compress, compress_ratio, compress_warmup
         self.tolerance = compression.TOLERANCES.get(compress, self.tolerance)
         self.sharding, self.replica_size, self.offload = sharding, replica_size, offload
@@ -45,7 +47,7 @@ class FSDP(Strategy):
     def parallelize(self, model: nn.Module) -> nn.Module:
         if self.compile != "none":
             compile_layers(model, ends=True)
-        replica_size = (self.replica_size or self.node_size) if self.sharding == "hybrid" else self.sizes.dp
+        replica_size = (self.replica_size or self.node_size) if self.sharding == "hybrid" else self.sizes.token_ranks
         mesh = data_mesh(self.mesh, replica_size)
         self.replicas = mesh.get_group("replicate") if mesh.ndim > 1 else None
         units = shard_layers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Literal
@@ -52,8 +53,10 @@ class Pipeline(Strategy):
         data: Literal["fsdp", "ddp"] = "fsdp",
         sequence_parallel: bool = False,
         loss_parallel: bool = False,
+        cp: int = 1,
+        cp_kind: Literal["ring", "allgather", "ulysses"] = "ring",
     ) -> None:
-        super().__init__(pp=pp, dp=dp, tp=tp)
+        super().__init__(pp=pp, dp=dp, tp=tp, cp=cp, cp_kind=cp_kind)
         self.schedule, self.stages_per_rank, self.split, self.data = schedule, stages_per_rank, split, data
         self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
         # Separate schedules for training and evaluation: a shared one would prepare itself again at every switch, with
@@ -76,8 +79,8 @@ class Pipeline(Strategy):
         # the mask depends on the inputs, which are passed as such only to the first stage
         self.wants_source = "source" in inspect.signature(model.forward).parameters
         self.pp_rank, self.pp_group = self.mesh.get_local_rank("pp"), self.mesh.get_group("pp")
-        self.random_rank += self.sizes.dp * self.pp_rank  # else two stages would use the same dropout masks
-        self.data_mesh = data_mesh(self.mesh, self.sizes.dp if self.data == "fsdp" else 1)
+        self.random_rank += self.sizes.token_ranks * self.pp_rank  # else two stages would use the same dropout masks
+        self.data_mesh = data_mesh(self.mesh, self.sizes.token_ranks if self.data == "fsdp" else 1)
         self.stage_ids, self.num_stages = stages_of_rank(
             self.pp_rank, self.sizes.pp, self.schedule, self.stages_per_rank
         )
@@ -96,8 +99,9 @@ class Pipeline(Strategy):
         parallelize_layers(stage, self.mesh["tp"], self.sequence_parallel, self.loss_parallel)
         if self.compile != "none":
             compile_layers(stage)
-        stage.forward = autocast_inside(stage.forward, self.autocast)  # not around the backward pass
-        if self.sizes.dp > 1:  # layers stay gathered: otherwise every micro-batch would gather them again
+        forward = functools.partial(stage.forward, **self.context)
+        stage.forward = autocast_inside(forward, self.autocast)  # not around the backward pass
+        if self.sizes.token_ranks > 1:  # layers stay gathered: otherwise every micro-batch would gather them again
             shard_layers(stage, self.data_mesh, self.precision.dtype, reshard_after_forward=False)
         return stage
 
@@ -147,7 +151,7 @@ class Pipeline(Strategy):
 
         def share_of_loss(output: Tensor, targets: Tensor) -> Tensor:
             """The last stage returns the mean loss. Scale it here, as without a pipeline, not in the schedule."""
-            return output * self.weight(targets) / num_micro_batches * self.precision.scale
+            return self.weighted(output, targets) / num_micro_batches * self.precision.scale
 
         schedule = SCHEDULES[self.schedule](
             stages[0] if one_stage else stages, num_micro_batches, at_end or share_of_loss, scale_grads=False
@@ -188,12 +192,13 @@ class Pipeline(Strategy):
         free_layers(self.module)
 
     def seen(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        self.see(whole(outputs), targets)
+        self.see(self.all_tokens(whole(outputs)), targets)
         return torch.zeros((), device=self.device)
 
     @torch.no_grad()
     def eval_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         self.begin_evaluation()
+        targets = self.own_targets(targets)
         self.count_targets(targets)
         loss = self.mean_over_data_ranks(self.run(inputs, targets, train=False))
         free_layers(self.module)

@@ -123,7 +123,7 @@ def lay_out(strategy: Strategy, tensors: dict[str, Tensor]) -> tuple[list[str], 
     groups: dict[str, dist.ProcessGroup] = {}
     for name, tensor in tensors.items():
         own, covered = own_axes(tensor)
-        if sizes.dp > 1 and not covered & DATA_AXES:
+        if sizes.token_ranks > 1 and not covered & DATA_AXES:
             own["dp"] = strategy.data_group
         if sizes.tp > 1 and "tp" not in covered:
             own["tp"] = mesh.get_group("tp")

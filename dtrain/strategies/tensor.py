@@ -32,16 +32,18 @@ class TensorParallel(Strategy):
         data: Literal["fsdp", "ddp"] = "fsdp",
         sequence_parallel: bool = False,
         loss_parallel: bool = False,
+        cp: int = 1,
+        cp_kind: Literal["ring", "allgather", "ulysses"] = "ring",
     ) -> None:
-        super().__init__(dp=dp, tp=tp)
+        super().__init__(dp=dp, tp=tp, cp=cp, cp_kind=cp_kind)
         self.data, self.sequence_parallel, self.loss_parallel = data, sequence_parallel, loss_parallel
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         parallelize_layers(model, self.mesh["tp"], self.sequence_parallel, self.loss_parallel)
         if self.compile != "none":
             compile_layers(model)
-        if self.sizes.dp > 1:
-            replica_size = self.sizes.dp if self.data == "fsdp" else 1
+        if self.sizes.token_ranks > 1:
+            replica_size = self.sizes.token_ranks if self.data == "fsdp" else 1
             shard_layers(model, data_mesh(self.mesh, replica_size), self.precision.dtype)
         return model
 

@@ -184,7 +184,7 @@ def gradients_before_reduction(strategy: Strategy) -> Iterator[Sums]:
     def note(name: str, gradient: Tensor) -> None:  # one after the other for the micro-batches
         found[name] = found.get(name, 0) + int(checksums([gradient], gradient.device))
 
-    if strategy.sizes.dp > 1:
+    if strategy.sizes.token_ranks > 1:
         for name, p in strategy.module.named_parameters():
             if p.requires_grad and not is_dtensor(p):
                 handles.append(p.register_hook(lambda gradient, name=f"gradient of {name}": note(name, gradient)))

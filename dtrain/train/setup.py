@@ -248,6 +248,7 @@ def check_batch(model: nn.Module, strategy: Strategy, inputs: Any, targets: Any)
         raise bad("data", "…", rule, 'return {"input_ids": …, "labels": …}, whose labels the model shifts itself')
     if call is not None:
         call.check(inputs)
+    strategy.own_targets(targets)  # an error if sequences cannot be divided
 
 
 def report(recorder: Recorder, summary: dict[str, Any], step: int, **values: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from dtrain.commands.verify import compare
 from dtrain.commands.verify.command import Row, judge
-from dtrain.commands.verify.compare import FEWER_STEPS, SMALL, VARIANTS, Case, compose, make_case
+from dtrain.commands.verify.compare import CONTEXT, FEWER_STEPS, SMALL, VARIANTS, Case, compose, make_case
 from tests.world import STRATEGIES, layouts, losses, sizes_of, skip_without_fp16, start_server, summary
 
 
@@ -72,6 +72,20 @@ def test_compression_follows_one_process(name: str, reference: Case, fewer: list
     row = row_of(case, reference)
     assert row.passed, row.reason
     assert row.tolerance and row.max_loss_diff and row.max_loss_diff > 1e-6, "it had an effect"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "fsdp+ring" else pytest.mark.slow) for name in CONTEXT]
+)
+def test_divided_sequences_follow_one_process(name: str, reference: Case, fewer: list[str], tmp_path: Path) -> None:
+    variant = CONTEXT[name]
+    options = [*variant.overrides, *variant.shared, *fewer]
+    one = trained("ddp", 1, "fp32", tmp_path / "one", *variant.shared, *fewer) if variant.shared else reference
+    case = trained(name.partition("+")[0], variant.size or 2, "fp32", tmp_path / "run", *options, accumulate=True)
+    assert "cp" in case.mesh
+    row = row_of(case, one)
+    assert row.passed, row.reason
+    assert row.tolerance == 1e-5 and row.max_gradient_diff and row.max_gradient_diff < 1e-5
 
 
 # 8 ranks are for those that need two axes to be larger than 1; `dtrain verify` runs them, too

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dtrain.comm.compress import TOLERANCES
-from dtrain.commands.verify.compare import VARIANTS
+from dtrain.commands.verify.compare import CONTEXT, VARIANTS
 from tests.world import layouts, losses, make_run, start, summary, train, wait_for
 
 STEPS = 20
@@ -39,18 +39,21 @@ def asked_for(path: Path, rank: int) -> list[list[int]]:
     ("strategy", "size"),
     [pytest.param(*at, marks=[] if at[1] == 2 or at[0] in WIDE else pytest.mark.slow) for at in layouts(2, 4)]
     + COMPRESSED
-    + MUON,
+    + MUON
+    + [pytest.param(name, CONTEXT[name].size, marks=pytest.mark.slow) for name in ("fsdp+ring", "fsdp+ulysses")],
 )
 def test_sigkill_and_resume_is_bit_exact(strategy: str, size: int, tmp_path: Path) -> None:
+    variants = VARIANTS | CONTEXT
+
     def run(name: str) -> Path:
         return make_run(
             tmp_path / name,
-            *(VARIANTS[strategy].overrides if strategy in VARIANTS else [f"strategy={strategy.partition('+')[0]}"]),
+            *(variants[strategy].overrides if strategy in variants else [f"strategy={strategy.partition('+')[0]}"]),
             *(["optim=muon", "optim.lr=3e-3", "ema.decay=0.9"] if strategy.endswith("+muon") else []),
             f"cluster.processes={size}",
             f"train.steps={STEPS}",
             "checkpoint.every=5",
-            "model.dropout=0.1",
+            f"model.dropout={0 if strategy in CONTEXT else 0.1}",
             "train.micro_batch_size=2",
             "+data.path=" + str(tmp_path / f"{name}-ids"),
             "data._target_=tests.recording.Recorder",

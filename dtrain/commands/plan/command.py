@@ -191,7 +191,7 @@ def one_layout(question: Question, task: Task) -> Prediction:
         strategy["schedule"] = "gpipe"
         layout = layout_of(question.config)
         question.notes.append("strategy.schedule=gpipe, as 1f1b needs as many micro-batches as pipeline ranks")
-    sizes = MeshSizes(layout.pp, layout.dp, layout.tp)
+    sizes = MeshSizes(layout.pp, layout.dp, layout.tp, layout.cp)
     check_layout(question.config, sizes)
     check_micro_batches(question.config, sizes, layout.micro_batches)
     return predict_layout(layout, task)

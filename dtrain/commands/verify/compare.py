@@ -38,7 +38,7 @@ SMALL = [
 ]  # fmt: skip
 FULL, FEWER_STEPS = "fp32", "train.stop_after=8"  # 16 bits are slow on many CPUs, and their rounding shows at once
 SIZES = (2, 4, 8)  # numbers of ranks to choose from
-AXES = ("pp", "dp", "tp")
+AXES = ("pp", "dp", "tp", "cp")
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,23 @@ OTHER_DATA = {
     f"{name}+dropout": Variant((f"strategy={name}", "activation_checkpointing=full"), 2, DROPOUT, alike=True)
     for name in ("fsdp", "zero1")
 }
+# Sequences divided over ranks. Uneven: a rank may have no target at all.
+CONTEXT = {
+    f"fsdp+{kind}": Variant(("strategy=fsdp", "strategy.cp=2", f"strategy.cp_kind={kind}"), size)
+    for kind, size in (("ring", 4), ("allgather", 2), ("ulysses", 2))
+} | {
+    "fsdp+ring4": Variant(("strategy=fsdp", "strategy.cp=4"), 4),
+    "ddp+ring": Variant(("strategy=ddp", "strategy.cp=2"), 2),
+    "tensor+ring": Variant(("strategy=tensor", "strategy.tp=2", "strategy.cp=2"), 4),
+    "3d+ring": Variant(("strategy=3d", "strategy.cp=2"), 8),
+    "fsdp+ring+uneven": Variant(("strategy=fsdp", "strategy.cp=4"), 4, UNEVEN),
+}
 
 
 def variants() -> dict[str, Variant]:
     """Return all rows besides the strategies themselves: also of each strategy one that begins in the middle."""
     resumed = {f"{name}+resume": Variant((f"strategy={name}",), resumes=True) for name in options_of("strategy")}
-    return VARIANTS | OTHER_DATA | resumed
+    return VARIANTS | OTHER_DATA | CONTEXT | resumed
 
 
 # ---- tolerances ----------------------------------------------------------------------------------------------

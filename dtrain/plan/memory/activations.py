@@ -60,6 +60,7 @@ class Way:
     wide_inputs: bool = False  # zero3's own linear layer keeps its input in fp32, as it arrived
     stream: int = WIDE  # bytes of an element of the residual stream
     ops: bool = False  # only results of matmuls and attention are kept
+    context: str = ""  # how attention sees other ranks' parts of a sequence (strategy.cp_kind); "": it is whole
 
 
 def way_of(layout: Layout) -> Way:
@@ -67,7 +68,8 @@ def way_of(layout: Layout) -> Way:
     e, stream = product_bytes(layout.precision), stream_bytes(layout)
     wide = layout.data == "zero3" and e != WIDE == stream
     ops = layout.activation_checkpointing == "ops"
-    return Way(e, graph, layout.tp, layout.sequence_parallel, wide, stream, ops)
+    context = layout.cp_kind if layout.cp > 1 else ""
+    return Way(e, graph, layout.tp, layout.sequence_parallel, wide, stream, ops, context)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -86,7 +88,9 @@ def block_tensors(shape: Transformer, way: Way) -> tuple[tuple[str, float], ...]
         widths = [("queries", d), ("keys", shape.kv_dim), ("values", shape.kv_dim)]
     tensors += [(name, e * width / tp) for name, width in widths]
     tensors += [("attention output", e * d / tp), ("log-sum-exp of attention", WIDE * shape.num_heads / tp)]
-    if shape.rotary and saves_input(shape, "attention.proj"):  # it has the layout of the rotated queries
+    if way.context == "ulysses":  # of some heads and all tokens, and exchanged
+        tensors.append(("attention output, exchanged", e * d / tp))
+    elif not way.context and shape.rotary and saves_input(shape, "attention.proj"):  # in the rotated queries' layout
         tensors.append(("attention output, head by head", e * d / tp))
     tensors += score_tensors(shape, way)
     hidden = e * shape.hidden_dim / tp
@@ -153,6 +157,8 @@ def saves_input(shape: Transformer, name: str) -> bool:
 def score_tensors(shape: Transformer, way: Way) -> list[tuple[str, float]]:
     """Tensors of attention that reads a mask, or has no kernel that avoids storing its scores."""
     e, tp = way.product, way.tp
+    if way.context in ("ring", "allgather"):  # masks and scores are computed again, block by block
+        return []
     if shape.packed:  # the mask becomes additive values, again in every layer; shared KV heads are expanded
         return [("mask", float(e * shape.seq_len)), ("shared heads", 2.0 * e * (shape.dim - shape.kv_dim) / tp)]
     if e == WIDE and shape.num_kv_heads < shape.num_heads:

@@ -81,7 +81,7 @@ def memory(shape: Shape, layout: Layout) -> list[Item]:
 def of_rank(shape: Transformer, layout: Layout, cut: tuple[Stage, ...], waiting: int) -> list[Item]:
     """Return the items of one rank at its peak."""
     held = held_by(shape, layout, cut)
-    tokens = layout.micro_batch_size * shape.seq_len
+    tokens = layout.micro_batch_size * shape.seq_len // layout.cp
     saved = saved_items(shape, layout, cut, waiting, tokens)
     candidates = [
         saved + phases.scores_items(shape, layout, held, cut, tokens, waiting),

@@ -18,6 +18,7 @@ from dtrain.plan.memory.activations import (
     stream_bytes,
     way_of,
 )
+from dtrain.plan.memory.context import context_items
 from dtrain.plan.memory.head import fuses_loss
 from dtrain.plan.memory.states import (
     MAX_LIVE,
@@ -141,7 +142,7 @@ def copies_items(
     """
     e, share = product_bytes(layout.precision), sharing(layout)
     if share.zero == 3:
-        live = e * min(held.parameters, MAX_LIVE) if layout.dp > 1 or layout.offload_params != "none" else 0.0
+        live = e * min(held.parameters, MAX_LIVE) if layout.token_ranks > 1 or layout.offload_params != "none" else 0.0
         return [Item("buffers", "gathered weights", live, "at most {:,} × {} bytes", (MAX_LIVE, e))]
     if share.zero:
         return []
@@ -182,6 +183,7 @@ def block_items(shape: Transformer, layout: Layout, held: HeldParameters, tokens
     if layout.activation_checkpointing != "none":
         again = recomputed_bytes(shape, way, tokens)
         items.append(Item("activations", "a recomputed block", again, "{:,} tokens", (tokens,)))
+    items += context_items(shape, layout, tokens)
     if fuses_loss(shape, layout) and not shape.lora_rank and not share.zero and not resident_gradients(held, layout)[0]:
         each = e if share.gathers else state_bytes(layout)  # fsdp reduces it with the ends, when all of them are there
         items.append(Item("gradients", "of the head", float(each * held.head), "{:,} × {}", (held.head, each)))
@@ -207,6 +209,7 @@ def first_items(shape: Transformer, layout: Layout, held: HeldParameters, tokens
     if layout.activation_checkpointing != "none":
         again = recomputed_bytes(shape, way, tokens)
         items.append(Item("activations", "a recomputed block", again, "{:,} tokens", (tokens,)))
+    items += context_items(shape, layout, tokens)
     if sharing(layout).gathers:
         items += first_gathered_items(layout, held)
     return items + all_gradients_items(layout, held, left=0 if shape.lora_rank else held.ends)
@@ -281,7 +284,7 @@ def update_items(layout: Layout, held: HeldParameters) -> list[Item]:
     gradients = gradient_bytes(held, layout) if layout.offload == "none" or share.zero == 1 else 0.0
     items = [Item("gradients", "all", gradients, "{:,} over {}", (held.trained, share.gradients))]
     mine = held.trained / max(share.optimizer, 1)
-    if layout.strategy == "ring" and layout.dp > 1:  # before the update, to be sent
+    if layout.strategy == "ring" and layout.token_ranks > 1:  # before the update, to be sent
         items.append(Item("gradients", "all, as one tensor", gradients, "{:,} × 4 bytes", (held.trained,)))
     if held.twin:  # summed before the update: pipeline_stages.TiedWeights
         received = WIDE * held.twin / share.gradients

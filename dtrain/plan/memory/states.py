@@ -88,7 +88,7 @@ class Sharing:
 
 def sharing(layout: Layout) -> Sharing:
     """fsdp also handles the data ranks of tensor and pipeline layouts; there data=ddp means groups of one rank."""
-    dp, data = layout.dp, layout.data
+    dp, data = layout.token_ranks, layout.data
     if data in ("zero1", "zero2", "zero3"):
         stage = int(data[-1])
         return Sharing(dp if stage == 3 else 1, dp if stage >= 2 else 1, dp, False, stage)
@@ -143,7 +143,7 @@ def optimizer_bytes(held: HeldParameters, layout: Layout) -> float:
 
 def outer_bytes(held: HeldParameters, layout: Layout) -> float:
     """diloco's outer weights and their momentum; one rank has none."""
-    return 2.0 * WIDE * held.trained if layout.strategy == "diloco" and layout.dp > 1 else 0.0
+    return 2.0 * WIDE * held.trained if layout.strategy == "diloco" and layout.token_ranks > 1 else 0.0
 
 
 def gradient_bytes(held: HeldParameters, layout: Layout) -> float:
@@ -176,6 +176,6 @@ def resident_gradients(held: HeldParameters, layout: Layout) -> tuple[float, str
     if several or layout.pp > 1:
         cut = share.zero == 2 or cut_in_every_pass(layout)
         return (each * held.trained / share.gradients if cut else whole), "of earlier passes"
-    if layout.dp > 1 and layout.strategy in ("ddp", "horovod", "fairscale") and layout.data in ("ddp", "oss"):
+    if layout.token_ranks > 1 and layout.strategy in ("ddp", "horovod", "fairscale") and layout.data in ("ddp", "oss"):
         return whole, "stored in the buckets"
     return 0.0, ""

@@ -27,7 +27,8 @@ PARALLEL = ("sequence_parallel", "loss_parallel")
 STAGES = (2, 4)  # stages per rank of an interleaved pipeline; more would send many small messages
 # the neutral value of a setting that a strategy does not have
 NEUTRAL: dict[str, Any] = {
-    "tp": 1, "pp": 1, "sequence_parallel": False, "loss_parallel": False, "offload": "none", "offload_params": "none",
+    "tp": 1, "pp": 1, "cp": 1, "sequence_parallel": False, "loss_parallel": False, "offload": "none",
+    "offload_params": "none",
     "replica_size": None, "sharding": "", "schedule": "", "stages_per_rank": "", "mode": "", "data": "",
 }  # fmt: skip
 
@@ -82,11 +83,12 @@ def meshes(
         # an axis of size 1 would be another, simpler strategy
         return [d for d in divisors(limit) if 1 < d <= most] if can[axis] else []
 
+    cp = section.get("cp", 1)  # as typed: it is not searched over
     for tp in degrees("tp", node, node):
         for pp in degrees("pp", world // tp, layers):
-            dp = world // (tp * pp)
-            if tp * pp * dp == world and batch % dp == 0 and fixed.get("dp", -1) in (None, -1, dp):
-                yield MeshSizes(pp, dp, tp)
+            dp = world // (tp * pp * cp)
+            if tp * pp * cp * dp == world and batch % dp == 0 and fixed.get("dp", -1) in (None, -1, dp):
+                yield MeshSizes(pp, dp, tp, cp)
 
 
 def choices_of(
@@ -116,7 +118,7 @@ def choices_of(
 
 def normal(section: dict[str, Any], sizes: MeshSizes, fixed: Mapping[str, Any]) -> dict[str, Any]:
     """Reset settings without effect to their defaults, so that no layout appears twice."""
-    if sizes.dp == 1 and "data" in section and "data" not in fixed:
+    if sizes.token_ranks == 1 and "data" in section and "data" not in fixed:
         section["data"] = "fsdp"
     if section.get("schedule") != "interleaved_1f1b" and "stages_per_rank" in section:
         section["stages_per_rank"] = fixed.get("stages_per_rank", 2)
@@ -140,9 +142,9 @@ def sensible(section: dict[str, Any], sizes: MeshSizes, config: Mapping[str, Any
         return False
     if section.get("offload_params") == "cpu" and section.get("offload") != "cpu":
         return False
-    if section.get("sharding") in ("grad_op", "hybrid") and (sizes.dp == 1 or section.get("offload") == "cpu"):
+    if section.get("sharding") in ("grad_op", "hybrid") and (sizes.token_ranks == 1 or section.get("offload") == "cpu"):
         return False
-    return section.get("sharding") != "hybrid" or section.get("replica_size") is not None or sizes.dp > node
+    return section.get("sharding") != "hybrid" or section.get("replica_size") is not None or sizes.token_ranks > node
 
 
 def classifies(model: Mapping[str, Any]) -> bool:

@@ -44,7 +44,7 @@ def why(found: Sequence[Prediction], config: Mapping[str, Any], one_strategy: bo
     if best.fits is False:
         return f"Nothing fits: {name(best.layout)} comes closest, but it {lacking(best)}. {way_out(best)}"
     layout = best.layout
-    counts = {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "shards": layout.replica_size or layout.dp}
+    counts = {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "shards": layout.replica_size or layout.token_ranks}
     texts = {key: gpus(count) for key, count in counts.items()}
     does = DOES.get(layout.strategy, "").format(**texts, groups=layout.pp)
     limit = f" of {gib(best.task.limit / GIB)}" if best.task.limit else ""
@@ -91,9 +91,9 @@ def faster_micro_batch(best: Prediction) -> list[str]:
 
 def name(layout: Layout) -> str:
     """Name a layout in a sentence: `3d, tp 8 × pp 4 × dp 2`."""
-    axes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
+    axes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp": layout.dp}
     degrees = " × ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
-    return f"{layout.strategy}, {degrees}" if layout.tp * layout.pp > 1 else layout.strategy
+    return f"{layout.strategy}, {degrees}" if layout.tp * layout.pp * layout.cp > 1 else layout.strategy
 
 
 def simpler_than(strategy: str) -> tuple[str, ...]:

@@ -153,7 +153,7 @@ def complexity(layout: Layout) -> tuple[int, ...]:
         layout.sequence_parallel,
         layout.loss_parallel,
         layout.schedule != "1f1b",
-        layout.strategy in ("tensor", "pipeline", "3d") and layout.data == "ddp" and layout.dp > 1,
+        layout.strategy in ("tensor", "pipeline", "3d") and layout.data == "ddp" and layout.token_ranks > 1,
     ]
     offloads = (layout.offload != "none") + (layout.offload_params != "none")
     checkpointing = CHECKPOINTING.index(layout.activation_checkpointing)
@@ -263,7 +263,9 @@ def overrides_of(prediction: Prediction, config: Mapping[str, Any]) -> list[str]
     """Return the overrides for this layout, on top of the configuration."""
     layout = prediction.layout
     section = strategy_section(layout.strategy)
-    wanted: dict[str, Any] = {"tp": layout.tp, "pp": layout.pp}
+    wanted: dict[str, Any] = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp}
+    if layout.cp > 1:
+        wanted["cp_kind"] = layout.cp_kind
     wanted |= {"sequence_parallel": layout.sequence_parallel, "loss_parallel": layout.loss_parallel}
     wanted |= {"offload": layout.offload, "offload_params": layout.offload_params, "schedule": layout.schedule}
     if layout.schedule == "interleaved_1f1b":

@@ -60,8 +60,8 @@ def compression_items(layout: Layout, hardware: Hardware, trained: float) -> lis
 
 def data_group(layout: Layout, hardware: Hardware) -> Group:
     """The data ranks: within a node, as many as tensor parallelism leaves room for."""
-    room = max(1, (hardware.gpus_per_node or layout.dp) // layout.tp)
-    return Group(layout.dp, min(layout.dp, room))
+    room = max(1, (hardware.gpus_per_node or layout.token_ranks) // layout.tp)
+    return Group(layout.token_ranks, min(layout.token_ranks, room))
 
 
 def replicated_items(
@@ -179,7 +179,7 @@ def sharded_items(
         ),
     ]  # fmt: skip
     if layout.replica_size is not None:  # hybrid: once per step, the replicas' shards are all-reduced
-        copies = Group(layout.dp // layout.replica_size, max(1, group.per_node // layout.replica_size))
+        copies = Group(layout.token_ranks // layout.replica_size, max(1, group.per_node // layout.replica_size))
         all_parameters = (passes.count * unit.parameters + passes.ends) * passes.trained
         each = stack.gradient if layout.compress == "none" else 4 * compressed
         num_bytes = all_parameters * each / layout.replica_size

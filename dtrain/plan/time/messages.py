@@ -67,7 +67,7 @@ def messages(shape: Shape, layout: Layout, pp_rank: int = 0) -> list[Message]:
 
 def is_exact(shape: Shape, layout: Layout) -> bool:
     """Is the list compared with real runs of this kind?"""
-    return layout.strategy in EXACT and isinstance(shape, Transformer) and shape.kind == "language"
+    return layout.strategy in EXACT and layout.cp == 1 and isinstance(shape, Transformer) and shape.kind == "language"
 
 
 def merged(found: list[Message]) -> list[Message]:
@@ -83,7 +83,7 @@ def merged(found: list[Message]) -> list[Message]:
 
 def compute_s(shape: Shape, layout: Layout, hardware: Hardware) -> float | None:
     """Seconds of a step's forward and backward passes; None: the hardware's rates are not known."""
-    if not knows_enough(hardware, replace(layout, dp=1, tp=1, pp=1)):
+    if not knows_enough(hardware, replace(layout, dp=1, cp=1, tp=1, pp=1)):
         return None
     passes = passes_of(shape, layout, hardware, stack_of(layout))
     return layout.micro_batches * passes.count * (passes.unit.forward_s + passes.unit.backward_s)
@@ -184,7 +184,7 @@ def convolutions(shape: Convolutions) -> tuple[list[Unit], Unit, Unit]:
 
 def data_messages(layout: Layout, stack: Stack, blocks: list[Unit], first: Unit, last: Unit) -> list[Message]:
     """What the data ranks send for one stage."""
-    if layout.dp == 1:
+    if layout.token_ranks == 1:
         return []
     if layout.strategy in PLANNED:
         return planned(layout, stack, [w for unit in (first, *blocks, last) for w in unit])
@@ -214,10 +214,10 @@ def fsdp_messages(layout: Layout, stack: Stack, blocks: list[Unit], rest: Unit) 
     The rest (embedding, last norm, head) stays gathered between the passes. A pipeline gathers its layers once a step
     and reduces after the last micro-batch. With data=ddp, or between the replicas of hybrid, shards are all-reduced.
     """
-    shards = layout.replica_size or layout.dp
+    shards = layout.replica_size or layout.token_ranks
     if layout.strategy != "fsdp" and layout.data == "ddp":
         shards = 1
-    copies, width = layout.dp // shards, size_of(layout) if layout.precision != "bf16-pure" else 2
+    copies, width = layout.token_ranks // shards, size_of(layout) if layout.precision != "bf16-pure" else 2
     piped, keep = layout.pp > 1, layout.pp > 1 or layout.data == "grad_op"
     passes = 1 if piped else layout.micro_batches
     reduces = 1 if piped or layout.data == "grad_op" else passes
@@ -278,7 +278,7 @@ def tensor_calls(shape: Transformer, layout: Layout, stack: Stack, pp_rank: int)
         for kind, times, size in tensor_messages(shape, layout, stack)
     ]
     has_first, has_last = any(first for _, first, _ in held), any(last for _, _, last in held)
-    samples = layout.micro_batch_size * shape.seq_len
+    samples = layout.micro_batch_size * shape.seq_len // layout.cp
     stream = samples * shape.dim * stack.stream
     if layout.sequence_parallel:
         # the embedding's output is split, the head's input gathered
@@ -288,7 +288,7 @@ def tensor_calls(shape: Transformer, layout: Layout, stack: Stack, pp_rank: int)
         # each rank's norms see a part of the sequence; fsdp asks for each of their gradients in every pass
         norms = (sum(2 * len(blocks) for blocks, _, _ in held) + has_last) * len(norm(shape))
         size, calls = shape.dim * stack.gradient, norms * passes
-        one = (norms * size, 1) if layout.dp == 1 else (size, calls)
+        one = (norms * size, 1) if layout.token_ranks == 1 else (size, calls)
         found.append(Message("all_reduce", *one, "tensor", "gradients of norms"))
     if layout.loss_parallel:
         if not layout.sequence_parallel:
@@ -307,7 +307,7 @@ def pipeline_calls(shape: Transformer, layout: Layout, stack: Stack, pp_rank: in
     hops = sum(
         (places[i] == pp_rank) + (places[i + 1] == pp_rank) for i in range(count - 1) if places[i] != places[i + 1]
     )
-    num_bytes = layout.micro_batch_size * shape.seq_len * shape.dim * stack.stream
+    num_bytes = layout.micro_batch_size * shape.seq_len // layout.cp * shape.dim * stack.stream
     num_bytes //= layout.tp if layout.sequence_parallel else 1
     found = [
         Message("send_recv", num_bytes, hops * layout.micro_batches, "pipeline", "activations and their gradients")
@@ -315,7 +315,7 @@ def pipeline_calls(shape: Transformer, layout: Layout, stack: Stack, pp_rank: in
     holders = {places[0], places[count - 1]}
     if has_tied_copy(shape) and not shape.lora_rank and pp_rank in holders and len(holders) == 2:
         table = ends(shape, layout)[0][0]
-        shards = layout.dp if layout.data == "fsdp" else 1
+        shards = layout.token_ranks if layout.data == "fsdp" else 1
         swapped = table.padded(shards) // shards * stack.gradient
         found.append(Message("send_recv", swapped, 1, "pipeline", "gradient of the tied embedding"))
     return [*found, Message("all_reduce", 4, 1, "pipeline", "loss")]
@@ -328,10 +328,10 @@ def small_calls(shape: Shape, layout: Layout) -> list[Message]:
     found = []
     if layout.strategy != "ddp":
         found.append(Message("all_reduce", 4, 1, "world", "gradient norm"))
-    if layout.dp > 1:
+    if layout.token_ranks > 1:
         found.append(Message("all_reduce", 8, 1, "data", "loss and flags"))
-    if layout.dp < layout.world_size:
+    if layout.token_ranks < layout.world_size:
         found.append(Message("all_reduce", 8, 1, "world", "flags"))
-    if layout.dp > 1 and isinstance(shape, Transformer) and shape.task == "mlm":
+    if layout.token_ranks > 1 and isinstance(shape, Transformer) and shape.task == "mlm":
         found.append(Message("all_reduce", 4, 1, "data", "number of targets"))
     return found

@@ -20,10 +20,10 @@ RATE, FUSED_RATE = 0.83, 0.96
 
 def optimizer_items(layout: Layout, hardware: Hardware, held: float) -> list[Item]:
     """The update of what this rank owns: all trained parameters, or its shard if data ranks shard the state."""
-    ranks = layout.replica_size or layout.dp
+    ranks = layout.replica_size or layout.token_ranks
     owned = held if layout.data == "ddp" else held / ranks
     if layout.data in ("async", "bounded"):  # an update for each micro-batch of each rank
-        owned *= layout.dp * layout.micro_batches
+        owned *= layout.token_ranks * layout.micro_batches
     moved = BYTES + MOMENT * layout.moments - (CLIPPING if layout.fused_update else 0.0)
     if layout.precision == "bf16-pure":
         moved /= 2

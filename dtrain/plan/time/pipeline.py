@@ -42,7 +42,7 @@ def pipeline_items(shape: Shape, layout: Layout, hardware: Hardware, stack: Stac
     one, idle = others_s / (layout.pp - 1) / layout.micro_batches, bubble_passes(layout)
     bubble = bubble_share(layout) * idle * one
     crosses = layout.world_size > (hardware.gpus_per_node or layout.world_size)
-    num_bytes = layout.micro_batch_size * shape.seq_len * shape.dim * stack.stream
+    num_bytes = layout.micro_batch_size * shape.seq_len // layout.cp * shape.dim * stack.stream
     if layout.sequence_parallel:  # each tensor rank has a part of the sequence
         send = send_s(hardware, num_bytes / layout.tp, crosses)
     elif stack.sharded_head and layout.tp > 1:  # each tensor rank sends its part; the receivers all-gather

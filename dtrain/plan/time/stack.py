@@ -108,7 +108,7 @@ DISPATCH = 82.0
 def sharded(layout: Layout) -> bool:
     """Does FSDP2 handle the data ranks? Also under data=ddp of tensor, pipeline and 3d: in groups of one."""
     if layout.strategy in ("tensor", "pipeline", "3d"):
-        return layout.dp > 1
+        return layout.token_ranks > 1
     return layout.data in ("fsdp", "grad_op")
 
 
@@ -132,7 +132,7 @@ def stack_of(layout: Layout) -> Stack:
         copies = {"zero1": 4.0, "zero2": 14.0, "zero3": 22.0}[layout.data]
         expensive = layout.data == "zero3" and layout.compile == "none"
         return replace(stack, casts=copies, sums=6.0, again=160.0 if expensive else stack.again)
-    if sharded(layout) and layout.dp > 1:
+    if sharded(layout) and layout.token_ranks > 1:
         if layout.pp > 1:  # gathered in 16 bits once per step; full gradients are summed in fp32
             return replace(stack, casts=0.0, sums=10.0)
         return replace(stack, casts=18.0)  # copies into and out of gathered and reduced buffers

@@ -18,6 +18,7 @@ from dtrain.plan.model_shape import Convolutions, Shape, Transformer
 from dtrain.plan.parameters import Stage, held_parameters, parts, stages, trained_parameters
 from dtrain.plan.time.collectives import Group, collective_s
 from dtrain.plan.time.compute import HALF, Pass, block, head, last_product
+from dtrain.plan.time.context import context_items
 from dtrain.plan.time.convolutions import network
 from dtrain.plan.time.data_parallel import Passes, Unit, data_items
 from dtrain.plan.time.optimizer import optimizer_items
@@ -39,7 +40,9 @@ def step_time(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack | N
     items = compute_items(layout, hardware, slowest, total(update))
     if layout.pp > 1:
         items += pipeline_items(shape, layout, hardware, stack, sum(rank.busy_s for rank in ranks) - slowest.busy_s)
-    if layout.dp > 1:
+    if layout.cp > 1 and isinstance(shape, Transformer):
+        items += context_items(shape, layout, hardware, block_of(shape, layout, hardware, stack), again(layout))
+    if layout.token_ranks > 1:
         passes, share = passes_of(shape, layout, hardware, stack), compression.share_sent(shape, layout)
         items += data_items(layout, hardware, stack, passes, trained, share)
     return items + update
@@ -176,7 +179,8 @@ def rank_works(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) -
             + weights_pass(held_parameters(shape), layout, hardware, stack)
         )
         return [(units(shape), one + Pass(kernels=stack.hooks * units(shape)))]
-    forward, backward = block(shape, hardware, stack, batch, layout.tp, layout.sequence_parallel, size)
+    forward, backward = block_of(shape, layout, hardware, stack)
+    shape = shape.divided(layout.cp)
     unread = last_product(shape, hardware, stack, batch, layout.tp, size)
     ways = layout.tp if layout.loss_parallel or stack.sharded_head else 1
     first, last = head(shape, hardware, stack, batch, ways, size)
@@ -190,6 +194,18 @@ def rank_works(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) -
         work += weights_pass(sum(stage.parameters for stage in held), layout, hardware, stack)
         works.append((layers, work))
     return works
+
+
+def block_of(shape: Transformer, layout: Layout, hardware: Hardware, stack: Stack) -> tuple[Pass, Pass]:
+    """(forward, backward) of one block over a micro-batch, or this rank's part of its sequences.
+
+    The queries of a part see keys of all parts, on average as many as in whole sequences.
+    """
+    degrees = (layout.tp, layout.sequence_parallel, size_of(layout))
+    forward, backward = block(shape.divided(layout.cp), hardware, stack, layout.micro_batch_size, *degrees)
+    if layout.cp == 1:
+        return forward, backward
+    return tuple(replace(one, attention=one.attention * layout.cp) for one in (forward, backward))  # type: ignore[return-value]
 
 
 def units(shape: Convolutions) -> int:
@@ -239,7 +255,7 @@ def passes_of(shape: Shape, layout: Layout, hardware: Hardware, stack: Stack) ->
         count = units(shape)
         each = Unit(held_parameters(shape) / count, forward.gpu_s / count, backward.gpu_s / count)
         return Passes(each, count, 0.0)
-    forward, backward = block(shape, hardware, stack, batch, layout.tp, layout.sequence_parallel, size)
+    forward, backward = block_of(shape, layout, hardware, stack)
     p = parts(shape, layout.tp, layout.loss_parallel)
     backward_s = backward.gpu_s + computed_again(layout, stack, forward).gpu_s
     ranks = ranks_of(shape, layout)
@@ -258,7 +274,7 @@ def tensor_messages(shape: Transformer, layout: Layout, stack: Stack) -> list[tu
     Forward, each half of a block ends with an all-reduce; backward, each starts with one, of its input gradient, ours
     in the residual stream's dtype. Sequence parallel replaces an all-reduce by a reduce-scatter and an all-gather.
     """
-    elements = float(layout.micro_batch_size * shape.seq_len * shape.dim)
+    elements = float(layout.micro_batch_size * shape.seq_len // layout.cp * shape.dim)
     size, gathers = size_of(layout), 1 + again(layout)
     passes = 1 if layout.activation_checkpointing == "ops" else gathers  # `ops` keeps the all-reduced results
     narrow, wide = elements * size, elements * (stack.stream if stack.sums_in_stream else size)
