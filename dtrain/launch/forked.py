@@ -78,9 +78,7 @@ class Forked(Torchrun):
 
     log_name = "starter.log"
 
-    def __init__(
-        self, config: dict[str, Any], max_restarts: int, grace_s: int, members: Members | None = None
-    ) -> None:
+    def __init__(self, config: dict[str, Any], max_restarts: int, grace_s: int, members: Members | None = None) -> None:
         super().__init__(elastic.sized(config, members.usable[-1]) if members else config, [], max_restarts, grace_s)
         self.members = members
         on_gpus = gpus_per_node(config["cluster"])

@@ -210,8 +210,8 @@ def test_how_long_pipelines_wait() -> None:
 def layouts_of(frame: Frame, config: dict[str, Any], task: Task) -> list[Layout]:
     """Every micro-batch that the launcher takes, and gpipe only where 1f1b is refused."""
     per_rank, base = task.global_batch_size // frame.sizes.dp, base_layout(frame, config)
-    fits = accepted(frame, config)
-    sizes = [size for size in divisors(per_rank) if fits and accepts(frame, config, per_rank // size)]
+    assert accepted(frame, config)
+    sizes = [size for size in divisors(per_rank) if accepts(frame, config, per_rank // size)]
     if base.schedule == "gpipe" and base.pp > 1:
         sizes = [size for size in sizes if per_rank // size < base.pp]
     return [replace(base, micro_batch_size=size, micro_batches=per_rank // size) for size in sizes]

@@ -1,0 +1,136 @@
+"""The process that forks the ranks: which rank ended first, and which ones dtrain itself has killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain.launch import forked
+from dtrain.launch.forked import Forked, ForkedRanks
+from dtrain.launch.local import Local, can_fork
+from dtrain.launch.torchrun import Torchrun
+from dtrain.train.starter import is_from_outside
+from tests.patience import until
+
+# a starter whose ranks do this instead of training
+RANKS = """
+import os, signal, sys, time
+from pathlib import Path
+from dtrain.train import rank, starter
+
+def train(run_dir, number):
+    print("rank", number, os.environ["RANK"], os.environ["WORLD_SIZE"], file=sys.stderr, flush=True)
+    (run_dir / f"began-{number}-{os.getpid()}").touch()
+    WHAT[number]()
+    return 0
+
+def end(number):
+    return lambda: os.kill(os.getpid(), number)
+
+WHAT = {what}
+rank.train = train
+starter.Starter(Path(sys.argv[1]), 1).run()
+"""
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ForkedRanks]]:
+    monkeypatch.setattr(forked, "PEERS_S", 0.1)
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(what: str) -> ForkedRanks:
+        command = [sys.executable, "-c", RANKS.replace("{what}", what), str(tmp_path)]
+        with open(tmp_path / "log", "wb") as log:
+            processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log))
+        return ForkedRanks(processes[-1], 2, 0.1)
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def ended(ranks: ForkedRanks) -> list[tuple[int, int]]:
+    until(lambda: ranks.poll() is not None, "the end of the ranks", 30)
+    return ranks.exits
+
+
+def began(folder: Path) -> dict[int, int]:
+    """Process of each rank."""
+    until(lambda: len(list(folder.glob("began-*"))) == 2, "both ranks", 30)
+    return {int(rank): int(pid) for _, rank, pid in (path.name.split("-") for path in folder.glob("began-*"))}
+
+
+SLEEP = "lambda: time.sleep(600)"
+
+
+@pytest.mark.parametrize(
+    ("what", "exits", "code"),
+    [
+        (f"[{SLEEP}, end(9)]", [(1, -9)], -9),  # the other rank is killed, and not named
+        (f"[{SLEEP}, end(11)]", [(1, -11)], -11),
+        (f"[lambda: os._exit(7), {SLEEP}]", [(0, 7)], 7),
+        ("[lambda: os._exit(75), lambda: os._exit(75)]", [(0, 75), (1, 75)], 75),
+        ("[lambda: None, lambda: None]", [(0, 0), (1, 0)], 0),
+    ],
+)
+def test_the_rank_that_ended_by_itself_is_named(
+    started: Callable[[str], ForkedRanks], what: str, exits: list[tuple[int, int]], code: int
+) -> None:
+    ranks = started(what)
+    assert sorted(ended(ranks)) == exits and ranks.returncode == code
+
+
+def test_ranks_that_the_supervisor_kills_are_no_failure(started: Callable[[str], ForkedRanks], tmp_path: Path) -> None:
+    ranks = started(f"[{SLEEP}, {SLEEP}]")
+    began(tmp_path)
+    ranks.kill()
+    assert ended(ranks) == [] and ranks.returncode == -9
+
+
+def test_of_ranks_that_end_together_the_killed_one_is_the_cause(
+    started: Callable[[str], ForkedRanks], tmp_path: Path
+) -> None:
+    """While the starter gets no CPU, rank 1 is killed, and rank 0 aborts because it has lost its peer."""
+    ranks = started(f"[{SLEEP}, {SLEEP}]")
+    processes = began(tmp_path)
+    ranks.starter.send_signal(signal.SIGSTOP)
+    os.kill(processes[1], signal.SIGKILL)
+    os.kill(processes[0], signal.SIGABRT)
+    until(lambda: all(state(pid) == "Z" for pid in processes.values()), "both ends", 30)
+    ranks.starter.send_signal(signal.SIGCONT)
+    assert ended(ranks) == [(1, -9), (0, -6)]
+    log = (tmp_path / "log").read_text()
+    assert f"rank 1, process {processes[1]}: exitcode: -9 (SIGKILL)" in log, "for dtrain why"
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_what_counts_as_killed_from_outside() -> None:
+    assert is_from_outside(-signal.SIGKILL) and is_from_outside(-signal.SIGTERM)
+    assert not any(map(is_from_outside, (0, 1, 3, 75, -signal.SIGSEGV, -signal.SIGABRT)))
+
+
+def test_only_local_runs_on_cpus_fork_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(**settings: Any) -> dict[str, Any]:
+        cluster = {"processes": 2, "nodes": 1} | settings.pop("cluster", {})
+        return {"cluster": cluster, "strategy": {"_target_": "dtrain.strategies.fsdp.FSDP"}, **settings}
+
+    monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 0)
+    monkeypatch.setattr(forked, "gpus_per_node", lambda cluster: 0)
+    assert can_fork(config())
+    assert not any(map(can_fork, (config(nsys=True), config(script={"file": "a.py"}), config(cluster={"fork": False}))))
+    local = Local()
+    assert type(local._supervisor(config())) is Forked
+    assert type(local._supervisor(config(cluster={"fork": False}))) is Torchrun
+    monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 1)
+    assert not can_fork(config())
