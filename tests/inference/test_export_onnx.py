@@ -91,7 +91,7 @@ def test_onnxruntime_computes_the_same(name: str, tmp_path: Path) -> None:
         mean, std = (torch.tensor(values[key])[:, None, None] for key in ("image_mean", "image_std"))
         inputs = ((inputs - mean) / std).expand(-1, values["channels"], -1, -1)
         torch.testing.assert_close(inputs, dataset.batch(np.arange(3))[0], rtol=0, atol=1e-5)
-        assert values["id2label"]["3"] == "3"
+        assert values["id2label"]["3"] == "LABEL_3"
     if name == "bert-classify":
         assert sorted(values["id2label"].values()) == ["code", "comment", "docstring"]
     card = (out / "README.md").read_text()
