@@ -353,6 +353,7 @@ def test_images_are_classified(tmp_path: Path) -> None:
         assert raw(server, post(b'{"prompt": "x"}'))[0] == 404
 
 
+@pytest.mark.filterwarnings("ignore:Image size")
 def test_image_files_are_classified(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     for i, name in enumerate(("cat", "dog", "owl")):
