@@ -99,6 +99,7 @@ def save(run_dir: Path, model: nn.Module) -> Path:
     meta = {"samples": 0, "data": "", "extra": {}}
     # what adapters leave as it was is in no checkpoint
     state = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    state |= {f"model.{name}": buffer for name, buffer in model.named_buffers()}
     (run_dir / "launch.json").write_text('{"launches": []}')
     return store.save(run_dir / "checkpoints", 1, state, meta, keep=1)
 

@@ -48,6 +48,8 @@ LONG: dict[str, tuple[str, ...]] = {
     "strategies/test_fsdp.py::test_gradients_of_a_pass_are_cut_unless_whole_weights_stay": (
         "full-True", "grad_op-False",
     ),
+    # one model of text and one of images; torch takes 6 s of a CPU for each
+    "inference/test_export_onnx.py::test_onnxruntime_computes_the_same": ("gpt2", "vit"),
     "commands/test_generate.py::test_killed_at_any_moment_it_ends_with_the_same_bytes": ("2",),
     "models/test_hugging_face.py::test_every_strategy_follows_and_a_resume_is_exact": ("fsdp",),
     "data/test_adapt.py::test_a_stopped_run_goes_on_exactly_and_another_strategy_follows": ("Whole-loader",),

@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -186,32 +186,36 @@ class ImageDataset:
 
         indices = np.asarray(indices)
         draws = uniform(keys, 5) if keys is not None and self.draws else [None] * len(indices)
-        pixels = np.stack([self.read(self.names[i], drawn) for i, drawn in zip(indices, draws, strict=True)])
-        normal = (pixels.astype(np.float32) / np.float32(255) - self.mean) / self.std
-        inputs = torch.from_numpy(np.ascontiguousarray(normal.transpose(0, 3, 1, 2)))
+        inputs = self.normalized([self.read(self.names[i], drawn) for i, drawn in zip(indices, draws, strict=True)])
         return inputs, torch.from_numpy(self.labels[indices])
+
+    def normalized(self, pictures: Sequence[np.ndarray]) -> Tensor:
+        import torch
+
+        normal = (np.stack(pictures).astype(np.float32) / np.float32(255) - self.mean) / self.std
+        return torch.from_numpy(np.ascontiguousarray(normal.transpose(0, 3, 1, 2)))
 
     def read(self, name: str, drawn: np.ndarray | None) -> np.ndarray:
         """Return one image as [size, size, channels] in 8 bits."""
-        from PIL import Image
-
         path = self.root / name
         try:
-            # a FIFO would never end, and Pillow passes some formats to programs (EPS to Ghostscript)
-            with open_regular(path) as file, Image.open(file, formats=kinds()) as picture:
-                width, height = picture.size
-                if width * height > LARGEST:
-                    raise ValueError(f"it has {width} x {height} pixels, and at most {LARGEST:,} are decoded")
-                if picture.mode.startswith(("I", "F")):
-                    raise ValueError(f"its pixels have more than 8 bits ({picture.mode})")
-                box = (
-                    middle(width, height, self.val_crop)
-                    if drawn is None
-                    else part(width, height, self.crop_scale, drawn)
-                )
-                return self.cut(picture, box, mirrored=drawn is not None and self.flip and drawn[4] < 0.5)
+            with open_regular(path) as file:  # a FIFO would never end
+                return self.decode(file, drawn)
         except Exception as error:  # a decoder can raise anything for damaged bytes
             raise unreadable(path, error) from error
+
+    def decode(self, file: IO[bytes], drawn: np.ndarray | None = None) -> np.ndarray:
+        """Return the image in a file as [size, size, channels]. Damaged bytes raise an exception of any kind."""
+        from PIL import Image
+
+        with Image.open(file, formats=kinds()) as picture:  # some formats Pillow passes to programs: EPS to Ghostscript
+            width, height = picture.size
+            if width * height > LARGEST:
+                raise ValueError(f"it has {width} x {height} pixels, and at most {LARGEST:,} are decoded")
+            if picture.mode.startswith(("I", "F")):
+                raise ValueError(f"its pixels have more than 8 bits ({picture.mode})")
+            box = middle(width, height, self.val_crop) if drawn is None else part(width, height, self.crop_scale, drawn)
+            return self.cut(picture, box, mirrored=drawn is not None and self.flip and drawn[4] < 0.5)
 
     def cut(self, picture: Any, box: Box, mirrored: bool) -> np.ndarray:
         from PIL import Image

@@ -163,7 +163,8 @@ def class_names(cfg: Settings, trust: Iterable[str]) -> list[str]:
     """Return the data's class names; LABEL_0, ... as in transformers if they are unknown."""
     number, labels = cfg.model["num_classes"], []
     try:
-        labels = [str(label) for label in getattr(build(cfg.data, trust), "labels", [])]
+        data = build(cfg.data, trust)
+        labels = [str(label) for label in getattr(data, "labels", None) or getattr(data, "classes", ())]
     except (ValueError, OSError) as error:
         log.warning("the names of the classes are not known: %s", error)
     return labels if len(labels) == number else [f"LABEL_{i}" for i in range(number)]

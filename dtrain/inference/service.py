@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import io
 import logging
 import threading
 from collections.abc import Callable
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.config.build import build
+from dtrain.data.images import ImageDataset, Images
 from dtrain.data.small_images import PixelDataset
 from dtrain.data.text_classification import Labelled, LabelledDataset, Record
 from dtrain.errors import CheckpointError, bad
@@ -115,11 +118,15 @@ class ClassService:
         self.model, self.step, self.lock = model, step, threading.Lock()
         self.data = build(cfg.data, trust)
         self.images: PixelDataset | None = None
-        if not isinstance(self.data, Labelled):
+        self.files = ImageDataset(self.data, self.data.root, [], train=False) if isinstance(self.data, Images) else None
+        self.decoding = threading.Lock()  # one image at a time: a large one takes 256 MiB
+        if self.files is None and not isinstance(self.data, Labelled):
             dataset = self.data.dataset("val")
             if not isinstance(dataset, PixelDataset):
                 rule = f"data={cfg.choices.data}: its inputs cannot be sent to a server"
-                raise bad("RUN", cfg.choices.model, rule, "a run of digits, mnist, cifar10, labelled or stdlib-lines")
+                raise bad(
+                    "RUN", cfg.choices.model, rule, "a run of images, digits, mnist, cifar10, labelled or stdlib-lines"
+                )
             self.images = dataset
         labels = getattr(self.data, "labels", None) or getattr(self.data, "classes", None)
         self.labels = [str(label) for label in labels or range(int(cfg.model.num_classes))]
@@ -134,13 +141,35 @@ class ClassService:
         """Return the step of the weights, and the probability of each class for each input."""
         if not isinstance(given, list) or not 0 < len(given) <= LARGEST_BATCH:
             raise ApiError(400, f"input must be a list of 1 to {LARGEST_BATCH} inputs", "input")
-        inputs = self.pixels(given) if self.images is not None else self.texts(given)
+        inputs = self.encoded(given)
         with self.lock:
             device = next(self.model.parameters())
             inputs = inputs.to(device.device, device.dtype if inputs.is_floating_point() else None)
             # one by one, so that an answer does not depend on what else is in the request
             logits = torch.cat([self.model(one).float().reshape(1, -1) for one in inputs.split(1)])
             return self.step, logits[:, : len(self.labels)].softmax(dim=-1).cpu().tolist()
+
+    def encoded(self, given: list[Any]) -> Tensor:
+        """Return the model's inputs, prepared as in training."""
+        if self.files is not None:
+            return self.pictures(given, self.files)
+        return self.pixels(given) if self.images is not None else self.texts(given)
+
+    def pictures(self, given: list[Any], dataset: ImageDataset) -> Tensor:
+        """Decode image files in base64."""
+        found = []
+        for i, one in enumerate(given):
+            try:
+                data = base64.b64decode(one, validate=True)
+                with self.decoding:
+                    found.append(dataset.decode(io.BytesIO(data)))
+            except Exception as error:  # a decoder can raise anything for damaged bytes
+                log.debug("an image that cannot be read", exc_info=True)
+                why = str(error) if type(error) is ValueError else "it is not an image that Pillow reads"
+                raise ApiError(
+                    400, f"input {i} must be an image file (JPEG, PNG, …) in base64: {why}", "input"
+                ) from None
+        return dataset.normalized(found)
 
     def texts(self, given: list[Any]) -> Tensor:
         data = self.data

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
+import io
 import json
 import os
 import re
@@ -23,8 +25,11 @@ import torch
 
 from dtrain.cli import main
 from dtrain.data.small_images import PixelDataset
+from dtrain.inference.openai_api import ApiError
 from dtrain.inference.sample import generate, load_model
+from dtrain.inference.service import ClassService
 from dtrain.runs.folder import checkpoints
+from tests.hf import load, save
 from tests.inference.test_sample import greedy
 from tests.models.vision import make_run as make_pictures
 from tests.patience import patience, until
@@ -346,6 +351,34 @@ def test_images_are_classified(tmp_path: Path) -> None:
             status, found = ask(wrong)
             assert status == 400 and found["error"]["param"] == "input", wrong
         assert raw(server, post(b'{"prompt": "x"}'))[0] == 404
+
+
+@pytest.mark.filterwarnings("ignore:Image size")
+def test_image_files_are_classified(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for i, name in enumerate(("cat", "dog", "owl")):
+        for j in range(4):
+            (tmp_path / "data" / name).mkdir(parents=True, exist_ok=True)
+            image.new("RGB", (40, 30 + j), (80 * i, 40, 200)).save(tmp_path / "data" / name / f"{j}.png")
+    run = make_pictures(
+        tmp_path / "run", "model=vit-tiny", "model.patch_size=4", "data=images", f"data.path={tmp_path / 'data'}",
+        "model.num_classes=3", "cluster.processes=1",
+    )  # fmt: skip
+    save(run, load(run))
+    service = ClassService(*load_model(run, []), 1, [])
+    assert service.labels == ["cat", "dog", "owl"]
+    dataset = service.data.dataset("val")
+    files = [base64.b64encode((dataset.root / name).read_bytes()).decode() for name in dataset.names]
+    with torch.no_grad():
+        expected = service.model(dataset.batch(torch.arange(len(files)).numpy())[0]).softmax(-1)
+    torch.testing.assert_close(torch.tensor(service.classify(files)[1]), expected, rtol=0, atol=1e-6)
+    huge = io.BytesIO()
+    image.new("L", (20_000, 5_000)).save(huge, "PNG")
+    for wrong, why in (("x", ""), (5, ""), ([[1]], ""), ("aGVsbG8=", "not an image"), (huge.getvalue(), "pixels, and")):
+        given = base64.b64encode(wrong).decode() if isinstance(wrong, bytes) else wrong
+        with pytest.raises(ApiError, match=f"input 1 must be an image file.*{why}") as refused:
+            service.classify([files[0], given])
+        assert refused.value.status == 400
 
 
 def test_texts_are_classified(tmp_path: Path) -> None:
