@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,14 +87,11 @@ def empty() -> Any:
 
 
 def by_rank() -> Any:
-    import os
-
     return (sample(number) for number in range(int(os.environ.get("RANK", "0")), SIZE, 2))
 
 
 def changing() -> Iterator[Any]:
     """Other samples in a second process, as a stream of news would give."""
-    import os
     from pathlib import Path
 
     began = Path(os.environ["STREAM_CHANGES"])
@@ -120,3 +119,11 @@ class Once:
 
 def once() -> Once:
     return Once()
+
+
+class Dies:
+    """A hook: rank 1 is killed after this step."""
+
+    def after_step(self, run: Any) -> None:
+        if run.rank == 1 and str(run.step) == os.environ.get("DIE"):
+            os.kill(os.getpid(), signal.SIGKILL)

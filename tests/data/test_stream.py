@@ -1,18 +1,23 @@
 """Streams: the same global batches on any number of ranks, an exact resume from any position, and clear errors."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dtrain.checks.resume import num_steps_saved
+from dtrain.commands.verify.compare import compare
 from dtrain.data.adapt import in_memory, open_data
 from dtrain.data.fields import Fields
 from dtrain.data.stream import Reader
 from dtrain.data.stream_loader import StreamLoader
+from tests.own_runs import own_run
+from tests.world import losses, summary
 
-ME = "tests.data.streams"
+ME, OWN = "tests.data.streams", "tests.data.own_data"
 
 
 def opened(name: str, **settings: Any) -> Any:
@@ -123,3 +128,30 @@ def test_what_cannot_be_read_is_refused() -> None:
     assert "streams.py" in found.value.__notes__[0]
     with pytest.raises(ValueError, match=r"no samples in epoch 2: it can be iterated over only once"):
         batches(StreamLoader(opened("once"), 8, 0), 0, 5)
+
+
+# ---- real runs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy, data, other", [("ddp", "Drawing", "fsdp"), ("fsdp", "Stateful", "ddp")])
+def test_killed_and_resumed_it_is_bit_exact_also_with_other_ranks(
+    strategy: str, data: str, other: str, tmp_path: Path
+) -> None:
+    words = (f"model={OWN}.Net", f"data={ME}.{data}", "loss=cross_entropy", "train.steps=8", "checkpoint.every=4")
+    words += (f"hooks=[{ME}.Dies]",)
+    whole = own_run(tmp_path / "whole", 2, *words, f"strategy={strategy}")
+    broken = own_run(tmp_path / "broken", 2, *words, f"strategy={strategy}", code=None, env={"DIE": "6"})
+    assert num_steps_saved(broken) == 4 and max(losses(broken)) < 8
+    shutil.copytree(broken, tmp_path / "elsewhere")
+    again = own_run(broken, 2, *words, f"strategy={strategy}")
+    assert losses(again) == losses(whole) and summary(again)["weights_sha256"] == summary(whole)["weights_sha256"]
+    log = (again / "logs" / "rank-0.log").read_text()
+    assert ("reading and dropping the 2 samples" in log) == (data == "Drawing"), "32 samples are an epoch and 2"
+    elsewhere = own_run(tmp_path / "elsewhere", 1, *words, f"strategy={other}")
+    assert compare(elsewhere, whole).loss <= 1e-5
+
+
+def test_ranks_that_read_different_streams_are_refused(tmp_path: Path) -> None:
+    words = (f"model={OWN}.Net", f"data={ME}.by_rank", "loss=cross_entropy")
+    run = own_run(tmp_path / "run", 2, *words, code=2)
+    assert "give every rank the whole stream" in (run / "logs" / "rank-0.log").read_text()
