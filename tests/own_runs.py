@@ -17,7 +17,9 @@ WORDS = (
 
 def own_run(run_dir: Path, size: int, *words: str, code: int | None = 0, env: dict[str, str] | None = None) -> Path:
     """Train from these words to the end, again if the folder holds a run: it resumes. code=None: it is killed."""
-    given = [*WORDS, f"cluster.processes={size}", f"run_dir={run_dir}/new", *words]
+    has_epochs = any(word.startswith("train.epochs=") for word in words)
+    given = [word for word in WORDS if not (has_epochs and word.startswith("train.steps="))]
+    given += [f"cluster.processes={size}", f"run_dir={run_dir}/new", *words]
     config = resolve(compose(prepare_arguments(given))) | {"run_dir": str(run_dir)}
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     save(run_dir, config)

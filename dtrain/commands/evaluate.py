@@ -136,7 +136,7 @@ def of_hooks(
     check_run({HOOKS: trusted}, trust, (HOOKS,))
     for name in sections.keys() - trusted.keys():
         print(clean(f"left out: the metrics of hooks={name}; --trust with its module adds them"), file=sys.stderr)
-    view = HookRun(run_dir, cfg, model, device, cfg.train.steps, forward, on_device, model.eval)
+    view = HookRun(run_dir, cfg, model, device, cfg.train.steps or 0, forward, on_device, model.eval)
     return Hooks(trusted, trust, view).evaluate({}, lambda: None)
 
 

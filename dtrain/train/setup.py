@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from dtrain.checkpoint import store
 from dtrain.checkpoint.background import Saver
-from dtrain.config import run_file
+from dtrain.config import run_file, run_length
 from dtrain.config.build import build
 from dtrain.config.files import TARGET
 from dtrain.config.mesh import MeshSizes, batch_sizes, eval_batch_size
 from dtrain.config.run_file import Settings, allows
 from dtrain.data.adapt import in_memory, open_data
-from dtrain.data.check import dataset_of
+from dtrain.data.check import dataset_of, name_of
 from dtrain.data.fields import Fields
 from dtrain.data.loader import Loader
 from dtrain.data.stream_loader import StreamLoader
@@ -140,6 +140,8 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     train_set = dataset_of(data, "train")
     val_set = held_out(dataset_of(data, "val"), cfg) if cfg.train.eval_batches else None
     data_identity = process.check_same_start(folder, train_set, val_set)
+    epochs, per_epoch = cfg.train.get("epochs"), samples_of(train_set)
+    cfg.train["steps"] = run_length.steps_of(cfg.train, per_epoch, name_of(train_set))
     model = models.make(cfg, trust)  # on the meta device: the strategy decides which shard each rank holds
     precision = build(cfg.precision, trust)
     schedule = build(cfg.schedule, trust, partial=True, steps=cfg.train.steps)
@@ -205,6 +207,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
         "world_size": world_size, "global_batch_size": batch_size, "micro_batch_size": micro_batch_size,
         "accumulation": accumulation, "tokens_per_step": rate.tokens_per_step, "unit": rate.unit,
         "device": metrics.device_name(device), "compile": strategy.compile,
+        **({} if epochs is None else {"epochs": epochs, "samples_per_epoch": per_epoch}),
         "start_step": step, "total_steps": cfg.train.steps, "steps": step, "train_loss": None, "val_loss": None,
         "val_accuracy": None, "predicted": predicted(folder), "versions": metrics.versions(device),
         **({"ended_by": hooks.ended} if hooks.ended else {}),
@@ -232,6 +235,11 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     )  # fmt: skip
     hooks.begin(run)
     return run
+
+
+def samples_of(dataset: Any) -> int | None:
+    """Return the samples of an epoch; None: a stream that does not say."""
+    return dataset.length if getattr(dataset, "is_stream", False) else len(dataset)
 
 
 def held_out(dataset: Any, cfg: Settings) -> Any:
