@@ -100,13 +100,15 @@ def fit(
     strategy: Thing | None = None,
     cluster: Thing | None = None,
     processes: int | None = None,
+    steps: int | None = None,
+    epochs: float | None = None,
     **settings: Any,
 ) -> Result:
     """Train like `dtrain launch`, with the same checks, run folder, checkpoints and messages.
 
     model, data and loss (and any other group) are an option's name ("gpt2-tiny"), a class or function that can be
     imported, functools.partial(Class, dim=32), or (Class, {"dim": 32}). Other settings are nested or dotted:
-    train={"steps": 100}, **{"train.steps": 100}.
+    train={"seed": 1}, **{"train.seed": 1}. steps and epochs are short for train.steps and train.epochs.
 
     Raises ValueError for a bad setting, before anything starts; RunFailed if the run fails; Preempted, which exits the
     script with 75, if the run was stopped and saved a checkpoint.
@@ -115,8 +117,9 @@ def fit(
     groups = {"model": model, "data": data, "loss": loss, "strategy": strategy, "cluster": cluster}
     given = {k: v for k, v in groups.items() if v is not None} | settings
     overrides, folders = spell(given)
-    if processes is not None:
-        overrides.append(f"cluster.processes={value_of('processes', processes)}")
+    for name, value in {"cluster.processes": processes, "train.steps": steps, "train.epochs": epochs}.items():
+        if value is not None:
+            overrides.append(f"{name}={value_of(name.rpartition('.')[2], value)}")
     with hydra_aside(), import_path(folders):
         try:
             ended = launch.start(overrides)

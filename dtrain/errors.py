@@ -13,6 +13,7 @@ ELSEWHERE = {
     "train.micro_batch_size": "per_device_train_batch_size train_micro_batch_size_per_gpu device_batch_size "
     "micro_batch microbatch_size",
     "train.steps": "max_steps num_steps total_steps iterations max_iters num_iterations train_steps steps",
+    "train.epochs": "epochs epoch num_epochs n_epochs max_epochs num_train_epochs",
     "train.max_grad_norm": "grad_clip clip clip_grad clip_grad_norm gradient_clip_val gradient_clipping max_norm",
     "train.loader_workers": "num_workers workers dataloader_num_workers n_workers",
     "train.eval_every": "eval_steps eval_interval val_every val_check_interval",
@@ -50,10 +51,6 @@ ELSEWHERE = {
 }
 # The same for what dtrain measures in another way: what to type, the names, and how to get from one to the other.
 OTHERWISE = {
-    "train.steps=1000": (
-        "epochs epoch num_epochs n_epochs max_epochs num_train_epochs",
-        "an epoch is the number of samples / train.global_batch_size steps",
-    ),
     "train.micro_batch_size=4": (
         "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches grad_accum grad_accumulation "
         "grad_accum_steps accumulation accumulation_steps",

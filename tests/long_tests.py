@@ -53,6 +53,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "commands/test_generate.py::test_killed_at_any_moment_it_ends_with_the_same_bytes": ("2",),
     "models/test_hugging_face.py::test_every_strategy_follows_and_a_resume_is_exact": ("fsdp",),
     "data/test_adapt.py::test_a_stopped_run_goes_on_exactly_and_another_strategy_follows": ("Whole-loader",),
+    "data/test_stream.py::test_killed_and_resumed_it_is_bit_exact_also_with_other_ranks": ("ddp-Drawing-fsdp",),
     "strategies/test_local_sgd.py::test_stays_within_its_own_tolerance": (),
     "strategies/test_local_sgd.py::test_averaging_every_step_is_ddp_for_plain_sgd_only": (),
     "strategies/test_diloco.py::test_exchanging_every_step_is_ddp_for_sgd": ("2",),

@@ -208,10 +208,13 @@ def check_meta(values: dict[str, Any]) -> None:
         expect(key not in values or is_count(values[key]), f"{key} is not a whole number")
     for key in ("data", "config_sha256", "run"):
         expect(isinstance(values.get(key, ""), (str, type(None))), f"{key} is not a string")
-    for key in ("mesh", "choices", "extra", "spikes", "hooks", "metrics"):
+    for key in ("mesh", "choices", "extra", "spikes", "hooks", "metrics", "stream"):
         expect(isinstance(values.get(key, {}), dict), f"{key} is not an object")
     check_spikes(values.get("spikes", {}))
     check_hooks(values.get("hooks", {}))
+    if "stream" in values:  # its state is decoded by util/json_state.py
+        counts = [values["stream"].get(key) for key in ("samples", "epoch", "offset")]
+        expect(all(map(is_count, counts)), "stream is not a position")
     extra = values.get("extra", {})
     for key in ("optimizer", "precision", "base"):
         part = extra.get(key, {})
@@ -235,7 +238,7 @@ def check_spikes(spikes: dict[str, Any]) -> None:
 
 
 def check_hooks(hooks: dict[str, Any]) -> None:
-    """Check the states of hooks, as far as dtrain reads them itself (train/hook_state.py decodes the rest)."""
+    """Check the states of hooks, as far as dtrain reads them itself (util/json_state.py decodes the rest)."""
     parts = [hooks.get("states", {}), hooks.get("evaluation", {})]
     expect(all(isinstance(part, dict) for part in parts), "hooks are not states and an evaluation")
     ended = hooks.get("ended")

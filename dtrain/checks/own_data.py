@@ -8,7 +8,7 @@ from typing import Any
 from dtrain.config.source import class_source, has_method
 from dtrain.errors import bad
 
-METHODS = ("dataset", "__getitem__")
+METHODS = ("dataset", "__getitem__", "__iter__")
 
 
 def check(config: dict[str, Any]) -> None:
@@ -17,15 +17,11 @@ def check(config: dict[str, Any]) -> None:
     if target.startswith("dtrain.") or (found := class_source(target)) is None:
         return
     bases = [ast.unparse(base) for base in found.bases]
-    fix = "give it __getitem__(index) and __len__() like a torch Dataset, or dataset(split) (docs/your-own.md)"
+    fix = "give it __getitem__(index) and __len__() like a torch Dataset, or __iter__() (docs/your-own.md)"
     if any(base in ("nn.Module", "torch.nn.Module") for base in bases):
         raise bad("data", target, "is a model, not data", f"model={target}")
-    is_stream = not bases and has_method(target, "__iter__") and not any(has_method(target, m) for m in METHODS)
-    if is_stream or any(base.rpartition(".")[2] == "IterableDataset" for base in bases):
-        rule = "can only be iterated, and dtrain reads samples by their number, so that a resume is exact"
-        raise bad("data", target, rule, fix)
     if not bases and not any(has_method(target, method) for method in METHODS):
         raise bad("data", target, f"has none of {', '.join(METHODS)}", fix)
     has_items = has_method(target, "__getitem__") and not has_method(target, "dataset")
-    if not bases and has_items and not has_method(target, "__len__"):
+    if not bases and has_items and not any(has_method(target, m) for m in ("__len__", "__iter__")):
         raise bad("data", target, "has __getitem__ but no __len__", "add __len__(self), the number of samples")

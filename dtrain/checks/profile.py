@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dtrain.config.hardware import gpus_per_node, world_size
+from dtrain.config.run_length import last_step
 from dtrain.errors import bad
 from dtrain.profile import memory
 
@@ -34,12 +35,14 @@ def check(config: dict[str, Any]) -> None:
     check_steps(config)
 
 
-def check_steps(config: dict[str, Any], num_done: int = 0) -> None:
-    """Does the run reach the last recorded step? `num_done`: steps before this launch, for a resumed run."""
+def check_steps(config: dict[str, Any], num_done: int = 0, summary: Mapping[str, Any] | None = None) -> None:
+    """Does the run reach the last recorded step? For a resumed run: the steps before this launch, and its summary."""
     if not records(config):
         return
     profile, train = config["profile"], config["train"]
-    last = min(train["steps"], train["stop_after"] or train["steps"])
+    last = last_step(train, summary or {})
+    if last is None:
+        return  # the ranks know the steps of train.epochs
     left, needed = last - num_done, profile["start"] + profile["num_steps"] - 1
     if needed <= left:
         return

@@ -118,6 +118,10 @@ def check_unfinished(config: dict[str, Any], run_dir: Path) -> None:
         if (config["train"][key] or math.inf) <= done:
             fix = f"train.{key}={2 * done}" + (" 'resume_allow=[train.steps]'" if key == "steps" else "")
             raise bad(f"train.{key}", config["train"][key], f"the run has already done {done} steps", fix)
+    epochs, total = config["train"].get("epochs"), read_summary(run_dir).get("total_steps")
+    if epochs is not None and epochs == read_summary(run_dir).get("epochs") and (total or math.inf) <= done:
+        fix = f"train.epochs={2 * epochs} 'resume_allow=[train.epochs]'"
+        raise bad("train.epochs", epochs, f"the run has already done {done} steps", fix)
 
 
 def check_profile(config: dict[str, Any], run_dir: Path, typed: Iterable[str]) -> None:
@@ -127,7 +131,7 @@ def check_profile(config: dict[str, Any], run_dir: Path, typed: Iterable[str]) -
     """
     if any(name == "nsys" or name.partition(".")[0] == "profile" for name in typed):
         step = asked_step(config)
-        profiling.check_steps(config, num_steps_saved(run_dir) if step is None else step)
+        profiling.check_steps(config, num_steps_saved(run_dir) if step is None else step, read_summary(run_dir))
 
 
 def num_steps_saved(run_dir: Path) -> int:

@@ -24,7 +24,7 @@ def of_warmup(config: dict[str, Any]) -> Iterator[str]:
     """A warm-up that somebody chose, or a recipe: a first try of a few steps keeps the default without a word."""
     warmup, steps = config["schedule"].get("warmup_steps"), config["train"]["steps"]
     chosen = str(config["choices"].get("schedule"))
-    if not isinstance(warmup, int) or warmup <= steps or not is_own_value(chosen, warmup):
+    if not isinstance(warmup, int) or steps is None or warmup <= steps or not is_own_value(chosen, warmup):
         return
     yield (
         f"schedule.warmup_steps={warmup} is longer than the run, train.steps={steps}: the learning rate only reaches "

@@ -26,7 +26,10 @@ from dtrain.ui.console import say, stdout_console
 from dtrain.util.format import as_dict, number, short_path
 
 LONGEST_S = 300.0  # a launch that takes longer is ended, and counts as not recognised
-ENDS = ("run_dir", "resume", "resume_allow", "trust", "train.steps", "train.stop_after", "dry_run", "logger", "hydra")
+ENDS = (
+    "run_dir", "resume", "resume_allow", "trust", "train.steps", "train.epochs", "train.stop_after", "dry_run",
+    "logger", "hydra",
+)  # fmt: skip
 
 
 @dataclass

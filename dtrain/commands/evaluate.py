@@ -54,7 +54,7 @@ def evaluate(
     """Return each metric as a mean over all counted targets of the split, in the run's own precision."""
     import torch
 
-    from dtrain.data.adapt import open_data
+    from dtrain.data.adapt import in_memory, open_data
     from dtrain.data.fields import Fields, has_targets
     from dtrain.data.loader import Loader
     from dtrain.inference.sample import load_model
@@ -71,6 +71,8 @@ def evaluate(
     dataset = open_data(data, trust or []).dataset(split)
     if dataset is None:
         raise bad("--split", split, "the run's data have no such split", "--split train")
+    if getattr(dataset, "is_stream", False):  # it may have no end
+        dataset = in_memory(dataset, max(1, cfg.train.eval_batches) * cfg.train.global_batch_size)
     size = min(batch_size or cfg.train.micro_batch_size or cfg.train.global_batch_size, len(dataset))
     whole, rest = Loader(dataset, size, cfg.train.seed, shuffle=False), len(dataset) % size
     batches = [(whole, position) for position in range(0, len(dataset) - rest, size)]
@@ -134,7 +136,7 @@ def of_hooks(
     check_run({HOOKS: trusted}, trust, (HOOKS,))
     for name in sections.keys() - trusted.keys():
         print(clean(f"left out: the metrics of hooks={name}; --trust with its module adds them"), file=sys.stderr)
-    view = HookRun(run_dir, cfg, model, device, cfg.train.steps, forward, on_device, model.eval)
+    view = HookRun(run_dir, cfg, model, device, cfg.train.steps or 0, forward, on_device, model.eval)
     return Hooks(trusted, trust, view).evaluate({}, lambda: None)
 
 

@@ -38,6 +38,7 @@ MORE_THAN = {
     "model.rope_theta": 0, "model.norm_eps": 0, "lora.alpha": 0, "optim.lr": 0, "optim.eps": 0, "schedule.decay": 0,
     "optim.adamw_lr": 0, "optim.adamw_eps": 0, "optim.layer_decay": 0,
     "schedule.power": 0, "schedule.factor": 0,
+    "train.epochs": 0,
     "train.max_grad_norm": 0, "data.val_fraction": 0, "strategy.compress_ratio": 0, "strategy.outer_lr": 0,
 }  # fmt: skip
 LESS_THAN = {

@@ -118,6 +118,7 @@ def completed(config: dict[str, Any]) -> dict[str, Any]:
             checkpoint.setdefault(setting, value)
     if isinstance(config.get("train"), dict):
         config["train"].setdefault("spike", None)
+        config["train"].setdefault("epochs", None)
         every = config["train"].pop("check_replicas_every", 500)  # its former name and default
         if isinstance(config.get("guard", {}), dict):
             config["guard"] = {"replicas_every": every, "replay_every": 0} | config.get("guard", {})

@@ -43,6 +43,7 @@ CHOICES = {
     "script.stop_signal": ("TERM", "INT", "USR1", "USR2", "none"),
 }
 NULLABLE = {
+    "train.epochs": float,
     "train.micro_batch_size": int,
     "train.max_grad_norm": float,
     "train.stop_after": int,
@@ -112,6 +113,8 @@ def check_plain(key: str, value: Any, default: Any) -> None:
                 raise unknown(f"{key}.{name}", known_settings())
             check_plain(f"{key}.{name}", item, default[name])
         return
+    if key == "train.steps" and value is None:
+        return  # config/run_length.py has seen train.epochs
     if key in CHOICES:
         annotation = f"Literal[{', '.join(map(repr, CHOICES[key]))}]"
     elif key in NULLABLE:

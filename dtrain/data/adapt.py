@@ -1,4 +1,4 @@
-"""Take data as people have it: torch's data sets, a DataLoader, Hugging Face data sets, arrays.
+"""Take data as people have it: torch's data sets, a DataLoader, Hugging Face data sets, arrays, streams.
 
 Each becomes what the loader reads: a length, and a batch of any sample ids. A sample's random draws (augmentation) are
 seeded by its number and epoch, so that a resume and every number of ranks see the same data.
@@ -6,12 +6,10 @@ seeded by its number and epoch, so that a resume and every number of ranks see t
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import inspect
 import logging
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,15 +19,17 @@ from torch import Tensor, nn
 
 from dtrain.config.build import build, locate
 from dtrain.config.files import TARGET
-from dtrain.data.collate import Batch, collated, standard, targets_of
+from dtrain.data.collate import Batch, collated, counts_targets, standard, targets_of
 from dtrain.data.fields import Fields
+from dtrain.data.seeding import own_draws, seed_draws
+from dtrain.data.stream import Stream
 from dtrain.errors import bad
 
 log = logging.getLogger("dtrain")
 VALIDATION = ("val", "validation", "valid", "eval", "dev", "test")
 KINDS = (
-    "a data set with __getitem__ and __len__, a DataLoader, a Hugging Face data set, arrays or tensors (inputs, "
-    'targets), or {"train": …, "val": …} of these'
+    "a data set with __getitem__ and __len__ or with __iter__, a DataLoader, a Hugging Face data set, arrays or "
+    'tensors (inputs, targets), or {"train": …, "val": …} of these'
 )
 
 
@@ -44,12 +44,18 @@ def open_data(section: Any, trust: Iterable[str] = ()) -> Any:
         if split is not None:
             name, values = split
             return Source(target, {k: partial(build, section, trust, **{name: v}) for k, v in values.items()})
-    with own_draws():  # a function may split at random: all ranks, and a resume, must split alike
-        seed_draws(0)
-        made = build(section, trust)
+
+    def make() -> Any:
+        with own_draws():  # a function may split at random: all ranks, and a resume, must split alike
+            seed_draws(0)
+            return build(section, trust)
+
+    made = make()
     if callable(getattr(type(made), "dataset", None)):
         return made
-    return Source(target, {name: partial(lambda part: part, part) for name, part in splits_of(target, made).items()})
+    parts = splits_of(target, made)
+    again = {name: partial(lambda name: splits_of(target, make())[name], name) for name in parts}
+    return Source(target, {name: partial(lambda part: part, part) for name, part in parts.items()}, again)
 
 
 def splits_by(function: Any, section: Any) -> tuple[str, dict[str, Any]] | None:
@@ -66,10 +72,12 @@ def splits_by(function: Any, section: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 class Source:
-    """Data of any kind, by split."""
+    """Data of any kind, by split. again: builds a split anew, which a stream needs for each epoch."""
 
-    def __init__(self, name: str, splits: dict[str, Callable[[], Any]]) -> None:
-        self.name, self.splits = name, splits
+    def __init__(
+        self, name: str, splits: Mapping[str, Callable[[], Any]], again: Mapping[str, Callable[[], Any]] | None = None
+    ) -> None:
+        self.name, self.splits, self.again = name, splits, again or splits
 
     def dataset(self, split: str) -> Any:
         if split not in self.splits:
@@ -79,7 +87,7 @@ class Source:
             return None
         with own_draws():
             seed_draws(0)
-            dataset = adapted(self.name, self.splits[split]())
+            dataset = adapted(self.name, self.splits[split](), self.again[split])
         for note in dataset.notes:
             log.info("data=%s: %s", self.name, note)
         return dataset
@@ -130,8 +138,8 @@ def is_dataset(part: Any) -> bool:
     return not isinstance(part, (tuple, list, str)) and (hasattr(part, "__getitem__") or hasattr(part, "__iter__"))
 
 
-def adapted(name: str, data: Any) -> Any:
-    """Return one split as a data set of the loader."""
+def adapted(name: str, data: Any, again: Callable[[], Any] | None = None) -> Any:
+    """Return one split as a data set of the loader. again: builds it anew."""
     collate = None
     notes: dict[str, None] = {}
     order: Any = None
@@ -146,15 +154,28 @@ def adapted(name: str, data: Any) -> Any:
         return Arrays(name, data)
     if isinstance(data, nn.Module):
         raise bad("data", name, f"is a model ({type(data).__name__}), not data", f"model={name}")
-    is_stream = hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
-    if is_stream or isinstance(data, torch.utils.data.IterableDataset):
-        rule = "can only be iterated, and dtrain reads samples by their number, so that a resume is exact"
-        fix = f"give {type(data).__name__} the methods __getitem__ and __len__, or return a list of its samples"
-        raise bad("data", name, rule, fix)
+    if is_stream(data):
+        make = again or partial(lambda part: part, data)
+        return Stream(name, with_tensors(data, collate), lambda: with_tensors(make(), collate), collate, notes)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (str, Mapping)):
         return Samples(name, data, collate, order, notes)
     gave = "nothing: it has no return" if data is None else f"a {type(data).__name__}"
     raise bad("data", name, f"gave {gave}, but data must be {KINDS}", f"change what {name} returns")
+
+
+def is_stream(data: Any) -> bool:
+    """Can it only be iterated?"""
+    only_iterates = hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
+    return only_iterates or isinstance(data, torch.utils.data.IterableDataset)
+
+
+def with_tensors(data: Any, collate: Any) -> Any:
+    """Return what a DataLoader reads, and Hugging Face data without a format of their own as tensors."""
+    data = data.dataset if isinstance(data, torch.utils.data.DataLoader) else data
+    if type(data).__module__.startswith("datasets.") and collate is None:
+        own = data._formatting if is_stream(data) else data.format["type"]
+        return data if own else data.with_format("torch")
+    return data
 
 
 def of_loader(name: str, loader: Any, notes: dict[str, None]) -> tuple[Any, Any]:
@@ -164,6 +185,11 @@ def of_loader(name: str, loader: Any, notes: dict[str, None]) -> tuple[Any, Any]
     notes["batch size and processes of the DataLoader are those of dtrain: train.global_batch_size, loader_workers"] = (
         None
     )
+    if is_stream(loader.dataset):
+        if loader.batch_size is None:
+            rule = "its DataLoader has batch_size=None, so its samples are whole batches, which ranks cannot divide"
+            raise bad("data", name, rule, "give single samples from the data set, and DataLoader(…, batch_size=8)")
+        return loader.collate_fn, None
     sampler = loader.batch_sampler
     if sampler is not None and type(sampler) is not BatchSampler:
         rule = (
@@ -225,16 +251,24 @@ class Arrays:
         return self.inputs[rows], self.targets[rows]
 
 
+def in_memory(stream: Stream, count: int) -> Samples:
+    """Return the first samples of a stream, as a data set for evaluations."""
+    samples = Samples(stream.name, stream.head(count), stream.collate, None, {})
+    log.info("data=%s: evaluations read the first %d samples of the validation stream", stream.name, len(samples))
+    samples.kept = stream.fingerprint
+    return samples
+
+
 class Samples:
     """A map-style data set. It is read in a process of its own, because a sample may draw random numbers."""
 
     draws = True
     own_process = True
+    kept = ""  # the fingerprint of a stream whose samples they are
 
     def __init__(self, name: str, data: Any, collate: Any, order: Any, notes: dict[str, None]) -> None:
         self.name, self.data, self.collate, self.sampler, self.noted = name, data, collate, order, notes
-        if type(data).__module__.startswith("datasets.") and data.format["type"] is None and collate is None:
-            self.data = data.with_format("torch")
+        self.data = with_tensors(data, collate)
         # all rows at once, if no function of the user runs for each
         self.at_once = type(data).__module__.startswith("datasets.") and data.format["type"] != "custom"
         self.is_masked = getattr(data, "masked", None)
@@ -251,7 +285,7 @@ class Samples:
 
     @property
     def fingerprint(self) -> str:
-        return str(getattr(self.data, "fingerprint", ""))
+        return self.kept or str(getattr(self.data, "fingerprint", ""))
 
     def __len__(self) -> int:
         return len(self.data) if self.sampler is None else len(self.sampler)
@@ -279,26 +313,3 @@ class Samples:
                     seed_draws(int(key))
                     samples.append(self.data[int(index)])
             return collated(samples, self.collate, self.noted)
-
-
-def counts_targets(targets: Any) -> bool:
-    """Return whether samples may differ in their number of targets that are not -100: sequences of class numbers."""
-    return isinstance(targets, Tensor) and targets.dim() > 1 and not targets.is_floating_point()
-
-
-@contextlib.contextmanager
-def own_draws() -> Iterator[None]:
-    """Restore the random generators afterwards: those of the model are not the data's."""
-    state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(state[0])
-        np.random.set_state(state[1])
-        torch.set_rng_state(state[2])
-
-
-def seed_draws(key: int) -> None:
-    random.seed(key)
-    np.random.seed(key % 2**32)
-    torch.default_generator.manual_seed(key % 2**63)

@@ -17,6 +17,8 @@ def dataset_of(data: Any, split: str) -> Any:
             raise bad("data", name_of(data), f'dataset("{split}") returned None', f"return {NEEDED}")
         return None
     name = name_of(dataset)
+    if getattr(dataset, "is_stream", False):  # data/stream.py has looked at its first samples
+        return dataset
     missing = [m for m in ("__len__", "batch") if not callable(getattr(type(dataset), m, getattr(dataset, m, None)))]
     if missing:
         rule = f'dataset("{split}") returned a {name}, which has no {" and no ".join(missing)}'

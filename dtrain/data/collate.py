@@ -111,3 +111,8 @@ def standard(values: Tensor, name: str = "", notes: dict[str, None] | None = Non
             notes["float64 values are used as float32"] = None
         return values.float()
     return values.long() if values.dtype in (torch.int16, torch.int32, torch.uint16, torch.uint32) else values
+
+
+def counts_targets(targets: Any) -> bool:
+    """Return whether samples may differ in their number of targets that are not -100: sequences of class numbers."""
+    return isinstance(targets, Tensor) and targets.dim() > 1 and not targets.is_floating_point()

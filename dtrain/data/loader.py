@@ -36,6 +36,8 @@ def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
 class Loader:
     """Returns one data rank's part of the global batch at a position (global samples consumed so far)."""
 
+    place = None  # a resume needs the position only; that of a stream more (stream_loader.py)
+
     def __init__(
         self,
         dataset: Dataset,

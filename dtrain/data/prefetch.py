@@ -47,10 +47,13 @@ class Dataset(Protocol):
 
 
 class Request(NamedTuple):
-    """The samples of a batch. `keys` has a uint64 for each if the dataset draws, otherwise it is None."""
+    """The samples of a batch. `keys` has a uint64 for each if the dataset draws, otherwise it is None.
+
+    Of a stream: a place from which it can be read.
+    """
 
     indices: np.ndarray
-    keys: np.ndarray | None
+    keys: Any
 
 
 def read(dataset: Dataset, request: Request) -> Batch:
@@ -123,6 +126,7 @@ class Processes:
         self._batches: Iterator[Any] = iter(())
         self._first = self._next = -1
         self._children: set[Any] = set()
+        self.place: Any = None  # of a stream: the position after the newest batch
 
     def get(self, position: int) -> Batch:
         if position < self._next and self.end != math.inf:
@@ -145,7 +149,7 @@ class Processes:
         self._next = position + self.stride
         if isinstance(batch, Exception):
             raise batch
-        inputs, targets = batch
+        inputs, targets, self.place = batch
         return inputs, targets
 
     def close(self) -> None:
@@ -202,19 +206,27 @@ class _Reader:
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, request: Request) -> Batch | Exception:
+    def __getitem__(self, request: Request) -> tuple[Any, Any, Any] | Exception:
         try:
             # Move to shared memory here, so that a full /dev/shm raises an error. Otherwise the queue's thread does it:
             # there torch drops the batch, and its reader waits forever.
             inputs, targets = read(self.dataset, request)
-            return inputs.share_memory_(), targets.share_memory_()
+            return inputs.share_memory_(), targets.share_memory_(), getattr(self.dataset, "place", None)
         except Exception as error:
-            error.add_note(f"in a data loader process:\n{traceback.format_exc()}")
-            try:
-                pickle.loads(pickle.dumps(error))  # our own object, to test whether it can be pickled
-                return error
-            except Exception:  # it cannot be pickled
-                return RuntimeError(f"{type(error).__name__}: {error}")
+            return portable(error)
+
+
+def portable(error: Exception) -> Exception:
+    """Return an error that can be sent to another process, with its traceback as a note."""
+    note = f"in a data loader process:\n{traceback.format_exc()}"
+    error.add_note(note)
+    try:
+        pickle.loads(pickle.dumps(error))  # our own object, to test whether it can be pickled
+        return error
+    except Exception:  # it cannot be pickled
+        plain = RuntimeError(f"{type(error).__name__}: {error}")
+        plain.add_note(note)
+        return plain
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -44,7 +44,7 @@ from dtrain.checks.resume import (
 )
 from dtrain.checks.validate import largest, usable_sizes, validate
 from dtrain.checks.warnings import warnings
-from dtrain.config import elastic, redaction
+from dtrain.config import elastic, redaction, run_length
 from dtrain.config.build import TRUST
 from dtrain.config.files import CONF, SEVERAL, is_script, known_settings
 from dtrain.config.hardware import ranks_per_node
@@ -310,6 +310,7 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
         fix = f"leave out {section}= (dtrain's own {group} options have one), choose another {group}, or give {key}=…"
         raise ValueError(f"{key}: {rule}\n  fix: {fix}") from error
     redaction.check(config)
+    run_length.settle(config, overrides)
     config["run_dir"] = cfg.get("run_dir")  # Hydra's own value: in a copy, ${now:} may resolve to a later second
     if config["cluster"].get("processes", 0) is None:
         config["cluster"]["processes"] = ranks_per_node(config["cluster"])

@@ -6,21 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config.files import is_script
+from dtrain.config.run_length import last_step
 from dtrain.runs.folder import parse_line, read_summary
 from dtrain.runs.protocol import ATTEMPTS_FILE, FAILED
-
-
-def last_step(config: dict[str, Any]) -> int:
-    """Return the step after which the run is done; 0 for a user's own program, which says so itself."""
-    if is_script(config):
-        return 0
-    return int(min(config["train"]["steps"], config["train"]["stop_after"] or config["train"]["steps"]))
 
 
 def is_done(run_dir: Path, config: dict[str, Any]) -> bool:
     """Was it started again after its end?"""
     summary = read_summary(run_dir)
-    return summary.get("status") == "done" and summary.get("steps", 0) >= last_step(config)
+    if is_script(config):  # it says so itself
+        return summary.get("status") == "done"
+    return summary.get("status") == "done" and summary.get("steps", 0) >= (last_step(config["train"], summary) or 0)
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from dtrain.checks.network import check
+from dtrain.config import run_length
 from dtrain.config.files import CONF, SEVERAL
 from dtrain.config.hydra_errors import GROUPS, MISTAKES, explain
 from dtrain.config.schema import check_keys_and_types
@@ -38,6 +39,7 @@ def plain_config(argv: list[str]) -> dict[str, Any]:
         )
     cfg = hydra_config(overrides)
     config = resolved(cfg, overrides)
+    run_length.settle(config, overrides)
     check_keys_and_types(config)
     choices: Any = OmegaConf.to_container(cfg.hydra.runtime.choices)
     chosen = {group: choices.get(group) for group in (*GROUPS, "recipe")}

@@ -22,7 +22,7 @@ from dtrain.errors import bad
 from dtrain.models import losses
 
 log = logging.getLogger("dtrain")
-FIX = "return the loss, or an object with .loss or ['loss'], a tuple that starts with it, or a dict of losses"
+FIX = "return the loss, or an object with .loss or ['loss'], a tuple with it, or a dict of losses"
 
 
 class Call:
@@ -103,8 +103,10 @@ def loss_in(model: Any, outputs: Any, name: str) -> Tensor:
                 return total
             model.eval_metrics = tuple(parts)
             return torch.stack([total, *(part.float() for part in parts.values())])
-    if isinstance(outputs, tuple) and outputs and isinstance(outputs[0], Tensor) and outputs[0].dim() == 0:
-        return outputs[0]
+    if isinstance(outputs, tuple):  # (loss, logits), or (logits, loss)
+        numbers = [part for part in outputs if isinstance(part, Tensor) and part.dim() == 0]
+        if numbers and (len(numbers) == 1 or numbers[0] is outputs[0]):
+            return numbers[0]
     kind = f"a dict with {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else type(outputs).__name__
     raise bad("loss", "own", f"{name}.forward returned {kind}, without a loss", FIX)
 

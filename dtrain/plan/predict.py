@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -238,7 +239,8 @@ def task_of(config: Mapping[str, Any], tokens: float | None = None) -> Task | No
     batch, per_sample = config["train"]["global_batch_size"], 1
     if isinstance(shape, Transformer) and shape.task != "classify":
         per_sample = shape.seq_len
-    samples = config["train"]["steps"] * batch if tokens is None else tokens / per_sample
+    steps = config["train"]["steps"]  # None: train.epochs, of data that the planner does not read
+    samples = (math.nan if steps is None else steps * batch) if tokens is None else tokens / per_sample
     return Task(shape, hardware, batch, per_sample, flops_per_sample(shape), samples)
 
 

@@ -7,6 +7,7 @@ summary. A planner bug never stops a launch: it is logged as a warning. DTRAIN_S
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,10 +17,11 @@ from dtrain import __version__
 from dtrain.checks.strategy import shared_gpus
 from dtrain.config.files import is_script
 from dtrain.config.hardware import gpus_per_node, ranks_per_node
+from dtrain.config.run_length import last_step
 from dtrain.plan.predict import hardware_of, predict, why_not
 from dtrain.plan.sections import strategy_section, with_detected
 from dtrain.plan.time.collectives import STEPS, Group, collective_s, rate
-from dtrain.runs.folder import latest_checkpoint
+from dtrain.runs.folder import latest_checkpoint, read_summary
 from dtrain.util.format import as_dict, duration, gib, percent, si, step_time, without_nan
 
 FAULT = "the planner failed"
@@ -99,12 +101,12 @@ def strict() -> bool:
     return os.environ.get("DTRAIN_STRICT") == "1"
 
 
-def steps_to_do(config: Mapping[str, Any]) -> int:
-    """Count the steps of this launch, over which its wall time is measured."""
+def steps_to_do(config: Mapping[str, Any]) -> float:
+    """Count the steps of this launch, over which its wall time is measured; nan: not known yet."""
     newest = latest_checkpoint(Path(config["run_dir"])) if config["resume"] else None
     done = int(newest.name.removeprefix("step-")) if newest else 0
-    steps = config["train"]["steps"]
-    return max(0, min(steps, config["train"]["stop_after"] or steps) - done)
+    last = last_step(config["train"], read_summary(Path(config["run_dir"])) if config["resume"] else {})
+    return math.nan if last is None else max(0, last - done)
 
 
 def asked_for(config: Mapping[str, Any], start: str) -> bool:
@@ -139,9 +141,10 @@ def lines(plan: Mapping[str, Any]) -> list[str]:
     memory, step_s = as_dict(plan.get("memory_gib")), as_dict(plan.get("step_s")).get("total")
     parts = [memory_text(memory) if memory.get("limit") else ""]  # CPU processes use more than their tensors
     if step_s is not None:
+        whole = plan.get("wall_s")
         parts += [f"{step_time(step_s)} a step", f"{si(plan['tokens_per_s'])} {plan.get('unit', 'tokens')}/s"]
         parts += [f"MFU {percent(plan['mfu'])}"] if plan.get("mfu") is not None else []
-        parts += [f"{duration(plan['wall_s'])} of steps"]
+        parts += [f"{duration(whole)} of steps"] if whole is not None else []
     text = " · ".join(part for part in parts if part)
     rates = "rates measured; no run compared yet" if plan.get("measured") else "not calibrated"
     certain = "calibrated by a measured step" if plan.get("calibrated") else rates

@@ -24,11 +24,10 @@ from dtrain.config.hook_methods import Arity, check_methods
 from dtrain.errors import bad
 from dtrain.runs import causes
 from dtrain.runs.metrics import OWN, is_name, own_names
-from dtrain.train import hook_state
 from dtrain.train.hook_means import Means
 from dtrain.train.hook_run import HookRun
 from dtrain.train.process import log
-from dtrain.util import collective
+from dtrain.util import collective, json_state
 
 RESERVED = ("step", "time", OWN, "own_metrics", "loss", "train_loss", "val_loss", "predicted")
 
@@ -268,28 +267,28 @@ class Hooks:
             names = " or ".join(self._having("state_dict"))
             rule = f"state_dict() of {names} differs between ranks 0 and {other}, and a checkpoint keeps one"
             raise HookError(f"hooks: {rule}. Fix: keep only what is the same on all ranks, such as the loss")
-        return {"states": states, "evaluation": hook_state.encode(self.evaluation), "ended": self.ended}
+        return {"states": states, "evaluation": json_state.encode(self.evaluation), "ended": self.ended}
 
     def _states(self) -> dict[str, Any]:
         states = {}
         for name in self._having("state_dict"):
             with self._named(name, "state_dict"):
-                states[name] = hook_state.encode(self.all[name].state_dict())
-        if (size := hook_state.size(states)) > hook_state.MOST_BYTES:
-            rule = f"their states have {size:,} bytes as text, and a checkpoint keeps {hook_state.MOST_BYTES:,}"
+                states[name] = json_state.encode(self.all[name].state_dict())
+        if (size := json_state.size(states)) > json_state.MOST_BYTES:
+            rule = f"their states have {size:,} bytes as text, and a checkpoint keeps {json_state.MOST_BYTES:,}"
             raise HookError(f"hooks: {rule}. Fix: write large states to files in run.folder")
         return states
 
     def load(self, saved: Mapping[str, Any], may_continue: bool) -> None:
         """Restore the state of a checkpoint. may_continue: the user allows a run to go on that a hook has ended."""
-        self.means, self.evaluation = {}, hook_state.decode(saved.get("evaluation", {}))
+        self.means, self.evaluation = {}, json_state.decode(saved.get("evaluation", {}))
         self.own |= {key for key in own_names(self.evaluation)}
         ended = saved.get("ended")
         self.ended = ended if ended and ended["hook"] in self.all and not may_continue else None
         states = self.initial | {k: v for k, v in saved.get("states", {}).items() if k in self.all}
         for name in self._having("load_state_dict"):
             if name in states:
-                self._call(name, "load_state_dict", hook_state.decode(states[name]))
+                self._call(name, "load_state_dict", json_state.decode(states[name]))
 
     # ---- calls of user code ------------------------------------------------------------------------------------
 

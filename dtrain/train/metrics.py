@@ -12,6 +12,7 @@ import torch
 
 import dtrain
 from dtrain.data.loader import Loader
+from dtrain.data.stream_loader import StreamLoader
 from dtrain.models.layers import eval_metrics
 
 # Peak dense 16-bit matmul FLOP/s from NVIDIA's data sheets. MFU is relative to it.
@@ -25,7 +26,13 @@ class Rate:
     """Convert step time to tokens per second and MFU. A token is anything that has its own target."""
 
     def __init__(
-        self, model: Any, data: Loader, batch_size: int, device: torch.device, dtype: torch.dtype, world_size: int
+        self,
+        model: Any,
+        data: Loader | StreamLoader,
+        batch_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        world_size: int,
     ) -> None:
         self.tokens_per_sample = max(1, data.sample()[1].numel())  # samples may have no targets
         self.unit = "tokens" if self.tokens_per_sample > 1 else "samples"  # an image has one target

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from dtrain.data import prefetch
 from dtrain.data.loader import Loader
+from dtrain.data.stream_loader import StreamLoader
 from dtrain.train.process import log
 
 TRAINING = "a smaller optim.lr, a longer schedule.warmup_steps, precision=bf16, or train.nonfinite=skip"
 
 
-def advice(data: Loader, begin: int) -> str:
+def advice(data: Loader | StreamLoader, begin: int) -> str:
     """What to do about the step that read the global batch at `begin`."""
     try:
         found = first_sample(data, begin)
@@ -25,8 +26,10 @@ def advice(data: Loader, begin: int) -> str:
     return f". {found}. Fix: repair it, or leave it out of the data" if found else f". Fix: {TRAINING}"
 
 
-def first_sample(data: Loader, begin: int) -> str:
+def first_sample(data: Loader | StreamLoader, begin: int) -> str:
     """Name the first sample of a global batch whose inputs or targets are not finite; "" if all are."""
+    if not isinstance(data, Loader):  # a stream is not read again for this
+        return ""
     count = data.rank_batch_size
     for start in range(begin, begin + data.global_batch_size, count):
         request = data._samples(start, count)

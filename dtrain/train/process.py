@@ -91,10 +91,12 @@ def join_process_group(deterministic: bool = False) -> torch.device:
 def check_same_start(run_dir: Path, train_set: Any, val_set: Any) -> str:
     """Raise if ranks differ in data, settings or code version; return the data's identity."""
     train, val = (
-        "none" if data is None else f"{len(data)} samples {getattr(data, 'fingerprint', '')}".strip()
+        "none" if data is None else f"{extent(data)} {getattr(data, 'fingerprint', '')}".strip()
         for data in (train_set, val_set)
     )
     copy = "copy the same files to {host}, or read them from a shared file system"
+    if getattr(train_set, "is_stream", False):
+        copy = "give every rank the whole stream, which dtrain divides over the ranks: no split by rank, no random seed"
     collective.require_same(
         {
             "config.yaml": (run_file.fingerprint(run_dir), "put run_dir on a file system that all nodes share"),
@@ -105,6 +107,11 @@ def check_same_start(run_dir: Path, train_set: Any, val_set: Any) -> str:
         }
     )
     return train
+
+
+def extent(data: Any) -> str:
+    """How many samples, as a part of the data's identity."""
+    return "a stream" if getattr(data, "is_stream", False) else f"{len(data)} samples"
 
 
 def seed_everything(seed: int, step: int, data_rank: int) -> None:

@@ -17,15 +17,16 @@ from torch import Tensor, nn
 
 from dtrain.checkpoint import store
 from dtrain.checkpoint.background import Saver
-from dtrain.config import run_file
+from dtrain.config import run_file, run_length
 from dtrain.config.build import build
 from dtrain.config.files import TARGET
 from dtrain.config.mesh import MeshSizes, batch_sizes, eval_batch_size
 from dtrain.config.run_file import Settings, allows
-from dtrain.data.adapt import open_data
-from dtrain.data.check import dataset_of
+from dtrain.data.adapt import in_memory, open_data
+from dtrain.data.check import dataset_of, name_of
 from dtrain.data.fields import Fields
 from dtrain.data.loader import Loader
+from dtrain.data.stream_loader import StreamLoader
 from dtrain.errors import CheckpointError, bad
 from dtrain.models.calling import shifts_labels
 from dtrain.optim import build as optimizers
@@ -73,7 +74,7 @@ class Run:
     strategy: Strategy
     schedule: Callable[[int], float]
     mesh: MeshSizes
-    train_data: Loader
+    train_data: Loader | StreamLoader
     validation: Validation | None
     data_identity: str
     rate: metrics.Rate
@@ -123,6 +124,7 @@ class Run:
             "world_size": dist.get_world_size(), "choices": dict(self.cfg.choices),
             "config_sha256": run_file.fingerprint(self.folder), "spikes": self.spikes.state(), METRICS: finite,
             **({"hooks": of_hooks} if of_hooks else {}),
+            **({"stream": self.train_data.place} if self.train_data.place else {}),
         }  # fmt: skip
 
 
@@ -136,8 +138,10 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     # ---- data, model, strategy -------------------------------------------------------------------------------
     data = open_data(cfg.data, trust)
     train_set = dataset_of(data, "train")
-    val_set = dataset_of(data, "val") if cfg.train.eval_batches else None
+    val_set = held_out(dataset_of(data, "val"), cfg) if cfg.train.eval_batches else None
     data_identity = process.check_same_start(folder, train_set, val_set)
+    epochs, per_epoch = cfg.train.get("epochs"), samples_of(train_set)
+    cfg.train["steps"] = run_length.steps_of(cfg.train, per_epoch, name_of(train_set))
     model = models.make(cfg, trust)  # on the meta device: the strategy decides which shard each rank holds
     precision = build(cfg.precision, trust)
     schedule = build(cfg.schedule, trust, partial=True, steps=cfg.train.steps)
@@ -169,7 +173,11 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
         optimizers.check(make_optimizer, strategy.splits_weights())
     reading = {"pin_memory": device.type == "cuda", "workers": cfg.train.loader_workers}
     place = (seed, strategy.data_rank, strategy.data_ranks)
-    train_data = Loader(train_set, batch_size, *place, **reading)
+    train_data: Loader | StreamLoader
+    if getattr(train_set, "is_stream", False):
+        train_data = StreamLoader(train_set, batch_size, *place, reading["pin_memory"])
+    else:
+        train_data = Loader(train_set, batch_size, *place, **reading)
     check_batch(model, strategy, *train_data.sample())
     validation = None
     if val_set is not None:
@@ -185,6 +193,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     # ---- the newest good checkpoint of this run, whatever layout it was saved under ----------------------------
     found = load_newest(saver, cfg, strategy, data_identity)
     loaded_from, step, samples, saved = found or (None, 0, 0, {})
+    continue_stream(train_data, saved)
     hooks.load(saved.get("hooks", {}), may_continue=allows(cfg.resume_allow, "hooks") or bool(saved.get(FORKED)))
 
     # ---- what will run -----------------------------------------------------------------------------------------
@@ -198,6 +207,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
         "world_size": world_size, "global_batch_size": batch_size, "micro_batch_size": micro_batch_size,
         "accumulation": accumulation, "tokens_per_step": rate.tokens_per_step, "unit": rate.unit,
         "device": metrics.device_name(device), "compile": strategy.compile,
+        **({} if epochs is None else {"epochs": epochs, "samples_per_epoch": per_epoch}),
         "start_step": step, "total_steps": cfg.train.steps, "steps": step, "train_loss": None, "val_loss": None,
         "val_accuracy": None, "predicted": predicted(folder), "versions": metrics.versions(device),
         **({"ended_by": hooks.ended} if hooks.ended else {}),
@@ -225,6 +235,23 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     )  # fmt: skip
     hooks.begin(run)
     return run
+
+
+def samples_of(dataset: Any) -> int | None:
+    """Return the samples of an epoch; None: a stream that does not say."""
+    return dataset.length if getattr(dataset, "is_stream", False) else len(dataset)
+
+
+def held_out(dataset: Any, cfg: Settings) -> Any:
+    """Return the validation split; of a stream, the samples of one evaluation, kept in memory."""
+    if getattr(dataset, "is_stream", False):
+        return in_memory(dataset, cfg.train.eval_batches * cfg.train.global_batch_size)
+    return dataset
+
+
+def continue_stream(data: Loader | StreamLoader, saved: dict[str, Any]) -> None:
+    if isinstance(data, StreamLoader):
+        data.load(saved.get("stream"))
 
 
 def check_batch(model: nn.Module, strategy: Strategy, inputs: Any, targets: Any) -> None:
@@ -282,6 +309,8 @@ def load_newest(
     strategy.load_state_dict(state, extra)
     log.info("resumed from %s", path)
     meta = manifest.meta | {FORKED: anew is not None}
+    if manifest["data"] != data_identity:  # a place of another stream
+        meta.pop("stream", None)
     if "data" in fresh:  # other data: read from its start
         return path, manifest["step"], 0, meta | {"spikes": {}, "hooks": {}}
     return path, manifest["step"], manifest["samples"], meta
@@ -308,6 +337,7 @@ def roll_back(run: Run, saver: Saver) -> None:
         raise SpikeError(f"step {spike.step}: a spike, and there is no checkpoint to go back to. Fix: {fix}")
     run.loaded_from, run.step, run.samples, saved = found
     run.hooks.load(saved.get("hooks", {}), may_continue=True)
+    continue_stream(run.train_data, saved)
     run.spikes.restore(saved.get("spikes", {}) | {"passed_over": known})
     run.spikes.pass_over(spike, run.cfg.train.global_batch_size)
     run.spikes.rollback_from = None

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from dtrain.data.loader import Loader
+from dtrain.data.stream_loader import StreamLoader
 from dtrain.strategies.base import Strategy
 from dtrain.train.pending import FinishedStep
 from dtrain.train.process import log
@@ -74,7 +75,7 @@ class Spikes:
         for place, value in zip(self.strategy.limits, self.limits[step], strict=True):
             place.fill_(value)  # in place: a CUDA graph knows its address. No host sync
 
-    def read(self, finished: FinishedStep, data: Loader, folder: Path | None) -> None:
+    def read(self, finished: FinishedStep, data: Loader | StreamLoader, folder: Path | None) -> None:
         """After a step was read: remember it, or act if it is a spike. Rank 0 has the folder, and writes it down."""
         limits = self.limits.pop(finished.step, (math.inf, math.inf))
         if not finished.spiked:

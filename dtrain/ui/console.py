@@ -192,6 +192,8 @@ def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[s
         return []
     run, total = shell_path(run_dir), number(summary.get("total_steps")) or 1000
     longer = f"{resume} train.steps={2 * total:.0f} 'resume_allow=[train.steps]'"
+    if epochs := number(summary.get("epochs")):
+        longer = f"{resume} train.epochs={2 * epochs:g} 'resume_allow=[train.epochs]'"
     if (number(summary.get("steps")) or total) < total:  # train.stop_after ended it early
         longer = resume
     if summary.get("ended_by"):  # with its hooks, it has nothing left to do

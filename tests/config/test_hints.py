@@ -18,6 +18,7 @@ from tests.config.test_files import compose
 # A value of each setting that the launcher accepts as it is.
 VALUES = {
     "train.global_batch_size": "64", "train.micro_batch_size": "4", "train.steps": "50", "train.max_grad_norm": "0.5",
+    "train.epochs": "3",
     "train.loader_workers": "2", "train.eval_every": "10", "train.eval_batches": "3", "train.log_every": "5",
     "train.seed": "7", "cluster.processes": "4", "cluster.max_restarts": "1", "optim": "SGD", "optim.lr": "3e-4",
     "optim.weight_decay": "0.01", "schedule": "linear", "schedule.warmup_steps": "10", "precision": "bfloat16",
@@ -53,7 +54,7 @@ def test_the_hint_for_each_name_with_a_value_is_accepted() -> None:
         fixes = {fix_of(unknown_setting(name, value)) for name in ELSEWHERE[ours].split()}
         (fix,) = fixes
         assert fix.startswith(f"{ours}=") and "…" not in fix, "every name of a setting gives the same words"
-        (alone if ours == "data" else together).append(fix)
+        (alone if ours in ("data", "train.epochs") else together).append(fix)
     validate(compose(*together))
     validate(compose(*alone, "model=convnet"))
 
@@ -122,7 +123,7 @@ def test_an_option_that_is_switched_off_is_not_chosen() -> None:
         ("--batch-size=16", "train.global_batch_size=16"),
         ("--lr", "optim.lr=…"),
         ("--max_steps=9", "train.steps=9"),
-        ("--epochs=3", "train.steps=1000"),
+        ("--epochs=3", "train.epochs=3"),
         ("--num-workers=4", "train.loader_workers=4"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -107,19 +106,5 @@ def nothing() -> None:
     Drawing()
 
 
-def generator() -> Iterator[Any]:
-    for index in range(40):
-        yield torch.ones(8) * index / 40, index % 3
-
-
 class Useless:
     def read(self) -> None: ...
-
-
-class Stream(torch.utils.data.IterableDataset):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
-def stream() -> Stream:
-    return Stream()

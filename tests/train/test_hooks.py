@@ -17,7 +17,7 @@ from dtrain.errors import CheckpointError
 from dtrain.launch.arguments import prepare_arguments
 from dtrain.runs.folder import latest_checkpoint
 from dtrain.runs.protocol import FAILED
-from dtrain.train import hook_state
+from dtrain.util import json_state
 from tests.world import make_run, metrics, start, summary, train
 
 OWN = "tests.train.own_hooks"
@@ -175,10 +175,10 @@ def test_a_mistake_is_found_before_the_start(hooks: str, words: list[str], tmp_p
 def test_every_value_comes_back_to_the_bit() -> None:
     state: dict[str, Any] = {
         "a": [1, -2.5, True, None, "é", [], {}], "inf": [math.inf, -math.inf], "big": 2**70, "tiny": 5e-324,
-        **{name: (torch.randn(2, 3) * 100).to(dtype) for name, dtype in hook_state.DTYPES.items()},
+        **{name: (torch.randn(2, 3) * 100).to(dtype) for name, dtype in json_state.DTYPES.items()},
         "scalar": torch.tensor(3), "empty": torch.empty(0, 4), "slice": torch.arange(10)[::3],
     }  # fmt: skip
-    back = hook_state.decode(json.loads(json.dumps(hook_state.encode(state))))
+    back = json_state.decode(json.loads(json.dumps(json_state.encode(state))))
     assert back.keys() == state.keys()
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
@@ -199,11 +199,11 @@ def test_every_value_comes_back_to_the_bit() -> None:
 )
 def test_what_cannot_be_restored_is_refused(value: Any, words: str) -> None:
     with pytest.raises(TypeError) as caught:
-        hook_state.encode(value)
+        json_state.encode(value)
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("tensor", [["float32", [2], "AAAA"], ["object", [1], "AAAA"], "x", ["float32", [-1], "!"], 1])
 def test_a_damaged_tensor_is_no_crash(tensor: Any) -> None:
     with pytest.raises(CheckpointError):
-        hook_state.decode({"a": {hook_state.TENSOR: tensor}})
+        json_state.decode({"a": {json_state.TENSOR: tensor}})

@@ -139,6 +139,9 @@ def answer(question: Question, options: Options) -> int:
     from dtrain.plan.search.search import search
 
     config = question.config
+    if config["train"]["steps"] is None and options.tokens is None:
+        rule = "dtrain plan does not read the data, so it does not know the steps of an epoch"
+        raise bad("train.epochs", config["train"]["epochs"], rule, "train.steps=1000, or --tokens 26e6")
     task = task_of(config, options.tokens)
     if task is None:
         raise unknown(config, dict(w.split("=", 1) for w in question.overrides if "=" in w).get("hardware"))

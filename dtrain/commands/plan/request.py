@@ -217,6 +217,7 @@ def launch_command(question: Question, prediction: Prediction) -> str:
     if steps != question.config["train"]["steps"]:  # --tokens
         chosen.append(f"train.steps={steps}")
     chosen_keys = {word.partition("=")[0] for word in chosen}
+    chosen_keys |= {"train.epochs"} if "train.steps" in chosen_keys else set()
     kept = [
         word
         for word in question.overrides

@@ -186,6 +186,11 @@ def algorithm(request: Request) -> Asha | Pbt:
             raise bad(key, value, rule, f"{key}=interval(0.1,0.99)")
     config = compose([*request.fixed, *overrides_of(draw(space, generator(options["seed"])))])
     steps = config["train"]["steps"]
+    if steps is None:
+        rule = (
+            f"algorithm={name} pauses trials by steps, and those of an epoch are not known before a run reads its data"
+        )
+        raise bad("train.epochs", config["train"]["epochs"], rule, "train.steps=N, or algorithm=optuna")
     if options["metric"].startswith("val_") and not config["train"]["eval_batches"]:
         rule = "the runs do not evaluate (train.eval_batches=0)"
         raise bad("metric", options["metric"], rule, "train.eval_batches=8, or metric=train_loss")

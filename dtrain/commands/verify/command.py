@@ -39,6 +39,7 @@ from dtrain.util.format import without_nan
 # our defaults that are dropped if another setting is given: a model brings matching data
 TIED_TO = {"optim.lr": "model", "data": "model", "train.stop_after": "train.steps"}
 NOT_HERE = {
+    "train.epochs": "train.steps=20, as a few steps show it",
     "strategy": "strategies=…", "cluster.processes": "processes=2,4", "run_dir": "--keep DIR",
     **dict.fromkeys(["cluster", "cluster.nodes", "resume", "fork", "dry_run", "hydra.run.dir"], "leave it out"),
 }  # fmt: skip

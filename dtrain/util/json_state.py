@@ -1,4 +1,4 @@
-"""The state of hooks in a checkpoint's manifest: plain JSON values, and small tensors as text, restored to the bit."""
+"""States of hooks and of streams as plain JSON values, small tensors as text, restored to the bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from dtrain.errors import CheckpointError
 from dtrain.util.dtensor import is_dtensor
 
-MOST_BYTES = 2**20  # of all hooks together: every save writes the manifest again
+MOST_BYTES = 2**20  # every save writes the manifest again
 MOST_DEPTH = 32
 TENSOR, FLOAT = "__tensor__", "__float__"  # the only key of a dict that stands for a tensor, or for nan and inf
 DTYPES = {
@@ -53,9 +53,7 @@ def encode_tensor(value: Tensor, where: str) -> list[Any]:
         what = "is sharded: use its full_tensor()" if is_dtensor(value) else f"has the dtype {dtype}"
         raise TypeError(f"{where}: the tensor {what}")
     if value.numel() * value.element_size() > MOST_BYTES:
-        raise TypeError(
-            f"{where}: the tensor has more than {MOST_BYTES // 2**20} MiB; write it to a file in run.folder"
-        )
+        raise TypeError(f"{where}: the tensor has more than {MOST_BYTES // 2**20} MiB; write it to a file")
     data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return [dtype, list(value.shape), base64.b64encode(data).decode()]
 
@@ -76,7 +74,7 @@ def decode(value: Any) -> Any:
             flat = torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
             return flat.view(DTYPES[dtype]).reshape(shape)
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
-            raise CheckpointError(f"a tensor of the hooks' state is damaged: {error}") from error
+            raise CheckpointError(f"a tensor of a saved state is damaged: {error}") from error
     return {key: decode(item) for key, item in value.items()}
 
 

@@ -1,0 +1,157 @@
+"""Streams: the same global batches on any number of ranks, an exact resume from any position, and clear errors."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dtrain.checks.resume import num_steps_saved
+from dtrain.commands.verify.compare import compare
+from dtrain.data.adapt import in_memory, open_data
+from dtrain.data.fields import Fields
+from dtrain.data.stream import Reader
+from dtrain.data.stream_loader import StreamLoader
+from tests.own_runs import own_run
+from tests.world import losses, summary
+
+ME, OWN = "tests.data.streams", "tests.data.own_data"
+
+
+def opened(name: str, **settings: Any) -> Any:
+    return open_data({"_target_": f"{ME}.{name}", **settings}, [ME]).dataset("train")
+
+
+def batches(loader: StreamLoader, first: int, count: int) -> list[Any]:
+    """Batches from a position in samples on, and the place after the last."""
+    size = loader.global_batch_size
+    try:
+        return [loader.batch(position) for position in range(first, first + count * size, size)]
+    finally:
+        loader.close()
+
+
+def tensors(batch: Any) -> list[torch.Tensor]:
+    inputs, targets = batch
+    return [*([t for _, t in inputs.leaves()] if isinstance(inputs, Fields) else [inputs]), targets]
+
+
+def assert_equal(found: list[Any], expected: list[Any]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        for a, b in zip(tensors(one), tensors(other), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "name, settings",
+    [("Drawing", {}), ("Stateful", {}), ("Endless", {}), ("generator", {}), ("loader", {}), ("hugging_face", {}),
+     ("hugging_face", {"shuffled": True})],
+)  # fmt: skip
+def test_every_rank_count_sees_the_same_batches_and_a_resume_goes_on_exactly(name: str, settings: Any) -> None:
+    stream = opened(name, **settings)
+    assert stream.restores == (name == "Stateful" or (name == "hugging_face" and not settings))
+    loader = StreamLoader(stream, 8, 0)
+    before = batches(loader, 0, 6)  # the fourth batch reaches into the second epoch
+    place = json.loads(json.dumps(loader.place))  # as a checkpoint keeps it
+    assert place["samples"] == 48 and ("state" in place) == stream.restores
+    after = batches(StreamLoader(stream, 8, 0), 0, 10)
+    assert_equal(after[:6], before)
+
+    halves = [batches(StreamLoader(stream, 8, 0, rank, 2), 0, 10) for rank in range(2)]
+    for whole, *parts in zip(after, *halves, strict=True):
+        for a, *b in zip(tensors(whole), *map(tensors, parts), strict=True):
+            assert torch.equal(a, torch.cat(b))
+
+    again = StreamLoader(opened(name, **settings), 8, 0)
+    again.load(place)
+    assert_equal(batches(again, 48, 4), after[6:])
+    smaller = batches(StreamLoader(stream, 4, 0), 48, 2)  # another batch size, and a checkpoint without a place
+    for a, *b in zip(tensors(after[6]), *map(tensors, smaller), strict=True):
+        assert torch.equal(a, torch.cat(b))
+    if name not in ("Endless", "hugging_face"):
+        assert not torch.equal(tensors(after[0])[0], tensors(batches(StreamLoader(stream, 8, 1), 0, 1)[0])[0])
+
+
+def test_a_rollback_and_samples_that_are_passed_over() -> None:
+    stream = opened("Drawing")
+    expected = batches(StreamLoader(stream, 8, 0), 0, 6)
+    loader = StreamLoader(stream, 8, 0)
+    loader.batch(0)
+    saved = loader.place
+    for position in (8, 16):
+        loader.batch(position)
+    loader.load(saved)
+    assert_equal(batches(loader, 32, 2), expected[4:6])
+
+
+def test_a_state_is_restored_without_reading_again() -> None:
+    loader = StreamLoader(stream := opened("Stateful"), 8, 0)
+    batches(loader, 0, 2)
+    assert loader.place is not None
+    reader = Reader(stream, 0)
+    reader.seek(16, loader.place)
+    assert reader.data.num_read == 0 and torch.equal(reader.next()[0], batches(loader, 16, 1)[0][0][0])
+
+
+@pytest.mark.parametrize("wrong_by", [-1, 1])
+def test_a_state_that_gives_other_samples_is_found(wrong_by: int) -> None:
+    stream = opened("Stateful", wrong_by=wrong_by)
+    assert not stream.restores and "gives other samples" in " ".join(stream.notes)
+
+
+def test_a_stream_that_has_changed_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STREAM_CHANGES", str(tmp_path / "now"))
+    loader = StreamLoader(opened("changing"), 8, 0)
+    batches(loader, 0, 2)
+    (tmp_path / "now").touch()
+    again = StreamLoader(opened("changing"), 8, 0)
+    again.load(loader.place)
+    with pytest.raises(RuntimeError, match=r"sample 16 of epoch 1 is another one\. Fix: "):
+        batches(again, 16, 1)
+
+
+def test_evaluations_read_the_first_samples() -> None:
+    data = open_data({"_target_": f"{ME}.loader"}, [ME]).dataset("val")
+    kept = in_memory(data, 8)
+    assert len(kept) == 8 and len(in_memory(data, 100)) == 24 and kept.fingerprint == data.fingerprint
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    with pytest.raises(ValueError, match=rf"data={ME}.empty: it gives no samples.*\n  fix: "):
+        opened("empty")
+    with pytest.raises(ValueError, match=r"batch_size=None.*\n  fix: "):
+        opened("whole_batches")
+    with pytest.raises(ZeroDivisionError) as found:
+        opened("broken")
+    assert "streams.py" in found.value.__notes__[0]
+    with pytest.raises(ValueError, match=r"no samples in epoch 2: it can be iterated over only once"):
+        batches(StreamLoader(opened("once"), 8, 0), 0, 5)
+
+
+# ---- real runs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy, data, other", [("ddp", "Drawing", "fsdp"), ("fsdp", "Stateful", "ddp")])
+def test_killed_and_resumed_it_is_bit_exact_also_with_other_ranks(
+    strategy: str, data: str, other: str, tmp_path: Path
+) -> None:
+    words = (f"model={OWN}.Net", f"data={ME}.{data}", "loss=cross_entropy", "train.steps=8", "checkpoint.every=4")
+    words += (f"hooks=[{ME}.Dies]",)
+    whole = own_run(tmp_path / "whole", 2, *words, f"strategy={strategy}")
+    broken = own_run(tmp_path / "broken", 2, *words, f"strategy={strategy}", code=None, env={"DIE": "6"})
+    assert num_steps_saved(broken) == 4 and max(losses(broken)) < 8
+    shutil.copytree(broken, tmp_path / "elsewhere")
+    again = own_run(broken, 2, *words, f"strategy={strategy}")
+    assert losses(again) == losses(whole) and summary(again)["weights_sha256"] == summary(whole)["weights_sha256"]
+    log = (again / "logs" / "rank-0.log").read_text()
+    assert ("reading and dropping the 2 samples" in log) == (data == "Drawing"), "32 samples are an epoch and 2"
+    elsewhere = own_run(tmp_path / "elsewhere", 1, *words, f"strategy={other}")
+    assert compare(elsewhere, whole).loss <= 1e-5
+
+
+def test_ranks_that_read_different_streams_are_refused(tmp_path: Path) -> None:
+    words = (f"model={OWN}.Net", f"data={ME}.by_rank", "loss=cross_entropy")
+    run = own_run(tmp_path / "run", 2, *words, code=2)
+    assert "give every rank the whole stream" in (run / "logs" / "rank-0.log").read_text()
