@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ from dtrain.models import lora
 from dtrain.strategies import lora_base
 from dtrain.train import build as models
 from dtrain.util import disk_space
+from dtrain.util.format import clean
 from dtrain.util.host_memory import free_bytes
 
 log = logging.getLogger("dtrain")
@@ -46,12 +48,17 @@ def checkpoint_of(run_dir: Path, step: int | None = None) -> Path:
         if store.is_foreign(path, store.run_id(path.parent)):
             raise ValueError(f"{path} was saved by another run\n  fix: another checkpoint of the run")
         return path
-    found = store.newest_good(run_dir / "checkpoints", quarantine=False)  # a reader changes nothing
+    found = store.newest_good(run_dir / "checkpoints", say=warn, quarantine=False)  # a reader changes nothing
     if found is None:
         raise ValueError(
             f"{run_dir} has no checkpoint yet\n  fix: wait until it has saved its first one (checkpoint.every)"
         )
     return found[0]
+
+
+def warn(text: str) -> None:
+    """On stderr: stdout has the result, perhaps as JSON."""
+    print(f"warning: {clean(text)}", file=sys.stderr, flush=True)
 
 
 class Final:

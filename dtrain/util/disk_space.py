@@ -43,6 +43,17 @@ def shortage(path: Path, needed: int = 1) -> str:
     return ""
 
 
+def free_bytes(path: Path) -> int | None:
+    """Return the free bytes of the file system where `path` is or will be; None if it does not tell."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        usage = os.statvfs(path)
+    except OSError:
+        return None
+    return usage.f_bavail * usage.f_frsize
+
+
 def _no_inodes(usage: os.statvfs_result) -> bool:
     return usage.f_files > 0 and usage.f_favail == 0  # btrfs and others do not count inodes: f_files is 0
 
@@ -57,7 +68,7 @@ def shared_memory() -> str:
         usage = os.statvfs(SHARED_MEMORY)
     except OSError:
         return f"{SHARED_MEMORY} is missing. Fix: mount a tmpfs there"
-    size, free = (_size(blocks * usage.f_frsize) for blocks in (usage.f_blocks, usage.f_bavail))
+    size, free = (size_text(blocks * usage.f_frsize) for blocks in (usage.f_blocks, usage.f_bavail))
     what = "has no inodes left" if _no_inodes(usage) else f"has {free} free now"
     return (
         f"{SHARED_MEMORY} (shared memory of processes) is too small: {size} in all, it {what}. Fix: a larger one "
@@ -65,7 +76,7 @@ def shared_memory() -> str:
     )
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 

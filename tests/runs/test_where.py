@@ -69,7 +69,7 @@ def test_what_is_found(runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
     }.items():
         assert found(capsys, text) == expected, text
     assert main(["--where", "val_loss<0"]) == 0
-    assert "none of the 3 runs meets it" in capsys.readouterr().out
+    assert "none of 3 runs meets it" in capsys.readouterr().out
 
 
 def test_what_is_refused(runs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,11 +98,11 @@ def test_what_is_refused(runs: dict[str, Path], capsys: pytest.CaptureFixture[st
 @given(st.text("abcv_.<>=!~()'\" 0129e-", max_size=40))
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
-        condition, names = parse(text)
+        condition, comparisons = parse(text)
     except ValueError as error:
         assert "\n  fix: " in str(error)
     else:
-        assert names and condition(lambda name: None) in (True, False)
+        assert comparisons and condition(lambda name: None) in (True, False)
 
 
 def test_tags_and_notes(runs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
