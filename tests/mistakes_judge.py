@@ -32,57 +32,54 @@ def faults_of(code: int, wanted: int, screen: str) -> list[str]:
     return found
 
 
-def followed(command: list[str], screen: str) -> list[str] | None:
-    """Return the command after its fix, with dry_run=true; None if the fix is not a thing to type."""
+def followed(command: list[str], screen: str) -> list[list[str]]:
+    """Return the command after its fix, with dry_run=true, in each way to read it; [] if it is not a thing to type."""
     found = re.search(r"^ *fix: (.*)", screen, re.MULTILINE)
     if not found:
-        return None
+        return []
     text = found[1]
     if meant := re.search(r"did you mean (\S+?)\?", text):
         return renamed(command, screen, meant[1])
     clause = re.split(r", or |; |   \(|, which ", text)[0]
     clause = re.split(r" or ", clause)[0]
-    if "…" in clause or "VALUE" in clause:
-        return None
+    if re.search("…|VALUE|SETTING|FOLDER|FILE|OPTION", clause):
+        return []
     try:
         words = shlex.split(clause)
     except ValueError:
-        return None
+        return []
     if words[:2] == ["leave", "out"]:
         gone = [word.rstrip("=,").lstrip("+") for word in words[2:]]
         kept = [w for w in command if w.lstrip("+").partition("=")[0] not in gone and w not in gone]
-        return dry(kept) if len(kept) < len(command) and all(re.fullmatch(r"[~\w.-]+", w) for w in gone) else None
+        return dry(kept) if len(kept) < len(command) and all(re.fullmatch(r"[~\w.-]+", w) for w in gone) else []
     if words[:2] == ["dtrain", "launch"]:
         return dry(words[1:])
-    if words and all(OVERRIDE.fullmatch(word) for word in words):
-        keys = {word.partition("=")[0].lstrip("+") for word in words}
-        # a section is replaced with its settings; a word that is not key=value is what the fix is about
-        kept = [w for w in command[1:] if w.partition("=")[0].lstrip("+~") not in keys and "=" in w]
-        typed = re.search(r"error: (\S+?)[:=]", screen)
-        wrong = typed[1].lstrip("+-") if typed else ""
-        kept = [w for w in kept if w.partition("=")[0].lstrip("+-") != wrong or not unknown_setting(screen)]
-        return dry([command[0], *kept, *words])
-    return None
+    if not words or not all(OVERRIDE.fullmatch(word) for word in words):
+        return []
+    keys = {key_of(word) for word in words}
+    kept = [w for w in command[1:] if key_of(w) not in keys and ("=" in w or w == "-m")]
+    typed = re.search(r"error: (\S+?)[:=]", screen)
+    without = [w for w in kept if not typed or key_of(w) != typed[1].lstrip("+-~")]  # in the place of what was wrong
+    ways = dry([command[0], *without, *words])
+    return ways if len(without) == len(kept) else ways + dry([command[0], *kept, *words])  # or in addition
 
 
-def unknown_setting(screen: str) -> bool:
-    return "there is no such setting" in screen or "not understood" in screen
+def key_of(word: str) -> str:
+    return word.partition("=")[0].lstrip("+-~")
 
 
-def renamed(command: list[str], screen: str, meant: str) -> list[str] | None:
+def renamed(command: list[str], screen: str, meant: str) -> list[list[str]]:
     typed = re.search(r"error: ([^\s:]+)", screen)
     if not typed:
-        return None
-    wrong = typed[1].partition("=")[0]
+        return []
+    wrong = key_of(typed[1])
     if "=" in meant:  # an option
-        key = meant.partition("=")[0]
-        return dry([w for w in command if w.lstrip("+").partition("=")[0] not in (key, wrong)] + [meant])
+        return dry([w for w in command if key_of(w) not in (key_of(meant), wrong)] + [meant])
     for i, word in enumerate(command):
-        name, sign, value = word.partition("=")
-        if name.lstrip("+") == wrong and sign:
-            return dry([*command[:i], f"{meant}={value}", *command[i + 1 :]])
-    return None
+        if key_of(word) == wrong and "=" in word:
+            return dry([*command[:i], f"{meant}={word.partition('=')[2]}", *command[i + 1 :]])
+    return []
 
 
-def dry(command: list[str]) -> list[str] | None:
-    return [*command, "dry_run=true"] if command and command[0] == "launch" else None
+def dry(command: list[str]) -> list[list[str]]:
+    return [[*command, "dry_run=true"]] if command and command[0] == "launch" else []

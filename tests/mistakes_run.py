@@ -119,13 +119,16 @@ def judged(case: Case) -> tuple[int, str, Verdict]:
             (Path(folder) / "net.py").write_text(case.source)
         code, screen = typed(case.command, Path(folder))
         faults = faults_of(code, case.wanted, screen)
-        again = followed(case.command, screen) if case.wanted == 2 else None
-        if again is not None:
+        ways = followed(case.command, screen) if case.wanted == 2 else []
+        said = []
+        for again in ways:
             its_code, its_screen = typed(again, Path(folder))
-            if its_code:
-                said = " ".join(its_screen.split())
-                faults.append(f"its fix, `{shlex.join(again)}`, ends with {its_code}: {said}")
-    return code, screen, Verdict(tuple(faults), shlex.join(again or []))
+            if not its_code:
+                break
+            said.append(f"`{shlex.join(again)}` ends with {its_code}: {' '.join(its_screen.split())}")
+        else:
+            faults += [f"its fix: {'; '.join(said)}"] * bool(ways)
+    return code, screen, Verdict(tuple(faults), shlex.join(again) if ways else "")
 
 
 def table(first: int, last: int) -> Iterator[str]:

@@ -38,7 +38,7 @@ def check_best(config: dict[str, Any], metric: str, mode: str | None) -> None:
         raise bad("checkpoint.keep_best", metric, rule, "checkpoint.keep_best=val_loss")
     known = known_metrics(config)
     if known and metric not in known:
-        near = difflib.get_close_matches(metric, known, 1, 0.0)
+        near = difflib.get_close_matches(metric, known, 1, 0.75)
         rule = f"evaluations of this run have no such metric; they have {', '.join(known)}"
         raise bad("checkpoint.keep_best", metric, rule, f"checkpoint.keep_best={near[0] if near else known[0]}")
     if mode_of(metric, mode) is None:

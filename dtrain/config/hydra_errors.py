@@ -147,4 +147,10 @@ def probably_meant(word: str) -> str:
         items = ",".join(f'"{item.strip()}"' for item in value[1:-1].split(","))
         return f"'{key}=[{items}]'"
     simple = re.fullmatch(r"[\w./-]*", value, re.ASCII)
+    if not simple and key in known_settings() and not accepted(key, "text"):  # a number, or a list
+        number = re.search(r"-?\d[\w.+-]*", value)
+        if number and accepted(key, number[0]):  # train.steps=[1
+            return f"{key}={number[0]}"
+        if value.startswith("[") and "]" not in value:
+            return f"'{key}={value}]'"
     return f"{key}={value or '…'}" if simple else f"'{key}=\"{value}\"'"

@@ -28,6 +28,7 @@ from dtrain.formats import huggingface
 from dtrain.formats.bounded import read_json
 from dtrain.formats.huggingface_folder import INDEX, SINGLE, read_config
 from dtrain.models import lora
+from dtrain.runs.folder import read_summary
 from dtrain.strategies import lora_base
 from dtrain.train import build as models
 from dtrain.util import disk_space
@@ -50,10 +51,19 @@ def checkpoint_of(run_dir: Path, step: int | None = None) -> Path:
         return path
     found = store.newest_good(run_dir / "checkpoints", say=warn, quarantine=False)  # a reader changes nothing
     if found is None:
-        raise ValueError(
-            f"{run_dir} has no checkpoint yet\n  fix: wait until it has saved its first one (checkpoint.every)"
-        )
+        raise no_checkpoint(run_dir)
     return found[0]
+
+
+def no_checkpoint(run_dir: Path) -> ValueError:
+    """Return the error of a run without a checkpoint: it will have one only if it saves some, and trains."""
+    if not run_file.load(run_dir).get("checkpoint", {}).get("save", True):
+        rule, fix = "saves no checkpoint (checkpoint.save=false)", "a run that saves some; dtrain runs lists the runs"
+    elif read_summary(run_dir).get("status") in (None, "running"):
+        rule, fix = "has no checkpoint yet", "wait until it has saved its first one (checkpoint.every)"
+    else:
+        rule, fix = "ended without a checkpoint", "a run that has saved one; dtrain runs lists the runs"
+    return ValueError(f"{run_dir} {rule}\n  fix: {fix}")
 
 
 def warn(text: str) -> None:

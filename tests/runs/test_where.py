@@ -72,6 +72,14 @@ def test_what_is_found(runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
     assert "none of 3 runs meets it" in capsys.readouterr().out
 
 
+def test_text_among_numbers_is_no_error(runs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """A run in which the same name is text does not meet the comparison; an error is only what fits no run."""
+    make("outputs/d/e", time="2026-01-08T10:00:00+0000", val_loss="nan", config="optim: {lr: auto}", status="done")
+    assert found(capsys, "optim.lr>=1e-2") == "bc" and found(capsys, "val_loss<2") == "a"
+    assert found(capsys, "optim.lr=auto or val_loss<2") == "ae"
+    assert main(["--where", "optim.lr<auto"]) == 2 and main(["--where", "status<2"]) == 2
+
+
 def test_what_is_refused(runs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     for text, said in {
         "val_los<2": "did you mean val_loss",
