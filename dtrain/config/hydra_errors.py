@@ -9,7 +9,17 @@ from pathlib import Path
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from dtrain.config.files import CONF, LOGGER, SEVERAL, flatten, known_settings, options_of, read_yaml, yaml_loader
+from dtrain.config.files import (
+    CONF,
+    LOGGER,
+    SEVERAL,
+    default_options,
+    flatten,
+    known_settings,
+    options_of,
+    read_yaml,
+    yaml_loader,
+)
 from dtrain.config.files import GROUPS as GROUPS
 from dtrain.errors import OTHERWISE, foreign, unknown
 from dtrain.util import disk_space
@@ -115,7 +125,7 @@ def accepted(name: str, value: str) -> str | None:
     group, _, key = name.partition(".")
     try:
         if group in GROUPS:
-            target = describe.target_of(group, describe.default_options()[group])
+            target = describe.target_of(group, default_options()[group])
             parameters = schema.signature(target, group) or {}
             if key not in parameters:
                 return None

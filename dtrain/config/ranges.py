@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from dtrain.config import elastic
-from dtrain.config.files import CONF, GROUPS, SECRET, read_yaml
+from dtrain.config.files import CONF, GROUPS, SECRET, default_options, read_yaml
 from dtrain.errors import bad
 
 AT_LEAST = {
@@ -104,8 +104,6 @@ def check_ranges(flat: dict[str, Any]) -> None:
 
 def example(key: str, otherwise: object) -> object:
     """Return the default of a setting if it is a number in range: the limit itself may break another rule."""
-    from dtrain.config.describe import default_options  # late: only an error needs it
-
     group, _, name = key.partition(".")
     values = read_yaml(CONF / "config.yaml").get(group)
     if group in GROUPS:
