@@ -278,7 +278,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     try:
         tempfile.TemporaryFile(dir=writable).close()  # the only reliable check, also for root and read-only mounts
     except OSError as error:
-        if text := disk_space.shortage(writable):
+        if error.errno in disk_space.FULL and (text := disk_space.shortage(writable)):
             raise free_space.full(run_dir, text) from error
         raise bad(
             "run_dir",

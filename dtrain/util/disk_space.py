@@ -38,7 +38,7 @@ def shortage(path: Path, needed: int = 1) -> str:
             f"no inodes are left on the file system of {path}: all {usage.f_files:,} are in use, though {free:,} bytes "
             f"are free. Fix: remove files there (`df -i {path}` counts them)"
         )
-    if free < needed:
+    if free < needed and usage.f_blocks:  # 0 in /proc, and where a file system does not tell
         return f"the disk of {path} is full: {needed:,} bytes needed, {free:,} free. Fix: make room there"
     return ""
 
@@ -51,7 +51,7 @@ def free_bytes(path: Path) -> int | None:
         usage = os.statvfs(path)
     except OSError:
         return None
-    return usage.f_bavail * usage.f_frsize
+    return usage.f_bavail * usage.f_frsize if usage.f_blocks else None
 
 
 def _no_inodes(usage: os.statvfs_result) -> bool:
