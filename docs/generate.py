@@ -31,7 +31,6 @@ from dtrain.config.describe import (  # noqa: E402
     base_of,
     chain,
     comments,
-    default_options,
     description,
     first_sentence,
     group_meanings,
@@ -39,7 +38,7 @@ from dtrain.config.describe import (  # noqa: E402
     target_of,
     top_settings,
 )
-from dtrain.config.files import CONF, GROUPS, flatten, options_of, read_yaml, setting_prefix  # noqa: E402
+from dtrain.config.files import CONF, GROUPS, default_options, flatten, options_of, read_yaml, setting_prefix  # noqa: E402
 from dtrain.runs import protocol  # noqa: E402
 
 WIDTH = "100"  # columns of the help texts

@@ -82,6 +82,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "train/test_spikes.py::test_a_resume_finds_the_same_spike": (),
     "train/test_spikes.py::test_a_rollback_survives_a_stop_and_late_results": (),
     "train/test_spikes.py::test_many_in_a_row_are_no_spikes": (),
+    "train/test_spikes.py::test_a_rollback_to_the_start_of_a_fork_begins_its_new_optimizer_again": (),
     "kernels/test_gelu.py::test_in_a_compiled_layer_with_and_without_recomputation": (),
     "kernels/test_gelu.py::test_a_graph_that_ddp_cuts_at_its_buckets": (),
     "kernels/test_gemm_pass.py::test_a_bias_that_is_no_row_is_left_to_torch": (),

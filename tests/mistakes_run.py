@@ -9,10 +9,12 @@ import contextlib
 import difflib
 import io
 import os
+import shlex
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,6 +27,7 @@ from dtrain.config import run_file
 from dtrain.config.hardware import CPU_FP16
 from dtrain.launch.local import Local
 from dtrain.launch.torchrun import Torchrun
+from tests.mistakes_judge import Verdict, faults_of, followed
 
 # Hydra composes a first time only to ask for hydra.mode, which we never set; real processes do it, too.
 COMPOSE_ONCE = ("hydra._internal.hydra.Hydra.get_mode", lambda self, **_: None)
@@ -87,27 +90,77 @@ def typed(argv: Sequence[str], folder: Path) -> tuple[int, str]:
     return code, screen.getvalue()
 
 
-def table() -> Iterator[str]:
-    """Each mistake as a person meets it: what was typed or changed, the exit code, and the whole screen."""
-    from tests.mistakes import MISTAKES, NET
+@dataclass(frozen=True)
+class Case:
+    """A mistake of either kind: in net.py, or on a command line among the files of tests/test_bad_inputs.py."""
 
-    yield f"# Mistakes\n\nnet.py, before each mistake:\n\n{indented(NET)}\n"
-    for number, mistake in enumerate(MISTAKES, 1):
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "net.py").write_text(mistake.source)
-            code, screen = typed(mistake.command, Path(folder))
-        changed = difflib.unified_diff(NET.splitlines(), mistake.source.splitlines(), "", "", "", "", 0, "")
-        lines = [line for line in changed if line[:1] in "+-" and line.strip() not in ("---", "+++")]
-        yield f"## {number}. {mistake.name}\n\n    dtrain {' '.join(mistake.command)}\n"
-        yield f"net.py:\n\n{indented(chr(10).join(lines))}\n" if lines else ""
-        yield f"exit code {code}\n\n{indented(screen)}\n"
+    name: str
+    command: list[str]
+    wanted: int
+    source: str = ""
+
+
+def cases(world: Path) -> list[Case]:
+    from tests import test_bad_inputs as inputs
+    from tests.mistakes import MISTAKES
+
+    inputs.fill(world)
+    found = [Case(m.name, m.command, m.code, m.source) for m in MISTAKES]
+    for param in inputs.CASES:
+        argv = [arg.replace("{world}", str(world)) for arg in param.values[0]]  # type: ignore[attr-defined]
+        found.append(Case(str(param.id), argv, 2))  # type: ignore[attr-defined]
+    return found
+
+
+def judged(case: Case) -> tuple[int, str, Verdict]:
+    """Make the mistake in an empty folder, then follow the fix there."""
+    with tempfile.TemporaryDirectory() as folder:
+        if case.source:
+            (Path(folder) / "net.py").write_text(case.source)
+        code, screen = typed(case.command, Path(folder))
+        faults = faults_of(code, case.wanted, screen)
+        ways = followed(case.command, screen) if case.wanted == 2 else []
+        said = []
+        for again in ways:
+            its_code, its_screen = typed(again, Path(folder))
+            if not its_code:
+                break
+            said.append(f"`{shlex.join(again)}` ends with {its_code}: {' '.join(its_screen.split())}")
+        else:
+            faults += [f"its fix: {'; '.join(said)}"] * bool(ways)
+    return code, screen, Verdict(tuple(faults), shlex.join(again) if ways else "")
+
+
+def table(first: int, last: int) -> Iterator[str]:
+    """Each mistake as a person meets it: what was typed or changed, the exit code, the whole screen, the verdict."""
+    from tests.mistakes import NET
+
+    yield f"# Mistakes {first} to {last}\n\nnet.py, before each mistake in it:\n\n{indented(NET)}\n"
+    with tempfile.TemporaryDirectory() as world:
+        chosen = cases(Path(world))[first - 1 : last]
+        bad: list[str] = []
+        tried = 0
+        for number, case in enumerate(chosen, first):
+            code, screen, verdict = judged(case)
+            tried += bool(verdict.tried)
+            bad += [f"{number}. {case.name}: {fault}" for fault in verdict.faults]
+            changed = difflib.unified_diff(NET.splitlines(), case.source.splitlines(), "", "", "", "", 0, "")
+            lines = [line for line in changed if line[:1] in "+-" and line.strip() not in ("---", "+++")]
+            yield f"## {number}. {case.name}\n\n    dtrain {shlex.join(case.command)}\n"
+            yield f"net.py:\n\n{indented(chr(10).join(lines))}\n" if case.source and lines else ""
+            yield f"exit code {code}\n\n{indented(screen)}\n\n{verdict.text}\n"
+    good = len(chosen) - len({line.partition(".")[0] for line in bad})
+    share = f"{good} of {len(chosen)} ({100 * good / max(1, len(chosen)):.1f}%)"
+    yield f"## Result\n\n{share} have no fault; {tried} fixes were typed as printed.\n"
+    yield "\n".join(f"- {line}" for line in bad)
 
 
 def indented(text: str) -> str:
     return textwrap.indent(text.rstrip(), "    ")
 
 
-if __name__ == "__main__":  # python -m tests.mistakes_run > mistakes.md
+if __name__ == "__main__":  # python -m tests.mistakes_run [FIRST [LAST]] > mistakes.md
+    numbers = [int(word) for word in sys.argv[1:]] + [1, 10**6][len(sys.argv) - 1 :]
     with machine():
-        for part in table():
+        for part in table(*numbers):
             print(part, flush=True)

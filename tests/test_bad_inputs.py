@@ -36,8 +36,11 @@ RECIPE_FILES = {
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files that the mistakes are about: data of several kinds, recipes, and a run."""
-    world = tmp_path_factory.mktemp("world")
+    return fill(tmp_path_factory.mktemp("world"))
+
+
+def fill(world: Path) -> Path:
+    """Make the files that the mistakes are about: data of several kinds, recipes, and a run."""
     (world / "empty").mkdir()
     (world / "text.txt").write_text("words and words\n" * 40)
     prepare(world / "text.txt", world / "cut")

@@ -187,7 +187,8 @@ def test_a_full_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["recipes", "show", "cpu-tiny"], ["launch", "dry_run=true", "run_dir=out", "strategy=zero2"]]
+    "words",
+    [["recipes", "show", "cpu-tiny"], ["launch", "dry_run=true", "run_dir=out", "strategy=zero2"], ["runs"]],
 )
 def test_a_reader_that_goes_away_is_no_error_and_starts_nothing(words: list[str], tmp_path: Path) -> None:
     """dtrain recipes show X | head -0"""

@@ -33,7 +33,7 @@ from dtrain.checkpoint.rank_files import Files, content, in_parallel, share_out,
 from dtrain.checkpoint.writers import Writers
 from dtrain.errors import CheckpointError as CheckpointError
 from dtrain.errors import bad
-from dtrain.runs.best import METRICS, best_of
+from dtrain.runs.best import METRICS, best_of, is_of_other_data
 from dtrain.runs.folder import checkpoints, read_json
 from dtrain.runs.protocol import GO_BACK
 from dtrain.util.collective import (
@@ -286,9 +286,9 @@ def metrics_of(path: Path) -> dict[str, Any]:
     {} also if a fork with other data began there: those of the parent were measured on its own data.
     """
     try:
-        if "data" in (forked_from(path.parent).get("anew") or ()) and is_forked(path):
-            return {}
-        return as_dict(read_manifest(path).meta.get(METRICS))
+        saved = read_manifest(path)
+        elsewhere = is_of_other_data(forked_from(path.parent), saved["step"], saved.meta.get("run"))
+        return {} if elsewhere else as_dict(saved.meta.get(METRICS))
     except (CheckpointError, OSError):
         return {}
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 from dtrain.errors import bad
 from dtrain.runs.best import mode_of
+from dtrain.util.format import as_dict
+
+LANGUAGE_MODELS = ("dtrain.models.gpt2.GPT2", "dtrain.models.llama.Llama")
+CLASSIFIERS = (
+    "dtrain.models.bert.Bert", "dtrain.models.convnet.ConvNet", "dtrain.models.resnet.ResNet", "dtrain.models.vit.ViT",
+)  # fmt: skip
 
 
 def check(config: dict[str, Any]) -> None:
@@ -29,11 +36,29 @@ def check_best(config: dict[str, Any], metric: str, mode: str | None) -> None:
     if metric in ("loss", "train_loss"):
         rule = "is a metric of training steps; evaluations have val_loss"
         raise bad("checkpoint.keep_best", metric, rule, "checkpoint.keep_best=val_loss")
+    known = known_metrics(config)
+    if known and metric not in known:
+        near = difflib.get_close_matches(metric, known, 1, 0.75)
+        rule = f"evaluations of this run have no such metric; they have {', '.join(known)}"
+        raise bad("checkpoint.keep_best", metric, rule, f"checkpoint.keep_best={near[0] if near else known[0]}")
     if mode_of(metric, mode) is None:
         rule = "its name does not tell whether small or large values are good"
         raise bad(
             "checkpoint.keep_best", metric, rule, f"checkpoint.keep_best={metric} checkpoint.best_mode=max (or min)"
         )
+
+
+def known_metrics(config: dict[str, Any]) -> list[str]:
+    """Return the names of the metrics of evaluations; [] if the user's own code may add some."""
+    model = config["model"]
+    target, own_hooks = model["_target_"], as_dict(config.get("hooks")).keys() - {"early_stop"}
+    if own_hooks or config["choices"].get("loss") != "own" or not target.startswith("dtrain.models."):
+        return []
+    if target in LANGUAGE_MODELS:
+        return ["val_loss", "val_perplexity"]
+    if target not in CLASSIFIERS:
+        return []
+    return ["val_loss", "val_accuracy", "val_top5"] + ["val_perplexity"] * (model.get("task") == "mlm")
 
 
 def check_none(config: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from dtrain.config.hardware import gpus_per_node, world_size
 from dtrain.config.run_length import last_step
 from dtrain.errors import bad
 from dtrain.profile import memory
+from dtrain.util.format import counted
 
 
 def records(config: dict[str, Any]) -> bool:
@@ -30,7 +31,9 @@ def check(config: dict[str, Any]) -> None:
     ranks = profile["ranks"] = list(range(size)) if profile["ranks"] is None else profile["ranks"]
     wrong = [rank for rank in ranks if not 0 <= rank < size]
     if not ranks or wrong:
-        rule = f"there is no rank {wrong[0]} in a run of {size} ranks" if wrong else "no rank would be recorded"
+        rule = (
+            f"there is no rank {wrong[0]} in a run of {counted(size, 'rank')}" if wrong else "no rank would be recorded"
+        )
         raise bad("profile.ranks", ranks, rule, f"'profile.ranks=[{','.join(map(str, range(min(size, 2))))}]'")
     check_steps(config)
 
@@ -46,7 +49,7 @@ def check_steps(config: dict[str, Any], num_done: int = 0, summary: Mapping[str,
     left, needed = last - num_done, profile["start"] + profile["num_steps"] - 1
     if needed <= left:
         return
-    rule = f"the run ends after {last} steps, and step {num_done + needed} is the last one to record"
+    rule = f"the run ends after {counted(last, 'step')}, and step {num_done + needed} is the last one to record"
     if num_done:
         rule += f" (counted from the resume, after step {num_done})"
     start = left - profile["num_steps"] + 1

@@ -16,7 +16,7 @@ from dtrain.errors import bad, unknown
 from dtrain.runs import record as records
 from dtrain.runs.folder import checkpoints, latest_checkpoint, read_summary, write_json
 from dtrain.runs.protocol import GO_BACK
-from dtrain.util.format import as_dict, shell_path, short_path
+from dtrain.util.format import as_dict, counted, shell_path, short_path
 
 # Settings that may change on resume: they define how it runs. Dropout depends on the data ranks and micro-batches.
 FREE_ON_RESUME = (
@@ -117,11 +117,11 @@ def check_unfinished(config: dict[str, Any], run_dir: Path) -> None:
     for key in ("steps", "stop_after"):
         if (config["train"][key] or math.inf) <= done:
             fix = f"train.{key}={2 * done}" + (" 'resume_allow=[train.steps]'" if key == "steps" else "")
-            raise bad(f"train.{key}", config["train"][key], f"the run has already done {done} steps", fix)
+            raise bad(f"train.{key}", config["train"][key], f"the run has already done {counted(done, 'step')}", fix)
     epochs, total = config["train"].get("epochs"), read_summary(run_dir).get("total_steps")
     if epochs is not None and epochs == read_summary(run_dir).get("epochs") and (total or math.inf) <= done:
         fix = f"train.epochs={2 * epochs} 'resume_allow=[train.epochs]'"
-        raise bad("train.epochs", epochs, f"the run has already done {done} steps", fix)
+        raise bad("train.epochs", epochs, f"the run has already done {counted(done, 'step')}", fix)
 
 
 def check_profile(config: dict[str, Any], run_dir: Path, typed: Iterable[str]) -> None:

@@ -14,7 +14,10 @@ from dtrain.config.files import HOOKS, TARGET
 from dtrain.config.schema import check_run
 from dtrain.errors import bad
 from dtrain.runs.find import find_checkpoint
+from dtrain.ui.counter import Counter
 from dtrain.util.format import as_dict, clean, loss_text, percent, perplexity
+
+QUIET_S = 2.0  # most evaluations of small runs are over by then
 
 
 def main(argv: list[str]) -> int:
@@ -79,6 +82,7 @@ def evaluate(
     if rest:
         batches.append((Loader(dataset, rest, cfg.train.seed, shuffle=False), len(dataset) - rest))
     sums, count = torch.zeros(1, dtype=torch.float64), 0
+    progress = Counter(0, len(batches), "batches", QUIET_S)
     with torch.inference_mode(), precision.autocast(device.type):
         for loader, position in batches:
             inputs, targets = (t.to(device) for t in loader.batch(position))
@@ -90,6 +94,7 @@ def evaluate(
                 num_targets = len(targets)
             sums = sums + model(inputs, targets).double().cpu().reshape(-1) * num_targets
             count += num_targets
+            progress.add()
     values = metrics.evaluated(model, (sums / count).tolist())
     found = {name.removeprefix("val_"): value for name, value in values.items()}
     own = of_hooks(run_dir, cfg, trust or [], model, precision, lambda: (x.batch(i) for x, i in batches))

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 
 from dtrain.config.describe import (
     Setting,
-    default_options,
     description,
     first_sentence,
     group_meanings,
     settings_of,
     top_settings,
 )
-from dtrain.config.files import GROUPS, known_settings, options_of, setting_prefix
+from dtrain.config.files import GROUPS, default_options, known_settings, options_of, setting_prefix
 from dtrain.errors import unknown
 
 USAGE = """usage: dtrain explain SETTING|GROUP|GROUP=OPTION ...

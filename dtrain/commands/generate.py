@@ -12,7 +12,6 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ from dtrain.errors import bad
 from dtrain.formats.bounded import read_json
 from dtrain.runs.find import At, find_checkpoint
 from dtrain.runs.folder import write_json
+from dtrain.ui.counter import Counter
 from dtrain.util.regular_file import open_regular, regular
 
 LONGEST_LINE = 2**24
@@ -81,7 +81,9 @@ def generate(options: Any, at: At, prompts: list[Prompt], digest: str) -> int:
             (options.temperature, options.top_k, options.top_p), options.seed, job["threads"],
         )  # fmt: skip
         rest = [model.Encoded(*prompt, found) for prompt, found in zip(prompts[done:], tokens[done:], strict=True)]
-        progress = Progress(done, len(prompts))
+        if done:
+            print(f"{done} of {len(prompts)} prompts were there already", file=sys.stderr, flush=True)
+        progress = Counter(done, len(prompts), "prompts")
         try:
             for line in model.lines(task, rest, options.processes):
                 file.write(line)
@@ -220,24 +222,3 @@ def weights_of(run_dir: Path, step: int, old: Any) -> str:
         begun = f"the results were begun with step {step} of {old.get('run')}" if old else "it was removed just now"
         rule = f"has no checkpoint of step {step}; {begun}"
         raise bad("run", run_dir, rule, "the run they were begun with, or another --out") from None
-
-
-class Progress:
-    """One line on a terminal; elsewhere a line now and then."""
-
-    def __init__(self, done: int, all_: int) -> None:
-        self.done, self.all, self.first = done, all_, done
-        self.began = self.shown = time.monotonic()
-        if done:
-            print(f"{done} of {all_} prompts were there already", file=sys.stderr, flush=True)
-
-    def add(self) -> None:
-        self.done += 1
-        now, terminal = time.monotonic(), sys.stderr.isatty()
-        if self.done < self.all and now - self.shown < (0.2 if terminal else 10):
-            return
-        self.shown = now
-        left = (now - self.began) / (self.done - self.first) * (self.all - self.done)
-        text = f"{self.done} of {self.all} prompts, {left:.0f} s left"
-        end = "" if terminal and self.done < self.all else "\n"
-        print(f"\r\x1b[K{text}" if terminal else text, end=end, file=sys.stderr, flush=True)

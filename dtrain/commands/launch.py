@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 
 from dtrain.config import describe
-from dtrain.config.files import CONF, GROUPS, RECIPES, options_of, read_yaml, setting_prefix
+from dtrain.config.files import CONF, GROUPS, RECIPES, default_options, options_of, read_yaml, setting_prefix
 
 WIDTH, COLUMN = 110, 40
 
@@ -37,8 +37,8 @@ def help_text(options: dict[str, str]) -> str:
     of_hydra = read_yaml(CONF / "config.yaml")["hydra"]["help"]
     parts = {
         "${hydra.help.header}": of_hydra["header"],
-        "$APP_CONFIG_GROUPS": lines_of(groups(describe.default_options() | options)),
-        "$CONFIG": lines_of(settings(describe.default_options() | options)),
+        "$APP_CONFIG_GROUPS": lines_of(groups(default_options() | options)),
+        "$CONFIG": lines_of(settings(default_options() | options)),
     }
     text: str = of_hydra["template"]
     for name, part in parts.items():

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from dtrain.errors import bad
 from dtrain.report import prometheus
-from dtrain.util.format import short_path
+from dtrain.util import ports
+from dtrain.util.format import counted, short_path
 
 PORT = 9833
 
@@ -42,14 +43,12 @@ def main(argv: list[str]) -> int:
 
     def ready() -> None:
         place = f"http://{options.host}:{options.port}/metrics"
-        print(f"{place}: {len(collector.runs)} runs of {short_path(folder)} now; Ctrl-C ends it", flush=True)
+        print(f"{place}: {counted(len(collector.runs), 'run')} of {short_path(folder)} now; Ctrl-C ends it", flush=True)
 
     try:
         prometheus.serve(collector, options.host, options.port, ready)
     except OSError as error:
-        raise bad(
-            "--port", options.port, f"cannot be bound ({error.strerror or error})", "--port=… a free one"
-        ) from None
+        raise ports.refusal("--port", options.port, options.host, error, sign=" ") from None
     except KeyboardInterrupt:
         pass
     return 0

@@ -26,7 +26,9 @@ class RunParser(argparse.ArgumentParser):
             words = [word for word in words if not is_trust(word)]
             names = [name.strip() for found in listed for name in found if name.strip()]
             words += ["--trust", *names] if names else []  # at the end: what follows --trust counts as its modules
-        options = super().parse_args(words, namespace)
+        # intermixed: evaluate RUN --batch-size 8 data=text
+        some = any(not action.option_strings and action.nargs == "*" for action in self._actions)
+        options = (self.parse_intermixed_args if some else super().parse_args)(words, namespace)
         for name in getattr(options, "trust", None) or ():
             if not re.fullmatch(r"[^\W\d][\w.]*", name):
                 raise bad("--trust", name, "is not the name of a module", f"put {name} before --trust")

@@ -17,7 +17,7 @@ from dtrain.runs.record import ROOTS, all_runs, load, read_run, run_folders
 from dtrain.runs.where import chosen
 from dtrain.ui.console import print_error, print_summary, say, stdout_console
 from dtrain.ui.tables import COLUMNS, compare, point, print_compare, print_points, print_runs, say_problem, sort_runs
-from dtrain.util.format import without_nan
+from dtrain.util.format import counted, without_nan
 
 CHANGES = {
     "tag": ("TAG", "Give a run words to find it by: dtrain runs --where tag=good"),
@@ -87,7 +87,7 @@ def _show(options: argparse.Namespace, roots: list[str]) -> None:
         data = (sort_runs(runs, options.sort) if options.sort else runs)[: options.limit]
         if not options.json:
             if options.where is not None and not runs:
-                say(stdout_console(), f"none of the {len(records)} runs meets it")
+                say(stdout_console(), f"none of {counted(len(records), 'run')} meets it")
             elif points:
                 print_points(data, stdout_console())
             else:

@@ -13,6 +13,7 @@ from typing import Any
 from dtrain.commands.run_parser import CHECKPOINT, RunParser
 from dtrain.errors import bad
 from dtrain.runs.find import find_checkpoint
+from dtrain.util import ports
 
 KEY = "DTRAIN_API_KEY"
 
@@ -47,6 +48,8 @@ def main(argv: list[str]) -> int:
         raise bad("--slots", options.slots, "must be 1 to 512", "--slots=32")
     if not 0.05 <= options.poll <= 3600:
         raise bad("--poll", options.poll, "must be 0.05 to 3600 seconds", "--poll=2")
+    if options.port:  # now, not after the model is loaded
+        ports.check("--port", options.port, options.host, "--port 0 for any free one", " ")
     at = find_checkpoint(options.run)
     template = chat_template(options.chat_template)
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
@@ -74,8 +77,7 @@ def serve(run_dir: Path, fixed: int | None, options: Any, template: Any) -> int:
     try:
         server = Server((options.host, options.port), service, name, os.environ.get(KEY) or None, template=template)
     except OSError as error:
-        why = f"cannot be bound ({error.strerror or error})"
-        raise bad("--port", options.port, why, "--port=0, a free one") from None
+        raise ports.refusal("--port", options.port, options.host, error, "--port 0 for any free one", " ") from None
     watcher = None
     if fixed is None and not options.no_follow:
         watcher = services.Watcher(run_dir, step, options.trust, model, service.swap, options.poll)

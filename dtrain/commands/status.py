@@ -19,7 +19,7 @@ from dtrain.runs.record import Record, load
 from dtrain.runs.slurm_queue import show
 from dtrain.ui.console import next_commands, places, say, slow_ranks, stdout_console
 from dtrain.ui.tables import STYLES, print_sweep, say_problem
-from dtrain.util.format import as_dict, duration, loss_text, number, shell_path, short_path, si, without_nan
+from dtrain.util.format import as_dict, counted, duration, loss_text, number, shell_path, short_path, si, without_nan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -214,7 +214,7 @@ def _print_attempts(record: Record, line: Any) -> None:
         when = time.strftime("%m-%d %H:%M:%S", time.localtime(began)) if began else "?"
         nodes = attempt["nodes"] if isinstance(attempt["nodes"], list) else []
         where = ",".join(map(str, nodes[:4])) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")
-        where += f" {attempt['ranks']} ranks" if attempt.get("ranks") else ""
+        where += f" {counted(attempt['ranks'], 'rank')}" if attempt.get("ranks") else ""
         end = "still running" if i == len(attempts) - 1 and record.status == "running" else "killed"
         if ended is not None:
             why = str(attempt["why"] or "").strip().splitlines()

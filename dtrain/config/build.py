@@ -90,7 +90,7 @@ def locate(target: str, trust: Iterable[str] = ()) -> Any:
             where = f"{os.path.relpath(places[-1].filename)}:{places[-1].lineno}"
             top = error.name.partition(".")[0]
             rule = f"{where} imports {error.name}, which is not installed or not in this folder"
-            raise bad(TARGET, target, rule, f"pip install {top}, or correct the import") from error
+            raise ValueError(f"{target}: {rule}\n  fix: pip install {top}, or correct the import") from error
         raise bad(TARGET, target, f"cannot be imported ({error})", "check the spelling, or install it") from error
     if found is None:
         near = difflib.get_close_matches(attribute, dir(sys.modules[module_name]), 1, 0.6)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config import schema
-from dtrain.config.files import CONF, GROUPS, flatten, options_of, read_yaml, section
+from dtrain.config.files import CONF, flatten, options_of, read_yaml, section
 
 GROUP_MEANINGS = "# What each group decides:"  # the heading of a comment in conf/config.yaml
 
@@ -190,13 +190,3 @@ def group_meanings() -> dict[str, str]:
     """`# GROUP: what it decides` in the comment at the top of conf/config.yaml."""
     text = (CONF / "config.yaml").read_text(encoding="utf-8").partition(GROUP_MEANINGS)[2]
     return dict(re.findall(r"^#   (\w+): (.+)$", text, re.MULTILINE))
-
-
-@functools.cache
-def default_options() -> dict[str, str]:
-    entries = read_yaml(CONF / "config.yaml")["defaults"]
-    chosen: dict[str, str] = {}
-    for entry in entries:
-        if isinstance(entry, dict):
-            chosen |= {group: str(option) for group, option in entry.items() if group in GROUPS}
-    return chosen

@@ -135,6 +135,16 @@ def setting_prefix(group: str, option: str) -> str:
     return f"{group}.{option}" if group in SEVERAL else group
 
 
+@functools.cache
+def default_options() -> dict[str, str]:
+    entries = read_yaml(CONF / "config.yaml")["defaults"]
+    chosen: dict[str, str] = {}
+    for entry in entries:
+        if isinstance(entry, dict):
+            chosen |= {group: str(option) for group, option in entry.items() if group in GROUPS}
+    return chosen
+
+
 def options_of(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 

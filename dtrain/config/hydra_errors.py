@@ -9,7 +9,17 @@ from pathlib import Path
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from dtrain.config.files import CONF, LOGGER, SEVERAL, flatten, known_settings, options_of, read_yaml, yaml_loader
+from dtrain.config.files import (
+    CONF,
+    LOGGER,
+    SEVERAL,
+    default_options,
+    flatten,
+    known_settings,
+    options_of,
+    read_yaml,
+    yaml_loader,
+)
 from dtrain.config.files import GROUPS as GROUPS
 from dtrain.errors import OTHERWISE, foreign, unknown
 from dtrain.util import disk_space
@@ -115,7 +125,7 @@ def accepted(name: str, value: str) -> str | None:
     group, _, key = name.partition(".")
     try:
         if group in GROUPS:
-            target = describe.target_of(group, describe.default_options()[group])
+            target = describe.target_of(group, default_options()[group])
             parameters = schema.signature(target, group) or {}
             if key not in parameters:
                 return None
@@ -147,4 +157,10 @@ def probably_meant(word: str) -> str:
         items = ",".join(f'"{item.strip()}"' for item in value[1:-1].split(","))
         return f"'{key}=[{items}]'"
     simple = re.fullmatch(r"[\w./-]*", value, re.ASCII)
+    if not simple and key in known_settings() and not accepted(key, "text"):  # a number, or a list
+        number = re.search(r"-?\d[\w.+-]*", value)
+        if number and accepted(key, number[0]):  # train.steps=[1
+            return f"{key}={number[0]}"
+        if value.startswith("[") and "]" not in value:
+            return f"'{key}={value}]'"
     return f"{key}={value or '…'}" if simple else f"'{key}=\"{value}\"'"

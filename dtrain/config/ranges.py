@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from dtrain.config import elastic
-from dtrain.config.files import SECRET
+from dtrain.config.files import CONF, GROUPS, SECRET, default_options, read_yaml
 from dtrain.errors import bad
 
 AT_LEAST = {
@@ -92,15 +92,28 @@ def check_ranges(flat: dict[str, Any]) -> None:
         if isinstance(value, int) and abs(value) >= 2**63:
             raise bad(key, value, "must fit in 64 bits", f"{key}=1")
         if isinstance(value, float) and not math.isfinite(value):
-            raise bad(key, value, "must be a finite number", f"{key}=…")
+            raise bad(key, value, "must be a finite number", f"{key}={example(key, '1')}")
         if key in AT_LEAST and value < AT_LEAST[key]:
-            raise bad(key, value, f"must be at least {AT_LEAST[key]}", f"{key}={AT_LEAST[key]}")
+            raise bad(key, value, f"must be at least {AT_LEAST[key]}", f"{key}={example(key, AT_LEAST[key])}")
         if key in AT_MOST and value > AT_MOST[key]:
             raise bad(key, value, f"must be at most {AT_MOST[key]}", f"{key}={AT_MOST[key]}")
         if key in MORE_THAN and not value > MORE_THAN[key]:
-            raise bad(key, value, f"must be more than {MORE_THAN[key]}", "give a positive number")
+            raise bad(key, value, f"must be more than {MORE_THAN[key]}", f"{key}={example(key, 0.1)}")
         if key in LESS_THAN and not value < LESS_THAN[key]:
             raise bad(key, value, f"must be less than {LESS_THAN[key]}", f"{key}=0.1")
+
+
+def example(key: str, otherwise: object) -> object:
+    """Return the default of a setting if it is a number in range: the limit itself may break another rule."""
+    group, _, name = key.partition(".")
+    values = read_yaml(CONF / "config.yaml").get(group)
+    if group in GROUPS:
+        values = read_yaml(CONF / group / f"{default_options()[group]}.yaml")
+    value = values.get(name) if isinstance(values, dict) else None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return otherwise
+    fits = AT_LEAST.get(key, value) <= value <= AT_MOST.get(key, value) and value > MORE_THAN.get(key, -math.inf)
+    return value if fits else otherwise
 
 
 def check_multipliers(key: str, multipliers: Any) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,9 +23,11 @@ from dtrain.errors import bad
 from dtrain.formats.huggingface_folder import SINGLE
 from dtrain.inference import model_card
 from dtrain.models import lora
+from dtrain.runs.folder import read_summary
 from dtrain.strategies import lora_base
 from dtrain.train import build as models
 from dtrain.util import disk_space
+from dtrain.util.format import clean
 from dtrain.util.host_memory import free_bytes
 
 MERGE_BYTES = 4 + 3 * 8  # bytes per element while adapters are merged: the element itself, and three 64-bit temporaries
@@ -39,12 +42,26 @@ def checkpoint_of(run_dir: Path, step: int | None = None) -> Path:
         if store.is_foreign(path, store.run_id(path.parent)):
             raise ValueError(f"{path} was saved by another run\n  fix: another checkpoint of the run")
         return path
-    found = store.newest_good(run_dir / "checkpoints", quarantine=False)  # a reader changes nothing
+    found = store.newest_good(run_dir / "checkpoints", say=warn, quarantine=False)  # a reader changes nothing
     if found is None:
-        raise ValueError(
-            f"{run_dir} has no checkpoint yet\n  fix: wait until it has saved its first one (checkpoint.every)"
-        )
+        raise no_checkpoint(run_dir)
     return found[0]
+
+
+def no_checkpoint(run_dir: Path) -> ValueError:
+    """Return the error of a run without a checkpoint: it will have one only if it saves some, and trains."""
+    if not run_file.load(run_dir).get("checkpoint", {}).get("save", True):
+        rule, fix = "saves no checkpoint (checkpoint.save=false)", "a run that saves some; dtrain runs lists the runs"
+    elif read_summary(run_dir).get("status") in (None, "running"):
+        rule, fix = "has no checkpoint yet", "wait until it has saved its first one (checkpoint.every)"
+    else:
+        rule, fix = "ended without a checkpoint", "a run that has saved one; dtrain runs lists the runs"
+    return ValueError(f"{run_dir} {rule}\n  fix: {fix}")
+
+
+def warn(text: str) -> None:
+    """On stderr: stdout has the result, perhaps as JSON."""
+    print(f"warning: {clean(text)}", file=sys.stderr, flush=True)
 
 
 class Final:

@@ -58,14 +58,15 @@ from dtrain.launch.arguments import AUTO, main_config, prepare_arguments, read_c
 from dtrain.launch.cluster import build_cluster
 from dtrain.launch.environment import environment
 from dtrain.launch.script_rank import identity
-from dtrain.plan import fits, run_prediction
+from dtrain.plan import fits, free_space, run_prediction
 from dtrain.runs import folder, tags
 from dtrain.runs.find import At
 from dtrain.runs.folder import latest_checkpoint, locked, read_json, write_json
 from dtrain.runs.protocol import BAD_CONFIG, CANCELLED_FILE, DONE, FAILED, PREEMPTED, PREFLIGHT, SCRIPT_TYPED
 from dtrain.strategies import deepspeed_config
 from dtrain.ui import console, tables
-from dtrain.util.format import shell_path
+from dtrain.util import disk_space
+from dtrain.util.format import counted, shell_path
 
 
 def main(argv: list[str]) -> int:
@@ -196,7 +197,9 @@ class Gate(Callback):
             submitted = sweeps.submit(folder, self.asked)
         tables.print_sweep(sweeps.points(folder))
         if submitted:
-            print(f"submitted {len(submitted)} jobs; the table at any time: dtrain runs {shell_path(folder)}")
+            print(
+                f"submitted {counted(len(submitted), 'job')}; the table at any time: dtrain runs {shell_path(folder)}"
+            )
 
 
 def resolve(cfg: DictConfig) -> dict[str, Any]:
@@ -275,6 +278,8 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     try:
         tempfile.TemporaryFile(dir=writable).close()  # the only reliable check, also for root and read-only mounts
     except OSError as error:
+        if error.errno in disk_space.FULL and (text := disk_space.shortage(writable)):
+            raise free_space.full(run_dir, text) from error
         raise bad(
             "run_dir",
             config["run_dir"],
@@ -331,7 +336,11 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
 
 
 def check_fit(config: dict[str, Any], plan: dict[str, Any]) -> None:
-    """Check that the run fits in memory; with a range of ranks, also the smallest number, whose shards are largest."""
+    """Check that the run fits on the disk and in memory.
+
+    With a range of ranks, also with the smallest number, whose shards are largest.
+    """
+    free_space.check(largest(config))
     if is_script(config):
         return
     fits.check(largest(config), plan)

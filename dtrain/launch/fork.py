@@ -14,6 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from dtrain.checks import init_from
 from dtrain.config.files import TARGET, flatten, is_script
 from dtrain.errors import bad
 from dtrain.runs.find import At
@@ -53,8 +54,8 @@ def check(old: dict[str, Any], config: dict[str, Any]) -> None:
         for key in sorted({*before, *after}):
             if before.get(key) != after.get(key) and not (section == "model" and key in FREE_IN_MODEL):
                 rule = f"a fork keeps the weights, and so the model: {before.get(key)} there"
-                fix = f"leave it out, or start from the weights alone: init_from={at.run_dir} instead of fork="
-                raise bad(f"{section}.{key}" if key != TARGET else section, after.get(key), rule, fix)
+                name = f"{section}.{key}" if key != TARGET else section
+                raise bad(name, after.get(key), rule, way_out(at, old, config, name, before.get(key)))
     average, past = (as_dict(part.get("ema")).get("decay") or 0 for part in (config, old))
     if bool(average) != bool(past):
         rule = f"a fork keeps the optimizer's state, of which the average is a part: ema.decay={past} there"
@@ -72,6 +73,17 @@ def check(old: dict[str, Any], config: dict[str, Any]) -> None:
             raise bad(
                 f"train.{key}", config["train"][key], f"the fork begins at step {step}", f"train.{key}={2 * step}"
             )
+
+
+def way_out(at: At, old: dict[str, Any], config: dict[str, Any], name: str, before: object) -> str:
+    """Return the fix for a setting on which the weights depend. init_from is one only where it takes the weights."""
+    chosen = as_dict(old.get("choices")).get("model") if name == "model" else before
+    keep = f"{name}={json.dumps(chosen) if not isinstance(chosen, str) else chosen}"
+    try:
+        init_from.check_run(at.run_dir, config["model"])
+    except ValueError:
+        return f"{keep}, or leave out fork= and train the other model from its start"
+    return f"{keep}, or start from the weights alone: init_from={at.run_dir} instead of fork="
 
 
 def anew(old: dict[str, Any], config: dict[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from dtrain.launch.failures import failure
 from dtrain.runs import folder
 from dtrain.runs.folder import read_json, write_json
 from dtrain.runs.kubernetes_api import KINDS, Api, NoAnswer
-from dtrain.util.format import shell_path
+from dtrain.util.format import counted, shell_path
 
 
 class Kubernetes:
@@ -91,7 +91,7 @@ class Kubernetes:
         run = shell_path(run_dir)
         with contextlib.suppress(BrokenPipeError):  # `| head`: the job is submitted anyway
             print(
-                f"submitted {job_id} · {self.nodes} pods × {self.processes} ranks\n"
+                f"submitted {job_id} · {counted(self.nodes, 'pod')} × {counted(self.processes, 'rank')}\n"
                 f"status    dtrain status {run}\n"
                 f"logs      dtrain logs -f {run}\n"
                 f"cancel    dtrain cancel {run}",

@@ -14,6 +14,7 @@ from typing import Any
 
 from dtrain import start
 from dtrain.errors import bad
+from dtrain.util import ports
 from dtrain.util.format import clean
 
 LOG = "logs/metrics-server.log"
@@ -29,11 +30,7 @@ def check(cluster: dict[str, Any]) -> None:
     except OSError as error:
         rule = f"is no address of this machine ({error.strerror})"
         raise bad("cluster.metrics_host", host, rule, "cluster.metrics_host=127.0.0.1 or 0.0.0.0") from None
-    try:
-        socket.create_server((host, port)).close()
-    except OSError as error:
-        rule = f"{host}:{port} cannot be bound ({os.strerror(error.errno or 0)})"
-        raise bad("cluster.metrics_port", port, rule, "another port, or cluster.metrics_port=null") from None
+    ports.check("cluster.metrics_port", port, host, "cluster.metrics_port=null")
 
 
 class MetricsServer:

@@ -32,8 +32,8 @@ from dtrain.launch.srun import Srun
 from dtrain.launch.torchrun import Torchrun
 from dtrain.preflight import network_env
 from dtrain.runs.folder import read_json, write_json
-from dtrain.util import file_handles
-from dtrain.util.format import shell_path
+from dtrain.util import file_handles, ports
+from dtrain.util.format import counted, shell_path
 
 TEST_S = 60  # timeout for SLURM's controller to accept or reject a job
 
@@ -147,6 +147,7 @@ class Slurm:
             nsys.check(config)
             if not self.node_rank:
                 metrics_server.check(config["cluster"])
+                ports.check("cluster.master_port", self.master_port, "0.0.0.0", "another one, the same on all nodes")
             return
         if shutil.which("sbatch") is None:
             raise bad(
@@ -189,8 +190,8 @@ class Slurm:
         run = shell_path(run_dir)
         with contextlib.suppress(BrokenPipeError):  # `| head`: the job is submitted anyway
             print(
-                f"submitted job {job_id} · {self.additional.get('nodes', self.nodes)} nodes × "
-                f"{self.processes} ranks\n"
+                f"submitted job {job_id} · {counted(self.additional.get('nodes', self.nodes), 'node')} × "
+                f"{counted(self.processes, 'rank')}\n"
                 f"logs      {run}/logs/rank-0.log (batch.log: the supervisor)\n"
                 f"status    dtrain status {run}\n"
                 f"watch     dtrain watch {run}\n"

@@ -43,7 +43,7 @@ CAUSES = {
         "The process ended itself.", SAME, "Look for sys.exit or os._exit in your code and in the libraries it calls."
     ),
     "numbers": Cause("It is in the training itself: data, learning rate or precision.", SAME),
-    "settings": Cause("It is a setting.", SAME),
+    "settings": Cause("A rank refused a setting; its message has the fix.", SAME),
     "setup": Cause("The ranks do not run the same thing.", SAME),
     "collective": Cause(
         "It is in the code that the ranks run.",

@@ -40,4 +40,22 @@ def best_of(metrics: Mapping[int, Mapping[str, Any]], metric: str, mode: str) ->
 
 def saved_metrics(folders: Iterable[Path]) -> dict[int, dict[str, Any]]:
     """Return the metrics of each checkpoint by its step, without verifying anything."""
-    return {int(path.name[5:]): as_dict(read_json(path / "manifest.json").get(METRICS)) for path in folders}
+    found = {}
+    for path in folders:
+        manifest, origin = read_json(path / "manifest.json"), as_dict(read_json(launch_of(path)).get("forked_from"))
+        is_usable = not is_of_other_data(origin, manifest.get("step"), manifest.get("run"))
+        found[int(path.name[5:])] = as_dict(manifest.get(METRICS)) if is_usable else {}
+    return found
+
+
+def launch_of(checkpoint: Path) -> Path:
+    return checkpoint.parent.parent / "launch.json"
+
+
+def is_of_other_data(origin: Mapping[str, Any], step: object, run: object) -> bool:
+    """Is it the checkpoint that a fork with other data began with, whose metrics the parent measured on its own data?
+
+    origin: `forked_from` in launch.json. step, run: of the checkpoint's manifest; old versions had no run there.
+    """
+    is_first = step == origin.get("step") and (None in (run, origin.get("id")) or run == origin.get("id"))
+    return is_first and "data" in (origin.get("anew") or ())

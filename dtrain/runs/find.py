@@ -13,7 +13,7 @@ from dtrain.errors import bad
 from dtrain.runs.best import best_of, mode_of, saved_metrics
 from dtrain.runs.folder import checkpoints
 from dtrain.runs.record import ROOTS, all_runs, run_folders, run_name
-from dtrain.util.format import short_path
+from dtrain.util.format import counted, short_path
 
 START = "start one with `python launch.py`, or change to the folder where you did"
 
@@ -35,7 +35,7 @@ def find_run(word: str, roots: Sequence[str | Path] = ROOTS) -> Path:
     inside = list(run_folders(path)) if word != "latest" and path.is_dir() else []
     if inside:
         raise ValueError(
-            f"run {word!r}: the folder holds {len(inside)} runs and is not one itself\n"
+            f"run {word!r}: the folder holds {counted(len(inside), 'run')} and is not one itself\n"
             f"  fix: name one of them:{_bullets(inside)}"
         )
     runs = all_runs(roots)
@@ -69,7 +69,7 @@ def find_run(word: str, roots: Sequence[str | Path] = ROOTS) -> Path:
     if difflib.get_close_matches(text, ["latest"], cutoff=0.7):
         hint = f"did you mean latest, which is {short_path(runs[0])}?"
     raise ValueError(
-        f"run {word!r}: no such folder, and none of the {len(runs)} runs under {where} has that in its name\n"
+        f"run {word!r}: no such folder, and none of {counted(len(runs), 'run')} under {where} has that in its name\n"
         f"  fix: {hint}"
     )
 

@@ -48,9 +48,35 @@ class Token:
 # ---- parse -------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Comparison:
+    """NAME OPERATOR VALUE. A run whose value is of another type does not meet it; see `check`."""
+
+    name: str
+    sign: str
+    given: str
+    is_used: bool = False  # has any run a value of the right type?
+    misfit: ValueError | None = None
+
+    def __call__(self, values: Values) -> bool:
+        value = values(self.name)
+        try:
+            met = compare(self.name, value, self.sign, self.given)
+        except ValueError as error:
+            self.misfit = error
+            return False
+        self.is_used = self.is_used or value is not None
+        return met
+
+    def check(self) -> None:
+        """Raise the error of a value that fits no run: it is a mistake."""
+        if self.misfit and not self.is_used:
+            raise self.misfit
+
+
 class Parser:
     def __init__(self, text: str) -> None:
-        self.text, self.names = text, set[str]()
+        self.text, self.comparisons = text, list[Comparison]()
         if len(text) > MOST:
             raise bad("--where", text, f"has more than {MOST} characters", EXAMPLE)
         self.tokens: list[Token] = []
@@ -130,14 +156,14 @@ class Parser:
         if value is None or value.kind == "op":
             raise self.wrong(f"{name.text}{sign.text} has no value", f"{name.text}{sign.text}1")
         self.at += 1
-        self.names.add(name.text)
-        return lambda values: compare(name.text, values(name.text), sign.text.replace("==", "="), value.text)
+        self.comparisons.append(Comparison(name.text, sign.text.replace("==", "="), value.text))
+        return self.comparisons[-1]
 
 
-def parse(text: str) -> tuple[Condition, set[str]]:
-    """Return the condition, and the names in it."""
+def parse(text: str) -> tuple[Condition, list[Comparison]]:
+    """Return the condition, and the comparisons in it."""
     parser = Parser(text)
-    return parser.whole(), parser.names
+    return parser.whole(), parser.comparisons
 
 
 # ---- compare -----------------------------------------------------------------------------------------------------
@@ -231,11 +257,14 @@ class RunValues:
 
 def chosen(text: str, records: Iterable[Record], rows: Iterable[Mapping[str, Any]], now: float) -> list[bool]:
     """Return for each run whether it meets the condition. A name that no run has is an error."""
-    condition, names = parse(text)
+    condition, comparisons = parse(text)
     runs = [RunValues(record, row, now) for record, row in zip(records, rows, strict=True)]
-    for name in sorted(names):
+    for name in sorted({comparison.name for comparison in comparisons}):
         if runs and not any(run.has(name) for run in runs):
             settings = known_settings()
             if name not in settings:
                 raise unknown(name, {*settings, *(known for run in runs for known in run.names())})
-    return [condition(run) for run in runs]
+    met = [condition(run) for run in runs]
+    for comparison in comparisons:
+        comparison.check()
+    return met

@@ -38,6 +38,7 @@ from dtrain.strategies.base import Strategy
 from dtrain.train import build as models
 from dtrain.train import metrics, process
 from dtrain.train.best import Best, rule_of
+from dtrain.train.fresh_state import FreshState
 from dtrain.train.hook_run import HookRun
 from dtrain.train.hooks import Hooks
 from dtrain.train.pending import FinishedStep
@@ -88,6 +89,7 @@ class Run:
     loaded_from: Path | None
     began: float
     best: Best
+    fresh: FreshState
     num_skipped: int = 0
     step_times: list[float] = field(default_factory=list)
     recent: list[FinishedStep] = field(default_factory=list)  # the newest two, for train/rescue.py
@@ -191,7 +193,8 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     hooks = Hooks(cfg.get("hooks", {}), trust, view)  # an old run has no such section
 
     # ---- the newest good checkpoint of this run, whatever layout it was saved under ----------------------------
-    found = load_newest(saver, cfg, strategy, data_identity)
+    fresh = FreshState(cfg.train.spike == "rollback")
+    found = load_newest(saver, cfg, strategy, data_identity, fresh)
     loaded_from, step, samples, saved = found or (None, 0, 0, {})
     continue_stream(train_data, saved)
     hooks.load(saved.get("hooks", {}), may_continue=allows(cfg.resume_allow, "hooks") or bool(saved.get(FORKED)))
@@ -231,7 +234,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     run = Run(
         folder, cfg, device, model, strategy, schedule, mesh, train_data, validation, data_identity, rate, recorder,
         summary, last_step, step, samples, spikes, hooks, loaded_from, began,
-        Best(folder / "checkpoints", rule_of(cfg.checkpoint)),
+        Best(folder / "checkpoints", rule_of(cfg.checkpoint)), fresh,
     )  # fmt: skip
     hooks.begin(run)
     return run
@@ -285,7 +288,7 @@ def report(recorder: Recorder, summary: dict[str, Any], step: int, **values: Any
 
 
 def load_newest(
-    saver: Saver, cfg: Settings, strategy: Strategy, data_identity: str
+    saver: Saver, cfg: Settings, strategy: Strategy, data_identity: str, fresh: FreshState
 ) -> tuple[Path, int, int, dict[str, Any]] | None:
     """Load the newest good checkpoint of a run; return its path, step, samples and what else its manifest has."""
     found = saver.newest_good(strategy.needed_to_resume())
@@ -295,23 +298,23 @@ def load_newest(
         return None
     path, manifest = found
     anew = from_rank_0(lambda: started_anew(path), f"reading {saver.folder}")
-    fresh = anew or []
-    if manifest["data"] != data_identity and "data" not in (*cfg.resume_allow, *fresh):
+    parts = anew or []
+    if manifest["data"] != data_identity and "data" not in (*cfg.resume_allow, *parts):
         raise ValueError(
             f"data: differs from what this run has trained on ({manifest['data']} then, {data_identity} now)\n"
             "  fix: restore the old data, or allow the new: 'resume_allow=[data]'"
         )
     state, saved, extra = strategy.state_dict(), manifest, manifest["extra"]
-    if "optimizer" in fresh:  # that of another optimizer: this one starts as in a new run
+    if "optimizer" in parts:  # that of another optimizer: this one starts as in a new run
         saved = replace(manifest, tensors={k: v for k, v in manifest.tensors.items() if k.startswith("model.")})
-        extra = strategy.extra_state() | {"base": extra.get("base")}
+        extra = fresh.extra_of(strategy, state) | {"base": extra.get("base")}
     store.load(path, saved, {name: held for name, held in state.items() if name in saved.tensors or saved is manifest})
     strategy.load_state_dict(state, extra)
     log.info("resumed from %s", path)
     meta = manifest.meta | {FORKED: anew is not None}
     if manifest["data"] != data_identity:  # a place of another stream
         meta.pop("stream", None)
-    if "data" in fresh:  # other data: read from its start
+    if "data" in parts:  # other data: read from its start
         return path, manifest["step"], 0, meta | {"spikes": {}, "hooks": {}}
     return path, manifest["step"], manifest["samples"], meta
 
@@ -331,7 +334,7 @@ def roll_back(run: Run, saver: Saver) -> None:
     assert spike is not None
     saver.wait()
     known = run.spikes.passed_over
-    found = load_newest(saver, run.cfg, run.strategy, run.data_identity)
+    found = load_newest(saver, run.cfg, run.strategy, run.data_identity, run.fresh)
     if found is None:
         fix = "a smaller checkpoint.every, or train.spike=skip"
         raise SpikeError(f"step {spike.step}: a spike, and there is no checkpoint to go back to. Fix: {fix}")

@@ -46,7 +46,11 @@ def stdout_console() -> Console:
     """
     from rich.console import Console
 
-    return Console(force_terminal=None if sys.stdout.isatty() else False, force_jupyter=False)
+    class Screen(Console):
+        def on_broken_pipe(self) -> None:  # called in the handler; rich would end the process with code 1
+            raise
+
+    return Screen(force_terminal=None if sys.stdout.isatty() else False, force_jupyter=False)
 
 
 def say(console: Console, *parts: str | tuple[str, str]) -> None:

@@ -38,9 +38,20 @@ def shortage(path: Path, needed: int = 1) -> str:
             f"no inodes are left on the file system of {path}: all {usage.f_files:,} are in use, though {free:,} bytes "
             f"are free. Fix: remove files there (`df -i {path}` counts them)"
         )
-    if free < needed:
+    if free < needed and usage.f_blocks:  # 0 in /proc, and where a file system does not tell
         return f"the disk of {path} is full: {needed:,} bytes needed, {free:,} free. Fix: make room there"
     return ""
+
+
+def free_bytes(path: Path) -> int | None:
+    """Return the free bytes of the file system where `path` is or will be; None if it does not tell."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        usage = os.statvfs(path)
+    except OSError:
+        return None
+    return usage.f_bavail * usage.f_frsize if usage.f_blocks else None
 
 
 def _no_inodes(usage: os.statvfs_result) -> bool:
@@ -57,7 +68,7 @@ def shared_memory() -> str:
         usage = os.statvfs(SHARED_MEMORY)
     except OSError:
         return f"{SHARED_MEMORY} is missing. Fix: mount a tmpfs there"
-    size, free = (_size(blocks * usage.f_frsize) for blocks in (usage.f_blocks, usage.f_bavail))
+    size, free = (size_text(blocks * usage.f_frsize) for blocks in (usage.f_blocks, usage.f_bavail))
     what = "has no inodes left" if _no_inodes(usage) else f"has {free} free now"
     return (
         f"{SHARED_MEMORY} (shared memory of processes) is too small: {size} in all, it {what}. Fix: a larger one "
@@ -65,7 +76,7 @@ def shared_memory() -> str:
     )
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 

@@ -514,6 +514,31 @@ def test_the_table_of_linear_layers_is_that_of_the_models() -> None:
     assert found == {target: set(names) for target, names in LINEAR_LAYERS.items()}
 
 
+def test_the_metrics_that_are_known_before_the_start_are_those_of_the_models() -> None:
+    import torch
+
+    from dtrain.checks.checkpoint import known_metrics
+    from dtrain.train.metrics import evaluated
+
+    for option in set(options_of("model")) - {"hf"}:
+        section = files.section("model", option)
+        with torch.device("meta"):
+            model = build(section | ({"num_layers": 2} if "num_layers" in section else {}), [])
+        config = {"model": section, "hooks": {"early_stop": {}}, "choices": {"loss": "own"}}
+        found = evaluated(model, [1.0] * (1 + len(getattr(model, "eval_metrics", ()))))
+        assert set(known_metrics(config)) == set(found), option
+        assert known_metrics(config | {"hooks": {"mine": {}}}) == [], "a hook may add some"
+        assert known_metrics(config | {"choices": {"loss": "mse"}}) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "fix"), [("val_los", "val_loss"), ("val_accuracy", "val_loss"), ("val_perplexty", "val_perplexity")]
+)
+def test_a_metric_that_no_evaluation_has_is_refused(base: dict[str, Any], metric: str, fix: str) -> None:
+    with pytest.raises(ValueError, match=rf"keep_best={metric}: .* have val_loss, val_perplexity\n  fix: .*={fix}$"):
+        validate.validate(changed(base, checkpoint__keep_best=metric))
+
+
 def test_usable_numbers_are_those_that_all_other_settings_allow(base: dict[str, Any]) -> None:
     elastic = changed(base, cluster__processes="1:4")
     assert validate.usable_sizes(elastic) == [1, 2, 4], "a batch of 32 cannot be divided by 3"

@@ -50,12 +50,21 @@ def test_the_mean_is_over_every_sample(run: Path) -> None:
     assert found["loss"] != pytest.approx(evaluate(run, split="train")["loss"], abs=1e-6)
 
 
+def test_progress_is_on_stderr(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtrain.commands.evaluate.QUIET_S", 0.0)
+    assert main(["evaluate", str(run), "--json", "--batch-size", "5"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.splitlines()[-1].endswith(" batches, 0 s left") and json.loads(shown.out)["loss"] > 0
+
+
 def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(run)]) == 0
     assert "perplexity" in capsys.readouterr().out
     assert main(["evaluate", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert abs(found["loss"] - summary(run)["val_loss"]) < 0.2, "that one is of one batch"
+    assert main(["evaluate", str(run), "--batch-size", "8", "train.seed=1"]) == 2
+    assert "train.seed=1: only the data may differ" in capsys.readouterr().err, "a word after a flag"
     assert main(["evaluate", str(run), "--batch-size", "0"]) == 2
     assert "--batch-size=0" in capsys.readouterr().err
 

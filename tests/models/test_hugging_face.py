@@ -47,14 +47,15 @@ def test_one_process_is_plain_torch(alone: Path) -> None:
     assert first["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero2", "zero3"])
 def test_every_strategy_follows_and_a_resume_is_exact(strategy: str, alone: Path, tmp_path: Path) -> None:
-    words = (*WORDS, f"strategy={strategy}")
+    cut = ["strategy.whole_below=0"] if strategy == "zero3" else []  # it keeps small weights whole, and all are small
+    words = (*WORDS, f"strategy={strategy}", *cut)
     whole = own_run(tmp_path / "whole", 2, *words)
     apart = compare(whole, alone)
     # 1e-4: the loss does not depend on the keys' bias, whose gradient is rounding that AdamW scales up
     assert apart.loss <= 1e-5 and apart.weight <= 1e-4
-    if strategy in ("ddp", "fsdp"):
+    if strategy not in ("zero1", "zero2"):
         parts = own_run(own_run(tmp_path / "parts", 2, *words, "train.stop_after=3"), 2, *words)
         assert losses(parts) == losses(whole), "every bit"
         model, _ = load_model(parts, [ME])

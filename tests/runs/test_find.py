@@ -127,6 +127,21 @@ def test_a_checkpoint_of_a_run() -> None:
         assert said in str(error.value)
 
 
+def test_the_best_of_a_fork_with_other_data_is_its_own() -> None:
+    """The parent measured the checkpoint that the fork began with on its own data."""
+    origin: dict[str, Any] = {"run": "/r", "id": "parent", "step": 100}
+    launch = {"id": "child", "forked_from": origin}
+    run = make("outputs/d/a", config="checkpoint: {keep_best: val_loss}", launch=launch)
+    for step, loss in ((100, 1.0), (200, 3.0), (300, 2.0)):
+        saved(run, step, val_loss=loss)
+    assert find_checkpoint("latest@best") == At(run, 100), "the same data"
+    (run / "launch.json").write_text(json.dumps(launch | {"forked_from": origin | {"anew": ["data"]}}))
+    assert find_checkpoint("latest@best") == At(run, 300)
+    manifest = run / "checkpoints" / "step-00000100" / "manifest.json"
+    manifest.write_text(json.dumps({"step": 100, "run": "child", "metrics": {"val_loss": 1.0}}))
+    assert find_checkpoint("latest@best") == At(run, 100), "saved by the fork itself"
+
+
 def test_best_of_a_run_that_kept_none_or_has_none_yet() -> None:
     run = make("outputs/d/a", config="checkpoint: {every: 100}")
     with pytest.raises(ValueError, match="has no checkpoint"):

@@ -69,7 +69,15 @@ def test_what_is_found(runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
     }.items():
         assert found(capsys, text) == expected, text
     assert main(["--where", "val_loss<0"]) == 0
-    assert "none of the 3 runs meets it" in capsys.readouterr().out
+    assert "none of 3 runs meets it" in capsys.readouterr().out
+
+
+def test_text_among_numbers_is_no_error(runs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """A run in which the same name is text does not meet the comparison; an error is only what fits no run."""
+    make("outputs/d/e", time="2026-01-08T10:00:00+0000", val_loss="nan", config="optim: {lr: auto}", status="done")
+    assert found(capsys, "optim.lr>=1e-2") == "bc" and found(capsys, "val_loss<2") == "a"
+    assert found(capsys, "optim.lr=auto or val_loss<2") == "ae"
+    assert main(["--where", "optim.lr<auto"]) == 2 and main(["--where", "status<2"]) == 2
 
 
 def test_what_is_refused(runs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,11 +106,11 @@ def test_what_is_refused(runs: dict[str, Path], capsys: pytest.CaptureFixture[st
 @given(st.text("abcv_.<>=!~()'\" 0129e-", max_size=40))
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
-        condition, names = parse(text)
+        condition, comparisons = parse(text)
     except ValueError as error:
         assert "\n  fix: " in str(error)
     else:
-        assert names and condition(lambda name: None) in (True, False)
+        assert comparisons and condition(lambda name: None) in (True, False)
 
 
 def test_tags_and_notes(runs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

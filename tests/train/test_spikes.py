@@ -17,6 +17,8 @@ from torch import Tensor
 from dtrain.checkpoint import store
 from dtrain.commands.verify.world import World
 from dtrain.data.loader import Loader
+from dtrain.launch import fork
+from dtrain.runs.find import At
 from dtrain.train import spikes
 from dtrain.train.spikes import limit
 from tests.strategies.test_replicas import notes, saved
@@ -157,6 +159,25 @@ def test_rollback_passes_over_the_samples(tmp_path: Path) -> None:
     assert older["samples"] == 20 * BATCH and "passed_over" not in older["spikes"]
     assert newer["samples"] == 31 * BATCH
     assert newer["spikes"]["passed_over"] == [{"step": 25, "begin": BAD, "end": BAD + BATCH}]
+
+
+def test_a_rollback_to_the_start_of_a_fork_begins_its_new_optimizer_again(tmp_path: Path) -> None:
+    """The fork's first checkpoint has AdamW's moments; those of the undone steps are no better."""
+    parent, codes = run_with(tmp_path / "parent", "train.spike=rollback", "train.stop_after=20", size=1)
+    assert codes == [0]
+    forks = []
+    for name, positions, passed in (("run", (BAD,), ()), ("expected", (), (BAD,))):
+        start_server()
+        options = ["train.steps=28", "checkpoint.every=1000", "cluster.processes=1", "model.num_layers=1"]
+        run = make_run(tmp_path / name, *options, "train.spike=rollback", "optim=sgd", "optim.momentum=0.9")
+        record = {"id": name, "forked_from": fork.lineage(At(parent, 20), ["optimizer"])}
+        (run / "launch.json").write_text(json.dumps(record))
+        fork.place(At(parent, 20), run)
+        assert World(1, spiking_rank, run, list(positions), list(passed), False).join() == [0], notes(run)
+        forks.append(run)
+    run, expected = forks
+    assert [(spike["step"], spike["action"]) for spike in written(run)] == [(25, "rollback")]
+    assert losses(run) == losses(expected) and weights(run) == weights(expected)
 
 
 def test_a_rollback_survives_a_stop_and_late_results(tmp_path: Path) -> None:

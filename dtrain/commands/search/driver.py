@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 from dtrain.commands.search.asha import Asha, score
 from dtrain.commands.search.pbt import Pbt
@@ -22,7 +23,7 @@ from dtrain.runs.folder import read_summary
 from dtrain.runs.protocol import BAD_CONFIG, DONE, FAILED, PREEMPTED
 from dtrain.runs.record import Record
 from dtrain.runs.search_journal import Event, Journal
-from dtrain.util.format import shell_path
+from dtrain.util.format import as_dict, counted, shell_path
 
 MANY = 3  # stop after this many failed trials in a row
 
@@ -83,6 +84,8 @@ class Driver:
 
     def _train(self, event: Event) -> None:
         values = overrides_of(event["values"])
+        if ended_by_hook(read_summary(self.folder / event["run"])):
+            return  # it trained as far as its hooks let it: its result holds for the later rungs, too
         print(f"trial {event['trial']} to step {event['steps']}: {' '.join(values)}", flush=True)
         # only PBT changes values of a run that has begun
         may_differ = ",".join(event["values"]) if isinstance(self.algorithm, Pbt) else ""
@@ -101,12 +104,16 @@ class Driver:
         trial, run_dir, status = event["trial"], record.run_dir, record.status
         if record.job_id is not None and not (record.job and record.job.ended):
             return None  # in SLURM's queue, and its files may still be those of its previous training
+        step = f"step {event['steps']}"
         summary, code = read_summary(run_dir), self.trials.exit_code(run_dir)
-        if status == "done" and summary.get("steps", 0) >= event["steps"]:
+        ended = ended_by_hook(summary)
+        if ended and status == "done" and isinstance(self.algorithm, Pbt):
+            status = f"at {ended}, it has no checkpoint of step {event['steps']} for others to copy"
+        elif status == "done" and (ended or summary.get("steps", 0) >= event["steps"]):
             value = summary.get(self.metric)
             if isinstance(value, (int, float)) and math.isfinite(value):
                 self._result(event, float(value), status)
-                print(f"trial {trial}: {self.metric} {value:.6g} at step {event['steps']}", flush=True)
+                print(f"trial {trial}: {self.metric} {value:.6g} at {ended or step}", flush=True)
                 return None
             status = f"its summary has no {self.metric}"
         elif self.trials.stopped:  # it has saved, or had not begun: the same command resumes it
@@ -151,10 +158,16 @@ class Driver:
         for event in events:
             if event["event"] == "exploit":
                 print(lineage_line(event))
-        print(f"{sum(num_steps(events))} steps in all")
+        print(f"{counted(sum(num_steps(events)), 'step')} in all")
         values = " ".join(overrides_of(train["values"]))
         print(f"best: trial {best['trial']}, {self.metric} {best['value']:.6g} with {values} ({train['run']})")
         return DONE
+
+
+def ended_by_hook(summary: dict[str, Any]) -> str:
+    """Return which hook ended a run before its last step, such as early_stop; "" if none did."""
+    ended = as_dict(summary.get("ended_by"))
+    return f"step {ended.get('step')}, where hooks={ended['hook']} ended it" if ended.get("hook") else ""
 
 
 def same(one: Event, other: Event) -> bool:

@@ -23,6 +23,7 @@ from dtrain.errors import bad
 from dtrain.runs.folder import read_json
 from dtrain.runs.protocol import CHECK_FOLDER, DONE, FAILED
 from dtrain.ui import console
+from dtrain.util.format import counted
 
 LOSS = re.compile(r"""["']?\b(?:train_)?loss["']?\s*[:=]\s*["']?([-+]?(?:[\d.]+(?:e[-+]?\d+)?|nan|inf))""", re.I)
 HOOK = "import dtrain.check, and dtrain.check.step(loss, model) before optimizer.step()"
@@ -160,7 +161,9 @@ def judge(size: int, ours: dict[int, Step], theirs: dict[int, Step], tolerance: 
         more = ""
         if len(ours) * size == len(theirs):
             more = f": each of the {size} processes takes as many samples as one alone, so the global batch grows"
-        reason = ", ".join(filter(None, [reason, f"it makes {len(ours)} steps, one process {len(theirs)}{more}"]))
+        reason = ", ".join(
+            filter(None, [reason, f"it makes {counted(len(ours), 'step')}, one process {len(theirs)}{more}"])
+        )
     gradients = apart(ours[both[0]], theirs[both[0]]) if both else {}
     return Verdict(
         size, len(ours), max(losses, default=None), max((d for d, _ in gradients.values()), default=None),
@@ -273,7 +276,7 @@ def main(settings: Sequence[str], folder: Path, timeout: float, as_json: bool) -
                 raise ValueError(f"script={request.script} at one process: {problem}")
             reference = steps
             has = [what for what in ("losses", "gradients", "samples") if any(getattr(s, what) for s in steps.values())]
-            console.say(out, (f"1 process: {len(steps)} steps, {', '.join(has)}", "bold"))
+            console.say(out, (f"1 process: {counted(len(steps), 'step')}, {', '.join(has)}", "bold"))
             continue
         verdict = (
             Verdict(size, 0, None, None, False, None, "", problem.splitlines()[0])
