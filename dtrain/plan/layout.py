@@ -47,7 +47,7 @@ class Layout:
     fast_products: bool = False
     cuda_graph: bool = False  # a launch-bound step is captured as a CUDA graph (strategies/cuda_graph.py)
     fused_loss: bool = False  # head and loss are one operation that never materializes all logits
-    optimizer: str = "adamw"  # adamw | sgd | lion | rmsprop | muon
+    optimizer: str = "adamw"  # adamw | sgd | lion | rmsprop | muon | adafactor
     moments: int = 2  # tensors of the optimizer for each weight, with their average; muon: of matrices
     fused_update: bool = False  # one kernel clips and updates
     bucket_mb: int = 25

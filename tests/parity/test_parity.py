@@ -102,15 +102,15 @@ def test_memory_settings_do_not_change_the_maths(
     assert row.passed, row.reason
 
 
-CHEAP = [("lion", "fsdp"), ("muon", "fsdp")]
+CHEAP = [("lion", "fsdp"), ("muon", "fsdp"), ("adafactor", "fsdp")]
 
 
 @pytest.mark.parametrize(
     ("optim", "strategy"),
     [
         pytest.param(optim, strategy, marks=[] if (optim, strategy) in CHEAP else pytest.mark.slow)
-        for optim in ("lion", "rmsprop", "torch.optim.NAdam", "muon")
-        for strategy in ("ddp", "fsdp", "zero1", "zero3", "tensor", "pipeline", "fairscale", "ring", "ps")
+        for optim in ("lion", "rmsprop", "torch.optim.NAdam", "muon", "adafactor")
+        for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3", "tensor", "pipeline", "fairscale", "ring", "ps")
     ],
 )
 def test_other_optimizers(optim: str, strategy: str, fewer: list[str], tmp_path: Path) -> None:
