@@ -120,9 +120,9 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
 
 
 def moments_of(optim: Mapping[str, Any]) -> int:
-    """Return how many tensors an optimizer keeps for each weight. A user's own counts as AdamW."""
+    """Return how many tensors like the weight an optimizer keeps for each. A user's own counts as AdamW."""
     momentum = 0 if optim.get("momentum") == 0 else 1
-    known = {"sgd": momentum, "lion": 1, "muon": 1, "rmsprop": 1 + momentum}
+    known = {"sgd": momentum, "lion": 1, "muon": 1, "rmsprop": 1 + momentum, "adafactor": 0}
     return known.get(str(optim["_target_"]).rpartition(".")[2], 2)
 
 
