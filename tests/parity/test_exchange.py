@@ -36,7 +36,7 @@ OPTIONS = (
     f"checkpoint.every={SAVED}", "checkpoint.keep=9",
 )  # fmt: skip
 
-OTHERS = {"muon": ("optim=muon", "optim.lr=3e-3"), "adafactor": ("optim=adafactor",)}
+OTHERS = {"muon": ("optim=muon", "optim.lr=3e-3"), "adafactor": ("optim=adafactor", "optim.lr=0.1")}
 
 
 @dataclass
