@@ -24,7 +24,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -118,8 +118,17 @@ class EmptyHook:
 class EmptyStep(DDP):
     """strategy=ddp for one step, then nothing."""
 
-    def __init__(self, report: str, dp: int = -1, bucket_mb: int = 25) -> None:
-        super().__init__(dp=dp, bucket_mb=bucket_mb)
+    def __init__(
+        self,
+        report: str,
+        dp: int = -1,
+        bucket_mb: int = 25,
+        compress: Literal["none"] = "none",
+        compress_rank: int = 4,
+        compress_ratio: float = 0.01,
+        compress_warmup: int = 0,
+    ) -> None:
+        super().__init__(dp, bucket_mb, compress, compress_rank, compress_ratio, compress_warmup)
         self.empty = Empty(super().train_step, Path(report))
 
     def setup(self, *args: Any, **options: Any) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dtrain.config.build import build, locate
 from dtrain.config.files import TARGET
 from dtrain.errors import bad
+from dtrain.optim.adafactor import Adafactor
 from dtrain.optim.adamw import AdamW
 from dtrain.optim.groups import Rules, grouped, hidden_matrices
 from dtrain.optim.lion import Lion
@@ -142,6 +143,28 @@ def rmsprop(
     return torch.optim.RMSprop(groups, lr=peak, alpha=alpha, eps=eps, momentum=momentum)
 
 
+def adafactor(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    lr: float,
+    beta2_decay: float = -0.8,
+    eps1: float | None = None,
+    eps2: float = 1e-3,
+    max_update: float = 1.0,
+    weight_decay: float = 0.0,
+    no_decay: list[str] | None = None,
+    layer_decay: float = 1.0,
+    lr_multipliers: list[str] | None = None,
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none",
+    base_batch_size: int = 256,
+    global_batch_size: int = 256,
+) -> Adafactor:
+    """torch's Adafactor with weight decay on matrices only."""
+    peak = scaled_lr(lr, lr_scaling, global_batch_size, base_batch_size)
+    rules = Rules(no_decay, layer_decay, lr_multipliers)
+    groups, _ = grouped(named_parameters, weight_decay, peak, rules)
+    return Adafactor(groups, lr=peak, beta2_decay=beta2_decay, eps=(eps1, eps2), d=max_update)
+
+
 # ---- any other optimizer -------------------------------------------------------------------------------------
 
 
@@ -192,7 +215,7 @@ def check(make: MakeOptimizer, splits_weights: bool) -> None:
                 isinstance(value, Tensor) and value.numel() > 1 and value.shape != whole.shape
             ):
                 rule = f"its state {key} is neither one number nor shaped like the weight, and is not saved"
-                raise bad("optim", name, rule, "optim=adamw, lion, rmsprop or sgd")
+                raise bad("optim", name, rule, "optim=adamw, adafactor, lion, rmsprop or sgd")
     if splits_weights and not all(torch.allclose(whole, updated(make, 2, dim)[0], 1e-5, 1e-7) for dim in (0, 1)):
         rule = "updates whole matrices, and under this strategy a rank holds only a part of each"
         fix = "strategy=ddp or pipeline, or an optimizer that updates each element by itself"

@@ -49,7 +49,7 @@ class Layout:
     fast_products: bool = False
     cuda_graph: bool = False  # a launch-bound step is captured as a CUDA graph (strategies/cuda_graph.py)
     fused_loss: bool = False  # head and loss are one operation that never materializes all logits
-    optimizer: str = "adamw"  # adamw | sgd | lion | rmsprop | muon
+    optimizer: str = "adamw"  # adamw | sgd | lion | rmsprop | muon | adafactor
     moments: int = 2  # tensors of the optimizer for each weight, with their average; muon: of matrices
     fused_update: bool = False  # one kernel clips and updates
     bucket_mb: int = 25
@@ -128,9 +128,9 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
 
 
 def moments_of(optim: Mapping[str, Any]) -> int:
-    """Return how many tensors an optimizer keeps for each weight. A user's own counts as AdamW."""
+    """Return how many tensors like the weight an optimizer keeps for each. A user's own counts as AdamW."""
     momentum = 0 if optim.get("momentum") == 0 else 1
-    known = {"sgd": momentum, "lion": 1, "muon": 1, "rmsprop": 1 + momentum}
+    known = {"sgd": momentum, "lion": 1, "muon": 1, "rmsprop": 1 + momentum, "adafactor": 0}
     return known.get(str(optim["_target_"]).rpartition(".")[2], 2)
 
 

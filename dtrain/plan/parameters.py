@@ -8,6 +8,7 @@ ends that belong to them.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dtrain.plan.model_shape import Convolutions, Shape, Transformer
@@ -104,6 +105,24 @@ def is_target(shape: Transformer, linear: Linear) -> bool:
     """Does this layer have an adapter? A target is a name suffix, or the full name of one layer."""
     targets = [t.split(".", 2)[2] if t.startswith("layers.") else t for t in shape.lora_targets]
     return not targets or any(linear.name == t or linear.name.endswith(f".{t}") for t in targets)
+
+
+def factored(shape: Shape, cut: Iterable[Stage]) -> int:
+    """Elements of Adafactor's state for these stages: rows and columns of matrices, and all of vectors. Not sharded."""
+    if isinstance(shape, Convolutions):
+        kernels = sum(2 * c.in_channels * c.out_channels * c.kernel + 2 * c.out_channels for c in shape.layers)
+        return kernels + sum(ins + 2 * outs for ins, outs in shape.linear)
+    d, rank = shape.dim, shape.lora_rank
+    norm = 2 * d if shape.biased else d
+    if rank:
+        adapted = [linear for linear in block_linears(shape) if is_target(shape, linear)]
+        return sum(stage.layers * sum(linear.ins + linear.outs + 2 * rank for linear in adapted) for stage in cut)
+    block = sum(one.ins + one.outs * (2 if one.biased else 1) for one in block_linears(shape)) + 2 * norm
+    first = shape.rows + shape.learned_positions + 2 * d
+    last = norm + (0 if shape.tied else shape.vocab_size + d)
+    if shape.kind == "bert":  # segments at the input, a transform or pooler before the head
+        first, last = first + d + 2, last + 3 * d + shape.vocab_size
+    return sum(stage.layers * block + stage.is_first * first + stage.is_last * last for stage in cut)
 
 
 # ---- whole models --------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from dtrain.errors import CheckpointError
 from dtrain.kernels import cublaslt
 from dtrain.models import lora
 from dtrain.models.layers import IGNORED
+from dtrain.optim.adafactor import Adafactor
 from dtrain.optim.adamw import AdamW
 from dtrain.optim.average import KEY, WeightAverage
 from dtrain.optim.muon import Muon, pieces_of
@@ -35,7 +36,7 @@ from dtrain.strategies.compile import Compile, compile_mode, compile_model
 from dtrain.strategies.cuda_graph import RecordedStep
 from dtrain.strategies.grad_norm import clip_factor, scale_gradients, total_norm
 from dtrain.strategies.materialize import init_weights, materialize, set_stream
-from dtrain.strategies.optimizer_state import init_optimizer_state, merged
+from dtrain.strategies.optimizer_state import init_optimizer_state, is_tensor, merged
 from dtrain.strategies.recompute import checkpoint_layers
 from dtrain.strategies.results import LateResult as LateResult
 from dtrain.strategies.results import StepResult as StepResult
@@ -142,6 +143,7 @@ class Strategy:
                 group["ns_dtype"] = "bfloat16" if half else "float32"
         if isinstance(self.optimizer, Muon):
             self.optimizer.compiled = self.compile != "none"
+        if isinstance(self.optimizer, Muon | Adafactor):
             self.share_matrices(self.optimizer)
         if cuda_graphs == "auto" and self.can_be_recorded():
             self.recorded = RecordedStep(self.step_on_device, self.optimizer, device)
@@ -185,9 +187,13 @@ class Strategy:
         """Return whether the optimizer may get parts of matrices."""
         return any(is_dtensor(p) for p in self.module.parameters())
 
-    def share_matrices(self, optimizer: Muon) -> None:
-        """Let the ranks compute the updates of whole matrices together, if they hold parts or copies of them."""
-        if dist.get_world_size() > 1 and (self.updates_together or self.splits_weights()):
+    def share_matrices(self, optimizer: Muon | Adafactor) -> None:
+        """Let the ranks compute the updates of whole matrices together, if they hold parts or copies of them.
+
+        Muon's take long, so ranks with copies divide the work. Adafactor's do not.
+        """
+        shares = self.updates_together and isinstance(optimizer, Muon)
+        if dist.get_world_size() > 1 and (shares or self.splits_weights()):
             optimizer.share(pieces_of(self.module.named_parameters()), self.device)
 
     def average_weights(self, decay: float, evaluate: bool) -> None:
@@ -472,7 +478,7 @@ class Strategy:
         state |= {f"model.{name}": b for name, b in self.module.named_buffers()}
         for name, p in self.module.named_parameters():
             for key, value in self.optimizer.state.get(self.updated(p), {}).items():
-                if isinstance(value, Tensor) and value.shape == p.shape:
+                if is_tensor(key, value, p):
                     state[f"optim.{name}.{key}"] = value
         return state if self.compressor is None else state | self.compressor.state_dict()
 
@@ -486,7 +492,7 @@ class Strategy:
             if name in self.first.base:
                 continue
             slots = self.optimizer.state.get(self.updated(p), {}).items()
-            counts[name] = {k: float(v) for k, v in slots if not (isinstance(v, Tensor) and v.shape == p.shape)}
+            counts[name] = {k: float(v) for k, v in slots if not is_tensor(k, v, p)}
         return self.extra(counts)
 
     def extra(self, counts: dict[str, dict[str, float]]) -> dict[str, Any]:
@@ -509,7 +515,7 @@ class Strategy:
             self.optimizer.forget_sums()
         for name, p in self.module.named_parameters():
             slots, counts = self.optimizer.state.get(self.updated(p), {}), extra["optimizer"].get(name, {})
-            counted = {k for k, v in slots.items() if not (isinstance(v, Tensor) and v.shape == p.shape)}
+            counted = {k for k, v in slots.items() if not is_tensor(k, v, p)}
             if not counted <= counts.keys() and name not in self.first.base:
                 raise CheckpointError(f"the checkpoint has no update count of {name}. Fix: use an older checkpoint")
             for key, value in counts.items():

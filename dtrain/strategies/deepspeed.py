@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from dtrain.config.hardware import no_cpu_fp16
 from dtrain.errors import bad
+from dtrain.optim.adafactor import Adafactor
 from dtrain.optim.average import WeightAverage
 from dtrain.optim.muon import Muon
 from dtrain.optim.precision import autocast_inside
@@ -119,7 +120,7 @@ class Zero(Strategy):
             look_once(self.zero)
         self.model = self.engine
         self.masters = Masters(self.zero, self.optimizer, self.module, self.stage, self.data_rank)
-        if isinstance(self.optimizer, Muon):
+        if isinstance(self.optimizer, Muon | Adafactor):
             self.optimizer.share(self.masters.pieces(), self.device)
         for name, held in self.masters.walk(write=True):
             if name.startswith("model."):
@@ -185,10 +186,11 @@ class Zero(Strategy):
     def splits_weights(self) -> bool:
         return True
 
-    def share_matrices(self, optimizer: Muon) -> None:
+    def share_matrices(self, optimizer: Muon | Adafactor) -> None:
         if "nvme" in (self.settings["offload"], self.settings["offload_params"]):
             rule = "needs whole matrices, and its rank may hold only parts of them in memory"
-            raise bad("strategy.offload", "nvme", f"optim=muon {rule}", "strategy.offload=cpu, or optim=adamw")
+            name = type(optimizer).__name__.lower()
+            raise bad("strategy.offload", "nvme", f"optim={name} {rule}", "strategy.offload=cpu, or optim=adamw")
 
     def average_weights(self, decay: float, evaluate: bool) -> None:
         """Average the masters. The launcher refuses to evaluate with them: the model has copies of the masters."""

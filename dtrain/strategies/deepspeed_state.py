@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from dtrain.checkpoint.store import CheckpointError
 from dtrain.config.hardware import fake_cpu_fp16
+from dtrain.optim.adafactor import FACTORS
 from dtrain.optim.owners import Piece
 from dtrain.strategies.optimizer_state import init_optimizer_state
-from dtrain.util.dtensor import Chunk, flat_chunks
+from dtrain.util.dtensor import Chunk, chunks_of, flat_chunks
 
 
 def import_deepspeed(device: torch.device) -> Any:
@@ -55,6 +56,10 @@ def optimizer_of_shapes(
     return optimizer
 
 
+def is_factored(p: Any) -> bool:
+    return len(getattr(p, "ds_shape", p.shape)) > 1
+
+
 def partition(p: Any, data_rank: int) -> list[Chunk]:
     """Return this rank's shard of a zero3 weight: every weight is sharded evenly, with padding at the end."""
     size = p.ds_tensor.numel()
@@ -84,11 +89,14 @@ class Masters:
             if swapped:
                 self.zero._optimizer_states_and_gradient_swap_in(i)
             for key, values in {"": flat, **self.optimizer_state(i, flat)}.items():
-                if not isinstance(values, Tensor) or values.shape != flat.shape:
+                weight, _, factor = key.rpartition(".")
+                if factor in FACTORS:  # of one weight, and whole
+                    yield f"optim.{key}", chunks_of(values)
+                if weight or not isinstance(values, Tensor) or values.shape != flat.shape:
                     continue
                 for name, p in self.trained():
                     group, at, numel, begin = self.place(p)
-                    if group == i:
+                    if group == i and not (key == "variance" and is_factored(p)):
                         whole = tuple(getattr(p, "ds_shape", p.shape))
                         chunks = flat_chunks(values.detach()[at : at + numel], whole, begin)
                         yield (f"optim.{name}.{key}" if key else f"model.{name}"), chunks

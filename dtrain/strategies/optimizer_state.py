@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtrain.optim.adafactor import FACTORS, Adafactor
 from dtrain.optim.adamw import AdamW
 from dtrain.optim.muon import Muon
 from dtrain.util.collective import distinct
@@ -21,6 +22,11 @@ def merged(counts: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
         for name, slots in part.items():
             everything.setdefault(name, {}).update(slots)
     return everything
+
+
+def is_tensor(key: str, value: Any, p: Tensor) -> bool:
+    """Return whether an entry of a weight's state is saved as a tensor; all others are numbers."""
+    return isinstance(value, Tensor) and (value.shape == p.shape or key in FACTORS)
 
 
 class Slots(dict[str, Any]):
@@ -55,6 +61,8 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """
     if isinstance(optimizer, Muon):
         optimizer.create_momenta()
+    if isinstance(optimizer, Adafactor):
+        optimizer.create_state()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     missing = {p for p in parameters if p not in optimizer.state}
     if not missing:

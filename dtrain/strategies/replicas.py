@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dtrain.strategies.base import Strategy
 from dtrain.strategies.checksums import checksums
+from dtrain.strategies.optimizer_state import is_tensor
 from dtrain.util.dtensor import Held, chunks_of, is_dtensor, local
 
 NOTHING = torch.iinfo(torch.int64).min  # neutral under MAX: this rank does not hold the tensor
@@ -100,7 +101,7 @@ def held_tensors(strategy: Strategy, state: Mapping[str, Held] | None) -> dict[s
     for name, p in strategy.module.named_parameters():
         tensors[f"model.{name}"] = p.detach()
         for key, value in strategy.optimizer.state.get(strategy.updated(p), {}).items():
-            if isinstance(value, Tensor) and value.shape == p.shape:
+            if is_tensor(key, value, p):
                 tensors[f"optim.{name}.{key}"] = value
             else:
                 counters[key][name] = value

@@ -36,7 +36,7 @@ OPTIONS = (
     f"checkpoint.every={SAVED}", "checkpoint.keep=9",
 )  # fmt: skip
 
-MUON = ("optim=muon", "optim.lr=3e-3")
+OTHERS = {"muon": ("optim=muon", "optim.lr=3e-3"), "adafactor": ("optim=adafactor", "optim.lr=0.1")}
 
 
 @dataclass
@@ -47,6 +47,7 @@ class Cell:
     second_loss_diff: float | None  # of the one after an update; None where the maths of one side differ by design
     state_equal: bool  # what the target saves again, without a step, has the bits of what it loaded
     differing: list[str]
+    optimizer: str = "adamw"
 
     @property
     def passed(self) -> bool:
@@ -171,23 +172,35 @@ def test_takes_over_from(
 
 
 @pytest.fixture(scope="module")
-def saved_by_muon(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("muon")
-    sizes = {strategy: size_of(strategy, "source") for strategy in FEW}
-    runs = {
-        strategy: make_run(folder / strategy, *OPTIONS, *MUON, f"strategy={strategy}", f"cluster.processes={size}")
-        for strategy, size in sizes.items()
-    }
-    assert all(train(run, sizes[strategy]) == [0] * sizes[strategy] for strategy, run in runs.items())
-    return runs
+def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Path]]:
+    """Runs of another optimizer under a strategy of each kind."""
+    folder = tmp_path_factory.mktemp("optimizers")
+
+    @functools.cache
+    def runs_of(optim: str) -> dict[str, Path]:
+        runs = {}
+        for strategy in FEW:
+            size = size_of(strategy, "source")
+            options = (*OPTIONS, *OTHERS[optim], f"strategy={strategy}", f"cluster.processes={size}")
+            runs[strategy] = make_run(folder / f"{strategy}+{optim}", *options)
+            assert train(runs[strategy], size) == [0] * size, strategy
+        return runs
+
+    return runs_of
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("target", [*FEW, "tensor", "pipeline", "fairscale", "zero1"])
-def test_takes_over_from_muon(target: str, saved_by_muon: dict[str, Path], tmp_path: Path) -> None:
-    """Its momentum is cut like the weight, and the whole matrix is orthogonalized under every layout."""
-    found = exchanged(target, size_of(target, "target", 4), saved_by_muon, tmp_path, *MUON)
+@pytest.mark.parametrize("optim", OTHERS)
+def test_takes_over_from_optimizers_of_whole_matrices(
+    optim: str, target: str, saved_by: Callable[[str], dict[str, Path]], cells: list[Cell], tmp_path: Path
+) -> None:
+    """Muon's momentum is cut like the weight; Adafactor's means of rows and columns are whole under every layout."""
+    found = exchanged(target, size_of(target, "target", 4), saved_by(optim), tmp_path, *OTHERS[optim])
+    for cell in found:
+        cell.optimizer = optim
+    cells += found
     assert found and all(cell.passed for cell in found), [cell for cell in found if not cell.passed]
 
 
@@ -210,6 +223,12 @@ def write_matrix(file: Path, cells: list[Cell]) -> None:
     """FILE.json with every cell, FILE.md as a table: the larger of the two loss differences, ✓ for equal state."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.with_suffix(".json").write_text(json.dumps([vars(cell) | {"passed": cell.passed} for cell in cells], indent=1))
+    optimizers = dict.fromkeys(cell.optimizer for cell in cells)
+    tables = [table([cell for cell in cells if cell.optimizer == optimizer]) for optimizer in optimizers]
+    file.with_suffix(".md").write_text("\n".join(tables))
+
+
+def table(cells: list[Cell]) -> str:
     targets = list(dict.fromkeys(cell.target for cell in cells))
     text = {
         (c.source, c.target): f"{max(c.loss_diff, c.second_loss_diff or 0.0):.0e} {'✓' if c.state_equal else '✗'}"
@@ -219,4 +238,4 @@ def write_matrix(file: Path, cells: list[Cell]) -> None:
     lines = ["| saved by ↓, resumed by → | " + " | ".join(targets) + " |", "|---" * (len(targets) + 1) + "|"]
     for source in sorted({cell.source for cell in cells}):
         lines.append(f"| {source} | " + " | ".join(text.get((source, target), "") for target in targets) + " |")
-    file.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"

@@ -116,19 +116,20 @@ def test_memory_settings_do_not_change_the_maths(
     assert row.passed, row.reason
 
 
-CHEAP = [("lion", "fsdp"), ("muon", "fsdp")]
+CHEAP = [("lion", "fsdp"), ("muon", "fsdp"), ("adafactor", "fsdp")]
 
 
 @pytest.mark.parametrize(
     ("optim", "strategy"),
     [
         pytest.param(optim, strategy, marks=[] if (optim, strategy) in CHEAP else pytest.mark.slow)
-        for optim in ("lion", "rmsprop", "torch.optim.NAdam", "muon")
-        for strategy in ("ddp", "fsdp", "zero1", "zero3", "tensor", "pipeline", "fairscale", "ring", "ps")
+        for optim in ("lion", "rmsprop", "torch.optim.NAdam", "muon", "adafactor")
+        for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3", "tensor", "pipeline", "fairscale", "ring", "ps")
     ],
 )
 def test_other_optimizers(optim: str, strategy: str, fewer: list[str], tmp_path: Path) -> None:
-    overrides = [f"optim={optim}", "optim.lr=1e-3", *fewer]
+    rate = 0.1 if optim == "adafactor" else 1e-3  # Adafactor's is relative to a weight's size
+    overrides = [f"optim={optim}", f"optim.lr={rate}", *fewer]
     if "." in optim:
         overrides = [f"optim._target_={optim}", "trust=[torch.optim]", "~optim.betas", "~optim.lr_scaling",
                      "~optim.base_batch_size", *overrides[1:]]  # fmt: skip

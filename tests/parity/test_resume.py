@@ -22,8 +22,13 @@ COMPRESSED = [  # errors and factors are state, too; ddp+powersgd is in `make te
     *(pytest.param(f"fsdp+{word}", 4, marks=pytest.mark.slow) for word in ("int8", "onebit", "topk")),
 ]  # fmt: skip
 
-MUON = [  # and with an average of the weights, which is state, too
-    pytest.param(f"{strategy}+muon", size, marks=pytest.mark.slow)
+WHOLE_MATRICES = {  # and with an average of the weights, which is state, too
+    "muon": ["optim=muon", "optim.lr=3e-3", "ema.decay=0.9"],
+    "adafactor": ["optim=adafactor", "ema.decay=0.9"],
+}
+OPTIMIZERS = [
+    pytest.param(f"{strategy}+{optim}", size, marks=pytest.mark.slow)
+    for optim in WHOLE_MATRICES
     for strategy, size in [("ddp", 4), ("fsdp", 2), ("zero1", 2), ("zero3", 2), ("tensor", 2), ("3d", 4)]
 ]
 
@@ -39,7 +44,7 @@ def asked_for(path: Path, rank: int) -> list[list[int]]:
     ("strategy", "size"),
     [pytest.param(*at, marks=[] if at[1] == 2 or at[0] in WIDE else pytest.mark.slow) for at in layouts(2, 4)]
     + COMPRESSED
-    + MUON
+    + OPTIMIZERS
     + [pytest.param(name, CONTEXT[name].size, marks=pytest.mark.slow) for name in ("fsdp+ring", "fsdp+ulysses")],
 )
 def test_sigkill_and_resume_is_bit_exact(strategy: str, size: int, tmp_path: Path) -> None:
@@ -49,7 +54,7 @@ def test_sigkill_and_resume_is_bit_exact(strategy: str, size: int, tmp_path: Pat
         return make_run(
             tmp_path / name,
             *(variants[strategy].overrides if strategy in variants else [f"strategy={strategy.partition('+')[0]}"]),
-            *(["optim=muon", "optim.lr=3e-3", "ema.decay=0.9"] if strategy.endswith("+muon") else []),
+            *WHOLE_MATRICES.get(strategy.partition("+")[2], []),
             f"cluster.processes={size}",
             f"train.steps={STEPS}",
             "checkpoint.every=5",

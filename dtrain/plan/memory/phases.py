@@ -284,6 +284,9 @@ def update_items(layout: Layout, held: HeldParameters) -> list[Item]:
     gradients = gradient_bytes(held, layout) if layout.offload == "none" or share.zero == 1 else 0.0
     items = [Item("gradients", "all", gradients, "{:,} over {}", (held.trained, share.gradients))]
     mine = held.trained / max(share.optimizer, 1)
+    if layout.optimizer == "adafactor":  # squares of a gradient, and its update, a weight at a time
+        one = 2 * WIDE * min(held.largest, mine)
+        items.append(Item("buffers", "update of the largest weight", one, "{:,.0f} × 8 bytes", (one / 8,)))
     if layout.strategy == "ring" and layout.token_ranks > 1:  # before the update, to be sent
         items.append(Item("gradients", "all, as one tensor", gradients, "{:,} × 4 bytes", (held.trained,)))
     if held.twin:  # summed before the update: pipeline_stages.TiedWeights

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from dtrain.plan.layout import SERVED, Layout
 from dtrain.plan.memory.activations import WIDE, product_bytes
 from dtrain.plan.model_shape import Convolutions, Shape, Transformer
-from dtrain.plan.parameters import Stage, has_tied_copy, held_parameters, parts, stages
+from dtrain.plan.parameters import Stage, factored, has_tied_copy, held_parameters, parts, stages
 
 # DeepSpeed's own limits for stage 3, which dtrain does not change: elements that stay gathered because they are used
 # again soon, and elements updated at a time (stage3_max_live_parameters, sub_group_size).
@@ -34,6 +34,7 @@ class HeldParameters:
     largest: int  # the largest trained weight
     uncut: int = 0  # embedding rows of other tp ranks, whose gradient is here until it is sharded
     twin: int = 0  # embedding also held by another pipeline rank, which sends its gradient
+    factored: int = 0  # elements of Adafactor's state
 
 
 def held_whole(shape: Shape, layout: Layout) -> HeldParameters:
@@ -45,7 +46,8 @@ def held_whole(shape: Shape, layout: Layout) -> HeldParameters:
 
 def held_convolutions(shape: Convolutions) -> HeldParameters:
     count = held_parameters(shape)
-    return HeldParameters(count, count, 0, 0, 0, 0, max(layer.parameters for layer in shape.layers), count)
+    largest = max(layer.parameters for layer in shape.layers)
+    return HeldParameters(count, count, 0, 0, 0, 0, largest, count, factored=factored(shape, ()))
 
 
 def held_by(shape: Transformer, layout: Layout, cut: tuple[Stage, ...]) -> HeldParameters:
@@ -72,7 +74,8 @@ def held_by(shape: Transformer, layout: Layout, cut: tuple[Stage, ...]) -> HeldP
         looked_up = any(stage.is_first and not (stage.is_last and tied) for stage in cut)
         uncut = parts(shape).embed - p.embed if looked_up else 0
         twin = p.embed if tied and first != last else 0
-    return HeldParameters(everything, trained, frozen, ends, head, embed, block, largest, uncut, twin)
+    state = factored(shape, cut)
+    return HeldParameters(everything, trained, frozen, ends, head, embed, block, largest, uncut, twin, state)
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ def weight_bytes(held: HeldParameters, layout: Layout) -> float:
 
 
 def optimizer_bytes(held: HeldParameters, layout: Layout) -> float:
-    """AdamW's two moments, SGD's momentum, and ZeRO's master weights, all in fp32 except under bf16-pure.
+    """AdamW's two moments, SGD's momentum, Adafactor's factors, and ZeRO's master weights; fp32 except in bf16-pure.
 
     fairscale and ps assign whole weights to ranks: a rank has at least the largest one's state. A server that updates
     at any time has its own copy of the weights.
@@ -136,6 +139,8 @@ def optimizer_bytes(held: HeldParameters, layout: Layout) -> float:
     second = 0.0  # AdamW's second moment of what Muon does not orthogonalize: mostly embeddings and the head
     if layout.optimizer == "muon":
         second = state_bytes(layout) * min(held.ends, held.trained) / share.optimizer
+    if layout.optimizer == "adafactor":  # the factors are whole on every rank that has a part of the weight
+        second = WIDE * held.factored
     if layout.data in ("oss", "sharded_ddp", *SERVED):
         mine = max(mine, min(held.largest, held.trained))
     return each * mine + second

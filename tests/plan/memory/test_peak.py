@@ -16,7 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.plan.layout import Layout
+from dtrain.commands.verify import compare
+from dtrain.launch.app import resolve
+from dtrain.plan.layout import Layout, layout_of
 from dtrain.plan.ledger import by_part, total
 from dtrain.plan.memory import phases
 from dtrain.plan.memory.activations import GIB
@@ -31,8 +33,9 @@ from dtrain.plan.memory.states import (
     resident_gradients,
     weight_bytes,
 )
-from dtrain.plan.model_shape import Shape, Transformer, resnet
+from dtrain.plan.model_shape import Shape, Transformer, resnet, shape_of
 from dtrain.plan.parameters import has_tied_copy, parts, stages
+from dtrain.train.build import make
 
 PLANNER = Path(__file__).parents[3] / "benchmarks" / "planner"
 
@@ -342,3 +345,17 @@ def test_every_item_shows_its_arithmetic() -> None:
     for name in ("ddp", "fsdp", "zero1", "zero2", "zero3"):
         for item in memory(shape, Layout(name, data=name, dp=8, micro_batch_size=8, activation_checkpointing="full")):
             assert item.arithmetic and item.value >= 0
+
+
+@pytest.mark.parametrize("model", ["gpt2-tiny", "llama-tiny", "resnet18", "vit-tiny", "bert-tiny"])
+def test_adafactors_state_is_what_torch_allocates(model: str) -> None:
+    cfg = compare.compose([f"model={model}", "optim=adafactor", "cluster.processes=1"])
+    config = resolve(cfg)
+    shape = shape_of(config)
+    assert shape is not None
+    allocated = 0
+    for p in make(cfg).parameters():
+        allocated += p.numel() // p.shape[-1] + p.numel() // p.shape[-2] if p.dim() > 1 else p.numel()
+    layout = layout_of(config)
+    assert layout.moments == 0
+    assert abs(optimizer_bytes(held_whole(shape, layout), layout) / (4 * allocated) - 1) < 0.02
