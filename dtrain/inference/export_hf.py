@@ -164,7 +164,8 @@ def class_names(cfg: Settings, trust: Iterable[str]) -> list[str]:
     number, labels = cfg.model["num_classes"], []
     try:
         data = build(cfg.data, trust)
-        labels = [str(label) for label in getattr(data, "labels", None) or getattr(data, "classes", ())]
+        names = getattr(data, "labels", None) or getattr(data, "classes", None) or ()
+        labels = [str(name) for name in names]
     except (ValueError, OSError) as error:
         log.warning("the names of the classes are not known: %s", error)
     return labels if len(labels) == number else [f"LABEL_{i}" for i in range(number)]
