@@ -41,8 +41,11 @@ LONGEST_TEXT = 64  # of those that are compared
 class Whole:
     """In the place of a KV cache: plain causal attention, which does not ask whether the text has one token."""
 
-    def places(self, tokens: Tensor) -> tuple[Tensor, None]:
-        return torch.arange(tokens.shape[1], device=tokens.device), None
+    def tokens(self, tokens: Tensor) -> Tensor:
+        return tokens
+
+    def places(self, inputs: Tensor) -> tuple[Tensor, None]:
+        return torch.arange(inputs.shape[1], device=inputs.device), None
 
     def of(self, layer: str) -> Attend:
         return self.attend

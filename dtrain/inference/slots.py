@@ -44,9 +44,12 @@ class Slots:
         cache.kept = {n: (x.keys[slot : slot + 1], x.values[slot : slot + 1]) for n, x in self.layers.items()}
         return cache
 
-    # ---- what a model calls (dtrain.models.layers.Cache) -----------------------------------------------------
+    # ---- what a model calls (dtrain.models.layers.Context) ---------------------------------------------------
 
-    def places(self, tokens: Tensor) -> tuple[Tensor, None]:
+    def tokens(self, tokens: Tensor) -> Tensor:
+        return tokens
+
+    def places(self, inputs: Tensor) -> tuple[Tensor, None]:
         return self.positions[:, None], None
 
     def of(self, layer: str) -> SlotLayer:

@@ -336,17 +336,16 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
 
 
 def check_fit(config: dict[str, Any], plan: dict[str, Any]) -> None:
-    """Check that the run fits on the disk and in memory.
+    """Check that the run fits in memory and on the disk.
 
     With a range of ranks, also with the smallest number, whose shards are largest.
     """
+    if not is_script(config):
+        fits.check(largest(config), plan)
+        if usable := usable_sizes(config):
+            smallest = elastic.sized(config, usable[0])
+            fits.check(smallest, run_prediction.plan_of(smallest))
     free_space.check(largest(config))
-    if is_script(config):
-        return
-    fits.check(largest(config), plan)
-    if usable := usable_sizes(config):
-        smallest = elastic.sized(config, usable[0])
-        fits.check(smallest, run_prediction.plan_of(smallest))
 
 
 def distinct(clusters: Sequence[Any], configs: Sequence[dict[str, Any]]) -> list[tuple[Any, dict[str, Any]]]:

@@ -26,8 +26,6 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
-    cp: int = 1  # ranks that divide each sequence
-    cp_kind: str = "ring"  # ring | allgather | ulysses: how attention sees the other ranks' parts
     micro_batch_size: int = 1
     micro_batches: int = 1  # per data rank and step: gradient accumulation, or pipeline micro-batches
     # how data ranks shard: ddp | fsdp | grad_op | zero1 | zero2 | zero3 | oss | sharded_ddp | one of SERVED
@@ -58,6 +56,8 @@ class Layout:
     compress_ratio: float = 0.01
     every: int = 4  # steps between two exchanges of the weights, under local_sgd and diloco
     exchange: str = "fp32"  # what diloco sends: fp32 | int8
+    cp: int = 1  # ranks that divide each sequence
+    cp_kind: str = "ring"  # ring | allgather | ulysses: how attention sees the other ranks' parts
 
     @property
     def world_size(self) -> int:

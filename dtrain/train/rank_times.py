@@ -40,7 +40,8 @@ class RankTimes:
         self._step = self._data = self._cpu = self._delay = self._waited = self._stopped = 0.0
         self._start = (0.0, 0.0, 0.0)
         self._main = threading.main_thread()
-        folder = f"/proc/self/task/{self._main.native_id}"
+        # its number is the process's: after a fork, Python's native_id is still the parent's
+        folder = f"/proc/self/task/{os.getpid()}"
         self._schedstat, self._syscall = _open(f"{folder}/schedstat"), _open(f"{folder}/syscall")
         self._helpers: dict[int, int] = {}  # run-queue delay of the other threads at the last `take`, if it read them
         self._quota: tuple[Path | None, float] = (None, 0.0)
@@ -112,7 +113,7 @@ class RankTimes:
         path = cpu_stat(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
         old_path, before = self._quota
         self._quota = (path, throttled_s(path))
-        helpers, self._helpers = self._helpers, run_delays({self._main.native_id or 0, self._sampler})
+        helpers, self._helpers = self._helpers, run_delays({os.getpid(), self._sampler})
         longest = max((self._helpers[thread] - helpers[thread] for thread in helpers.keys() & self._helpers), default=0)
         return max(0.0, self._quota[1] - before) if path == old_path else 0.0, longest * 1e-9
 

@@ -24,7 +24,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         error = refused(capsys, "metrics", "serve", str(tmp_path), f"--port={port}")
-    assert f"--port={port}: cannot be bound (Address already in use)" in error
+    assert f"--port={port}: 127.0.0.1:{port} cannot be bound (Address already in use)" in error
 
 
 def test_without_the_library(

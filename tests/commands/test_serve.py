@@ -143,7 +143,7 @@ def test_chat(client: openai.OpenAI) -> None:
     assert chunks[0].choices[0].delta.role == "assistant" and len(chunks) > 5
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == whole.choices[0].message.content
-    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
     assert chunks[-1].usage is not None and whole.usage == chunks[-1].usage
 
 

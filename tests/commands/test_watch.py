@@ -68,13 +68,18 @@ def test_in_a_terminal_that_is_resized(tmux: Tmux) -> None:  # noqa: F811
     assert "running" not in tmux.screen().replace(str(run_dir), ""), "the first screen is back"
 
 
+def heed_ctrl_c() -> None:
+    """Tests that were started with nohup, or in the background of a script, ignore Ctrl-C; so would a new process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(run_dir: Path, **environment: str) -> tuple[int, int, list[object]]:
     """`dtrain watch` in a pseudo-terminal: its process, the terminal, and the terminal's settings before."""
     terminal, end = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     before = termios.tcgetattr(terminal)
     streams, variables = {"stdin": end, "stdout": end, "stderr": end}, {**ENVIRONMENT, **environment}
-    process = subprocess.Popen([*WATCH, str(run_dir)], **streams, env=variables, start_new_session=True)  # type: ignore
+    process = subprocess.Popen([*WATCH, str(run_dir)], **streams, env=variables, start_new_session=True, preexec_fn=heed_ctrl_c)  # type: ignore
     os.close(end)
     return process.pid, terminal, before
 

@@ -73,7 +73,7 @@ def until_step(run: Path, step: int, cluster: Cluster) -> None:
 def test_two_pods_compute_what_local_ranks_do(cluster: Cluster, tmp_path: Path) -> None:
     run = tmp_path / "volume" / "run"
     output = submit(cluster, tmp_path, *STEPS, f"run_dir={run}")
-    assert "submitted job/lab/gpt2-tiny-ddp-" in output and "2 pods × 1 ranks" in output
+    assert "submitted job/lab/gpt2-tiny-ddp-" in output and "2 pods × 1 rank" in output
     assert ended(cluster) == "Complete", shown(cluster)
     dtrain(None, tmp_path, "launch", *SMALL, *STEPS, "cluster.processes=2", "run_dir=local")
     assert summary(run)["weights_sha256"] == summary(tmp_path / "local")["weights_sha256"]

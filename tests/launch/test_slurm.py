@@ -116,7 +116,7 @@ def test_a_launch_returns_and_says_how_to_watch_and_cancel(here: Path, cluster: 
     job = job_id(here / "run")
     for words in (
         f"submitted job {job}",
-        "2 nodes × 1 ranks",
+        "2 nodes × 1 rank\n",
         "run/logs/rank-0.log",
         "dtrain watch",
         "dtrain cancel",

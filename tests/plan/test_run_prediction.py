@@ -270,7 +270,7 @@ def test_the_fix_of_a_launch_in_the_default_precision_is_in_16_bits(capsys: pyte
 
 
 def test_each_point_of_a_sweep_is_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*SEVEN_B[:-1], "train.micro_batch_size=1", "activation_checkpointing=full"]
+    words = [*SEVEN_B[:-1], "train.micro_batch_size=1", "activation_checkpointing=full", "checkpoint=none"]
     assert main(["launch", "-m", *words, "strategy=fsdp,ddp"]) == 2
     assert "strategy=ddp: needs " in capsys.readouterr().err and not list(tmp_path.iterdir())
     assert main(["launch", "-m", *words, "strategy=fsdp,tensor", "dry_run=true"]) == 0

@@ -228,7 +228,7 @@ def maps_of(pid: int) -> str:
         (["cluster.processes=2"], "is not for verify", "processes=2,4"),
         (["run_dir=x"], "is not for verify", "--keep DIR"),
         (["train.stpes=3"], "train.stpes: there is no such setting", "did you mean train.steps"),
-        (["train.steps=-1"], "train.steps=-1: must be at least 1", "train.steps=1"),
+        (["train.steps=-1"], "train.steps=-1: must be at least 1", "train.steps=300"),
         (["model=gpt3"], "model=gpt3: there is no such option", "model can be"),
         (["strategies=ddp", "strategy.bucket_mb=0"], "strategy.bucket_mb=0: must be at least 1", "strategy.bucket_mb"),
         (["strategies=ddp,fsdp", "strategy.bucket_mb=9"], "the chosen strategy has no such setting", "leave it out"),

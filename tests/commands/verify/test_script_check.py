@@ -100,7 +100,7 @@ def steps(*losses: float, gradient: float = 1.0, ranks: int = 1, drift: float = 
         (steps(6.0, 4.0), "step 1: the loss is 6, not 3: 2 times, as if summed over the 2 processes"),
         (steps(3.1, 2.0), "other samples, other first weights, dropout, or a mean over parts of unequal size"),
         (steps(3.0, 2.2), "gradients agree up to here, so the update differs (learning rate, weight decay, clipping)"),
-        (steps(3.0), "it makes 1 steps, one process 2: each of the 2 processes takes as many samples as one alone"),
+        (steps(3.0), "it makes 1 step, one process 2: each of the 2 processes takes as many samples as one alone"),
         (steps(3.0, float("nan")), "step 2: the loss is nan, not 2"),
     ],
 )
