@@ -16,6 +16,7 @@ import sys
 import termios
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,8 +79,8 @@ def start(run_dir: Path, **environment: str) -> tuple[int, int, list[object]]:
     terminal, end = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     before = termios.tcgetattr(terminal)
-    streams, variables = {"stdin": end, "stdout": end, "stderr": end}, {**ENVIRONMENT, **environment}
-    process = subprocess.Popen([*WATCH, str(run_dir)], **streams, env=variables, start_new_session=True, preexec_fn=heed_ctrl_c)  # type: ignore
+    options: dict[str, Any] = {"stdin": end, "stdout": end, "stderr": end, "env": {**ENVIRONMENT, **environment}}
+    process = subprocess.Popen([*WATCH, str(run_dir)], start_new_session=True, preexec_fn=heed_ctrl_c, **options)
     os.close(end)
     return process.pid, terminal, before
 
