@@ -13,6 +13,7 @@ import select
 import shlex
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +27,8 @@ from dtrain.preflight import network_env
 from dtrain.runs import causes
 from dtrain.runs.protocol import DONE, ELASTIC, STOP_SIGNALS
 
+KILL_S = 3.0  # until a starter that does not answer is killed, too: it may still import torch, or be stopped
+
 
 class ForkedRanks:
     """The ranks of one generation, with those methods of a process that a supervisor calls."""
@@ -34,11 +37,12 @@ class ForkedRanks:
         self.starter, self.returncode = starter, None
         self.exits: list[tuple[int, int]] = []  # (rank, exit code), in order, without those that dtrain has killed
         self.read = b""
-        self._tell(ranks=num_ranks, rescue_s=rescue_s, peers_s=PEERS_S)
+        self.kill_by: float | None = None
+        self._send(ranks=num_ranks, rescue_s=rescue_s, peers_s=PEERS_S)
 
     returncode: int | None
 
-    def _tell(self, **command: Any) -> None:
+    def _send(self, **command: Any) -> None:
         assert self.starter.stdin is not None
         try:
             self.starter.stdin.write(json.dumps(command).encode() + b"\n")
@@ -47,7 +51,8 @@ class ForkedRanks:
             pass  # the starter is dead, and so are its ranks
 
     def kill(self) -> None:
-        self._tell(kill=True)
+        self._send(kill=True)
+        self.kill_by = time.monotonic() + KILL_S
 
     def poll(self) -> int | None:
         return self._wait(0)
@@ -70,6 +75,9 @@ class ForkedRanks:
                 answer = json.loads(self.read)
                 self.exits = [(rank, code) for rank, code in answer["ended"] if rank not in answer["killed"]]
                 self.returncode = next((code for _, code in answer["ended"] if code), 0)
+        if self.returncode is None and self.kill_by is not None and time.monotonic() > self.kill_by:
+            os.killpg(self.starter.pid, signal.SIGKILL)  # a session of its own; a restart begins another one
+            self.returncode = self.starter.wait()
         return self.returncode
 
 

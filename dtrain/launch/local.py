@@ -55,6 +55,9 @@ class Local:
         return Torchrun(config, place, self.max_restarts, self.grace_s)
 
     def check(self, config: dict[str, Any]) -> None:
+        if elastic.range_of(config) and not config["cluster"].get("fork", True):
+            fix = "cluster.fork=true, or one number as cluster.processes"
+            raise bad("cluster.fork", False, "the ranks of a range are always forked: their number changes", fix)
         file_handles.check("cluster.processes", *[config["cluster"]["processes"]] * 2)
         nsys.check(config)
         metrics_server.check(config["cluster"])

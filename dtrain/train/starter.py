@@ -2,8 +2,8 @@
 
 The supervisor (launch/forked.py) writes one line of JSON per command to stdin: {"ranks": 3, "rescue_s": 0, "peers_s":
 5} starts ranks, {"kill": true} kills them. When all ranks have ended, the starter answers with one line: their exit
-codes, in the order in which they ended, and which of them it has killed. It never trains itself: no threads, no CUDA,
-no process group.
+codes, in the order in which they ended, and which of them it has killed. It never trains itself: no threads of Python,
+no CUDA, no process group. (The BLAS library may start threads when it is imported, and starts them again after a fork.)
 """
 
 from __future__ import annotations
@@ -65,16 +65,14 @@ class Starter:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
     def run(self) -> None:
-        """Obey until stdin is closed."""
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # only the supervisor decides when ranks stop
+        """Carry out commands until stdin is closed."""
         read = b""
         while True:
             left = max(0.0, self.kill_at - time.monotonic()) if self.kill_at is not None and self.ranks else None
             ready, _, _ = select.select([0, self.woken], [], [], left)
             if not ready:
                 self.kill_at = None
-                self.obey({"kill": True})
+                self.carry_out({"kill": True})
             if self.woken in ready:
                 os.read(self.woken, 4096)
                 self.reap()
@@ -84,9 +82,9 @@ class Starter:
                     return  # the ranks die with this process
                 *lines, read = (read + data).split(b"\n")
                 for line in lines:
-                    self.obey(json.loads(line))
+                    self.carry_out(json.loads(line))
 
-    def obey(self, command: dict[str, Any]) -> None:
+    def carry_out(self, command: dict[str, Any]) -> None:
         if command.get("kill"):
             for process, rank in self.ranks.items():
                 self.killed.add(rank)
@@ -119,6 +117,7 @@ class Starter:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             nothing = os.open(os.devnull, os.O_RDONLY)
             os.dup2(nothing, 0)  # commands are for the starter
+            os.close(self.answers)  # so that the supervisor sees the starter's end, whatever a rank has forked
             code = entry.train(self.run_dir, rank)
         except BaseException:
             traceback.print_exc()  # into the starter's log
@@ -160,5 +159,7 @@ if __name__ == "__main__":
     folder, stdout = Path(sys.argv[1]), os.dup(1)
     os.dup2(2, 1)  # what a module prints is no answer
     system.begin(folder)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # only the supervisor decides when ranks stop
     preload(folder)
     Starter(folder, stdout).run()

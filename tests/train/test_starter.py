@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from dtrain.launch.forked import Forked, ForkedRanks
 from dtrain.launch.local import Local, can_fork
 from dtrain.launch.torchrun import Torchrun
 from dtrain.train.starter import is_from_outside
-from tests.patience import until
+from tests.patience import patience, until
 
 # a starter whose ranks do this instead of training
 RANKS = """
@@ -48,7 +49,11 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     def start(what: str) -> ForkedRanks:
         command = [sys.executable, "-c", RANKS.replace("{what}", what), str(tmp_path)]
         with open(tmp_path / "log", "wb") as log:
-            processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log))
+            processes.append(
+                subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+                )
+            )
         return ForkedRanks(processes[-1], 2, 0.1)
 
     yield start
@@ -95,6 +100,30 @@ def test_ranks_that_the_supervisor_kills_are_no_failure(started: Callable[[str],
     assert ended(ranks) == [] and ranks.returncode == -9
 
 
+def test_a_starter_that_does_not_answer_is_killed_with_its_ranks(
+    started: Callable[[str], ForkedRanks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped, or still imports torch."""
+    monkeypatch.setattr(forked, "KILL_S", 0.2)
+    ranks = started(f"[{SLEEP}, {SLEEP}]")
+    processes = began(tmp_path)
+    ranks.starter.send_signal(signal.SIGSTOP)
+    ranks.kill()
+    assert ended(ranks) == [] and ranks.returncode == -9
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes.values()), "the end of the ranks", 30)
+
+
+def test_a_starter_that_dies_is_noticed_though_a_rank_has_left_a_process(
+    started: Callable[[str], ForkedRanks], tmp_path: Path
+) -> None:
+    ranks = started(f"[lambda: os.fork() and time.sleep(600) or time.sleep(20), {SLEEP}]")
+    began(tmp_path)
+    ranks.starter.kill()
+    began_at = time.monotonic()
+    ended(ranks)
+    assert ranks.returncode == -9 and time.monotonic() - began_at < patience(10)
+
+
 def test_of_ranks_that_end_together_the_killed_one_is_the_cause(
     started: Callable[[str], ForkedRanks], tmp_path: Path
 ) -> None:
@@ -129,6 +158,9 @@ def test_only_local_runs_on_cpus_fork_their_ranks(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(forked, "gpus_per_node", lambda cluster: 0)
     assert can_fork(config())
     assert not any(map(can_fork, (config(nsys=True), config(script={"file": "a.py"}), config(cluster={"fork": False}))))
+    ranges = config(cluster={"processes": "1:2", "fork": False})
+    with pytest.raises(ValueError, match=r"cluster.fork=False: the ranks of a range are always forked"):
+        Local().check(ranges)
     local = Local()
     assert type(local._supervisor(config())) is Forked
     assert type(local._supervisor(config(cluster={"fork": False}))) is Torchrun

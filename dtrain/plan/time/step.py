@@ -56,9 +56,9 @@ def least_time(shape: Shape, layout: Layout, hardware: Hardware) -> float:
     if isinstance(shape, Convolutions):
         return 0.0
     stack, size, batch = stack_of(layout), size_of(layout), layout.micro_batch_size
-    forward, backward = block(shape, hardware, stack, batch, layout.tp, layout.sequence_parallel, size)
+    forward, backward = block_of(shape, layout, hardware, stack)
     ways = layout.tp if layout.loss_parallel or stack.sharded_head else 1
-    first, last = head(shape, hardware, stack, batch, ways, size)
+    first, last = head(shape.divided(layout.cp), hardware, stack, batch, ways, size)
     work = shape.num_layers * (forward.gpu_s + backward.gpu_s) + first.gpu_s + last.gpu_s
     share = layout.micro_batches * work * (hardware.calibration or 1.0) / layout.pp
     waits = bubble_share(layout) * bubble_passes(layout) / layout.micro_batches if layout.pp > 1 else 0.0

@@ -177,7 +177,10 @@ def test_a_search_for_the_best_alone_finds_the_same(asked: tuple[str, ...]) -> N
     assert best[0] == every[0] and len(best) <= len(every)
 
 
-@pytest.mark.parametrize("asked", [SEVEN_B, GROUPED, MASKED], ids=lambda asked: asked[0])
+DIVIDED = (*SEVEN_B, "strategy=3d", "strategy.cp=2")
+
+
+@pytest.mark.parametrize("asked", [SEVEN_B, GROUPED, MASKED, DIVIDED], ids=["7b", "grouped", "masked", "divided"])
 def test_a_step_takes_at_least_its_lower_bound(asked: tuple[str, ...]) -> None:
     config = question(*asked).config
     task = task_of(config)
