@@ -22,7 +22,7 @@ def check(setting: str, port: int, host: str, otherwise: str = "", sign: str = "
 def refusal(setting: str, port: int, host: str, error: OSError, otherwise: str = "", sign: str = "=") -> ValueError:
     if (error.errno or 0) < 0 or error.errno == errno.EADDRNOTAVAIL:  # negative: of getaddrinfo
         known = error.errno == errno.EADDRNOTAVAIL  # Python adds what it has tried to the text of this one
-        rule = f"is no address of this machine ({os.strerror(error.errno) if known else error.strerror})"
+        rule = f"is no address of this machine ({os.strerror(errno.EADDRNOTAVAIL) if known else error.strerror})"
         return bad(setting.replace("port", "host"), host, rule, setting.replace("port", "host") + f"{sign}127.0.0.1")
     why = os.strerror(error.errno) if error.errno else str(error)
     rule = f"{host}:{port} cannot be bound ({why})"
