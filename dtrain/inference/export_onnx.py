@@ -24,6 +24,7 @@ from dtrain.inference.export import Final, add_card, new_folder
 from dtrain.inference.export_hf import add_tokenizer, class_names
 from dtrain.inference.model_card import Hashed
 from dtrain.inference.sample import load_model
+from dtrain.kernels.block_attention import repeat_heads
 from dtrain.models.layers import Attend
 
 log = logging.getLogger("dtrain")
@@ -51,8 +52,7 @@ class Whole:
         return self.attend
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        shared = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v)) if shared > 1 else (k, v)
+        k, v = repeat_heads(k, q), repeat_heads(v, q)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
     def advance(self, count: int) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from dtrain.models.layers import Cache, attend
 
@@ -90,10 +89,7 @@ class SlotLayer:
         self.keys[self.rows, :, self.positions] = k[:, :, 0]
         self.values[self.rows, :, self.positions] = v[:, :, 0]
         there = torch.arange(self.keys.shape[2], device=q.device) <= self.positions[:, None]
-        shared = q.shape[1] // k.shape[1]
-        keys, values = (x[self.rows].repeat_interleave(shared, dim=1) for x in (self.keys, self.values))
-        out = F.scaled_dot_product_attention(q, keys, values, there[:, None, None])
-        return out.transpose(1, 2).flatten(2)
+        return attend(q, self.keys[self.rows], self.values[self.rows], there[:, None, None])
 
 
 @torch.inference_mode()

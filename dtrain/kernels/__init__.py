@@ -10,6 +10,8 @@ CHUNK_ELEMENTS = 2**29
 # Operations from which a GEMM gets the fastest kernel available (cublaslt.py): 30 µs on an H200. Below that, a call
 # from Python takes longer than the GEMM.
 LARGE_PRODUCT = 2e10
+# Scores of attention in memory at a time, where no kernel avoids storing them (block_attention.py): 256 MiB in fp32.
+SCORE_ELEMENTS = 2**26
 
 
 def chunk_rows(rows: int, vocabulary: int) -> int:
@@ -20,6 +22,11 @@ def chunk_rows(rows: int, vocabulary: int) -> int:
     chunks = max(1, -(-rows * vocabulary // CHUNK_ELEMENTS))
     chunks = next((n for n in range(chunks, chunks * 4 // 3 + 1) if rows % (128 * n) == 0), chunks)
     return max(1, -(-rows // chunks // 128)) * 128
+
+
+def score_rows(heads: int, keys: int) -> int:
+    """Return for how many queries at a time attention computes scores. The planner uses it. heads: of all samples."""
+    return max(1, SCORE_ELEMENTS // (heads * keys))
 
 
 # for gelu.py and its kernel: gelu(x) = x sigmoid(SCALE x + CUBIC x³)

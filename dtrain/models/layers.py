@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dtrain.kernels.block_attention import repeat_heads
 from dtrain.kernels.cross_entropy import IGNORED as IGNORED
 from dtrain.kernels.cross_entropy import linear_cross_entropy
 from dtrain.kernels.gelu import can_fuse, gelu, linear_gelu
@@ -201,9 +202,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout:
     There may be fewer key and value heads than query heads: neighbours then share one. The queries may be one token
     after a cache, which sees all keys.
     """
-    shared = q.shape[1] // k.shape[1]
-    if shared > 1 and mask is not None:  # on a GPU only the kernel without a mask supports shared heads
-        k, v = (x[:, :, None].expand(-1, -1, shared, -1, -1).flatten(1, 2) for x in (k, v))
+    if mask is not None:  # on a GPU only the kernel without a mask supports shared heads
+        k, v = repeat_heads(k, q), repeat_heads(v, q)
     out = F.scaled_dot_product_attention(
         q, k, v, mask, dropout, is_causal=mask is None and q.shape[2] > 1, enable_gqa=q.shape[1] != k.shape[1]
     )

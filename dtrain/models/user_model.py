@@ -95,8 +95,8 @@ def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
     call = calling.call_of(model)
     is_known = (getattr(function, "__module__", None) or "").partition(".")[0] in ("dtrain", "torch")
 
-    def forward(self: nn.Module, inputs: Any, targets: Any = None) -> Any:
-        outputs = call(type(self).forward.__get__(self), inputs)
+    def forward(self: nn.Module, inputs: Any, targets: Any = None, **more: Any) -> Any:  # more: the cache under cp
+        outputs = call(functools.partial(type(self).forward.__get__(self), **more), inputs)
         if targets is None:
             return outputs
         if is_known:  # a loss of the user gets all that the model returns

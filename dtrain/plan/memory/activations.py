@@ -159,8 +159,10 @@ def score_tensors(shape: Transformer, way: Way) -> list[tuple[str, float]]:
     e, tp = way.product, way.tp
     if way.context in ("ring", "allgather"):  # masks and scores are computed again, block by block
         return []
-    if shape.packed:  # the mask becomes additive values, again in every layer; shared KV heads are expanded
-        return [("mask", float(e * shape.seq_len)), ("shared heads", 2.0 * e * (shape.dim - shape.kv_dim) / tp)]
+    if shape.packed:  # shared KV heads are expanded; the mask becomes additive values, again in every layer
+        shared = [("shared heads", 2.0 * e * (shape.dim - shape.kv_dim) / tp)]
+        # ulysses makes them once (memory/context.py)
+        return shared if way.context else [("mask", float(e * shape.seq_len)), *shared]
     if e == WIDE and shape.num_kv_heads < shape.num_heads:
         # no fp32 kernel supports shared KV heads: the softmax of all scores is kept (llama-1b on an H200: 16 GiB of 30)
         return [("scores", WIDE * shape.num_heads * shape.seq_len / tp)]

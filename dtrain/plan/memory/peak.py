@@ -33,6 +33,7 @@ from dtrain.plan.memory.activations import (
     stream_bytes,
     way_of,
 )
+from dtrain.plan.memory.context import mask_items
 from dtrain.plan.memory.pipeline import mailbox_bytes, rank_stages
 from dtrain.plan.memory.states import (
     HeldParameters,
@@ -157,7 +158,7 @@ def saved_items(shape: Transformer, layout: Layout, cut: tuple[Stage, ...], wait
         numbers = (waiting, again, only_input)
         value = waiting * again * only_input
         items.append(Item("activations", "inputs of blocks", value, "{} passes × {:g} blocks × {:,.0f}", numbers))
-    return items
+    return items + mask_items(shape, layout, waiting)
 
 
 # ---- a convolutional network ---------------------------------------------------------------------------------
