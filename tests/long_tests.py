@@ -61,6 +61,11 @@ LONG: dict[str, tuple[str, ...]] = {
         "custom_collate-ddp", "dict_batches-fsdp", "gpt2_tied-fsdp", "iterable_workers-ddp", "lightning_module-ddp",
         "nanogpt-fsdp", "sklearn_array-ddp", "timm_vit-ddp", "torchvision_resnet-ddp",
     ),
+    # Hugging Face data take seconds to import; Drawing has random draws and no state, Stateful has a state
+    "data/test_stream.py::test_every_rank_count_sees_the_same_batches_and_a_resume_goes_on_exactly": (
+        "Drawing", "Stateful", "Shards", "WithSplit",
+    ),
+    "data/test_stream.py::test_a_shuffle_with_the_default_buffer_is_read_again_exactly": (),
     "data/test_stream.py::test_killed_and_resumed_it_is_bit_exact_also_with_other_ranks": ("ddp-Drawing-fsdp",),
     "strategies/test_local_sgd.py::test_stays_within_its_own_tolerance": (),
     "strategies/test_local_sgd.py::test_averaging_every_step_is_ddp_for_plain_sgd_only": (),

@@ -213,8 +213,12 @@ def check_meta(values: dict[str, Any]) -> None:
     check_spikes(values.get("spikes", {}))
     check_hooks(values.get("hooks", {}))
     if "stream" in values:  # its state is decoded by util/json_state.py
-        counts = [values["stream"].get(key) for key in ("samples", "epoch", "offset")]
+        cursor = values["stream"]
+        counts = [cursor.get(key) for key in ("samples", "epoch", "offset")]
         expect(all(map(is_count, counts)), "stream is not a position")
+        if "mark" in cursor:
+            mark = cursor["mark"]
+            expect(isinstance(mark, dict) and "state" in mark and is_count(mark.get("offset")), "stream has no state")
     extra = values.get("extra", {})
     for key in ("optimizer", "precision", "base"):
         part = extra.get(key, {})

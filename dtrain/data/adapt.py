@@ -43,19 +43,22 @@ def open_data(section: Any, trust: Iterable[str] = ()) -> Any:
         split = splits_by(function, section)
         if split is not None:
             name, values = split
-            return Source(target, {k: partial(build, section, trust, **{name: v}) for k, v in values.items()})
+            return Source(target, {k: partial(built, section, trust, **{name: v}) for k, v in values.items()})
 
-    def make() -> Any:
-        with own_draws():  # a function may split at random: all ranks, and a resume, must split alike
-            seed_draws(0)
-            return build(section, trust)
-
+    make = partial(built, section, trust)
     made = make()
     if callable(getattr(type(made), "dataset", None)):
         return made
     parts = splits_of(target, made)
     again = {name: partial(lambda name: splits_of(target, make())[name], name) for name in parts}
     return Source(target, {name: partial(lambda part: part, part) for name, part in parts.items()}, again)
+
+
+def built(section: Any, trust: Iterable[str], **values: Any) -> Any:
+    """Build a user's data with the same random draws each time: all ranks, epochs and resumes must split alike."""
+    with own_draws():
+        seed_draws(0)
+        return build(section, trust, **values)
 
 
 def splits_by(function: Any, section: Any) -> tuple[str, dict[str, Any]] | None:
@@ -155,8 +158,8 @@ def adapted(name: str, data: Any, again: Callable[[], Any] | None = None) -> Any
     if isinstance(data, nn.Module):
         raise bad("data", name, f"is a model ({type(data).__name__}), not data", f"model={name}")
     if is_stream(data):
-        make = again or partial(lambda part: part, data)
-        return Stream(name, with_tensors(data, collate), lambda: with_tensors(make(), collate), collate, notes)
+        assert again is not None, "each process builds a stream itself"
+        return Stream(name, with_tensors(data, collate), lambda: with_tensors(again(), collate), collate, notes)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (str, Mapping)):
         return Samples(name, data, collate, order, notes)
     gave = "nothing: it has no return" if data is None else f"a {type(data).__name__}"

@@ -36,8 +36,6 @@ def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
 class Loader:
     """Returns one data rank's part of the global batch at a position (global samples consumed so far)."""
 
-    place = None  # a resume needs the position only; that of a stream more (stream_loader.py)
-
     def __init__(
         self,
         dataset: Dataset,
@@ -121,6 +119,9 @@ class Loader:
     def sample(self, index: int = 0) -> tuple[Tensor, Tensor]:
         """Return one sample as a batch of one, to see its shape; nothing is prefetched."""
         return prefetch.read(self.dataset, self._request(np.array([index]), np.array([0])))
+
+    def cursor_at(self, position: int) -> None:
+        """A resume needs the position only; that of a stream needs more (stream_loader.py)."""
 
     def close(self) -> None:
         """Stop the prefetching thread or processes; they end with this process anyway."""

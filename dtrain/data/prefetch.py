@@ -49,7 +49,7 @@ class Dataset(Protocol):
 class Request(NamedTuple):
     """The samples of a batch. `keys` has a uint64 for each if the dataset draws, otherwise it is None.
 
-    Of a stream: a place from which it can be read.
+    Of a stream: a cursor from which it can be read.
     """
 
     indices: np.ndarray
@@ -126,7 +126,7 @@ class Processes:
         self._batches: Iterator[Any] = iter(())
         self._first = self._next = -1
         self._children: set[Any] = set()
-        self.place: Any = None  # of a stream: the position after the newest batch
+        self.cursor: Any = None  # of a stream: the place in it after the newest batch
 
     def get(self, position: int) -> Batch:
         if position < self._next and self.end != math.inf:
@@ -149,7 +149,7 @@ class Processes:
         self._next = position + self.stride
         if isinstance(batch, Exception):
             raise batch
-        inputs, targets, self.place = batch
+        inputs, targets, self.cursor = batch
         return inputs, targets
 
     def close(self) -> None:
@@ -211,7 +211,7 @@ class _Reader:
             # Move to shared memory here, so that a full /dev/shm raises an error. Otherwise the queue's thread does it:
             # there torch drops the batch, and its reader waits forever.
             inputs, targets = read(self.dataset, request)
-            return inputs.share_memory_(), targets.share_memory_(), getattr(self.dataset, "place", None)
+            return inputs.share_memory_(), targets.share_memory_(), getattr(self.dataset, "cursor", None)
         except Exception as error:
             return portable(error)
 

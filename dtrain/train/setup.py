@@ -118,7 +118,7 @@ class Run:
 
     def checkpoint_meta(self, alone: bool = False) -> dict[str, Any]:
         """What a checkpoint says about the run, besides the strategy's state. alone: without the other ranks."""
-        of_hooks = self.hooks.state(alone)
+        of_hooks, cursor = self.hooks.state(alone), self.train_data.cursor_at(self.samples)
         step, found = self.evaluated
         finite = {name: value for name, value in found.items() if step == self.step and math.isfinite(value)}
         return {
@@ -126,7 +126,7 @@ class Run:
             "world_size": dist.get_world_size(), "choices": dict(self.cfg.choices),
             "config_sha256": run_file.fingerprint(self.folder), "spikes": self.spikes.state(), METRICS: finite,
             **({"hooks": of_hooks} if of_hooks else {}),
-            **({"stream": self.train_data.place} if self.train_data.place else {}),
+            **({"stream": cursor} if cursor else {}),
         }  # fmt: skip
 
 
@@ -174,17 +174,17 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     if not cfg.optim[TARGET].startswith("dtrain."):
         optimizers.check(make_optimizer, strategy.splits_weights())
     reading = {"pin_memory": device.type == "cuda", "workers": cfg.train.loader_workers}
-    place = (seed, strategy.data_rank, strategy.data_ranks)
+    of_rank = (seed, strategy.data_rank, strategy.data_ranks)
     train_data: Loader | StreamLoader
     if getattr(train_set, "is_stream", False):
-        train_data = StreamLoader(train_set, batch_size, *place, reading["pin_memory"])
+        train_data = StreamLoader(train_set, batch_size, *of_rank, reading["pin_memory"])
     else:
-        train_data = Loader(train_set, batch_size, *place, **reading)
+        train_data = Loader(train_set, batch_size, *of_rank, **reading)
     check_batch(model, strategy, *train_data.sample())
     validation = None
     if val_set is not None:
         size = eval_batch_size(len(val_set), batch_size, micro_batch_size, mesh)
-        val_data = Loader(val_set, size, *place, **reading, shuffle=False)
+        val_data = Loader(val_set, size, *of_rank, **reading, shuffle=False)
         validation = Validation(val_data, size, min(cfg.train.eval_batches, len(val_set) // size))
 
     batches = partial(validation.batches, device) if validation else lambda: iter(())
@@ -312,7 +312,7 @@ def load_newest(
     strategy.load_state_dict(state, extra)
     log.info("resumed from %s", path)
     meta = manifest.meta | {FORKED: anew is not None}
-    if manifest["data"] != data_identity:  # a place of another stream
+    if manifest["data"] != data_identity:  # a cursor of another stream
         meta.pop("stream", None)
     if "data" in parts:  # other data: read from its start
         return path, manifest["step"], 0, meta | {"spikes": {}, "hooks": {}}

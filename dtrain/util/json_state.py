@@ -47,6 +47,14 @@ def encode(value: Any, where: str = "state", depth: int = 0) -> Any:
     )
 
 
+def encode_small(value: Any) -> Any:
+    """Return the value as JSON; raise a TypeError also if it has more bytes than a checkpoint keeps."""
+    found = encode(value)
+    if (length := size(found)) > MOST_BYTES:
+        raise TypeError(f"it has {length:,} bytes as text, and a checkpoint keeps {MOST_BYTES:,}")
+    return found
+
+
 def encode_tensor(value: Tensor, where: str) -> list[Any]:
     dtype = str(value.dtype).removeprefix("torch.")
     if is_dtensor(value) or dtype not in DTYPES:
@@ -78,5 +86,5 @@ def decode(value: Any) -> Any:
     return {key: decode(item) for key, item in value.items()}
 
 
-def size(states: dict[str, Any]) -> int:
+def size(states: Any) -> int:
     return len(json.dumps(states))

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,147 @@ def hugging_face(shuffled: bool = False) -> Any:
     return stream.shuffle(seed=1, buffer_size=8) if shuffled else stream
 
 
+def lines() -> Path:
+    return Path(os.environ["STREAM_FILE"])
+
+
+def write_lines(path: Path) -> None:
+    path.write_text("".join(f"{number}\n" for number in range(SIZE)))
+
+
+class OpenFile:
+    """Opens its file when it is built, as many do."""
+
+    def __init__(self, path: str = "") -> None:
+        self.file = open(path or lines())  # noqa: SIM115
+
+    def __iter__(self) -> Iterator[Any]:
+        return (sample(int(line)) for line in self.file)
+
+
+def of_open_file() -> Any:
+    return (sample(int(line)) for line in open(lines()))
+
+
+def of_global_file() -> Any:
+    global opened
+    opened = opened or OpenFile()
+    return opened
+
+
+opened: Any = None
+of_module = (sample(number) for number in range(SIZE))
+
+
+def one_generator() -> Any:
+    return of_module
+
+
+class Shards:
+    """A generator that shuffles its shards when it begins, and keeps no more than the shard and the place in it."""
+
+    def __init__(self, shards: int = 3) -> None:
+        self.state, self.shards = {"shard": 0, "offset": 0}, shards
+
+    def __iter__(self) -> Iterator[Any]:
+        shards = list(range(self.shards))
+        random.shuffle(shards)
+        for index in range(self.state["shard"], len(shards)):
+            for number in range(self.state["offset"], SIZE // self.shards):
+                self.state = {"shard": index, "offset": number + 1}
+                yield sample(shards[index] * SIZE // self.shards + number)
+            self.state = {"shard": index + 1, "offset": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = dict(state)
+
+
+class ByItself(Shards):
+    """Each object has another order of the shards, which the state does not keep."""
+
+    built = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        ByItself.built += 1
+
+    def __iter__(self) -> Iterator[Any]:
+        for x, target in super().__iter__():
+            yield x + ByItself.built, target
+
+
+class Growing(Stateful):
+    """After the first samples its state is larger than a checkpoint keeps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "seen": list(range(200_000 if self.next > 16 else 1))}
+
+
+class Changed(Stateful):
+    """Its state has stopped to fit after the trial."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next + (self.next > 16)}
+
+
+class WithSplit(IterableDataset[Any]):
+    """Its constructor draws, and has an argument for the split."""
+
+    def __init__(self, split: str) -> None:
+        self.order = random.sample(range(SIZE), SIZE)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(sample, self.order)
+
+
+class WithLength(IterableDataset[Any]):
+    def __len__(self) -> int:
+        return SIZE + 1
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(sample, range(SIZE))
+
+
+class WithProcesses:
+    def __iter__(self) -> Iterator[Any]:
+        return iter(DataLoader(list(map(sample, range(8))), num_workers=1, batch_size=None))
+
+
+class WithThreads:
+    """Its __init__ and its samples use torch's threads."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(SIZE):
+            yield (torch.ones(400, 400) @ torch.ones(400, 8))[0] + number, number % 3
+
+
+def large_shuffle() -> Any:
+    """More samples than the default buffer of 1000."""
+    import datasets
+
+    rows = {"x": list(range(3000)), "labels": [0] * 3000}
+    return datasets.Dataset.from_dict(rows).to_iterable_dataset(num_shards=4).shuffle(seed=2)
+
+
+class Wrapped:
+    """Hugging Face data in a class of the user's own, which hands their state on."""
+
+    def __init__(self) -> None:
+        self.data = large_shuffle().with_format("torch")
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data)
+
+    def state_dict(self) -> Any:
+        return self.data.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.data.load_state_dict(state)
+
+
 def empty() -> Any:
     return (x for x in [])
 
@@ -92,8 +234,6 @@ def by_rank() -> Any:
 
 def changing() -> Iterator[Any]:
     """Other samples in a second process, as a stream of news would give."""
-    from pathlib import Path
-
     began = Path(os.environ["STREAM_CHANGES"])
     shift = int(began.exists())
     for number in range(SIZE):
