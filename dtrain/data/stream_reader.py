@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,9 +18,6 @@ from dtrain.data.seeding import seed_draws
 from dtrain.errors import CheckpointError, bad
 from dtrain.util import json_state
 
-if TYPE_CHECKING:
-    from dtrain.data.stream import Stream
-
 log = logging.getLogger("dtrain")
 START: dict[str, Any] = {"samples": 0, "epoch": 0, "offset": 0}  # the cursor of a new run
 ENDED = object()
@@ -28,13 +26,22 @@ ENDED = object()
 BEFORE = 2
 
 
+class Readable(Protocol):
+    """What is read of a stream (stream.py)."""
+
+    name: str
+    make: Callable[[], Any]
+    length: int | None
+    restores: bool
+
+
 class Reader:
     """Reads a stream in one process. Each epoch is read from an object that this process has built itself.
 
     An object of the parent process could hold an open file, whose position all processes would share.
     """
 
-    def __init__(self, stream: Stream, seed: int) -> None:
+    def __init__(self, stream: Readable, seed: int) -> None:
         self.stream, self.seed = stream, seed
         self.items: Any = None  # an iterator
         self.data: Any = None
