@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from dtrain.config.files import TARGET
 from dtrain.errors import bad
+from dtrain.runs.source_lines import at_class, at_return, is_users
 
 NEEDED = "an object with __len__ and batch(indices) -> (inputs, targets)"
+METHODS = {"__len__": "def __len__(self)", "batch": "def batch(self, indices)"}
 
 
-def dataset_of(data: Any, split: str) -> Any:
-    """Return data.dataset(split), if it is something that a loader can read."""
+def dataset_of(data: Any, split: str, section: Mapping[str, Any] | None = None) -> Any:
+    """Return data.dataset(split), if it is something that a loader can read. section: its settings, for messages."""
     dataset = data.dataset(split)
     if dataset is None:
         if split == "train":
-            raise bad("data", name_of(data), f'dataset("{split}") returned None', f"return {NEEDED}")
+            rule = f'dataset("{split}") returned None: is a `return` missing?'
+            raise at_return(bad("data", name_of(data), rule, f"return {NEEDED}"), type(data).dataset)
         return None
     name = name_of(dataset)
     if getattr(dataset, "is_stream", False):  # data/stream.py has looked at its first samples
         return dataset
-    missing = [m for m in ("__len__", "batch") if not callable(getattr(type(dataset), m, getattr(dataset, m, None)))]
+    missing = [m for m in METHODS if not callable(getattr(type(dataset), m, getattr(dataset, m, None)))]
     if missing:
         rule = f'dataset("{split}") returned a {name}, which has no {" and no ".join(missing)}'
-        raise bad("data", name_of(data), rule, f"return {NEEDED} (docs/your-own.md)")
+        fix = f"return {NEEDED}"
+        if is_users(type(dataset)):
+            fix = f"add {' and '.join(f'`{METHODS[m]}`' for m in missing)} to {name}"
+        raise at_class(bad("data", name_of(data), rule, f"{fix} (docs/your-own.md)"), type(dataset))
     if len(dataset) == 0:
         rule = f'the "{split}" split has no samples'
         fix = "train.eval_batches=0, or " if split == "val" else ""
-        raise bad("data", name_of(data), rule, f"{fix}check the path and the filters of {name}: len() is 0")
+        settings = {k: v for k, v in (section or {}).items() if k != TARGET and v is not None}
+        typed = ", ".join(f"data.{key}={value}" for key, value in settings.items())
+        raise bad("data", name_of(data), rule, f"{fix}check {typed or f'len() of {name}'}")
     return dataset
 
 
@@ -38,18 +48,26 @@ def checked(batch: Any, count: int, dataset: Any) -> tuple[Any, Any]:
     """Return the batch as (inputs, targets) with `count` samples each; raise if it is anything else."""
     from torch import Tensor  # not at import: see prefetch.py
 
-    where = f"{type(dataset).__name__}.batch"
+    where, missing = f"{type(dataset).__name__}.batch", " (is a `return` missing?)" * (batch is None)
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        rule = f"{where} returned {described(batch)}, not a pair (inputs, targets)"
-        raise bad("data", name_of(dataset), rule, "return inputs, targets")
-    for part, what in zip(batch, ("inputs", "targets"), strict=True):
-        if not isinstance(part, Tensor) and not hasattr(part, "leaves"):
-            how = "torch.from_numpy(…)" if type(part).__module__ == "numpy" else "torch.tensor(…) or torch.stack(…)"
-            raise bad("data", name_of(dataset), f"{where} returned {what} as {described(part)}", f"a tensor: {how}")
-        size = len(part) if not isinstance(part, Tensor) or part.dim() else 0
-        if size != count:
-            rule = f"{where} was asked for {count} sample{'s' * (count != 1)}, and returned {size} {what}"
-            raise bad("data", name_of(dataset), rule, "return one row for each index, in their order")
+        rule = f"{where} returned {described(batch)}{missing}, not a pair (inputs, targets)"
+        raise refused(dataset, rule, "return inputs, targets")
+    parts = dict(zip(("inputs", "targets"), batch, strict=True))
+    wrong = {w: part for w, part in parts.items() if not isinstance(part, Tensor) and not hasattr(part, "leaves")}
+    if wrong:
+        arrays = all(type(part).__module__ == "numpy" for part in wrong.values())
+        how = "torch.from_numpy(…)" if arrays else "torch.tensor(…) or torch.stack(…)"
+        what = " and ".join(f"{what} as {described(part)}" for what, part in wrong.items())
+        raise refused(dataset, f"{where} returned {what}", f"{'tensors' if len(wrong) > 1 else 'a tensor'}: {how}")
+    asked = f"{where} was asked for {count} sample{'s' * (count != 1)}, and returned"
+    for what, part in parts.items():
+        if isinstance(part, Tensor) and not part.dim():
+            rule = f"{asked} {what} of shape [], not [{count}]"
+        elif len(part) != count:
+            rule = f"{asked} {len(part)} {what}{all_of(dataset, len(part))}"
+        else:
+            continue
+        raise refused(dataset, rule, "return one row for each index, in their order")
     inputs, targets = batch
     return inputs, targets
 
@@ -58,3 +76,12 @@ def described(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}" + (f" ({type(value[0]).__name__})" if len(value) else "")
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def refused(dataset: Any, rule: str, fix: str) -> ValueError:
+    return at_return(bad("data", name_of(dataset), rule, fix), type(dataset).batch)
+
+
+def all_of(dataset: Any, count: int) -> str:
+    has_length = hasattr(type(dataset), "__len__") and not getattr(dataset, "is_stream", False)
+    return ", all of them: the indices are not used" if has_length and count == len(dataset) else ""

@@ -8,14 +8,19 @@ from typing import Any
 from torch import nn
 
 from dtrain.errors import bad
+from dtrain.runs.source_lines import at_attribute
 
 
 def check(model: Any) -> None:
     """Reject what is no module, and weights that PyTorch does not see because they are in a plain list."""
     if not isinstance(model, nn.Module):
-        rule = "is a class, not an object of it" if isinstance(model, type) else "is not a torch.nn.Module"
         fix = "a class with `class Net(nn.Module)`, or a function that returns an object of one"
-        raise bad("model", getattr(model, "__name__", type(model).__name__), f"what it gives {rule}", fix)
+        if isinstance(model, type):
+            name = model.__name__
+            raise bad(
+                "model", name, f"it returned the class {name}", f"`return {name}()`, or model={model.__module__}.{name}"
+            )
+        raise bad("model", type(model).__name__, "what it gives is not a torch.nn.Module", fix)
     known = {id(module) for module in model.modules()}
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
@@ -28,9 +33,13 @@ def check(model: Any) -> None:
                 if hidden and not (isinstance(item, nn.Parameter) and any(item is p for p in model.parameters())):
                     place = f"{prefix}.{name}" if prefix else name
                     kind = "Module" if isinstance(item, nn.Module) else "Parameter"
-                    wanted = f"nn.{kind}{'Dict' if isinstance(value, dict) else 'List'}"
+                    by_name = isinstance(value, dict) and all(isinstance(key, str) for key in value)
+                    wanted = f"nn.{kind}{'Dict' if by_name else 'List'}(…)"
+                    if isinstance(value, dict) and not by_name:
+                        wanted += f", or nn.{kind}Dict(…) with text as keys"
                     rule = f"{place} is a plain {type(value).__name__} of {kind.lower()}s, which are not trained"
-                    raise bad("model", type(model).__name__, rule, f"self.{name} = {wanted}(…)")
+                    refused = bad("model", type(model).__name__, rule, f"self.{name} = {wanted}")
+                    raise at_attribute(refused, model, place)
 
 
 def inside(value: Any) -> Iterator[Any]:

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 OWN = "dtrain.models.losses.own"
 FIX = (
-    "loss=cross_entropy, loss=mse or one of your own (docs/your-own.md), or a forward(inputs, targets) that returns it"
+    "loss=cross_entropy, or loss=mse, or one of your own (docs/your-own.md), or a forward(inputs, targets) that "
+    "returns it"
 )
+FIX_SHAPES = "change the model's outputs or the data's targets"
 
 
 def own() -> None:
@@ -37,7 +39,10 @@ def cross_entropy(outputs: Tensor, targets: Tensor, training: bool = True, label
     if scores.shape[:-1] != targets.shape and scores.dim() > 2:
         scores = scores.movedim(1, -1)
     if scores.shape[:-1] != targets.shape or targets.is_floating_point():
-        raise mismatch("cross_entropy", outputs, targets, "class scores and, for each set of them, one class number")
+        only_dtype = scores.shape[:-1] == targets.shape
+        fix = f"give the targets as class numbers, .long(): they are {targets.dtype}" if only_dtype else FIX_SHAPES
+        wanted = "class scores and, for each set of them, one class number"
+        raise mismatch("cross_entropy", outputs, targets, wanted, fix)
     if not training or not label_smoothing:
         return layers.classify(scores, targets, training)
     flat = scores.reshape(-1, scores.shape[-1]).float()
@@ -55,20 +60,26 @@ def mse(outputs: Tensor, targets: Tensor) -> Tensor:
     if outputs.shape == (*targets.shape, 1):  # otherwise torch would broadcast every output against every target
         targets = targets.unsqueeze(-1)
     if outputs.shape != targets.shape:
-        raise mismatch("mse", outputs, targets, "one number for each output")
+        are_classes = outputs.shape[:-1] == targets.shape and not targets.is_floating_point()
+        fix = f"loss=cross_entropy, if the targets are class numbers ({targets.dtype})" if are_classes else FIX_SHAPES
+        raise mismatch("mse", outputs, targets, "one number for each output", fix)
     return F.mse_loss(outputs.float(), targets.float())
 
 
 def only_tensors(name: str, outputs: Any) -> None:
     if not hasattr(outputs, "shape"):
-        gave = "nothing (None): is a `return` missing?" if outputs is None else f"a {type(outputs).__name__}"
-        fix = "return one tensor from forward, or loss=my_module.my_loss(outputs, targets), which gets all of it"
-        raise bad("loss", name, f"the model's forward returned {gave}", fix)
+        raise no_tensor(name, outputs)
 
 
-def mismatch(name: str, outputs: Tensor, targets: Tensor, wanted: str) -> ValueError:
+def no_tensor(name: str, outputs: Any) -> ValueError:
+    gave = "nothing (None): is a `return` missing?" if outputs is None else f"a {type(outputs).__name__}"
+    fix = "return one tensor from forward, or loss=my_module.my_loss(outputs, targets), which gets all of it"
+    return bad("loss", name, f"the model's forward returned {gave}", fix)
+
+
+def mismatch(name: str, outputs: Tensor, targets: Tensor, wanted: str, fix: str) -> ValueError:
     shapes = f"outputs are {list(outputs.shape)} and targets {list(targets.shape)} of {targets.dtype}"
-    return bad("loss", name, f"{shapes}, but it needs {wanted}", "change the model's outputs or the data's targets")
+    return bad("loss", name, f"{shapes}, but it needs {wanted}", fix)
 
 
 def ready(loss: Any) -> Callable[..., Tensor] | None:

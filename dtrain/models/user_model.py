@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from dtrain.errors import bad
 from dtrain.models import calling, check_model, losses
 from dtrain.models.layers import eval_metrics
+from dtrain.runs.source_lines import at_return
 from dtrain.util.meta_device import on_meta
 
 log = logging.getLogger("dtrain")
@@ -100,6 +101,8 @@ def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
         if targets is None:
             return outputs
         if is_known:  # a loss of the user gets all that the model returns
+            if outputs is None:
+                raise at_return(losses.no_tensor(function.__name__, outputs), type(self).forward)
             outputs = calling.scores(outputs)
         targets = calling.plain(targets)
         if isinstance(loss, nn.Module):
@@ -112,7 +115,8 @@ def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
             return calling.loss_in(self, value, getattr(function, "__name__", str(function)))
         if value.shape != ((1 + len(metrics),) if metrics and not self.training else ()):
             rule = f"returned a tensor of shape {list(value.shape)}, not a scalar"
-            raise bad("loss", getattr(function, "__name__", function), rule, "return the mean over the targets")
+            refused = bad("loss", getattr(function, "__name__", function), rule, "return the mean over the targets")
+            raise at_return(refused, getattr(function, "forward", function))
         return value
 
     model.forward, model.watch = MethodType(forward, model), None

@@ -201,7 +201,7 @@ def classify(
 ) -> tuple[str, str]:
     """(cause, sentence); `{who}` in the sentence is the rank."""
     where = f" at {failure['where']}" if failure.get("where") else ""
-    says = first_line(message)
+    says, refused = first_line(message), failure.get("exit_code") == BAD_CONFIG
     for matches, cause, sentence in (
         (kind == "hang", "hang", f"The run stood still: {says}."),
         (kind == "collective mismatch", "collective", f"{{who}} called other collectives: {says}."),
@@ -216,7 +216,8 @@ def classify(
         (kind == "CheckpointError", "checkpoint", f"A checkpoint could not be used: {says}"),
         (kind == "SystemExit", "exit", f"{{who}} called sys.exit({says}){where}."),
         ("must be the same on all ranks" in message, "setup", f"The ranks differ: {says}."),
-        (failure.get("exit_code") == BAD_CONFIG, "settings", f"A setting was refused by the ranks: {says}."),
+        (refused and failure.get("where"), "code", f"{{who}} refused your code{where}: {says}."),
+        (refused, "settings", f"A setting was refused by the ranks: {says}."),
         (GPU_MEMORY.search(f"{kind}: {message}"), "gpu memory", f"{{who}} ran out of GPU memory{where}: {says}."),
         (HOST_MEMORY.search(f"{kind}: {message}"), "memory", f"{{who}} was refused memory of the host{where}: {says}."),
         (LOADER.search(message), "loader", f"A loader process of {{who}} ended: {says}"),

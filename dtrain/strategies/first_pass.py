@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dtrain.errors import bad
+from dtrain.runs.source_lines import at_attribute
 
 log = logging.getLogger("dtrain")
 MOST_SHOWN = 5  # names in a message
@@ -25,14 +26,15 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, needs_all: bool, u
         new = [n for n, p in trained.items() if id(p) not in known]
         if new:
             rule = f"{listed(new)} did not exist before forward() ran, so the optimizer does not know {them(new)}"
-            raise bad("model", name, rule, f"create {them(new)} in {name}.__init__")
+            raise at_attribute(bad("model", name, rule, f"create {them(new)} in {name}.__init__"), model, new[0])
     unused = [n for n, p in trained.items() if p.grad is None]
     if not unused or len(unused) == len(trained):
         return
     rule = f"{listed(unused)} got no gradient in the first step: forward() or the loss does not use {them(unused)}"
     if needs_all:
         fix = f"use {them(unused)} in every step, remove {them(unused)}, or requires_grad_(False) in __init__"
-        raise bad("model", name, f"{rule}, and strategy=ddp on several ranks waits for all", fix)
+        refused = bad("model", name, f"{rule}, and strategy=ddp on several ranks waits for all", fix)
+        raise at_attribute(refused, model, unused[0])
     log.warning("model=%s: %s", name, rule)
 
 

@@ -26,7 +26,7 @@ from dtrain.config.run_file import Settings
 from dtrain.config.schema import check_run
 from dtrain.runs.folder import write_json
 from dtrain.runs.protocol import BAD_CONFIG, DONE, FAILED, PREEMPTED
-from dtrain.train import metrics, nonfinite, process, rescue
+from dtrain.train import failed_step, metrics, nonfinite, process, rescue
 from dtrain.train.best import rule_of
 from dtrain.train.guard import Guard
 from dtrain.train.pending import FinishedStep, PendingSteps
@@ -199,7 +199,7 @@ def main(run_dir: Path) -> int:
             stop = process.StopRequest(run_dir)
             run = set_up(run_dir, cfg, device, saver)
             stop.steps_late = run.strategy.steps_ahead
-            with rescue.on_lost_peer(run):
+            with rescue.on_lost_peer(run), failed_step.explained(run):
                 preempted = train(run, saver, stop, position)
             position.enter("end", run.step)
             finish(run, saver, preempted)

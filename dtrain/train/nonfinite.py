@@ -39,7 +39,9 @@ def first_sample(data: Loader | StreamLoader, begin: int) -> str:
                 if tensor.is_floating_point() and len(tensor) == count:
                     broken = (~torch.isfinite(tensor)).reshape(count, -1).any(dim=1).nonzero()
                     if len(broken):
-                        return f"Sample {request.indices[int(broken[0])]} of the data has NaN or Inf in its {what}"
+                        return (
+                            f"Sample {request.indices[int(broken[0])]} of the train split has NaN or Inf in its {what}"
+                        )
     return ""
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 import dtrain
 from dtrain.config import run_file
+from dtrain.config.files import SEVERAL
 from dtrain.config.redaction import hide
 from dtrain.errors import bad
 from dtrain.runs import causes
@@ -199,9 +200,19 @@ def explained(error: BaseException) -> BaseException:
 
 def message(error: BaseException, run_dir: Path) -> str:
     """The error's text, with what to do about it if that is known."""
-    text = disk_space.explain(error, run_dir)
+    text = as_typed(disk_space.explain(error, run_dir), run_dir)
     todo = hint(error) if "ix: " not in text else ""
     return f"{text}\n  fix: {todo}" if todo else text
+
+
+def as_typed(text: str, run_dir: Path) -> str:
+    """Name the user's own code as it was typed, data=net.Points, where an error names the class it deals with."""
+    found = re.match(r"(\w+)=[\w.…]+: ", text)
+    with contextlib.suppress(OSError, ValueError):
+        typed = run_file.load(run_dir).get("choices", {}).get(found[1]) if found else None
+        if found and found[1] not in SEVERAL and isinstance(typed, str) and "." in typed:
+            return f"{found[1]}={typed}: {text[found.end() :]}"
+    return text
 
 
 def report_failure(run_dir: Path, rank: int, error: BaseException, exit_code: int) -> None:

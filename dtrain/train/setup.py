@@ -139,8 +139,8 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
 
     # ---- data, model, strategy -------------------------------------------------------------------------------
     data = open_data(cfg.data, trust)
-    train_set = dataset_of(data, "train")
-    val_set = held_out(dataset_of(data, "val"), cfg) if cfg.train.eval_batches else None
+    train_set = dataset_of(data, "train", cfg.data)
+    val_set = held_out(dataset_of(data, "val", cfg.data), cfg) if cfg.train.eval_batches else None
     data_identity = process.check_same_start(folder, train_set, val_set)
     epochs, per_epoch = cfg.train.get("epochs"), samples_of(train_set)
     cfg.train["steps"] = run_length.steps_of(cfg.train, per_epoch, name_of(train_set))

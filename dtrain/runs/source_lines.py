@@ -1,0 +1,95 @@
+"""Add the line of the user's class or function that an error is about: causes.py shows it as the error's place.
+
+An error about what a method returned is raised after the method has ended, so its traceback has no line of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from dtrain.runs.causes import is_users_file
+
+E = TypeVar("E", bound=BaseException)
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def at_return(error: E, function: Any) -> E:
+    """Add the line of a function's only `return`, of its last statement if it has none, else of its `def`."""
+    found = source(function)
+    if found is None or not isinstance(found[1], Function):
+        return error
+    file, tree = found
+    returns = [node for node in own_nodes(tree) if isinstance(node, ast.Return)]
+    node = returns[0] if len(returns) == 1 else tree if returns else tree.body[-1]
+    return placed(error, file, node.lineno, tree.name)
+
+
+def at_class(error: E, kind: type) -> E:
+    """Add the line of a class."""
+    found = source(kind)
+    return error if found is None else placed(error, found[0], found[1].lineno, kind.__name__)
+
+
+def at_attribute(error: E, module: Any, path: str) -> E:
+    """Add the line of `self.NAME = …` that made a.b.c: that of c, or else of b, or else of a."""
+    place = None
+    for name in path.split("."):
+        place = assignment(type(module), name) or place
+        module = getattr(module, name, None)
+    return error if place is None else placed(error, *place)
+
+
+def is_users(thing: Any) -> bool:
+    """Whether a class or function is defined in a file of the user."""
+    return source(thing) is not None
+
+
+def assignment(kind: type, name: str) -> tuple[str, int, str] | None:
+    """(file, line, method) where a class or a base class of it assigns an attribute."""
+    for base in kind.__mro__:
+        found = source(base)
+        methods = [node for node in (found[1].body if found else ()) if isinstance(node, ast.FunctionDef)]
+        for method in methods:
+            for node in ast.walk(method):
+                if not isinstance(node, (ast.Assign, ast.AnnAssign)):
+                    continue
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if found and any(is_own(target, name) for target in targets):
+                    return found[0], node.lineno, method.name
+    return None
+
+
+def is_own(place: Any, name: str) -> bool:
+    of_self = isinstance(place, ast.Attribute) and isinstance(place.value, ast.Name) and place.value.id == "self"
+    return of_self and place.attr == name
+
+
+def source(thing: Any) -> tuple[str, ast.ClassDef | Function] | None:
+    """The file and the syntax tree, with the file's line numbers; None unless a file of the user defines it."""
+    try:
+        file = inspect.getsourcefile(thing)
+        if file is None or not is_users_file(file):
+            return None
+        lines, first = inspect.getsourcelines(thing)
+        tree = ast.parse(textwrap.dedent("".join(lines))).body[0]
+    except (OSError, TypeError, SyntaxError, IndexError):  # typed into an interpreter, built in, or a lambda
+        return None
+    ast.increment_lineno(tree, first - 1)
+    return (file, tree) if isinstance(tree, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) else None
+
+
+def own_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function, without those of functions and classes inside it."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            yield node
+            yield from own_nodes(node)
+
+
+def placed(error: E, file: str, line: int, function: str) -> E:
+    error.add_note(f'File "{file}", line {line}, in {function}')
+    return error
