@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+from dtrain.config.models import LANGUAGE_MODELS
 from dtrain.errors import bad
 from dtrain.runs.best import mode_of
 from dtrain.util.format import as_dict
 
-LANGUAGE_MODELS = ("dtrain.models.gpt2.GPT2", "dtrain.models.llama.Llama")
 CLASSIFIERS = (
     "dtrain.models.bert.Bert", "dtrain.models.convnet.ConvNet", "dtrain.models.resnet.ResNet", "dtrain.models.vit.ViT",
 )  # fmt: skip

@@ -13,19 +13,20 @@ from dtrain.config import elastic, mesh
 from dtrain.config.files import CONTROL, flatten, is_script
 from dtrain.config.hardware import world_size
 from dtrain.config.mesh import batch_sizes
+from dtrain.config.models import GPT2, LANGUAGE_MODELS, LLAMA
 from dtrain.config.ranges import check_ranges
 from dtrain.config.schema import check_keys_and_types
 from dtrain.errors import bad
 from dtrain.runs import tags
 
 TASKS = {"next": "the next tokens", "mlm": "masked tokens", "classify": "classes of texts"}
-TASK_OF = {"dtrain.models.gpt2.GPT2": "next", "dtrain.models.llama.Llama": "next"}  # other models have model.task
+TASK_OF = dict.fromkeys(LANGUAGE_MODELS, "next")  # other models have model.task
 # The linear layers of our models, by the last part of their names; a test compares them with the models.
 LINEAR_LAYERS = {
     "dtrain.models.bert.Bert": ("q", "k", "v", "proj", "up", "down", "transform", "pooler", "classifier"),
     "dtrain.models.convnet.ConvNet": ("hidden", "head"),
-    "dtrain.models.gpt2.GPT2": ("qkv", "proj", "up", "down"),
-    "dtrain.models.llama.Llama": ("q", "k", "v", "proj", "gate", "up", "down", "output"),
+    GPT2: ("qkv", "proj", "up", "down"),
+    LLAMA: ("q", "k", "v", "proj", "gate", "up", "down", "output"),
     "dtrain.models.resnet.ResNet": ("head",),
     "dtrain.models.vit.ViT": ("qkv", "proj", "up", "down", "head"),
 }

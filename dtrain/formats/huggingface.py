@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dtrain.config import models
 from dtrain.formats.bounded import short
 
 # How a Hugging Face weight becomes ours. Conv1D stores its matrices transposed; HEADS is a Conv1D of queries, keys and
@@ -138,7 +139,7 @@ def _gpt2_config(model: Mapping[str, Any]) -> dict[str, Any]:
 
 GPT2 = Family(
     model_type="gpt2",
-    target="dtrain.models.gpt2.GPT2",
+    target=models.GPT2,
     prefix="transformer.",
     layers="h.{}",
     in_layer={
@@ -209,7 +210,7 @@ def _llama_config(model: Mapping[str, Any]) -> dict[str, Any]:
 
 LLAMA = Family(
     model_type="llama",
-    target="dtrain.models.llama.Llama",
+    target=models.LLAMA,
     prefix="model.",
     layers="layers.{}",
     in_layer={

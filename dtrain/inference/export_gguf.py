@@ -32,7 +32,7 @@ IN_LAYER = {
     "attention.k": "attn_k", "attention.v": "attn_v", "attention.proj": "attn_output", "mlp.gate": "ffn_gate",
     "mlp.up": "ffn_up", "mlp.down": "ffn_down",
 }  # fmt: skip
-FAMILIES = {huggingface.GPT2.target: "gpt2", huggingface.LLAMA.target: "llama"}
+FAMILIES = {family.target: family.model_type for family in (huggingface.GPT2, huggingface.LLAMA)}
 
 
 def export_gguf(

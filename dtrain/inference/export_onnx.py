@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from dtrain.config import run_file
 from dtrain.config.build import build
+from dtrain.config.models import LANGUAGE_MODELS
 from dtrain.config.run_file import Settings
 from dtrain.errors import bad
 from dtrain.inference.export import Final, add_card, new_folder
@@ -29,9 +30,8 @@ from dtrain.models.layers import Attend
 
 log = logging.getLogger("dtrain")
 FILE = "model.onnx"
-TARGETS = {
-    "dtrain.models.gpt2.GPT2": "tokens", "dtrain.models.llama.Llama": "tokens", "dtrain.models.bert.Bert": "segments",
-    "dtrain.models.resnet.ResNet": "image", "dtrain.models.vit.ViT": "image",
+TARGETS = dict.fromkeys(LANGUAGE_MODELS, "tokens") | {
+    "dtrain.models.bert.Bert": "segments", "dtrain.models.resnet.ResNet": "image", "dtrain.models.vit.ViT": "image",
 }  # fmt: skip
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-4  # between onnxruntime's and torch's outputs, of the largest output or of 1

@@ -16,6 +16,7 @@ import torch
 
 import dtrain
 from dtrain.checkpoint import store
+from dtrain.config.models import LANGUAGE_MODELS
 from dtrain.config.redaction import hide, redact
 from dtrain.errors import bad
 from dtrain.runs import environment
@@ -30,8 +31,7 @@ SECTIONS = (
     "model", "data", "loss", "optim", "schedule", "train", "precision", "strategy", "lora", "ema", "init_from",
 )  # fmt: skip
 LIBRARIES = {"hf": "transformers", "gguf": "gguf", "onnx": "onnx", "safetensors": "dtrain"}
-TASKS = {
-    "dtrain.models.gpt2.GPT2": "text-generation", "dtrain.models.llama.Llama": "text-generation",
+TASKS = dict.fromkeys(LANGUAGE_MODELS, "text-generation") | {
     "dtrain.models.vit.ViT": "image-classification", "dtrain.models.resnet.ResNet": "image-classification",
     "dtrain.models.convnet.ConvNet": "image-classification",
 }  # fmt: skip
