@@ -182,8 +182,9 @@ def check_tensor(
     if strategy.get("sequence_parallel") and tp > 1 and shared_gpus(cluster):
         rule = "ranks that share a GPU communicate over gloo, where this setting crashed (SIGSEGV, torch 2.11)"
         raise bad("strategy.sequence_parallel", "true", rule, f"cluster.processes={gpus_per_node(cluster)}, or false")
-    if strategy.get("sequence_parallel") and seq_len and seq_len % tp:
-        rule = f"{where}.seq_len={seq_len} must be a multiple of the {tp} tensor-parallel ranks"
+    if strategy.get("sequence_parallel") and seq_len and seq_len % (tp * sizes.cp):
+        ranks = f"{tp} tensor-parallel" + (f" × {sizes.cp} context-parallel" if sizes.cp > 1 else "")
+        rule = f"{where}.seq_len={seq_len} must be a multiple of the {ranks} ranks"
         raise bad("strategy.sequence_parallel", "true", rule, "strategy.sequence_parallel=false")
     multiple = model.get("vocab_multiple", 1)
     if strategy.get("loss_parallel") and vocab_size and -(-vocab_size // multiple) * multiple % tp:

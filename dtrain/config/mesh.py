@@ -69,7 +69,7 @@ def resolve(
     if math.prod(sizes.values()) != world_size:
         raise ValueError(
             f"{asked}: {' × '.join(sizes)} must equal the number of ranks, {world_size}\n"
-            f"  fix: {other_sizes(world_size, node_size, fixed, abs(pp * tp * cp))}"
+            f"  fix: {other_sizes(world_size, node_size, fixed, abs(pp * tp), cp)}"
         )
     if node_size % sizes["tp"]:
         raise ValueError(
@@ -86,10 +86,14 @@ def of_strategy(section: Mapping[str, Any], world_size: int, node_size: int) -> 
     return resolve(world_size, node_size, **axes)
 
 
-def other_sizes(world_size: int, node_size: int, fixed: int, model: int) -> str:
+def other_sizes(world_size: int, node_size: int, fixed: int, model: int, cp: int) -> str:
     """Suggest degrees for these ranks, or ranks for these degrees. model: pp × tp, as far as given."""
-    fill = "strategy.dp=-1" if world_size % model == 0 and fixed > model else ""
-    degrees = fill or f"strategy.dp=-1 with pp and tp whose product divides {world_size}"
+    fill = "strategy.dp=-1" if world_size % (model * cp) == 0 and fixed > model * cp else ""
+    if cp > 1 and not fill and world_size % model == 0:
+        fits = max(c for c in range(1, cp + 1) if world_size // model % c == 0)
+        fill = f"strategy.cp={fits} strategy.dp=-1"
+    axes = "pp, tp and cp" if cp > 1 else "pp and tp"
+    degrees = fill or f"strategy.dp=-1 with {axes} whose product divides {world_size}"
     if world_size == node_size:
         ranks = f"cluster.processes={fixed}"
     else:

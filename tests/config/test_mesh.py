@@ -87,6 +87,20 @@ def test_following_the_fixes_leads_to_a_mesh(pp: int, dp: int, tp: int) -> None:
     pytest.fail(f"still refused: {asked} with {world} ranks")
 
 
+@given(world_sizes, good_sizes, st.one_of(st.just(-1), good_sizes), good_sizes, st.integers(2, 9))
+def test_a_refusal_proposes_a_cp_that_is_accepted(world: int, pp: int, dp: int, tp: int, cp: int) -> None:
+    try:
+        assert resolve(world, None, pp, dp, tp, cp).cp == cp
+    except ValueError as error:
+        degrees = re.search(r"strategy\.(cp=(\d+) strategy\.)?dp=-1(?! with)", str(error).split("fix: ")[1])
+        if world % (pp * tp):
+            assert "pp, tp and cp whose product divides" in str(error)
+        else:
+            assert degrees and resolve(world, None, pp, -1, tp, int(degrees[2] or cp)).pp == pp
+    with pytest.raises(ValueError, match=r"fix: strategy\.cp=2 strategy\.dp=-1, or cluster\.processes=3"):
+        resolve(4, cp=3)
+
+
 def test_a_mesh_in_words() -> None:
     assert str(MeshSizes(pp=2, dp=3, tp=4)) == "pp 2 × dp 3 × tp 4"
     assert MeshSizes(pp=2, dp=3, tp=4).as_dict() == {"pp": 2, "dp": 3, "tp": 4}

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dtrain.checks.context import attends_by_blocks
 from dtrain.config.hardware import ranks_per_node
 from dtrain.config.mesh import MeshSizes
 from dtrain.plan.layout import Layout, compile_of, layout_of
@@ -216,8 +217,14 @@ def in_mode(layout: Layout, mode: str, frame: Frame, config: Mapping[str, Any]) 
 
 
 def modes_of(frame: Frame) -> tuple[str, ...]:
-    """zbv splits the backward pass in two, and tensors kept by `ops` exist only for one."""
-    return tuple(mode for mode in CHECKPOINTING if mode != "ops" or frame.section.get("schedule") != "zbv")
+    """Without `ops` where the launcher refuses it.
+
+    zbv splits the backward pass in two, and what `ops` keeps can be used once; under strategy.cp it would keep the
+    attention to each rank's keys.
+    """
+    splits = frame.section.get("schedule") == "zbv"
+    refused = splits or attends_by_blocks(frame.sizes.cp, frame.section.get("cp_kind", ""))
+    return tuple(mode for mode in CHECKPOINTING if mode != "ops" or not refused)
 
 
 def idle(pp: int, stages: int, micro_batches: int) -> float:

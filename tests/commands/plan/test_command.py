@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -221,6 +222,19 @@ def test_the_command_is_the_launchers_own_words() -> None:
     bucket = question(*SEVEN_B, "strategy=ddp", "strategy.bucket_mb=50")
     assert request.launch_command(bucket, made(strategy="ddp", data="ddp")).endswith("strategy.bucket_mb=50")
     assert "bucket_mb" not in request.launch_command(bucket, made())
+
+
+@pytest.mark.parametrize("kind", ["ring", "allgather", "ulysses"])
+def test_the_launcher_accepts_how_sequences_are_divided(
+    kind: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["model=llama-8b", "hardware=h100", "train.global_batch_size=16", "model.seq_len=65536", "data=synthetic"]
+    rows = planned(capsys, *words, "strategy=fsdp", "strategy.cp=4", f"strategy.cp_kind={kind}")
+    modes = {row["activation_checkpointing"] for row in rows}
+    assert ("ops" in modes) == (kind == "ulysses")
+    _, program, *found = shlex.split(rows[0]["command"])
+    assert "strategy.cp=4" in found
+    assert main(["launch", *found, "dry_run=true", f"run_dir={tmp_path / 'run'}"]) == 0, program
 
 
 def test_what_a_plan_imports() -> None:
