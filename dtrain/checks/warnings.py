@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from dtrain.checks.validate import validate
-from dtrain.config.files import is_script, section
+from dtrain.config import run_length
+from dtrain.config.files import is_script
 from dtrain.config.hardware import count_gpus
 
 CROWDED = 8  # ranks on a core; so many still start in seconds, e.g. to try tp=4 pp=2 on a small machine
@@ -15,28 +16,9 @@ CROWDED = 8  # ranks on a core; so many still start in seconds, e.g. to try tp=4
 
 def warnings(config: dict[str, Any]) -> Iterator[str]:
     """Yield the warnings of a checked configuration with a fixed number of ranks."""
-    if not is_script(config):
-        yield from of_warmup(config)
+    if not is_script(config) and (steps := config["train"]["steps"]):  # the ranks know those of train.epochs
+        yield from run_length.of_warmup(config, steps)
     yield from of_crowding(config)
-
-
-def of_warmup(config: dict[str, Any]) -> Iterator[str]:
-    """A warm-up that somebody chose, or a recipe: a first try of a few steps keeps the default without a word."""
-    warmup, steps = config["schedule"].get("warmup_steps"), config["train"]["steps"]
-    chosen = str(config["choices"].get("schedule"))
-    if not isinstance(warmup, int) or steps is None or warmup <= steps or not is_own_value(chosen, warmup):
-        return
-    yield (
-        f"schedule.warmup_steps={warmup} is longer than the run, train.steps={steps}: the learning rate only reaches "
-        f"{100 * steps / (warmup + 1):.2g}% of its peak; fix: schedule.warmup_steps={steps // 10}"
-    )
-
-
-def is_own_value(option: str, warmup: int) -> bool:
-    try:
-        return bool(section("schedule", option).get("warmup_steps") != warmup)
-    except OSError:  # an option of the user's own
-        return True
 
 
 def of_crowding(config: dict[str, Any]) -> Iterator[str]:

@@ -315,7 +315,7 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
         fix = f"leave out {section}= (dtrain's own {group} options have one), choose another {group}, or give {key}=…"
         raise ValueError(f"{key}: {rule}\n  fix: {fix}") from error
     redaction.check(config)
-    run_length.settle(config, overrides)
+    run_length.keep_one_length(config, overrides)
     config["run_dir"] = cfg.get("run_dir")  # Hydra's own value: in a copy, ${now:} may resolve to a later second
     if config["cluster"].get("processes", 0) is None:
         config["cluster"]["processes"] = ranks_per_node(config["cluster"])

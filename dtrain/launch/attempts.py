@@ -16,7 +16,8 @@ def is_done(run_dir: Path, config: dict[str, Any]) -> bool:
     summary = read_summary(run_dir)
     if is_script(config):  # it says so itself
         return summary.get("status") == "done"
-    return summary.get("status") == "done" and summary.get("steps", 0) >= (last_step(config["train"], summary) or 0)
+    last = last_step(config["train"], summary)  # None: the epochs are others than those of the summary
+    return summary.get("status") == "done" and last is not None and summary.get("steps", 0) >= last
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ def plain_config(argv: list[str]) -> dict[str, Any]:
         )
     cfg = hydra_config(overrides)
     config = resolved(cfg, overrides)
-    run_length.settle(config, overrides)
+    run_length.keep_one_length(config, overrides)
     check_keys_and_types(config)
     choices: Any = OmegaConf.to_container(cfg.hydra.runtime.choices)
     chosen = {group: choices.get(group) for group in (*GROUPS, "recipe")}

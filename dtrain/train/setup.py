@@ -31,7 +31,7 @@ from dtrain.errors import CheckpointError, bad
 from dtrain.models.calling import shifts_labels
 from dtrain.optim import build as optimizers
 from dtrain.runs.best import METRICS
-from dtrain.runs.folder import newest_metrics, predicted, write_json
+from dtrain.runs.folder import newest_metrics, predicted, read_json, write_json
 from dtrain.runs.metrics import OWN, own_names
 from dtrain.runs.recorder import Recorder
 from dtrain.strategies.base import Strategy
@@ -196,6 +196,8 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     fresh = FreshState(cfg.train.spike == "rollback")
     found = load_newest(saver, cfg, strategy, data_identity, fresh)
     loaded_from, step, samples, saved = found or (None, 0, 0, {})
+    if epochs is not None:
+        check_epochs(folder, cfg, step)
     continue_stream(train_data, saved)
     hooks.load(saved.get("hooks", {}), may_continue=allows(cfg.resume_allow, "hooks") or bool(saved.get(FORKED)))
 
@@ -238,6 +240,16 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     )  # fmt: skip
     hooks.begin(run)
     return run
+
+
+def check_epochs(folder: Path, cfg: Settings, step: int) -> None:
+    """What the launcher checks of train.steps: do they go beyond the checkpoint, and how long is the warm-up?"""
+    before = from_rank_0(lambda: read_json(folder / "summary.json"), "reading the summary")
+    is_saved = before.get("status") not in ("done", "preempted") and before.get("epochs") == cfg.train.epochs
+    run_length.check_reaches(cfg, cfg.train.steps, step, is_saved)
+    if dist.get_rank() == 0:
+        for line in run_length.of_warmup(cfg, cfg.train.steps):
+            log.warning(line)
 
 
 def samples_of(dataset: Any) -> int | None:
