@@ -6,10 +6,10 @@ import hashlib
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtrain.config.build import own_file
 from dtrain.config.files import ADDRESSES, CODE, GROUPS, LOGGER, TARGET, flatten, is_script, yaml_loader
@@ -126,23 +126,40 @@ def completed(config: dict[str, Any]) -> dict[str, Any]:
     return {"nsys": False, "cuda_graphs": "none", "profile": {"_target_": "dtrain.profile.record.Profile"}} | config
 
 
-def fingerprint(run_dir: Path) -> str:
-    return hashlib.sha256(read_bytes(run_dir / "config.yaml")).hexdigest()
+def fingerprint(run_dir: Path, name: str = "config.yaml") -> str:
+    return hashlib.sha256(read_bytes(run_dir / name)).hexdigest()
 
 
-def read_run(run_dir: Path, setting: str = "run") -> dict[str, Any]:
+class Version(NamedTuple):
+    """A configuration of a run."""
+
+    cfg: Mapping[str, Any]
+    launch: int | None = None  # that it was of, from 1; None: of the newest, or not known
+
+
+def version(run_dir: Path, sha256: str) -> Version | None:
+    """Return the configuration with this fingerprint: config.yaml, or one that was kept when a resume replaced it."""
+    for name in ("config.yaml", *sorted(path.name for path in run_dir.glob("config-*.yaml"))):
+        with suppress(OSError):
+            if fingerprint(run_dir, name) == sha256:
+                number = name.removeprefix("config-").removesuffix(".yaml")
+                return Version(Settings(read_run(run_dir, name=name)), int(number) if number.isdecimal() else None)
+    return None
+
+
+def read_run(run_dir: Path, setting: str = "run", name: str = "config.yaml") -> dict[str, Any]:
     """Read a run's config.yaml as plain values; nothing in it is executed."""
-    path = run_dir / "config.yaml"
+    path = run_dir / name
     try:
         config = read(path, MOST_IN_A_RUN)
     except FileNotFoundError:
         raise
     except Exception as error:  # from the file system, or one of yaml's many types
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        rule = f"its config.yaml cannot be read ({why})"
+        rule = f"its {name} cannot be read ({why})"
         raise bad(setting, run_dir, rule, "choose another run; dtrain runs lists them") from error
     if not isinstance(config, dict):
-        rule = "its config.yaml is not that of a run"
+        rule = f"its {name} is not that of a run"
         raise bad(setting, run_dir, rule, "choose another run; dtrain runs lists them")
     config = with_current_targets({str(k): v for k, v in config.items()})
     checked = dict(config)

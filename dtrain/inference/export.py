@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dtrain.checkpoint import shards, store
 from dtrain.config import run_file
+from dtrain.config.redaction import redact
 from dtrain.config.schema import check_run
 from dtrain.errors import bad
 from dtrain.formats.huggingface_folder import SINGLE
@@ -168,7 +169,8 @@ def export_file(
     final = Final(run_dir, trust, step, ema)
     weights = model_card.Hashed(final)
     with replacing(path) as temporary:
-        write_stream(temporary, final.empty(), weights, dtype, {"format": "pt", "model": json.dumps(final.cfg.model)})
+        model = json.dumps(model_card.public(redact(final.cfg.model)))
+        write_stream(temporary, final.empty(), weights, dtype, {"format": "pt", "model": model})
     write_card(path, final, "safetensors", weights.hexdigest())
     return path
 

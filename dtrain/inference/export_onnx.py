@@ -162,11 +162,14 @@ def export_onnx(
 def write(form: Form, path: Path) -> None:
     num_bytes = sum(p.numel() * p.element_size() for p in form.module.parameters())
     with quiet():
-        torch.onnx.export(
-            form.module, form.inputs(2, min(16, form.cfg.model.get("seq_len", 16))), path, dynamo=True, verbose=False,
+        program = torch.onnx.export(
+            form.module, form.inputs(2, min(16, form.cfg.model.get("seq_len", 16))), dynamo=True, verbose=False,
             input_names=list(form.names), output_names=["logits"], dynamic_shapes=form.dynamic(),
-            external_data=num_bytes > IN_ONE_FILE,
         )  # fmt: skip
+        assert program is not None
+        for node in program.model.graph.all_nodes():
+            node.metadata_props.clear()  # stack traces with lines of code, and the folders of this machine
+        program.save(path, external_data=num_bytes > IN_ONE_FILE)
 
 
 @contextmanager

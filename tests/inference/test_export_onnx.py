@@ -23,6 +23,7 @@ from tests.world import make_run
 pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 ort = pytest.importorskip("onnxruntime")
+ROOT = Path(export_onnx.__file__).parent.parent.parent
 TEXT = [*SIZES, "cluster.processes=1"]
 RUNS = {
     "gpt2": ["model=gpt2-tiny", *TEXT],
@@ -82,6 +83,8 @@ def test_onnxruntime_computes_the_same(name: str, tmp_path: Path) -> None:
     assert main(["export", str(run), str(out), "--format", "onnx"]) == 0
     assert sorted(os.listdir(out)) == ["README.md", "config.json", "model.onnx"]
     assert compared(run, out) < 1e-4
+    data = (out / "model.onnx").read_bytes()
+    assert b"site-packages" not in data and str(ROOT).encode() not in data, "no folder of this machine"
     values = json.loads((out / "config.json").read_text())
     cfg = run_file.load(run)
     if name in IMAGES:  # from pixels to inputs as config.json says
