@@ -21,6 +21,7 @@ from dtrain.util.collective import gather, rank
 from dtrain.util.dtensor import local
 
 FACTORS = ("row_var", "col_var")
+VARIANCE = "variance"  # of a vector
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -51,8 +52,9 @@ class Adafactor(torch.optim.Adafactor):
                 for piece in held:
                     for key, shape in zip(FACTORS, factor_shapes(piece.whole), strict=False):
                         slots[slot(piece, key)] = torch.zeros(shape, device=local(p).device)
-                if any(len(piece.whole) < 2 for piece in self.pieces[p]):
-                    slots["variance"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                    if len(piece.whole) < 2:
+                        like = p if piece.start is None else piece.of(local(p)).reshape(-1)
+                        slots[slot(piece, VARIANCE)] = torch.zeros_like(like, memory_format=torch.preserve_format)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -100,7 +102,7 @@ class Adafactor(torch.optim.Adafactor):
         slots, piece = self.state[part.parameter], part.piece
         weight = float(slots["step"]) ** group["beta2_decay"]
         if len(piece.whole) < 2:
-            piece.of(local(slots["variance"])).lerp_(part.gradient.square(), weight)
+            variance(slots, piece).lerp_(part.gradient.square(), weight)
         elif part.first:
             for key, total, count in zip(FACTORS, sums.factors[piece.name], piece.whole[:-3:-1], strict=True):
                 held = slots[slot(piece, key)]
@@ -119,7 +121,7 @@ class Adafactor(torch.optim.Adafactor):
             estimate = row[(*box[:-1], every)] * column[(*box[:-2], every, box[-1])]
             estimate.div_(mean)
         else:
-            estimate = piece.of(local(slots["variance"])).clone()
+            estimate = variance(slots, piece).clone()
         return estimate.clamp_(min=eps * eps).rsqrt_().mul_(gradient)
 
 
@@ -192,8 +194,14 @@ class Sums:
 
 
 def slot(piece: Piece, key: str) -> str:
-    """Return the key of a factor in the optimizer's state: a flat parameter of ZeRO has several weights."""
+    """Return a key in the optimizer's state: a flat parameter of ZeRO has several weights."""
     return key if piece.start is None else f"{piece.name}.{key}"
+
+
+def variance(slots: Mapping[str, Any], piece: Piece) -> Tensor:
+    """Return a vector's second moment, of the part that this rank has."""
+    values = local(slots[slot(piece, VARIANCE)])
+    return values if piece.start is None else values.view(piece.shape)
 
 
 def factor_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dtrain.checkpoint.store import CheckpointError
 from dtrain.config.hardware import fake_cpu_fp16
-from dtrain.optim.adafactor import FACTORS
+from dtrain.optim.adafactor import FACTORS, VARIANCE
 from dtrain.optim.owners import Piece
 from dtrain.strategies.optimizer_state import init_optimizer_state
 from dtrain.util.dtensor import Chunk, chunks_of, flat_chunks
@@ -56,8 +56,9 @@ def optimizer_of_shapes(
     return optimizer
 
 
-def is_factored(p: Any) -> bool:
-    return len(getattr(p, "ds_shape", p.shape)) > 1
+def shape_of(p: Any) -> tuple[int, ...]:
+    """Return the shape of the whole weight, also of one that zero3 has sharded."""
+    return tuple(getattr(p, "ds_shape", p.shape))
 
 
 def partition(p: Any, data_rank: int) -> list[Chunk]:
@@ -88,16 +89,20 @@ class Masters:
             swapped = self.stage == 3 and self.zero._swappable_optimizer_subgroup(i)
             if swapped:
                 self.zero._optimizer_states_and_gradient_swap_in(i)
+            weights = dict(self.trained())
             for key, values in {"": flat, **self.optimizer_state(i, flat)}.items():
-                weight, _, factor = key.rpartition(".")
-                if factor in FACTORS:  # of one weight, and whole
+                weight, _, slot = key.rpartition(".")  # Adafactor has slots for each weight
+                if slot in FACTORS:
                     yield f"optim.{key}", chunks_of(values)
+                if weight and slot == VARIANCE:
+                    *_, begin = self.place(weights[weight])
+                    yield f"optim.{key}", flat_chunks(values, shape_of(weights[weight]), begin)
                 if weight or not isinstance(values, Tensor) or values.shape != flat.shape:
                     continue
-                for name, p in self.trained():
+                for name, p in weights.items():
                     group, at, numel, begin = self.place(p)
-                    if group == i and not (key == "variance" and is_factored(p)):
-                        whole = tuple(getattr(p, "ds_shape", p.shape))
+                    if group == i:
+                        whole = shape_of(p)
                         chunks = flat_chunks(values.detach()[at : at + numel], whole, begin)
                         yield (f"optim.{name}.{key}" if key else f"model.{name}"), chunks
             if write and self.stage == 3:
@@ -147,7 +152,7 @@ class Masters:
             group, at, numel, begin = self.place(p)
             if numel:
                 flat = flats[group].detach()
-                for c in flat_chunks(flat[at : at + numel], tuple(getattr(p, "ds_shape", p.shape)), begin):
+                for c in flat_chunks(flat[at : at + numel], shape_of(p), begin):
                     start = int(c.values.storage_offset()) - int(flat.storage_offset())
                     found[flats[group]].append(Piece(name, c.whole_shape, c.offset, c.shape, start))
         return found

@@ -101,6 +101,8 @@ def update_together(out: Path) -> None:
     together = torch.cat([value.reshape(-1) for value in whole_updates(FLAT, 3).values()])
     torch.testing.assert_close(weights["flat"].detach(), together[half], atol=1e-6, rtol=1e-6)
     assert optimizer.state[weights["columns"]]["row_var"].shape == (4, 1), "the factors are whole"
+    of_flat = {key: len(value) for key, value in optimizer.state[weights["flat"]].items() if key.endswith("variance")}
+    assert of_flat == ({} if rank == 0 else {"b.variance": 6}), "only vectors have one, each its own"
     (out / str(rank)).touch()
 
 
