@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import connection, forkserver, resource_tracker
@@ -21,7 +22,7 @@ from dtrain.config.hardware import count_gpus
 from dtrain.launch.failures import first_failure
 from dtrain.launch.supervisor import PEERS_S
 from dtrain.runs.folder import newest_metrics
-from dtrain.runs.protocol import Deadline, die_with_parent, free_port, place_sockets
+from dtrain.runs.protocol import Deadline, die_with_parent, place_sockets
 from dtrain.util import file_handles
 
 _server = multiprocessing.get_context("forkserver")
@@ -81,23 +82,28 @@ class World:
     def __init__(
         self, size: int, function: Callable[..., Any], *arguments: Any, env: dict[str, str] | None = None
     ) -> None:
-        shared = {
-            "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **(env or {}),
-        }  # fmt: skip
         start_server()
-        self.ranks = [
-            _server.Process(
-                target=_rank, args=(function, arguments, shared | {"RANK": str(r), "LOCAL_RANK": str(r)}), daemon=True
-            )
-            for r in range(size)
-        ]
-        try:
-            for process in self.ranks:
-                process.start()
-        except BaseException:  # Ctrl-C
-            self.kill()
-            raise
+        with socket.create_server(("127.0.0.1", 0)) as listening:  # rank 0 gets it: nobody can take the port before
+            shared = {
+                "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(listening.getsockname()[1]), "OMP_NUM_THREADS": "1", **(env or {}),
+            }  # fmt: skip
+            self.ranks = [
+                _server.Process(
+                    target=_rank, daemon=True,
+                    args=(
+                        function, arguments, shared | {"RANK": str(r), "LOCAL_RANK": str(r)},
+                        None if r else listening,
+                    ),
+                )
+                for r in range(size)
+            ]  # fmt: skip
+            try:
+                for process in self.ranks:
+                    process.start()
+            except BaseException:  # Ctrl-C
+                self.kill()
+                raise
 
     def __enter__(self) -> World:
         return self
@@ -128,7 +134,10 @@ class World:
             process.join()
 
 
-def _rank(function: Callable[..., Any], arguments: tuple[Any, ...], env: dict[str, str]) -> None:
+def _rank(
+    function: Callable[..., Any], arguments: tuple[Any, ...], env: dict[str, str], listening: socket.socket | None
+) -> None:
+    """listening: on MASTER_PORT, for the store of rank 0."""
     die_with_parent()  # the parent is the server, which ends with its own parent
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start loaders
     file_handles.raise_limit()
@@ -136,10 +145,18 @@ def _rank(function: Callable[..., Any], arguments: tuple[Any, ...], env: dict[st
 
     os.environ |= env
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # the server already read that variable
+    store = hosted(listening) if listening else None  # noqa: F841  # init_process_group finds it by its port
     code = function(*arguments)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code or 0)  # a failed rank must not wait for its peers in its process group's destructor
+
+
+def hosted(listening: socket.socket) -> Any:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    (host, port), handle = listening.getsockname(), listening.detach()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=handle)
 
 
 def train_rank(run_dir: Path) -> int:

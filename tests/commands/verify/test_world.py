@@ -5,14 +5,19 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from dtrain.commands.verify.world import held_back
-from tests.world import spawn
+from dtrain.commands.verify.world import World, held_back
+from tests.patience import until
+from tests.world import spawn, start_server
 
 
 def test_a_signal_that_was_held_back_comes_at_the_end() -> None:
@@ -42,3 +47,26 @@ def test_ranks_find_what_takes_long_imported_and_passed_over_by_collections() ->
 def look_around() -> None:
     assert {"deepspeed", "torch._inductor.compile_fx"} <= set(sys.modules)
     assert gc.isenabled() and gc.get_freeze_count() > 100_000
+
+
+def test_no_other_program_can_take_the_port_of_a_world(tmp_path: Path) -> None:
+    start_server()
+    with World(2, meet_late, tmp_path) as ranks:
+        until(lambda: (tmp_path / "port").exists(), "rank 0's port")
+        port = int((tmp_path / "port").read_text())
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(("127.0.0.1", port))
+        (tmp_path / "go").touch()
+        assert ranks.join() == [0, 0]
+
+
+def meet_late(folder: Path) -> int:
+    if os.environ["RANK"] == "0":
+        (folder / "port.new").write_text(os.environ["MASTER_PORT"])
+        (folder / "port.new").rename(folder / "port")
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+    dist.init_process_group("gloo")
+    ranks = torch.ones(())
+    dist.all_reduce(ranks)
+    return 0 if ranks == 2 else 1
