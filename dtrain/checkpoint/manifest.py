@@ -210,6 +210,8 @@ def check_meta(values: dict[str, Any]) -> None:
         expect(isinstance(values.get(key, ""), (str, type(None))), f"{key} is not a string")
     for key in ("mesh", "choices", "extra", "spikes", "hooks", "metrics", "stream"):
         expect(isinstance(values.get(key, {}), dict), f"{key} is not an object")
+    classes = values.get("classes", [])
+    expect(isinstance(classes, list) and all(isinstance(c, str) for c in classes), "classes are not names")
     check_spikes(values.get("spikes", {}))
     check_hooks(values.get("hooks", {}))
     if "stream" in values:  # its state is decoded by util/json_state.py

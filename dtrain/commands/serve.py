@@ -57,6 +57,7 @@ def main(argv: list[str]) -> int:
 
 
 def serve(run_dir: Path, fixed: int | None, options: Any, template: Any) -> int:
+    from dtrain.checkpoint.store import read_manifest
     from dtrain.inference import service as services
     from dtrain.inference.export import checkpoint_of
     from dtrain.inference.http_server import Server
@@ -65,7 +66,8 @@ def serve(run_dir: Path, fixed: int | None, options: Any, template: Any) -> int:
     model, cfg = services.load(run_dir, step, options.trust, options.dtype)
     service: services.TextService | services.ClassService
     if cfg.model.get("num_classes"):
-        service = services.ClassService(model, cfg, step, options.trust)
+        classes = read_manifest(run_dir / "checkpoints" / f"step-{step:08d}").meta.get("classes", ())
+        service = services.ClassService(model, cfg, step, options.trust, classes)
     else:
         if cfg.model.get("task"):
             raise bad("RUN", run_dir, "its model is bidirectional and generates no text", "a run of gpt2 or llama")

@@ -40,6 +40,17 @@ def dataset_of(data: Any, split: str, section: Mapping[str, Any] | None = None) 
     return dataset
 
 
+def class_names(data: Any, number: int) -> list[str]:
+    """Return the names of the data's classes, in order; [] if they are not known."""
+    for key in ("labels", "classes"):
+        found = getattr(data, key, None)
+        if not isinstance(found, (list, tuple)) or len(found) != number:
+            continue
+        if all(isinstance(name, (str, int)) for name in found):
+            return [str(name) for name in found]
+    return []
+
+
 def name_of(thing: Any) -> str:
     return str(getattr(thing, "name", "") or type(thing).__name__)
 

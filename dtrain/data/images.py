@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".
 KINDS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "MPO", "AVIF", "JPEG2000")
 LARGEST = 89_478_485  # pixels: where Pillow begins to warn of a decompression bomb; decoded, they take 256 MiB
 RATIO = 4 / 3  # largest aspect ratio of a crop, either way
+TARGET = "dtrain.data.images.Images"
 Box = tuple[float, float, float, float]
 
 
@@ -66,18 +68,8 @@ def check(
     std: Sequence[float] = (1.0,),
 ) -> dict[str, int]:
     """Refuse settings and folders that cannot work, without decoding an image; return the model's required settings."""
-    check_shape(image_size, channels)
-    if len(crop_scale) != 2 or not 0 < crop_scale[0] <= crop_scale[1] <= 1:
-        rule = "must be the smallest and the largest share of an image's area, more than 0 and at most 1"
-        raise bad("data.crop_scale", list(crop_scale), rule, "'data.crop_scale=[0.08,1.0]'")
-    for name, share in (("val_fraction", val_fraction), ("val_crop", val_crop)):
-        if not 0 < share <= 1:
-            raise bad(f"data.{name}", share, "must be a share: more than 0 and at most 1", f"data.{name}=0.1")
-    for name, values in (("mean", mean), ("std", std)):
-        if len(values) not in (1, 3) or (name == "std" and min(values) <= 0):
-            raise bad(f"data.{name}", list(values), "must be 1 or 3 numbers (std: above 0)", f"'data.{name}=[0.5]'")
-    if find_spec("PIL") is None:
-        raise bad("data.path", path, "images need Pillow, which is not installed", "pip install pillow")
+    Decoding(image_size, channels, crop_scale, flip, val_crop, mean, std)
+    check_share("val_fraction", val_fraction)
     root = Path(path).expanduser()
     if not root.is_dir():
         raise bad("data.path", path, "is not a folder", "give a folder that has a folder for each class")
@@ -104,6 +96,11 @@ def check(
     return {"num_classes": len(classes)}
 
 
+def check_share(name: str, share: float) -> None:
+    if not 0 < share <= 1:
+        raise bad(f"data.{name}", share, "must be a share: more than 0 and at most 1", f"data.{name}=0.1")
+
+
 class Images:
     """Classes are the folder names, sorted. Without train/ and val/, a hash of its name decides what is held out."""
 
@@ -121,9 +118,7 @@ class Images:
     ) -> None:
         check(path, image_size, channels, val_fraction, crop_scale, flip, val_crop, mean, std)
         self.root, self.path, self.val_fraction = Path(path).expanduser(), path, val_fraction
-        self.image_size, self.channels, self.val_crop = image_size, channels, val_crop
-        self.crop_scale, self.flip = (crop_scale[0], crop_scale[1]), flip
-        self.mean, self.std = mean, std
+        self.decoding = Decoding(image_size, channels, crop_scale, flip, val_crop, mean, std)
         self.own_val = (self.root / "train").is_dir()
         self.classes = class_names(self.root / "train" if self.own_val else self.root)
 
@@ -156,15 +151,9 @@ class ImageDataset:
     """One image at a time, decoded when requested."""
 
     def __init__(self, data: Images, root: Path, names: list[str], train: bool) -> None:
-        self.root, self.names = root, names
-        self.size, self.mode, self.val_crop = data.image_size, "RGB" if data.channels == 3 else "L", data.val_crop
-        self.crop_scale, self.flip, self.draws = data.crop_scale, data.flip, train
+        self.root, self.names, self.decoding, self.draws = root, names, data.decoding, train
         number = {name: i for i, name in enumerate(data.classes)}
         self.labels = np.array([number[name.partition("/")[0]] for name in names], dtype=np.int64)
-        mean, std = (np.array(v, dtype=np.float32) for v in (data.mean, data.std))
-        if data.channels == 1:  # grayscale: over all three colours
-            mean, std = mean.mean(keepdims=True), std.mean(keepdims=True)
-        self.mean, self.std = mean, std
 
     def __len__(self) -> int:
         return len(self.names)
@@ -186,23 +175,58 @@ class ImageDataset:
 
         indices = np.asarray(indices)
         draws = uniform(keys, 5) if keys is not None and self.draws else [None] * len(indices)
-        inputs = self.normalized([self.read(self.names[i], drawn) for i, drawn in zip(indices, draws, strict=True)])
-        return inputs, torch.from_numpy(self.labels[indices])
-
-    def normalized(self, pictures: Sequence[np.ndarray]) -> Tensor:
-        import torch
-
-        normal = (np.stack(pictures).astype(np.float32) / np.float32(255) - self.mean) / self.std
-        return torch.from_numpy(np.ascontiguousarray(normal.transpose(0, 3, 1, 2)))
+        pictures = [self.read(self.names[i], drawn) for i, drawn in zip(indices, draws, strict=True)]
+        return self.decoding.normalized(pictures), torch.from_numpy(self.labels[indices])
 
     def read(self, name: str, drawn: np.ndarray | None) -> np.ndarray:
         """Return one image as [size, size, channels] in 8 bits."""
         path = self.root / name
         try:
             with open_regular(path) as file:  # a FIFO would never end
-                return self.decode(file, drawn)
+                return self.decoding.decode(file, drawn)
         except Exception as error:  # a decoder can raise anything for damaged bytes
             raise unreadable(path, error) from error
+
+
+class Decoding:
+    """How an image file becomes an input. It needs the settings of `data` alone, and not the folder of images."""
+
+    def __init__(
+        self,
+        image_size: int,
+        channels: int,
+        crop_scale: Sequence[float],
+        flip: bool,
+        val_crop: float,
+        mean: Sequence[float],
+        std: Sequence[float],
+    ) -> None:
+        check_shape(image_size, channels)
+        if len(crop_scale) != 2 or not 0 < crop_scale[0] <= crop_scale[1] <= 1:
+            rule = "must be the smallest and the largest share of an image's area, more than 0 and at most 1"
+            raise bad("data.crop_scale", list(crop_scale), rule, "'data.crop_scale=[0.08,1.0]'")
+        check_share("val_crop", val_crop)
+        for name, values in (("mean", mean), ("std", std)):
+            if len(values) not in (1, 3) or (name == "std" and min(values) <= 0):
+                raise bad(f"data.{name}", list(values), "must be 1 or 3 numbers (std: above 0)", f"'data.{name}=[0.5]'")
+        if find_spec("PIL") is None:
+            raise bad("data", "images", "needs Pillow, which is not installed", "pip install pillow")
+        self.size, self.mode, self.val_crop = image_size, "RGB" if channels == 3 else "L", val_crop
+        self.crop_scale, self.flip = (crop_scale[0], crop_scale[1]), flip
+        self.mean, self.std = (np.array(values, dtype=np.float32) for values in (mean, std))
+        if channels == 1:  # grayscale: over all three colours
+            self.mean, self.std = self.mean.mean(keepdims=True), self.std.mean(keepdims=True)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Decoding:
+        """Return that of the settings of data=images."""
+        return cls(**{name: data[name] for name in inspect.signature(cls).parameters})
+
+    def normalized(self, pictures: Sequence[np.ndarray]) -> Tensor:
+        import torch
+
+        normal = (np.stack(pictures).astype(np.float32) / np.float32(255) - self.mean) / self.std
+        return torch.from_numpy(np.ascontiguousarray(normal.transpose(0, 3, 1, 2)))
 
     def decode(self, file: IO[bytes], drawn: np.ndarray | None = None) -> np.ndarray:
         """Return the image in a file as [size, size, channels]. Damaged bytes raise an exception of any kind."""

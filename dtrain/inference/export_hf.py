@@ -17,7 +17,7 @@ from dtrain.checkpoint.initial_weights import by_part
 from dtrain.config import run_file
 from dtrain.config.build import build
 from dtrain.config.run_file import Settings
-from dtrain.data import text
+from dtrain.data import check, text
 from dtrain.errors import bad
 from dtrain.formats import huggingface
 from dtrain.formats.bounded import read_json
@@ -50,7 +50,7 @@ def export_hf(
         final = Final(run_dir, trust, step, ema)
         weights = Hashed(final)
         write_shards(partial, translated(weights, family, cfg.model, dtype), shard_bytes)
-        values = config_of(cfg, family, trust)
+        values = config_of(cfg, family, class_names(final, trust))
         values["dtype"] = str(dtype or torch.float32).removeprefix("torch.")  # masters are fp32
         (partial / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
         add_tokenizer(partial, cfg)
@@ -116,7 +116,7 @@ def write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]], shard_byte
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def config_of(cfg: Settings, family: huggingface.Family, trust: Iterable[str]) -> dict[str, Any]:
+def config_of(cfg: Settings, family: huggingface.Family, names: list[str]) -> dict[str, Any]:
     """Return config.json: the model's settings, plus values from the init_from folder and from the data."""
     values = {"model_type": family.model_type, **family.config(cfg.model)}
     began = first_config(Path(cfg.init_from)) if cfg.get("init_from") else {}
@@ -129,7 +129,6 @@ def config_of(cfg: Settings, family: huggingface.Family, trust: Iterable[str]) -
     if "eos_token_id" in values and values["eos_token_id"] is None:
         values["eos_token_id"] = end_token(tokenizer_of(cfg.data))
     if "id2label" in values:
-        names = class_names(cfg, trust)
         values |= {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
     return values
 
@@ -159,16 +158,20 @@ def end_token(tokenizer: Path | None) -> int | None:
         return None
 
 
-def class_names(cfg: Settings, trust: Iterable[str]) -> list[str]:
-    """Return the data's class names; LABEL_0, ... as in transformers if they are unknown."""
-    number, labels = cfg.model["num_classes"], []
+def class_names(final: Final, trust: Iterable[str]) -> list[str]:
+    """Return the names of a classifier's classes; LABEL_0, ... as in transformers if they are unknown."""
+    number = final.cfg.model.get("num_classes")
+    if not number or final.cfg.model.get("task", "classify") != "classify":
+        return []
+    saved = list(final.manifest.meta.get("classes", ()))
+    if len(saved) == number:
+        return saved
     try:
-        data = build(cfg.data, trust)
-        names = getattr(data, "labels", None) or getattr(data, "classes", None) or ()
-        labels = [str(name) for name in names]
+        names = check.class_names(build(final.cfg.data, trust), number)
     except (ValueError, OSError) as error:
+        names = []
         log.warning("the names of the classes are not known: %s", error)
-    return labels if len(labels) == number else [f"LABEL_{i}" for i in range(number)]
+    return names or [f"LABEL_{i}" for i in range(number)]
 
 
 def is_tokenizer(path: Path) -> bool:

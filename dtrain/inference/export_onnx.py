@@ -18,8 +18,10 @@ from torch.nn import functional as F
 
 from dtrain.config import run_file
 from dtrain.config.build import build
+from dtrain.config.files import TARGET
 from dtrain.config.models import LANGUAGE_MODELS
 from dtrain.config.run_file import Settings
+from dtrain.data import images
 from dtrain.errors import bad
 from dtrain.inference.export import Final, add_card, new_folder
 from dtrain.inference.export_hf import add_tokenizer, class_names
@@ -151,7 +153,7 @@ def export_onnx(
         form = form_of(model.cpu(), cfg)
         write(form, partial / FILE)
         apart = compare(form, partial / FILE)
-        (partial / "config.json").write_text(json.dumps(description(form, trust), indent=2) + "\n")
+        (partial / "config.json").write_text(json.dumps(description(form, final, trust), indent=2) + "\n")
         if form.is_text:
             add_tokenizer(partial, cfg)
         note = f"onnxruntime's outputs and torch's differ by at most {apart:.1e} (compared when it was exported)."
@@ -208,7 +210,7 @@ def compare(form: Form, path: Path) -> float:
     return worst
 
 
-def description(form: Form, trust: Iterable[str]) -> dict[str, Any]:
+def description(form: Form, final: Final, trust: Iterable[str]) -> dict[str, Any]:
     """Return config.json: what goes in and comes out."""
     cfg = form.cfg
     values: dict[str, Any] = {"model": cfg.choices.model, "inputs": list(form.names), "outputs": ["logits"]}
@@ -217,13 +219,22 @@ def description(form: Form, trust: Iterable[str]) -> dict[str, Any]:
         values |= {"pad_token_id": cfg.model["pad_id"]} if "pad_id" in cfg.model else {}
     else:
         values |= {key: cfg.model[key] for key in ("image_size", "channels")} | preprocessing(cfg, trust)
-    if cfg.model.get("num_classes") and cfg.model.get("task", "classify") == "classify":
-        values["id2label"] = dict(enumerate(class_names(cfg, trust)))
+    if names := class_names(final, trust):
+        values["id2label"] = dict(enumerate(names))
     return values
 
 
 def preprocessing(cfg: Settings, trust: Iterable[str]) -> dict[str, Any]:
-    """Return how pixels become inputs: (pixel × rescale_factor - mean) / std per channel; {} if it is not known."""
+    """Return how pixels become inputs: (pixel × rescale_factor - mean) / std per channel; {} if it is not known.
+
+    Image files are first cropped: crop_pct is the share of the shorter side that the centred square has.
+    """
+    if cfg.data[TARGET] == images.TARGET:
+        files = images.Decoding.of(cfg.data)
+        cropped = {"crop_mode": "center", "crop_pct": files.val_crop, "interpolation": "bilinear"}
+        size = {"size": {"height": files.size, "width": files.size}}
+        colours = {"image_mean": files.mean.tolist(), "image_std": files.std.tolist()}
+        return {**cropped, **size, "rescale_factor": 1 / 255, **colours}
     try:
         data = build(cfg.data, trust).dataset("val")
         mean, std = (getattr(data, name).reshape(-1).tolist() for name in ("mean", "std"))

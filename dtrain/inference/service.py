@@ -7,7 +7,7 @@ import copy
 import io
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.config.build import build
-from dtrain.data.images import ImageDataset, Images
+from dtrain.config.files import TARGET
+from dtrain.data import check, images
 from dtrain.data.small_images import PixelDataset
 from dtrain.data.text_classification import Labelled, LabelledDataset, Record
 from dtrain.errors import CheckpointError, bad
@@ -114,22 +115,32 @@ class TextService:
 class ClassService:
     """A classifier of texts or of images."""
 
-    def __init__(self, model: nn.Module, cfg: Any, step: int, trust: list[str]) -> None:
+    def __init__(self, model: nn.Module, cfg: Any, step: int, trust: list[str], classes: Sequence[str] = ()) -> None:
+        """classes: the names that the checkpoint has."""
         self.model, self.step, self.lock = model, step, threading.Lock()
-        self.data = build(cfg.data, trust)
+        number = int(cfg.model.num_classes)
+        names = list(classes) if len(classes) == number else []
+        self.files = images.Decoding.of(cfg.data) if cfg.data[TARGET] == images.TARGET else None
+        self.data = self.data_of(cfg, trust, names)
         self.images: PixelDataset | None = None
-        self.files = ImageDataset(self.data, self.data.root, [], train=False) if isinstance(self.data, Images) else None
         self.decoding = threading.Lock()  # one image at a time: a large one takes 256 MiB
         if self.files is None and not isinstance(self.data, Labelled):
-            dataset = self.data.dataset("val")
-            if not isinstance(dataset, PixelDataset):
+            self.images = self.data.dataset("val")
+            if not isinstance(self.images, PixelDataset):
                 rule = f"data={cfg.choices.data}: its inputs cannot be sent to a server"
                 raise bad(
                     "RUN", cfg.choices.model, rule, "a run of images, digits, mnist, cifar10, labelled or stdlib-lines"
                 )
-            self.images = dataset
-        labels = getattr(self.data, "labels", None) or getattr(self.data, "classes", None)
-        self.labels = [str(label) for label in labels or range(int(cfg.model.num_classes))]
+        self.labels = names or check.class_names(self.data, number) or [str(i) for i in range(number)]
+
+    def data_of(self, cfg: Any, trust: list[str], names: list[str]) -> Any:
+        """Return the data set, but of image files only if it must give the names of the classes."""
+        if self.files and names:
+            return None
+        if self.files and not Path(cfg.data.path).expanduser().is_dir():
+            rule = "is not here, and the checkpoint has no names of classes: an older version of dtrain saved it"
+            raise bad("data.path", cfg.data.path, rule, "put the folder there, with one folder for each class")
+        return build(cfg.data, trust)
 
     def swap(self, step: int, apply: Callable[[], None]) -> None:
         with self.lock:
@@ -150,26 +161,26 @@ class ClassService:
             return self.step, logits[:, : len(self.labels)].softmax(dim=-1).cpu().tolist()
 
     def encoded(self, given: list[Any]) -> Tensor:
-        """Return the model's inputs, prepared as in training."""
+        """Return the model's inputs, prepared as for an evaluation."""
         if self.files is not None:
             return self.pictures(given, self.files)
         return self.pixels(given) if self.images is not None else self.texts(given)
 
-    def pictures(self, given: list[Any], dataset: ImageDataset) -> Tensor:
+    def pictures(self, given: list[Any], how: images.Decoding) -> Tensor:
         """Decode image files in base64."""
         found = []
         for i, one in enumerate(given):
             try:
                 data = base64.b64decode(one, validate=True)
                 with self.decoding:
-                    found.append(dataset.decode(io.BytesIO(data)))
+                    found.append(how.decode(io.BytesIO(data)))
             except Exception as error:  # a decoder can raise anything for damaged bytes
                 log.debug("an image that cannot be read", exc_info=True)
                 why = str(error) if type(error) is ValueError else "it is not an image that Pillow reads"
                 raise ApiError(
                     400, f"input {i} must be an image file (JPEG, PNG, …) in base64: {why}", "input"
                 ) from None
-        return dataset.normalized(found)
+        return how.normalized(found)
 
     def texts(self, given: list[Any]) -> Tensor:
         data = self.data

@@ -23,7 +23,7 @@ from dtrain.config.files import TARGET
 from dtrain.config.mesh import MeshSizes, batch_sizes, eval_batch_size
 from dtrain.config.run_file import Settings, allows
 from dtrain.data.adapt import in_memory, open_data
-from dtrain.data.check import dataset_of, name_of
+from dtrain.data.check import class_names, dataset_of, name_of
 from dtrain.data.fields import Fields
 from dtrain.data.loader import Loader
 from dtrain.data.stream_loader import StreamLoader
@@ -90,6 +90,7 @@ class Run:
     began: float
     best: Best
     fresh: FreshState
+    classes: list[str]
     num_skipped: int = 0
     step_times: list[float] = field(default_factory=list)
     recent: list[FinishedStep] = field(default_factory=list)  # the newest two, for train/rescue.py
@@ -125,7 +126,7 @@ class Run:
             "samples": self.samples, "data": self.data_identity, "mesh": self.mesh.as_dict(),
             "world_size": dist.get_world_size(), "choices": dict(self.cfg.choices),
             "config_sha256": run_file.fingerprint(self.folder), "spikes": self.spikes.state(), METRICS: finite,
-            **({"hooks": of_hooks} if of_hooks else {}),
+            **({"hooks": of_hooks} if of_hooks else {}), **({"classes": self.classes} if self.classes else {}),
             **({"stream": cursor} if cursor else {}),
         }  # fmt: skip
 
@@ -169,6 +170,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
         cuda_graphs=cfg.cuda_graphs,
         masked=getattr(train_set, "masked", False),
     )
+    classes = class_names(data, cfg.model.get("num_classes", 0))
     if cfg.ema.decay:
         strategy.average_weights(cfg.ema.decay, cfg.ema.evaluate)
     if not cfg.optim[TARGET].startswith("dtrain."):
@@ -236,7 +238,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     run = Run(
         folder, cfg, device, model, strategy, schedule, mesh, train_data, validation, data_identity, rate, recorder,
         summary, last_step, step, samples, spikes, hooks, loaded_from, began,
-        Best(folder / "checkpoints", rule_of(cfg.checkpoint)), fresh,
+        Best(folder / "checkpoints", rule_of(cfg.checkpoint)), fresh, classes,
     )  # fmt: skip
     hooks.begin(run)
     return run

@@ -135,6 +135,7 @@ FAULTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "samples below zero": lambda v: v.update(samples=-1), "another step": lambda v: v.update(step=9),
     "an unknown format": lambda v: v.update(format="zip"),
     "a loss scale of zero": lambda v: v["extra"]["precision"].update(scale=0),
+    "classes that are no names": lambda v: v.update(classes=["cat", 1]),
     "spikes without a norm": lambda v: v.update(spikes={"recent": [[1, 2.0]]}),
     "samples to pass over that are text": lambda v: v.update(
         spikes={"passed_over": [{"step": 1, "begin": "0", "end": 8}]}

@@ -367,6 +367,8 @@ def test_image_files_are_classified(tmp_path: Path) -> None:
     save(run, load(run))
     service = ClassService(*load_model(run, []), 1, [])
     assert service.labels == ["cat", "dog", "owl"]
+    moved = ClassService(*load_model(run, []), 1, [], ["a", "b", "c"])
+    assert moved.labels == ["a", "b", "c"] and moved.data is None
     dataset = service.data.dataset("val")
     files = [base64.b64encode((dataset.root / name).read_bytes()).decode() for name in dataset.names]
     with torch.no_grad():
@@ -379,6 +381,32 @@ def test_image_files_are_classified(tmp_path: Path) -> None:
         with pytest.raises(ApiError, match=f"input 1 must be an image file.*{why}") as refused:
             service.classify([files[0], given])
         assert refused.value.status == 400
+
+
+def test_a_moved_run_of_image_files_needs_no_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for i, name in enumerate(("cat", "dog")):
+        for j in range(8):
+            (tmp_path / "data" / name).mkdir(parents=True, exist_ok=True)
+            image.new("RGB", (40, 30 + j), (80 * i, 40, 200)).save(tmp_path / "data" / name / f"{j}.png")
+    settings = ["model=vit-tiny", "model.patch_size=4", "data=images", f"data.path={tmp_path / 'data'}"]
+    settings += ["model.num_classes=2", "cluster.processes=1", "train.steps=2", "train.eval_batches=0"]
+    run = make_pictures(tmp_path / "run", *settings, "data.val_crop=0.5", "train.global_batch_size=4")
+    (run / "launch.json").write_text('{"launches": []}')
+    assert train(run) == [0]
+    png = base64.b64encode((tmp_path / "data" / "cat" / "0.png").read_bytes()).decode()
+    service = ClassService(*load_model(run, []), 1, [])
+    (tmp_path / "data").rename(tmp_path / "elsewhere")
+    with serving(run) as server:
+        status, found = asking(server)([png])
+        assert status == 200 and list(found["data"][0]["probabilities"]) == ["cat", "dog"]
+        assert list(found["data"][0]["probabilities"].values()) == pytest.approx(service.classify([png])[1][0])
+    save(run, load(run))  # a checkpoint of an older version, without names
+    assert main(["serve", f"{run}@1", "--port", "0"]) == 2
+    error = capsys.readouterr().err
+    assert "the checkpoint has no names of classes" in error and "fix: put the folder there" in error
 
 
 def test_texts_are_classified(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from dtrain.checkpoint import store
 from dtrain.cli import main
 from dtrain.config import run_file
 from dtrain.config.build import build
@@ -99,6 +100,42 @@ def test_onnxruntime_computes_the_same(name: str, tmp_path: Path) -> None:
         assert sorted(values["id2label"].values()) == ["code", "comment", "docstring"]
     card = (out / "README.md").read_text()
     assert "library_name: onnx" in card and "outputs and torch's differ by at most" in card
+
+
+def test_how_an_image_file_becomes_an_input(tmp_path: Path) -> None:
+    """Also where the folder of images is gone: the checkpoint has the names of the classes."""
+    image = pytest.importorskip("PIL.Image")
+    for name in ("cat", "dog"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for i in range(2):
+            pixels = np.random.default_rng(i).integers(0, 256, (30, 40, 3), dtype=np.uint8)
+            image.fromarray(pixels).save(tmp_path / "data" / name / f"{i}.png")
+    settings = ["model=vit-tiny", "model.patch_size=4", "model.num_classes=2", "model.channels=3", "data=images"]
+    run = make_images(
+        tmp_path / "run", *settings, "cluster.processes=1", f"data.path={tmp_path / 'data'}", "data.val_crop=0.6"
+    )
+    (run / "launch.json").write_text('{"launches": []}')
+    model = load(run)
+    state = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    meta = {"samples": 0, "data": "", "extra": {}, "classes": ["cat", "dog"]}
+    store.save(run / "checkpoints", 1, state, meta, keep=1)
+    dataset: Any = build(run_file.load(run).data).dataset("val")
+    expected = dataset.batch(np.arange(1))[0]
+    picture = image.open(dataset.root / dataset.names[0]).convert("RGB")
+    picture.load()
+    (tmp_path / "data").rename(tmp_path / "elsewhere")
+    assert main(["export", str(run), str(tmp_path / "out"), "--format", "onnx"]) == 0
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["id2label"] == {"0": "cat", "1": "dog"} and values["crop_mode"] == "center"
+    side = values["crop_pct"] * min(picture.size)
+    left, top = ((length - side) / 2 for length in picture.size)
+    size = (values["size"]["width"], values["size"]["height"])
+    cropped = picture.resize(
+        size, getattr(image.Resampling, values["interpolation"].upper()), (left, top, left + side, top + side)
+    )
+    pixels = np.asarray(cropped).astype(np.float32) * values["rescale_factor"]
+    inputs = ((pixels - values["image_mean"]) / values["image_std"]).transpose(2, 0, 1)
+    np.testing.assert_allclose(inputs[None], expected.numpy(), atol=1e-5)
 
 
 def test_a_file_that_computes_something_else_is_not_kept(
