@@ -1,4 +1,4 @@
-"""`dtrain evaluate RUN`: metrics of a checkpoint's weights over a whole split, on one device."""
+"""`dtrain evaluate RUN`: metrics of a checkpoint's weights over a whole split, or a stream's start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ QUIET_S = 2.0  # most evaluations of small runs are over by then
 
 def main(argv: list[str]) -> int:
     parser = RunParser(
-        "dtrain evaluate", description="Loss, and perplexity or accuracy, of a run's weights over a whole split."
+        "dtrain evaluate",
+        description="Loss, and perplexity or accuracy, of a run's weights over a whole split; of a stream, over its "
+        "first train.eval_batches global batches.",
     )
     parser.add_argument("run", help=CHECKPOINT)
     parser.add_argument("--split", choices=["val", "train"], default="val")
@@ -54,7 +56,10 @@ def evaluate(
     overrides: Sequence[str] = (),
     ema: bool = False,
 ) -> dict[str, Any]:
-    """Return each metric as a mean over all counted targets of the split, in the run's own precision."""
+    """Return each metric as a mean over all counted targets of the split, in the run's own precision.
+
+    Of a stream, which may have no end, its start counts.
+    """
     import torch
 
     from dtrain.data.adapt import in_memory, open_data
@@ -74,14 +79,17 @@ def evaluate(
     dataset = open_data(data, trust or []).dataset(split)
     if dataset is None:
         raise bad("--split", split, "the run's data have no such split", "--split train")
-    if getattr(dataset, "is_stream", False):  # it may have no end
-        dataset = in_memory(dataset, max(1, cfg.train.eval_batches) * cfg.train.global_batch_size)
+    is_whole = True
+    if getattr(dataset, "is_stream", False):
+        count = max(1, cfg.train.eval_batches) * cfg.train.global_batch_size
+        dataset = in_memory(dataset, count)
+        is_whole = len(dataset) < count
     size = min(batch_size or cfg.train.micro_batch_size or cfg.train.global_batch_size, len(dataset))
     whole, rest = Loader(dataset, size, cfg.train.seed, shuffle=False), len(dataset) % size
     batches = [(whole, position) for position in range(0, len(dataset) - rest, size)]
     if rest:
         batches.append((Loader(dataset, rest, cfg.train.seed, shuffle=False), len(dataset) - rest))
-    sums, count = torch.zeros(1, dtype=torch.float64), 0
+    sums, num = torch.zeros(1, dtype=torch.float64), 0
     progress = Counter(0, len(batches), "batches", QUIET_S)
     with torch.inference_mode(), precision.autocast(device.type):
         for loader, position in batches:
@@ -93,14 +101,22 @@ def evaluate(
             else:
                 num_targets = len(targets)
             sums = sums + model(inputs, targets).double().cpu().reshape(-1) * num_targets
-            count += num_targets
+            num += num_targets
             progress.add()
-    values = metrics.evaluated(model, (sums / count).tolist())
+    values = metrics.evaluated(model, (sums / num).tolist())
     found = {name.removeprefix("val_"): value for name, value in values.items()}
     own = of_hooks(run_dir, cfg, trust or [], model, precision, lambda: (x.batch(i) for x, i in batches))
     found |= {name.removeprefix("val_"): value for name, value in own.items()}
     at = {} if step is None else {"step": step}
-    return {"run": str(run_dir), **at, "split": split, "samples": len(dataset), "targets": count, **found}
+    return {
+        "run": str(run_dir),
+        **at,
+        "split": split,
+        "is_whole": is_whole,
+        "samples": len(dataset),
+        "targets": num,
+        **found,
+    }
 
 
 def other_data(run_dir: Path, overrides: Sequence[str], trust: Sequence[str]) -> dict[str, Any]:
@@ -148,7 +164,9 @@ def of_hooks(
 def as_text(found: dict[str, Any]) -> str:
     forms = {"loss": loss_text, "perplexity": perplexity, "accuracy": percent, "top5": percent}
     names = {"top5": "top-5 accuracy"}
-    lines = [f"{found['split']}: {found['samples']:,} samples, {found['targets']:,} targets"]
+    samples = f"{found['samples']:,} samples"
+    samples = samples if found["is_whole"] else f"the first {samples} of a stream"
+    lines = [f"{found['split']}: {samples}, {found['targets']:,} targets"]
     lines += [
         f"{names.get(k, k):<20} {forms.get(k, loss_text)(found[k])}" for k in found if isinstance(found[k], float)
     ]

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from dtrain.data.check import checked
+from dtrain.data.check import checked, name_of
 from dtrain.data.windows import IGNORED
+from dtrain.errors import bad
 from dtrain.runs.protocol import STOP_SIGNALS, die_with_parent, place_sockets
+from dtrain.util import disk_space
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,6 +120,7 @@ class Processes:
         workers: int,
         pin_memory: bool,
     ) -> None:
+        check_shared_memory(dataset)
         self.request, self.stride, self.end = request, stride, end
         self._settings: dict[str, Any] = {"dataset": _Reader(dataset), "num_workers": workers, "pin_memory": pin_memory}
         self._settings["prefetch_factor"] = PREFETCH if end == math.inf else 1
@@ -197,6 +200,13 @@ class Processes:
             multiprocessing_context="fork",
             generator=Generator(),  # its seeds for the processes must not come from the model's generator
         )
+
+
+def check_shared_memory(dataset: Dataset) -> None:
+    """Refuse a full /dev/shm, through which batches come from the processes, before the first step."""
+    if disk_space.shortage(disk_space.SHARED_MEMORY, disk_space.LEAST_SHARED):
+        rule, _, fix = disk_space.shared_memory(otherwise="").partition(". Fix: ")
+        raise bad("data", name_of(dataset), f"is read in processes of its own, and {rule}", fix)
 
 
 class _Reader:

@@ -1,6 +1,7 @@
 """Refuse a start where the run folder's disk, or /dev/shm, is full: the ranks would find out minutes or hours later.
 
-On the nodes of a cluster, preflight checks both.
+On the nodes of a cluster, preflight checks both. Data that are read in a process of their own, whatever
+train.loader_workers is, are known only to the ranks: data/prefetch.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from dtrain.plan.peer_memory import checkpoint_bytes
 from dtrain.util import disk_space
 
 RECORDS = 2**20  # bytes of config.yaml, metrics.jsonl and the logs of a short run
-SHARED = 2**20  # bytes of /dev/shm, below which no loader process and no NCCL starts
 
 
 def check(config: Mapping[str, Any]) -> None:
@@ -42,7 +42,7 @@ def check_shared_memory(config: Mapping[str, Any]) -> None:
         return
     workers = 0 if is_script(config) else config["train"]["loader_workers"]
     several = bool(gpus_per_node(cluster)) and cluster["processes"] not in (None, 1)  # NCCL
-    if (workers or several) and (text := disk_space.shortage(disk_space.SHARED_MEMORY, SHARED)):
+    if (workers or several) and (text := disk_space.shortage(disk_space.SHARED_MEMORY, disk_space.LEAST_SHARED)):
         rule, _, fix = text.partition(". Fix: ")
         name, value = ("train.loader_workers", workers) if workers else ("cluster.processes", cluster["processes"])
         raise bad(name, value, rule, fix)

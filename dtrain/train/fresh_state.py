@@ -1,7 +1,7 @@
 """The state of a new optimizer, for a rollback to the checkpoint that a fork with another optimizer began with.
 
 That checkpoint has the state of the old optimizer, which the run does not use. Without this copy, a rollback would keep
-the moments of the steps that it undoes.
+the moments of the steps that it undoes. Most optimizers start with zeros, of which no copy is needed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dtrain.util.dtensor import chunks_of
 
 
 class FreshState:
-    """`keeps`: whether the run may roll back (train.spike=rollback); the copy takes host memory."""
+    """`keeps`: whether the run may roll back (train.spike=rollback). What does not start with zeros is copied."""
 
     def __init__(self, keeps: bool) -> None:
         self.keeps = keeps
-        self.tensors: dict[str, list[Tensor]] | None = None
+        self.tensors: dict[str, list[Tensor | None]] | None = None
         self.extra: dict[str, Any] = {}
 
     def extra_of(self, strategy: Strategy, state: dict[str, Any]) -> dict[str, Any]:
@@ -33,9 +33,14 @@ class FreshState:
             extra = strategy.extra_state()
             if self.keeps:
                 self.extra = copy.deepcopy(extra)
-                self.tensors = {name: [c.values.to("cpu", copy=True) for c in chunks] for name, chunks in own.items()}
+                self.tensors = {name: [kept(chunk.values) for chunk in chunks] for name, chunks in own.items()}
             return extra
         for name, chunks in own.items():
             for chunk, first in zip(chunks, self.tensors[name], strict=True):
-                chunk.values.copy_(first)
+                chunk.values.zero_() if first is None else chunk.values.copy_(first)
         return copy.deepcopy(self.extra)
+
+
+def kept(values: Tensor) -> Tensor | None:
+    """Return a copy; None: all are zero."""
+    return values.to("cpu", copy=True) if values.any() else None

@@ -14,6 +14,7 @@ from pathlib import Path
 from dtrain.errors import chain
 
 SHARED_MEMORY = Path("/dev/shm")
+LEAST_SHARED = 2**20  # bytes of it, below which no loader process and no NCCL starts
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # What torch, NCCL and a loader killed by SIGBUS report when /dev/shm is full. Triton's "shared memory" is GPU memory,
 # so these two words alone are not enough.
@@ -24,11 +25,8 @@ OF_SHARED_MEMORY = re.compile(
 
 def shortage(path: Path, needed: int = 1) -> str:
     """Return what the file system of `path` has run out of, with a fix; "" if it has room for `needed` bytes."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    try:
-        usage = os.statvfs(path)
-    except OSError:
+    path, usage = _usage(path)
+    if usage is None:
         return ""  # not even statvfs works: the error itself must do
     free = usage.f_bavail * usage.f_frsize
     if _is_shared_memory(path) and (free < needed or _no_inodes(usage)):
@@ -45,13 +43,18 @@ def shortage(path: Path, needed: int = 1) -> str:
 
 def free_bytes(path: Path) -> int | None:
     """Return the free bytes of the file system where `path` is or will be; None if it does not tell."""
+    _, usage = _usage(path)
+    return usage.f_bavail * usage.f_frsize if usage is not None and usage.f_blocks else None
+
+
+def _usage(path: Path) -> tuple[Path, os.statvfs_result | None]:
+    """Return the first folder upwards that exists, and its file system."""
     while not path.exists() and path != path.parent:
         path = path.parent
     try:
-        usage = os.statvfs(path)
+        return path, os.statvfs(path)
     except OSError:
-        return None
-    return usage.f_bavail * usage.f_frsize if usage.f_blocks else None
+        return path, None
 
 
 def _no_inodes(usage: os.statvfs_result) -> bool:
@@ -62,8 +65,8 @@ def _is_shared_memory(path: Path) -> bool:
     return path == SHARED_MEMORY or SHARED_MEMORY in path.parents
 
 
-def shared_memory() -> str:
-    """Describe the size of /dev/shm, with a fix."""
+def shared_memory(otherwise: str = ", or a smaller train.loader_workers") -> str:
+    """Describe the size of /dev/shm, with a fix. otherwise: another one."""
     try:
         usage = os.statvfs(SHARED_MEMORY)
     except OSError:
@@ -72,7 +75,7 @@ def shared_memory() -> str:
     what = "has no inodes left" if _no_inodes(usage) else f"has {free} free now"
     return (
         f"{SHARED_MEMORY} (shared memory of processes) is too small: {size} in all, it {what}. Fix: a larger one "
-        f"(docker run --shm-size=8g, or mount -o remount,size=8G {SHARED_MEMORY}), or a smaller train.loader_workers"
+        f"(docker run --shm-size=8g, or mount -o remount,size=8G {SHARED_MEMORY}){otherwise}"
     )
 
 

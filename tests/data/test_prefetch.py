@@ -17,10 +17,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from dtrain.data import prefetch
+from dtrain.data.adapt import adapted
 from dtrain.data.loader import Loader
 from dtrain.runs.protocol import STOP_SIGNALS, short_tmp
+from dtrain.util import disk_space
 from tests.data.test_loader import Drawn, Numbers
 from tests.patience import patience
 
@@ -301,3 +304,11 @@ def test_nowhere_a_short_folder_is_told(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(ValueError, match=r"TMPDIR=.*longlong: .*\n  fix: set a shorter TMPDIR"):
         short_tmp()
+
+
+def test_a_full_shared_memory_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_space, "shortage", lambda path, needed=1: "full. Fix: …")
+    samples = adapted("mine", DataLoader(list(range(8))))
+    with pytest.raises(ValueError, match=r"data=mine: is read in processes .*/dev/shm.*\n  fix: a larger") as it:
+        Loader(samples, 4, 0)
+    assert "loader_workers" not in str(it.value), "no setting of it would help"

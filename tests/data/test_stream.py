@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dtrain.checks.resume import num_steps_saved
+from dtrain.commands.evaluate import as_text, evaluate
 from dtrain.commands.verify.compare import compare
 from dtrain.data.adapt import in_memory, open_data
 from dtrain.data.fields import Fields
@@ -236,7 +237,7 @@ def test_killed_and_resumed_it_is_bit_exact_also_with_other_ranks(
     strategy: str, data: str, other: str, tmp_path: Path
 ) -> None:
     words = (f"model={OWN}.Net", f"data={ME}.{data}", "loss=cross_entropy", "train.steps=8", "checkpoint.every=4")
-    words += (f"hooks=[{ME}.Dies]",)
+    words += (f"hooks=[{ME}.Dies]", "checkpoint.background=false")
     whole = own_run(tmp_path / "whole", 2, *words, f"strategy={strategy}")
     broken = own_run(tmp_path / "broken", 2, *words, f"strategy={strategy}", code=None, env={"DIE": "6"})
     assert num_steps_saved(broken) == 4 and max(losses(broken)) < 8
@@ -247,6 +248,8 @@ def test_killed_and_resumed_it_is_bit_exact_also_with_other_ranks(
     assert ("reading and dropping the 2 samples" in log) == (data == "Drawing"), "32 samples are an epoch and 2"
     elsewhere = own_run(tmp_path / "elsewhere", 1, *words, f"strategy={other}")
     assert compare(elsewhere, whole).loss <= 1e-5
+    found = evaluate(whole, "train", trust=[ME, OWN])
+    assert not found["is_whole"] and as_text(found).startswith("train: the first 8 samples of a stream, 8 targets")
 
 
 def test_ranks_that_read_different_streams_are_refused(tmp_path: Path) -> None:

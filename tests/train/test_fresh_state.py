@@ -16,12 +16,15 @@ def test_the_second_load_restores_the_first_state() -> None:
     extra: dict[str, Any] = {"optimizer": {"w": {"step": 0.0}}}
     strategy: Any = SimpleNamespace(extra_state=lambda: extra)
     state: dict[str, Any] = {"model.w": weight, "optim.w.momentum": moment, "optim.v.m": [Chunk(shard, (4,), (2,))]}
+    state["optim.w.master"] = master = torch.full((3,), 2.0)
     fresh = FreshState(keeps=True)
     assert fresh.extra_of(strategy, state) == extra
-    for tensor in (weight, moment, shard):
+    for tensor in (weight, moment, shard, master):
         tensor.fill_(7.0)
     extra["optimizer"]["w"]["step"] = 5.0
     assert fresh.extra_of(strategy, state) == {"optimizer": {"w": {"step": 0.0}}}
+    assert fresh.tensors and fresh.tensors["optim.w.momentum"] == [None], "zeros need no copy"
+    assert master.eq(2).all()
     assert not moment.any() and not shard.any() and weight.eq(7).all(), "weights come from the checkpoint"
     moment.fill_(7.0)
     fresh.extra_of(strategy, state)
