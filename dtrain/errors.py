@@ -81,6 +81,7 @@ OTHERWISE = {
     ),
     "checkpoint.save=false": ("no_save", "no checkpoint at all"),
 }
+MOST_LISTED = 20  # settings of a section that a message lists
 LONGEST = 400  # longest value, in characters, that a message repeats
 
 
@@ -103,12 +104,19 @@ def unknown(key: str, known: Iterable[str], value: str | None = None) -> ValueEr
         if leaf.lower() in theirs.split() and {word.partition("=")[0] for word in fix.split()} <= set(known):
             return ValueError(f"{key}: there is no such setting\n  fix: {fix}   ({note})")
     near = [k for k in known if k.rpartition(".")[2] == leaf]  # lr is meant as optim.lr, not as logger
-    near += [k for k in difflib.get_close_matches(key, known, 3, 0.5) if k not in near]
+    near += [k for k in difflib.get_close_matches(key, known, 3, 0.5) if k not in near and are_alike(k, key)]
     if near:
         return ValueError(f"{key}: there is no such setting\n  fix: did you mean {' or '.join(near)}?")
     section = key.rpartition(".")[0]
-    siblings = [k for k in known if k.rpartition(".")[0] == section] or known
+    siblings = [k for k in known if k.startswith(f"{section}.") or (not section and "." not in k)]
+    if not siblings or len(siblings) > MOST_LISTED:
+        return ValueError(f"{key}: there is no such setting\n  fix: leave it out; docs/configuration.md lists all settings")
     return ValueError(f"{key}: there is no such setting\n  fix: use one of {', '.join(siblings)}")
+
+
+def are_alike(known: str, key: str) -> bool:
+    """Whether the last words of two settings are, too: logger.mlflow.uri is not meant by logger.colour."""
+    return difflib.SequenceMatcher(None, known.rpartition(".")[2], key.rpartition(".")[2]).ratio() >= 0.6
 
 
 def foreign(key: str) -> str | None:

@@ -108,7 +108,9 @@ NAMES = [
     edit("a value instead of a class", 2, "class Samples", "thing = 3\n\n\nclass Samples", "net.py:19", "not a class",
          argv="model=net.thing", fix="model=net.Net"),
     edit("a syntax error", 2, "forward(self, x):", "forward(self, x)", "net.py:12 is not valid Python", "expected ':'"),
-    edit("an indentation error", 2, "        x = self.first(x)\n", "       x = self.first(x)\n", "net.py:1", "indent"),
+    edit("an indentation error", 2, "        x = self.first(x)\n", "       x = self.first(x)\n", "net.py:14",
+         "line 13 has 7",
+         "indent"),
 ]  # fmt: skip
 RAISES = [
     edit("a missing package", 2, "import torch\n", "import torch\nimport einops2\n", "net.py:2 imports einops2",
@@ -151,7 +153,8 @@ DATA = [
          "Sample 5 of the train split has NaN", "in batch", argv="train.steps=20"),
     edit("no __len__", 2, "    def __len__(self):\n        return len(self.x)\n", "", "has no __len__", "net.py:19",
          "def __len__(self)"),
-    edit("the split is not an argument", 3, "dataset(self, split)", "dataset(self)", "takes 1 positional argument"),
+    edit("the split is not an argument", 2, "dataset(self, split)", "dataset(self)", "net.py:35: dataset(self)",
+         "def dataset(self, split)"),
     edit("dataset returns nothing", 2, "return Samples", "Samples", "returned None", "`return` missing",
          "net.py:36 in dataset"),
     edit("a file that is missing", 3, "        self.count = count",
@@ -192,7 +195,7 @@ MODEL = [
     edit("a program that ends itself", 3, "class Net(", "raise SystemExit(1)\n\n\nclass Net(", "net.py:5 in <module>"),
     edit("an error in a helper", 3, "        x = self.first(x)\n", "        x = scaled(self.first(x))\n",
          "name 'scaled' is not defined", "net.py:13 in forward"),
-    typo("a class that is no module", "model=net.Points", "is not a torch.nn.Module"),
+    typo("a class that is no module", "model=net.Points", "is not a torch.nn.Module", fix="model=net.Net"),
     edit("a function that gives the class", 2, "def my_loss", "def make():\n    return Net\n\n\ndef my_loss",
          "model=net.make: it returned the class Net", "`return Net()`, or model=net.Net", argv="model=net.make"),
     edit("a required argument", 2, "dim: int = 8", "dim: int", "model.dim", "is required by net.Net"),
@@ -218,11 +221,11 @@ LOSS = [
          fix="loss=own"),
     typo("a misspelt loss option", "loss=crossentropy", "did you mean loss=cross_entropy?", fix="loss=cross_entropy"),
     typo("the class of torch, misspelt", "loss=torch.nn.CrossEntropy", "has no CrossEntropy",
-         "torch.nn.CrossEntropyLoss"),
+         fix="loss=torch.nn.CrossEntropyLoss"),
 ]  # fmt: skip
 OTHERS = [
-    typo("an optimizer with a closure", "optim=torch.optim.LBFGS", "needs a closure"),
-    typo("a schedule that is missing", "schedule=net.warm", "net.py has no warm"),
+    typo("an optimizer with a closure", "optim=torch.optim.LBFGS", "needs a closure", "optim=adamw"),
+    typo("a schedule that is missing", "schedule=net.warm", "net.py has no warm", "def warm(step, steps)"),
     edit(
         "a schedule that fails",
         3,
@@ -232,6 +235,12 @@ OTHERS = [
         "in ramp",
         argv="schedule=net.ramp ~schedule.warmup_steps",
     ),
-    typo("a batch larger than the data", "data.count=4", "only 4 samples", fix="train.eval_batches=0"),
+    typo(
+        "a batch larger than the data",
+        "data.count=4",
+        "only 4 samples",
+        "train.global_batch_size=4",
+        fix="train.eval_batches=0",
+    ),
 ]
 MISTAKES = [*NAMES, *RAISES, *DATA, *MODEL, *LOSS, *OTHERS]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from dtrain.config.source import class_source, has_method
+from dtrain.config.source import class_source, has_method, place
 from dtrain.errors import bad
 
 METHODS = ("dataset", "__getitem__", "__iter__")
@@ -22,6 +22,12 @@ def check(config: dict[str, Any]) -> None:
         raise bad("data", target, "is a model, not data", f"model={target}")
     if not bases and not any(has_method(target, method) for method in METHODS):
         raise bad("data", target, f"has none of {', '.join(METHODS)}", fix)
+    dataset = next((n for n in found.body if isinstance(n, ast.FunctionDef) and n.name == "dataset"), None)
+    if dataset is not None and not dataset.decorator_list and not dataset.args.vararg:
+        names = [a.arg for a in (*dataset.args.posonlyargs, *dataset.args.args)]
+        if len(names) < 2:
+            rule = f"{place(target, dataset)}: dataset({', '.join(names)}) is called with the split"
+            raise bad("data", target, rule, "def dataset(self, split)")
     has_items = has_method(target, "__getitem__") and not has_method(target, "dataset")
     if not bases and has_items and not any(has_method(target, m) for m in ("__len__", "__iter__")):
         raise bad("data", target, "has __getitem__ but no __len__", "add __len__(self), the number of samples")

@@ -54,6 +54,7 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     guard.check(config, sizes)
     from dtrain.checks import (
         init_from,
+        own_code,
         own_data,  # imported late, like the modules below: `dtrain plan` does not need them and must start fast
     )
 
@@ -62,6 +63,7 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     checkpoint.check(config)
     check_data(config)
     own_data.check(config)
+    own_code.check(config)
     profiling.check(config)
     loggers.check(config)
     hooks.check(config)

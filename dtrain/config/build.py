@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dtrain.config.files import GROUPS, PARTIAL, RESERVED, TARGET, option_of
+from dtrain.config.files import GROUPS, PARTIAL, RESERVED, TARGET, option_of, options_of
 from dtrain.errors import bad
 
 # Passes the trusted modules from the launcher to the ranks. The run folder cannot pass them: it may come from someone
@@ -107,7 +107,11 @@ def locate(target: str, trust: Iterable[str] = ()) -> Any:
 def untrusted(key: str, target: str, trust: Iterable[str]) -> ValueError:
     """Reject a target. The fix names a module only if it is the user's own file, never one that a file suggests."""
     rule = "only dtrain's own code and the modules you trust may be called"
-    fix = "an option of conf/, or trust=[…] with the module's name, if you know that code and want it to run"
+    group = key.partition(".")[0]
+    known = "an option of conf/"
+    if group in GROUPS:
+        known = f"{group}={' or '.join(options_of(group)[:3])} or …, or your own class as {group}=MODULE.NAME"
+    fix = f"{known}, or trust=[…] with the module's name, if you know that code and want it to run"
     module = target.partition(".")[0]
     if file := own_file(module):
         names = [*trust, module]

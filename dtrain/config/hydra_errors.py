@@ -24,6 +24,7 @@ from dtrain.config.files import GROUPS as GROUPS
 from dtrain.errors import OTHERWISE, foreign, unknown
 from dtrain.util import disk_space
 
+OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")  # my_pkg.net.Net: the user's own code, as an option
 MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)  # user errors: shown as one message with a fix
 
 
@@ -35,7 +36,8 @@ def explain(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and (error.options is not None or in_list):  # it is also an OSError
         path = in_list[1] if in_list else str(error.missing_cfg_file)
         group, _, option = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
-        options = sorted({*(error.options or options_of(group)), *(["auto"] if group == "strategy" else [])})
+        found = [o for o in error.options or options_of(group) if not OWN.fullmatch(o)]  # not those typed before
+        options = sorted({*found, *(["auto"] if group == "strategy" else [])})
         longer = [o for o in options if option and o.startswith(f"{option.lower()}-")]  # a100: a100-40gb or a100-80gb
         near = longer[:4] or difflib.get_close_matches(option.lower(), options, 1, 0.6)
         fix = f"did you mean {' or '.join(f'{group}={o}' for o in near)}? " if near else ""
@@ -78,12 +80,13 @@ def explain(error: BaseException) -> str:
     multiple = re.match(r"Multiple values for ([\w/]+)\. To override a value use '(.*): (.*)'", text)
     ambiguous = re.match(r"Ambiguous value for argument '(.*)'", text)
     if multiple:
-        group, override, option = multiple.groups()
-        return f"{group}={option}: there is a {group} already\n  fix: in the file, `{override}: {option}`"
+        group, _, option = multiple.groups()
+        fix = f"in the file, `defaults: [override /{group.removeprefix('/')}: {option}]`"
+        return f"{group}={option}: there is a {group} already\n  fix: {fix}"
     if ambiguous:
         return f"{ambiguous[1]}: is more than one value\n  fix: give one, or -m for a sweep over them"
     what = (f"{full_key}: " if full_key else "") + (" ".join(lines[:2]) if lines else type(error).__name__)
-    return f"{what}\n  fix: python launch.py --help shows every group and setting"
+    return f"{what}\n  fix: dtrain launch --help shows every group and setting"
 
 
 DTYPES = {

@@ -136,6 +136,8 @@ def eval_batch_size(num_samples: int, batch_size: int, micro: int, sizes: MeshSi
         return batch_size
     if num_samples < unit:
         rule = f"the validation split has only {num_samples} samples, but one evaluation step needs {unit}"
-        fix = "train.eval_batches=0, a smaller train.micro_batch_size, or more data to hold out"
+        down = num_samples // (unit // micro) * (unit // micro)
+        smaller = f"train.global_batch_size={down}, or " if down else ""
+        fix = f"{smaller}train.eval_batches=0, or more data to hold out"
         raise bad("train.eval_batches", "…", rule, fix)
     return num_samples // unit * unit

@@ -54,9 +54,19 @@ def parse(path: str, key: str, target: str) -> ast.Module:
     except SyntaxError as error:
         where = f"{short_path(Path(path))}:{error.lineno}"
         line = f": {error.text.strip()}" if error.text else ""
-        raise bad(key, target, f"{where} is not valid Python: {error.msg}{line}", f"correct {where}") from error
+        if isinstance(error, IndentationError) and error.lineno and error.text:
+            line = indentation(Path(path).read_text(encoding="utf-8").splitlines(), error.lineno)
+        fix = f"correct {where}" + " or the line before it" * isinstance(error, IndentationError)
+        raise bad(key, target, f"{where} is not valid Python: {error.msg}{line}", fix) from error
     except (UnicodeDecodeError, ValueError) as error:
         raise bad(key, target, f"{short_path(Path(path))} is not valid Python: {error}", "correct the file") from error
+
+
+def indentation(lines: list[str], number: int) -> str:
+    """The line that a parser stumbles over, and the one before it, which may be the wrong one, with their indents."""
+    before = next((n for n in range(number - 1, 0, -1) if lines[n - 1].strip()), number)
+    texts = {n: lines[n - 1].expandtabs() for n in (before, number)}
+    return ": " + "; ".join(f"line {n} has {len(t) - len(t.lstrip())} spaces, {t.strip()}" for n, t in texts.items())
 
 
 @functools.cache
@@ -100,7 +110,10 @@ def find(target: str, key: str, permit: Callable[[str], object] = bool, jumps: i
         elif isinstance(node, ast.ImportFrom):
             home = absolute(node, spec)
             others |= {alias.asname or alias.name: f"{home}.{alias.name}" for alias in node.names}
-            maybe = maybe or any(alias.name == "*" for alias in node.names)
+            if any(alias.name == "*" for alias in node.names):
+                names = exports(home)
+                maybe = maybe or names is None or name in names
+                others |= {one: f"{home}.{one}" for one in names or () if one != name}
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             places = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(isinstance(place, ast.Name) and place.id == name for place in places):
@@ -120,6 +133,31 @@ def find(target: str, key: str, permit: Callable[[str], object] = bool, jumps: i
     missing(key, target, module, name, spec.origin, classes)
 
 
+def exports(module: str, jumps: int = 0) -> set[str] | None:
+    """The names that `from module import *` may bring; None: only running the module would tell."""
+    spec = spec_of(module)
+    if jumps == MOST_JUMPS or spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    names: set[str] = set()
+    try:
+        tree = parsed(spec.origin, Path(spec.origin).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return None
+    for node in statements(tree.body):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names if alias.name != "*"}
+            if any(alias.name == "*" for alias in node.names):
+                more = exports(absolute(node, spec), jumps + 1) if isinstance(node, ast.ImportFrom) else None
+                if more is None:
+                    return None
+                names |= more
+        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.For, ast.Expr)):
+            names |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return None if "__getattr__" in names or "globals" in names else names
+
+
 def absolute(node: ast.ImportFrom, spec: ModuleSpec) -> str:
     """The module that `from … import` names, with relative dots resolved."""
     if not node.level:
@@ -132,7 +170,13 @@ def absolute(node: ast.ImportFrom, spec: ModuleSpec) -> str:
 
 def missing(key: str, target: str, module: str, name: str, file: str, names: list[str]) -> NoReturn:
     near = difflib.get_close_matches(name, names, 1, 0.6)
-    fix = choice(key, module, name, near or likely(key, Path(file)) or names)
+    fitting = likely(key, Path(file))
+    if key == "schedule" and not near and not fitting:
+        fix = (
+            f"`def {name}(step, steps)` in {short_path(Path(file))}, without schedule.warmup_steps; or schedule=cosine"
+        )
+        raise bad(key, target, f"{short_path(Path(file))} has no {name}", fix)
+    fix = choice(key, module, name, near or fitting or names)
     raise bad(key, target, f"{short_path(Path(file))} has no {name}", fix)
 
 
@@ -190,7 +234,10 @@ def likely(key: str, file: Path) -> list[str]:
             for n in nodes
             if isinstance(n, ast.ClassDef) and any(getattr(m, "name", "") == methods[key] for m in n.body)
         ]
-    return [n.name for n in nodes if isinstance(n, ast.FunctionDef)] if key in ("loss", "schedule") else []
+    functions = [n for n in nodes if isinstance(n, ast.FunctionDef) and n.args.args]
+    if key == "schedule":
+        return [n.name for n in functions if n.args.args[0].arg == "step"]
+    return [n.name for n in functions if n.args.args[0].arg != "step"] if key == "loss" else []
 
 
 def names_in(file: Path) -> list[str]:
@@ -220,6 +267,12 @@ def source_of(target: str) -> Definition | None:
         return find(target, "_target_")
     except ValueError:
         return None
+
+
+def place(target: str, node: ast.stmt) -> str:
+    """file:line of a part of a class or function."""
+    spec = spec_of(target.rpartition(".")[0])
+    return f"{short_path(Path(spec.origin))}:{node.lineno}" if spec and spec.origin else f"line {node.lineno}"
 
 
 def has_method(target: str, method: str) -> bool | None:

@@ -20,9 +20,9 @@ from dtrain.config.files import (
     TARGET,
     flatten,
     option_of,
+    options_of,
     read_yaml,
     sections,
-    targets,
 )
 from dtrain.errors import bad
 from dtrain.util.regular_file import open_regular
@@ -152,8 +152,8 @@ def check_target(name: str, section: Mapping[str, Any]) -> None:
         return
     option = option_of(group, target)
     if option is None:
-        rule = f"a {group} is made from {' or '.join(targets(group))}"
-        raise bad(key, target, rule, f"choose an option of conf/{group}/")
+        fix = f"leave out {key}; {group} can be {', '.join(options_of(group))}, or your own MODULE.NAME"
+        raise bad(key, target, f"is not what an option of {group} is made from", fix)
     if PARTIAL in section and partial != option.get(PARTIAL, False):
         rule = f"conf/{group}/ has {TARGET}: {target} {'without it' if partial else 'with true'}"
         raise bad(f"{group}.{PARTIAL}", str(partial).lower(), rule, "leave it out")

@@ -199,7 +199,7 @@ def _other(root: Path) -> str:
     """Return a fix for a folder whose files are of an unexpected kind."""
     suffixes = Counter(path.suffix for path in itertools.islice(list_files(root, "**/*"), 1000) if path.suffix)
     if not suffixes:
-        return "change the pattern, e.g. '**/*.md', or the path"
+        return "another data.path" if any(root.iterdir()) else "another data.path: the folder is empty"
     return f"its files are {', '.join(suffixes)}: data.pattern='**/*{suffixes.most_common(1)[0][0]}', or another path"
 
 

@@ -121,7 +121,8 @@ def read_meta(path: str | Path) -> dict:
     folder = Path(path).expanduser()
     setting = f"data.path={str(path)!r}"
     if not folder.is_dir():
-        raise ValueError(f"{setting} is not a folder\n  fix: {HOW_TO}")
+        is_text = f"data=text data.path={folder}, or " if folder.is_file() else ""
+        raise ValueError(f"{setting} is not a folder\n  fix: {is_text}{HOW_TO}")
     try:
         meta = read_json(folder / "meta.json", LARGEST_META)
     except FileNotFoundError as error:

@@ -54,7 +54,7 @@ from dtrain.config.run_file import save
 from dtrain.config.untrusted import check_own, resolved
 from dtrain.errors import bad, unknown
 from dtrain.launch import compose_cache, fork, sweeps
-from dtrain.launch.arguments import AUTO, main_config, prepare_arguments, read_config
+from dtrain.launch.arguments import AUTO, in_recipe, main_config, prepare_arguments, read_config
 from dtrain.launch.cluster import build_cluster
 from dtrain.launch.environment import environment
 from dtrain.launch.script_rank import identity
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
     except MISTAKES as error:
         if full_error:
             raise
-        console.print_error(explain(error))
+        console.print_error(in_recipe(explain(error), argv))
         return BAD_CONFIG
     except KeyboardInterrupt:  # before a run started: launchers install their own signal handlers
         console.print_error("interrupted")
@@ -297,7 +297,7 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
                 group,
                 cfg[group],
                 "is a section; options are chosen in the defaults list",
-                f"type {group}=OPTION, or in a file `defaults: [override /{group}: OPTION]`",
+                f"in the file, `defaults: [override /{group}: {cfg[group] or 'OPTION'}]`",
             )
     if "choices" in cfg:
         raise unknown("choices", known_settings())

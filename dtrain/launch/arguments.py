@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
@@ -26,10 +27,11 @@ from dtrain.config.files import (
     setting_prefix,
 )
 from dtrain.config.hydra_errors import GROUPS, is_foreign, unknown_setting
+from dtrain.config.hydra_errors import OWN as DOTTED
 from dtrain.config.redaction import check_arguments
 from dtrain.config.run_file import completed, read_run
 from dtrain.config.source import check_spelling, find
-from dtrain.config.untrusted import OPTION, TooLarge, check_file, quick_yaml, read
+from dtrain.config.untrusted import OPTION, TooLarge, check_file, quick_yaml, read, read_text
 from dtrain.errors import bad
 from dtrain.runs.folder import latest_checkpoint
 from dtrain.util.format import as_dict, short_path
@@ -37,8 +39,6 @@ from dtrain.util.format import as_dict, short_path
 AUTO = "auto"  # strategy=auto: the planner chooses (dtrain/launch/auto.py)
 # Placeholder that Hydra composes until the planner has chosen. It has all degrees, so that strategy.tp=2 is valid.
 STAND_IN = {"_target_": "dtrain.strategies.pipeline.Pipeline", "pp": -1, "dp": -1, "tp": -1, "cp": 1, "cp_kind": "ring"}
-
-DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")  # my_pkg.net.Net: the user's own code
 
 
 def prepare_arguments(argv: list[str]) -> list[str]:
@@ -77,12 +77,7 @@ def prepare_arguments(argv: list[str]) -> list[str]:
             )
         several = key in SEVERAL and re.fullmatch(r"\[[\w.-]+(,[\w.-]+)*\]", value)
         if key in GROUPS and re.search(r"^(null)?$|\[|\.\.|\.ya?ml$", value) and not several:
-            raise bad(
-                key,
-                value,
-                f"names one option of conf/{key}/, without .yaml",
-                f"{key} can be {', '.join(options_of(key))}",
-            )
+            raise no_option(key, value)
         if key in GROUPS and value not in options_of(key):
             check_spelling(key, value)
     argv = offer_own(argv)
@@ -99,6 +94,8 @@ def prepare_arguments(argv: list[str]) -> list[str]:
     is_file = re.search(r"[/\\]|\.ya?ml$", given.get("recipe", "")) and given["recipe"] not in built_in()
     if is_file and not ({"-m", "--multirun"} & set(argv) and re.search(r"[,(]", given["recipe"])):  # a sweep: tiny/a,b
         path = Path(given["recipe"]).expanduser()
+        if path.is_dir():
+            raise bad("recipe", given["recipe"], "is a folder, not a file", "dtrain recipes ls shows the built-in ones")
         if not path.is_file():
             raise bad("recipe", given["recipe"], "there is no such file", "dtrain recipes ls shows the built-in ones")
         store_recipe(path)
@@ -129,6 +126,23 @@ def prepare_arguments(argv: list[str]) -> list[str]:
         fixed = list(dict.fromkeys([*fixed, "trust"]))
         argv = [*argv, f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]"]
     return argv
+
+
+def no_option(group: str, value: str) -> ValueError:
+    """Explain what cannot be the name of an option: nothing, null, a list, a path, a file."""
+    options = sorted({*options_of(group), *([AUTO] if group == "strategy" else [])})
+    can, stem = f"{group} can be {', '.join(options)}", Path(value).stem
+    if value in ("", "null"):
+        return bad(group, value, "cannot be null" if value else "has no value", f"leave out {group}=; {can}")
+    if "[" in value:
+        names = named(value)
+        return bad(
+            group, value, "is more than one value", f"{group}={names[0]}, or -m {group}={','.join(names)}; {can}"
+        )
+    if "/" in value:
+        return bad(group, value, "is a path, not the name of an option", can)
+    near = f"{group}={stem}; " if stem in options else ""
+    return bad(group, value, "names an option without .yaml", f"{near}{can}")
 
 
 def resumed(argv: list[str], given: dict[str, str]) -> list[str]:
@@ -381,6 +395,8 @@ def store_recipe(path: Path, name: str | None = None) -> list[Any]:
     except (TooLarge, OSError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise bad("recipe", path, why, "a recipe must be a short file of settings") from None
+    except UnicodeDecodeError:
+        raise bad("recipe", path, "is not a text file", "another file; dtrain recipes ls shows built-in ones") from None
     except Exception as error:  # yaml errors have many types; each means that the file is not valid yaml
         raise bad("recipe", path, f"is not valid yaml: {error}", "correct the file") from error
     if not isinstance(tree, dict) or not all(re.fullmatch(r"[\w.-]+", str(key)) for key in tree):
@@ -413,6 +429,19 @@ def store_recipe(path: Path, name: str | None = None) -> list[Any]:
     group = f"recipe/{folder}" if folder else "recipe"
     ConfigStore.instance().store(group=group, name=stem, node=node, package="_global_")
     return defaults
+
+
+def in_recipe(message: str, argv: list[str]) -> str:
+    """Put the file and line in front of a message about a setting that only a recipe file has."""
+    typed = {a.partition("=")[0].lstrip("+~"): unquoted(a.partition("=")[2]) for a in argv}
+    key, path = re.split(r"[=:]", message, maxsplit=1)[0], Path(typed.get("recipe", "")).expanduser()
+    if key in typed or not path.is_file():
+        return message
+    with contextlib.suppress(OSError, ValueError):
+        word = re.compile(rf"(^|[\s/{{,]){re.escape(key.rpartition('.')[2])}\s*:")
+        lines = [n for n, line in enumerate(read_text(path).splitlines(), 1) if word.search(line)]
+        return f"{path}:{lines[0]}: {message}" if len(lines) == 1 else message
+    return message
 
 
 def check_defaults(path: Path, defaults: Any) -> None:

@@ -181,7 +181,9 @@ def factory(section: Any, trust: Iterable[str], global_batch_size: int) -> MakeO
     step = inspect.signature(target.step).parameters
     if "closure" in step and step["closure"].default is inspect.Parameter.empty:
         rule = "needs a closure that computes the loss again, which no strategy gives"
-        raise bad("optim", section[TARGET], rule, "an optimizer whose step() needs no arguments")
+        raise bad(
+            "optim", section[TARGET], rule, "an optimizer whose step() needs no arguments, for example optim=adamw"
+        )
     if issubclass(target, (torch.optim.Rprop, torch.optim.ASGD)):
         rule = "its state starts from the learning rate, which the schedule changes at every step"
         raise bad("optim", section[TARGET], rule, "optim=rmsprop, or optim=sgd")

@@ -15,7 +15,7 @@ from dtrain.runs.folder import checkpoints
 from dtrain.runs.record import ROOTS, all_runs, run_folders, run_name
 from dtrain.util.format import counted, short_path
 
-START = "start one with `python launch.py`, or change to the folder where you did"
+START = "start one with `dtrain launch`, or change to the folder where you did"
 
 
 def no_run(example: str, roots: Sequence[str | Path] = ROOTS) -> ValueError:
@@ -27,8 +27,8 @@ def no_run(example: str, roots: Sequence[str | Path] = ROOTS) -> ValueError:
     return ValueError(f"run: none is given{here}\n  fix: {fix}")
 
 
-def find_run(word: str, roots: Sequence[str | Path] = ROOTS) -> Path:
-    """Find the run folder for a path, for `latest`, or for a unique part of its name."""
+def find_run(word: str, roots: Sequence[str | Path] = ROOTS, setting: str = "run") -> Path:
+    """Find the run folder for a path, for `latest`, or for a unique part of its name. setting: for messages."""
     path = Path(word).expanduser()
     if word != "latest" and (path / "launch.json").is_file():
         return path.absolute()
@@ -41,9 +41,10 @@ def find_run(word: str, roots: Sequence[str | Path] = ROOTS) -> Path:
     runs = all_runs(roots)
     where = " and ".join(f"{root}/" for root in roots)
     if not runs:
+        there = "the folder is no run" if path.is_dir() else "no run folder"
+        fix = "leave out resume=, or another run: `dtrain runs FOLDER` lists them" if setting == "resume" else START
         raise ValueError(
-            f"run {word!r}: no run folder (with a launch.json) is there, nor under {where} of {Path.cwd()}\n"
-            f"  fix: {START}"
+            f"run {word!r}: {there} (with a launch.json), and none is under {where} of {Path.cwd()}\n  fix: {fix}"
         )
     if word == "latest":
         return runs[0].absolute()
@@ -92,13 +93,13 @@ def find_checkpoint(word: str, roots: Sequence[str | Path] = ROOTS, setting: str
     name, at, which = word.rpartition("@")
     is_path = word != "latest" and (Path(word).expanduser() / "launch.json").is_file()
     if not at or "/" in which or is_path:
-        return At(find_run(word, roots))
+        return At(find_run(word, roots, setting))
     if not re.fullmatch(r"(step-)?\d{1,18}|best", which, re.ASCII):
         try:  # an @ in the name of the run
-            return At(find_run(word, roots))
+            return At(find_run(word, roots, setting))
         except ValueError:
             raise bad(setting, word, "after the @ comes a step, or best", f"{name}@100, or {name}@best") from None
-    run_dir = find_run(name, roots)
+    run_dir = find_run(name, roots, setting)
     kept = [path for path in checkpoints(run_dir / "checkpoints") if (path / "manifest.json").is_file()]
     if not kept:
         raise bad(setting, word, "the run has no checkpoint", "a run that has saved one; dtrain runs lists the runs")

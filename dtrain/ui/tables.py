@@ -202,7 +202,7 @@ def print_runs(
     # Drop columns that no run fills (MFU on CPUs) or that were not requested; keep the sorted one.
     keys = [k for k in COLUMNS if (k in columns or k == sort) and any(run.get(k) is not None for run in runs)]
     if not runs:
-        say(console, "no runs here yet: start one with `python launch.py`")
+        say(console, "no runs here yet: start one with `dtrain launch`")
         return
     own = own_columns(runs)
     rows = [{key: cell(key, run.get(key)) for key in keys} | own_cells(run, own) for run in runs]

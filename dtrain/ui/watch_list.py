@@ -27,7 +27,7 @@ def list_page(
     state = " · ".join(f"{count} {one_line(status)}" for status, count in counts.items())
     lines = [spread(line((one_line(title), "bold")), line((state, "dim")), width)]
     if not runs:
-        return [*lines, fit(line("no runs here yet: start one with `python launch.py`"), width)][:height]
+        return [*lines, fit(line("no runs here yet: start one with `dtrain launch`"), width)][:height]
     rows = [cells_of(run, width) for run in runs]
     names = Counter(row["run"] for row in rows)
     for run, row in zip(runs, rows, strict=True):

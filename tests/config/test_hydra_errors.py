@@ -21,5 +21,5 @@ def test_only_a_full_disk_is_explained_as_one(tmp_path: Path) -> None:
 def test_of_a_long_error_the_first_two_lines_are_shown() -> None:
     text = "Could not load the plugin\n\nIt needs a name\nSee https://hydra.cc\nin one of\n  a, b, c"
     assert explain(HydraException(text)) == (
-        "Could not load the plugin It needs a name\n  fix: python launch.py --help shows every group and setting"
+        "Could not load the plugin It needs a name\n  fix: dtrain launch --help shows every group and setting"
     )

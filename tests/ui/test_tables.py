@@ -59,7 +59,7 @@ def test_table_in_a_pipe_has_whole_lines_and_no_empty_columns() -> None:
     assert lines(out)[0].split() == ["run", "status", "total", "steps"]
     out = plain()
     print_runs([], out)
-    assert "python launch.py" in lines(out)[0]
+    assert "dtrain launch" in lines(out)[0]
 
 
 def test_the_prediction_s_errors_have_columns_and_the_nearest_is_the_best() -> None:
