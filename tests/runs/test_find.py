@@ -89,7 +89,7 @@ def test_find_with_a_typing_mistake() -> None:
 
 
 def test_find_where_nothing_is() -> None:
-    with pytest.raises(ValueError, match=r"(?s)run 'latest'.*outputs/ and multirun/.*launch.py"):
+    with pytest.raises(ValueError, match=r"(?s)run 'latest'.*outputs/ and multirun/.*dtrain launch"):
         find_run("latest")
 
 
