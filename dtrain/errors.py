@@ -110,7 +110,7 @@ def unknown(key: str, known: Iterable[str], value: str | None = None) -> ValueEr
     section = key.rpartition(".")[0]
     siblings = [k for k in known if k.startswith(f"{section}.") or (not section and "." not in k)]
     if not siblings or len(siblings) > MOST_LISTED:
-        return ValueError(f"{key}: there is no such setting\n  fix: leave it out; docs/configuration.md lists all settings")
+        return ValueError(f"{key}: there is no such setting\n  fix: leave it out; docs/configuration.md lists them all")
     return ValueError(f"{key}: there is no such setting\n  fix: use one of {', '.join(siblings)}")
 
 
