@@ -39,16 +39,20 @@ def set_up(cfg: Any, size: int, device: torch.device) -> Any:
     from measure import Quick
 
     from dtrain.config.build import build
+    from dtrain.data.masked_lm import num_masked
     from dtrain.train import build as models
 
     strategy = build(cfg.strategy).for_world(1)
     strategy.resolve_mesh(1, 1)
+    model = models.make(cfg)
+    if cfg.model.get("task") == "mlm":  # as train/setup.py does
+        model.num_targets = num_masked(cfg.model.seq_len, cfg.data.share)
     strategy.setup(
-        models.make(cfg), build(cfg.optim, global_batch_size=size), precision=build(cfg.precision), device=device,
+        model, build(cfg.optim, global_batch_size=size), precision=build(cfg.precision), device=device,
         first=Quick(), micro_batch_size=cfg.train.micro_batch_size or size, max_grad_norm=cfg.train.max_grad_norm,
         activation_checkpointing=cfg.activation_checkpointing,
         activation_checkpointing_every=cfg.activation_checkpointing_every, compile=cfg.compile,
-        cuda_graphs=cfg.cuda_graphs, masked=cfg.model.get("task") == "mlm",
+        cuda_graphs=cfg.cuda_graphs,
     )  # fmt: skip
     strategy.set_lr(LR / cfg.optim.lr)
     return strategy

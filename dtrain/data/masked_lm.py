@@ -89,6 +89,11 @@ class MaskedDataset:
     def fingerprint(self) -> str:
         return str(self.windows.fingerprint)
 
+    @property
+    def num_targets(self) -> int:
+        """Of each sample."""
+        return num_masked(self.windows.seq_len, self.share)
+
     def __len__(self) -> int:
         return len(self.windows)
 

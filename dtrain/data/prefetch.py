@@ -69,6 +69,10 @@ def read(dataset: Dataset, request: Request) -> Batch:
                 f"data: sample {indices[int(empty.nonzero()[0])]} has no target, all of them are {IGNORED}\n"
                 "  fix: leave such samples out of the dataset"
             )
+    expected = getattr(dataset, "num_targets", None)
+    if expected is not None and not ((targets != IGNORED).flatten(1).sum(dim=1) == expected).all():
+        rule = f"says that each sample has num_targets={expected}, but some have another number of targets"
+        raise bad("data", name_of(dataset), rule, "leave out num_targets")
     return inputs, targets
 
 

@@ -69,9 +69,20 @@ class MaskedHead(Head):
         return classify(logits, targets, self.training)
 
 
+def places_of(asked: Tensor, count: int | None) -> Tensor:
+    """Return the places where `asked` is true, in their order; `count`: how many these are.
+
+    With a count, all shapes are known, so the CPU does not wait for the GPU to count them.
+    """
+    if count is None:
+        return asked.nonzero()[:, 0]
+    return torch.searchsorted(asked.cumsum(0), torch.arange(1, count + 1, device=asked.device))
+
+
 class Bert(nn.Module):
     eval_metrics = CLASSIFY_METRICS
     stream = torch.float32  # dtype of the residual stream between blocks (precision.stream)
+    num_targets: int | None = None  # of each sample, if the data has the same number in all: a step waits for no count
 
     def __init__(
         self,
@@ -148,7 +159,8 @@ class Bert(nn.Module):
             if targets.dim() != 2:
                 rule = f"needs a target or {IGNORED} for each token, but the targets have shape {list(targets.shape)}"
                 raise bad("model.task", self.task, rule, "data=stdlib-mlm or mlm, or model.task=classify")
-            asked = (targets.flatten() != IGNORED).nonzero()[:, 0]  # a seventh of the tokens: computes that much less
+            # a seventh of the tokens: computes that much less
+            asked = places_of(targets.flatten() != IGNORED, self.num_targets and self.num_targets * len(targets))
             if len(asked) == targets.numel():
                 rule = "is bidirectional, so it would copy the next token that this data asks it to predict"
                 raise bad("model.task", self.task, rule, "data=stdlib-mlm or mlm, or a causal model: gpt2")

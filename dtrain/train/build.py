@@ -32,6 +32,13 @@ def make(cfg: Any, trust: Iterable[str] = ()) -> nn.Module:
     return model
 
 
+def set_num_targets(model: Any, *datasets: Any) -> None:
+    """Tell a model that asks for it how many targets each sample has, if all have the same number."""
+    if hasattr(model, "num_targets"):
+        counts = {getattr(dataset, "num_targets", None) for dataset in datasets if dataset is not None}
+        model.num_targets = counts.pop() if len(counts) == 1 else None
+
+
 def first_weights(cfg: Any) -> Drawn:
     """Return the source of the weights for a new or resumed run. All ranks must call it."""
     frozen = cfg.get("lora", {}).get("rank")  # frozen base weights are not in any checkpoint

@@ -146,6 +146,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     epochs, per_epoch = cfg.train.get("epochs"), samples_of(train_set)
     cfg.train["steps"] = run_length.steps_of(cfg.train, per_epoch, name_of(train_set))
     model = models.make(cfg, trust)  # on the meta device: the strategy decides which shard each rank holds
+    models.set_num_targets(model, train_set, val_set)
     precision = build(cfg.precision, trust)
     schedule = build(cfg.schedule, trust, partial=True, steps=cfg.train.steps)
     chosen: Strategy = build(cfg.strategy, trust)

@@ -50,7 +50,9 @@ def drawn(dataset: MaskedDataset, seed: int = 0) -> tuple[np.ndarray, np.ndarray
 @settings(deadline=None, max_examples=30)
 @given(st.integers(4, 300), st.floats(0.15, 0.9), st.integers(0, 2**32))
 def test_every_sample_has_as_many_targets_and_the_rest_is_left_alone(seq_len: int, share: float, seed: int) -> None:
-    original, inputs, targets = drawn(MaskedDataset(windows(seq_len, 20), 256, 256, share), seed)
+    dataset = MaskedDataset(windows(seq_len, 20), 256, 256, share)
+    original, inputs, targets = drawn(dataset, seed)
+    assert ((targets != IGNORED).sum(axis=1) == dataset.num_targets).all()
     asked = targets != IGNORED
     assert (asked.sum(axis=1) == round(share * seq_len)).all()
     assert (targets[asked] == original[asked]).all()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dtrain.models.layers import IGNORED
 from dtrain.optim.adamw import AdamW
 from dtrain.strategies.base import Strategy
 from dtrain.strategies.cuda_graph import NUMBER, STEPS_WATCHED, RecordedStep
@@ -111,12 +112,15 @@ def strategy_of(graphs: Literal["auto", "none"], *words: str) -> Strategy:
 
     torch.cuda.reset_peak_memory_stats()  # of other tests: what a step takes is asked for
     sizes = ["model.num_layers=2", "model.dim=128", "model.num_heads=2", "model.seq_len=64"]
-    model = ["model=gpt2-tiny", *sizes] if "model=resnet18" not in words else []
+    model = [] if any(word.startswith("model=") for word in words) else ["model=gpt2-tiny", *sizes]
     cfg = Settings(compose(["precision=bf16", "cluster.processes=1", *model, *words]))
     strategy: Strategy = build(cfg.strategy).for_world(1)
     strategy.resolve_mesh(1, 1)
+    module = models.make(cfg)
+    if hasattr(module, "num_targets"):
+        module.num_targets = NUM_MASKED  # type: ignore[assignment]
     strategy.setup(
-        models.make(cfg), build(cfg.optim, global_batch_size=8), precision=build(cfg.precision),
+        module, build(cfg.optim, global_batch_size=8), precision=build(cfg.precision),
         device=torch.device("cuda", 0), first=models.first_weights(cfg), cuda_graphs=graphs, compile=cfg.compile,
         micro_batch_size=cfg.train.micro_batch_size or 8, max_grad_norm=cfg.train.max_grad_norm,
         activation_checkpointing=cfg.activation_checkpointing,
@@ -124,14 +128,21 @@ def strategy_of(graphs: Literal["auto", "none"], *words: str) -> Strategy:
     return strategy
 
 
-def batch_of(step: int, size: int = 8, pictures: bool = False) -> tuple[Tensor, Tensor]:
+NUM_MASKED = 9  # of each sample
+
+
+def batch_of(step: int, size: int = 8, kind: str = "text") -> tuple[Tensor, Tensor]:
     drawn = torch.randint(256, (size, 65), generator=torch.Generator().manual_seed(step))
-    if pictures:
+    if kind == "masked":
+        targets = torch.full((size, 64), IGNORED)
+        targets[:, step % 7 :: 7][:, :NUM_MASKED] = drawn[:, step % 7 : 64 : 7][:, :NUM_MASKED]
+        return drawn[:, :-1].cuda(), targets.cuda()
+    if kind == "pictures":
         return drawn[:, None, None, :32].expand(size, 3, 32, 32).float().cuda() / 256, drawn[:, 64].cuda() % 10
     return drawn[:, :-1].cuda(), drawn[:, 1:].cuda()
 
 
-def losses_of(strategy: Strategy, steps: int = 17, pictures: bool = False) -> list[Any]:
+def losses_of(strategy: Strategy, steps: int = 17, kind: str = "text") -> list[Any]:
     """Rates that change, an evaluation, a batch of another size and a step that is not finite among them."""
     from dtrain.train.process import seed_everything
 
@@ -141,13 +152,13 @@ def losses_of(strategy: Strategy, steps: int = 17, pictures: bool = False) -> li
         strategy.set_lr((step + 1) / steps)
         seed_everything(0, step, 0)
         if step == 12:
-            found.append(strategy.eval_step(*batch_of(100, 8, pictures)).tolist())
+            found.append(strategy.eval_step(*batch_of(100, 8, kind)).tolist())
         if step == 14:  # a weight that is not finite for one step
             weight = next(strategy.module.parameters())
             kept = weight.detach().clone()
             with torch.no_grad():
                 weight.fill_(float("nan"))
-        result: Any = strategy.train_step(*batch_of(step, 4 if step == 13 else 8, pictures)).read()
+        result: Any = strategy.train_step(*batch_of(step, 4 if step == 13 else 8, kind)).read()
         if step == 14:
             assert not result.updated
             with torch.no_grad():
@@ -167,6 +178,7 @@ def losses_of(strategy: Strategy, steps: int = 17, pictures: bool = False) -> li
         "lora.rank=4 activation_checkpointing=ops",
         "precision=bf16-pure activation_checkpointing=full",
         "model=resnet18 model.image_size=32 model.num_classes=10 model.width=16",
+        "model=bert-tiny data=stdlib-mlm model.seq_len=64 model.dropout=0.1",
     ],
 )
 def test_the_same_bits_as_kernel_by_kernel(world: Any, words: str) -> None:
@@ -174,11 +186,30 @@ def test_the_same_bits_as_kernel_by_kernel(world: Any, words: str) -> None:
     try:
         with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
             recorded, usual = strategy_of("auto", *words.split()), strategy_of("none", *words.split())
-            pictures = "resnet" in words
-            assert losses_of(recorded, pictures=pictures) == losses_of(usual, pictures=pictures)
+            kind = "pictures" if "resnet" in words else "masked" if "bert" in words else "text"
+            assert losses_of(recorded, kind=kind) == losses_of(usual, kind=kind)
         assert recorded.is_captured and usual.recorded is None
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [("compile=none", "text"), ("model=bert-tiny data=stdlib-mlm model.seq_len=64 compile=none", "masked"),
+     ("model=bert-tiny data=stdlib-mlm model.seq_len=64", "masked")],
+)  # fmt: skip
+def test_no_step_waits_for_the_gpu(world: Any, words: str, kind: str) -> None:
+    strategy, batches = strategy_of("none", *words.split()), [batch_of(step, 8, kind) for step in range(6)]
+    for inputs, targets in batches[:5]:  # compiles, times GEMMs, allocates
+        strategy.train_step(inputs, targets).read()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = strategy.train_step(*batches[5])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert result.read().updated
 
 
 @pytest.mark.gpu
