@@ -48,11 +48,12 @@ def rank_main(run_dir: Path, choices: int, rounds: int, block: int) -> None:
     from dtrain.strategies.ddp import DDP
     from dtrain.train import process
     from dtrain.train.setup import set_up
+    from dtrain.train.startup import StartTimes
 
     cfg = Settings(run_file.completed(run_file.load(run_dir)) | {"trust": []})
     device = process.join_process_group()
     saver = background.Saver(run_dir / "checkpoints", 1, False, 0, None)
-    run = set_up(run_dir, cfg, device, saver)
+    run = set_up(run_dir, cfg, device, saver, StartTimes(run_dir))
     strategy = run.strategy
     assert isinstance(strategy, DDP)
     inputs, targets = run.train_data.batch(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,6 +24,16 @@ def import_folders() -> None:
     """Append the user's folders to sys.path."""
     folders = os.environ.get(VARIABLE, "").split(os.pathsep)
     sys.path += [folder for folder in dict.fromkeys(folders) if folder and folder not in sys.path]
+
+
+def began() -> float:
+    """Return when this process started, in seconds since the epoch; of a forked one, when it was forked."""
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            ticks = int(file.read().rpartition(b")")[2].split()[19])  # since the machine started
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):  # not Linux
+        return time.time()
 
 
 def command(module: str, python: list[str] | None = None) -> list[str]:

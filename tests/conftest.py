@@ -20,6 +20,7 @@ ANY_MACHINE = hypothesis.settings(deadline=None, suppress_health_check=[hypothes
 hypothesis.settings.register_profile("same", ANY_MACHINE, derandomize=True)
 hypothesis.settings.register_profile("new", ANY_MACHINE)
 os.environ["DTRAIN_STRICT"] = "1"  # a fault of the planner is heard, also in launches that tests start
+os.environ["DTRAIN_COMPILE_CACHE"] = "none"  # tests leave nothing in the user's cache folder
 
 
 @pytest.fixture(autouse=True)

@@ -32,6 +32,22 @@ MEANING = {
     "host_gaps": "idle GPU: launch-bound",
 }
 
+# The phases of summary.json's start_s (dtrain/train/startup.py).
+START = {
+    "command": "composing, checks, prediction",
+    "ranks": "torchrun, or the forking process",
+    "imports": "torch and dtrain, in the rank",
+    "process_group": "until all ranks have joined",
+    "data": "data sets; comparing the ranks",
+    "model": "weights, sharding, optimizer",
+    "loader": "a first sample; compiled graphs",
+    "checkpoint": "finding and loading it",
+    "prepare": "summary, hooks",
+    "first_batch": "waiting for it",
+    "compile": "tracing; compiling or loading",
+    "first_step": "kernels, memory, timing of GEMMs",
+}
+
 
 def main(argv: list[str]) -> int:
     """Print where the time of a run's recorded steps goes: a table for each rank and kind of profile."""
@@ -50,17 +66,22 @@ def main(argv: list[str]) -> int:
     folder = run_dir / "profiles"
     tables = read_tables(folder)
     reports = sorted(folder.glob("*.nsys-rep"))
-    if not tables and not reports:
+    start = as_dict(read_json(run_dir / "summary.json").get("start_s"))
+    if not tables and not reports and not start:
         raise ValueError(
             f"{short_path(run_dir)}: the run has no profile, or has not reached the steps that it records\n"
             f"  fix: {LAUNCH} … profile=torch (or profile=memory, nsys=true), then dtrain profile latest"
         )
     sent = comm_profile.profile(run_dir)
     if options.json:
-        content = {"tables": tables, "communication": sent, "nsys_reports": [str(r) for r in reports]}
+        content = {"start_s": start, "tables": tables, "communication": sent, "nsys_reports": [str(r) for r in reports]}
         print(json.dumps(without_nan(content), indent=2))
         return 0
     console = stdout_console()
+    if start:
+        print_start(start, console)
+    if not tables and not reports:
+        say(console, f"where a step's time goes: {LAUNCH} … profile=torch, then dtrain profile latest")
     for table in tables:
         if table["kind"] == "torch":
             print_time(table, folder, options.kernels, console)
@@ -71,6 +92,19 @@ def main(argv: list[str]) -> int:
     for report in reports:
         say(console, (f"nsys stats {shell_path(report)}", "bold"), "  (or open it in Nsight Systems)")
     return 0
+
+
+def print_start(start: dict[str, Any], console: Console) -> None:
+    """Print what the time from the command to the first step went to."""
+    total = number(start.get("total")) or 0.0
+    rows = grid("start of the newest attempt, rank 0", "part", "s", "%", "")
+    for phase, value in start.items():
+        if phase != "total" and (seconds := number(value)) is not None:
+            share = decimal(100 * seconds / total if total else None, 1)
+            rows.add_row(phase.replace("_", " "), decimal(seconds, 2), share, START.get(phase, ""))
+    rows.add_section()
+    rows.add_row("total", decimal(total, 2), "100.0", "")
+    console.print(rows)
 
 
 def read_tables(folder: Path) -> list[dict[str, Any]]:

@@ -63,6 +63,7 @@ from dtrain.runs import folder, tags
 from dtrain.runs.find import At
 from dtrain.runs.folder import latest_checkpoint, locked, read_json, write_json
 from dtrain.runs.protocol import BAD_CONFIG, CANCELLED_FILE, DONE, FAILED, PREEMPTED, PREFLIGHT, SCRIPT_TYPED
+from dtrain.start import began as process_began
 from dtrain.strategies import deepspeed_config
 from dtrain.ui import console, tables
 from dtrain.util import disk_space
@@ -95,12 +96,15 @@ def start(argv: list[str]) -> list[tuple[int, Path]]:
     environ, typed_argv = {name: os.environ.get(name) for name in ("HYDRA_FULL_ERROR", TRUST, SCRIPT_TYPED)}, sys.argv
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, so that dtrain formats the error and exits with 2
     ended: list[tuple[int, Path]] = []
+    began = [command_began()]  # of the first run; a sweep starts the next one when it comes to it
     if os.getcwd() not in sys.path:  # the user's own modules are here; the ranks import from here too
         sys.path.append(os.getcwd())
     try:
         sys.argv = ["launch.py", *prepare_arguments(argv)]
         OmegaConf.register_new_resolver("dtrain.slug", slug, replace=True)
-        task = functools.wraps(run)(lambda cfg: ended.append((run(cfg, argv), Path(cfg.run_dir))))
+        task = functools.wraps(run)(
+            lambda cfg: ended.append((run(cfg, argv, began.pop() if began else time.time()), Path(cfg.run_dir)))
+        )
         with compose_cache.mode_known(sys.argv[1:]), compose_cache.cached_files():
             name = main_config(sys.argv[1:])
             hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task)()
@@ -115,6 +119,12 @@ def start(argv: list[str]) -> list[tuple[int, Path]]:
             if value is not None:
                 os.environ[name] = value
     return ended
+
+
+def command_began() -> float:
+    """When the command was typed: this process is the command's, or a notebook that has been running for long."""
+    now, process = time.time(), process_began()
+    return process if now - process < 10 else now
 
 
 def slug(text: str) -> str:
@@ -355,7 +365,7 @@ def distinct(clusters: Sequence[Any], configs: Sequence[dict[str, Any]]) -> list
     return [(clusters[i], configs[i]) for i in found.values()]
 
 
-def run(cfg: DictConfig, argv: list[str]) -> int:
+def run(cfg: DictConfig, argv: list[str], began: float) -> int:
     """Run as Hydra's task function: write the run folder and pass it to the cluster's launcher."""
     OmegaConf.update(cfg, "run_dir", HydraConfig.get().runtime.output_dir)  # each job of a sweep has its own
     config = resolve(cfg)
@@ -384,7 +394,7 @@ def run(cfg: DictConfig, argv: list[str]) -> int:
             config["cluster"]["node_rank"] = None  # this node's rank; the other nodes read this file too
         save(run_dir, config)
         later = in_sweep and hasattr(cluster, "submit")  # all points are submitted together, see Gate.on_multirun_end
-        record_launch(run_dir, config, argv, prepared=later)
+        record_launch(run_dir, config, argv, began, prepared=later)
         if config.get("tags") and not config["resume"]:
             tags.change(run_dir, add=config["tags"])
         if config.get("fork") and not config["resume"] and not fork.is_placed(run_dir):
@@ -444,11 +454,12 @@ def wait_for_node_0(run_dir: Path, config: dict[str, Any], patience_s: float = 1
         time.sleep(0.5)
 
 
-def record_launch(run_dir: Path, config: dict[str, Any], argv: list[str], prepared: bool) -> None:
+def record_launch(run_dir: Path, config: dict[str, Any], argv: list[str], began: float, prepared: bool) -> None:
     past = read_json(run_dir / "launch.json")
     before = past.get("launches", [])
     launch = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "began": began,
         "overrides": list(HydraConfig.get().overrides.task),
         "choices": config["choices"],
         "cluster": config["cluster"],

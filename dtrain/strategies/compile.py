@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dtrain.kernels import cublaslt
+from dtrain.kernels.compile_cache import Inductor
 
 Compile = Literal["auto", "blocks", "whole", "none"] | bool
 
@@ -28,24 +29,24 @@ def compile_model(model: nn.Module, mode: str) -> None:
     blocks, one graph serves all of them: gpt2-1.5b compiles in 8 s instead of 71.
     """
     if mode == "whole":
-        model.compile(**compile_options())
+        model.compile(backend=backend())
     elif mode == "blocks":
         compile_layers(model, ends=True)
 
 
-def compile_options() -> dict[str, Any]:
-    """Return torch.compile's options: on a GPU, a graph pass that gives each GEMM its fastest kernel.
+def backend() -> Inductor:
+    """Return torch.compile's backend: on a GPU, with a graph pass that gives each GEMM its fastest kernel.
 
     That pass times kernels, and so does the compiler: two ranks may choose different ones. Tensor-parallel ranks repeat
     computations and must get the same bits, so both are turned off there.
     """
     if cublaslt.copies_stay_alike:
-        return {"options": {"deterministic": True}}
+        return Inductor({"deterministic": True})
     if not torch.cuda.is_available() or not cublaslt.is_used():
-        return {}
+        return Inductor({})
     from dtrain.kernels.gemm_pass import fastest_products  # imports the compiler: seconds
 
-    return {"options": {"post_grad_custom_post_pass": fastest_products()}}
+    return Inductor({"post_grad_custom_post_pass": fastest_products()})
 
 
 def compile_layers(model: nn.Module, ends: bool = False) -> None:
@@ -59,11 +60,11 @@ def compile_layers(model: nn.Module, ends: bool = False) -> None:
             "  fix: add fsdp_units() to the model (a list of its layers), compile=whole, or compile=none"
         )
     torch._dynamo.config.recompile_limit = 64  # a ResNet has 8 kinds of blocks, in training and in evaluation
-    options = compile_options()
+    inductor = backend()
     for unit in model.fsdp_units():  # type: ignore[operator]
-        unit.compile(**options)
+        unit.compile(backend=inductor)
     whole: Any = model
     if ends and hasattr(whole, "embedded"):
-        whole.embedded = torch.compile(whole.embedded, **options)
+        whole.embedded = torch.compile(whole.embedded, backend=inductor)
     if ends and isinstance(getattr(whole, "norm", None), nn.Module):
-        whole.norm.compile(**options)
+        whole.norm.compile(backend=inductor)

@@ -33,6 +33,7 @@ from dtrain.train.pending import FinishedStep, PendingSteps
 from dtrain.train.position import Position
 from dtrain.train.process import log
 from dtrain.train.setup import Run, roll_back, set_up
+from dtrain.train.startup import StartTimes, end_compile_cache
 from dtrain.train.stragglers import StragglerWatch
 
 
@@ -116,6 +117,8 @@ def _every(interval: int, step: int) -> bool:
 
 def log_step(run: Run, finished: FinishedStep) -> None:
     """Record a step whose metrics have been read; stop the run if they are not finite."""
+    if "start_s" not in run.summary:
+        run.note_start(finished)
     run.num_skipped += not finished.updated
     run.spikes.read(finished, run.train_data, run.folder if run.recorder else None)
     if not finished.updated and not finished.spiked:
@@ -167,6 +170,7 @@ def finish(run: Run, saver: background.Saver, preempted: bool) -> None:
     saved = saver.wait() or (run.loaded_from if run.step == run.summary["start_step"] else None)
     run.strategy.close()
     run.summary |= {"status": "preempted" if preempted else "done"} | run.strategy.totals()
+    run.summary |= end_compile_cache(run.strategy)
     run.summary["peak_mem_gib"] = max(store.gather(metrics.memory_gib(run.device)))
     if run.recorder:
         if run.step_times:
@@ -184,7 +188,7 @@ def finish(run: Run, saver: background.Saver, preempted: bool) -> None:
 
 def main(run_dir: Path) -> int:
     """One rank, from the process group to the exit code."""
-    position = Position(run_dir, int(os.environ["RANK"]))
+    times, position = StartTimes(run_dir), Position(run_dir, int(os.environ["RANK"]))
     try:
         cfg = Settings(run_file.completed(run_file.load(run_dir)) | {"trust": typed_trust()})
         check_run(cfg, cfg.trust, GROUPS)
@@ -197,7 +201,8 @@ def main(run_dir: Path) -> int:
         )
         with saver, position:
             stop = process.StopRequest(run_dir)
-            run = set_up(run_dir, cfg, device, saver)
+            times.done("process_group")
+            run = set_up(run_dir, cfg, device, saver, times)
             stop.steps_late = run.strategy.steps_ahead
             with rescue.on_lost_peer(run), failed_step.explained(run):
                 preempted = train(run, saver, stop, position)

@@ -44,7 +44,9 @@ from dtrain.train.hooks import Hooks
 from dtrain.train.pending import FinishedStep
 from dtrain.train.process import log
 from dtrain.train.spikes import SpikeError, Spikes
+from dtrain.train.startup import StartTimes, begin_compile_cache
 from dtrain.util.collective import from_rank_0
+from dtrain.util.format import start_text
 
 FORKED = "is_forked"  # of what load_newest returns: it is the first checkpoint of a fork, saved by another run
 
@@ -91,6 +93,7 @@ class Run:
     best: Best
     fresh: FreshState
     classes: list[str]
+    times: StartTimes
     num_skipped: int = 0
     step_times: list[float] = field(default_factory=list)
     recent: list[FinishedStep] = field(default_factory=list)  # the newest two, for train/rescue.py
@@ -107,6 +110,13 @@ class Run:
             "step_s": step_s, "data_s": finished.data_s, "mfu": rate.mfu(step_s),
             "mem_gib": metrics.memory_gib(self.device), **exposed, **self.hooks.train_metrics(finished.step),
         }  # fmt: skip
+
+    def note_start(self, first: FinishedStep) -> None:
+        """After the first step: put the seconds of each phase of the start into the summary, and log them."""
+        self.summary["start_s"] = self.times.first_step(first)
+        if self.recorder:
+            write_json(self.folder / "summary.json", self.summary)
+            log.info("%s", start_text(self.summary["start_s"]))
 
     def record(self, found: dict[str, float]) -> None:
         """Put the metrics of an evaluation, or of a hook, into the summary and on a line of their own."""
@@ -131,7 +141,7 @@ class Run:
         }  # fmt: skip
 
 
-def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> Run:
+def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver, times: StartTimes) -> Run:
     """Build data, model and strategy, load the checkpoint, and write the first summary."""
     began = time.perf_counter()
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -145,6 +155,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     data_identity = process.check_same_start(folder, train_set, val_set)
     epochs, per_epoch = cfg.train.get("epochs"), samples_of(train_set)
     cfg.train["steps"] = run_length.steps_of(cfg.train, per_epoch, name_of(train_set))
+    times.done("data")
     model = models.make(cfg, trust)  # on the meta device: the strategy decides which shard each rank holds
     models.set_num_targets(model, train_set, val_set)
     precision = build(cfg.precision, trust)
@@ -174,6 +185,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     classes = class_names(data, cfg.model.get("num_classes", 0))
     if cfg.ema.decay:
         strategy.average_weights(cfg.ema.decay, cfg.ema.evaluate)
+    times.done("model")
     if not cfg.optim[TARGET].startswith("dtrain."):
         optimizers.check(make_optimizer, strategy.splits_weights())
     reading = {"pin_memory": device.type == "cuda", "workers": cfg.train.loader_workers}
@@ -183,7 +195,9 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
         train_data = StreamLoader(train_set, batch_size, *of_rank, reading["pin_memory"])
     else:
         train_data = Loader(train_set, batch_size, *of_rank, **reading)
-    check_batch(model, strategy, *train_data.sample())
+    sample = train_data.sample()
+    begin_compile_cache(cfg, strategy, sample)
+    check_batch(model, strategy, *sample)
     validation = None
     if val_set is not None:
         size = eval_batch_size(len(val_set), batch_size, micro_batch_size, mesh)
@@ -194,6 +208,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     of_run = (folder, cfg, strategy.module, device, min(cfg.train.steps, cfg.train.stop_after or cfg.train.steps))
     view = HookRun(*of_run, strategy.eval_outputs, batches, strategy.begin_evaluation)
     hooks = Hooks(cfg.get("hooks", {}), trust, view)  # an old run has no such section
+    times.done("loader")
 
     # ---- the newest good checkpoint of this run, whatever layout it was saved under ----------------------------
     fresh = FreshState(cfg.train.spike == "rollback")
@@ -203,6 +218,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
         check_epochs(folder, cfg, step)
     continue_stream(train_data, saved)
     hooks.load(saved.get("hooks", {}), may_continue=allows(cfg.resume_allow, "hooks") or bool(saved.get(FORKED)))
+    times.done("checkpoint")
 
     # ---- what will run -----------------------------------------------------------------------------------------
     last_step = step if hooks.ended else view.last_step
@@ -239,9 +255,10 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver) -> R
     run = Run(
         folder, cfg, device, model, strategy, schedule, mesh, train_data, validation, data_identity, rate, recorder,
         summary, last_step, step, samples, spikes, hooks, loaded_from, began,
-        Best(folder / "checkpoints", rule_of(cfg.checkpoint)), fresh, classes,
+        Best(folder / "checkpoints", rule_of(cfg.checkpoint)), fresh, classes, times,
     )  # fmt: skip
     hooks.begin(run)
+    times.done("prepare")
     return run
 
 

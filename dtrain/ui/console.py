@@ -29,6 +29,7 @@ from dtrain.util.format import (
     shell_path,
     short_path,
     si,
+    start_text,
     step_time,
     three_digits,
 )
@@ -110,6 +111,7 @@ def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str
         ("communication", exposed_text(get("exposed_comm_s")), "-"),
         ("MFU", percent(get("mfu")), percent(forecast("mfu"))),
         ("peak memory", gib(get("peak_mem_gib")), gib(forecast("peak_mem_gib", "memory_gib"))),
+        ("start", start_text(get("start_s")), "-"),
         ("wall time", duration(get("wall_s")), "-"),  # a plan covers only the steps
         ("saves", saves_text(summary), "-"),
         *(("slow rank", text, "-") for text in slow_ranks(summary)),

@@ -32,6 +32,16 @@ def counted(count: object, word: str) -> str:
     return f"{count} {word}" + ("" if count == 1 else "s")
 
 
+def start_text(start: object) -> str:
+    """`first step after 34.2 s: imports 4.1, compile 25.6, …`, of a summary's start_s; phases below 1% are left out."""
+    phases = {name: seconds for name, value in as_dict(start).items() if (seconds := number(value)) is not None}
+    total = phases.pop("total", None)
+    if total is None:
+        return "-"
+    shown = (f"{name.replace('_', ' ')} {s:.1f}" for name, s in phases.items() if s >= max(0.01 * total, 0.05))
+    return f"first step after {total:.1f} s: {', '.join(shown)}"
+
+
 def without_nan(value: Any) -> Any:
     """Replace NaN and the infinities by null, because they are not valid JSON."""
     if isinstance(value, dict):

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from dtrain.kernels import cublaslt
 from dtrain.kernels.gemm_pass import FastestProducts, fastest_products
-from dtrain.strategies.compile import compile_options
+from dtrain.strategies.compile import backend
 
 
 class Seen(FastestProducts):
@@ -96,15 +96,15 @@ def test_small_products_and_wide_types_are_left_to_torch() -> None:
 
 def test_not_without_such_a_gpu_nor_where_bits_must_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
-        assert compile_options() == {}
+        assert backend().options == {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(cublaslt, "library", lambda: object())
-    assert isinstance(compile_options()["options"]["post_grad_custom_post_pass"], FastestProducts)
+    assert isinstance(backend().options["post_grad_custom_post_pass"], FastestProducts) and backend() == backend()
     monkeypatch.setattr(cublaslt, "copies_stay_alike", True)
-    assert compile_options() == {"options": {"deterministic": True}}, "nor may the compiler choose by timing"
+    assert backend().options == {"deterministic": True}, "nor may the compiler choose by timing"
     monkeypatch.setattr(cublaslt, "copies_stay_alike", False)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert compile_options() == {}
+    assert backend().options == {}
 
 
 @pytest.mark.parametrize("bias", [torch.ones(1), torch.ones(8, 1), torch.ones(8, 64)])
