@@ -10,24 +10,24 @@ from dtrain.plan.time.collectives import Group, collective_s, hop_s, rate, send_
 from dtrain.plan.time.compute import HALF, Pass
 from dtrain.plan.time.data_parallel import exposed
 
-WIDE = 4  # bytes of a sum of gradients
+WIDE = 4  # bytes of an element of a gradient that is being summed
 
 
 def sent_bytes(shape: Transformer, layout: Layout) -> tuple[float, float]:
     """(forward, backward) bytes that a rank sends in one layer and pass.
 
-    S: bytes of its keys and values, in the matmuls' dtype; S' in fp32. ring: (cp - 1) S forward, (cp - 1) S + cp S'
-    backward. allgather: (cp - 1) S forward, (cp - 1) (S + S') backward. ulysses: (cp - 1) / cp of queries, keys, values
-    and the output, in both directions.
+    S: bytes of its keys and values, in the matmuls' dtype; S': of their gradients, in fp32. ring: (cp - 1) S forward,
+    (cp - 1) S + cp S' backward. allgather: (cp - 1) S forward, (cp - 1) (S + S') backward. ulysses: (cp - 1) / cp of
+    queries, keys, values and the output, in both directions.
     """
     elements = layout.micro_batch_size * shape.seq_len / layout.cp
     e, cp = (4 if layout.precision == "fp32" else HALF), layout.cp
     pair = elements * 2 * shape.kv_dim / layout.tp
     if layout.cp_kind == "ulysses":
-        both = (cp - 1) / cp * (pair + 2 * elements * shape.dim / layout.tp) * e
-        return both, both
-    sums = cp if layout.cp_kind == "ring" else cp - 1
-    return (cp - 1) * pair * e, (cp - 1) * pair * e + sums * pair * WIDE
+        exchanged = (cp - 1) / cp * (pair + 2 * elements * shape.dim / layout.tp) * e
+        return exchanged, exchanged
+    times = cp if layout.cp_kind == "ring" else cp - 1
+    return (cp - 1) * pair * e, (cp - 1) * pair * e + times * pair * WIDE
 
 
 def context_items(
@@ -38,7 +38,7 @@ def context_items(
     room = max(1, (hardware.gpus_per_node or cp) // layout.tp)
     group = Group(cp, min(cp, room))
     forward, backward = sent_bytes(shape, layout)
-    if kind == "ring":  # each message travels while a block of attention is computed
+    if kind == "ring":  # each send/recv runs while a block of attention is computed
         crosses = group.nodes > 1
         there = (cp - 1) * send_s(hardware, forward / (cp - 1), crosses)
         back = (cp - 1) * send_s(hardware, backward / (cp - 1), crosses)
