@@ -36,16 +36,21 @@ def check_best(config: dict[str, Any], metric: str, mode: str | None) -> None:
     if metric in ("loss", "train_loss"):
         rule = "is a metric of training steps; evaluations have val_loss"
         raise bad("checkpoint.keep_best", metric, rule, "checkpoint.keep_best=val_loss")
-    known = known_metrics(config)
-    if known and metric not in known:
-        near = difflib.get_close_matches(metric, known, 1, 0.75)
-        rule = f"evaluations of this run have no such metric; they have {', '.join(known)}"
-        raise bad("checkpoint.keep_best", metric, rule, f"checkpoint.keep_best={near[0] if near else known[0]}")
+    check_known("checkpoint.keep_best", metric, config)
     if mode_of(metric, mode) is None:
         rule = "its name does not tell whether small or large values are good"
         raise bad(
             "checkpoint.keep_best", metric, rule, f"checkpoint.keep_best={metric} checkpoint.best_mode=max (or min)"
         )
+
+
+def check_known(key: str, metric: str, config: dict[str, Any]) -> None:
+    """Refuse a metric that no evaluation will have, as far as that is known before the start."""
+    known = known_metrics(config)
+    if known and metric not in known:
+        near = difflib.get_close_matches(metric, known, 1, 0.75)
+        rule = f"evaluations of this run have no such metric; they have {', '.join(known)}"
+        raise bad(key, metric, rule, f"{key}={near[0] if near else known[0]}")
 
 
 def known_metrics(config: dict[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ import ast
 import math
 from typing import Any
 
+from dtrain.checks.checkpoint import check_known
 from dtrain.config.files import HOOKS
 from dtrain.config.hook_methods import Arity, check_methods
 from dtrain.config.source import class_source
@@ -76,6 +77,7 @@ def check_early_stop(config: dict[str, Any], key: str, section: dict[str, Any]) 
     if metric.startswith("val_") and not config["train"]["eval_batches"]:
         rule = "the run makes no evaluations (train.eval_batches=0)"
         raise bad(f"{key}.metric", metric, rule, "train.eval_batches=8")
+    check_known(f"{key}.metric", metric, config)
     if is_max is not None and (section["mode"] == "max") != is_max:
         rule = f"{metric} is better if it is {'larger' if is_max else 'smaller'}"
         raise bad(f"{key}.mode", section["mode"], rule, f"{key}.mode={'max' if is_max else 'min'}")

@@ -16,7 +16,7 @@ from dtrain.errors import bad, unknown
 from dtrain.runs import record as records
 from dtrain.runs.folder import checkpoints, latest_checkpoint, read_summary, write_json
 from dtrain.runs.protocol import GO_BACK
-from dtrain.util.format import as_dict, counted, shell_path, short_path
+from dtrain.util.format import argument, as_dict, counted, shell_path, short_path
 
 # Settings that may change on resume: they define how it runs. Dropout depends on the data ranks and micro-batches.
 FREE_ON_RESUME = (
@@ -94,6 +94,9 @@ def check_checkpoints(old: dict[str, Any], config: dict[str, Any], run_dir: Path
     if not is_script(config) and not old.get("checkpoint", {}).get("save", True) and not num_steps_saved(run_dir):
         rule = "the run saves no checkpoint (checkpoint.save=false), so there is nothing to continue from"
         raise bad("resume", config["resume"], rule, "leave out resume= for a new run")
+    if config.get("fork") and not checkpoints(run_dir / "checkpoints"):
+        rule = "has not even the checkpoint that it was forked from: its launch ended before, or it was removed"
+        raise bad("resume", config["resume"], rule, f"{argument('fork', config['fork'])}, which makes a new folder")
 
 
 def check_unfinished(config: dict[str, Any], run_dir: Path) -> None:

@@ -48,8 +48,8 @@ def main(argv: list[str]) -> int:
         raise bad("--slots", options.slots, "must be 1 to 512", "--slots=32")
     if not 0.05 <= options.poll <= 3600:
         raise bad("--poll", options.poll, "must be 0.05 to 3600 seconds", "--poll=2")
-    if options.port:  # now, not after the model is loaded
-        ports.check("--port", options.port, options.host, "--port 0 for any free one", " ")
+    # now, not after the model is loaded
+    ports.check("--port", options.port, options.host, "--port 0 for any free one", " ")
     at = find_checkpoint(options.run)
     template = chat_template(options.chat_template)
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)

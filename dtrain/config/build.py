@@ -93,7 +93,9 @@ def locate(target: str, trust: Iterable[str] = ()) -> Any:
             raise ValueError(f"{target}: {rule}\n  fix: pip install {top}, or correct the import") from error
         raise bad(TARGET, target, f"cannot be imported ({error})", "check the spelling, or install it") from error
     if found is None:
-        near = difflib.get_close_matches(attribute, dir(sys.modules[module_name]), 1, 0.6)
+        there = vars(sys.modules[module_name])
+        own = [name for name, value in there.items() if allowed(f"{getattr(value, '__module__', None)}.{name}", trust)]
+        near = difflib.get_close_matches(attribute, own, 1, 0.6)
         fix = f"did you mean {module_name}.{near[0]}?" if near else "check the spelling"
         raise bad(TARGET, target, f"{module_name} has no {attribute}", fix)
     # reject names that a trusted module merely imported, e.g. subprocess.Popen

@@ -61,6 +61,8 @@ def explain(error: BaseException) -> str:
     if key and "HYDRA_FULL_ERROR" not in (key[2] or key[1]):
         name, known = key[2] or key[1], known_settings()
         if name not in known:
+            if absent := not_chosen(name):
+                return absent
             typed = re.search(r"^To append to your config use \+[^=\n]*=(.*)$", text, re.MULTILINE)
             return unknown_setting(name, typed[1] if typed else "")
         group, _, setting = name.partition(".")
@@ -87,6 +89,18 @@ def explain(error: BaseException) -> str:
         return f"{ambiguous[1]}: is more than one value\n  fix: give one, or -m for a sweep over them"
     what = (f"{full_key}: " if full_key else "") + (" ".join(lines[:2]) if lines else type(error).__name__)
     return f"{what}\n  fix: dtrain launch --help shows every group and setting"
+
+
+def not_chosen(name: str) -> str:
+    """Explain a setting of a hook or logger that no chosen one has; "" if the name is of another kind."""
+    group, _, setting = name.partition(".")
+    section, _, setting = setting.partition(".")
+    options = options_of(group) if group in SEVERAL else []
+    if not setting or not options or section in options:
+        return ""
+    near = difflib.get_close_matches(section.lower(), options, 1, 0.6)
+    fix = f"{group}={near[0]} {group}.{near[0]}.{setting}=…" if near else f"{group}=MODULE.{section} {name}=…"
+    return f"{name}: {section} is not among the chosen {group.rstrip('s')}s\n  fix: {fix}"
 
 
 DTYPES = {

@@ -137,8 +137,10 @@ def check_section(name: str, section: Any, trust: Iterable[str]) -> None:
     if chosen and not isinstance(section, dict):
         raise unknown(name, [setting for setting in known_settings() if setting.startswith(f"{group}.")])
     if not isinstance(section, dict) or not isinstance(section.get("_target_"), str) or not section["_target_"]:
-        fix = f"add it to the list: {group}=[…,{chosen}]" if chosen else f"choose an option of conf/{group}/"
-        raise bad(name, section, "must name what to build in `_target_`", fix)
+        if chosen:
+            rule = f"{chosen} is not among the chosen {group.rstrip('s')}s, and has no `_target_`"
+            raise bad(name, section, rule, f"add it to the list: {group}=[…,{chosen}]")
+        raise bad(name, section, "must name what to build in `_target_`", f"choose an option of conf/{group}/")
     target = section["_target_"]
     check_target(name, section)
     if group == HOOKS and allowed(target, trust) and isinstance(source_of(target), ast.FunctionDef):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import dtrain
+from dtrain.config.build import own_file
 from dtrain.errors import bad
 from dtrain.util.format import short_path
 
@@ -129,7 +130,9 @@ def find(target: str, key: str, permit: Callable[[str], object] = bool, jumps: i
         return find(others[name], key, permit, jumps + 1) if spec_of(others[name].rpartition(".")[0]) else None
     if maybe or "__getattr__" in classes:
         return None
-    classes += [name for name in others if name != "*" and not name.startswith("_")]
+    classes += [
+        name for name, home in others.items() if name != "*" and not name.startswith("_") and is_own(home, module)
+    ]
     missing(key, target, module, name, spec.origin, classes)
 
 
@@ -156,6 +159,12 @@ def exports(module: str, jumps: int = 0) -> set[str] | None:
         elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.For, ast.Expr)):
             names |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
     return None if "__getattr__" in names or "globals" in names else names
+
+
+def is_own(target: str, module: str) -> bool:
+    """Whether the user wrote what a module imports: torch's layers are no hint."""
+    top = target.partition(".")[0]
+    return top == module.partition(".")[0] or own_file(top) is not None
 
 
 def absolute(node: ast.ImportFrom, spec: ModuleSpec) -> str:

@@ -397,7 +397,8 @@ def run(cfg: DictConfig, argv: list[str], began: float) -> int:
         record_launch(run_dir, config, argv, began, prepared=later)
         if config.get("tags") and not config["resume"]:
             tags.change(run_dir, add=config["tags"])
-        if config.get("fork") and not config["resume"] and not fork.is_placed(run_dir):
+        # a point of a sweep that was stopped before it had the checkpoint is resumed, too
+        if config.get("fork") and (in_sweep or not config["resume"]) and not fork.is_placed(run_dir):
             begin_fork(run_dir, fork.parse(config["fork"]))
         if config["resume"] and not is_script(config):
             go_back(config, run_dir, sys.stdout)

@@ -34,7 +34,7 @@ from dtrain.config.source import check_spelling, find
 from dtrain.config.untrusted import OPTION, TooLarge, check_file, quick_yaml, read, read_text
 from dtrain.errors import bad
 from dtrain.runs.folder import latest_checkpoint
-from dtrain.util.format import as_dict, short_path
+from dtrain.util.format import argument, as_dict, short_path
 
 AUTO = "auto"  # strategy=auto: the planner chooses (dtrain/launch/auto.py)
 # Placeholder that Hydra composes until the planner has chosen. It has all degrees, so that strategy.tp=2 is valid.
@@ -159,7 +159,9 @@ def resumed(argv: list[str], given: dict[str, str]) -> list[str]:
     other = unquoted(given.get("run_dir", ""))
     if other and Path(other).expanduser().absolute() != run_dir:
         rule = f"a run resumes in its own folder, {short_path(run_dir)}; a new folder needs a new run"
-        raise bad("run_dir", other, rule, f"fork={word} run_dir={other}, or leave out run_dir=")
+        raise bad(
+            "run_dir", other, rule, f"{argument('fork', word)} {argument('run_dir', other)}, or leave out run_dir="
+        )
     store_as_run(run_dir, overridden=[g for g in GROUPS if g in given])
     check_program(run_dir, argv)
     argv = [a for a in argv if not a.startswith(("resume=", "run_dir="))]

@@ -19,7 +19,7 @@ from dtrain.config.files import TARGET, flatten, is_script
 from dtrain.errors import bad
 from dtrain.runs.find import At
 from dtrain.runs.folder import checkpoints, parse_line, read_json
-from dtrain.util.format import as_dict, number, short_path
+from dtrain.util.format import argument, as_dict, number, short_path
 
 MOST_ANCESTORS = 100  # in launch.json
 FREE_IN_MODEL = ("dropout",)  # settings of a model that no weight depends on
@@ -59,10 +59,10 @@ def check(old: dict[str, Any], config: dict[str, Any]) -> None:
     average, past = (as_dict(part.get("ema")).get("decay") or 0 for part in (config, old))
     if bool(average) != bool(past):
         rule = f"a fork keeps the optimizer's state, of which the average is a part: ema.decay={past} there"
-        raise bad("ema.decay", average, rule, f"ema.decay={past or 0}, or init_from={at.run_dir} instead of fork=")
+        raise bad("ema.decay", average, rule, f"ema.decay={past or 0}, or {weights_of(at)} instead of fork=")
     if average and "optimizer" in anew(old, config):
         rule = "the average is a part of the old optimizer's state, and another optimizer starts anew"
-        raise bad("ema.decay", average, rule, f"ema.decay=0, or init_from={at.run_dir} instead of fork=")
+        raise bad("ema.decay", average, rule, f"ema.decay=0, or {weights_of(at)} instead of fork=")
     frozen = config["lora"]["rank"] and not config.get("init_from")
     if frozen and as_dict(old.get("train")).get("seed") != config["train"]["seed"]:
         rule = "the frozen weights below the adapters are drawn from the seed"
@@ -83,7 +83,11 @@ def way_out(at: At, old: dict[str, Any], config: dict[str, Any], name: str, befo
         init_from.check_run(at.run_dir, config["model"])
     except ValueError:
         return f"{keep}, or leave out fork= and train the other model from its start"
-    return f"{keep}, or start from the weights alone: init_from={at.run_dir} instead of fork="
+    return f"{keep}, or start from the weights alone: {weights_of(at)} instead of fork="
+
+
+def weights_of(at: At) -> str:
+    return argument("init_from", str(at.run_dir / "checkpoints" / f"step-{at.step or 0:08d}"))
 
 
 def anew(old: dict[str, Any], config: dict[str, Any]) -> list[str]:
@@ -135,7 +139,7 @@ def place(at: At, run_dir: Path) -> None:
         shutil.copytree(at.run_dir / "checkpoints" / name, unfinished, copy_function=link_or_copy)
     except (OSError, shutil.Error) as error:  # pruned by the run, which still trains
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise bad("fork", at, f"its checkpoint cannot be read ({error})", f"fork={at.run_dir}") from error
+        raise bad("fork", at, f"its checkpoint cannot be read ({error})", argument("fork", str(at.run_dir))) from error
     os.rename(unfinished, folder / name)
     (folder / "latest").write_text(name + "\n")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from dtrain.errors import bad
 from dtrain.runs.best import best_of, mode_of, saved_metrics
 from dtrain.runs.folder import checkpoints
 from dtrain.runs.record import ROOTS, all_runs, run_folders, run_name
-from dtrain.util.format import counted, short_path
+from dtrain.util.format import argument, counted, short_path
 
 START = "start one with `dtrain launch`, or change to the folder where you did"
 
@@ -98,7 +99,9 @@ def find_checkpoint(word: str, roots: Sequence[str | Path] = ROOTS, setting: str
         try:  # an @ in the name of the run
             return At(find_run(word, roots, setting))
         except ValueError:
-            raise bad(setting, word, "after the @ comes a step, or best", f"{name}@100, or {name}@best") from None
+            raise bad(
+                setting, word, "after the @ comes a step, or best", f"{_typed(setting, f'{name}@100')}, or @best"
+            ) from None
     run_dir = find_run(name, roots, setting)
     kept = [path for path in checkpoints(run_dir / "checkpoints") if (path / "manifest.json").is_file()]
     if not kept:
@@ -108,7 +111,7 @@ def find_checkpoint(word: str, roots: Sequence[str | Path] = ROOTS, setting: str
     if step not in steps:
         near = min(steps, key=lambda found: abs(found - step))
         rule = f"the run has no checkpoint of step {step}; it has {', '.join(map(str, sorted(steps)[-20:]))}"
-        raise bad(setting, word, rule, f"{name}@{near}")
+        raise bad(setting, word, rule, _typed(setting, f"{name}@{near}"))
     return At(run_dir, step)
 
 
@@ -116,16 +119,22 @@ def _best(run_dir: Path, kept: Sequence[Path], word: str, setting: str) -> int:
     """Return the step of the best checkpoint of a run that kept it."""
     settings, metrics = flat_config(run_dir) or {}, saved_metrics(kept)
     metric, name = settings.get("checkpoint.keep_best"), word.rpartition("@")[0]
+    newest = _typed(setting, f"{name}@{int(kept[0].name[5:])}")
     if not isinstance(metric, str):
         found = best_of(metrics, "val_loss", "min")
         rule = "the run did not keep its best checkpoint (checkpoint.keep_best); others may have been better"
-        known = f"{name}@{found}, of those kept the one with the lowest val_loss" if found is not None else ""
-        raise bad(setting, word, rule, known or f"{name}@{int(kept[0].name[5:])}")
+        lowest = f"{_typed(setting, f'{name}@{found}')}, of those kept the one with the lowest val_loss"
+        raise bad(setting, word, rule, newest if found is None else lowest)
     step = best_of(metrics, metric, mode_of(metric, settings.get("checkpoint.best_mode")) or "min")
     if step is None:
         rule = f"no checkpoint has {metric} yet (checkpoint.keep_best)"
-        raise bad(setting, word, rule, f"{name}@{int(kept[0].name[5:])}, or wait for an evaluation")
+        raise bad(setting, word, rule, f"{newest}, or wait for an evaluation")
     return step
+
+
+def _typed(setting: str, word: str) -> str:
+    """Return what to type: an argument of a command, or a setting of `dtrain launch`."""
+    return shlex.quote(word) if setting == "run" else argument(setting, word)
 
 
 def _bullets(paths: Any, most: int = 5) -> str:

@@ -149,15 +149,18 @@ def shell_path(path: Path) -> str:
     return shlex.quote("./" + text if text.startswith("-") else text)
 
 
-def resume_argument(path: Path) -> str:
-    """Return `resume=PATH`, ready to paste: quoted for Hydra's grammar first, then for the shell.
+def argument(key: str, value: str) -> str:
+    """Return `KEY=VALUE`, ready to paste: quoted for Hydra's grammar first, then for the shell.
 
     A sweep folder's name contains `=` and `,`, which Hydra rejects or reads as a sweep unless quoted.
     """
-    text = short_path(path)
-    if "/" not in text:
-        text = "./" + text  # so that a folder named `12` or `null` is not read as a number or as null
-    if not re.fullmatch(r"[A-Za-z0-9_./-]+", text):
+    if not re.fullmatch(r"[A-Za-z0-9_./@-]+", value):
         # Hydra: a backslash is literal, except before a quote.
-        text = '"' + re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + ('\\"' if m[2] else ""), text) + '"'
-    return shlex.quote(f"resume={text}")
+        value = '"' + re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + ('\\"' if m[2] else ""), value) + '"'
+    return shlex.quote(f"{key}={value}")
+
+
+def resume_argument(path: Path) -> str:
+    text = short_path(path)
+    # a folder named `12` or `null` must not be read as a number or as null
+    return argument("resume", text if "/" in text else "./" + text)

@@ -20,9 +20,8 @@ def check(setting: str, port: int, host: str, otherwise: str = "", sign: str = "
 
 
 def refusal(setting: str, port: int, host: str, error: OSError, otherwise: str = "", sign: str = "=") -> ValueError:
-    if (error.errno or 0) < 0 or error.errno == errno.EADDRNOTAVAIL:  # negative: of getaddrinfo
-        known = error.errno == errno.EADDRNOTAVAIL  # Python adds what it has tried to the text of this one
-        rule = f"is no address of this machine ({os.strerror(errno.EADDRNOTAVAIL) if known else error.strerror})"
+    if why := problem_of(host):
+        rule = f"is no address of this machine ({why})"
         return bad(setting.replace("port", "host"), host, rule, setting.replace("port", "host") + f"{sign}127.0.0.1")
     why = os.strerror(error.errno) if error.errno else str(error)
     rule = f"{host}:{port} cannot be bound ({why})"
@@ -31,6 +30,16 @@ def refusal(setting: str, port: int, host: str, error: OSError, otherwise: str =
     found = near(host, port)
     fix = f"{setting}{sign}{found}, which is free" if found else f"another {setting}"
     return bad(setting, port, rule, f"{fix}, or {otherwise}" if otherwise else fix)
+
+
+def problem_of(host: str) -> str:
+    """Return why no port of a host can be bound, or ""."""
+    try:
+        bind(host, 0)
+    except OSError as error:  # Python adds what it has tried to the text; an error of getaddrinfo is negative
+        number = error.errno or 0
+        return os.strerror(number) if number > 0 else str(error.strerror).partition(" (while")[0]
+    return ""
 
 
 def near(host: str, port: int) -> int | None:

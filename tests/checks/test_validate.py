@@ -537,6 +537,9 @@ def test_the_metrics_that_are_known_before_the_start_are_those_of_the_models() -
 def test_a_metric_that_no_evaluation_has_is_refused(base: dict[str, Any], metric: str, fix: str) -> None:
     with pytest.raises(ValueError, match=rf"keep_best={metric}: .* have val_loss, val_perplexity\n  fix: .*={fix}$"):
         validate.validate(changed(base, checkpoint__keep_best=metric))
+    stop = files.section("hooks", "early_stop") | {"metric": metric, "mode": "max" if "acc" in metric else "min"}
+    with pytest.raises(ValueError, match=rf"metric={metric}: .* have val_loss, val_perplexity\n  fix: .*={fix}$"):
+        validate.validate(base | {"hooks": {"early_stop": stop}})
 
 
 def test_usable_numbers_are_those_that_all_other_settings_allow(base: dict[str, Any]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +92,7 @@ def test_what_a_fork_refuses(parent: Path, tmp_path: Path, capsys: pytest.Captur
     before, run_dir = content(parent), f"run_dir={tmp_path / 'child'}"
     for words, said in {
         (f"fork={parent}@4", "model.num_layers=1"): "a fork keeps the weights, and so the model",
-        (f"fork={parent}@4", "lora.rank=2"): "a fork keeps the weights",
+        (f"fork={parent}@4", "lora.rank=2"): f"the weights alone: init_from={parent}/checkpoints/step-00000004 instead",
         (f"fork={parent}@4", f"init_from={parent}"): "the weights come from the checkpoint of the fork",
         (f"fork={parent}",): "train.steps=6: the fork begins at step 6\n  fix: train.steps=12",
         (f"fork={parent}@3",): "it has 2, 4, 6",
@@ -99,6 +101,24 @@ def test_what_a_fork_refuses(parent: Path, tmp_path: Path, capsys: pytest.Captur
     }.items():
         assert said in refused(capsys, *words, run_dir), words
     assert not (tmp_path / "child").exists() and content(parent) == before
+
+
+def test_a_launch_that_was_killed_before_it_had_the_checkpoint(
+    parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint comes last: metrics alone are no fork."""
+    child = tmp_path / "child"
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copytree", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        process = os.fork()
+        if process == 0:
+            main([f"fork={parent}@4", f"run_dir={child}", "train.steps=8"])
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+    assert losses(child) and not steps_of(child) and (child / "launch.json").exists()
+    error = refused(capsys, f"resume={child}")
+    assert "not even the checkpoint that it was forked from" in error and f"fix: fork={parent}@4, " in error
+    assert main([f"fork={parent}@4", f"run_dir={tmp_path / 'other'}", "train.steps=8"]) == 0
 
 
 def test_a_run_does_not_resume_in_another_folder(

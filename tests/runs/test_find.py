@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -119,12 +120,27 @@ def test_a_checkpoint_of_a_run() -> None:
     assert str(At(run, 200)) == f"{run}@200" and str(At(run)) == str(run)
     for word, said in {
         "latest@249": "it has 100, 200, 300, 400, 500, 600\n  fix: latest@200",
-        "latest@bets": "after the @ comes a step, or best\n  fix: latest@100, or latest@best",
+        "latest@bets": "after the @ comes a step, or best\n  fix: latest@100, or @best",
         "nobody@best": "no such folder",
     }.items():
         with pytest.raises(ValueError) as error:
             find_checkpoint(word)
         assert said in str(error.value)
+
+
+def test_a_fix_is_what_to_type() -> None:
+    run = make("multirun/d/0-lr=0.1,a b", config="checkpoint: {every: 100}")
+    saved(run, 100, val_loss=2.0)
+    for word in (f"{run}@7", f"{run}@best"):
+        with pytest.raises(ValueError) as error:
+            find_checkpoint(word, setting="fork")
+        [typed] = shlex.split(str(error.value).partition("fix: ")[2].partition(", of those")[0])
+        assert typed == f'fork="{run}@100"'
+        with pytest.raises(ValueError) as error:
+            find_checkpoint(word)
+        assert shlex.split(str(error.value).partition("fix: ")[2].partition(", of those")[0]) == [f"{run}@100"]
+    with pytest.raises(ValueError, match="fix: resume=latest@100, or @best"):
+        find_checkpoint("latest@x", setting="resume")
 
 
 def test_the_best_of_a_fork_with_other_data_is_its_own() -> None:

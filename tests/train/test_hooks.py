@@ -142,6 +142,9 @@ def test_what_a_hook_may_not_return(hook: str, words: list[str], size: int, tmp_
 @pytest.mark.parametrize(
     ("hooks", "words"),
     [
+        ("hooks.Mine.size=3", ["Mine is not among the chosen hooks", "fix: hooks=MODULE.Mine hooks.Mine.size=…"]),
+        ("hooks.earlystop.patience=3", ["earlystop is not among", "fix: hooks=early_stop hooks.early_stop.patience=…"]),
+        ("++hooks.early_stop.patience=3", ["early_stop is not among the chosen hooks", "hooks=[…,early_stop]"]),
         ("hooks=early_stp", ["did you mean hooks=early_stop?"]),
         (f"hooks={OWN}.Misspelt", ["Misspelt.after_stp is not a method", "did you mean after_step?"]),
         (f"hooks={OWN}.Shy", ["cannot be called as evaluate(run)", "def evaluate(self, run)"]),

@@ -25,3 +25,6 @@ def test_a_host_that_is_not_there() -> None:
         ports.check("--port", 8000, "nowhere.invalid", sign=" ")
     with pytest.raises(ValueError, match=r"cluster\.metrics_host=203\.0\.113\.9: .*\n  fix: "):
         ports.check("cluster.metrics_port", 8000, "203.0.113.9")
+    for port in (0, 80, 8000):
+        with pytest.raises(ValueError, match=r"--host=(fe80::1|a b): is no address of this machine \([\w ]+\)\n"):
+            ports.check("--port", port, "a b" if port else "fe80::1", sign=" ")

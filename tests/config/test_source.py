@@ -1,0 +1,45 @@
+"""What is said of a name that a user's module does not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dtrain.config.build import locate
+from dtrain.config.source import find
+
+NET = """
+from torch.nn import Linear, ReLU
+from layers_of_mine import Norm
+from .sibling import Head
+class Net: ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    for name, text in {"__init__": "", "net": NET, "sibling": "class Head: ..."}.items():
+        (tmp_path / "mine" / f"{name}.py").write_text(text)
+    (tmp_path / "layers_of_mine.py").write_text("class Norm: ...")
+
+
+@pytest.mark.parametrize(
+    ("typed", "fix"),
+    [("Nett", "did you mean model=mine.net.Net?"), ("Nrm", "did you mean model=mine.net.Norm?"),
+     ("Heads", "did you mean model=mine.net.Head?"), ("Linnear", "mine.net has Net, Norm, Head")],
+)  # fmt: skip
+def test_only_what_the_user_wrote_is_suggested(typed: str, fix: str) -> None:
+    with pytest.raises(ValueError) as error:
+        find(f"mine.net.{typed}", "model")
+    assert str(error.value).partition("fix: ")[2] == fix
+
+
+def test_the_same_once_the_module_is_imported() -> None:
+    for typed, fix in {"Linnear": "check the spelling", "Nett": "did you mean mine.net.Net?"}.items():
+        with pytest.raises(ValueError) as error:
+            locate(f"mine.net.{typed}", ["mine"])
+        assert str(error.value).partition("fix: ")[2] == fix
