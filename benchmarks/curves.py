@@ -2,6 +2,8 @@
 
     python benchmarks/curves.py [--paths NAME ...] [--together N] [--json benchmarks/results/curves-h200.json]
     python benchmarks/curves.py --cpu [--steps 40]        (gpt2-tiny, to see that all paths run)
+    python benchmarks/curves.py --steps 500 --paths "moments in bf16" "moments in int8"
+    … --cpu --set precision=fp32 precision.stream=float32                             (a CPU is slow in bf16)
 
 Each path is one `launch.py` on the standard library's source, the text that every machine has, and its metrics.jsonl is
 held against that of the plain path: eager, deterministic, nothing fused, float32 parameters. Two runs of the same maths
@@ -55,6 +57,9 @@ PATHS: dict[str, Overrides] = {
     "precision=bf16-pure": FAST | {"precision": "bf16-pure"},
     "precision=fp8": FAST | {"precision": "fp8"},  # needs torchao and a GPU that has it
     "precision=fp32": {"precision": "fp32"},
+    "moments in bf16": {"optim.state": "bf16"},
+    "moments in int8": {"optim.state": "int8"},
+    "precision=bf16-pure, moments in int8": FAST | {"precision": "bf16-pure", "optim.state": "int8"},
 }
 TINY_BATCHES = {"train.micro_batch_size": 4}  # instead of the 8 above, of a global batch of 8
 TOLERANCE = 0.02  # of the mean loss over the last steps
@@ -63,7 +68,7 @@ LAST = 50
 
 def losses_of(overrides: Overrides, steps: int, timeout_s: float) -> dict[str, Any]:
     """One run: its losses, and its tokens a second where it had the machine for itself."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # ranks that end may still write
         run_dir = Path(folder) / "run"
         settings = [f"{key}={value}" for key, value in overrides.items()]
         command = [sys.executable, str(ROOT / "launch.py"), f"run_dir={run_dir}", f"train.steps={steps}", *settings]
@@ -142,11 +147,13 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one path")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--cpu", action="store_true", help="gpt2-tiny")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of all paths")
     options = parser.parse_args()
 
     names = ["plain", *(name for name in options.paths if name != "plain")]
     common = COMMON | (TINY if options.cpu else {})
-    overrides = {name: common | PLAIN | PATHS[name] for name in names}
+    given = dict(word.split("=", 1) for word in options.set)
+    overrides = {name: common | PLAIN | PATHS[name] | given for name in names}
     for chosen in overrides.values():
         if options.cpu and "train.micro_batch_size" in chosen:
             chosen |= TINY_BATCHES

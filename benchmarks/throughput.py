@@ -43,6 +43,14 @@ ROWS = {
     "llama-1b fsdp, compile": [
         *("model=llama-1b", "model.seq_len=2048", "train.global_batch_size=8", "compile=true", "strategy=fsdp"),
     ],
+    # all of the training of 8 billion weights on one GPU; `predicted` has the plan of each
+    **{
+        f"llama-8b ddp, bf16-pure, moments in {state}, batch {batch}": [
+            *("model=llama-8b", "model.seq_len=2048", "precision=bf16-pure", f"optim.state={state}", "compile=auto"),
+            *(f"train.global_batch_size={batch}", f"train.micro_batch_size={batch}", "train.steps=12"),
+        ]
+        for state, batch in (("bf16", 4), ("int8", 4), ("int8", 8))
+    },
     "bert-large ddp, classify": [
         *("model=bert-large", "model.task=classify", "model.num_classes=3", "model.seq_len=128", *BATCH_32, *EMBEDDED),
     ],

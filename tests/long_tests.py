@@ -24,7 +24,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "strategies/test_context.py::test_a_checkpoint_moves_to_and_from_other_layouts": ("ring-ddp",),
     "strategies/test_context.py::test_other_settings_keep_the_maths": ("sequence_parallel", "loss"),
     # local_sgd, diloco and fairscale have a resume of their own in tests/strategies
-    "parity/test_resume.py::test_sigkill_and_resume_is_bit_exact": ("ddp-4", "fsdp-2"),
+    "parity/test_resume.py::test_sigkill_and_resume_is_bit_exact": ("ddp-4", "fsdp-2", "fsdp+state-int8-2"),
     "parity/test_exchange.py::test_a_save_on_the_way_changes_nothing": ("ddp", "fsdp"),
     "parity/test_exchange.py::test_takes_over_from": ("3d", "zero3"),
     "strategies/test_variants.py::test_same_maths": (

@@ -180,6 +180,7 @@ WATCHED: list[tuple[str, list[str], bool]] = [
     ("ddp", ["cluster.processes=2"], False),
     ("fsdp", ["cluster.processes=2"], False),
     ("tensor", ["cluster.processes=2", "strategy.tp=2"], False),
+    ("ddp", ["cluster.processes=1", "optim.state=int8", "model.dim=64", "cuda_graphs=none"], False),
 ]
 
 
@@ -199,8 +200,9 @@ def watched_rank(run_dir: Path, kind: str, captured: bool) -> int:
             p = dict(self.strategy.module.named_parameters())[FLIPPED]
             with torch.no_grad():
                 held = local({"weight": p, **self.strategy.optimizer.state[p]}[kind])
-            words = held.data.view(-1).view({4: torch.int32, 2: torch.int16}[held.element_size()])
-            words[0] ^= 1 << 5  # small enough that the loss stays finite; torch does not count what .data writes
+            held.data.view(-1).view(torch.uint8)[0] ^= (
+                1 << 5
+            )  # small enough that the loss stays finite; torch does not count what .data writes
 
     patched.Guard.before_step = flipping
     if captured:
@@ -211,7 +213,8 @@ def watched_rank(run_dir: Path, kind: str, captured: bool) -> int:
 @pytest.mark.parametrize(
     "layout, kind",
     [(0, "weight"), (0, "exp_avg"), (0, "exp_avg_sq"), (0, "step"), (1, "weight"), (1, "exp_avg"), (2, "weight"),
-     (2, "exp_avg_sq"), (3, "weight"), (4, "weight"), (4, "exp_avg"), (5, "weight")],
+     (2, "exp_avg_sq"), (3, "weight"), (4, "weight"), (4, "exp_avg"), (5, "weight"), (6, "exp_avg"),
+     (6, "exp_avg_sq"), (6, "exp_avg_scale")],
 )  # fmt: skip
 def test_a_bit_that_flips_between_two_updates_is_found_before_a_save(layout: int, kind: str, tmp_path: Path) -> None:
     strategy, options, captured = WATCHED[layout]

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from dtrain.checkpoint import compression_errors as errors
-from dtrain.checkpoint import manifest, shards
+from dtrain.checkpoint import manifest, moments, shards
 from dtrain.checkpoint.incremental import Links
 from dtrain.checkpoint.layouts import LayoutError
 from dtrain.checkpoint.manifest import Damaged as Damaged
@@ -405,7 +405,7 @@ def damage(file: Path, spec: dict[str, Any]) -> str:
 
 
 def load(path: Path, saved: Manifest, tensors: Mapping[str, Held]) -> None:
-    """Fill this rank's tensors in place from a checkpoint saved under any layout.
+    """Fill this rank's tensors in place from a checkpoint saved under any layout. Other dtypes are converted.
 
     Tensors named `strategy.…` belong to one strategy: they are filled if they are in the checkpoint, and ignored by
     other strategies.
@@ -416,8 +416,10 @@ def load(path: Path, saved: Manifest, tensors: Mapping[str, Held]) -> None:
     shapes: dict[str, list[int]] = {}
     for part in distinct({name: list(c[0].whole_shape) for name, c in chunks.items() if c}):
         shapes |= part
-    wrong = [f"{n} is missing in the checkpoint" for n in shapes if n not in saved.tensors and not is_own(n)]
-    wrong += [f"{n} is not in the model" for n in saved.tensors if n not in shapes and not is_own(n)]
+    missing = [n for n in shapes if n not in saved.tensors and not moments.only_scales(n, saved.tensors)]
+    unknown = [n for n in saved.tensors if n not in shapes and not moments.only_scales(n, shapes)]
+    wrong = [f"{n} is missing in the checkpoint" for n in missing if not is_own(n)]
+    wrong += [f"{n} is not in the model" for n in unknown if not is_own(n)]
     wrong += [
         f"{n} has shape {list(saved.tensors[n].shape)} in the checkpoint, {shape} in the model"
         for n, shape in shapes.items() if n in saved.tensors and list(saved.tensors[n].shape) != shape
@@ -430,7 +432,7 @@ def load(path: Path, saved: Manifest, tensors: Mapping[str, Held]) -> None:
     with shards.Reader(path, saved) as reader:
         for name, held in chunks.items():
             for chunk in held if name in saved.tensors else []:
-                reader.fill(name, chunk)
+                moments.fill(reader, name, chunk, chunks)
         errors.fill(reader, saved, by_rank)
 
 

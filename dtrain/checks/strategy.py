@@ -12,10 +12,18 @@ from dtrain.config.hardware import cpu_has_fp16, gpus_per_node, no_cpu_fp16
 from dtrain.config.mesh import MeshSizes
 from dtrain.config.source import has_method
 from dtrain.errors import bad
+from dtrain.kernels import BLOCK, fits_int8
 from dtrain.strategies import deepspeed_config
 from dtrain.strategies.stage_layout import stages_of_rank
 
 WITH_EVERY_PRECISION = ("dtrain.strategies.ddp.DDP", "dtrain.strategies.fsdp.FSDP")
+WITH_OWN_STATE = {  # strategies whose moments are in fp32 only
+    "dtrain.strategies.deepspeed": "DeepSpeed updates ranges of all weights as one, whose moments are float32",
+    "dtrain.strategies.fairscale": "FairScale makes an optimizer of its own for each rank, with float32 moments",
+    "dtrain.strategies.local_sgd": "local_sgd averages the moments of all ranks, in float32",
+    "dtrain.strategies.diloco": "diloco averages the moments of all ranks at a save, in float32",
+}
+CONVOLUTIONAL = ("dtrain.models.resnet", "dtrain.models.convnet")
 WITHOUT_FLOAT8 = r"\b(P100|V100|T4|A100|A40|A30|A10|A10G)\b"  # GPUs older than Ada and Hopper
 FLOAT8_MULTIPLE = 16
 BETWEEN_LAYERS = tuple(  # strategies with collectives between layers
@@ -67,6 +75,7 @@ def check(config: dict[str, Any], sizes: MeshSizes, num_micro_batches: int) -> N
         raise bad("compile", "whole", rule, "compile=blocks, or strategy=ddp")
     per_rank = config["train"]["global_batch_size"] // sizes.dp
     check_precision(config, per_rank // num_micro_batches, sizes.cp)
+    check_state_of(config, sizes.tp)
 
 
 def check_average(config: dict[str, Any], package: str) -> None:
@@ -129,6 +138,31 @@ def check_precision_of(config: dict[str, Any]) -> None:
         )
         rule = f"works under ddp and fsdp, and not under {config['choices']['strategy']}{why}"
         raise bad("precision", config["choices"]["precision"], rule, "strategy=fsdp, or precision=bf16")
+
+
+def check_state_of(config: dict[str, Any], tp: int) -> None:
+    """Can the strategy hold AdamW's moments in this dtype? The planner also asks this for every layout."""
+    state, strategy, model = config["optim"].get("state"), config["strategy"], config["model"]
+    if config["optim"]["_target_"] != "dtrain.optim.build.adamw" or state in (None, "fp32"):
+        return
+    if why := WITH_OWN_STATE.get(strategy["_target_"].rpartition(".")[0]):
+        raise bad("optim.state", state, why, "strategy=fsdp, or optim.state=null")
+    if strategy.get("offload", "none") != "none":
+        rule = "stochastic rounding on the host would take seconds per step"
+        raise bad("strategy.offload", strategy["offload"], rule, "strategy.offload=none, or optim.state=null")
+    if state == "int8" and model["_target_"].rpartition(".")[0] in CONVOLUTIONAL:
+        rule = (
+            f"blocks of {BLOCK} values lie in rows of matrices, and nearly all of this model's weights are convolutions"
+        )
+        raise bad("optim.state", state, rule, "optim.state=bf16, or optim.state=null")
+    if state != "int8" or tp == 1 or not model["_target_"].startswith("dtrain."):
+        return  # a user's own matrices are checked by the ranks
+    dim = model.get("dim") or 0
+    for columns in (dim, model.get("hidden_dim") or 4 * dim):  # of the matrices whose columns are sharded
+        if fits_int8((dim, columns)) and columns // tp % BLOCK:
+            rule = f"{BLOCK} values of a row share a scale, and a tensor rank would have {columns} / {tp} of a row"
+            fits = max(n for n in range(1, tp) if tp % n == 0 and columns // n % BLOCK == 0)
+            raise bad("optim.state", state, rule, f"strategy.tp={fits} strategy.dp=-1, or optim.state=bf16")
 
 
 def check_pure(config: dict[str, Any], name: str) -> None:

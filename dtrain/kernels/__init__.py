@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 # Logits per chunk of the fused head and loss (cross_entropy.py): 1 GiB in 16 bits. With half of it, the GEMM for x's
 # gradient has too few tiles for an H200: 5.5 ms instead of 3.9 for gpt2-1.5b at batch 16.
@@ -33,3 +34,20 @@ def score_rows(heads: int, keys: int) -> int:
 SCALE = math.sqrt(8 / math.pi)
 CUBIC = 0.044715 * SCALE
 STRIP = 256  # rows that are summed into one row of the kernel's output
+
+# ---- AdamW's moments in bf16 or int8 (int8_blocks.py, adamw.py); the planner and the checks use this, too ----------
+
+BLOCK = 32  # values of a row that share a scale in int8; divides the rows of all our models over 8 tensor ranks
+SMALLEST = 4096  # values of a matrix; the moments of smaller ones, of norms and of biases stay in fp32
+INT8_BYTES = 1 + 4 / BLOCK  # of a moment, with its share of the scale
+SCALES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}  # of int8 moments, in the optimizer's state
+
+
+def fits_bf16(shape: Sequence[int]) -> bool:
+    """Return whether a parameter's moments are held in bf16 if that is asked for."""
+    return len(shape) >= 2 and math.prod(shape) >= SMALLEST
+
+
+def fits_int8(shape: Sequence[int]) -> bool:
+    """Return whether they are held in int8: its rows must be whole blocks."""
+    return len(shape) == 2 and fits_bf16(shape) and shape[1] % BLOCK == 0

@@ -10,6 +10,8 @@ The kernel finds its tensors by their addresses, in tables with one row per kind
 sent once; that of gradients, whose addresses change, before every step. A program processes BLOCK elements of one
 tensor.
 
+Moments may be in int8 (int8_blocks.py): a program processes whole blocks, each with its two scales.
+
 A watched batch has a checksum of each block of parameters and state. The kernel has all their bits in registers, so it
 adds to the checksum what it changes: the sum of the bits that it stores, less that of the bits that it loaded. A bit
 that changes in memory between two updates is in no such difference. From then on, the checksum is not that of the
@@ -28,21 +30,31 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
 from dtrain.kernels.checksum import hashed
-from dtrain.kernels.stochastic_rounding import quad
+from dtrain.kernels.int8_codes import QUANT, decoded, first_codes, largest, second_codes
+from dtrain.kernels.stochastic_rounding import Place
 
 BLOCK, WARPS = 1024, 4
-KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
-# rows of the table: addresses of parameter, first and second moment and step; elements, group, number, first quad
-P_ROW, M_ROW, V_ROW, STEP_ROW, SIZE_ROW, GROUP_ROW, NUMBER_ROW, QUAD_ROW = map(tl.constexpr, range(8))
+KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.int8: tl.int8, torch.uint8: tl.uint8}
+# rows of the table: addresses of parameter, first and second moment, step and both scales (0: none); elements, group,
+# number, place of the draws
+P_ROW, M_ROW, V_ROW, STEP_ROW, MS_ROW, VS_ROW, SIZE_ROW, GROUP_ROW, NUMBER_ROW, QUAD_ROW, WIDTH_ROW, SKIP_ROW = map(
+    tl.constexpr, range(12)
+)
+ADDRESSES = 6
+SCALE_WORDS = tl.constexpr(1 << 16)  # where the multipliers of scales begin, in a checksum
 SETTINGS = tl.constexpr(5)  # per group: lr, weight_decay, beta1, beta2, eps
 SCALARS = tl.constexpr(16)  # per tensor: ten are used
 
 
 @triton.jit
 def bits(x):  # type: ignore[no-untyped-def]
-    """Return the bits of fp32 or bf16 as integers."""
+    """Return the bits of fp32, bf16 or 8-bit codes as integers."""
     if x.dtype == tl.bfloat16:
         return x.to(tl.uint16, bitcast=True).to(tl.uint32)
+    elif x.dtype == tl.int8:
+        return x.to(tl.uint8, bitcast=True).to(tl.uint32)
+    elif x.dtype == tl.uint8:
+        return x.to(tl.uint32)
     else:
         return x.to(tl.uint32, bitcast=True)
 
@@ -55,9 +67,16 @@ def word(p, m, v):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def scale_word(m, v):  # type: ignore[no-untyped-def]
+    """The same for the two scales of a block."""
+    v = bits(v)
+    return bits(m) ^ ((v << 11) | (v >> 21))
+
+
+@triton.jit
 def multipliers(first, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the factor of each word in a checksum. They are odd, so no bit is lost, and different in a block."""
-    return (hashed(first + tl.arange(0, BLOCK)) | 1).to(tl.int64)
+    return (hashed(tl.arange(0, BLOCK) + first) | 1).to(tl.int64)
 
 
 @triton.jit
@@ -104,6 +123,14 @@ def noisy(x, noise):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def rounded(x, noise, KIND: tl.constexpr, NOISE: tl.constexpr):  # type: ignore[no-untyped-def]
+    if NOISE and tl.bfloat16 == KIND:
+        return noisy(x, noise)
+    else:
+        return x.to(KIND)
+
+
+@triton.jit
 def places(table, tensor, offsets, KIND: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the addresses of a tensor's elements."""
     at = tl.load(table + tensor).to(tl.pointer_type(KIND)) + offsets
@@ -115,7 +142,7 @@ def places(table, tensor, offsets, KIND: tl.constexpr, WHOLE: tl.constexpr):  # 
 @triton.jit
 def take(  # type: ignore[no-untyped-def]
     table, fresh, scalars, sum_at, count, tensor, begin, first, P: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
-    NOISE: tl.constexpr, WATCHED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+    V: tl.constexpr, NOISE: tl.constexpr, WATCHED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Process a block of a tensor, or from its element `first` on. WHOLE: it is full and begins at 16 bytes."""
     scalars += tensor * SCALARS
@@ -127,25 +154,48 @@ def take(  # type: ignore[no-untyped-def]
     p_at = places(table + P_ROW * count, tensor, offsets, P, WHOLE)
     g_at = places(fresh, tensor, offsets, G, WHOLE)
     m_at = places(table + M_ROW * count, tensor, offsets, M, WHOLE)
-    v_at = places(table + V_ROW * count, tensor, offsets, M, WHOLE)
+    v_at = places(table + V_ROW * count, tensor, offsets, V, WHOLE)
     p_old, m_old, v_old = tl.load(p_at, mask=mask), tl.load(m_at, mask=mask), tl.load(v_at, mask=mask)
     g = tl.load(g_at, mask=mask).to(tl.float32) * tl.load(scalars + 8)
-    m = tl.load(scalars + 4) * m_old.to(tl.float32) + tl.load(scalars + 5) * g
-    v = tl.load(scalars + 6) * v_old.to(tl.float32) + tl.load(scalars + 7) * (g * g)
+    if tl.int8 == M:
+        blocks = begin // QUANT + tl.arange(0, BLOCK // QUANT)
+        if WHOLE:
+            block_mask = None
+        else:
+            block_mask = blocks * QUANT < tl.load(table + SIZE_ROW * count + tensor)
+        ms_at = places(table + MS_ROW * count, tensor, blocks, tl.float32, False)
+        vs_at = places(table + VS_ROW * count, tensor, blocks, tl.float32, False)
+        ms_old, vs_old = tl.load(ms_at, mask=block_mask), tl.load(vs_at, mask=block_mask)
+        m, v = decoded(m_old, ms_old, BLOCK), decoded(v_old, vs_old, BLOCK)
+    else:
+        m, v = m_old.to(tl.float32), v_old.to(tl.float32)
+    m = tl.load(scalars + 4) * m + tl.load(scalars + 5) * g
+    v = tl.load(scalars + 6) * v + tl.load(scalars + 7) * (g * g)
     root = tl.sqrt_rn(v) * tl.load(scalars + 2) + tl.load(scalars + 3)
     p = p_old.to(tl.float32) * tl.load(scalars) - tl.load(scalars + 1) * tl.div_rn(m, root)
+    noise = tl.zeros((BLOCK,), tl.uint32)
     if NOISE:
         step = tl.load(tl.load(table + STEP_ROW * count + tensor).to(tl.pointer_type(tl.float32))).to(tl.uint32)
-        quads = tl.load(table + QUAD_ROW * count + tensor) + begin // 4 + tl.arange(0, BLOCK // 4)
+        quads = begin // 4 + tl.arange(0, BLOCK // 4)
+        row, skip = tl.load(table + WIDTH_ROW * count + tensor), tl.load(table + SKIP_ROW * count + tensor)
+        if skip != 0:
+            quads += quads // row * skip
+        quads += tl.load(table + QUAD_ROW * count + tensor)
         none = (quads * 0).to(tl.uint32)
         number = tl.load(table + NUMBER_ROW * count + tensor).to(tl.uint32)
         a, b, c, d = tl.philox(tl.load(fresh + 2 * count), quads.to(tl.uint32), none + number, none + step, none)
         noise = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))  # in element order: a b c d a b …
-        # Moments are rounded stochastically, too: a beta near 1 changes them by less than their last bit. The high bits
-        # of each 16 matter most, and no two of the three share them.
-        p_new, m_new, v_new = noisy(p, noise & 0xFFFF), noisy(m, noise >> 8 & 0xFFFF), noisy(v, noise >> 16)
+    # Moments are rounded stochastically, too: a beta near 1 changes them by less than their last bit. The high bits of
+    # each 16 matter most, and no two of the three share them.
+    p_new = rounded(p, noise & 0xFFFF, P, NOISE)
+    if tl.int8 == M:
+        ms_new, vs_new = largest(tl.abs(m), BLOCK), largest(v, BLOCK)
+        m_new = first_codes(m, ms_new, noise >> 8 & 0xFFFF, BLOCK)
+        v_new = second_codes(v, vs_new, noise >> 16, BLOCK)
+        tl.store(ms_at, ms_new, mask=block_mask)
+        tl.store(vs_at, vs_new, mask=block_mask)
     else:
-        p_new, m_new, v_new = p.to(P), m.to(M), v.to(M)
+        m_new, v_new = rounded(m, noise >> 8 & 0xFFFF, M, NOISE), rounded(v, noise >> 16, V, NOISE)
     tl.store(p_at, p_new, mask=mask)
     tl.store(m_at, m_new, mask=mask)
     tl.store(v_at, v_new, mask=mask)
@@ -153,13 +203,19 @@ def take(  # type: ignore[no-untyped-def]
         more = word(p_new, m_new, v_new).to(tl.int64) - word(p_old, m_old, v_old).to(tl.int64)
         if not WHOLE:
             more = tl.where(mask, more, 0)
-        tl.atomic_add(sum_at, tl.sum(more * multipliers(first, BLOCK)), sem="relaxed")
+        total = tl.sum(more * multipliers(first, BLOCK))
+        if tl.int8 == M:
+            more = scale_word(ms_new, vs_new).to(tl.int64) - scale_word(ms_old, vs_old).to(tl.int64)
+            if not WHOLE:
+                more = tl.where(block_mask, more, 0)
+            total += tl.sum(more * multipliers(SCALE_WORDS + first // QUANT, BLOCK // QUANT))
+        tl.atomic_add(sum_at, total, sem="relaxed")
 
 
 @triton.jit
 def adamw(  # type: ignore[no-untyped-def]
     table, fresh, scalars, sums, owners, begins, count, P: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
-    NOISE: tl.constexpr, WATCHED: tl.constexpr, BLOCK: tl.constexpr,
+    V: tl.constexpr, NOISE: tl.constexpr, WATCHED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program processes one block of the tensor that owns it, or nothing if the step is skipped."""
     block = tl.program_id(0)
@@ -167,19 +223,20 @@ def adamw(  # type: ignore[no-untyped-def]
     begin = (block - tl.load(begins + tensor)).to(tl.int64) * BLOCK
     if tl.load(scalars + tensor * SCALARS + 9) != 0.0:
         if begin + BLOCK <= tl.load(fresh + count + tensor):
-            take(table, fresh, scalars, sums + block, count, tensor, begin, 0, P, G, M, NOISE, WATCHED, True, BLOCK)
+            take(table, fresh, scalars, sums + block, count, tensor, begin, 0, P, G, M, V, NOISE, WATCHED, True, BLOCK)
         else:  # in quarters: this is rare, and a full block would take registers from the other branch
             for quarter in range(4):
                 first = quarter * (BLOCK // 4)
                 take(
-                    table, fresh, scalars, sums + block, count, tensor, begin + first, first, P, G, M, NOISE, WATCHED,
-                    False, BLOCK // 4,
+                    table, fresh, scalars, sums + block, count, tensor, begin + first, first, P, G, M, V, NOISE,
+                    WATCHED, False, BLOCK // 4,
                 )  # fmt: skip
 
 
 @triton.jit
 def sum_up(  # type: ignore[no-untyped-def]
-    table, owners, begins, known, steps, out, steps_out, count, P: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr
+    table, owners, begins, known, steps, out, steps_out, count, P: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the checksum of one block, less the known one; and the bits of the tensor's step, less the known ones."""
     block = tl.program_id(0)
@@ -188,9 +245,15 @@ def sum_up(  # type: ignore[no-untyped-def]
     offsets = begin + tl.arange(0, BLOCK)
     mask = offsets < tl.load(table + SIZE_ROW * count + tensor)
     p = tl.load(places(table + P_ROW * count, tensor, offsets, P, False), mask=mask, other=0.0)
-    m = tl.load(places(table + M_ROW * count, tensor, offsets, M, False), mask=mask, other=0.0)
-    v = tl.load(places(table + V_ROW * count, tensor, offsets, M, False), mask=mask, other=0.0)
+    m = tl.load(places(table + M_ROW * count, tensor, offsets, M, False), mask=mask, other=0)
+    v = tl.load(places(table + V_ROW * count, tensor, offsets, V, False), mask=mask, other=0)
     total = tl.sum(word(p, m, v).to(tl.int64) * multipliers(0, BLOCK))
+    if tl.int8 == M:
+        blocks = begin // QUANT + tl.arange(0, BLOCK // QUANT)
+        mask = blocks * QUANT < tl.load(table + SIZE_ROW * count + tensor)
+        m = tl.load(places(table + MS_ROW * count, tensor, blocks, tl.float32, False), mask=mask, other=0.0)
+        v = tl.load(places(table + VS_ROW * count, tensor, blocks, tl.float32, False), mask=mask, other=0.0)
+        total += tl.sum(scale_word(m, v).to(tl.int64) * multipliers(SCALE_WORDS, BLOCK // QUANT))
     tl.store(out + block, total - tl.load(known + block))
     if begin == 0:
         step = tl.load(tl.load(table + STEP_ROW * count + tensor).to(tl.pointer_type(tl.float32)))
@@ -205,19 +268,20 @@ class Batch:
         tensors: Sequence[Sequence[Tensor]],
         groups: Sequence[int],
         numbers: Sequence[int],
-        firsts: Sequence[int],
+        shards: Sequence[Place],
         block: int = BLOCK,
     ) -> None:
-        """`tensors`: parameters, first moments, second moments, steps; dense, this rank's shards.
+        """`tensors`: parameters, first moments, second moments, steps, and the scales of int8 moments; dense.
 
-        For the rounding, a parameter has a number, and its shard begins at some element of the whole parameter.
+        For the rounding, a parameter has a number, and its shard a place in the whole parameter.
         """
-        self.kinds = (tensors[0][0].dtype, tensors[1][0].dtype)
+        self.kinds = [row[0].dtype for row in tensors[:3]]
         self.device, self.block = tensors[0][0].device, block
         self.sizes = [p.numel() for p in tensors[0]]
         self.addresses = [[t.data_ptr() for t in row] for row in tensors]
         self.aligned = [not (p | m | v) & 15 for p, m, v in zip(*self.addresses[:3], strict=True)]
-        rows = [*self.addresses, self.sizes, groups, numbers, [quad(first) for first in firsts]]
+        scales = [[0] * len(self.sizes)] * (ADDRESSES - len(tensors))  # none
+        rows = [*self.addresses, *scales, self.sizes, groups, numbers, *zip(*shards, strict=True)]
         self.table = torch.tensor(rows, dtype=torch.int64).to(self.device)
         blocks = torch.tensor([-(-size // block) for size in self.sizes])
         self.owners = torch.arange(len(blocks), dtype=torch.int32).repeat_interleave(blocks).to(self.device)
@@ -239,10 +303,10 @@ class Batch:
         settings: Sequence[tuple[float, ...]],
         finite: Tensor,
         factor: Tensor,
-        seed: int | None,
+        seed: int,
         warps: int = WARPS,
     ) -> None:
-        """Step unless `finite` is 0, with gradients times `factor`, both fp32; seed: of the rounding, or None.
+        """Step unless `finite` is 0, with gradients times `factor`, both fp32; seed: of the rounding.
 
         `settings` of each group: lr, weight_decay, beta1, beta2, eps. Nothing here syncs with the GPU.
         """
@@ -261,18 +325,21 @@ class Batch:
             WATCHED=self.watched, BLOCK=128, num_warps=4,
         )  # fmt: skip
         if len(self.owners):
-            kinds = {"P": KINDS[self.kinds[0]], "G": KINDS[gradients[0].dtype], "M": KINDS[self.kinds[1]]}
+            kinds = {"G": KINDS[gradients[0].dtype], **self.kernel_kinds()}
             then: Any = adamw[(len(self.owners),)]
             then(
                 self.table, fresh, self.scalars, self.sums, self.owners, self.begins, count, **kinds,
-                NOISE=seed is not None and self.kinds == (torch.bfloat16, torch.bfloat16), WATCHED=self.watched,
-                BLOCK=self.block, num_warps=warps,
+                NOISE=not {torch.bfloat16, torch.int8}.isdisjoint(self.kinds), WATCHED=self.watched, BLOCK=self.block,
+                num_warps=warps,
             )  # fmt: skip
 
-    def send(self, places: Sequence[int], settings: Sequence[tuple[float, ...]], seed: int | None) -> None:
+    def kernel_kinds(self) -> dict[str, Any]:
+        return dict(zip("PMV", (KINDS[kind] for kind in self.kinds), strict=True))
+
+    def send(self, places: Sequence[int], settings: Sequence[tuple[float, ...]], seed: int) -> None:
         """Send the gradients' addresses and each group's settings to the GPU; the copy runs after the previous step."""
         bits = [struct.unpack("5q", struct.pack("5d", *values)) for values in settings]
-        numbers = [*places, seed or 0, *(b for group in bits for b in group)]
+        numbers = [*places, seed, *(b for group in bits for b in group)]
         # A new pinned buffer each time: torch does not reuse its memory before the copy has finished.
         pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         if len(self.fresh) != len(numbers):
@@ -302,7 +369,7 @@ class Batch:
             run: Any = sum_up[(count,)]
             run(
                 self.table, self.owners, self.begins, self.sums, self.sums[count:], found, found[count:],
-                len(self.sizes), P=KINDS[self.kinds[0]], M=KINDS[self.kinds[1]], BLOCK=self.block, num_warps=WARPS,
+                len(self.sizes), **self.kernel_kinds(), BLOCK=self.block, num_warps=WARPS,
             )  # fmt: skip
         return found
 

@@ -7,6 +7,10 @@ one of them.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -25,20 +29,39 @@ def philox(seed: int, counters: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[T
     return [c0, c1, c2, c3]
 
 
-def words(count: int, seed: int, step: int, tensor: int, first: int, device: torch.device) -> Tensor:
-    """Return a random word for each of `count` elements of a tensor's shard that begins at element `first`.
+class Place(NamedTuple):
+    """Where a shard lies in its tensor, for the draws: `row` draws are for each of its rows, `skip` for other shards.
+
+    Four elements share one draw; a shard that begins within four starts with the next.
+    """
+
+    first: int = 0  # draw
+    row: int = 1
+    skip: int = 0  # 0 for whole rows: then `row` means nothing
+
+
+WHOLE = Place()
+
+
+def place_of(whole: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> Place:
+    """Return the place of a box: some rows of a tensor, or of a matrix also some columns."""
+    begin = sum(o * math.prod(whole[dim + 1 :]) for dim, o in enumerate(offset))
+    if len(whole) != 2 or shape[1] == whole[1]:
+        return Place(-(-begin // 4))
+    return Place(-(-begin // 4), max(1, shape[1] // 4), (whole[1] - shape[1]) // 4)
+
+
+def words(
+    count: int, seed: int, step: int, tensor: int, device: torch.device, place: Place = WHOLE, begin: int = 0
+) -> Tensor:
+    """Return a random word for each of `count` elements of a tensor's shard, from its element `begin` on.
 
     An element's word depends on seed, step, tensor and its own index: not on which rank holds it, or with what else.
     """
-    begin = quad(first)
-    quads = torch.arange(begin, begin + -(-count // 4), device=device)
+    quads = torch.arange(begin // 4, begin // 4 + -(-count // 4), device=device)
+    quads = place.first + quads + quads // place.row * place.skip
     rest = torch.zeros_like(quads)
     return torch.stack(philox(seed, (quads, rest + tensor, rest + step, rest)), dim=1).view(-1)[:count]
-
-
-def quad(first: int) -> int:
-    """Four elements share one draw; a shard that begins within four starts with the next."""
-    return -(-first // 4)
 
 
 def rounded(x: Tensor, noise: Tensor) -> Tensor:

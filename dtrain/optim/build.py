@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -33,13 +34,18 @@ def adamw(
     lr_multipliers: list[str] | None = None,
     lr_scaling: Literal["none", "linear", "sqrt"] = "none",
     base_batch_size: int = 256,
+    state: Literal["fp32", "bf16", "int8"] | None = None,
     global_batch_size: int = 256,
 ) -> AdamW:
     """AdamW with weight decay on matrices only; one fused kernel over all parameters on a GPU."""
     peak = scaled_lr(lr, lr_scaling, global_batch_size, base_batch_size)
     rules = Rules(no_decay, layer_decay, lr_multipliers)
-    groups, fused = grouped(named_parameters, weight_decay, peak, rules)
-    return AdamW(groups, lr=peak, betas=(betas[0], betas[1]), eps=eps, fused=fused)
+    named = list(named_parameters)
+    groups, fused = grouped(named, weight_decay, peak, rules)
+    optimizer = AdamW(groups, lr=peak, betas=(betas[0], betas[1]), eps=eps, fused=fused)
+    # a pipeline's rank knows some parameters only, and the two copies of a tied one must be rounded alike: by the name
+    optimizer.moments, optimizer.numbers = state, {p: zlib.crc32(name.encode()) for name, p in named}
+    return optimizer
 
 
 def sgd(

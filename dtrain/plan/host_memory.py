@@ -90,7 +90,7 @@ def states_of(config: Mapping[str, Any]) -> float | None:
     if isinstance(shape, Transformer):
         held = [held_by(shape, layout, rank_stages(shape, layout, rank)[0]) for rank in range(layout.pp)]
     else:
-        held = [held_convolutions(shape)]
+        held = [held_convolutions(shape, layout)]
     errors = compression.state_bytes(shape, layout)
     return layout.token_ranks * layout.tp * (errors + sum(rank_bytes(one, layout) for one in held))
 

@@ -48,6 +48,7 @@ class Layout:
     cuda_graph: bool = False  # a launch-bound step is captured as a CUDA graph (strategies/cuda_graph.py)
     fused_loss: bool = False  # head and loss are one operation that never materializes all logits
     optimizer: str = "adamw"  # adamw | sgd | lion | rmsprop | muon | adafactor
+    state: str = ""  # how AdamW's moments are held: fp32 | bf16 | int8; "": as the weights
     moments: int = 2  # tensors of the optimizer for each weight, with their average; muon: of matrices
     fused_update: bool = False  # one kernel clips and updates
     bucket_mb: int = 25
@@ -117,6 +118,7 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
         fused_loss=on_gpu(config) if (fused := config.get("fused_loss", "auto")) == "auto" else fused,
         optimizer=(optimizer := str(config["optim"]["_target_"]).rpartition(".")[2]),
         moments=moments_of(config["optim"]) + bool((config.get("ema") or {}).get("decay")),
+        state=config["optim"].get("state") or "" if optimizer == "adamw" else "",
         fused_update=optimizer == "adamw" and on_gpu(config) and (is_alone or updates_itself(strategy)),
         bucket_mb=25 if (bucket_mb := strategy.get("bucket_mb", 25)) == "auto" else bucket_mb,
         compress=strategy.get("compress", "none"),

@@ -8,9 +8,11 @@ ends that belong to them.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dtrain.kernels import fits_bf16, fits_int8
 from dtrain.plan.model_shape import Convolutions, Shape, Transformer
 from dtrain.strategies.stage_layout import balance
 
@@ -123,6 +125,46 @@ def factored(shape: Shape, cut: Iterable[Stage]) -> int:
     if shape.kind == "bert":  # segments at the input, a transform or pooler before the head
         first, last = first + d + 2, last + 3 * d + shape.vocab_size
     return sum(stage.layers * block + stage.is_first * first + stage.is_last * last for stage in cut)
+
+
+def compressed(shape: Shape, cut: Iterable[Stage], state: str, tp: int = 1, loss_parallel: bool = False) -> int:
+    """Trained parameters of these stages whose moments are in bf16 or int8 under optim.state."""
+    fits = {"bf16": fits_bf16, "int8": fits_int8}.get(state)
+    if fits is None:
+        return 0
+    if isinstance(shape, Convolutions):
+        kernels = [(c.out_channels, c.in_channels, c.kernel, c.kernel) for c in shape.layers]
+        return sum(
+            math.prod(sides) for sides in (*kernels, *((outs, ins) for ins, outs in shape.linear)) if fits(sides)
+        )
+    count = sum(stage.layers for stage in cut) * sum(
+        math.prod(sides) // ways for sides, ways in block_matrices(shape, tp) if fits(sides)
+    )
+    of_ends = [sides for stage in cut for sides in end_matrices(shape, stage)]
+    table = {(shape.rows, shape.dim), (shape.vocab_size, shape.dim)} if loss_parallel else set()
+    return count + sum(math.prod(sides) // (tp if sides in table else 1) for sides in of_ends if fits(sides))
+
+
+def block_matrices(shape: Transformer, tp: int) -> list[tuple[tuple[int, int], int]]:
+    """The trained matrices of one block, and over how many tensor ranks each is sharded."""
+    if not shape.lora_rank:
+        return [((one.outs, one.ins), tp) for one in block_linears(shape)]
+    adapted = [one for one in block_linears(shape) if is_target(shape, one)]
+    a = [((shape.lora_rank, one.ins), 1 if one.column else tp) for one in adapted]
+    return a + [((one.outs, shape.lora_rank), tp if one.column else 1) for one in adapted]
+
+
+def end_matrices(shape: Transformer, stage: Stage) -> list[tuple[int, int]]:
+    """The trained matrices of a stage outside of its blocks."""
+    d, found = shape.dim, []
+    if stage.is_first and not shape.lora_rank:
+        found += [(shape.rows, d), (shape.learned_positions, d)]
+        found += {"bert": [(2, d)], "vit": [(d, shape.patch_inputs)]}.get(shape.kind, [])
+    if stage.is_last and (not shape.lora_rank or shape.task == "classify"):
+        found += [(d, d)] if shape.kind == "bert" else []
+        if not has_tied_copy(shape) or not stage.is_first:
+            found.append((shape.vocab_size, d))
+    return found
 
 
 # ---- whole models --------------------------------------------------------------------------------------------

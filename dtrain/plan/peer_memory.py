@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from dtrain.errors import bad
 from dtrain.plan import compression
 from dtrain.plan.layout import layout_of
+from dtrain.plan.memory.states import held_whole, moment_bytes
 from dtrain.plan.model_shape import shape_of
 from dtrain.plan.parameters import trained_parameters
 from dtrain.plan.predict import GIB
@@ -47,6 +49,10 @@ def checkpoint_bytes(config: Mapping[str, Any]) -> int | None:
     size = 2 if config["precision"].get("parameters") == "bfloat16" else 4
     layout, weights = layout_of(config), trained_parameters(shape)
     moments = layout.moments + (layout.optimizer == "muon")  # at most: of matrices one less
+    chosen = 0.0
+    if layout.state:
+        few = held_whole(shape, replace(layout, tp=1, loss_parallel=False)).compressed
+        moments, chosen = moments - 2, 2 * (4 * (weights - few) + moment_bytes(layout) * few)
     outer = 2 * 4 * weights if layout.strategy == "diloco" and layout.token_ranks > 1 else 0
     errors = layout.token_ranks * compression.state_bytes(shape, layout) / 2  # of all ranks, without this step
-    return int(weights * size * (1 + moments) + outer + errors)
+    return int(weights * size * (1 + moments) + chosen + outer + errors)

@@ -75,6 +75,7 @@ def check_layout(config: dict[str, Any], sizes: MeshSizes, plans: bool = True) -
         validate.check_model(config["model"], sizes)
     strategy = config["strategy"]
     rules.check_precision_of(config)
+    rules.check_state_of(config, sizes.tp)
     if "stage" in strategy:
         deepspeed_config.check(without_disk(config), sizes)
     context.check(config, sizes)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtrain.kernels import SCALES
 from dtrain.optim.adafactor import FACTORS, Adafactor
 from dtrain.optim.adamw import AdamW
 from dtrain.optim.muon import Muon
@@ -26,7 +27,7 @@ def merged(counts: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
 
 def is_tensor(key: str, value: Any, p: Tensor) -> bool:
     """Return whether an entry of a weight's state is saved as a tensor; all others are numbers."""
-    return isinstance(value, Tensor) and (value.shape == p.shape or key in FACTORS)
+    return isinstance(value, Tensor) and (value.shape == p.shape or key in FACTORS or key in SCALES.values())
 
 
 class Slots(dict[str, Any]):

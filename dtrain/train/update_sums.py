@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from dtrain.kernels import SCALES
 from dtrain.optim.adamw import AdamW, Comparison, has_kernel
 from dtrain.strategies.base import Strategy
 from dtrain.strategies.results import LateResult
 
-KINDS = (("model.", ""), ("optim.", ".exp_avg"), ("optim.", ".exp_avg_sq"))  # of a weight's tensors
+KINDS = [("model.", ""), *(("optim.", f".{key}") for pair in SCALES.items() for key in pair)]  # of a weight's tensors
 
 
 class UpdateSums:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.kernels import stochastic_rounding
-from dtrain.optim.adamw import AdamW
+from dtrain.kernels.stochastic_rounding import Place, place_of
+from dtrain.optim.adamw import AdamW, Moments
 
 CPU = torch.device("cpu")
 SHAPES = [(64, 100), (3,), (17, 33), (2048,), (3 * 4096,), (5, 5, 5), (0, 4), (1,)]
+MATRICES = [(64, 96), (129, 32), (40, 160), (7,)]  # what int8 can hold, the last one excepted
 
 
 def words(*names: int) -> list[Tensor]:
@@ -33,11 +35,18 @@ def test_philox_gives_its_authors_known_answers(counter: Any, key: int, answer: 
 
 
 def test_a_part_gets_the_random_words_of_its_place() -> None:
-    """A shard that begins at element 400 rounds as the whole tensor does there."""
-    whole = stochastic_rounding.words(1000, seed=7, step=3, tensor=2, first=0, device=CPU)
-    assert torch.equal(stochastic_rounding.words(300, 7, 3, 2, 400, CPU), whole[400:700])
+    """A shard of rows, or of columns of a matrix, rounds as the whole tensor does there."""
+    whole = stochastic_rounding.words(1000, seed=7, step=3, tensor=2, device=CPU)
+    rows = place_of((10, 100), (4, 0), (3, 100))
+    assert torch.equal(stochastic_rounding.words(300, 7, 3, 2, CPU, rows), whole[400:700])
+    assert torch.equal(stochastic_rounding.words(100, 7, 3, 2, CPU, rows, begin=100), whole[500:600]), "in pieces"
+    for columns in (slice(0, 40), slice(40, 60), slice(60, 100)):
+        box = place_of((10, 100), (4, columns.start), (3, columns.stop - columns.start))
+        mine = whole.view(10, 100)[4:7, columns].reshape(-1)
+        assert torch.equal(stochastic_rounding.words(len(mine), 7, 3, 2, CPU, box), mine)
+        assert torch.equal(stochastic_rounding.words(8, 7, 3, 2, CPU, box, begin=24), mine[24:32])
     for other in ({"seed": 8}, {"step": 4}, {"tensor": 1}):
-        changed = stochastic_rounding.words(1000, **{"seed": 7, "step": 3, "tensor": 2} | other, first=0, device=CPU)
+        changed = stochastic_rounding.words(1000, **{"seed": 7, "step": 3, "tensor": 2} | other, device=CPU)
         assert (changed == whole).sum() < 2
     assert int(whole.min()) >= 0 and int(whole.max()) < 2**32 and len(whole.unique()) > 990
 
@@ -46,7 +55,7 @@ def test_a_part_gets_the_random_words_of_its_place() -> None:
 def test_rounding_by_chance_is_right_in_the_mean(sign: float) -> None:
     """0.3 of the way from 1 to its upper neighbour is that neighbour in 30 of 100 cases."""
     x = torch.full((200_000,), sign * (1 + 0.3 * 2**-7))
-    noise = stochastic_rounding.words(len(x), 1, 1, 0, 0, CPU) & 0xFFFF
+    noise = stochastic_rounding.words(len(x), 1, 1, 0, CPU) & 0xFFFF
     rounded = stochastic_rounding.rounded(x, noise).float()
     assert set(rounded.abs().unique().tolist()) == {1.0, 1 + 2**-7}
     assert (rounded.abs() > 1).float().mean().item() == pytest.approx(0.3, abs=0.01)
@@ -63,14 +72,16 @@ def test_what_bfloat16_can_hold_is_left_alone_and_nan_stays_nan() -> None:
 # ---- on a GPU ------------------------------------------------------------------------------------------------
 
 
-def pair(kinds: list[torch.dtype], device: str, **options: Any) -> tuple[AdamW, list[nn.Parameter]]:
+def pair(kinds: list[torch.dtype], device: str, moments: Moments | None = None) -> tuple[AdamW, list[nn.Parameter]]:
     generator = torch.Generator().manual_seed(0)
     parameters = [
         nn.Parameter(torch.randn(shape, generator=generator).to(device, kinds[i % len(kinds)]))
-        for i, shape in enumerate(SHAPES)
+        for i, shape in enumerate(MATRICES if moments else SHAPES)
     ]
     groups = [{"params": parameters[::2], "weight_decay": 0.1}, {"params": parameters[1::2], "weight_decay": 0.0}]
-    return AdamW(groups, lr=1e-2, betas=(0.9, 0.999), fused=device == "cuda", **options), parameters
+    optimizer = AdamW(groups, lr=1e-2, betas=(0.9, 0.999), fused=device == "cuda")
+    optimizer.moments = moments
+    return optimizer, parameters
 
 
 def give(parameters: list[nn.Parameter], step: int, apart: bool) -> None:
@@ -125,19 +136,28 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
 
 
 @pytest.mark.gpu
-def test_the_kernel_rounds_as_plain_operations_do() -> None:
+@pytest.mark.parametrize("moments", [None, "fp32", "bf16", "int8"])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_the_kernel_rounds_as_plain_operations_do(kind: torch.dtype, moments: Moments | None) -> None:
     """The random words are the same to the bit; a sum of float32 may differ in its last, and then so may a result."""
-    ours, parameters = pair([torch.bfloat16], "cuda")
-    theirs, others = pair([torch.bfloat16], "cpu")
+    ours, parameters = pair([kind], "cuda", moments)
+    theirs, others = pair([kind], "cpu", moments)
     ours.seed = theirs.seed = 2**40 + 12345
-    give(parameters, 0, False)
+    for step in range(3):
+        give(parameters, step, apart=step == 1)
+        for p, q in zip(parameters, others, strict=True):
+            assert p.grad is not None
+            q.grad = p.grad.cpu()
+        ours.step()
+        theirs.step()
     for p, q in zip(parameters, others, strict=True):
-        assert p.grad is not None
-        q.grad = p.grad.cpu()
-    ours.step()
-    theirs.step()
-    same = torch.cat([(p.detach().cpu() == q.detach()).flatten() for p, q in zip(parameters, others, strict=True)])
-    assert same.float().mean().item() > 0.999
+        for key, mine, other in [("", p, q), *((k, t, theirs.state[q][k]) for k, t in ours.state[p].items())]:
+            assert mine.dtype == other.dtype, key
+            if mine.dtype == torch.float32:
+                torch.testing.assert_close(mine.cpu(), other, rtol=1e-5, atol=1e-6)
+            elif mine.numel():
+                assert (mine.cpu() == other).float().mean().item() > 0.998, key
+    assert ours.is_on_device()
 
 
 @pytest.mark.gpu
@@ -150,8 +170,8 @@ def test_the_launch_shape_does_not_change_what_is_rounded() -> None:
         give(parameters, 0, False)
         plan = optimizer._plan()
         steps = plan.steps
-        tensors = [[getattr(s, name) for s in steps] for name in ("values", "first", "second", "count")]
-        batch = Batch(tensors, [s.group for s in steps], [s.number for s in steps], [0] * len(steps), block)
+        tensors = [list(row) for row in zip(*(s.tensors for s in steps), strict=True)]
+        batch = Batch(tensors, [s.group for s in steps], [s.number for s in steps], [Place()] * len(steps), block)
         one = torch.ones((), device="cuda")
         settings = [(1e-2, 0.1, 0.9, 0.999, 1e-8)] * 2
         batch.step(plan.gradients, settings, one, one, 3, warps)
@@ -159,34 +179,29 @@ def test_the_launch_shape_does_not_change_what_is_rounded() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-KINDS = {
+KINDS: dict[str, tuple[list[torch.dtype], Moments | None]] = {
     "fp32": ([torch.float32], None),
     "bf16, stochastic rounding": ([torch.bfloat16], None),
     "bf16 and fp32": ([torch.float32, torch.bfloat16], None),
-    "fp32 with bf16 moments": ([torch.float32], torch.bfloat16),
+    "fp32 with bf16 moments": ([torch.float32], "bf16"),
+    "fp32 with int8 moments": ([torch.float32], "int8"),
+    "bf16 with int8 moments": ([torch.bfloat16], "int8"),
 }
 
 
-def watched(kinds: list[torch.dtype], moments: torch.dtype | None) -> tuple[AdamW, list[nn.Parameter]]:
+def watched(kinds: list[torch.dtype], moments: Moments | None) -> tuple[AdamW, list[nn.Parameter]]:
     """After its first update, which creates the state."""
-    optimizer, parameters = pair(kinds, "cuda")
+    optimizer, parameters = pair(kinds, "cuda", moments)
     optimizer.watched = True
     give(parameters, 0, False)
     optimizer.step()
-    if moments:
-        for state in optimizer.state.values():
-            state |= {key: state[key].to(moments) for key in ("exp_avg", "exp_avg_sq")}
-        give(parameters, 0, False)
-        optimizer.step()
     return optimizer, parameters
 
 
 def flip(tensor: Tensor, draw: random.Random) -> None:
     """A random bit of it, unseen by torch's version counter, as a fault of the memory would be."""
-    words = tensor.detach().data.view(-1).view({4: torch.int32, 2: torch.int16}[tensor.element_size()])
-    bits = 8 * tensor.element_size()
-    bit = draw.randrange(bits)
-    words[draw.randrange(len(words))] ^= -(1 << bit) if bit == bits - 1 else 1 << bit
+    bytes_ = tensor.detach().data.view(-1).view(torch.uint8)
+    bytes_[draw.randrange(len(bytes_))] ^= 1 << draw.randrange(8)
 
 
 def changed(optimizer: AdamW) -> list[int]:
@@ -203,7 +218,8 @@ def test_a_bit_that_changes_in_memory_is_found_at_any_later_time(kind: str) -> N
     assert len(optimizer.watched_parameters()) == len(parameters) and not changed(optimizer)
     for trial in range(100):
         p = draw.choice(held)
-        flip([p, *optimizer.state[p].values()][trial % 4], draw)
+        held_of_p = [p, *optimizer.state[p].values()]
+        flip(held_of_p[trial % len(held_of_p)], draw)
         assert changed(optimizer) == [id(p)], "before the next update, as at a save"
         for step in range(draw.randrange(3)):  # the flipped bit spreads, and its trace stays
             give(parameters, step, draw.random() < 0.5)

@@ -204,6 +204,45 @@ def test_takes_over_from_optimizers_of_whole_matrices(
     assert found and all(cell.passed for cell in found), [cell for cell in found if not cell.passed]
 
 
+INT8 = ("optim.state=int8", "model.dim=128")  # whose rows 4 tensor ranks can share in whole blocks
+
+
+@pytest.fixture(scope="module")
+def saved_int8(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs whose moments are in int8, under a strategy of each kind that has them."""
+    folder, runs = tmp_path_factory.mktemp("int8"), {}
+    for strategy in ("ddp", "fsdp", "3d"):
+        size = size_of(strategy, "source")
+        runs[strategy] = make_run(
+            folder / strategy, *OPTIONS, *INT8, f"strategy={strategy}", f"cluster.processes={size}"
+        )
+        assert train(runs[strategy], size) == [0] * size, strategy
+    return runs
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("target", ["tensor", pytest.param("fsdp", marks=pytest.mark.slow),
+                                    pytest.param("3d", marks=pytest.mark.slow)])  # fmt: skip
+def test_takes_over_moments_in_int8(
+    target: str, saved_int8: dict[str, Path], cells: list[Cell], tmp_path: Path
+) -> None:
+    found = exchanged(target, size_of(target, "target", 4), saved_int8, tmp_path, *INT8)
+    for cell in found:
+        cell.optimizer = "adamw, moments in int8"
+    cells += found
+    assert found and all(cell.passed for cell in found), [cell for cell in found if not cell.passed]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("target", ["ddp", "zero3", "fairscale"])
+def test_takes_over_moments_in_another_dtype(target: str, saved_int8: dict[str, Path], tmp_path: Path) -> None:
+    """From int8 to fp32 no value changes, so the next update is the same; only then are moments rounded, or not."""
+    found = exchanged(target, size_of(target, "target", 4), saved_int8, tmp_path, "model.dim=128")
+    assert all(cell.loss_diff < 1e-5 and (cell.second_loss_diff or 0.0) < 1e-5 for cell in found), found
+    assert all(name.startswith("optim.") for cell in found for name in cell.differing)
+
+
 def exchanged(target: str, size: int, sources: dict[str, Path], tmp_path: Path, *options: str) -> list[Cell]:
     """What became of the checkpoints of these runs under a strategy."""
     run = make_run(tmp_path / "run", *OPTIONS, *options, f"strategy={target}", f"cluster.processes={size}")

@@ -11,7 +11,7 @@ import pytest
 
 from dtrain.commands.verify import compare
 from dtrain.commands.verify.command import Row, judge
-from dtrain.commands.verify.compare import CONTEXT, FEWER_STEPS, SMALL, VARIANTS, Case, compose, make_case
+from dtrain.commands.verify.compare import CONTEXT, FEWER_STEPS, SMALL, STATES, VARIANTS, Case, compose, make_case
 from tests.world import STRATEGIES, layouts, losses, sizes_of, skip_without_fp16, start_server, summary
 
 
@@ -86,6 +86,19 @@ def test_divided_sequences_follow_one_process(name: str, reference: Case, fewer:
     row = row_of(case, one)
     assert row.passed, row.reason
     assert row.tolerance == 1e-5 and row.max_gradient_diff and row.max_gradient_diff < 1e-5
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "3d+state-int8" else pytest.mark.slow) for name in STATES]
+)
+def test_moments_in_other_dtypes_follow_one_process(name: str, fewer: list[str], tmp_path: Path) -> None:
+    strategy, options = name.partition("+")[0], [*STATES[name].shared, *fewer]
+    exact = trained("ddp", 1, "fp32", tmp_path / "exact", *options, "optim.state=null")
+    one = trained("ddp", 1, "fp32", tmp_path / "one", *options)
+    case = trained(strategy, sizes_of(strategy)[0], "fp32", tmp_path / "run", *options, accumulate=True)
+    row = row_of(case, one)
+    assert row.passed, row.reason
+    assert row.tolerance == 1e-4 and 1e-6 < distance(one, exact) < 2e-3, "it had an effect, and a small one"
 
 
 # 8 ranks are for those that need two axes to be larger than 1; `dtrain verify` runs them, too

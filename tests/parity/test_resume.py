@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dtrain.comm.compress import TOLERANCES
-from dtrain.commands.verify.compare import CONTEXT, VARIANTS
+from dtrain.commands.verify.compare import CONTEXT, STATES, VARIANTS
 from tests.world import layouts, losses, make_run, start, summary, train, wait_for
 
 STEPS = 20
@@ -45,15 +45,25 @@ def asked_for(path: Path, rank: int) -> list[list[int]]:
     [pytest.param(*at, marks=[] if at[1] == 2 or at[0] in WIDE else pytest.mark.slow) for at in layouts(2, 4)]
     + COMPRESSED
     + OPTIMIZERS
+    + [
+        pytest.param(name, size, marks=[] if name == "fsdp+state-int8" else pytest.mark.slow)
+        for name, size in [
+            ("fsdp+state-int8", 2),
+            ("ddp+state-bf16", 2),
+            ("tensor+state-int8", 2),
+            ("3d+state-int8", 4),
+        ]
+    ]
     + [pytest.param(name, CONTEXT[name].size, marks=pytest.mark.slow) for name in ("fsdp+ring", "fsdp+ulysses")],
 )
 def test_sigkill_and_resume_is_bit_exact(strategy: str, size: int, tmp_path: Path) -> None:
-    variants = VARIANTS | CONTEXT
+    variants = VARIANTS | CONTEXT | STATES
 
     def run(name: str) -> Path:
         return make_run(
             tmp_path / name,
             *(variants[strategy].overrides if strategy in variants else [f"strategy={strategy.partition('+')[0]}"]),
+            *(variants[strategy].shared if strategy in variants else ()),
             *WHOLE_MATRICES.get(strategy.partition("+")[2], []),
             f"cluster.processes={size}",
             f"train.steps={STEPS}",

@@ -233,11 +233,10 @@ def plan(request: Request, folder: Path) -> tuple[dict[str, Case], list[Case]]:
                 continue
             if variant and is_excluded(variant, given) and not request.named:
                 continue
-            chosen = [
-                *(variant.overrides if variant else (f"strategy={strategy}",)),
-                *(variant.shared if variant else ()),
-            ]
-            cfg = compose([*chosen, *settings(request.overrides, defaults)])
+            shared = variant.shared if variant else ()
+            chosen = [*(variant.overrides if variant else (f"strategy={strategy}",)), *shared]
+            others = [default for default in defaults if key_of(default) not in map(key_of, shared)]
+            cfg = compose([*chosen, *settings(request.overrides, others)])
             # each layout accumulates, one process takes the whole batch; not with batch norm, which is per micro-batch
             accumulate = "batch_norm" not in cfg.model and not given & {"recipe", "train.micro_batch_size"}
             section: Any = OmegaConf.to_container(cfg.strategy, resolve=True)
@@ -248,13 +247,14 @@ def plan(request: Request, folder: Path) -> tuple[dict[str, Case], list[Case]]:
             for size in sizes if precision == FULL or request.precisions else sizes[:1]:
                 run_dir = folder / f"{strategy}-{size}-{precision}"
                 case = make_case(strategy, size, precision, cfg, run_dir, accumulate)
-                cases.append(with_reference(case, variant, plain, defaults, references, folder, accumulate))
+                cases.append(with_reference(case, variant, plain, others, references, folder, accumulate))
     return references, cases
 
 
 def is_excluded(variant: Variant, given: set[str]) -> bool:
     """Return whether a row that nobody named needs other data or another model than those that were given."""
-    return bool(variant.shared and given & {"model", "data", "recipe", *(s.partition("=")[0] for s in variant.shared)})
+    own = {part for s in variant.shared for part in (key_of(s), key_of(s).partition(".")[0])}
+    return bool(variant.shared and given & {"model", "data", "recipe", *own})
 
 
 def with_reference(

@@ -103,12 +103,12 @@ def compare_random(ours: Notes, theirs: Notes) -> Finding | None:
 
 
 def tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:
-    from dtrain.checkpoint import shards, store
+    from dtrain.checkpoint import moments, shards, store
 
     saved = store.read_manifest(path)
     with shards.Reader(path, saved) as reader:
         for name in sorted(saved.tensors):
-            yield name, reader.whole(name)
+            yield name, moments.whole(reader, name)
 
 
 def manifest(path: Path | None) -> Any:

@@ -166,7 +166,7 @@ def saved_items(shape: Transformer, layout: Layout, cut: tuple[Stage, ...], wait
 
 def convolutional(shape: Convolutions, layout: Layout) -> list[Item]:
     """Like `of_rank`, for convolutions, which only data ranks shard: peak in the backward pass, or in the update."""
-    held, share, e = held_convolutions(shape), sharing(layout), product_bytes(layout.precision)
+    held, share, e = held_convolutions(shape, layout), sharing(layout), product_bytes(layout.precision)
     count = held.parameters
     samples, pictures = layout.micro_batch_size, layout.micro_batch_size * layout.micro_batches
     picture = convolution_bytes(shape, layout)

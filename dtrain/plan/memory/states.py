@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dtrain.kernels import INT8_BYTES
 from dtrain.plan.layout import SERVED, Layout
 from dtrain.plan.memory.activations import WIDE, product_bytes
 from dtrain.plan.model_shape import Convolutions, Shape, Transformer
-from dtrain.plan.parameters import Stage, factored, has_tied_copy, held_parameters, parts, stages
+from dtrain.plan.parameters import Stage, compressed, factored, has_tied_copy, held_parameters, parts, stages
 
 # DeepSpeed's own limits for stage 3, which dtrain does not change: elements that stay gathered because they are used
 # again soon, and elements updated at a time (stage3_max_live_parameters, sub_group_size).
@@ -35,19 +36,21 @@ class HeldParameters:
     uncut: int = 0  # embedding rows of other tp ranks, whose gradient is here until it is sharded
     twin: int = 0  # embedding also held by another pipeline rank, which sends its gradient
     factored: int = 0  # elements of Adafactor's state
+    compressed: int = 0  # trained ones whose moments are in bf16 or int8 under optim.state
 
 
 def held_whole(shape: Shape, layout: Layout) -> HeldParameters:
     """What a rank holds without a pipeline."""
     if isinstance(shape, Transformer):
         return held_by(shape, layout, stages(shape, 1, layout.tp, layout.loss_parallel))
-    return held_convolutions(shape)
+    return held_convolutions(shape, layout)
 
 
-def held_convolutions(shape: Convolutions) -> HeldParameters:
+def held_convolutions(shape: Convolutions, layout: Layout) -> HeldParameters:
     count = held_parameters(shape)
     largest = max(layer.parameters for layer in shape.layers)
-    return HeldParameters(count, count, 0, 0, 0, 0, largest, count, factored=factored(shape, ()))
+    state = {"factored": factored(shape, ()), "compressed": compressed(shape, (), layout.state)}
+    return HeldParameters(count, count, 0, 0, 0, 0, largest, count, **state)
 
 
 def held_by(shape: Transformer, layout: Layout, cut: tuple[Stage, ...]) -> HeldParameters:
@@ -74,8 +77,9 @@ def held_by(shape: Transformer, layout: Layout, cut: tuple[Stage, ...]) -> HeldP
         looked_up = any(stage.is_first and not (stage.is_last and tied) for stage in cut)
         uncut = parts(shape).embed - p.embed if looked_up else 0
         twin = p.embed if tied and first != last else 0
+    few = compressed(shape, cut, layout.state, layout.tp, layout.loss_parallel)
     state = factored(shape, cut)
-    return HeldParameters(everything, trained, frozen, ends, head, embed, block, largest, uncut, twin, state)
+    return HeldParameters(everything, trained, frozen, ends, head, embed, block, largest, uncut, twin, state, few)
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,11 @@ def state_bytes(layout: Layout) -> int:
     return 2 if is_pure(layout) else WIDE
 
 
+def moment_bytes(layout: Layout) -> float:
+    """Bytes of an element of one of AdamW's moments, where it is compressed."""
+    return {"bf16": 2.0, "int8": INT8_BYTES, "fp32": float(WIDE)}.get(layout.state) or state_bytes(layout)
+
+
 def weight_bytes(held: HeldParameters, layout: Layout) -> float:
     """fp32; 16 bits for weights frozen beside adapters, and under ZeRO."""
     share, e = sharing(layout), product_bytes(layout.precision)
@@ -131,6 +140,8 @@ def optimizer_bytes(held: HeldParameters, layout: Layout) -> float:
     """
     share = sharing(layout)
     each = layout.moments * state_bytes(layout)
+    if layout.state:
+        each += 2 * (WIDE - state_bytes(layout))
     if share.zero:
         each += WIDE  # master weights, which DeepSpeed keeps for fp32 weights too
     if layout.data in ("async", "bounded"):
@@ -143,7 +154,8 @@ def optimizer_bytes(held: HeldParameters, layout: Layout) -> float:
         second = WIDE * held.factored
     if layout.data in ("oss", "sharded_ddp", *SERVED):
         mine = max(mine, min(held.largest, held.trained))
-    return each * mine + second
+    saved = 2 * (WIDE - moment_bytes(layout)) * held.compressed / max(held.trained, 1)  # on average
+    return (each - saved) * mine + second
 
 
 def outer_bytes(held: HeldParameters, layout: Layout) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dtrain.config.hardware import Hardware
 from dtrain.plan.layout import Layout
 from dtrain.plan.ledger import Item
+from dtrain.plan.memory.states import moment_bytes
 from dtrain.plan.time.roofline import moved_s
 
 # Bytes that an update moves per trained fp32 parameter: gradient norm 4, clipping 8, reads of weight and gradient and a
@@ -27,6 +28,9 @@ def optimizer_items(layout: Layout, hardware: Hardware, held: float) -> list[Ite
     moved = BYTES + MOMENT * layout.moments - (CLIPPING if layout.fused_update else 0.0)
     if layout.precision == "bf16-pure":
         moved /= 2
+    if layout.state:  # each moment is read and written; int8 was not measured on a GPU
+        usual = MOMENT / 2 if layout.precision == "bf16-pure" else MOMENT
+        moved += 2 * (2 * moment_bytes(layout) - usual)
     rate = FUSED_RATE if layout.fused_update else RATE
     if layout.offload == "none":
         seconds = moved_s(hardware, owned * moved / rate)
