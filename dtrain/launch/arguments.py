@@ -132,13 +132,13 @@ def no_option(group: str, value: str) -> ValueError:
     """Explain what cannot be the name of an option: nothing, null, a list, a path, a file."""
     options = sorted({*options_of(group), *([AUTO] if group == "strategy" else [])})
     can, stem = f"{group} can be {', '.join(options)}", Path(value).stem
-    if value in ("", "null"):
-        return bad(group, value, "cannot be null" if value else "has no value", f"leave out {group}=; {can}")
-    if "[" in value:
-        names = named(value)
-        return bad(
-            group, value, "is more than one value", f"{group}={names[0]}, or -m {group}={','.join(names)}; {can}"
-        )
+    names = [name for name in named(value) if name] if "[" in value else []
+    if value in ("", "null") or ("[" in value and not names):
+        rule = "cannot be null" if value == "null" else "has no value"
+        return bad(group, value, rule, f"leave out {group}=; {can}")
+    if names:
+        fix = f"{group}={names[0]}, or -m {group}={','.join(names)}; {can}"
+        return bad(group, value, "is more than one value", fix)
     if "/" in value:
         return bad(group, value, "is a path, not the name of an option", can)
     near = f"{group}={stem}; " if stem in options else ""

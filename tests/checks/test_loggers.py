@@ -35,7 +35,7 @@ def test_one_or_several_loggers_each_with_its_settings(monkeypatch: pytest.Monke
     ("overrides", "message"),
     [
         (["logger=[csv,mlfow]"], "logger=mlfow: there is no such option\n  fix: did you mean logger=mlflow?"),
-        (["logger=[]"], "logger=[]: names one option"),
+        (["logger=[]"], "logger=[]: has no value\n  fix: leave out logger="),
         (
             ["logger=csv", "logger.mlflow.uri=http://a"],
             "logger.mlflow.uri: mlflow is not among the chosen loggers\n  fix: ",

@@ -134,8 +134,9 @@ def test_only_what_runs_on_these_cpus_and_is_known_is_judged(
     assert host_memory.refusal(compose("cluster=slurm", "cluster.gpus_per_node=0")) is None, "other machines"
     for group in ("strategy", "optim"):
         assert host_memory.refusal({**config, group: {**config[group], "_target_": "mine.Thing"}}) is None, group
-    (tmp_path / "my_net_h.py").write_text("class Net:\n    def __init__(self, dim: int = 4):\n        self.dim = dim\n")
-    assert main(["launch", "model=my_net_h.Net", "data=digits", "data.image_size=8", "data.channels=1"]) == 0
+    (tmp_path / "my_net_h.py").write_text("from torch import nn\n\n\nclass Net(nn.Linear):\n    pass\n")
+    sizes = ["model.in_features=64", "model.out_features=10"]
+    assert main(["launch", "model=my_net_h.Net", *sizes, "data=digits", "data.image_size=8", "data.channels=1"]) == 0
     assert len(started) == 1
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 0)
