@@ -1,6 +1,7 @@
 """The peer of overhead.py: the same training as `python launch.py`, as a good engineer writes it in one file.
 
     torchrun --standalone --nproc-per-node=2 benchmarks/handwritten.py --steps 100
+    torchrun --standalone benchmarks/handwritten.py --model gpt2-124m --compile --bf16      (the peer of startup.py)
 
 Only the model class comes from dtrain, so that both sides compute the same thing. No checkpoint, no resume,
 no validation, no clean stop: what those cost is what overhead.py measures.
@@ -26,6 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 from dtrain.models.gpt2 import GPT2
 
 SEED, SEQ_LEN, PEAK_LR, WARMUP_STEPS, MIN_RATIO = 0, 128, 1e-3, 20, 0.1
+TINY = {"num_layers": 4, "dim": 128, "num_heads": 4, "vocab_size": 256, "vocab_multiple": 64, "seq_len": SEQ_LEN}
+MODELS: dict[str, dict[str, int]] = {
+    "gpt2-tiny": TINY,
+    "gpt2-124m": {"num_layers": 12, "dim": 768, "num_heads": 12, "vocab_size": 50257, "seq_len": 1024},
+    "gpt2-1.5b": {"num_layers": 48, "dim": 1600, "num_heads": 25, "vocab_size": 50257, "seq_len": 1024},
+}
 SKIPPED = {
     "site-packages",
     "dist-packages",
@@ -59,34 +66,39 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="gpt2-tiny under DDP, written by hand")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=32, help="samples of a step over all ranks")
+    parser.add_argument("--model", choices=list(MODELS), default="gpt2-tiny")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--bf16", action="store_true", help="autocast")
     return parser.parse_args(argv)
 
 
-def batches(size: int, rank: int, world_size: int, device: torch.device) -> Callable[[int], tuple[Tensor, Tensor]]:
+def batches(
+    size: int, rank: int, world_size: int, device: torch.device, seq_len: int = SEQ_LEN
+) -> Callable[[int], tuple[Tensor, Tensor]]:
     """Gives this rank's part of a step's batch of `size` samples."""
     corpus = read_corpus()
-    num_samples = (len(corpus) - 1) // SEQ_LEN
+    num_samples = (len(corpus) - 1) // seq_len
     order = np.random.default_rng(SEED).permutation(num_samples)
     rank_batch = size // world_size
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
         start = step * size + rank * rank_batch
         chosen = order[np.arange(start, start + rank_batch) % num_samples]
-        where = chosen[:, None] * SEQ_LEN + np.arange(SEQ_LEN + 1)
+        where = chosen[:, None] * seq_len + np.arange(seq_len + 1)
         windows = torch.from_numpy(corpus[where].astype(np.int64))
         return windows[:, :-1].contiguous().to(device), windows[:, 1:].contiguous().to(device)
 
     return batch
 
 
-def make_model(device: torch.device) -> nn.Module:
+def make_model(device: torch.device, sizes: dict[str, int] = TINY) -> nn.Module:
     torch.manual_seed(SEED)
-    model = GPT2(num_layers=4, dim=128, num_heads=4, vocab_size=256, vocab_multiple=64, seq_len=SEQ_LEN)
-    model.to(device)
+    with device:
+        model = GPT2(**sizes)
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2:
             into_residual = name.endswith(("proj.weight", "down.weight"))
-            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * 4) if into_residual else 0.02)
+            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * sizes["num_layers"]) if into_residual else 0.02)
         elif name.endswith("bias"):
             nn.init.zeros_(parameter)
     return model
@@ -110,13 +122,17 @@ def main(argv: list[str] | None = None, before_step: Callable[[], None] | None =
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if num_gpus >= local_size else "gloo")  # NCCL refuses two ranks on one GPU
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    batch = batches(options.batch, rank, world_size, device)
-    model = make_model(device)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    sizes = MODELS[options.model]
+    batch = batches(options.batch, rank, world_size, device, sizes["seq_len"])
+    model = make_model(device, sizes)
+    ddp: Any = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if options.compile:
+        ddp = torch.compile(ddp)
     optimizer = make_optimizer(model, device)
 
     def train_step(inputs: Tensor, targets: Tensor) -> tuple[float, Tensor]:
-        loss = ddp(inputs, targets)
+        with torch.autocast(device.type, torch.bfloat16, enabled=options.bf16):
+            loss = ddp(inputs, targets)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -137,7 +153,7 @@ def main(argv: list[str] | None = None, before_step: Callable[[], None] | None =
             group["lr"] = lr
         value, norm = train_step(inputs, targets)
         if rank == 0:
-            speed = options.batch * SEQ_LEN / (time.perf_counter() - began)
+            speed = options.batch * sizes["seq_len"] / (time.perf_counter() - began)
             print(f"step {step + 1} loss {value:.4f} lr {lr:.2e} norm {norm:.2f} {speed:.0f} tok/s", flush=True)
 
     dist.barrier()  # gloo may abort a rank whose peer has gone first
