@@ -4,8 +4,8 @@ BIN := .venv/bin
 ARGS ?=
 # without bytecode every process would compile all of dtrain anew: a third of the time of a launch
 unexport PYTHONDONTWRITEBYTECODE
-# processes that run the tests: 2 take two thirds of the time of one on two cores; 0 = all in this one, as --pdb needs it
-WORKERS ?= 2
+# processes that run the tests: 3 on two cores, because a test often waits; 0 = all in this one, as --pdb needs it
+WORKERS ?= 3
 # without compiling: that takes a minute, for modules of which most are never imported
 INSTALL = $(BIN)/python -m pip install -q --no-compile -c constraints.txt
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS)
