@@ -30,6 +30,8 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor
+from torch.compiler._cache import CacheArtifact, CacheArtifactManager, _serialize_single_cache
+from torch.utils._appending_byte_serializer import AppendingByteSerializer
 
 import dtrain
 from dtrain.util import checked_file
@@ -63,9 +65,10 @@ class CompileCache:
         self.marks.mkdir(exist_ok=True)
         self.seconds = {"compile": 0.0, "load": 0.0, "wait": 0.0}  # of this rank
         self.timer: threading.Timer | None = None
+        self.storing = threading.Lock()
         began = time.perf_counter()
         with locked(self.marks / f"{self.key}.lock"):  # the ranks of a machine come at the same time
-            self.found = self.is_stored = self._load()
+            self.found = self._load()
         self.seconds["load"] += time.perf_counter() - began
 
     def _load(self) -> bool:
@@ -97,8 +100,7 @@ class CompileCache:
             compiled = compile_graph()
             was_loaded = num_compiled() == missed
             self.seconds["load" if was_loaded else "compile"] += time.perf_counter() - began
-        if not was_loaded:
-            self._store_later()
+        self.store_later()
         return compiled
 
     @contextlib.contextmanager
@@ -116,8 +118,10 @@ class CompileCache:
 
     # ---- storing ---------------------------------------------------------------------------------------------
 
-    def _store_later(self) -> None:
-        """Store in some seconds, while training goes on, unless more is compiled until then."""
+    def store_later(self) -> None:
+        """Store in some seconds, while training goes on, unless there are more graphs until then."""
+        if not self.stores:
+            return
         if self.timer is not None:
             self.timer.cancel()
         self.timer = threading.Timer(QUIET_S, self.store)
@@ -125,30 +129,40 @@ class CompileCache:
         self.timer.start()
 
     def store(self) -> None:
-        """Store what this process has compiled and loaded. A full disk or the like only costs the cache."""
-        self.timer = None
+        """Add what this process has compiled or loaded to what is stored. A full disk only costs the cache."""
         if not self.stores:
             return
+        with self.storing:  # the timer's thread may be at it
+            try:
+                self._store()
+            except Exception as error:
+                log.warning("compile cache: not stored: %s", error)
+
+    def _store(self) -> None:
+        stored = self._stored()
+        new = [artifact for artifact in recorded() if artifact not in stored]
+        if not new:
+            return
+        content = serialize([*stored, *new])
+        if len(content) > MOST_BYTES:
+            log.warning("compile cache: not stored: %.1f GiB are more than 1", len(content) / 2**30)
+            return
+        checked_file.write(self.path, self.about, content)
+        checked_file.prune(self.path.parent, MOST_STORED)
+
+    def _stored(self) -> dict[CacheArtifact, None]:
+        """Return what is stored, by this run or another of its kind, in its order."""
         try:
-            found = torch.compiler.save_cache_artifacts()
-            if found is None:
-                return
-            if len(found[0]) > MOST_BYTES:
-                log.warning("compile cache: not stored: %.1f GiB are more than 1", len(found[0]) / 2**30)
-                return
-            checked_file.write(self.path, self.about, found[0])
-            checked_file.prune(self.path.parent, MOST_STORED)
-            self.is_stored = True
-        except Exception as error:
-            log.warning("compile cache: not stored: %s", error)
+            by_kind = CacheArtifactManager.deserialize(checked_file.read(self.path, self.about)[0])
+        except (OSError, UnusableFile):
+            by_kind = None
+        return dict.fromkeys(artifact for artifacts in (by_kind or {}).values() for artifact in artifacts)
 
     def close(self) -> None:
         """At the end of a run: store what is not stored yet."""
         if self.timer is not None:
             self.timer.cancel()
-            self.store()
-        elif not self.is_stored:  # all of it was in torch's folder
-            self.store()
+        self.store()
 
 
 _current: CompileCache | None = None  # of this process: torch's own cache is the process's, too
@@ -204,7 +218,26 @@ class Inductor:
         compiled = compile_fx(graph, inputs, inner_compile=in_turn, config_patches=self.options)
         if cache.seconds == before:  # both passes were found, before they were traced
             cache.seconds["load"] += time.perf_counter() - began
+            cache.store_later()
         return compiled
+
+
+def recorded() -> list[CacheArtifact]:
+    """Return what torch has recorded of all graphs that this process has compiled or loaded."""
+    return list(CacheArtifactManager._seen_artifacts)
+
+
+def serialize(artifacts: Iterable[CacheArtifact]) -> bytes:
+    """Return what `torch.compiler.load_cache_artifacts` reads: one list of each kind.
+
+    `save_cache_artifacts` called again would append a second list, and torch 2.13 reads only the last one.
+    """
+    by_kind: dict[str, list[CacheArtifact]] = {}
+    for artifact in artifacts:
+        by_kind.setdefault(artifact.type(), []).append(artifact)
+    serializer = AppendingByteSerializer(serialize_fn=_serialize_single_cache)
+    serializer.extend(by_kind.items())
+    return serializer.to_bytes()
 
 
 def name_of(graph: Any, inputs: Iterable[Any]) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
 
 from dtrain.commands.verify import world
 from dtrain.commands.verify.compare import compose
@@ -27,33 +29,36 @@ from tests.world import losses, summary, wait_for
 TORCHS = "TORCHINDUCTOR_CACHE_DIR"  # the folder of a machine
 
 
+@CacheArtifactFactory.register
+class Graph(CacheArtifact):
+    """What torch stores of a compiled graph; here a file in its machine's folder."""
+
+    def populate_cache(self) -> None:
+        Path(os.environ[TORCHS], self.key).touch()
+
+    @staticmethod
+    def type() -> str:
+        return "dtrain_test"
+
+
 class Torch:
-    """Stands in for torch's own functions: graphs that a process has compiled, and those in its machine's folder."""
+    """Stands in for the compiler of a process: what it has compiled or loaded is recorded as torch does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.used: list[bytes] = []
         self.num_compiled = self.num_loaded = 0
-        monkeypatch.setattr(torch.compiler, "save_cache_artifacts", self.save)
-        monkeypatch.setattr(torch.compiler, "load_cache_artifacts", self.load)
+        self.restart()
         monkeypatch.setattr(compile_cache, "num_compiled", lambda: self.num_compiled)
         monkeypatch.setattr(compile_cache, "num_loaded", lambda: self.num_loaded)
 
-    def save(self) -> tuple[bytes, None] | None:
-        return (b" ".join(self.used), None) if self.used else None
-
-    def load(self, content: bytes) -> Any:
-        if content == b"bad":
-            return None
-        for graph in content.split():
-            Path(os.environ[TORCHS], graph.decode()).touch()
-        return "info"
+    def restart(self) -> None:
+        CacheArtifactManager.clear()
 
     def compile(self, name: str) -> str:
         file = Path(os.environ[TORCHS], name)
         self.num_loaded += file.exists()
         self.num_compiled += not file.exists()
         file.touch()
-        self.used.append(name.encode())
+        CacheArtifactManager.record_artifact(Graph.type(), name, b"")
         return name
 
 
@@ -74,6 +79,11 @@ def begin(about: dict[str, Any] | None = None) -> CompileCache:
     return found
 
 
+def stored(cache: CompileCache) -> list[str]:
+    found = CacheArtifactManager.deserialize(checked_file.read(cache.path, cache.about)[0])
+    return [artifact.key for artifact in (found or {})[Graph.type()]]
+
+
 def graphs(path: str) -> set[str]:
     return {name for name in os.listdir(path) if name != compile_cache.MARKS}
 
@@ -84,48 +94,60 @@ def test_another_machine_finds_what_was_stored(machine: Torch, tmp_path: Path, m
     assert cache.compile(lambda: machine.compile("one"), lambda: "1") == "one"
     totals = compile_cache.finish()
     assert (totals["found"], totals["graphs_compiled"], totals["graphs_loaded"]) == (False, 1, 0)
-    assert checked_file.read(cache.path, cache.about)[0] == b"one"
+    assert stored(cache) == ["one"]
     assert begin().found and not begin({"a": 2}).found and begin({"a": 2}).path != cache.path
 
     monkeypatch.setenv(TORCHS, str(tmp_path / "b"))
-    there, written = begin(), cache.path.stat().st_mtime_ns
+    there, written = begin(), cache.path.stat().st_ino
     assert there.found and graphs(str(tmp_path / "b")) == {"one"}
     there.compile(lambda: machine.compile("one"), lambda: "1")
-    assert (compile_cache.finish()["graphs_loaded"], cache.path.stat().st_mtime_ns) == (1, written), "nothing new"
+    assert (compile_cache.finish()["graphs_loaded"], cache.path.stat().st_ino) == (1, written), "nothing new"
     (tmp_path / "b" / "one").unlink()
     begin()
     assert graphs(str(tmp_path / "b")) == set(), "it was put there once, and torch has the rest"
 
 
-def test_what_a_machine_has_is_stored_too_and_only_by_one_rank(machine: Torch) -> None:
+def test_all_graphs_are_stored_by_one_rank_whoever_compiled_them(machine: Torch, caplog: Any) -> None:
     cache = begin()
-    machine.compile("one")  # an earlier run
-    cache.compile(lambda: machine.compile("one"), lambda: "1")
     cache.stores = False
+    cache.compile(lambda: machine.compile("one"), lambda: "1")
     compile_cache.finish()
     assert not cache.path.exists()
     cache.stores = True
     compile_cache.finish()
-    assert cache.path.exists()
+    assert stored(cache) == ["one"]
+    machine.compile("two")  # an earlier run, or another rank, just now
+    cache.compile(lambda: machine.compile("two"), lambda: "2")
+    compile_cache.finish()
+    assert stored(cache) == ["one", "two"]
+    machine.restart()
+    begin().compile(lambda: machine.compile("three"), lambda: "3")
+    compile_cache.finish()
+    assert stored(cache) == ["one", "two", "three"], "what a run does not need stays"
+    assert not caplog.records
 
 
-def test_it_is_stored_while_training_goes_on(machine: Torch) -> None:
+def test_it_is_stored_while_training_goes_on(machine: Torch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = begin()
-    cache.compile(lambda: machine.compile("one"), lambda: "1")
-    deadline = Deadline(10)
-    while not cache.path.exists() and deadline.left() > 0:
-        time.sleep(0.01)
-    assert checked_file.read(cache.path, cache.about)[0] == b"one"
+    for names in (["one"], ["one", "two"]):
+        cache.compile(partial(machine.compile, names[-1]), partial(str, names[-1]))
+        deadline = Deadline(10)
+        while not (cache.path.exists() and stored(cache) == names) and deadline.left() > 0:
+            time.sleep(0.01)
+        assert stored(cache) == names
+    monkeypatch.setenv(TORCHS, str(tmp_path / "b"))
+    assert begin().found and graphs(str(tmp_path / "b")) == {"one", "two"}
 
 
 def test_what_is_damaged_or_not_ones_own_is_compiled_again(machine: Torch, caplog: pytest.LogCaptureFixture) -> None:
     cache = begin()
-    checked_file.write(cache.path, cache.about, b"one")
+    checked_file.write(cache.path, cache.about, compile_cache.serialize([Graph("one", b"")]))
+    assert begin().found
     whole = cache.path.read_bytes()
     damages = {
         "its checksum is wrong": lambda: cache.path.write_bytes(whole[:-1] + b"?"),
         "this user's own": lambda: (cache.path.write_bytes(whole), cache.path.chmod(0o666)),
-        "for something else": lambda: checked_file.write(cache.path, {"torch": "1"}, b"one"),
+        "for something else": lambda: checked_file.write(cache.path, {"torch": "1"}, b""),
         "torch cannot read it": lambda: checked_file.write(cache.path, cache.about, b"bad"),
     }
     for message, damage in damages.items():
@@ -216,6 +238,7 @@ def rank_of(run_dir: Path) -> int:
     from torch._inductor import config
 
     config.cpp.vec_isa_ok = True
+    compile_cache.QUIET_S = 0.01  # it stores between the forward and the backward pass
     return world.train_rank(run_dir)
 
 
