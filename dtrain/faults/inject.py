@@ -127,7 +127,7 @@ def terminate(victim: bool, run: Any) -> None:
 
 
 def launcher_killed(victim: bool, run: Any) -> None:
-    """The launcher is the parent of torchrun, which is the parent of this rank."""
+    """The launcher is the parent of the starter, or torchrun, which is the parent of this rank."""
     fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
     os.kill(int(fields[1]), signal.SIGKILL)
     time.sleep(60)  # this process dies with its parents

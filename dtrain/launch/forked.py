@@ -1,7 +1,8 @@
-"""The ranks of this machine without GPUs: forked by one starter process, which lives as long as the run.
+"""The ranks of this machine: forked by one starter process, which lives as long as the run.
 
-torchrun and each of its ranks import torch, which takes seconds each. The starter (train/starter.py) imports it once
-for all ranks, restarts and changes of an elastic run, and learns at once when a rank is killed.
+torchrun and each of its ranks import torch, one after the other, which takes seconds each. The starter
+(train/starter.py) learns at once when a rank is killed. Without GPUs it imports torch once for all ranks, restarts and
+changes of an elastic run; with GPUs it does not import torch, and the ranks do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Launch on this machine: without GPUs the ranks are forked from one process, else torchrun starts them.
-
-Those of an elastic run are forked in any case, because they change often.
-"""
+"""Launch on this machine: one process forks the ranks; torchrun starts a user's own program, and what nsys profiles."""
 
 from __future__ import annotations
 
@@ -10,9 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtrain.checks import profile as profiling
-from dtrain.config import elastic, hardware, run_file
+from dtrain.config import elastic, run_file
 from dtrain.config.files import is_script
-from dtrain.config.hardware import gpus_per_node
 from dtrain.errors import bad
 from dtrain.launch import metrics_server, nsys
 from dtrain.launch.forked import Forked
@@ -65,7 +61,7 @@ class Local:
 
     def dry_run(self, run_dir: Path, config: dict[str, Any]) -> None:
         if not elastic.range_of(config) and can_fork(config):
-            print("# dtrain forks the ranks from one process that has imported torch; torchrun starts the same ranks:")
+            print("# dtrain forks the ranks from one process; torchrun starts the same ranks:")
             self._torchrun(config).dry_run(run_dir)
         else:
             self._supervisor(config).dry_run(run_dir)
@@ -76,7 +72,6 @@ class Local:
 
 
 def can_fork(config: dict[str, Any]) -> bool:
-    """Whether the ranks are forked: a process that has used a GPU must not fork, and nsys and programs start anew."""
-    has_gpus = hardware.count_gpus() or gpus_per_node(config["cluster"])
+    """Whether the ranks are forked: nsys and programs start anew."""
     fork = config["cluster"].get("fork", True)  # an old run has no such setting
-    return sys.platform == "linux" and fork and not (has_gpus or is_script(config) or config.get("nsys"))
+    return sys.platform == "linux" and fork and not (is_script(config) or config.get("nsys"))

@@ -35,6 +35,15 @@ def keep_stop_requests(run_dir: Path, rank: int) -> None:
         signal.signal(number, on_signal)
 
 
+def import_loop() -> None:
+    """Import the training loop, and with it torch."""
+    gc.disable()  # imports create almost no garbage, and collections would take a fifth of the import time
+    import dtrain.train.loop  # noqa: F401 (before the freeze below)
+
+    gc.freeze()  # collections during training skip imported objects, too
+    gc.enable()
+
+
 def train(run_dir: Path, rank: int) -> int:
     """Run the training loop in this process, which has imported torch; return the exit code."""
     from dtrain.train import loop, position, process
@@ -70,11 +79,7 @@ if __name__ == "__main__":
         system.begin(run_dir)
 
     file_handles.raise_limit()  # srun inherits the limit of the shell that submitted the job
-    gc.disable()  # imports create almost no garbage, and collections would take a fifth of the import time
-    import dtrain.train.loop  # noqa: F401 (before the freeze below)
-
-    gc.freeze()  # collections during training skip imported objects, too
-    gc.enable()
+    import_loop()
     code = train(run_dir, int(os.environ["RANK"]))
     # srun ends the whole job step when a task exits with anything but 0; the supervisor reads summary.json
     code = DONE if on_slurm and code == PREEMPTED else code

@@ -1,4 +1,6 @@
-"""Forks the ranks of this machine: it has imported torch, so they start at once, also after a restart.
+"""Forks the ranks of this machine. Without GPUs it has imported torch, so they start at once, also after a restart.
+
+With GPUs the ranks import torch: a process that has used a GPU must not fork, and torch imports many modules.
 
 The supervisor (launch/forked.py) writes one line of JSON per command to stdin: {"ranks": 3, "rescue_s": 0, "peers_s":
 5} starts ranks, {"kill": true} kills them. When all ranks have ended, the starter answers with one line: their exit
@@ -24,7 +26,7 @@ from typing import Any
 from dtrain.config import run_file
 from dtrain.config.hardware import count_gpus
 from dtrain.runs import system
-from dtrain.runs.protocol import DONE, PREEMPTED, STOP_SIGNALS, die_with_parent, free_port, slowness
+from dtrain.runs.protocol import DONE, ELASTIC, PREEMPTED, STOP_SIGNALS, die_with_parent, free_port, slowness
 from dtrain.start import import_folders
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)  # the rank's own fault
@@ -35,6 +37,8 @@ LATE = ("numpy.random", "torch.utils._device", "torch.profiler._cupti_monitor") 
 
 def preload(run_dir: Path) -> None:
     """Import what every rank needs. A module that fails here fails again in the ranks, which report it."""
+    if count_gpus() and ELASTIC not in os.environ:
+        return
     gc.disable()
     names = ["dtrain.train.rank", "dtrain.train.loop", *LATE]
     if not count_gpus():  # an optional package may initialize CUDA, which does not survive a fork
@@ -118,6 +122,7 @@ class Starter:
             nothing = os.open(os.devnull, os.O_RDONLY)
             os.dup2(nothing, 0)  # commands are for the starter
             os.close(self.answers)  # so that the supervisor sees the starter's end, whatever a rank has forked
+            entry.import_loop()
             code = entry.train(self.run_dir, rank)
         except BaseException:
             traceback.print_exc()  # into the starter's log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from dtrain.launch import forked
 from dtrain.launch.forked import Forked, ForkedRanks
 from dtrain.launch.local import Local, can_fork
 from dtrain.launch.torchrun import Torchrun
+from dtrain.runs.protocol import ELASTIC
 from dtrain.train.starter import is_from_outside
 from tests.patience import patience, until
 
@@ -38,6 +40,18 @@ def end(number):
 WHAT = {what}
 rank.train = train
 starter.Starter(Path(sys.argv[1]), 1).run()
+"""
+
+PRELOADS = """
+starter.count_gpus = lambda: int(os.environ["GPUS"])
+starter.preload(Path(sys.argv[1]))
+assert str("torch" in sys.modules) == os.environ["EXPECTED"]
+
+def train(run_dir, number):
+    assert "dtrain.train.loop" in sys.modules
+    return 0
+
+rank.train = train
 """
 
 
@@ -149,13 +163,30 @@ def test_what_counts_as_killed_from_outside() -> None:
     assert not any(map(is_from_outside, (0, 1, 3, 75, -signal.SIGSEGV, -signal.SIGABRT)))
 
 
-def test_only_local_runs_on_cpus_fork_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("gpus", "elastic", "imported"), [(0, "", True), (1, "", False), (1, "1", True)])
+def test_with_gpus_the_ranks_import_torch(tmp_path: Path, gpus: int, elastic: str, imported: bool) -> None:
+    script = RANKS.replace("rank.train = train", PRELOADS).replace("{what}", "[lambda: None, lambda: None]")
+    (tmp_path / "config.yaml").write_text("{}\n")
+    env = {**os.environ, "GPUS": str(gpus), "EXPECTED": str(imported)} | ({ELASTIC: elastic} if elastic else {})
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    order = b'{"ranks": 2, "rescue_s": 0, "peers_s": 0}\n'
+    with subprocess.Popen(
+        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as it:
+        assert it.stdin is not None and it.stdout is not None and it.stderr is not None
+        it.stdin.write(order)
+        it.stdin.flush()
+        answer = it.stdout.readline()
+        it.stdin.close()
+        assert answer and sorted(json.loads(answer)["ended"]) == [[0, 0], [1, 0]], it.stderr.read().decode()
+
+
+def test_what_forks_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def config(**settings: Any) -> dict[str, Any]:
         cluster = {"processes": 2, "nodes": 1} | settings.pop("cluster", {})
         return {"cluster": cluster, "strategy": {"_target_": "dtrain.strategies.fsdp.FSDP"}, **settings}
 
-    monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 0)
-    monkeypatch.setattr(forked, "gpus_per_node", lambda cluster: 0)
+    monkeypatch.setattr(forked, "gpus_per_node", lambda cluster: 1)
     assert can_fork(config())
     assert not any(map(can_fork, (config(nsys=True), config(script={"file": "a.py"}), config(cluster={"fork": False}))))
     ranges = config(cluster={"processes": "1:2", "fork": False})
@@ -164,5 +195,3 @@ def test_only_local_runs_on_cpus_fork_their_ranks(monkeypatch: pytest.MonkeyPatc
     local = Local()
     assert type(local._supervisor(config())) is Forked
     assert type(local._supervisor(config(cluster={"fork": False}))) is Torchrun
-    monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 1)
-    assert not can_fork(config())

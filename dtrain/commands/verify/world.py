@@ -1,7 +1,7 @@
 """Small worlds on this machine: ranks forked from a server that imported torch once.
 
 A fresh Python takes 2 s to import torch; a fork takes 20 ms. `dtrain verify` and the tests start hundreds of ranks.
-Real training uses torchrun (launch/local.py): a fork server is not suited to runs of days.
+In real training each run has a process of its own that forks its ranks (launch/forked.py).
 """
 
 from __future__ import annotations
