@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 RENAMED = {"train.check_replicas_every": "guard.replicas_every"}
@@ -91,8 +91,14 @@ def bad(key: str, value: Any, rule: str, fix: str) -> ValueError:
     return ValueError(f"{key}={text if len(text) <= LONGEST else text[:LONGEST] + '…'}: {rule}\n  fix: {fix}")
 
 
-def unknown(key: str, known: Iterable[str], value: str | None = None) -> ValueError:
-    """Name what was probably meant. value: what was typed, if the setting of ours in `foreign` accepts it."""
+def unknown(
+    key: str, known: Iterable[str], value: str | None = None, takes: Callable[[str], bool] | None = None
+) -> ValueError:
+    """Name what was probably meant. value: what was typed, if the setting of ours in `foreign` accepts it.
+
+    takes: whether a setting accepts the typed value; if only some of those with a near name do, the others are not
+    meant.
+    """
     if key in RENAMED:
         return ValueError(f"{key}: has another name now\n  fix: {RENAMED[key]}={value or '…'}")
     known = sorted(known)
@@ -105,18 +111,26 @@ def unknown(key: str, known: Iterable[str], value: str | None = None) -> ValueEr
             return ValueError(f"{key}: there is no such setting\n  fix: {fix}   ({note})")
     near = [k for k in known if k.rpartition(".")[2] == leaf]  # lr is meant as optim.lr, not as logger
     near += [k for k in difflib.get_close_matches(key, known, 3, 0.5) if k not in near and are_alike(k, key)]
+    near = [k for k in near if likeness(k, key) > likeness(near[0], key) - 0.05]  # train.stpes is not train.spike
+    near = [k for k in near if takes(k)] or near if takes else near
     if near:
         return ValueError(f"{key}: there is no such setting\n  fix: did you mean {' or '.join(near)}?")
     section = key.rpartition(".")[0]
     siblings = [k for k in known if k.startswith(f"{section}.") or (not section and "." not in k)]
     if not siblings or len(siblings) > MOST_LISTED:
-        return ValueError(f"{key}: there is no such setting\n  fix: leave it out; docs/configuration.md lists them all")
-    return ValueError(f"{key}: there is no such setting\n  fix: use one of {', '.join(siblings)}")
+        fix = f"leave out {key}; docs/configuration.md lists all settings"
+    else:
+        fix = f"leave out {key}, or use one of {', '.join(siblings)}"
+    return ValueError(f"{key}: there is no such setting\n  fix: {fix}")
 
 
 def are_alike(known: str, key: str) -> bool:
     """Whether the last words of two settings are, too: logger.mlflow.uri is not meant by logger.colour."""
-    return difflib.SequenceMatcher(None, known.rpartition(".")[2], key.rpartition(".")[2]).ratio() >= 0.6
+    return likeness(known.rpartition(".")[2], key.rpartition(".")[2]) >= 0.6
+
+
+def likeness(known: str, typed: str) -> float:
+    return difflib.SequenceMatcher(None, known, typed).ratio()
 
 
 def foreign(key: str) -> str | None:

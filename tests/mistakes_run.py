@@ -65,6 +65,7 @@ def machine() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(*COMPOSE_ONCE)
         patch.setattr(Local, "launch", launch_here)
+        patch.setattr("dtrain.ui.console.LAUNCH", "dtrain launch")  # the folder of a user has no launch.py
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv(CPU_FP16, "0")

@@ -250,7 +250,7 @@ def closure() -> Any:
         ),
         ({"model": (Outer, {"act": max})}, r"model\.act=<builtin_function_or_method>: a configuration can hold only"),
         ({"model": (Outer, {3: 1})}, r"model=\{3: …\}: a setting's name must be text"),
-        ({"model": Outer}, r"data\.seq_len: refers to model\.seq_len, which .* does not have\n  fix: leave out data="),
+        ({"model": Outer}, r"data\.seq_len: refers to model\.seq_len, which .* does not have\n  fix: data\.seq_len=…"),
         ({"model": (Outer, {"dim": 3}), "data": Outer}, r"model\.dim: there is no such setting"),
         ({"train": {"stpes": 3}}, r"train\.stpes: there is no such setting\n  fix: did you mean train\.steps"),
         ({"train": {"steps": "ten"}}, r"train\.steps=ten: must be a whole number"),

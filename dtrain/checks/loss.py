@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from dtrain.config.source import class_source, source_of
+from dtrain.config.source import class_source, place, source_of
 from dtrain.errors import bad
 from dtrain.models.losses import FIX, OWN
 
@@ -23,8 +23,10 @@ def check(config: dict[str, Any]) -> None:
         check_calls(model, loss["_target_"], chosen)
     if loss["_target_"] == OWN:
         names = None if model.startswith("dtrain.") else arguments_of(model, "forward")
-        if names is not None and len(names) == 1 and names != ["batch"]:  # (inputs, targets), or a dict with both
-            rule = f"{model.rpartition('.')[2]}.forward({names[0]}) takes no targets, so nothing computes a loss"
+        forward = method_of(model, "forward")
+        if forward and names and len(names) == 1 and names != ["batch"]:  # (inputs, targets), or a dict with both
+            called = f"{model.rpartition('.')[2]}.forward({names[0]})"
+            rule = f"{place(model, forward)}: {called} takes no targets, so nothing computes a loss"
             raise bad("loss", "own", rule, FIX)
     elif strategy.get("loss_parallel"):
         rule = f"shards the outputs, but loss={chosen} needs whole outputs"
@@ -41,15 +43,16 @@ def check_calls(model: str, loss: str, chosen: str) -> None:
     wants = [a.arg for a in required[1:] if a.arg in TARGETS]
     if wants:
         given = ", ".join(a.arg for a in required)
-        rule = (
-            f"calls the model with its inputs alone, but {model.rpartition('.')[2]}.forward({given}) needs {wants[0]}"
-        )
+        assert found is not None
+        needs = f"{place(model, found)}: {model.rpartition('.')[2]}.forward({given}) needs {wants[0]}"
+        rule = f"calls the model with its inputs alone, but {needs}"
         raise bad("loss", chosen, rule, "loss=own if forward returns the loss, or a forward without them")
     function = None if loss.startswith("dtrain.") else source_of(loss)
     if isinstance(function, ast.FunctionDef) and not function.args.vararg:
         names = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
         if len(names) < 2:
-            rule = f"{function.name}({', '.join(names)}) is called with two arguments, outputs and targets"
+            called = f"{place(loss, function)}: {function.name}({', '.join(names)})"
+            rule = f"{called} is called with two arguments, outputs and targets"
             raise bad("loss", chosen, rule, f"def {function.name}(outputs, targets)")
 
 

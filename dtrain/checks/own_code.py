@@ -23,6 +23,6 @@ def check(config: dict[str, Any]) -> None:
     required = step.args.args[: len(step.args.args) - len(step.args.defaults)] if step else []
     if "closure" in [argument.arg for argument in required]:
         rule = "needs a closure that computes the loss again, which no strategy gives"
-        raise bad("optim", optimizer, rule, "an optimizer whose step() needs no arguments, for example optim=adamw")
+        raise bad("optim", optimizer, rule, "optim=adamw, or another optimizer whose step() needs no arguments")
     if not loss.startswith("dtrain."):
         find(loss, "loss")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
@@ -39,7 +40,8 @@ def check_resume(
     allow = list(allow)
     for name in allow:
         if not any(key == name or key.startswith(name + ".") for key in (*before, *after)):
-            raise ValueError(str(unknown(name, {*before, *after})).replace(name, f"resume_allow=[{name}]", 1))
+            text = str(unknown(name, {*before, *after})).replace(name, f"resume_allow=[{name}]", 1)
+            raise ValueError(re.sub(r"did you mean (\S+)\?$", r"'resume_allow=[\1]'", text))
     free = [*FREE_ON_RESUME, *allow]
     if "batch_norm" in new.get("model", {}) and "train.micro_batch_size" not in allow:
         free.remove("train.micro_batch_size")  # batch norm statistics depend on the micro-batch size
@@ -54,7 +56,7 @@ def check_resume(
         raise ValueError(
             f"resume={os.path.relpath(run_dir)}: these settings differ from the run's own, "
             f"and would change what it computes\n{diff}\n"
-            f"  fix: leave them as they were, or allow them by name: 'resume_allow=[{names}]'"
+            f"  fix: leave out {' '.join(changed)}, or allow what changed: 'resume_allow=[{names}]'"
         )
 
 

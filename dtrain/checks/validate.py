@@ -45,7 +45,8 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     check_text(flat)
     tags.check(config["tags"])
     check_cluster(config)
-    sizes = mesh.of_strategy(config["strategy"], world_size(config), config["cluster"]["processes"])
+    ranks, batch_size = (world_size(config), config["cluster"]["processes"]), config["train"]["global_batch_size"]
+    sizes = mesh.of_strategy(config["strategy"], *ranks, batch_size)
     if config["model"]["_target_"].startswith("dtrain."):  # in a user's own model `dim` may mean something else
         check_model(config["model"], sizes)
     _, _, num_micro_batches = batch_sizes(config, sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import shlex
 import shutil
 from pathlib import Path
@@ -28,7 +29,10 @@ def main(argv: list[str]) -> int:
             print(f"{name:{width}}  {path.read_text().splitlines()[0].lstrip('# ')}")
         return 0
     if options.name not in found:
-        raise ValueError(f"recipe={options.name or ''}: there is no such recipe\n  fix: use one of {', '.join(found)}")
+        name = options.name or ""
+        near = difflib.get_close_matches(name, found, 1, 0.6) or [one for one in found if name and name in one][:1]
+        meant = f"dtrain recipes {options.action} {near[0]}; " if near else ""
+        raise ValueError(f"recipe={name}: there is no such recipe\n  fix: {meant}there are {', '.join(found)}")
     if options.action == "show":
         print(found[options.name].read_text(), end="")
         return 0

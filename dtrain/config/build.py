@@ -110,9 +110,10 @@ def untrusted(key: str, target: str, trust: Iterable[str]) -> ValueError:
     """Reject a target. The fix names a module only if it is the user's own file, never one that a file suggests."""
     rule = "only dtrain's own code and the modules you trust may be called"
     group = key.partition(".")[0]
-    known = "an option of conf/"
+    known = "choose an option of conf/"
     if group in GROUPS:
-        known = f"{group}={' or '.join(options_of(group)[:3])} or …, or your own class as {group}=MODULE.NAME"
+        shown = f"leave out {key}; " if key.endswith(f".{TARGET}") else ""
+        known = f"{shown}{group} can be {', '.join(options_of(group))}, or your own class as {group}=MODULE.NAME"
     fix = f"{known}, or trust=[…] with the module's name, if you know that code and want it to run"
     module = target.partition(".")[0]
     if file := own_file(module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -12,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dtrain.config.files import (
     CONF,
     LOGGER,
+    SECRET,
     SEVERAL,
     default_options,
     flatten,
@@ -28,8 +30,8 @@ OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")  # my_pkg.net.Net: the user's own
 MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)  # user errors: shown as one message with a fix
 
 
-def explain(error: BaseException) -> str:
-    """Return one clear message with a fix for a user error raised by Hydra, OmegaConf or dtrain."""
+def explain(error: BaseException, argv: Sequence[str] = ()) -> str:
+    """Return one clear message with a fix for a user error raised by Hydra, OmegaConf or dtrain. argv: as typed."""
     text = str(error)
     # one of several options: Hydra does not list what there is
     in_list = re.search(rf"Could not load '(({'|'.join(SEVERAL)})/[^']*)'", text)
@@ -55,11 +57,14 @@ def explain(error: BaseException) -> str:
         return f"{word if word.strip() else repr(word)}: is not understood as key=value\n  fix: {probably_meant(word)}"
     there = re.search(r"An item is already at '([\w./@-]+)'", text)
     if there and "." in there[1]:
-        return f"+{there[1]}: the setting is there already\n  fix: leave out the +, as in {there[1]}=VALUE"
+        plain = next((word[1:] for word in argv if word.startswith(f"+{there[1]}=")), f"{there[1]}=VALUE")
+        return f"+{there[1]}: the setting is there already\n  fix: {plain}   (without the +)"
     key = re.search(r"Could not (?:override|append to|delete from) config.*?'?([\w./@-]+)'?\."
                     r"|Could not override '([\w.@/-]+)'", text)  # fmt: skip
     if key and "HYDRA_FULL_ERROR" not in (key[2] or key[1]):
         name, known = key[2] or key[1], known_settings()
+        if name not in known and any(setting.startswith(f"{name}.") for setting in known):
+            return f"{as_typed(name, argv)}: is a section\n  fix: {name}.SETTING=VALUE   (dtrain explain {name})"
         if name not in known:
             if absent := not_chosen(name):
                 return absent
@@ -71,10 +76,14 @@ def explain(error: BaseException) -> str:
             rule = f"{option} is not among the chosen {group.rstrip('s')}s"
             return f"{name}: {rule}\n  fix: {group}={option}, or {group}=[…,{option}]"
         if not setting:
-            choose = f", or {name}={' or '.join(options_of(name))}" if name in GROUPS else ""
-            return f"{name}: is a section\n  fix: {name}.SETTING=value{choose}"
+            fix = f"{name}.SETTING=VALUE"
+            if name in GROUPS:
+                option = default_options()[name]
+                fix = f"{name}={option}, or {name}.SETTING=VALUE; {name} can be {', '.join(options_of(name))}"
+            return f"{as_typed(name, argv)}: is a section\n  fix: {fix}"
         having = [o for o in options_of(group) if setting in read_yaml(CONF / group / f"{o}.yaml")]
-        return f"{name}: the chosen {group} has no such setting\n  fix: leave it out, or {group}={' or '.join(having)}"
+        fix = f"leave out {name}, or {group}={' or '.join(having)}"
+        return f"{name}: the chosen {group} has no such setting\n  fix: {fix}"
     full_key = getattr(error, "full_key", None)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     noise = ("See ", "Set the env", "full_key:", "object_type=", "reference_type=")
@@ -86,9 +95,16 @@ def explain(error: BaseException) -> str:
         fix = f"in the file, `defaults: [override /{group.removeprefix('/')}: {option}]`"
         return f"{group}={option}: there is a {group} already\n  fix: {fix}"
     if ambiguous:
-        return f"{ambiguous[1]}: is more than one value\n  fix: give one, or -m for a sweep over them"
+        fix = f"{ambiguous[1].partition(',')[0].strip()}, or -m {ambiguous[1]}"
+        return f"{ambiguous[1]}: is more than one value\n  fix: {fix}"
     what = (f"{full_key}: " if full_key else "") + (" ".join(lines[:2]) if lines else type(error).__name__)
     return f"{what}\n  fix: dtrain launch --help shows every group and setting"
+
+
+def as_typed(name: str, argv: Sequence[str]) -> str:
+    """Return the word of a command line that is about a setting; the name alone if the word may have a secret."""
+    word = next((word for word in argv if word.partition("=")[0].lstrip("+~") == name), name)
+    return name if SECRET.search(word) else word
 
 
 def not_chosen(name: str) -> str:
@@ -125,7 +141,8 @@ def unknown_setting(name: str, value: str) -> str:
         group, option = groups[0], name.lower()
         return f"{name}: there is no such setting\n  fix: {group}={option}   (dtrain explain {group})"
     ours = foreign(name)
-    return str(unknown(name, known_settings(), accepted(ours, value) if ours and value else None))
+    taken = accepted(ours, value) if ours and value else None
+    return str(unknown(name, known_settings(), taken, lambda near: not value or accepted(near, value) is not None))
 
 
 def accepted(name: str, value: str) -> str | None:
@@ -140,6 +157,8 @@ def accepted(name: str, value: str) -> str | None:
         return None  # it might need quotes
     parsed = yaml_value(value)
     group, _, key = name.partition(".")
+    if group in SEVERAL:  # which of them is chosen decides
+        return value
     try:
         if group in GROUPS:
             target = describe.target_of(group, default_options()[group])
@@ -180,4 +199,7 @@ def probably_meant(word: str) -> str:
             return f"{key}={number[0]}"
         if value.startswith("[") and "]" not in value:
             return f"'{key}={value}]'"
-    return f"{key}={value or '…'}" if simple else f"'{key}=\"{value}\"'"
+    if simple and not value:  # train.steps==
+        default = flatten(read_yaml(CONF / "config.yaml")).get(key)
+        value = str(default) if isinstance(default, (int, float)) and not isinstance(default, bool) else "…"
+    return f"{key}={value}" if simple else f"'{key}=\"{value}\"'"

@@ -41,12 +41,19 @@ class MeshSizes:
 
 
 def resolve(
-    world_size: int, node_size: int | None = None, pp: int = 1, dp: int = -1, tp: int = 1, cp: int = 1
+    world_size: int,
+    node_size: int | None = None,
+    pp: int = 1,
+    dp: int = -1,
+    tp: int = 1,
+    cp: int = 1,
+    batch_size: int | None = None,
 ) -> MeshSizes:
     """Fill in each -1 and check that the axes multiply to the number of ranks.
 
     With several -1, tp is filled first, up to one node (its collectives are the most frequent and largest), then pp,
     then dp. So `strategy=tensor` uses tp over all ranks of a node, and with `strategy.tp=2` the rest is data parallel.
+    batch_size: the global one, for a fix that changes the number of ranks.
     """
     node_size = node_size or world_size
     sizes = {"pp": pp, "dp": dp, "tp": tp}
@@ -69,7 +76,7 @@ def resolve(
     if math.prod(sizes.values()) != world_size:
         raise ValueError(
             f"{asked}: {' × '.join(sizes)} must equal the number of ranks, {world_size}\n"
-            f"  fix: {other_sizes(world_size, node_size, fixed, abs(pp * tp), cp)}"
+            f"  fix: {other_sizes(world_size, node_size, fixed, abs(pp * tp), cp, batch_size)}"
         )
     if node_size % sizes["tp"]:
         raise ValueError(
@@ -80,13 +87,15 @@ def resolve(
     return MeshSizes(**sizes)
 
 
-def of_strategy(section: Mapping[str, Any], world_size: int, node_size: int) -> MeshSizes:
+def of_strategy(
+    section: Mapping[str, Any], world_size: int, node_size: int, batch_size: int | None = None
+) -> MeshSizes:
     """Return the mesh of a strategy's settings."""
     axes = {axis: section[axis] for axis in ("pp", "dp", "tp", "cp") if axis in section}
-    return resolve(world_size, node_size, **axes)
+    return resolve(world_size, node_size, **axes, batch_size=batch_size)
 
 
-def other_sizes(world_size: int, node_size: int, fixed: int, model: int, cp: int) -> str:
+def other_sizes(world_size: int, node_size: int, fixed: int, model: int, cp: int, batch_size: int | None = None) -> str:
     """Suggest degrees for these ranks, or ranks for these degrees. model: pp × tp, as far as given."""
     fill = "strategy.dp=-1" if world_size % (model * cp) == 0 and fixed > model * cp else ""
     if cp > 1 and not fill and world_size % model == 0:
@@ -98,6 +107,9 @@ def other_sizes(world_size: int, node_size: int, fixed: int, model: int, cp: int
         ranks = f"cluster.processes={fixed}"
     else:
         ranks = f"cluster.nodes={fixed // node_size}" if fixed % node_size == 0 else ""
+    data_ranks = fixed // (model * cp)
+    if ranks and batch_size and data_ranks and batch_size % data_ranks:
+        ranks += f" train.global_batch_size={-(-batch_size // data_ranks) * data_ranks}"
     return ", or ".join(fix for fix in ((degrees, ranks) if fill else (ranks, degrees)) if fix)
 
 
@@ -129,15 +141,15 @@ def batch_sizes(config: Mapping[str, Any], sizes: MeshSizes) -> tuple[int, int, 
     return per_rank, micro, per_rank // micro
 
 
-def eval_batch_size(num_samples: int, batch_size: int, micro: int, sizes: MeshSizes) -> int:
-    """Samples per evaluation step: a global batch, or as much of one as a small split has."""
+def eval_batch_size(num_samples: int, batch_size: int, micro: int, sizes: MeshSizes, data: str) -> int:
+    """Samples per evaluation step: a global batch, or as much of one as a small split has. data: the option's name."""
     unit = micro * sizes.dp * (2 * sizes.pp if sizes.pp > 1 else 1)  # whole micro-batches, enough to fill a pipeline
     if num_samples >= batch_size:
         return batch_size
     if num_samples < unit:
-        rule = f"the validation split has only {num_samples} samples, but one evaluation step needs {unit}"
+        rule = f"data={data} has only {num_samples} validation samples, and an evaluation step takes {unit}"
         down = num_samples // (unit // micro) * (unit // micro)
         smaller = f"train.global_batch_size={down}, or " if down else ""
         fix = f"{smaller}train.eval_batches=0, or more data to hold out"
-        raise bad("train.eval_batches", "…", rule, fix)
+        raise bad("train.global_batch_size", batch_size, rule, fix)
     return num_samples // unit * unit

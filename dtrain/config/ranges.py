@@ -64,7 +64,10 @@ AT_MOST = {
 def check_ranges(flat: dict[str, Any]) -> None:
     for key, value in flat.items():
         if value == "???" or (key == "data.path" and not value):
-            raise bad(key, "", "is required, and has no value", f"{key}=…")
+            group = key.partition(".")[0]
+            option = flat.get(f"choices.{group}")
+            more = f"   (dtrain explain {group}={option})" if option else ""
+            raise bad(key, "", "is required, and has no value", f"{key}=…{more}")
         if SECRET.search(key) and value:
             raise bad(
                 key,

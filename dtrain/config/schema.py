@@ -164,7 +164,9 @@ def check_section(name: str, section: Any, trust: Iterable[str]) -> None:
     given = BY_SPLIT if group == "data" and option is None else ()
     missing = [p for p, (_, default) in parameters.items() if default is REQUIRED and p not in (*section, *given)]
     if missing and (option or not section.get("_partial_")):
-        raise bad(f"{name}.{missing[0]}", "", f"is required by {target}", f"{name}.{missing[0]}=…")
+        annotation = parameters[missing[0]][0]
+        more = f"   ({kind_of(annotation)})" if annotation else ""
+        raise bad(f"{name}.{missing[0]}", "", f"is required by {target}", f"{name}.{missing[0]}=…{more}")
 
 
 def is_left_out(target: str, key: str, value: Any) -> bool:
@@ -216,12 +218,16 @@ def signature(target: str, key: str, trust: Iterable[str] = ()) -> dict[str, tup
 def check_type(key: str, value: Any, annotation: str, default: Any) -> None:
     if not annotation or fits(value, ast.parse(annotation, mode="eval").body):
         return
+    raise bad(key, value, f"must be {kind_of(annotation)}", example(key, value, annotation, default))
+
+
+def kind_of(annotation: str) -> str:
+    """Name a type as in a message."""
     words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "None": "null"}
     kind = re.sub(r"\w+", lambda m: words.get(m[0], m[0]), annotation).replace(" | ", " or ")
     kind = re.sub(r"Literal\[(.*)\]", lambda m: "one of " + m[1].replace("'", ""), kind)
     kind = kind.replace("True, False", "true, false")
-    kind = re.sub(r"list\[(.*)\]", r"a list, each item \1", kind)
-    raise bad(key, value, f"must be {kind}", example(key, value, annotation, default))
+    return re.sub(r"list\[(.*)\]", r"a list, each item \1", kind)
 
 
 def example(key: str, value: Any, annotation: str, default: Any) -> str:

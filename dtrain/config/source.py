@@ -180,13 +180,12 @@ def absolute(node: ast.ImportFrom, spec: ModuleSpec) -> str:
 def missing(key: str, target: str, module: str, name: str, file: str, names: list[str]) -> NoReturn:
     near = difflib.get_close_matches(name, names, 1, 0.6)
     fitting = likely(key, Path(file))
+    where = short_path(Path(file)) if own_file(module.partition(".")[0]) else module
     if key == "schedule" and not near and not fitting:
-        fix = (
-            f"`def {name}(step, steps)` in {short_path(Path(file))}, without schedule.warmup_steps; or schedule=cosine"
-        )
-        raise bad(key, target, f"{short_path(Path(file))} has no {name}", fix)
+        fix = f"`def {name}(step, steps)` in {where}, without schedule.warmup_steps; or schedule=cosine"
+        raise bad(key, target, f"{where} has no {name}", fix)
     fix = choice(key, module, name, near or fitting or names)
-    raise bad(key, target, f"{short_path(Path(file))} has no {name}", fix)
+    raise bad(key, target, f"{where} has no {name}", fix)
 
 
 def choice(key: str, module: str, name: str, names: list[str]) -> str:
@@ -280,8 +279,11 @@ def source_of(target: str) -> Definition | None:
 
 def place(target: str, node: ast.stmt) -> str:
     """file:line of a part of a class or function."""
-    spec = spec_of(target.rpartition(".")[0])
-    return f"{short_path(Path(spec.origin))}:{node.lineno}" if spec and spec.origin else f"line {node.lineno}"
+    module, _, name = target.rpartition(".")
+    spec = spec_of(module)
+    file = Path(spec.origin) if spec and spec.origin else None
+    here = file is not None and name in names_in(file)  # and not imported from another file
+    return f"{short_path(file)}:{node.lineno}" if file and here else f"line {node.lineno}"
 
 
 def has_method(target: str, method: str) -> bool | None:

@@ -17,6 +17,7 @@ from dtrain.config.files import (
     GROUPS,
     PARTIAL,
     RESERVED,
+    SEVERAL,
     TARGET,
     flatten,
     option_of,
@@ -152,7 +153,9 @@ def check_target(name: str, section: Mapping[str, Any]) -> None:
         return
     option = option_of(group, target)
     if option is None:
-        fix = f"leave out {key}; {group} can be {', '.join(options_of(group))}, or your own MODULE.NAME"
+        fix = f"leave out {key}"
+        if group not in SEVERAL:
+            fix += f"; {group} can be {', '.join(options_of(group))}, or your own MODULE.NAME"
         raise bad(key, target, f"is not what an option of {group} is made from", fix)
     if PARTIAL in section and partial != option.get(PARTIAL, False):
         rule = f"conf/{group}/ has {TARGET}: {target} {'without it' if partial else 'with true'}"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import os
@@ -46,13 +47,14 @@ from dtrain.checks.validate import largest, usable_sizes, validate
 from dtrain.checks.warnings import warnings
 from dtrain.config import elastic, redaction, run_length
 from dtrain.config.build import TRUST
-from dtrain.config.files import CONF, SEVERAL, is_script, known_settings
+from dtrain.config.files import CONF, SEVERAL, is_script, options_of
 from dtrain.config.hardware import ranks_per_node
 from dtrain.config.hydra_errors import GROUPS, MISTAKES, explain
+from dtrain.config.needed import needed
 from dtrain.config.redaction import redact
 from dtrain.config.run_file import save
 from dtrain.config.untrusted import check_own, resolved
-from dtrain.errors import bad, unknown
+from dtrain.errors import bad
 from dtrain.launch import compose_cache, fork, sweeps
 from dtrain.launch.arguments import AUTO, in_recipe, main_config, prepare_arguments, read_config
 from dtrain.launch.cluster import build_cluster
@@ -67,7 +69,7 @@ from dtrain.start import began as process_began
 from dtrain.strategies import deepspeed_config
 from dtrain.ui import console, tables
 from dtrain.util import disk_space
-from dtrain.util.format import counted, shell_path
+from dtrain.util.format import argument, counted, shell_path
 
 
 def main(argv: list[str]) -> int:
@@ -80,7 +82,7 @@ def main(argv: list[str]) -> int:
     except MISTAKES as error:
         if full_error:
             raise
-        console.print_error(in_recipe(explain(error), argv))
+        console.print_error(in_recipe(explain(error, argv), argv))
         return BAD_CONFIG
     except KeyboardInterrupt:  # before a run started: launchers install their own signal handlers
         console.print_error("interrupted")
@@ -269,7 +271,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
             "run_dir",
             config["run_dir"],
             "this folder already has a run",
-            f"resume={config['run_dir']} to resume it, or another run_dir",
+            f"{argument('resume', config['run_dir'])}, or another run_dir",
         )
     elif config.get("fork"):
         old = read_config(fork.parse(config["fork"]).run_dir)
@@ -279,11 +281,12 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         check_resumed(old, config)
     outer = next((p for p in run_dir.resolve().parents if (p / "launch.json").is_file()), None)
     if outer and not config["resume"]:
-        raise bad(
-            "run_dir", config["run_dir"], f"lies inside the folder of another run, {outer}", "run_dir=… elsewhere"
-        )
+        rule = f"lies inside the folder of another run, {outer}"
+        raise bad("run_dir", config["run_dir"], rule, "leave out run_dir=, or choose one elsewhere")
     if run_dir.is_dir() and not config["resume"] and any(p.name != ".hydra" for p in run_dir.iterdir()):
-        raise bad("run_dir", config["run_dir"], "the folder is not empty and has no run", "run_dir=… a new folder")
+        names = (f"{config['run_dir']}-{number}" for number in itertools.count(2))
+        fix = argument("run_dir", next(name for name in names if not Path(name).exists()))
+        raise bad("run_dir", config["run_dir"], "the folder is not empty and has no run", fix)
     writable = next(p for p in (run_dir, *run_dir.parents) if os.path.lexists(p))
     try:
         tempfile.TemporaryFile(dir=writable).close()  # the only reliable check, also for root and read-only mounts
@@ -294,7 +297,7 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
             "run_dir",
             config["run_dir"],
             f"{writable} cannot be written to ({error.strerror})",
-            "choose a run_dir that you can write to",
+            "leave out run_dir=, or choose one that you can write to",
         ) from error
     return config
 
@@ -309,8 +312,9 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
                 "is a section; options are chosen in the defaults list",
                 f"in the file, `defaults: [override /{group}: {cfg[group] or 'OPTION'}]`",
             )
-    if "choices" in cfg:
-        raise unknown("choices", known_settings())
+    for name, value in cfg["choices"].items() if "choices" in cfg else ():
+        fix = f"leave out choices.{name}" + (f"; {name} can be {', '.join(options_of(name))}" if name in GROUPS else "")
+        raise bad(f"choices.{name}", value, "is written by dtrain: the chosen option of each group", fix)
     overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)  # one by one, they would resolve
     try:
         config = resolved(cfg, overrides)
@@ -322,7 +326,8 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
         chosen = HydraConfig.get().runtime.choices.get(group)
         rule = f"refers to {asked[1]}, which {group}={chosen} does not have"
         section = key.partition(".")[0]
-        fix = f"leave out {section}= (dtrain's own {group} options have one), choose another {group}, or give {key}=…"
+        values = " ".join(f"{name}=…" for name in dict.fromkeys([key, *needed(overrides)]))
+        fix = f"{values}, or your own {section} (docs/your-own.md), or one of dtrain's models"
         raise ValueError(f"{key}: {rule}\n  fix: {fix}") from error
     redaction.check(config)
     run_length.keep_one_length(config, overrides)

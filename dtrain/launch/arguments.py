@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import shlex
@@ -28,6 +29,7 @@ from dtrain.config.files import (
 )
 from dtrain.config.hydra_errors import GROUPS, is_foreign, unknown_setting
 from dtrain.config.hydra_errors import OWN as DOTTED
+from dtrain.config.needed import with_needed
 from dtrain.config.redaction import check_arguments
 from dtrain.config.run_file import completed, read_run
 from dtrain.config.source import check_spelling, find
@@ -59,9 +61,10 @@ def prepare_arguments(argv: list[str]) -> list[str]:
     argv = [part for a in argv for part in folder_model(a)]
     argv = script_overrides(argv)
     argv = [a for a in argv if a != "recipe=null"]  # the default; Hydra rejects it as an override
-    for word in argv:
+    for word, following in itertools.pairwise([*argv, ""]):
         name, _, value = word.lstrip("-").partition("=")
         if word.startswith("-") and name in known_settings():
+            value = value or ("" if following.startswith("-") or "=" in following else following)  # --strategy fsdp
             raise ValueError(f"{word}: settings have no dashes\n  fix: {name}={value or '…'}")
         name = name.replace("-", "_")
         if word.startswith("--") and is_foreign(name):  # --batch-size=32, --epochs 3
@@ -86,7 +89,8 @@ def prepare_arguments(argv: list[str]) -> list[str]:
     if re.search(rf"\b{AUTO}\b", given.get("strategy", "")):
         store_option("strategy", AUTO, STAND_IN)
     if "run_dir" in given and {"-m", "--multirun"} & set(argv):
-        raise bad("run_dir", given["run_dir"], "a sweep makes a folder for each job", "hydra.sweep.dir=FOLDER")
+        fix = f"hydra.sweep.dir={given['run_dir']}"
+        raise bad("run_dir", given["run_dir"], "a sweep makes a folder for each job, in hydra.sweep.dir", fix)
     if any(a.startswith("-") and a not in ("-m", "--multirun") for a in argv):  # --help lists them
         store_recipes()
     elif "recipe" in given:
@@ -101,13 +105,10 @@ def prepare_arguments(argv: list[str]) -> list[str]:
         store_recipe(path)
         argv = [f"recipe={path.stem}" if a == f"recipe={given['recipe']}" else a for a in argv]
     if given.get("resume", "null") != "null":
-        if "recipe" in given or {"-m", "--multirun"} & set(argv):
-            raise bad(
-                "resume",
-                given["resume"],
-                "a run resumes with its own configuration, one run at a time",
-                "leave out recipe= and -m",
-            )
+        others = [*(["recipe="] if "recipe" in given else []), *(a for a in argv if a in ("-m", "--multirun"))]
+        if others:
+            rule = "a run resumes with its own configuration, one run at a time"
+            raise bad("resume", given["resume"], rule, f"leave out {' and '.join(others)}")
         argv = resumed(argv, given)
     elif given.get("fork", "null") != "null":
         argv = forked(argv, given)
@@ -302,7 +303,10 @@ def offer_own(argv: list[str]) -> list[str]:
             raise bad(group, given[group], rule, f"rename one of the classes, or leave one {double} out")
     for group, target in ((group, name) for group, names in own.items() for name in names):
         if not target.startswith("dtrain."):
-            find(target, group)  # before anything refers to a setting of it
+            try:
+                find(target, group)  # before anything refers to a setting of it
+            except ValueError as error:
+                raise with_needed(error, argv) from error
         bound = any("_partial_" in OmegaConf.load(CONF / group / f"{option}.yaml") for option in options_of(group))
         package = setting_prefix(group, target.rpartition(".")[2])  # logger=my_pkg.Mine: logger.Mine.SETTING
         needed = {"nodes": 1, "processes": None} if group == "cluster" else {}  # by dtrain, whatever the class takes
@@ -400,9 +404,13 @@ def store_recipe(path: Path, name: str | None = None) -> list[Any]:
     except UnicodeDecodeError:
         raise bad("recipe", path, "is not a text file", "another file; dtrain recipes ls shows built-in ones") from None
     except Exception as error:  # yaml errors have many types; each means that the file is not valid yaml
-        raise bad("recipe", path, f"is not valid yaml: {error}", "correct the file") from error
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        why = getattr(error, "problem", None) or str(error)
+        raise bad("recipe", path, f"is not valid yaml: {why}", f"correct {where}") from error
     if not isinstance(tree, dict) or not all(re.fullmatch(r"[\w.-]+", str(key)) for key in tree):
-        raise bad("recipe", path, "must be a yaml mapping of settings", "dtrain recipes cp cpu-tiny my.yaml")
+        fix = "write settings as in `train: {steps: 300}`; dtrain recipes show cpu-tiny is an example"
+        raise bad("recipe", path, "must be a yaml mapping of settings", fix)
     cluster = tree.get("cluster")
     code = [f"cluster.{key}" for key in CODE if isinstance(cluster, dict) and cluster.get(key)]
     code += ["script"] if "script" in tree and name is None else []

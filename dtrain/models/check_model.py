@@ -8,19 +8,22 @@ from typing import Any
 from torch import nn
 
 from dtrain.errors import bad
-from dtrain.runs.source_lines import at_attribute
+from dtrain.runs.source_lines import at_attribute, at_return
 
 
-def check(model: Any) -> None:
-    """Reject what is no module, and weights that PyTorch does not see because they are in a plain list."""
+def check(model: Any, function: Any = None) -> None:
+    """Reject what is no module, and weights that PyTorch does not see because they are in a plain list.
+
+    function: of the user, which made it.
+    """
     if not isinstance(model, nn.Module):
         fix = "a class with `class Net(nn.Module)`, or a function that returns an object of one"
         if isinstance(model, type):
             name = model.__name__
-            raise bad(
-                "model", name, f"it returned the class {name}", f"`return {name}()`, or model={model.__module__}.{name}"
-            )
-        raise bad("model", type(model).__name__, "what it gives is not a torch.nn.Module", fix)
+            fix = f"`return {name}()`, or model={model.__module__}.{name}"
+            raise at_return(bad("model", name, f"it returned the class {name}", fix), function)
+        rule = "what it gives is not a torch.nn.Module"
+        raise at_return(bad("model", type(model).__name__, rule, fix), function)
     known = {id(module) for module in model.modules()}
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():

@@ -28,12 +28,13 @@ from dtrain.util.meta_device import on_meta
 log = logging.getLogger("dtrain")
 
 
-def construct(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Build the module on the meta device; via the CPU if its constructor needs tensor values."""
+def construct(build: Callable[[], nn.Module], seed: int, function: Any = None) -> nn.Module:
+    """Build the module on the meta device; via the CPU if its constructor needs tensor values. function: that makes it,
+    for messages."""
     try:
         with on_meta():
             model = build()
-        check_model.check(model)
+        check_model.check(model, function)
         kept = tensors_beside(model)
         why = f"{kept[0]} is a tensor, but neither a parameter nor a buffer" if kept else ""
     except Exception as error:

@@ -42,11 +42,10 @@ def find_run(word: str, roots: Sequence[str | Path] = ROOTS, setting: str = "run
     runs = all_runs(roots)
     where = " and ".join(f"{root}/" for root in roots)
     if not runs:
-        there = "the folder is no run" if path.is_dir() else "no run folder"
-        fix = "leave out resume=, or another run: `dtrain runs FOLDER` lists them" if setting == "resume" else START
-        raise ValueError(
-            f"run {word!r}: {there} (with a launch.json), and none is under {where} of {Path.cwd()}\n  fix: {fix}"
-        )
+        there = "the folder is no run, it has no launch.json" if path.is_dir() else "there is no such run"
+        fix = f"leave out {setting}=" if setting in ("resume", "fork") else START
+        what = f"run {word!r}" if setting == "run" else argument(setting, word)
+        raise ValueError(f"{what}: {there}, and none is under {where} of {Path.cwd()}\n  fix: {fix}")
     if word == "latest":
         return runs[0].absolute()
     text = word.rstrip("/")

@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from dtrain.checkpoint.initial_weights import Drawn, Loaded, log, source_of
-from dtrain.config.build import build
+from dtrain.config.build import build, locate
+from dtrain.config.files import TARGET
 from dtrain.models import layers, lora, user_model
 from dtrain.runs.folder import latest_checkpoint
 from dtrain.util.collective import from_rank_0
@@ -20,7 +21,7 @@ from dtrain.util.meta_device import on_meta
 def make(cfg: Any, trust: Iterable[str] = ()) -> nn.Module:
     """The model on the meta device, without memory; with its loss, and with adapters if it has any."""
     build_model = functools.partial(build, cfg.model, trust)
-    model = user_model.construct(build_model, cfg.train.seed)
+    model = user_model.construct(build_model, cfg.train.seed, locate(cfg.model[TARGET], trust))
     loss = build(cfg.get("loss"), trust)  # old runs have no such section
     user_model.complete(model, loss, build_model, cfg.train.seed)
     for module in model.modules():

@@ -50,7 +50,7 @@ def explained(run: Run) -> Iterator[None]:
 def second_look(run: Run, error: Exception) -> Exception | None:
     text = str(error)
     data = run.train_data
-    if OF_THE_BATCH.search(text):
+    if OF_THE_BATCH.search(text) and "\n  fix: loss=" not in text:  # else the setting is wrong, not the batch
         return at_return(error, getattr(data.dataset, "batch", None))
     # one rank may fail alone, and sharded weights need all ranks
     if not isinstance(data, Loader) or not (dist.get_world_size() == 1 or isinstance(run.strategy, DDP)):

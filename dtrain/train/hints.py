@@ -6,7 +6,7 @@ import re
 
 from dtrain.errors import chain
 
-# (words of torch's message, what to do about it)
+# (words of torch's message, what to do about it: \1 is the first group of those words)
 HINTS: tuple[tuple[str, str], ...] = (
     (
         r"element 0 of tensors does not require grad",
@@ -33,6 +33,10 @@ HINTS: tuple[tuple[str, str], ...] = (
         "register_buffer",
     ),
     (
+        r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)",
+        r"the layer on that line expects \2 features and gets \1",
+    ),
+    (
         r"mat1 and mat2 shapes cannot be multiplied|size mismatch|expected input.* to have \d+ channels",
         "the layer on that line expects another number of features than it gets",
     ),
@@ -53,6 +57,7 @@ HINTS: tuple[tuple[str, str], ...] = (
         r"backward through the graph a second time",
         "a tensor of an earlier step is kept, for example in self: detach() it when it is kept",
     ),
+    (r"^'val'$", 'dataset() is called with "train" and with "val"; it may return None for "val"'),
     (
         r"takes \d+ positional arguments? but \d+ were given|missing \d+ required positional argument",
         "compare the arguments of that function with the call (docs/your-own.md)",
@@ -63,4 +68,5 @@ HINTS: tuple[tuple[str, str], ...] = (
 def hint(error: BaseException) -> str:
     """Return what to do about an error, or "" if nothing is known."""
     texts = [str(one) for one in chain(error)]
-    return next((fix for words, fix in HINTS if any(re.search(words, text) for text in texts)), "")
+    found = ((re.search(words, text), fix) for words, fix in HINTS for text in texts)
+    return next((match.expand(fix) for match, fix in found if match), "")

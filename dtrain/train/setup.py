@@ -200,7 +200,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver, time
     check_batch(model, strategy, *sample)
     validation = None
     if val_set is not None:
-        size = eval_batch_size(len(val_set), batch_size, micro_batch_size, mesh)
+        size = eval_batch_size(len(val_set), batch_size, micro_batch_size, mesh, str(cfg.choices.get("data")))
         val_data = Loader(val_set, size, *of_rank, **reading, shuffle=False)
         validation = Validation(val_data, size, min(cfg.train.eval_batches, len(val_set) // size))
 

@@ -148,7 +148,7 @@ def test_arguments(typed: list[str], want: list[str], monkeypatch: pytest.Monkey
     [
         ("fsdp", "strategy=fsdp"), ("strategy", "strategy=…"), ("strategy:fsdp", "strategy=fsdp"),
         ("model/gpt2-tiny", "model=gpt2-tiny"),
-        ("train.steps = 5", "train.steps=5"), ("train.steps==", "train.steps=…"),
+        ("train.steps = 5", "train.steps=5"), ("train.steps==", "train.steps=300"),
         ("strategy fsdp", "strategy=fsdp"), ("run_dir=a=b", "'run_dir=\"a=b\"'"), ("", "key=value"), ("?", "key=value"),
         ("cluster.srun=[--a=b, -c]", """'cluster.srun=["--a=b","-c"]'"""),
     ],

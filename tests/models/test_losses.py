@@ -120,7 +120,9 @@ def own(name: str) -> list[str]:
 
 
 def test_a_model_without_a_loss_is_refused_before_the_launch_if_it_can_be_told(module: str) -> None:
-    with pytest.raises(ValueError, match=r"loss=own: Silent\.forward\(x\) takes no targets.*\n  fix: loss=cross_ent"):
+    with pytest.raises(
+        ValueError, match=r"loss=own: .*: Silent\.forward\(x\) takes no targets.*\n  fix: loss=cross_ent"
+    ):
         resolved(*own("Silent"))
     for fine in ("Loud", "Any_", "Elsewhere", "make"):
         resolved(*own(fine))

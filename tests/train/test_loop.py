@@ -62,7 +62,7 @@ def test_a_validation_split_smaller_than_a_batch(tmp_path: Path) -> None:
     assert summary(run)["val_loss"] == pytest.approx(loss, abs=1e-6)
     broken = make_run(tmp_path / "broken", *small)
     assert train(broken) == [2]
-    assert "the validation split has only 7 samples" in str(failure(broken)["message"])
+    assert "has only 7 validation samples" in str(failure(broken)["message"])
 
 
 def test_other_data_is_refused_on_resume_unless_allowed(tmp_path: Path) -> None:

@@ -1,0 +1,38 @@
+"""Which settings the chosen options still need: a fix that names an option names these, too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from dtrain.config.files import CONF, GROUPS, SEVERAL, default_options, options_of, read_yaml
+
+REFERENCE = re.compile(r"\$\{(\w+)\.\w+\}")
+
+
+def needed(typed: Iterable[str]) -> list[str]:
+    """Return the settings without a value: required ones, and references to a section of the user's own code.
+
+    typed: the overrides of the command line. The user's own model has the settings that are typed, and no others.
+    """
+    words = (word.partition("=") for word in typed if "=" in word)
+    given = {key.lstrip("+"): value for key, _, value in words}
+    chosen = default_options() | {group: given[group] for group in GROUPS if group in given}
+    own = {group for group, option in chosen.items() if option not in options_of(group)}
+    found = []
+    for group, option in chosen.items():
+        if group in own or group in SEVERAL:
+            continue
+        for name, value in read_yaml(CONF / group / f"{option}.yaml").items():
+            refers = REFERENCE.fullmatch(str(value))
+            absent = refers and refers[1] in own and refers[0][2:-1] not in given
+            if (value == "???" or absent) and f"{group}.{name}" not in given:
+                found.append(f"{group}.{name}")
+    return found
+
+
+def with_needed(error: ValueError, typed: Iterable[str]) -> ValueError:
+    """Complete a fix that names the option that was probably meant."""
+    meant = re.fullmatch(r"(.*\n  fix: )did you mean (\S+)\?", str(error), re.DOTALL)
+    more = " ".join(f"{name}=…" for name in needed(typed)) if meant else ""
+    return ValueError(f"{meant[1]}{meant[2]} {more}") if meant and more else error
