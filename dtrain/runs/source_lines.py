@@ -78,8 +78,10 @@ def source(thing: Any) -> tuple[str, ast.ClassDef | Function] | None:
         tree = ast.parse(textwrap.dedent("".join(lines))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):  # typed into an interpreter, built in, or a lambda
         return None
+    if not isinstance(tree, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) or tree.name != thing.__name__:
+        return None  # a lambda, also in a decorator
     ast.increment_lineno(tree, first - 1)
-    return (file, tree) if isinstance(tree, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) else None
+    return file, tree
 
 
 def own_nodes(tree: ast.AST) -> Iterator[ast.AST]:
