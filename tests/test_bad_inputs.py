@@ -91,16 +91,16 @@ CASES = [
     case("launch strategy=[ddp,fsdp]", "strategy=[ddp,fsdp]", "more than one value", "-m strategy=ddp,fsdp"),
     case("launch strategy=ddp,fsdp", "strategy=ddp,fsdp", "fix: strategy=ddp, or -m strategy=ddp,fsdp"),
     case("launch stratgy=ddp", "stratgy", "did you mean strategy"),
-    case("launch train.stpes=3", "train.stpes", "did you mean train.steps"),
+    case("launch train.stpes=3", "train.stpes", "did you mean train.steps?"),
     case("launch +logger.colour=red", "logger.colour", "no such setting", "logger.csv.every"),
     case("launch +choices.model=x", "choices.model=x", "written by dtrain", "leave out choices.model"),
-    case("launch schedule=constant schedule.min_ratio=0", "schedule.min_ratio", "schedule=cosine or "),
+    case("launch schedule=constant schedule.min_ratio=0", "leave out schedule.min_ratio, or schedule=cosine or "),
     case("launch ~train.steps", "train.steps", "leave out ~train.steps"),
     case("launch recipe=cpu_tiny", "recipe=cpu_tiny", "did you mean recipe=cpu-tiny?"),
     case("luanch", "luanch", "did you mean dtrain launch?"),
     case("fly", "fly", "dtrain --help"),
     case("strategy=fsdp", "strategy=fsdp", "dtrain launch strategy=fsdp"),
-    case("recipes show cpu", "recipe=cpu:", "cpu-tiny"),
+    case("recipes show cpu", "recipe=cpu:", "fix: dtrain recipes show cpu-tiny;"),
     # what Hydra's grammar does not take
     case("launch run_dir=a=b", "run_dir=a=b", "fix: 'run_dir=\"a=b\"'"),
     case("launch name=日本", "name=日本", "fix: 'name=\"日本\"'"),
@@ -116,7 +116,7 @@ CASES = [
     case("launch compile=maybe", "compile=maybe", "one of auto, blocks, whole, none, true, false"),
     case("launch trust=x", "trust=x", "fix: 'trust=[x]'"),
     case("launch trust=null", "trust=null", "must be a list"),
-    case("launch model={a:1}", "model", "is a section"),
+    case("launch model={a:1}", "model={a:1}: is a section", "fix: model=gpt2-tiny, or model.SETTING"),
     case("launch run_dir=5", "run_dir=5", "must be text"),
     # values out of range
     case("launch train.steps=0", "train.steps=0", "at least 1"),
@@ -127,7 +127,9 @@ CASES = [
     case("launch train.global_batch_size=31", "train.global_batch_size=31", "2 data-parallel ranks", "=30 or 32"),
     case("launch train.micro_batch_size=5", "train.micro_batch_size=5", "fix: train.micro_batch_size=4"),
     case("launch model.dim=130", "model.dim=130", "model.num_heads=4", "fix: model.dim=132"),
-    case("launch strategy.dp=3", "strategy.dp=3", "number of ranks, 2", "cluster.processes=3"),
+    case(
+        "launch strategy.dp=3", "strategy.dp=3", "number of ranks, 2", "cluster.processes=3 train.global_batch_size=33"
+    ),
     case("launch strategy=zero1 precision=fp16", "precision=fp16", "AVX512-FP16", "precision=bf16, or strategy=fsdp"),
     case("launch cluster.nodes=2", "cluster.nodes=2", "fix: cluster.nodes=1"),
     case("launch data=text data.path={world}/text.txt model.vocab_size=9", "model.vocab_size=9", "256"),
@@ -153,16 +155,16 @@ CASES = [
     case("data prepare {world}/nothing out", "/nothing", "does not exist"),
     # where the run goes
     case("launch run_dir={world}/run", "run_dir=", "/run:", "this folder already has a run", "resume="),
-    case("launch run_dir={world}/full", "run_dir=", "/full:", "not empty"),
+    case("launch run_dir={world}/full", "run_dir=", "/full:", "not empty", "/full-2"),
     case("launch run_dir={world}/text.txt/run", "run_dir=", "/text.txt cannot be written to"),
-    case("launch run_dir=/proc/run", "run_dir=/proc/run", "/proc cannot be written to"),
+    case("launch run_dir=/proc/run", "run_dir=/proc/run", "/proc cannot be written to", "leave out run_dir="),
     case("launch hydra.run.dir=elsewhere", "hydra.run.dir=elsewhere", "fix: run_dir=elsewhere"),
-    case("launch -m run_dir=x train.seed=1,2", "run_dir=x", "hydra.sweep.dir"),
+    case("launch -m run_dir=x train.seed=1,2", "run_dir=x", "fix: hydra.sweep.dir=x"),
     # resume
     case("launch resume=nothing", "resume=nothing: there is no such run", "leave out resume="),
     case("launch resume={world}/full", "/full: the folder is no run", "leave out resume="),
     case("launch +resume=nothing", "resume=nothing: there is no such run"),
-    case("launch resume={world}/run train.seed=7", "train.seed: 0 → 7", "resume_allow=[train.seed]"),
+    case("launch resume={world}/run train.seed=7", "leave out train.seed, or allow", "resume_allow=[train.seed]"),
     case("launch resume={world}/run resume_allow=[train.stpes]", "train.stpes", "'resume_allow=[train.steps]'"),
     case("launch resume={world}/run -m", "resume=", "/run", "leave out -m"),
     case("launch resume={world}/run recipe=cpu-tiny", "resume=", "/run", "leave out recipe="),
@@ -202,6 +204,7 @@ CASES = [
     case("launch -m train.steps=1,0", "train.steps=0", "at least 1"),
     case("launch -m train.seed=1,2 hydra.sweep.subdir=same", "hydra.sweep.subdir=same", "the same folder"),
     case("launch -m strategy=ddp,fdsp", "strategy=fdsp", "did you mean strategy=fsdp?"),
+    case("launch train={a:1}", "train={a:1}: is a section", "fix: train.SETTING"),
 ]
 
 

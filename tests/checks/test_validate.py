@@ -374,7 +374,15 @@ def test_did_you_mean(typed: str, meant: str) -> None:
 
 def test_without_a_near_name_the_neighbours_are_listed() -> None:
     text = str(unknown("train.qqqqqqqqqq", ["train.steps", "train.seed", "model.dim"]))
-    assert text.endswith("use one of train.seed, train.steps")
+    assert text.endswith("fix: leave out train.qqqqqqqqqq, or use one of train.seed, train.steps")
+
+
+def test_of_several_near_names_only_those_that_are_meant() -> None:
+    names = ["train.steps", "train.spike", "train.seed"]
+    assert str(unknown("train.stpes", names)).endswith("did you mean train.steps?")
+    near = ["train.eval_every", "train.eval_very"]
+    assert str(unknown("train.eval_ever", near)).endswith("did you mean train.eval_every or train.eval_very?")
+    assert str(unknown("train.eval_ever", near, takes=near[1].__eq__)).endswith("did you mean train.eval_very?")
 
 
 # ---- batch arithmetic ----------------------------------------------------------------------------------------

@@ -104,3 +104,16 @@ def test_a_refusal_proposes_a_cp_that_is_accepted(world: int, pp: int, dp: int, 
 def test_a_mesh_in_words() -> None:
     assert str(MeshSizes(pp=2, dp=3, tp=4)) == "pp 2 × dp 3 × tp 4"
     assert MeshSizes(pp=2, dp=3, tp=4).as_dict() == {"pp": 2, "dp": 3, "tp": 4}
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "fix"),
+    [
+        (32, "cluster.processes=3 train.global_batch_size=33"),
+        (33, "cluster.processes=3"),
+        (None, "cluster.processes=3"),
+    ],
+)
+def test_the_ranks_that_a_refusal_proposes_divide_the_batch(batch_size: int | None, fix: str) -> None:
+    with pytest.raises(ValueError, match=rf"or {fix}$"):
+        resolve(2, dp=3, batch_size=batch_size)
