@@ -15,7 +15,7 @@ OVERRIDE = re.compile(r"[~+]?[a-z_][\w.]*=\S+")
 @dataclass(frozen=True)
 class Verdict:
     faults: tuple[str, ...]
-    tried: str = ""  # the command that follows from the fix; "" if only a person can follow it
+    tried: str = ""  # the commands that follow from the fix; "" if only a person can follow it
 
     @property
     def text(self) -> str:
@@ -32,16 +32,23 @@ def faults_of(code: int, wanted: int, screen: str) -> list[str]:
     return found
 
 
-def followed(command: list[str], screen: str) -> list[list[str]]:
-    """Return the command after its fix, with dry_run=true, in each way to read it; [] if it is not a thing to type."""
+def followed(command: list[str], screen: str) -> list[list[list[str]]]:
+    """Return the command after each alternative of its fix, with dry_run=true, in each way to read that alternative.
+
+    Alternatives that are not a thing to type are left out.
+    """
     found = re.search(r"^ *fix: (.*)", screen, re.MULTILINE)
     if not found:
         return []
     text = found[1]
     if meant := re.search(r"did you mean (\S+?)\?", text):
-        return renamed(command, screen, meant[1])
-    clause = re.split(r", or |; |   \(|, which ", text)[0]
-    clause = re.split(r" or ", clause)[0]
+        return [ways] if (ways := renamed(command, screen, meant[1])) else []
+    clauses = re.split(r"; |   \(|, which ", text)[0].split(", or ")
+    return [ways for clause in clauses if (ways := alternative(command, screen, clause))]
+
+
+def alternative(command: list[str], screen: str, text: str) -> list[list[str]]:
+    clause = re.split(r" or ", text)[0]
     if re.search("…|VALUE|SETTING|FOLDER|FILE|OPTION", clause):
         return []
     try:
@@ -54,7 +61,7 @@ def followed(command: list[str], screen: str) -> list[list[str]]:
         return dry(kept) if len(kept) < len(command) and all(re.fullmatch(r"[~\w.-]+", w) for w in gone) else []
     if words[:2] == ["dtrain", "launch"]:
         return dry(words[1:])
-    if not words or not all(OVERRIDE.fullmatch(word) for word in words):
+    if not words or not all(word == "-m" or OVERRIDE.fullmatch(word) for word in words):
         return []
     keys = {key_of(word) for word in words}
     kept = [w for w in command[1:] if key_of(w) not in keys and ("=" in w or w == "-m")]

@@ -120,16 +120,18 @@ def judged(case: Case) -> tuple[int, str, Verdict]:
             (Path(folder) / "net.py").write_text(case.source)
         code, screen = typed(case.command, Path(folder))
         faults = faults_of(code, case.wanted, screen)
-        ways = followed(case.command, screen) if case.wanted == 2 else []
-        said = []
-        for again in ways:
-            its_code, its_screen = typed(again, Path(folder))
-            if not its_code:
-                break
-            said.append(f"`{shlex.join(again)}` ends with {its_code}: {' '.join(its_screen.split())}")
-        else:
-            faults += [f"its fix: {'; '.join(said)}"] * bool(ways)
-    return code, screen, Verdict(tuple(faults), shlex.join(again) if ways else "")
+        tried = []
+        for ways in followed(case.command, screen) if case.wanted == 2 else []:
+            said = []
+            for again in ways:
+                its_code, its_screen = typed(again, Path(folder))
+                if not its_code:
+                    break
+                said.append(f"`{shlex.join(again)}` ends with {its_code}: {' '.join(its_screen.split())}")
+            else:
+                faults.append(f"its fix: {'; '.join(said)}")
+            tried.append(shlex.join(again))
+    return code, screen, Verdict(tuple(faults), "`, and `".join(tried))
 
 
 def table(first: int, last: int) -> Iterator[str]:
