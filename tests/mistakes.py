@@ -153,7 +153,7 @@ DATA = [
     edit("class numbers from 1", 3, "self.y[indices]", "self.y[indices] + 1", "targets are 1 to 3", "0 to 2",
          "net.py:28 in batch", "It is in your code."),
     edit("NaN in one sample", 3, "    def __len__", "        self.x[5] = float('nan')\n\n    def __len__",
-         "Sample 5 of the train split has NaN", "in batch", "dtrain launch resume=",
+         "Sample 5 of the train split has NaN", "in batch", "after the change dtrain launch resume=",
          argv="train.steps=20"),
     edit("no __len__", 2, "    def __len__(self):\n        return len(self.x)\n", "", "has no __len__", "net.py:19",
          "def __len__(self)"),

@@ -34,7 +34,7 @@ class Local:
         fork: bool = True,
     ) -> None:
         if nodes != 1:
-            fix = "cluster.nodes=1; for more: cluster=slurm, also without SLURM (cluster.launcher=torchrun)"
+            fix = "cluster.nodes=1, or cluster=slurm; without SLURM: cluster=slurm cluster.launcher=torchrun run_dir=…"
             raise bad("cluster.nodes", nodes, "cluster=local is one machine", fix)
         self.max_restarts, self.grace_s = max_restarts, grace_s
 

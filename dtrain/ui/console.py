@@ -251,8 +251,9 @@ def print_summary(
         say(console, (label("" if i else "attempts"), "dim"), line)
     if failure.get("exit_code") == 2 and not latest_checkpoint(run_dir):
         return  # a bad configuration, and nothing to resume
+    later = "after the change" if "without a change" in why else ""  # the first one is dtrain why
     for i, command in enumerate(next_commands(run_dir, status, summary)):
-        say(console, (label("" if i else "next"), "dim"), (command, "cyan"))
+        say(console, (label(later if i else "next"), "dim"), (command, "cyan"))
 
 
 def places(failure: dict[str, Any]) -> list[str]:

@@ -134,6 +134,9 @@ def test_summary_of_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "next             dtrain why .",
         "python launch.py resume=./.",
     ]
+    out = plain(width=30)
+    print_summary(tmp_path, out, why="code. Starting again without a change would end the same way.")
+    assert lines(out)[-2:] == ["next             dtrain why .", "after the change python launch.py resume=./."]
 
 
 def test_summary_without_files(tmp_path: Path) -> None:
