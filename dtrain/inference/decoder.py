@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dtrain.inference.choose import choose, greedy, log_probabilities
+from dtrain.inference.choose import choose, greedy, greedy_in_parts, log_probabilities
+from dtrain.inference.one_row import one_row_copy
 from dtrain.inference.slots import Slots
 
 log = logging.getLogger("dtrain")
@@ -82,7 +83,9 @@ class Decoder:
         self.body.is_last = False  # type: ignore[assignment]
         self.stepper, self.greedy = model, greedy
         if compiled and self.on_gpu:
-            self.stepper, self.greedy = compiled_copy(model), torch.compile(greedy, dynamic=False, options=TUNED)
+            self.stepper = compiled_copy(model)
+            self.greedy = torch.compile(greedy_in_parts, dynamic=False, options=TUNED)
+        self.one_row = one_row_copy(self.stepper) if compiled and self.on_gpu else None
         self.one_by_one = not self.on_gpu and not self.rows_agree()
 
     # ---- prompts ---------------------------------------------------------------------------------------------
@@ -161,7 +164,8 @@ class Decoder:
         # a sequence that has ended may be one ahead; here, not in the kernel, because positions have embeddings, too
         positions = self.lengths[rows].clamp(max=self.capacity - 1)
         self.slots.place(rows, positions, active)
-        logits: Tensor = self.stepper(self.last[rows][:, None], cache=self.slots)[:, -1].float()
+        stepper = self.one_row if self.one_row is not None and len(rows) == 1 else self.stepper
+        logits: Tensor = stepper(self.last[rows][:, None], cache=self.slots)[:, -1].float()
         return logits
 
     def chosen(self, logits: Tensor, rows: Tensor, draws: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
+from dtrain.kernels.one_row import begins_early, follow
+
 BLOCK = 64  # keys per iteration
 PROGRAMS = 264  # two per multiprocessor of an H200
 TILE = 16  # least rows of a tensor-core tile: query heads per key head are padded to it
@@ -24,9 +26,10 @@ TILE = 16  # least rows of a tensor-core tile: query heads per key head are padd
 def attend_part(  # type: ignore[no-untyped-def]
     q, new_k, new_v, keys, values, rows, lengths, partial, most, total, scale, capacity,
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes one part of one sequence's keys, for the query heads of one key head."""
+    follow(EARLY)
     sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence).to(tl.int32)  # the new token's place
     num_blocks = tl.cdiv(length + 1, BLOCK)
@@ -67,8 +70,11 @@ def attend_part(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def combine(partial, most, total, result, DIM: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def combine(  # type: ignore[no-untyped-def]
+    partial, most, total, result, DIM: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """A program combines the parts of one query head. A part without keys has the weight 0."""
+    follow(EARLY)
     head = tl.program_id(0)
     p, d = tl.arange(0, PARTS), tl.arange(0, DIM)
     largest = tl.load(most + head * PARTS + p)
@@ -104,14 +110,16 @@ def decode_attention(
     most, total = torch.empty(2, batch * heads * parts, dtype=torch.float32, device=q.device)
     out = torch.empty(batch, heads, 1, dim, dtype=q.dtype, device=q.device)
     shared = heads // kv_heads
+    early = begins_early(q.device)
+    launch: dict[str, Any] = {"EARLY": early} | ({"launch_pdl": True} if early else {})
     first: Any = attend_part[(batch, kv_heads, parts)]
     first(
         q.contiguous(), k.contiguous(), v.contiguous(), keys, values, rows, lengths, partial, most, total, dim**-0.5,
         capacity, KV_HEADS=kv_heads, SHARED=shared, HEADS=max(TILE, triton.next_power_of_2(shared)), DIM=dim,
-        PARTS=parts, BLOCK=BLOCK,
+        PARTS=parts, BLOCK=BLOCK, **launch,
     )  # fmt: skip
     second: Any = combine[(batch * heads,)]
-    second(partial, most, total, out, DIM=dim, PARTS=parts, num_warps=1 if parts * dim <= 2048 else 4)
+    second(partial, most, total, out, DIM=dim, PARTS=parts, num_warps=1 if parts * dim <= 2048 else 4, **launch)
     return out
 
 

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.inference.choose import choose
+from dtrain.inference.choose import choose, greedy_in_parts
 from dtrain.inference.decoder import CHUNK, Decoder, Settings
 from dtrain.inference.sample import generate
+from dtrain.models.llama import Llama
+from dtrain.strategies.materialize import set_stream
 from tests.inference.test_sample import greedy, language_model
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [49] * 20, [3, 1]]
@@ -128,11 +130,19 @@ def test_a_draw_of_one_by_rounding_takes_a_token_that_may_be_taken() -> None:
     assert choose(torch.tensor([[3.0, 2.0, 1.0]]), one, one.long() * 2, one, one).item() == 1
 
 
+@pytest.mark.parametrize("vocabulary", [1, 45, 128, 1000])
+def test_the_likeliest_token_is_the_same_in_parts(vocabulary: int) -> None:
+    logits = torch.randn(5, vocabulary, generator=torch.Generator().manual_seed(0))
+    logits[1] = 2.0  # all are equal: the first one
+    assert torch.equal(greedy_in_parts(logits), logits.argmax(dim=-1))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_attends_as_torch_does(dtype: torch.dtype) -> None:
-    from dtrain.inference.slots import SlotLayer
+    from dtrain.inference.slots import SlotLayer, has_kernel
 
+    assert has_kernel(torch.device("cuda"), 32, dtype)
     torch.manual_seed(0)
     for heads, kv_heads, dim in ((8, 2, 32), (32, 8, 64), (12, 12, 64), (16, 4, 128)):
         keys, values = (torch.randn(6, kv_heads, 700, dim, device="cuda", dtype=dtype) for _ in range(2))
@@ -160,3 +170,20 @@ def test_a_captured_and_compiled_step_has_the_tokens_of_the_plain_model() -> Non
         start(decoder, slot, PROMPTS[slot])
     steps = [decoder.step([0, 1, 2]) for _ in range(20)]
     assert [list(row) for row in zip(*(step.read() for step in steps), strict=True)] == alone
+
+
+@pytest.mark.gpu
+def test_a_llama_in_16_bits_computes_one_row_with_kernels_of_its_own() -> None:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Llama(2, 256, 8, 2, 512, 300, 64).bfloat16().eval()
+    set_stream(model, torch.bfloat16)
+    tokens = torch.randint(0, 300, (1, 9), device="cuda").tolist()[0]
+    with torch.inference_mode():
+        decoder = Decoder(model, 1, 64)
+        assert decoder.one_row is not None
+        start(decoder, 0, tokens)
+        chosen = [decoder.step([0]).read()[0] for _ in range(20)]
+        logits = model(torch.tensor([tokens + chosen], device="cuda"))[0, len(tokens) - 1 : -1].float()
+    below = logits.max(dim=-1).values - logits.gather(1, torch.tensor(chosen, device="cuda")[:, None])[:, 0]
+    assert below.max() < 0.05 * logits.std()  # sums in another order, rounded to 16 bits
