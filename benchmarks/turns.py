@@ -3,7 +3,8 @@
     python benchmarks/turns.py [overrides of all] -- [of one] -- [of another] ... [--rounds 9] [--json FILE]
     python benchmarks/turns.py model=gpt2-124m train.global_batch_size=32 -- -- without=products -- compile=blocks
 
-`without=products` leaves products to torch's own choice of kernel, `without=gelu` GELU's backward pass to the compiler.
+`without=products` leaves products to torch's own choice of kernel, `without=gelu` GELU's backward pass to the compiler,
+`documents=N` packs documents of N tokens on average.
 Ratios are to the first way, of the same round: what comes and goes on the machine hits both. The GPU's power and clock
 (nvidia-smi, every 50 ms) stand beside each way. Batches are random numbers on the device, as in measure.py.
 """
@@ -42,6 +43,17 @@ def without(names: list[str]) -> contextlib.ExitStack:
     return stack
 
 
+def packed(batch: tuple[Any, Any], mean: int) -> tuple[Any, Any]:
+    """The batch as packed documents of `mean` tokens on average, cut at random."""
+    import torch
+
+    tokens, targets = batch
+    starts = torch.rand(tokens.shape, device=tokens.device) < 1 / mean
+    starts[:, 0] = True
+    places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return torch.stack([tokens, places - torch.where(starts, places, 0).cummax(dim=1).values], dim=-1), targets
+
+
 class Way:
     """A strategy that is set up, and its steps."""
 
@@ -52,10 +64,13 @@ class Way:
         from dtrain.config.run_file import Settings
         from dtrain.launch.compose import compose
 
+        own = ("without=", "documents=")
         self.missing = [override.partition("=")[2] for override in overrides if override.startswith("without=")]
-        cfg = Settings(compose([override for override in overrides if not override.startswith("without=")]))
+        mean = [int(override.partition("=")[2]) for override in overrides if override.startswith("documents=")]
+        cfg = Settings(compose([override for override in overrides if not override.startswith(own)]))
         size = cfg.train.global_batch_size
         self.batches = [batch_of(cfg, size, device) for _ in range(4)]
+        self.batches = [packed(batch, mean[0]) if mean else batch for batch in self.batches]
         self.taken, self.last, self.steps_s, self.samples = 0, None, [], []  # type: ignore[var-annotated]
         with without(self.missing):
             self.strategy = set_up(cfg, size, device)

@@ -73,12 +73,14 @@ class Sequences:
     def places(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the positions of this rank's tokens and, of packed documents, what `attend` gets in place of a mask.
 
-        ulysses: the mask of whole sequences, as values to add, once for all layers. Else the documents of all tokens.
+        ulysses on a CPU: the mask of whole sequences, as values to add, once for all layers. Else the documents of all
+        tokens.
         """
         if not is_packed(inputs):
             return self.order(inputs.shape[1], inputs.device).chunk(self.size)[self.rank], None
         positions = self.tokens(inputs[..., 1])
-        return positions, additive_mask(inputs) if self.kind == "ulysses" else documents(inputs)
+        as_values = self.kind == "ulysses" and not inputs.is_cuda
+        return positions, additive_mask(inputs) if as_values else documents(inputs)
 
     def of(self, layer: str) -> Attend:
         return self.attend

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dtrain.kernels import document_attention
 from dtrain.kernels.block_attention import repeat_heads
 from dtrain.kernels.cross_entropy import IGNORED as IGNORED
 from dtrain.kernels.cross_entropy import linear_cross_entropy
@@ -180,14 +181,16 @@ def tokens_of(inputs: Tensor, context: Context | None = None) -> Tensor:
 def places(inputs: Tensor, context: Context | None = None) -> tuple[Tensor, Tensor | None]:
     """Return (positions, mask) of tokens [batch, length], or of packed documents [batch, length, 2].
 
-    Positions are [length] or, if packed, [batch, length]. The mask is true where a query (row) sees a key. It is None
-    if plain causal attention is enough, which has the faster kernel.
+    Positions are [length] or, if packed, [batch, length]. The mask is true where a query (row) sees a key, or, on a
+    GPU, has the number of each token's document [batch, length]. It is None if plain causal attention is enough.
     """
     if context is not None:
         return context.places(inputs)
     if is_packed(inputs):
         document = documents(inputs)
-        return inputs[..., 1], (document[:, :, None] == document[:, None, :]).tril()[:, None]
+        if inputs.is_cuda:
+            return inputs[..., 1], document
+        return inputs[..., 1], same_document(document)
     return torch.arange(inputs.shape[1], device=inputs.device), None
 
 
@@ -196,12 +199,21 @@ def documents(inputs: Tensor) -> Tensor:
     return (inputs[..., 1] == 0).cumsum(dim=1)
 
 
+def same_document(document: Tensor) -> Tensor:
+    """Return which tokens [batch, 1, queries, keys] each query sees: those of its document up to itself."""
+    return (document[:, :, None] == document[:, None, :]).tril()[:, None]
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
     """Causal or masked attention of [batch, heads, length, head_dim]; return [batch, length, dim].
 
     There may be fewer key and value heads than query heads: neighbours then share one. The queries may be one token
-    after a cache, which sees all keys.
+    after a cache, which sees all keys. `mask`: as `places` gives it.
     """
+    if mask is not None and mask.dtype == torch.int64:
+        if dropout == 0.0 and document_attention.supports(q):
+            return document_attention.attention(q, k, v, mask).transpose(1, 2).flatten(2)
+        mask = same_document(mask)
     if mask is not None:  # on a GPU only the kernel without a mask supports shared heads
         k, v = repeat_heads(k, q), repeat_heads(v, q)
     out = F.scaled_dot_product_attention(

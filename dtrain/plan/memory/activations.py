@@ -159,6 +159,8 @@ def score_tensors(shape: Transformer, way: Way) -> list[tuple[str, float]]:
     e, tp = way.product, way.tp
     if way.context in ("ring", "allgather"):  # masks and scores are computed again, block by block
         return []
+    if shape.packed and e != WIDE and not shape.dropout:  # kernels/document_attention.py
+        return []
     if shape.packed:  # shared KV heads are expanded; the mask becomes additive values, again in every layer
         shared = [("shared heads", 2.0 * e * (shape.dim - shape.kv_dim) / tp)]
         # ulysses makes them once (memory/context.py)

@@ -57,10 +57,13 @@ def score_items(shape: Transformer, layout: Layout, tokens: int) -> list[Item]:
 
 
 def mask_items(shape: Transformer, layout: Layout, waiting: int) -> list[Item]:
-    """The mask of packed documents under ulysses, over whole sequences: one for all layers of each pass in flight."""
-    if layout.cp == 1 or layout.cp_kind != "ulysses" or not shape.packed:
-        return []
+    """The mask of packed documents under ulysses, over whole sequences: one for all layers of each pass in flight.
+
+    In 16 bits there is a kernel without a mask (kernels/document_attention.py).
+    """
     e = product_bytes(layout.precision)
+    if layout.cp == 1 or layout.cp_kind != "ulysses" or not shape.packed or (e != WIDE and not shape.dropout):
+        return []
     value = waiting * layout.micro_batch_size * shape.seq_len**2 * e
     numbers = (waiting, layout.micro_batch_size, shape.seq_len, e)
     return [Item("activations", "mask of documents", float(value), "{} passes × {} × {:,}² × {} bytes", numbers)]
