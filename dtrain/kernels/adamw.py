@@ -326,11 +326,13 @@ class Batch:
         )  # fmt: skip
         if len(self.owners):
             kinds = {"G": KINDS[gradients[0].dtype], **self.kernel_kinds()}
+            # beside the codes of int8, checksums would change which operations are fused, and so the last bit
+            exact: dict[str, Any] = {"enable_fp_fusion": False} if torch.int8 in self.kinds else {}
             then: Any = adamw[(len(self.owners),)]
             then(
                 self.table, fresh, self.scalars, self.sums, self.owners, self.begins, count, **kinds,
                 NOISE=not {torch.bfloat16, torch.int8}.isdisjoint(self.kinds), WATCHED=self.watched, BLOCK=self.block,
-                num_warps=warps,
+                num_warps=warps, **exact,
             )  # fmt: skip
 
     def kernel_kinds(self) -> dict[str, Any]:

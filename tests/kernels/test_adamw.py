@@ -154,7 +154,9 @@ def test_the_kernel_rounds_as_plain_operations_do(kind: torch.dtype, moments: Mo
         for key, mine, other in [("", p, q), *((k, t, theirs.state[q][k]) for k, t in ours.state[p].items())]:
             assert mine.dtype == other.dtype, key
             if mine.dtype == torch.float32:
-                torch.testing.assert_close(mine.cpu(), other, rtol=1e-5, atol=1e-6)
+                # a last bit in float32 may decide how a moment is rounded to int8
+                apart = ~torch.isclose(mine.cpu(), other, rtol=1e-5, atol=1e-6)
+                assert apart.sum() <= (mine.numel() // 1000 if moments == "int8" else 0)
             elif mine.numel():
                 assert (mine.cpu() == other).float().mean().item() > 0.998, key
     assert ours.is_on_device()
