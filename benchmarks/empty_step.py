@@ -127,8 +127,10 @@ class EmptyStep(DDP):
         compress_rank: int = 4,
         compress_ratio: float = 0.01,
         compress_warmup: int = 0,
+        cp: int = 1,
+        cp_kind: Literal["ring", "allgather", "ulysses"] = "ring",
     ) -> None:
-        super().__init__(dp, bucket_mb, compress, compress_rank, compress_ratio, compress_warmup)
+        super().__init__(dp, bucket_mb, compress, compress_rank, compress_ratio, compress_warmup, cp, cp_kind)
         self.empty = Empty(super().train_step, Path(report))
 
     def setup(self, *args: Any, **options: Any) -> None:

@@ -1,6 +1,7 @@
 """A small contest: which settings train one model on one GPU to the same validation loss in the fewest seconds?
 
     python benchmarks/speedrun.py [--json benchmarks/results/speedrun-h200.json] [--chart FILE.svg]
+    python benchmarks/speedrun.py --together 6      (six runs at a time: sooner done, the same table)
     python benchmarks/speedrun.py --cpu             (gpt2-tiny for a few steps, to see that all of it runs)
     python benchmarks/speedrun.py --draw FILE.json --chart FILE.svg         (only draw)
 
@@ -8,13 +9,15 @@ The text is the source of Python's standard library as bytes, without the files 
 same release of Python has it, and its hash is printed. 5% of the files are held out. `--corpus FOLDER` takes the .py
 files of another folder.
 
-The target is fixed before the contest: --target, or the loss that the first contestant has at its end with a seed that
-is not in the contest, plus 0.01 and rounded up to 0.01. Each contestant then trains once with each seed, in an order
-that changes with the seed, with the number of steps that CONTESTANTS gives it and a whole cosine schedule over them.
+Rates: with --lrs each contestant first tries these peak rates, each for a quarter of its steps, with a seed that is not
+in the contest, and takes the best one. Then the target is fixed: --target, or the loss that the first contestant has at
+its end with that seed, plus 0.01 and rounded up to 0.01. Each contestant then trains once with each seed, with the
+number of steps that CONTESTANTS gives it and a whole cosine schedule over them.
 
-The clock counts the seconds of steps alone: evaluations stop it, and so do compilation and the choice of kernels. The
-first steps contain these, so each of them counts as much as the median of later ones. The time is that of the first
-evaluation at or below the target. A contestant that does not reach it has no time.
+The clock is the number of steps times the seconds of one step. Those are measured apart, alone on the GPU, in blocks of
+steps that take turns in one process (turns.py): compilation and evaluations are not in them, and neither is whatever
+else the machine did. The time is that of the first evaluation at or below the target. A contestant that does not reach
+it has no time.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -38,19 +42,18 @@ from throughput import ROOT, environment
 
 from dtrain.data.stdlib import SKIPPED
 
-MODEL = ["model=gpt2-124m", "model.vocab_size=256", "train.global_batch_size=32", "precision=bf16"]
+MODEL = ["model=gpt2-124m", "model.vocab_size=256", "train.global_batch_size=16", "precision=bf16"]
 TINY = ["model=gpt2-tiny", "model.seq_len=64", "train.global_batch_size=8", "precision=fp32"]
-LR = 1e-3  # peak, of all contestants: Muon's updates are scaled to suit AdamW's rates
+LR = 1e-3  # peak, without --lrs: Muon's updates are scaled to suit AdamW's rates
 # name -> (share of the steps of the first, settings). dtrain has no schedule of the batch size, so none takes part.
 CONTESTANTS: dict[str, tuple[float, list[str]]] = {
     "AdamW": (1.0, ["optim=adamw"]),
-    "Muon": (0.75, ["optim=muon"]),
+    "Muon": (0.8, ["optim=muon"]),
     "AdamW, fp8": (1.0, ["optim=adamw", "precision=fp8"]),
-    "Muon, fp8": (0.75, ["optim=muon", "precision=fp8"]),
+    "Muon, fp8": (0.8, ["optim=muon", "precision=fp8"]),
 }
 ON_CPU = ("AdamW", "Muon")
 PILOT_SEED = 1000
-UNTIMED = 12  # first steps: compilation, timing of GEMMs, capture as a CUDA graph
 EVALUATIONS = 60  # of a run
 BUILD_WRITES = ("_sysconfigdata", "_build_config", "sitecustomize")  # names of files that differ between builds
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#6a4c93", "#b6bec8")
@@ -74,16 +77,22 @@ def copy_corpus(source: Path, folder: Path) -> Row:
     return {"what": what, "files": count, "bytes": size, "sha256": digest.hexdigest()}
 
 
-def train(name: str, seed: int, steps: int, corpus: Path, cpu: bool) -> Row:
-    """One run: its validation losses by seconds of training."""
-    row: Row = {"contestant": name, "seed": seed, "steps": steps}
+def words_of(name: str, cpu: bool) -> list[str]:
+    """The settings of a contestant: its own come before the model's."""
+    own = CONTESTANTS[name][1]
+    return [
+        *(word for word in (TINY if cpu else MODEL) if word.split("=")[0] not in {o.split("=")[0] for o in own}),
+        *own,
+    ]
+
+
+def train(name: str, seed: int, lr: float, steps: int, corpus: Path, cpu: bool) -> Row:
+    """One run: its validation losses by steps."""
+    row: Row = {"contestant": name, "seed": seed, "lr": lr, "steps": steps}
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        model = TINY if cpu else MODEL
-        own = CONTESTANTS[name][1]
         settings = [
-            *(word for word in model if word.split("=")[0] not in {o.split("=")[0] for o in own}), *own,
-            f"optim.lr={LR}", f"train.seed={seed}", f"train.steps={steps}", "schedule=cosine",
+            *words_of(name, cpu), f"optim.lr={lr}", f"train.seed={seed}", f"train.steps={steps}", "schedule=cosine",
             f"schedule.warmup_steps={max(1, steps // 20)}", "schedule.min_ratio=0.0", "data=text",
             f"data.path={corpus}", "data.pattern='**/*.py'", "data.val_fraction=0.05", "checkpoint=none",
             f"train.eval_every={max(1, steps // EVALUATIONS)}", f"train.eval_batches={2 if cpu else 8}",
@@ -96,26 +105,25 @@ def train(name: str, seed: int, steps: int, corpus: Path, cpu: bool) -> Row:
             return row | {"error": (done.stderr or done.stdout)[-1500:]}
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         summary = json.loads((run_dir / "summary.json").read_text())
-    curve = on_the_clock(lines)
+    losses = {line["step"]: line["val_loss"] for line in lines if line.get("val_loss") is not None}
     return row | {
-        "curve": curve, "final": curve[-1][2], "seconds": curve[-1][0], "wall_s": time.perf_counter() - began,
-        "tokens_per_step": summary["tokens_per_step"], "tokens_per_s": summary["tokens_per_s"],
-        "compile": summary["compile"], "cuda_graph": summary["cuda_graph"],
+        "losses": sorted(losses.items()), "final": losses[max(losses)], "wall_s": time.perf_counter() - began,
+        "tokens_per_step": summary["tokens_per_step"], "compile": summary["compile"],
     }  # fmt: skip
 
 
-def on_the_clock(lines: list[Row]) -> list[tuple[float, int, float]]:
-    """(seconds of training, step, validation loss) of each evaluation."""
-    seconds = {line["step"]: line["step_s"] for line in lines if line.get("step_s") is not None}
-    later = [s for step, s in seconds.items() if step > UNTIMED] or list(seconds.values())
-    usual = statistics.median(later)
-    losses = {line["step"]: line["val_loss"] for line in lines if line.get("val_loss") is not None}
-    found, clock = [], 0.0
-    for step in sorted(seconds):
-        clock += usual if step <= UNTIMED else seconds[step]
-        if step in losses:
-            found.append((round(clock, 4), step, losses[step]))
-    return found
+def step_seconds(names: list[str], cpu: bool) -> dict[str, float]:
+    """Seconds of one step of each contestant, from blocks of steps in turn."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "turns.json"
+        ways = [word for name in names for word in ("--", *words_of(name, cpu))]
+        command = [sys.executable, str(ROOT / "benchmarks" / "turns.py"), *ways, "--json", str(file)]
+        done = subprocess.run([*command, *(["--rounds", "3"] if cpu else [])], capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit((done.stderr or done.stdout)[-1500:])
+        rows = json.loads(file.read_text())["rows"]
+    # a ratio of the same round is steadier than the medians themselves
+    return {name: rows[0]["step_ms"] / 1e3 / row["ratio"] for name, row in zip(names, rows, strict=True)}
 
 
 def reached(row: Row, target: float) -> tuple[float, int] | None:
@@ -123,8 +131,8 @@ def reached(row: Row, target: float) -> tuple[float, int] | None:
     return next(((s, step * row["tokens_per_step"]) for s, step, loss in row["curve"] if loss <= target), None)
 
 
-def result_of(name: str, rows: list[Row], target: float, first: dict[int, float]) -> Row:
-    """What the runs of one contestant have found; `first`: seconds of the first contestant by seed."""
+def result_of(name: str, rows: list[Row], target: float, first: dict[int, Row]) -> Row:
+    """What the runs of one contestant have found; `first`: the runs of the first contestant by seed."""
     good = [row for row in rows if "error" not in row]
     times = {row["seed"]: found for row in good if (found := reached(row, target))}
     result: Row = {"contestant": name, "runs": len(good), "reached": len(times)}
@@ -132,14 +140,20 @@ def result_of(name: str, rows: list[Row], target: float, first: dict[int, float]
         result["error"] = next(row["error"] for row in rows if "error" in row)
     if not good:
         return result
-    result |= {"steps": good[0]["steps"], "tokens_per_s": statistics.median(row["tokens_per_s"] for row in good)}
-    result["final"] = [round(row["final"], 4) for row in good]
+    result |= {"steps": good[0]["steps"], "lr": good[0]["lr"], "final": [round(row["final"], 4) for row in good]}
+    result["tokens_per_s"] = good[0]["tokens_per_step"] * good[0]["steps"] / good[0]["curve"][-1][0]
     if len(times) == len(good):
         result["seconds"] = [round(s, 2) for s, _ in times.values()]
         result["median_s"] = statistics.median(s for s, _ in times.values())
         result["median_tokens"] = statistics.median(tokens for _, tokens in times.values())
-        pairs = [s / first[seed] for seed, (s, _) in times.items() if seed in first]
+        others = {seed: reached(row, target) for seed, row in first.items()}
+        pairs = [s / other[0] for seed, (s, _) in times.items() if (other := others.get(seed))]
         result["share_of_first"] = statistics.median(pairs) if pairs else None
+    # tokens until what the first contestant has at its own end, as a share of all its tokens
+    result["tokens_to_final"] = [
+        found[1] / (other["steps"] * other["tokens_per_step"]) if (found := reached(row, other["final"])) else None
+        for row in good if (other := first.get(row["seed"]))
+    ]  # fmt: skip
     return result
 
 
@@ -147,22 +161,23 @@ def table(results: list[Row], target: float) -> str:
     """For a page of the docs."""
     lines = [
         f"| settings | seconds to {target:.2f}, each seed | median | to the first row | million tokens | tokens/s "
-        "| validation loss at the end |",
-        "|---|---|---|---|---|---|---|",
+        "| validation loss at the end | tokens to the first row's last loss |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in results:
         if not row["runs"]:
-            lines.append(f"| {row['contestant']} | failed: {row['error'].strip().splitlines()[-1][:80]} | | | | | |")
+            lines.append(f"| {row['contestant']} | failed: {row['error'].strip().splitlines()[-1][:80]} | | | | | | |")
             continue
-        final = f"{', '.join(f'{loss:.3f}' for loss in row['final'])} | "
+        shares = ", ".join(f"{share:.0%}" if share else "never" for share in row["tokens_to_final"])
+        final = f"{', '.join(f'{loss:.3f}' for loss in row['final'])} | {shares} |"
         if "median_s" not in row:
             reason = f"reached by {row['reached']} of {row['runs']}"
-            lines.append(f"| {row['contestant']} | {reason} | | | | {row['tokens_per_s']:,.0f} | {final}".rstrip())
+            lines.append(f"| {row['contestant']} | {reason} | | | | {row['tokens_per_s']:,.0f} | {final}")
             continue
         share = f"{row['share_of_first']:.2f} ×" if row["share_of_first"] else ""
         lines.append(
             f"| {row['contestant']} | {', '.join(f'{s:.1f}' for s in row['seconds'])} | {row['median_s']:.1f} s "
-            f"| {share} | {row['median_tokens'] / 1e6:.1f} | {row['tokens_per_s']:,.0f} | {final}".rstrip()
+            f"| {share} | {row['median_tokens'] / 1e6:.1f} | {row['tokens_per_s']:,.0f} | {final}"
         )
     return "\n".join(lines)
 
@@ -230,8 +245,10 @@ def ticks(low: float, high: float) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1200, help="of the first contestant")
+    parser.add_argument("--steps", type=int, default=2000, help="of the first contestant")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--lrs", type=float, nargs="*", default=[], help="peak rates to try first")
+    parser.add_argument("--together", type=int, default=1, help="runs at a time; steps are timed alone")
     parser.add_argument("--target", type=float, help="a validation loss; default: from a pilot")
     parser.add_argument("--only", nargs="*", choices=list(CONTESTANTS), metavar="NAME", help="contestants")
     parser.add_argument("--corpus", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
@@ -252,7 +269,7 @@ def main() -> None:
     try:
         content: Row = {
             "benchmark": "speedrun", **environment(), "model": (TINY if options.cpu else MODEL)[0].partition("=")[2],
-            "settings": {name: CONTESTANTS[name] for name in names}, "lr": LR, "seeds": list(range(options.seeds)),
+            "settings": {name: CONTESTANTS[name] for name in names}, "seeds": list(range(options.seeds)),
             "corpus": copy_corpus(options.corpus, corpus),
         }  # fmt: skip
         print(content["corpus"], flush=True)
@@ -265,31 +282,50 @@ def main() -> None:
 
 
 def contest(content: Row, names: list[str], corpus: Path, ends: float, options: argparse.Namespace) -> None:
-    """Fix the target, then let each contestant run with each seed."""
-    content["target"] = options.target
-    if options.target is None:
-        pilot = train(names[0], PILOT_SEED, options.steps, corpus, options.cpu)
-        if "error" in pilot:
-            raise SystemExit(pilot["error"])
-        content |= {"pilot": pilot, "target": math.ceil(pilot["final"] * 100 + 1) / 100}
-    print(f"target: {content['target']:.2f}", flush=True)
-    rows: list[Row] = []
-    content |= {"rows": rows, "left_out": [], "results": []}
-    for seed in range(options.seeds):
-        turn = seed % len(names)
-        for name in (*names[turn:], *names[:turn]):
-            if time.monotonic() > ends:
-                content["left_out"].append([name, seed])
-                print(f"{name}, seed {seed}: left out, the time is up", flush=True)
-                continue
-            rows.append(train(name, seed, round(CONTESTANTS[name][0] * options.steps), corpus, options.cpu))
-            print({k: v for k, v in rows[-1].items() if k != "curve"}, flush=True)
-            of = {n: [row for row in rows if row["contestant"] == n] for n in names}
-            good = [row for row in of[names[0]] if "error" not in row]
-            first = {row["seed"]: found[0] for row in good if (found := reached(row, content["target"]))}
-            content["results"] = [result_of(n, of[n], content["target"], first) for n in names if of[n]]
-            if options.json:  # after each run: a lent machine may be taken back
-                options.json.write_text(json.dumps(content, indent=1) + "\n")
+    """Measure the steps, choose the rates, fix the target; then let each contestant run with each seed."""
+    seconds = content["step_s"] = step_seconds(names, options.cpu)
+    print({name: f"{1e3 * s:.2f} ms" for name, s in seconds.items()}, flush=True)
+    content |= {"tried": [], "rows": [], "left_out": [], "results": []}
+    steps = {name: round(CONTESTANTS[name][0] * options.steps) for name in names}
+
+    def run(task: tuple[str, int, float, int]) -> Row:
+        name, seed, lr, _ = task
+        if time.monotonic() > ends:
+            content["left_out"].append(task)
+            return {"contestant": name, "seed": seed, "lr": lr, "error": "left out: the time is up"}
+        row = train(*task, corpus, options.cpu)
+        row["curve"] = [(round(step * seconds[name], 4), step, loss) for step, loss in row.pop("losses", [])]
+        print({key: value for key, value in row.items() if key != "curve"}, flush=True)
+        return row
+
+    with ThreadPoolExecutor(options.together) as pool:
+        tasks = [(name, PILOT_SEED, lr, max(1, steps[name] // 4)) for name in names for lr in options.lrs]
+        content["tried"] = [row for row in pool.map(run, tasks) if "error" not in row]
+        rates = dict.fromkeys(names, LR)
+        for name in names:
+            mine = [row for row in content["tried"] if row["contestant"] == name]
+            rates[name] = min(mine, key=lambda row: row["final"])["lr"] if mine else LR
+        pilot = [] if options.target else [(names[0], PILOT_SEED, rates[names[0]], steps[names[0]])]
+        tasks = [(name, seed, rates[name], steps[name]) for seed in range(options.seeds) for name in names]
+        for row in pool.map(run, [*pilot, *tasks]):
+            if row["seed"] == PILOT_SEED:
+                content["pilot"] = row
+            else:
+                content["rows"].append(row)
+            judge(content, names, options)
+
+
+def judge(content: Row, names: list[str], options: argparse.Namespace) -> None:
+    """Write what is known after each run: a lent machine may be taken back."""
+    pilot = content.get("pilot", {})
+    if "error" in pilot:
+        raise SystemExit(pilot["error"])
+    content["target"] = options.target or math.ceil(pilot["final"] * 100 + 1) / 100
+    of = {name: [row for row in content["rows"] if row["contestant"] == name] for name in names}
+    first = {row["seed"]: row for row in of[names[0]] if "error" not in row}
+    content["results"] = [result_of(name, of[name], content["target"], first) for name in names if of[name]]
+    if options.json:
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

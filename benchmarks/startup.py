@@ -91,10 +91,10 @@ def clean() -> dict[str, str]:
     """The environment without caches of earlier compilations."""
     left_out = ("TORCHINDUCTOR_", "TRITON_CACHE_DIR", "DTRAIN_COMPILE_CACHE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
-    return kept | {"PYTHONPATH": str(ROOT)}
+    return kept | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-def rounds_of(model: str, mode: str, folder: Path) -> dict[tuple[str, str], Row]:
+def rounds_of(model: str, mode: str, folder: Path, no_plain: bool) -> dict[tuple[str, str], Row]:
     """One round of one model and mode: our three states in a row, and the plain script's two."""
     found: dict[tuple[str, str], Row] = {}
     for state, node in zip(STATES, ("a", "b", "b"), strict=True):
@@ -102,7 +102,7 @@ def rounds_of(model: str, mode: str, folder: Path) -> dict[tuple[str, str], Row]
             continue
         found["dtrain", state] = ours(model, mode, folder / node, folder / "shared")
         say(model, mode, "dtrain", state, found["dtrain", state])
-    if MODELS[model][1] and mode != "blocks":
+    if MODELS[model][1] and mode != "blocks" and not no_plain:
         for state in ("cold", "warm"):
             found["plain script", state] = plain(model, mode, folder / "plain")
             say(model, mode, "plain script", state, found["plain script", state])
@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=25, help="no round begins after that")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--no-plain", action="store_true", help="without the plain script")
     parser.add_argument("--cpu", action="store_true", help="gpt2-tiny")
     options = parser.parse_args()
     models = ["gpt2-tiny"] if options.cpu else options.models
@@ -165,7 +166,7 @@ def main() -> None:
             continue
         folder = tempfile.mkdtemp(prefix="start-")
         try:
-            for (tool, state), row in rounds_of(model, mode, Path(folder)).items():
+            for (tool, state), row in rounds_of(model, mode, Path(folder), options.no_plain).items():
                 found.setdefault((model, mode, tool, state), []).append(row)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
