@@ -115,7 +115,8 @@ NAMES = [
          "indent"),
 ]  # fmt: skip
 RAISES = [
-    edit("a missing package", 2, "import torch\n", "import torch\nimport einops2\n", "net.py:2 imports einops2",
+    edit("a missing package", 2, "import torch\n", "import torch\nimport einops2\n",
+         "data=net.Points: net.py:2 imports einops2",
          "pip install einops2"),
     edit("a wrong shape", 3, "nn.Linear(4, dim)", "nn.Linear(5, dim)", "shapes cannot be multiplied",
          "expects 5 features and gets 4", "net.py:13 in forward", "x = self.first(x)"),

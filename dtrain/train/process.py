@@ -207,11 +207,14 @@ def message(error: BaseException, run_dir: Path) -> str:
 
 def as_typed(text: str, run_dir: Path) -> str:
     """Name the user's own code as it was typed, data=net.Points, where an error names the class it deals with."""
-    found = re.match(r"(\w+)=[\w.…]+: ", text)
+    found = re.match(r"(?:(\w+)=)?([\w.…]+): ", text)
     with contextlib.suppress(OSError, ValueError):
-        typed = run_file.load(run_dir).get("choices", {}).get(found[1]) if found else None
-        if found and found[1] not in SEVERAL and isinstance(typed, str) and "." in typed:
-            return f"{found[1]}={typed}: {text[found.end() :]}"
+        choices = run_file.load(run_dir).get("choices", {}) if found else {}
+        own = {k: v for k, v in choices.items() if k not in SEVERAL and isinstance(v, str) and "." in v}
+        # an error of an import names the target alone
+        group = next((found[1] or k for k, v in own.items() if k == found[1] or v == found[2]), "") if found else ""
+        if found and group in own:
+            return f"{group}={own[group]}: {text[found.end() :]}"
     return text
 
 
