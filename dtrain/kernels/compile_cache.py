@@ -26,16 +26,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.compiler._cache import CacheArtifact, CacheArtifactManager, _serialize_single_cache
-from torch.utils._appending_byte_serializer import AppendingByteSerializer
 
 import dtrain
 from dtrain.util import checked_file
 from dtrain.util.checked_file import UnusableFile
+
+if TYPE_CHECKING:
+    from torch.compiler._cache import CacheArtifact
 
 log = logging.getLogger("dtrain")
 VARIABLE = "DTRAIN_COMPILE_CACHE"  # a folder in place of the user's cache folder, or none
@@ -153,7 +154,7 @@ class CompileCache:
     def _stored(self) -> dict[CacheArtifact, None]:
         """Return what is stored, by this run or another of its kind, in its order."""
         try:
-            by_kind = CacheArtifactManager.deserialize(checked_file.read(self.path, self.about)[0])
+            by_kind = manager().deserialize(checked_file.read(self.path, self.about)[0])
         except (OSError, UnusableFile):
             by_kind = None
         return dict.fromkeys(artifact for artifacts in (by_kind or {}).values() for artifact in artifacts)
@@ -174,8 +175,9 @@ def begin(about: Mapping[str, Any]) -> CompileCache | None:
     _current = None
     if os.environ.get(VARIABLE) != "none" and os.environ.get("TORCHINDUCTOR_FORCE_DISABLE_CACHES") != "1":
         try:
+            manager()
             _current = CompileCache(about)
-        except (OSError, UnusableFile) as error:
+        except (OSError, UnusableFile, ImportError) as error:
             log.warning("compile cache: off: %s", error)
     return _current
 
@@ -224,7 +226,14 @@ class Inductor:
 
 def recorded() -> list[CacheArtifact]:
     """Return what torch has recorded of all graphs that this process has compiled or loaded."""
-    return list(CacheArtifactManager._seen_artifacts)
+    return list(manager()._seen_artifacts)
+
+
+def manager() -> Any:
+    """Return what keeps torch's record of graphs. It is torch's own, and may have another name in the next version."""
+    from torch.compiler._cache import CacheArtifactManager, _serialize_single_cache  # noqa: F401 (in `serialize`)
+
+    return CacheArtifactManager
 
 
 def serialize(artifacts: Iterable[CacheArtifact]) -> bytes:
@@ -232,6 +241,9 @@ def serialize(artifacts: Iterable[CacheArtifact]) -> bytes:
 
     `save_cache_artifacts` called again would append a second list, and torch 2.13 reads only the last one.
     """
+    from torch.compiler._cache import _serialize_single_cache
+    from torch.utils._appending_byte_serializer import AppendingByteSerializer
+
     by_kind: dict[str, list[CacheArtifact]] = {}
     for artifact in artifacts:
         by_kind.setdefault(artifact.type(), []).append(artifact)

@@ -1,4 +1,7 @@
-"""Launch on this machine: one process forks the ranks; torchrun starts a user's own program, and what nsys profiles."""
+"""Launch on this machine: without GPUs the ranks are forked from one process, else torchrun starts them.
+
+Those of an elastic run are forked in any case, because they change often.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtrain.checks import profile as profiling
-from dtrain.config import elastic, run_file
+from dtrain.config import elastic, hardware, run_file
 from dtrain.config.files import is_script
+from dtrain.config.hardware import gpus_per_node
 from dtrain.errors import bad
 from dtrain.launch import metrics_server, nsys
 from dtrain.launch.forked import Forked
@@ -31,7 +35,7 @@ class Local:
         system_metrics_every: float = 5,
         metrics_port: int | None = None,
         metrics_host: str = "127.0.0.1",
-        fork: bool = True,
+        fork: bool | Literal["always"] = True,
     ) -> None:
         if nodes != 1:
             fix = "cluster.nodes=1, or cluster=slurm; without SLURM: cluster=slurm cluster.launcher=torchrun run_dir=…"
@@ -72,6 +76,8 @@ class Local:
 
 
 def can_fork(config: dict[str, Any]) -> bool:
-    """Whether the ranks are forked: nsys and programs start anew."""
+    """Whether the ranks are forked: with GPUs only on request, nsys and programs start anew."""
     fork = config["cluster"].get("fork", True)  # an old run has no such setting
-    return sys.platform == "linux" and fork and not (is_script(config) or config.get("nsys"))
+    if fork != "always":
+        fork = fork and not (hardware.count_gpus() or gpus_per_node(config["cluster"]))
+    return sys.platform == "linux" and bool(fork) and not (is_script(config) or config.get("nsys"))

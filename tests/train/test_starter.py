@@ -187,6 +187,9 @@ def test_what_forks_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"cluster": cluster, "strategy": {"_target_": "dtrain.strategies.fsdp.FSDP"}, **settings}
 
     monkeypatch.setattr(forked, "gpus_per_node", lambda cluster: 1)
+    monkeypatch.setattr("dtrain.launch.local.gpus_per_node", lambda cluster: 1)
+    assert can_fork(config(cluster={"fork": "always"})) and not can_fork(config())
+    monkeypatch.setattr("dtrain.launch.local.gpus_per_node", lambda cluster: 0)
     assert can_fork(config())
     assert not any(map(can_fork, (config(nsys=True), config(script={"file": "a.py"}), config(cluster={"fork": False}))))
     ranges = config(cluster={"processes": "1:2", "fork": False})
