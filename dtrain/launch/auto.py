@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from dtrain.checks.validate import validate
 from dtrain.config import elastic
 from dtrain.config.files import flatten, options_of
 from dtrain.config.hardware import gpus_per_node, world_size
@@ -20,6 +23,7 @@ from dtrain.config.schema import check_keys_and_types
 from dtrain.errors import bad
 from dtrain.launch.arguments import AUTO, STAND_IN
 from dtrain.plan import run_prediction
+from dtrain.plan.host_memory import lean_changes
 from dtrain.plan.layout import layout_of
 from dtrain.plan.ledger import total
 from dtrain.plan.memory.activations import GIB
@@ -27,6 +31,7 @@ from dtrain.plan.memory.peak import memory
 from dtrain.plan.model_shape import shape_of
 from dtrain.plan.predict import why_not
 from dtrain.plan.report import lacking
+from dtrain.plan.run_prediction import left_out
 from dtrain.plan.search.explain_choice import name, why
 from dtrain.plan.search.search import overrides_of, search
 from dtrain.plan.sections import missing_package, strategy_section, with_detected
@@ -107,12 +112,37 @@ def without_predictions(config: Mapping[str, Any], typed: set[str], reason: str)
         fix = f"hardware=NAME ({known}), or measure it: dtrain plan calibrate"
         raise bad("strategy", AUTO, f"layouts cannot be compared: {reason}", fix)
     ranks = world_size(config)
-    needs = ranks * total(memory(shape, layout_of({**config, **plain_ddp(config)})))
-    has = total_bytes()
+    needs, has = cpu_bytes({**config, **plain_ddp(config)}), total_bytes()
     if needs > has:
-        rule = f"{ranks} copies of the model need {gib(needs / GIB)} under ddp, and {described(has)} {gib(has / GIB)}"
-        raise bad("strategy", AUTO, rule, "cluster.processes=1, strategy=fsdp, or a smaller model")
-    return ["strategy=ddp"], f"ddp: there is no GPU here, and {ranks} copies of the model fit in this machine's memory"
+        who = "the model needs" if ranks == 1 else f"{ranks} copies of the model need"
+        rule = f"{who} {gib(needs / GIB)} under ddp, and {described(has)} {gib(has / GIB)}"
+        raise bad("strategy", AUTO, rule, smaller(config, typed, has))
+    copies = "the model fits" if ranks == 1 else f"{ranks} copies of the model fit"
+    return ["strategy=ddp"], f"ddp: there is no GPU here, and {copies} in this machine's memory"
+
+
+def cpu_bytes(config: Mapping[str, Any]) -> float:
+    """The memory of all ranks on this machine's CPUs, activations included."""
+    shape = shape_of(config)
+    assert shape is not None
+    return world_size(config) * total(memory(shape, layout_of(config)))
+
+
+def smaller(config: Mapping[str, Any], typed: set[str], has: float) -> str:
+    """Return the smallest change that fits, as overrides: they replace strategy=auto."""
+    key = "train.micro_batch_size"
+    fixed = key in typed or "batch_norm" in config["model"]  # its statistics depend on the micro-batch
+    sizes = [None] if fixed else [None, 8, 4, 2, 1]
+    base = {**config, **plain_ddp(config)}
+    for (overrides, variant), size in itertools.product(lean_changes(base), sizes):
+        words = overrides if size is None else [*overrides, f"{key}={size}"]
+        new = variant if size is None else {**variant, "train": {**variant["train"], "micro_batch_size": size}}
+        with contextlib.suppress(ValueError):  # e.g. a batch that does not divide by that many ranks
+            if (needs := cpu_bytes(new)) <= has:
+                validate(new)
+                chosen = words if "strategy=fsdp" in words else ["strategy=ddp", *words]
+                return f"{' '.join(chosen)}{left_out(base, words)} ({gib(needs / GIB)})"
+    return "a machine with GPUs or more memory, or a smaller model"
 
 
 def plain_ddp(config: Mapping[str, Any]) -> dict[str, Any]:

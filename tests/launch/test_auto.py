@@ -161,6 +161,14 @@ def test_without_a_gpu_it_is_ddp_when_that_fits(
     assert len(started) == 1
 
 
+def test_what_does_not_fit_has_a_fix_that_does(started: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    error = refused(capsys, "model=llama-7b", "cluster.processes=1")
+    assert "strategy=auto: the model needs " in error
+    assert "  fix: strategy=ddp model=" in error and "cluster.processes=" not in error
+    fix = refused(capsys, "model=llama-7b", "cluster.processes=2").partition("fix: ")[2].partition(" (")[0]
+    assert main(["launch", "cluster.processes=2", *fix.split()]) == 0 and len(started) == 1
+
+
 def test_without_figures_it_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     error = refused(capsys, "cluster=slurm")
     assert "hardware=unknown" in error and "fix: hardware=NAME (a100-40gb" in error and "dtrain plan calibrate" in error
