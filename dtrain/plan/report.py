@@ -9,7 +9,7 @@ from typing import Any
 from dtrain.config.hardware import world_size
 from dtrain.plan.ledger import Item, by_part
 from dtrain.plan.parameters import num_parameters
-from dtrain.plan.predict import GIB, Prediction
+from dtrain.plan.predict import GIB, Prediction, Task
 from dtrain.util.format import duration, gib, number, percent, si
 from dtrain.util.format import step_time as short_time
 
@@ -162,17 +162,26 @@ def heading(prediction: Prediction, config: Mapping[str, Any]) -> str:
     gpus = f"{world_size(config)} × {task.hardware.gpu or choices['hardware']}{size}"
     if cluster["nodes"] > 1:
         gpus = f"{cluster['nodes']} nodes, {gpus}"
-    sample = f" × {task.tokens_per_sample} tokens" if task.tokens_per_sample > 1 else ""
-    batch = f"batch {task.global_batch_size}{sample}"
-    length = (
-        f"{si(task.samples / task.global_batch_size)} steps = {si(task.samples * task.tokens_per_sample)} {task.unit}"
-    )
     model = f"{choices['model']}, {si(num_parameters(task.shape))} parameters"
     if rank := (config.get("lora") or {}).get("rank"):
         model += f", LoRA of rank {rank}"
     if host := task.hardware.host_memory_gib:
         gpus += f", {host:,.0f} GiB of host memory a node"
-    return " · ".join([model, gpus, choices["precision"], batch, length])
+    return " · ".join([model, gpus, choices["precision"], *work(task)])
+
+
+def work(task: Task) -> tuple[str, str]:
+    """Describe the batch, and the length of the run."""
+    sample = f" × {task.tokens_per_sample} tokens" if task.tokens_per_sample > 1 else ""
+    steps, tokens = task.samples / task.global_batch_size, task.samples * task.tokens_per_sample
+    return f"batch {task.global_batch_size}{sample}", f"{si(steps)} steps = {si(tokens)} {task.unit}"
+
+
+def no_price(prediction: Prediction) -> list[str]:
+    """Tell how to get the cost of a run on GPUs without a price."""
+    if prediction.cost is not None or not prediction.run_s or not prediction.task.hardware.gpu:
+        return []
+    return ["for the cost, add the price of a GPU-hour: hardware.price_per_gpu_hour=2.5"]
 
 
 def bounds(prediction: Prediction) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dtrain.commands.plan.request import SLURM_GPUS, Question, launch_command
@@ -15,7 +15,7 @@ from dtrain.plan.memory.activations import GIB
 from dtrain.plan.model_shape import Transformer
 from dtrain.plan.parameters import num_parameters
 from dtrain.plan.predict import Prediction, Task, predict_layout, task_of, with_time
-from dtrain.plan.report import SLOWER, print_table, step_time
+from dtrain.plan.report import SLOWER, no_price, print_table, step_time, work
 from dtrain.plan.search.explain_choice import extras, gpus, name
 from dtrain.plan.search.search import CHECKPOINTING, candidates, rank, search
 from dtrain.plan.sections import model_section
@@ -36,12 +36,14 @@ class Answer:
     rows: list[dict[str, Any]]
     columns: dict[str, Any]  # key → (heading, format)
     command: str | None = None  # the command to launch it, if the answer is a layout
+    notes: list[str] = field(default_factory=list)
 
 
 def show(answer: Answer, as_json: bool) -> None:
     if as_json:
         content = {"question": answer.question, "answer": answer.value, "sentence": answer.sentence}
         content |= {"command": answer.command} if answer.command else {}
+        content |= {"notes": answer.notes} if answer.notes else {}
         print(json.dumps(without_nan(content | {"rows": answer.rows}), indent=1))
         return
     print(answer.sentence)
@@ -54,6 +56,10 @@ def show(answer: Answer, as_json: bool) -> None:
         ]
         headings = {key: heading for key, (heading, _) in columns.items()}
         print_table(headings, texts, {key for key, (_, form) in columns.items() if form is not str}, ())
+    if answer.notes:
+        print()
+    for note in answer.notes:
+        print(f"note    {note}")
     if answer.command:
         print(f"\nlaunch  {answer.command}")
 
@@ -67,6 +73,8 @@ def gpus_for(question: Question, limit_s: float, tokens: float | None, everythin
     everything: also numbers that cannot be enough, to explain why none is.
     """
     rows: list[dict[str, Any]] = []
+    task = task_of(question.config, tokens)
+    notes = [length(task, tokens)] if task else []
     slower = 0
     before = float("inf")
     batch = question.config["train"]["global_batch_size"]
@@ -74,7 +82,7 @@ def gpus_for(question: Question, limit_s: float, tokens: float | None, everythin
         "gpus": ("GPUs", str), "nodes": ("nodes", str), "layout": ("best layout", str), "step_s": ("step", step_time),
         "run_s": ("time", duration), "gpu_hours": ("GPU-hours", si), "cost": ("cost", si), "mfu": ("MFU", percent),
     }  # fmt: skip
-    fewest = 0.0 if everything else least_ranks(task_of(question.config, tokens), limit_s)
+    fewest = 0.0 if everything else least_ranks(task, limit_s)
     for nodes, ranks in (size for size in cluster_sizes(question.config) if size[0] * size[1] >= fewest):
         sized = with_ranks(question, nodes, ranks)
         best, lacks = best_of(sized, tokens)
@@ -91,14 +99,21 @@ def gpus_for(question: Question, limit_s: float, tokens: float | None, everythin
                     text += f", or in {duration(SLOWER * best.run_s)} if the plan is as far off as for published runs"
                 text += f". That is {si(best.gpu_hours)} GPU-hours"
                 text += f", at a cost of {best.cost:,.0f}." if best.cost else "."
-                return Answer("gpus_for", text, nodes * ranks, rows, columns, launch_command(sized, best))
+                notes += no_price(best)
+                return Answer("gpus_for", text, nodes * ranks, rows, columns, launch_command(sized, best), notes)
             slower = slower + 1 if best.run_s > 0.95 * before else 0
             before = min(before, best.run_s)
         if slower >= 2:  # more GPUs do not help: the batch cannot be divided further
             break
     if fewest > 1:
         return gpus_for(question, limit_s, tokens, everything=True)
-    return Answer("gpus_for", too_slow(rows, limit_s, batch), None, rows, columns)
+    return Answer("gpus_for", too_slow(rows, limit_s, batch), None, rows, columns, notes=notes)
+
+
+def length(task: Task, tokens: float | None) -> str:
+    """Describe the run that the GPUs are for."""
+    source = "by train.steps; for another length: --tokens 300B" if tokens is None else "by --tokens"
+    return f"the run: {', '.join(work(task))}, {source}"
 
 
 def least_ranks(task: Task | None, limit_s: float) -> float:

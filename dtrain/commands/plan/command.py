@@ -145,6 +145,10 @@ def answer(question: Question, options: Options) -> int:
     task = task_of(config, options.tokens)
     if task is None:
         raise unknown(config, dict(w.split("=", 1) for w in question.overrides if "=" in w).get("hardware"))
+    if options.tokens and task.samples < task.global_batch_size:
+        step = task.global_batch_size * task.tokens_per_sample
+        rule = f"is less than one step, which takes {step:,} {task.unit}; K, M, B and T stand for thousands and more"
+        raise bad("--tokens", f"{options.tokens:g}", rule, f"--tokens {step}, or --tokens 300B")
     task = replace(task, stack=options.stack)
     asked = [name for name in QUESTIONS if getattr(options, name[2:].replace("-", "_"))]
     if asked:
@@ -229,7 +233,7 @@ def show(question: Question, predictions: Sequence[Prediction], options: Options
         notes += [f"it fits{room}"] if (room := little_room(best)) else []
         notes += faster_micro_batch(best) if "train.micro_batch_size" not in question.typed else []
     notes += order_note(rows) if not question.is_one_layout else []
-    for note in (*notes, *precision_note(best), *package_note(best), *missing_values_note(best)):
+    for note in (*notes, *precision_note(best), *package_note(best), *missing_values_note(best), *texts.no_price(best)):
         print(f"note    {note}")
     if options.explain:
         print("\n" + "\n".join(texts.explained(best)))

@@ -26,6 +26,7 @@ from dtrain.launch.arguments import built_in, quote
 from dtrain.launch.compose import plain_config
 from dtrain.plan.predict import Prediction, assumed_network, usual_network
 from dtrain.plan.sections import strategy_section, with_detected
+from dtrain.util.format import counted
 
 SLURM_GPUS = 8  # conf/cluster/slurm.yaml's gpus_per_node
 
@@ -154,6 +155,10 @@ def set_nodes(config: dict[str, Any], typed: set[str], notes: list[str]) -> None
         if cluster["processes"] is None:
             here = 0 if "hardware" in typed else gpus_per_node(cluster)
             cluster["processes"] = here or size or ranks_per_node(cluster)
+            if size and not here:
+                what = "one card" if size == 1 else f"a node with {size}"
+                source = f"hardware={config['choices']['hardware']} describes {what}"
+                notes.append(f"planned for {counted(size, 'GPU')}, as {source}; to change it: cluster.processes=…")
         most = size and max(size, 8)  # similar machines exist with more such cards
     else:
         configured, name = cluster.get("gpus_per_node"), config["choices"]["hardware"]

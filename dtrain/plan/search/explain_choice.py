@@ -47,6 +47,7 @@ def why(found: Sequence[Prediction], config: Mapping[str, Any], one_strategy: bo
     counts = {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "shards": layout.replica_size or layout.token_ranks}
     texts = {key: gpus(count) for key, count in counts.items()}
     does = DOES.get(layout.strategy, "").format(**texts, groups=layout.pp)
+    does = "on one GPU" if layout.world_size == 1 and "sharded" in does else does
     limit = f" of {gib(best.task.limit / GIB)}" if best.task.limit else ""
     needs = f"it needs {gib((best.memory_bytes + best.reserve) / GIB)}{limit} a GPU{extras(best)}{little_room(best)}"
     if one_strategy:

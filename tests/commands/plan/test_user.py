@@ -85,6 +85,20 @@ def test_how_many_gpus_comes_with_its_launch_line(
     assert said(capsys, "model=gpt2-124m", "hardware=h100", "--gpus-for", "30d").startswith("1 GPU finishes in ")
 
 
+def test_what_is_planned_for_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, "model=gpt2-124m", "hardware=h100", "--gpus-for", "30d")
+    assert "note    the run: batch 32 × 1024 tokens, 300 steps = 9.83M tokens, by train.steps" in out
+    assert "hardware.price_per_gpu_hour=2.5" in out
+    priced = said(capsys, "model=gpt2-124m", "hardware=l4", "hardware.price_per_gpu_hour=2")
+    assert "price of a GPU-hour" not in priced
+    out = said(capsys, "model=gpt2-124m", "hardware=l4")
+    assert "planned for 1 GPU, as hardware=l4 describes one card" in out and "price of a GPU-hour" in out
+    assert "planned for" not in said(capsys, "model=gpt2-124m", "hardware=l4", "cluster.processes=1")
+    assert "on one GPU it needs" in said(capsys, "model=llama-8b", "hardware=h100", "cluster.processes=1")
+    assert main(["plan", "model=gpt2-124m", "hardware=h100", "--tokens", "300"]) == 2
+    assert "--tokens=300: is less than one step, which takes 32,768 tokens" in capsys.readouterr().err
+
+
 def test_a_batch_that_does_not_divide_is_not_a_lack_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["model=gpt2-124m", "hardware=h100", "strategy=fsdp", "train.global_batch_size=33", "--tokens", "100B"]
     out = said(capsys, *words, "--gpus-for", "1h")

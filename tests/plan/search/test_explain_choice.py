@@ -29,7 +29,7 @@ def test_little_room_is_said() -> None:
 
 def test_one_gpu_is_one() -> None:
     text = told(made(8.0, 0.6, dp=1))
-    assert "sharded over 1 GPU it needs" in text
+    assert "on one GPU it needs" in text
 
 
 @pytest.mark.parametrize(("micro", "said"), [(1, True), (16, False)])
