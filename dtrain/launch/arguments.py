@@ -27,7 +27,7 @@ from dtrain.config.files import (
     read_yaml,
     setting_prefix,
 )
-from dtrain.config.hydra_errors import GROUPS, is_foreign, unknown_setting
+from dtrain.config.hydra_errors import GROUPS, is_foreign, unknown_setting, yaml_value
 from dtrain.config.hydra_errors import OWN as DOTTED
 from dtrain.config.needed import with_needed
 from dtrain.config.redaction import check_arguments
@@ -83,6 +83,8 @@ def prepare_arguments(argv: list[str]) -> list[str]:
             raise no_option(key, value)
         if key in GROUPS and value not in options_of(key):
             check_spelling(key, value)
+            if isinstance(yaml_value(value), (bool, int, float)):  # Hydra gives no name of the group
+                raise no_such_option(key, value)
     argv = offer_own(argv)
     # an option stored by an earlier launch in this process must not leak into this one: strategy=glob(*) would match it
     ConfigStore.instance().repo.get("strategy", {}).pop(f"{AUTO}.yaml", None)
@@ -144,6 +146,15 @@ def no_option(group: str, value: str) -> ValueError:
         return bad(group, value, "is a path, not the name of an option", can)
     near = f"{group}={stem}; " if stem in options else ""
     return bad(group, value, "names an option without .yaml", f"{near}{can}")
+
+
+def no_such_option(group: str, value: str) -> ValueError:
+    """Explain a number, true or false in the place of an option: precision=16 is fp16 or bf16."""
+    options = sorted({*options_of(group), *([AUTO] if group == "strategy" else [])})
+    near = [option for option in options if value in re.findall(r"\d+", option)]
+    near = [option for option in near if option.partition("-")[0] not in near or "-" not in option]  # not bf16-pure
+    fix = f"{group}={' or '.join(near)}; " if near else ""
+    return bad(group, value, "there is no such option", f"{fix}{group} can be {', '.join(options)}")
 
 
 def resumed(argv: list[str], given: dict[str, str]) -> list[str]:
