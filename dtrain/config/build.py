@@ -102,7 +102,7 @@ def locate(target: str, trust: Iterable[str] = ()) -> Any:
     home = getattr(found, "__module__", None) or ""
     names = (home, f"{home}.{getattr(found, '__name__', '')}")
     if not (home.partition(".")[0] == target.partition(".")[0] == "dtrain" or any(allowed(n, trust) for n in names)):
-        raise untrusted(TARGET, target, trust)
+        raise untrusted(TARGET, names[1] if own_file(home.partition(".")[0]) else target, trust)
     return found
 
 
@@ -117,7 +117,7 @@ def untrusted(key: str, target: str, trust: Iterable[str]) -> ValueError:
     fix = f"{known}, or trust=[…] with the module's name, if you know that code and want it to run"
     module = target.partition(".")[0]
     if file := own_file(module):
-        names = [*trust, module]
+        names = dict.fromkeys([*trust, module])
         fix = f"'trust=[{','.join(names)}]' if that module is yours ({file})"
     return bad(key, target, rule, fix)
 

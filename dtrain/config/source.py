@@ -104,6 +104,7 @@ def find(target: str, key: str, permit: Callable[[str], object] = bool, jumps: i
     others: dict[str, str] = {}  # what the module imports by name: where it is from
     classes: list[str] = []
     found: Definition | None = None
+    starred: list[str] = []  # the modules of which the module imports all names
     for node in statements(tree.body):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             classes += [node.name]
@@ -114,6 +115,7 @@ def find(target: str, key: str, permit: Callable[[str], object] = bool, jumps: i
             if any(alias.name == "*" for alias in node.names):
                 names = exports(home)
                 maybe = maybe or names is None or name in names
+                starred += [home] if name in (names or ()) else []
                 others |= {one: f"{home}.{one}" for one in names or () if one != name}
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             places = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -128,6 +130,9 @@ def find(target: str, key: str, permit: Callable[[str], object] = bool, jumps: i
     if name in others and jumps < MOST_JUMPS:
         permit(others[name])
         return find(others[name], key, permit, jumps + 1) if spec_of(others[name].rpartition(".")[0]) else None
+    if jumps < MOST_JUMPS and (source := next((m for m in starred if source_of(f"{m}.{name}", jumps + 1)), None)):
+        permit(f"{source}.{name}")
+        return find(f"{source}.{name}", key, permit, jumps + 1)
     if maybe or "__getattr__" in classes:
         return None
     classes += [
@@ -267,12 +272,12 @@ def class_source(target: str) -> ast.ClassDef | None:
     return found if isinstance(found, ast.ClassDef) else None
 
 
-def source_of(target: str) -> Definition | None:
+def source_of(target: str, jumps: int = 0) -> Definition | None:
     """Return the ast of a class or function; None: not found, or not decidable without importing its module."""
     if "." not in target:
         return None
     try:
-        return find(target, "_target_")
+        return find(target, "_target_", jumps=jumps)
     except ValueError:
         return None
 

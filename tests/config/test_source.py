@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dtrain.config.build import locate
+from dtrain.config.schema import signature
 from dtrain.config.source import find
 
 NET = """
@@ -43,3 +44,15 @@ def test_the_same_once_the_module_is_imported() -> None:
         with pytest.raises(ValueError) as error:
             locate(f"mine.net.{typed}", ["mine"])
         assert str(error.value).partition("fix: ")[2] == fix
+
+
+def test_a_class_of_another_module_names_the_module_to_trust(tmp_path: Path) -> None:
+    (tmp_path / "late_of_mine.py").write_text("from layers_of_mine import *\n")
+    with pytest.raises(ValueError, match=r"model\._target_=layers_of_mine\.Norm: only dtrain's own code") as error:
+        signature("late_of_mine.Norm", "model._target_", ["late_of_mine"])
+    assert "fix: 'trust=[late_of_mine,layers_of_mine]' if" in str(error.value)
+    with pytest.raises(ValueError) as error:
+        locate("late_of_mine.Norm", ["late_of_mine"])
+    assert "fix: 'trust=[late_of_mine,layers_of_mine]' if" in str(error.value)
+    assert signature("late_of_mine.Norm", "model._target_", ["late_of_mine", "layers_of_mine"]) == {}
+    assert locate("late_of_mine.Norm", ["late_of_mine", "layers_of_mine"]).__name__ == "Norm"
