@@ -24,6 +24,7 @@ from dtrain.data.fields import Fields
 from dtrain.data.seeding import own_draws, seed_draws
 from dtrain.data.stream import Stream
 from dtrain.errors import bad
+from dtrain.runs.source_lines import at_return, is_users
 
 log = logging.getLogger("dtrain")
 VALIDATION = ("val", "validation", "valid", "eval", "dev", "test")
@@ -43,7 +44,9 @@ def open_data(section: Any, trust: Iterable[str] = ()) -> Any:
         split = splits_by(function, section)
         if split is not None:
             name, values = split
-            return Source(target, {k: partial(built, section, trust, **{name: v}) for k, v in values.items()})
+            return Source(
+                target, {k: partial(built, section, trust, **{name: v}) for k, v in values.items()}, None, function
+            )
 
     make = partial(built, section, trust)
     made = make()
@@ -51,7 +54,7 @@ def open_data(section: Any, trust: Iterable[str] = ()) -> Any:
         return made
     parts = splits_of(target, made)
     again = {name: partial(lambda name: splits_of(target, make())[name], name) for name in parts}
-    return Source(target, {name: partial(lambda part: part, part) for name, part in parts.items()}, again)
+    return Source(target, {name: partial(lambda part: part, part) for name, part in parts.items()}, again, function)
 
 
 def built(section: Any, trust: Iterable[str], **values: Any) -> Any:
@@ -75,12 +78,19 @@ def splits_by(function: Any, section: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 class Source:
-    """Data of any kind, by split. again: builds a split anew, which a stream needs for each epoch."""
+    """Data of any kind, by split.
+
+    again: builds a split anew, which a stream needs for each epoch. function: what `data=` names, for messages.
+    """
 
     def __init__(
-        self, name: str, splits: Mapping[str, Callable[[], Any]], again: Mapping[str, Callable[[], Any]] | None = None
+        self,
+        name: str,
+        splits: Mapping[str, Callable[[], Any]],
+        again: Mapping[str, Callable[[], Any]] | None = None,
+        function: Any = None,
     ) -> None:
-        self.name, self.splits, self.again = name, splits, again or splits
+        self.name, self.splits, self.again, self.function = name, splits, again or splits, function
 
     def dataset(self, split: str) -> Any:
         if split not in self.splits:
@@ -90,7 +100,7 @@ class Source:
             return None
         with own_draws():
             seed_draws(0)
-            dataset = adapted(self.name, self.splits[split](), self.again[split])
+            dataset = adapted(self.name, self.splits[split](), self.again[split], self.function)
         for note in dataset.notes:
             log.info("data=%s: %s", self.name, note)
         return dataset
@@ -141,8 +151,8 @@ def is_dataset(part: Any) -> bool:
     return not isinstance(part, (tuple, list, str)) and (hasattr(part, "__getitem__") or hasattr(part, "__iter__"))
 
 
-def adapted(name: str, data: Any, again: Callable[[], Any] | None = None) -> Any:
-    """Return one split as a data set of the loader. again: builds it anew."""
+def adapted(name: str, data: Any, again: Callable[[], Any] | None = None, function: Any = None) -> Any:
+    """Return one split as a data set of the loader. again, function: see Source."""
     collate = None
     notes: dict[str, None] = {}
     order: Any = None
@@ -152,18 +162,27 @@ def adapted(name: str, data: Any, again: Callable[[], Any] | None = None) -> Any
     if type(data) is torch.utils.data.TensorDataset and collate is None:
         data = data.tensors
     if is_array(data):
-        return Arrays(name, (data,))
+        return Arrays(name, (data,), function)
     if isinstance(data, tuple) and data and all(map(is_array, data)):
-        return Arrays(name, data)
+        return Arrays(name, data, function)
     if isinstance(data, nn.Module):
         raise bad("data", name, f"is a model ({type(data).__name__}), not data", f"model={name}")
+    reader = reader_of(data, collate, function)
     if is_stream(data):
         assert again is not None, "each process builds a stream itself"
-        return Stream(name, with_tensors(data, collate), lambda: with_tensors(again(), collate), collate, notes)
+        return Stream(name, with_tensors(data, collate), lambda: with_tensors(again(), collate), collate, notes, reader)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (str, Mapping)):
-        return Samples(name, data, collate, order, notes)
+        return Samples(name, data, collate, order, notes, reader)
     gave = "nothing: it has no return" if data is None else f"a {type(data).__name__}"
     raise bad("data", name, f"gave {gave}, but data must be {KINDS}", f"change what {name} returns")
+
+
+def reader_of(data: Any, collate: Any, function: Any) -> Any:
+    """Return the user's function that gives the samples, whose line a message shows."""
+    while isinstance(data, (torch.utils.data.Subset, torch.utils.data.DataLoader)):
+        data = data.dataset
+    methods = [getattr(type(data), name, None) for name in ("__getitem__", "__iter__")]
+    return next((one for one in (collate, *methods, function) if is_users(one)), None)
 
 
 def is_stream(data: Any) -> bool:
@@ -218,7 +237,8 @@ class Arrays:
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, name: str, arrays: tuple[Any, ...]) -> None:
+    def __init__(self, name: str, arrays: tuple[Any, ...], reader: Any = None) -> None:
+        self.reader = reader
         if len({len(part) for part in arrays}) > 1:
             rule = f"has arrays of {' and '.join(str(len(part)) for part in arrays)} rows"
             raise bad("data", name, rule, "one row for each sample in all of them")
@@ -256,7 +276,7 @@ class Arrays:
 
 def in_memory(stream: Stream, count: int) -> Samples:
     """Return the first samples of a stream, as a data set for evaluations."""
-    samples = Samples(stream.name, stream.head(count), stream.collate, None, {})
+    samples = Samples(stream.name, stream.head(count), stream.collate, None, {}, stream.reader)
     log.info("data=%s: evaluations read the first %d samples of the validation stream", stream.name, len(samples))
     samples.kept = stream.fingerprint
     return samples
@@ -269,7 +289,10 @@ class Samples:
     own_process = True
     kept = ""  # the fingerprint of a stream whose samples they are
 
-    def __init__(self, name: str, data: Any, collate: Any, order: Any, notes: dict[str, None]) -> None:
+    def __init__(
+        self, name: str, data: Any, collate: Any, order: Any, notes: dict[str, None], reader: Any = None
+    ) -> None:
+        self.reader = reader
         self.name, self.data, self.collate, self.sampler, self.noted = name, data, collate, order, notes
         self.data = with_tensors(data, collate)
         # all rows at once, if no function of the user runs for each
@@ -315,4 +338,13 @@ class Samples:
                 for index, key in zip(indices, keys, strict=True):
                     seed_draws(int(key))
                     samples.append(self.data[int(index)])
-            return collated(samples, self.collate, self.noted)
+            if self.collate is None:
+                self._refuse_none(samples, indices)
+            return collated(samples, self.collate, self.noted, self.name, self.reader)
+
+    def _refuse_none(self, samples: list[Any], indices: np.ndarray) -> None:
+        for index, sample in zip(indices, samples, strict=True):
+            if sample is None:
+                rule = f"{type(self.data).__name__}.__getitem__({index}) returned None"
+                fix = "return a sample for each index, e.g. (inputs, targets)"
+                raise at_return(bad("data", self.name, rule, fix), self.reader)

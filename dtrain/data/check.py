@@ -94,7 +94,12 @@ def described(value: Any) -> str:
 
 
 def refused(dataset: Any, rule: str, fix: str) -> ValueError:
-    return at_return(bad("data", name_of(dataset), rule, fix), type(dataset).batch)
+    return at_return(bad("data", name_of(dataset), rule, fix), reader_of(dataset))
+
+
+def reader_of(dataset: Any) -> Any:
+    """Return the user's function or class that gives the samples (data/adapt.py), or the data set's own `batch`."""
+    return getattr(dataset, "reader", None) or getattr(type(dataset), "batch", None)
 
 
 def all_of(dataset: Any, count: int) -> str:

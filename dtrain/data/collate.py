@@ -10,18 +10,67 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from dtrain.data.check import described
 from dtrain.data.fields import TARGETS, Fields, no_targets
 from dtrain.errors import bad
+from dtrain.runs.source_lines import at_return
 
 Batch = tuple[Any, Any]  # each a Tensor or Fields
 NOTHING = object()  # in place of text, and of other things that no model takes
 
 
-def collated(samples: list[Any], collate: Callable[[list[Any]], Any] | None, notes: dict[str, None]) -> Batch:
-    """Return (inputs, targets) of these samples. What had to be changed is added to the notes."""
-    if collate is not None:
+def collated(
+    samples: list[Any],
+    collate: Callable[[list[Any]], Any] | None,
+    notes: dict[str, None],
+    name: str = "…",
+    reader: Any = None,
+) -> Batch:
+    """Return (inputs, targets) of these samples. What had to be changed is added to the notes.
+
+    name, reader: of the data, for messages: their setting, and the user's function that gives the samples.
+    """
+    if collate not in (None, default_collate):
         return as_batch(collate(samples), notes)
-    return as_batch(default_collate([plain(sample, "", notes) for sample in samples]), notes)
+    if collate is None:
+        samples = [plain(sample, "", notes) for sample in samples]
+    try:
+        batch = default_collate(samples)
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+        rule = difference(samples)
+        if not rule:
+            raise
+        fix = "give all samples the same parts and shapes, or return DataLoader(dataset, collate_fn=…), which pads them"
+        raise at_return(bad("data", name, rule, fix), reader) from error
+    return as_batch(batch, notes)
+
+
+def difference(samples: list[Any], part: str = "") -> str:
+    """Say how samples differ, so that they cannot be stacked; "" if that is not known."""
+    first, forms = samples[0], list(dict.fromkeys(map(form, samples)))
+    if len(forms) > 1:
+        return f"the samples of a batch differ{f' in {part}' if part else ''}: {' and '.join(forms[:3])}"
+    if isinstance(first, Mapping):
+        inner = {f"{part}.{key}".lstrip("."): [sample[key] for sample in samples] for key in first}
+    elif isinstance(first, (tuple, list)):
+        inner = {
+            f"{part or 'part'}{'.' if part else ' '}{i}": list(values)
+            for i, values in enumerate(zip(*samples, strict=True))
+        }
+    else:
+        return ""
+    return next(filter(None, (difference(values, name) for name, values in inner.items())), "")
+
+
+def form(sample: Any) -> str:
+    """Return what must be the same in all samples of a batch."""
+    if isinstance(sample, Mapping):
+        return f"the fields {', '.join(sorted(map(str, sample)))}"
+    if isinstance(sample, (tuple, list)):
+        return f"{len(sample)} parts"
+    if isinstance(sample, (Tensor, np.ndarray)):
+        return f"shape {list(sample.shape)}"
+    return "a number" if isinstance(sample, (int, float, np.number)) else described(sample)
 
 
 def plain(node: Any, name: str, notes: dict[str, None]) -> Any:

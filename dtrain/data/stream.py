@@ -34,7 +34,7 @@ class Stream:
     """One split of a user's data that has no numbers for its samples: __iter__ only.
 
     data: only its type and its length are used. make: builds it again, in each process and for each epoch. Nothing is
-    read in this process, because forked processes share the position of an open file.
+    read in this process, because forked processes share the position of an open file. reader: see adapt.reader_of.
     """
 
     is_stream = True
@@ -47,8 +47,9 @@ class Stream:
         make: Callable[[], Any],
         collate: Callable[[list[Any]], Any] | None = None,
         notes: dict[str, None] | None = None,
+        reader: Any = None,
     ) -> None:
-        self.name, self.make, self.collate = name, make, collate
+        self.name, self.make, self.collate, self.reader = name, make, collate, reader
         self.length = length_of(data)  # samples of an epoch, if the stream says how many
         self.is_masked = getattr(data, "masked", None)
         self.noted = {} if notes is None else notes
@@ -85,7 +86,7 @@ class Stream:
         if not samples:
             raise bad("data", self.name, "it gives no samples: iterating over it ends at once", "check its path")
         notes: dict[str, None] = {}
-        first = collated(samples[:1], self.collate, notes)
+        first = collated(samples[:1], self.collate, notes, self.name, self.reader)
         crcs = [fingerprint(sample) for sample in samples]
         why = self._tried(reader)
         slow = "a resume reads the samples before its position again and drops them, which takes as long as before"

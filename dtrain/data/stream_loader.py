@@ -46,7 +46,8 @@ class Part:
             if self.mine.start <= number < self.mine.stop:
                 samples.append(sample)
         self.cursor = self.reader.cursor(sample)
-        return collated(samples, self.stream.collate, self.stream.noted)
+        stream = self.stream
+        return collated(samples, stream.collate, stream.noted, stream.name, stream.reader)
 
 
 class StreamLoader:

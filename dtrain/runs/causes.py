@@ -72,8 +72,9 @@ def own_frames(error: BaseException) -> list[dict[str, Any]]:
             (frame.f_code.co_filename, line, frame.f_code.co_name)
             for frame, line in traceback.walk_tb(one.__traceback__)
         ]
-        for text in getattr(one, "__notes__", []):  # a loader process sends its traceback as text
-            frames += [(file, int(line), function) for file, line, function in FRAME.findall(text)]
+        # a loader process sends its traceback as text, which repeats the notes
+        noted = [place for text in getattr(one, "__notes__", []) for place in FRAME.findall(text)]
+        frames += [(file, int(line), function) for file, line, function in dict.fromkeys(noted)]
         if isinstance(one, SyntaxError) and one.filename:  # of a module that is imported
             frames.append((one.filename, one.lineno or 0, "<module>"))
         own = [frame for frame in frames if is_users_file(frame[0])]

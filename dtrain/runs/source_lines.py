@@ -18,11 +18,16 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def at_return(error: E, function: Any) -> E:
-    """Add the line of a function's only `return`, of its last statement if it has none, else of its `def`."""
+    """Add the line of a function's only `return`, of its last statement if it has none, else of its `def`.
+
+    Of a class: that of `class`.
+    """
     found = source(function)
-    if found is None or not isinstance(found[1], Function):
+    if found is None:
         return error
     file, tree = found
+    if not isinstance(tree, Function):
+        return placed(error, file, tree.lineno, tree.name)
     returns = [node for node in own_nodes(tree) if isinstance(node, ast.Return)]
     node = returns[0] if len(returns) == 1 else tree if returns else tree.body[-1]
     return placed(error, file, node.lineno, tree.name)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dtrain.config.build import locate
 from dtrain.config.files import TARGET
+from dtrain.data.check import reader_of
 from dtrain.data.loader import Loader
 from dtrain.kernels.cross_entropy import IGNORED
 from dtrain.models import calling
@@ -51,7 +52,7 @@ def second_look(run: Run, error: Exception) -> Exception | None:
     text = str(error)
     data = run.train_data
     if OF_THE_BATCH.search(text) and "\n  fix: loss=" not in text:  # else the setting is wrong, not the batch
-        return at_return(error, getattr(data.dataset, "batch", None))
+        return at_return(error, reader_of(data.dataset))
     # one rank may fail alone, and sharded weights need all ranks
     if not isinstance(data, Loader) or not (dist.get_world_size() == 1 or isinstance(run.strategy, DDP)):
         return None
@@ -84,7 +85,7 @@ def of_targets(run: Run, inputs: Any, targets: Any) -> Exception | None:
     low, high, scores = int(counted.min()), int(counted.max()), outputs.shape[-1]
     fix = "start the class numbers at 0" if low == 1 and high == scores else "as many outputs as there are classes"
     rule = f"targets are {low} to {high}, but the model gives {scores} scores, for the classes 0 to {scores - 1}"
-    return at_return(IndexError(f"Target out of bounds: {rule}\n  fix: {fix}"), getattr(data.dataset, "batch", None))
+    return at_return(IndexError(f"Target out of bounds: {rule}\n  fix: {fix}"), reader_of(data.dataset))
 
 
 def of_gradient(run: Run, text: str, inputs: Any) -> Exception:

@@ -1,12 +1,13 @@
 """Data as people have them: taken as it is, in an exact order, and refused with what to write."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, SubsetRandomSampler, TensorDataset
 
 from dtrain.checks import own_data as check_own
 from dtrain.commands.verify.compare import compare
@@ -15,7 +16,9 @@ from dtrain.data.adapt import adapted, open_data, splits_of
 from dtrain.data.collate import as_batch, collated
 from dtrain.data.fields import Fields, has_targets
 from dtrain.data.loader import Loader
+from dtrain.data.prefetch import portable
 from dtrain.launch.python_objects import name_of
+from dtrain.runs.causes import own_frames
 from tests.data import own_data as mine
 from tests.own_runs import own_run
 from tests.world import losses, summary
@@ -186,3 +189,54 @@ def test_a_distributed_sampler_is_not_applied_twice() -> None:
     data = adapted("x", DataLoader(numbers, batch_size=2, sampler=sampler))
     assert len(data) == 12 and sorted(Loader(data, 12, seed=0).indices(0)) == list(range(12))
     assert any("DistributedSampler" in note for note in data.notes)
+
+
+# ---- mistakes in the samples ----------------------------------------------------------------------------------
+
+
+class Faulty(Dataset[Any]):
+    """Each sample is what a function returns for its index."""
+
+    def __init__(self, sample: Any) -> None:
+        self.sample = sample
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        return self.sample(index)
+
+
+@pytest.mark.parametrize(
+    ("sample", "rule"),
+    [
+        (lambda i: (torch.ones(8 + i // 3), 1), "samples of a batch differ in part 0: shape [8] and shape [9]"),
+        (lambda i: {"x": {"a": np.ones(8 + i // 3)}, "labels": 1}, "differ in x.a: shape [8] and shape [9]"),
+        (lambda i: {"x": 1.0, "extra": 2} if i == 0 else {"x": 1.0}, "differ: the fields extra, x and the fields x"),
+        (lambda i: (torch.ones(8), None if i else 1), "differ in part 1: a number and None"),
+        (lambda i: (1.0, 2) if i < 3 else None, "Faulty.__getitem__(3) returned None"),
+        (lambda i: None, "Faulty.__getitem__(0) returned None"),
+    ],
+)
+def test_samples_that_cannot_be_stacked(sample: Any, rule: str) -> None:
+    """The error is the user's, with the line that returns the samples."""
+    with pytest.raises(ValueError, match=re.escape(rule)) as caught:
+        adapted("d", Faulty(sample)).batch(np.arange(6), np.zeros(6, np.uint64))
+    assert str(caught.value).startswith("data=d: ") and "\n  fix: " in str(caught.value)
+    assert own_frames(caught.value)[-1]["text"] == "return self.sample(index)"
+
+
+def test_the_line_of_what_gives_the_samples() -> None:
+    """Of a part of a data set, of its collate function, and of the function that returned arrays."""
+    data = Faulty(lambda i: (torch.ones(8), i))
+    assert adapted("d", Subset(data, range(4))).reader is Faulty.__getitem__
+    assert adapted("d", DataLoader(data, 4, collate_fn=by_hand)).reader is by_hand
+    assert adapted("d", (np.ones((4, 2)), np.ones(4)), None, by_hand).reader is by_hand
+    error = ValueError("x")
+    error.add_note('File "/home/me/a.py", line 3, in f')
+    error = portable(error)  # whose traceback has the note again
+    assert [frame["line"] for frame in own_frames(error)].count(3) == 1
+
+
+def by_hand(samples: list[Any]) -> Any:
+    return torch.stack([x for x, _ in samples]), torch.tensor([y for _, y in samples])

@@ -82,9 +82,13 @@ def test_the_line_of_a_return(function: Any, name: str, text: str) -> None:
     assert shown(error) == (name, text)
 
 
-@pytest.mark.parametrize("thing", [len, None, nn.Linear.forward, lambda: 1, Base, 3])
+@pytest.mark.parametrize("thing", [len, None, nn.Linear.forward, nn.Linear, lambda: 1, 3])
 def test_what_is_no_function_of_the_user_has_no_line(thing: Any) -> None:
     assert own_frames(at_return(ValueError("wrong"), thing)) == []
+
+
+def test_a_class_has_the_line_of_its_definition() -> None:
+    assert [frame["text"] for frame in own_frames(at_return(ValueError("wrong"), Base))] == ["class Base:"]
 
 
 def test_the_line_of_a_class() -> None:
