@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dtrain import start
 from dtrain.commands.search.driver import Driver
-from dtrain.commands.search.request import Request, algorithm, read_request
+from dtrain.commands.search.request import Request, algorithm, check_settings, read_request
 from dtrain.config.redaction import hidden
 from dtrain.errors import bad
 from dtrain.launch import sweeps
@@ -62,6 +62,8 @@ def main(argv: list[str]) -> int:
         raise bad("search", "", "optuna is not installed", "pip install 'dtrain[search]'")
     request = read_request(argv)
     chosen = None if request.options["algorithm"] == "optuna" else algorithm(request)
+    if chosen is None:
+        check_settings(request)
     typed = ["search", *sorted(a for a in argv if not a.startswith(("dir=", "detach=", "trials=", "parallel=")))]
     folder = Path(request.options["dir"] or sweeps.earlier(typed) or time.strftime("multirun/%Y-%m-%d/%H-%M-%S-search"))
     noted = read_json(folder / sweeps.SWEEP).get("arguments")
@@ -72,13 +74,16 @@ def main(argv: list[str]) -> int:
         return _detach(argv, folder)
     with sweeps.lock(folder):
         sweeps.note(folder, typed)
+        print(f"folder  {shell_path(folder)}", flush=True)
         if chosen:
             code = Driver(folder, request, chosen).run()
         else:
             from dtrain.commands.search.optuna_search import Search
 
             code = Search(folder, request).run()
-    tables.print_sweep(sweeps.points(folder))
+    if runs := sweeps.points(folder):
+        tables.print_sweep(runs)
+        print(f"results dtrain runs {shell_path(folder)}")
     return code
 
 

@@ -15,7 +15,7 @@ from dtrain.commands.search.asha import Asha, score
 from dtrain.commands.search.pbt import Pbt
 from dtrain.commands.search.request import Request
 from dtrain.commands.search.space import overrides_of
-from dtrain.commands.search.trials import Trials
+from dtrain.commands.search.trials import Trials, ending
 from dtrain.errors import bad
 from dtrain.launch import fork, sweeps
 from dtrain.runs.find import At
@@ -23,7 +23,7 @@ from dtrain.runs.folder import read_summary
 from dtrain.runs.protocol import BAD_CONFIG, DONE, FAILED, PREEMPTED
 from dtrain.runs.record import Record
 from dtrain.runs.search_journal import Event, Journal
-from dtrain.util.format import as_dict, counted, shell_path
+from dtrain.util.format import as_dict, counted
 
 MANY = 3  # stop after this many failed trials in a row
 
@@ -134,7 +134,7 @@ class Driver:
         if status == "done":  # of an earlier rung
             status = f"its launcher ended with exit code {code}"
         self._result(event, None, status)
-        print(f"trial {trial}: {status}; dtrain status {shell_path(run_dir)}", flush=True)
+        print(ending(trial, status, run_dir), flush=True)
         newest = [e["value"] for e in self.journal.events if e["event"] == "result"][-MANY:]
         if newest == [None] * MANY:
             print(f"{MANY} trials in a row failed, so the search ends", flush=True)

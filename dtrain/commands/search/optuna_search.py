@@ -14,12 +14,11 @@ from dtrain.commands.search.asha import run_name
 from dtrain.commands.search.driver import MANY
 from dtrain.commands.search.request import Request
 from dtrain.commands.search.space import distribution, overrides_of
-from dtrain.commands.search.trials import Trials
+from dtrain.commands.search.trials import Trials, ending
 from dtrain.launch import sweeps
 from dtrain.runs.folder import read_summary
 from dtrain.runs.protocol import BAD_CONFIG, DONE, FAILED, PREEMPTED
 from dtrain.runs.record import Record
-from dtrain.util.format import shell_path
 
 
 class Search:
@@ -114,7 +113,7 @@ class Search:
             return PREEMPTED
         else:  # failed, died, or interrupted and no longer queued
             self.study.tell(number, state=TrialState.FAIL)
-            print(f"trial {number}: {status}; dtrain status {shell_path(run_dir)}", flush=True)
+            print(ending(number, status, run_dir), flush=True)
         newest = [t.state for t in self.study.get_trials(deepcopy=False) if t.state.is_finished()][-MANY:]
         if newest == [TrialState.FAIL] * MANY:
             print(f"{MANY} trials in a row failed, so the search ends", flush=True)

@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from dtrain.commands.search.asha import Asha, rung_steps
 from dtrain.commands.search.pbt import Pbt, boundary_steps
 from dtrain.commands.search.space import distribution, draw, generator, overrides_of
-from dtrain.config.files import CODE, GROUPS, RECIPES
+from dtrain.config.files import CODE, GROUPS, RECIPES, known_settings
 from dtrain.config.hydra_errors import explain
 from dtrain.config.untrusted import read
 from dtrain.errors import bad
@@ -33,11 +33,14 @@ OF_ALGORITHM = {  # "": depends on train.steps
     "bohb": {"trials": "20", "factor": "3", "min_steps": ""},
     "pbt": {"population": "4", "every": "", "quantile": "0.25", "factors": "0.8,1.2", "resample": "0.25"},
 }
+SAME = {"trials": "population", "population": "trials"}  # how many runs, by algorithm
 AT_LEAST = {"trials": 1, "parallel": 1, "seed": 0, "factor": 2, "min_steps": 1, "population": 2, "every": 1}
 METRICS = (
     "val_loss", "val_accuracy", "val_top5", "val_perplexity", "train_loss", "tokens_per_s", "mfu", "peak_mem_gib",
     "wall_s",
 )  # fmt: skip
+DRAWN = 4  # points that are composed to check the settings
+MOST_EVEN = 20  # a range over more than this factor is proposed on a log scale
 # What PBT may change in the middle of a run: the weights, the optimizer's state and the order of the data stay valid.
 LARGE_IS_GOOD = ("val_accuracy", "val_top5", "tokens_per_s", "mfu")  # for these, direction=maximize is the default
 CHANGEABLE = re.compile(r"(optim|schedule)\.[a-z]\w*|train\.max_grad_norm|model\.dropout")
@@ -73,6 +76,7 @@ def read_request(argv: Sequence[str]) -> Request:
         if key in known:
             typed[key] = value
         else:
+            check_word(key, value, known)
             overrides.append(word)
     options = check_options(asked, typed, has_own_metrics(overrides))
     # typed overrides win over the recipe's
@@ -92,6 +96,22 @@ def read_request(argv: Sequence[str]) -> Request:
                 key, override.get_value_string(), why, f"{key}=interval(LOW,HIGH), range(FROM,TO) or a,b"
             ) from error
     return Request(options, space, [str(o.input_line) for o in parsed.values() if not o.is_sweep_override()])
+
+
+def check_word(key: str, value: str, options: set[str]) -> None:
+    """Refuse a misspelt option of the search, and a range in another program's notation."""
+    near = difflib.get_close_matches(key, options, 1, 0.75)
+    if near and key not in known_settings():
+        raise ValueError(f"{key}: there is no such option\n  fix: did you mean {near[0]}={value or '…'}?")
+    low, dots, high = value.partition("..")
+    try:
+        span = float(high) / float(low) if dots and float(low) > 0 else 1.0
+    except ValueError:  # text with dots: a path, or a name
+        return
+    if dots:
+        interval = f"interval({low},{high})"
+        fix = f"'{key}={f'tag(log,{interval})' if span > MOST_EVEN else interval}'"
+        raise bad(key, value, "is not how a search is told a range", fix)
 
 
 def has_own_metrics(overrides: Sequence[str]) -> bool:
@@ -115,7 +135,10 @@ def check_options(asked: dict[str, str], typed: dict[str, str], may_be_own: bool
     for key, value in (asked | typed).items():
         if key not in defaults:
             rule = f"is not an option of algorithm={algorithm}" if key in typed else "there is no such setting"
-            raise bad(key if key in typed else f"search.{key}", value, rule, f"use one of {', '.join(defaults)}, space")
+            fix = f"use one of {', '.join(defaults)}, space"
+            if key in SAME and SAME[key] in defaults:
+                fix = f"{SAME[key]}={value}"
+            raise bad(key if key in typed else f"search.{key}", value, rule, fix)
     options = defaults | asked | typed
     for key in AT_LEAST.keys() & options.keys():
         value, least = options[key], AT_LEAST[key]
@@ -157,6 +180,26 @@ def number(key: str, text: str) -> float:
 
 def factors(options: dict[str, str]) -> tuple[float, ...]:
     return tuple(number("factors", text) for text in options["factors"].strip("[]").split(","))
+
+
+def check_settings(request: Request) -> None:
+    """Compose a few points of the search, so that a mistake is met before the first trial.
+
+    One point that can be composed is enough: others may be refused as trials.
+    """
+    if any(word.startswith("script=") for word in request.fixed):
+        return
+    space = {str(o.key_or_group): distribution(o) for o in request.space}
+    mistake: ValueError | None = None
+    for number in range(DRAWN):
+        try:
+            compose([*request.fixed, *overrides_of(draw(space, generator(request.options["seed"], "check", number)))])
+        except ValueError as error:
+            mistake = mistake or error
+        else:
+            return
+    assert mistake is not None
+    raise mistake
 
 
 def algorithm(request: Request) -> Asha | Pbt:

@@ -16,11 +16,20 @@ from dtrain import start
 from dtrain.config.files import CODE
 from dtrain.launch.arguments import trust_of
 from dtrain.runs import record as records
-from dtrain.runs.folder import look_again
+from dtrain.runs.causes import one_line
+from dtrain.runs.folder import look_again, read_json
 from dtrain.runs.protocol import STOP_FILE
+from dtrain.util.format import shell_path
 
 LOCAL_S, QUEUE_S = 0.5, 5.0  # how often to check trials on this machine, and in a queue
 LOCKS = ".launching"  # in the search's folder: one file per run, locked by its launcher while that lives
+
+
+def ending(trial: int, status: str, run_dir: Path) -> str:
+    """Describe on one line how a trial without a result ended, and why."""
+    failure = read_json(run_dir / "failure.json") if status == "failed" else {}
+    why = f": {one_line(failure)}" if failure else ""
+    return f"trial {trial}: {status}{why}; dtrain status {shell_path(run_dir)}"
 
 
 class Trials:

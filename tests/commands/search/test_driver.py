@@ -23,7 +23,7 @@ from dtrain import start
 from dtrain.cli import main
 from dtrain.commands.search.driver import Driver
 from dtrain.commands.search.request import algorithm, read_request
-from dtrain.commands.search.trials import Trials
+from dtrain.commands.search.trials import Trials, ending
 from dtrain.launch import fork
 from dtrain.runs.find import At
 from dtrain.runs.protocol import PREEMPTED
@@ -204,7 +204,7 @@ def test_a_stop_before_a_trial_has_begun_is_no_failure(tmp_path: Path, monkeypat
         (["algorithm=pbt", "train.seed=1,2"], ("train.seed", "cannot change there")),
         (["algorithm=pbt", "optim=sgd", "optim.momentum=0.0,0.9"], ("optim.momentum", "keeps that state")),
         (["algorithm=pbt", "optim=sgd", "optim.nesterov=true,false"], ("optim.nesterov", "keeps that state")),
-        (["algorithm=pbt", "trials=5"], ("trials=5", "not an option of algorithm=pbt")),
+        (["algorithm=pbt", "trials=5"], ("trials=5", "not an option of algorithm=pbt", "fix: population=5")),
     ],
 )
 def test_mistakes_are_explained_and_leave_nothing(
@@ -248,6 +248,12 @@ def test_a_journal_of_another_search_is_refused(change: dict[str, Any], tmp_path
     journal.append(TRAIN | change)
     with pytest.raises(ValueError, match="other settings"):
         Driver(tmp_path, request, algorithm(request))
+
+
+def test_a_failed_trial_has_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "failure.json").write_text(json.dumps({"rank": 1, "type": "ValueError", "message": "no such word"}))
+    assert ending(3, "failed", tmp_path).startswith("trial 3: failed: rank 1: ValueError: no such word; dtrain status ")
+    assert ending(3, "died", tmp_path).startswith("trial 3: died; dtrain status ")
 
 
 def test_for_an_accuracy_large_is_good() -> None:

@@ -45,6 +45,10 @@ def test_a_space_is_what_hydra_writes(typed: str, want: Any) -> None:
     [
         (["trials=5"], ("nothing varies", "interval")),
         ([LR, "trials=0"], ("trials=0", "at least 1")),
+        ([LR, "trails=6"], ("trails: there is no such option", "did you mean trials=6?")),
+        ([LR, "train.stpes=6"], ("train.stpes: there is no such setting", "did you mean train.steps")),
+        (["optim.lr=1e-4..1e-1"], ("optim.lr=1e-4..1e-1", "'optim.lr=tag(log,interval(1e-4,1e-1))'")),
+        (["model.num_layers=1..4"], ("fix: 'model.num_layers=interval(1,4)'",)),
         ([LR, "direction=up"], ("direction=up", "minimize or maximize")),
         ([LR, "sampler=grid"], ("sampler=grid", "tpe or random")),
         (["strategy=glob(*)"], ("strategy", "cannot be searched")),
