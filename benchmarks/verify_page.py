@@ -71,7 +71,7 @@ def main() -> None:
         rows = json.loads(MUTANTS.read_text())
         killed = sum(row["right"] for row in rows)
         seconds = sum(row["seconds"] for row in rows)
-        table = [f"{killed} of {len(rows)} are killed, in {seconds / 60:.1f} minutes on two idle cores."]
+        table = [f"{killed} of {len(rows)} are killed, in {seconds / 60:.1f} minutes on two cores."]
         if CLEAN.exists():
             clean = json.loads(CLEAN.read_text())
             table += [f"{sum(row['right'] for row in clean)} of {len(clean)} clean configurations pass."]

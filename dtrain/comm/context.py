@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from dtrain.errors import bad
 from dtrain.kernels import block_attention
-from dtrain.models.layers import Attend, attend, documents, is_packed, places
+from dtrain.models.layers import Attend, attend, documents, is_packed, same_document
 from dtrain.util import late_dynamo
 from dtrain.util.collective import wait_for_peers
 
@@ -73,13 +73,14 @@ class Sequences:
     def places(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the positions of this rank's tokens and, of packed documents, what `attend` gets in place of a mask.
 
-        ulysses on a CPU: the mask of whole sequences, as values to add, once for all layers. Else the documents of all
-        tokens.
+        ulysses without a kernel for documents: the mask of whole sequences, as values to add, once for all layers.
+        Else the documents of all tokens.
         """
         if not is_packed(inputs):
             return self.order(inputs.shape[1], inputs.device).chunk(self.size)[self.rank], None
         positions = self.tokens(inputs[..., 1])
-        as_values = self.kind == "ulysses" and not inputs.is_cuda
+        # in 16 bits a GPU has a kernel (kernels/document_attention.py)
+        as_values = self.kind == "ulysses" and not (inputs.is_cuda and torch.is_autocast_enabled("cuda"))
         return positions, additive_mask(inputs) if as_values else documents(inputs)
 
     def of(self, layer: str) -> Attend:
@@ -118,8 +119,7 @@ def additive_mask(inputs: Tensor) -> Tensor:
     """Return the mask of packed documents in the dtype of attention: -inf where a query does not see a key."""
     device = inputs.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
-    _, mask = places(inputs)
-    assert mask is not None
+    mask = same_document(documents(inputs))
     return torch.zeros(mask.shape, dtype=dtype, device=inputs.device).masked_fill_(~mask, -math.inf)
 
 

@@ -35,7 +35,9 @@ def dataset_of(data: Any, split: str, section: Mapping[str, Any] | None = None) 
         rule = f'the "{split}" split has no samples'
         fix = "train.eval_batches=0, or " if split == "val" else ""
         settings = {f"data.{k}": v for k, v in (section or {}).items() if k != TARGET and v is not None}
-        zeros = [key for key, value in settings.items() if value == 0 and not isinstance(value, bool)]
+        zeros = [
+            key for key, value in settings.items() if value == 0 and not isinstance(value, bool) and "seed" not in key
+        ]
         if zeros:  # a likely cause
             rule += f", with {' '.join(f'{key}={settings[key]}' for key in zeros)}"
             raise bad("data", name_of(data), rule, f"{fix}leave out {' '.join(zeros)}, or give a larger number")

@@ -49,6 +49,8 @@ def one_row_copy(model: nn.Module) -> nn.Module | None:
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleDict) or not all(fits(block) for block in layers.values()):
         return None
+    if getattr(model, "stream", None) != next(model.parameters()).dtype:  # results are added in the stream's dtype
+        return None
     made = copy.copy(model)
     made._modules = dict(model._modules)
     made._modules["layers"] = nn.ModuleDict({name: OneRow(block) for name, block in layers.items()})  # type: ignore[arg-type]

@@ -165,7 +165,9 @@ def launch(kernel: Any, programs: int, x: Tensor, *given: Any, **constants: Any)
 
 @cache
 def begins_early(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def columns(width: int) -> int:

@@ -312,6 +312,10 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
                 "is a section; options are chosen in the defaults list",
                 f"in the file, `defaults: [override /{group}: {cfg[group] or 'OPTION'}]`",
             )
+    if "choices" in cfg and not (isinstance(cfg["choices"], DictConfig) and cfg["choices"]):
+        raise bad(
+            "choices", cfg["choices"], "is written by dtrain: the chosen option of each group", "leave out choices"
+        )
     for name, value in cfg["choices"].items() if "choices" in cfg else ():
         fix = f"leave out choices.{name}" + (f"; {name} can be {', '.join(options_of(name))}" if name in GROUPS else "")
         raise bad(f"choices.{name}", value, "is written by dtrain: the chosen option of each group", fix)
@@ -328,6 +332,8 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
         section = key.partition(".")[0]
         values = " ".join(f"{name}=…" for name in dict.fromkeys([key, *needed(overrides)]))
         fix = f"{values}, or your own {section} (docs/your-own.md), or one of dtrain's models"
+        if group == "model" and chosen in options_of(group):  # it cannot take such samples
+            fix = f"leave out {section}=, or another model"
         raise ValueError(f"{key}: {rule}\n  fix: {fix}") from error
     redaction.check(config)
     run_length.keep_one_length(config, overrides)

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint as recompute
 from dtrain.models.layers import MLP
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
-# ops whose results activation_checkpointing=ops saves; attention is recognised by its name
+# ops whose results activation_checkpointing=ops saves
+ATTENTION = ("scaled_dot_product", "flex_attention")  # in the names of such ops
 EXPENSIVE_OPS = {
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default,
     aten.convolution.default, collectives.all_reduce.default, collectives.reduce_scatter_tensor.default,
@@ -58,5 +59,5 @@ class Recompute:
 
 def save_expensive(context: Any, operation: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:
     """Save the results of matmuls, attention and collectives; recompute everything else."""
-    expensive = operation in EXPENSIVE_OPS or "scaled_dot_product" in str(operation)
+    expensive = operation in EXPENSIVE_OPS or any(name in str(operation) for name in ATTENTION)
     return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE

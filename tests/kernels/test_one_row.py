@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 pytestmark = pytest.mark.gpu
-EPS = 1e-5
+EPS = 1e-4  # as large as the squares of the inputs
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -22,7 +22,7 @@ def test_products_are_those_of_plain_operations(width: int, dtype: torch.dtype) 
     from dtrain.models.llama import rotate
 
     torch.manual_seed(0)
-    x, norm = normal(1, 1, width, dtype=dtype), normal(1, 1, width, dtype=dtype)
+    x, norm = normal(1, 1, width, dtype=dtype) / 100, normal(1, 1, width, dtype=dtype)
     norm = norm.flatten().abs()
     residual = normal(1, 1, 512, dtype=dtype)
     normalized = F.rms_norm(x.float(), (width,), norm.float(), EPS).to(dtype)

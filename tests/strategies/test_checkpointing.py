@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.models.gpt2 import GPT2
 from dtrain.models.llama import Llama
-from dtrain.strategies.recompute import checkpoint_layers
+from dtrain.strategies.recompute import checkpoint_layers, save_expensive
 from tests.world import losses, make_run, metrics, train
 
 MODES = ["full", "ops", "selective"]
@@ -118,3 +118,12 @@ def test_what_splits_the_backward_pass_takes_no_ops(tmp_path: Path) -> None:
     words = ["strategy=pipeline", "strategy.schedule=zbv", "cluster.processes=2", "model.num_layers=4"]
     with pytest.raises(ValueError, match="splits the backward pass in two, but the saved operations"):
         make_run(tmp_path / "run", *words, "train.micro_batch_size=1", "activation_checkpointing=ops")
+
+
+def test_attention_is_saved_by_its_name() -> None:
+    from torch._higher_order_ops.flex_attention import flex_attention
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    kept = [torch.ops.aten._scaled_dot_product_flash_attention.default, flex_attention, torch.ops.aten.mm.default]
+    assert [save_expensive(None, operation) for operation in kept] == [CheckpointPolicy.MUST_SAVE] * 3
+    assert save_expensive(None, torch.ops.aten.add.Tensor) == CheckpointPolicy.PREFER_RECOMPUTE

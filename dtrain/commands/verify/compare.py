@@ -125,8 +125,9 @@ class Tolerance:
 #
 # 4.8e-7 is one float32 step near 4: these losses cannot be closer. In 16 bits, zero and fsdp differ most (fsdp gathers
 # all weights in 16 bits, not only those of matmuls): they differ more from one process than one process in 16 bits
-# differs from fp32 (1e-4 to 3e-4 in bf16, 1e-5 to 3e-5 in fp16). So the tolerances are multiples of u: half for losses,
-# eight for norms; that is two to three times the largest difference.
+# differs from fp32 (1e-4 to 3e-4 in bf16, 1e-5 to 3e-5 in fp16). So the tolerances are multiples of u: half for losses
+# in fp16, eight for norms; that is two to three times the largest difference. gpt2-tiny is larger than SMALL: on a CPU
+# without bf16 instructions its losses in bf16 differ by 3.4e-3 = 0.87 u (fsdp, zero3), so two u are allowed there.
 #
 # The largest weight differences (seen under ddp, in fp32 and bf16) are in qkv.bias. The true gradient of its key part
 # is 0, because softmax ignores a constant, and Adam turns the rounding noise into steps of up to the learning rate.
@@ -140,7 +141,7 @@ class Tolerance:
 # learning rates' sum. The tolerances are two to four times that; 0.05 is half of one update.
 TOLERANCES = {
     "float32": Tolerance(1e-5, 1e-5, 0.01, 1e-4),
-    "bfloat16": Tolerance(2**-8 / 2, 2**-8 * 8, 2.0, 0.25),
+    "bfloat16": Tolerance(2**-8 * 2, 2**-8 * 8, 2.0, 0.25),
     "float16": Tolerance(2**-11 / 2, 2**-11 * 8, 2.0, 0.1),
 }
 

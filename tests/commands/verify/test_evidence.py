@@ -121,3 +121,11 @@ def test_rows_that_begin_in_the_middle_or_have_other_data_pass(name: str, tmp_pa
     assert row.max_gradient_diff < 1e-5
     steps = compare.steps_of(case.run_dir)
     assert sorted(steps) == ([3, 4] if name.endswith("+resume") else [1, 2, 3, 4])
+
+
+def test_weights_in_16_bits_may_be_rounded_to_either_neighbour() -> None:
+    one = torch.tensor([0.125, 1.0], dtype=torch.bfloat16)
+    apart = torch.tensor([0.127, 1.016], dtype=torch.bfloat16)  # two spacings at 0.125, two at 1
+    far = evidence.far
+    assert not far(one, apart, 0.0) and far(one.float(), apart.float(), 0.0)
+    assert far(one, torch.tensor([0.131, 1.0], dtype=torch.bfloat16), 0.0) and far(one, one[:1], 0.0)
