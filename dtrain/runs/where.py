@@ -6,7 +6,8 @@
     OPERATOR    = "=" | "!=" | "<" | "<=" | ">" | ">=" | "~" (contains)
 
 A NAME is a key of summary.json, a group (data=stdlib) or a setting (optim.lr), or tag, status, started, age, name. A
-value that a run does not have makes a comparison false, except `!=`.
+value that a run does not have makes a comparison false, except `!=`. The headings of the table are names, too: val
+loss, accuracy, tok/s.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ TOKEN = re.compile(
     r"""\s*(?:(?P<op><=|>=|!=|==|[=<>~()])|'(?P<one>[^']*)'|"(?P<two>[^"]*)"|(?P<word>[^\s()<>=!~'"]+))"""
 )
 ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
-WORDS = ("and", "or", "not")
+AND, OR = ("and", "&", "&&"), ("or", "|", "||")
+WORDS = (*AND, *OR, "not")
+# headings of the table that are not the name with spaces
+HEADINGS = {
+    "accuracy": "val_accuracy", "tok/s": "tokens_per_s", "MFU": "mfu", "memory": "peak_mem_gib", "wall": "wall_s",
+    "ranks": "world_size", "job": "job_id", "time_error": "step_error",
+}  # fmt: skip
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 FACTORS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 EXAMPLE = "--where 'val_loss<2 and strategy=fsdp'"
@@ -113,13 +120,13 @@ class Parser:
 
     def any_of(self) -> Condition:
         parts = [self.all_of()]
-        while self.take("or"):
+        while self.take(*OR):
             parts.append(self.all_of())
         return lambda values: any([part(values) for part in parts])  # a list: wrong types are found in all parts
 
     def all_of(self) -> Condition:
         parts = [self.part()]
-        while self.take("and"):
+        while self.take(*AND):
             parts.append(self.part())
         return lambda values: all([part(values) for part in parts])
 
@@ -149,6 +156,10 @@ class Parser:
             raise self.wrong(f"expected a name {'at the end' if name is None else f'before {name.text!r}'}")
         self.at += 1
         sign = self.peek()
+        after = self.tokens[self.at + 1 : self.at + 2]
+        if sign and sign.kind == "word" and after and after[0].kind == "op" and after[0].text not in "()":
+            self.at += 1
+            name, sign = Token(f"{name.text}_{sign.text}", "word"), after[0]  # a heading of two words: val loss
         if sign is None or sign.kind != "op" or sign.text in "()":
             raise self.wrong(f"{name.text} is not compared with anything", f"tag={name.text}, or {name.text}=VALUE")
         self.at += 1
@@ -187,7 +198,8 @@ def compare(name: str, value: Any, sign: str, given: str) -> bool:
             rule = f"{name} is a number ({text_of(value)})"
             hint = {"age": "age<2d", "started": "started>2026-11-01"}.get(name, f"{name}{sign}1")
             raise bad("--where", f"{name}{sign}{given}", rule, hint)
-        raise bad("--where", f"{name}{sign}{given}", f"{name} is text ({text_of(value)})", f"{name}={text_of(value)}")
+        fix = f"val_loss{sign}{given}, or train_loss{sign}{given}" if name == "loss" else f"{name}={text_of(value)}"
+        raise bad("--where", f"{name}{sign}{given}", f"{name} is text ({text_of(value)})", fix)
     return (text_of(value).lower() == given.lower()) == (sign == "=")
 
 
@@ -259,11 +271,16 @@ def chosen(text: str, records: Iterable[Record], rows: Iterable[Mapping[str, Any
     """Return for each run whether it meets the condition. A name that no run has is an error."""
     condition, comparisons = parse(text)
     runs = [RunValues(record, row, now) for record, row in zip(records, rows, strict=True)]
-    for name in sorted({comparison.name for comparison in comparisons}):
+    for comparison in comparisons:
+        name = comparison.name
         if runs and not any(run.has(name) for run in runs):
             settings = known_settings()
-            if name not in settings:
-                raise unknown(name, {*settings, *(known for run in runs for known in run.names())})
+            if name in HEADINGS:
+                comparison.name = HEADINGS[name]
+            elif name not in settings:
+                error = str(unknown(name, {*settings, *(known for run in runs for known in run.names())}))
+                said = error.replace(f"{name}: there is no such setting", f"no run has {name}")
+                raise ValueError(f"--where={text}: {said}")
     met = [condition(run) for run in runs]
     for comparison in comparisons:
         comparison.check()

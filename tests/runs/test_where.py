@@ -21,14 +21,15 @@ in_tmp_path = rundirs.in_tmp_path
 
 @pytest.fixture
 def runs() -> dict[str, Path]:
+    choices = {"data": "stdlib", "loss": "own"}
     common: dict[str, Any] = {"status": "done", "model": "gpt2-124m", "steps": 100, "parameters": 124_000_000}
     config = "optim: {{lr: {}}}\ndeterministic: {}\nlora: {{targets: [q, v]}}\n"
     return {
         "a": make("outputs/d/a", time="2026-01-05T10:00:00+0000", config=config.format(0.001, "true"),
-                  launch={"launches": [{"time": "2026-01-05T10:00:00+0000", "choices": {"data": "stdlib"}}]},
+                  launch={"launches": [{"time": "2026-01-05T10:00:00+0000", "choices": choices}]},
                   strategy="fsdp", val_loss=1.5, mesh={"dp": 2}, **common),
         "b": make("outputs/d/b", time="2026-01-06T10:00:00+0000", config=config.format(0.01, "false"),
-                  strategy="ddp", val_loss=2.5, **common),
+                  strategy="ddp", val_loss=2.5, tokens_per_s=9.0, train_loss=2.4, mfu=0.2, val_accuracy=0.9, **common),
         "c": make("outputs/d/c", time="2026-01-07T10:00:00+0000", config=config.format(0.1, "false"),
                   strategy="ddp", val_loss=None, **common | {"status": "failed"}),
     }  # fmt: skip
@@ -66,6 +67,9 @@ def test_what_is_found(runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
         "started<2026-01-06T09:00:00+00:00": "a",
         "age>1d and age<5000w": "abc",
         "name='a'": "a",
+        "val loss<2 & strategy=fsdp": "a",
+        "val loss<2 || strategy=ddp": "abc",
+        "not train loss<2 and tok/s>5 and MFU>0.1 and accuracy>0.5": "b",
     }.items():
         assert found(capsys, text) == expected, text
     assert main(["--where", "val_loss<0"]) == 0
@@ -82,7 +86,8 @@ def test_text_among_numbers_is_no_error(runs: dict[str, Path], capsys: pytest.Ca
 
 def test_what_is_refused(runs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     for text, said in {
-        "val_los<2": "did you mean val_loss",
+        "val_los<2": "--where=val_los<2: no run has val_los\n  fix: did you mean val_loss?",
+        "loss<2": "loss is text (own)\n  fix: val_loss<2, or train_loss<2",
         "optim.lrr<2": "did you mean optim.lr",
         "learning_rate<1": "optim.lr",
         "good": "good is not compared with anything\n  fix: tag=good",
