@@ -46,8 +46,11 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     tags.check(config["tags"])
     check_cluster(config)
     ranks, batch_size = (world_size(config), config["cluster"]["processes"]), config["train"]["global_batch_size"]
+    ours, tp = config["model"]["_target_"].startswith("dtrain."), config["strategy"].get("tp", 1)
+    if ours and tp > 1:  # before the mesh: its fix is a number of ranks for this tp
+        check_heads(config["model"], tp, config["cluster"]["processes"])
     sizes = mesh.of_strategy(config["strategy"], *ranks, batch_size)
-    if config["model"]["_target_"].startswith("dtrain."):  # in a user's own model `dim` may mean something else
+    if ours:  # in a user's own model `dim` may mean something else
         check_model(config["model"], sizes)
     _, _, num_micro_batches = batch_sizes(config, sizes)
     strategy.check(config, sizes, num_micro_batches)
@@ -188,15 +191,23 @@ def check_model(model: dict[str, Any], sizes: mesh.MeshSizes) -> None:
             f"must divide model.image_size={size}",
             f"model.patch_size={math.gcd(size, patch)}",
         )
-    for setting, count in (("num_heads", heads), ("num_kv_heads", kv_heads)):
-        if count and count % sizes.tp:
-            fits = math.gcd(heads, kv_heads, sizes.tp)
-            fix = f"strategy.tp={fits} strategy.dp=-1" if fits > 1 else "strategy=fsdp"
-            raise bad("strategy.tp", sizes.tp, f"must divide model.{setting}={count}", fix)
+    check_heads(model, sizes.tp, sizes.world_size)
     if layers and layers < sizes.pp:
         ranks = sizes.pp * sizes.dp
         fix = f"strategy.pp={max(d for d in range(1, layers + 1) if ranks % d == 0)} strategy.dp=-1"
         raise bad("strategy.pp", sizes.pp, f"there are only model.num_layers={layers} layers", fix)
+
+
+def check_heads(model: dict[str, Any], tp: int, world_size: int) -> None:
+    """Check that each tensor-parallel rank gets whole attention heads."""
+    heads: int = model.get("num_heads") or 0
+    kv_heads: int = model.get("num_kv_heads") or heads
+    for setting, count in (("num_heads", heads), ("num_kv_heads", kv_heads)):
+        if count and count % tp:
+            shared = math.gcd(heads, kv_heads, world_size)
+            fits = max(d for d in range(1, tp) if shared % d == 0)
+            fix = f"strategy.tp={fits} strategy.dp=-1" if fits > 1 else "strategy=fsdp"
+            raise bad("strategy.tp", tp, f"must divide model.{setting}={count}", fix)
 
 
 def check_adapters(config: dict[str, Any]) -> None:

@@ -54,7 +54,8 @@ def explain(error: BaseException, argv: Sequence[str] = ()) -> str:
         return text
     if isinstance(error, OverrideParseException):
         word = error.override
-        return f"{word if word.strip() else repr(word)}: is not understood as key=value\n  fix: {probably_meant(word)}"
+        shown = word if word.strip() else repr(word)
+        return f"{shown}: is not understood as key=value\n  fix: {probably_meant(word, argv)}"
     there = re.search(r"An item is already at '([\w./@-]+)'", text)
     if there and "." in there[1]:
         plain = next((word[1:] for word in argv if word.startswith(f"+{there[1]}=")), f"{there[1]}=VALUE")
@@ -81,9 +82,13 @@ def explain(error: BaseException, argv: Sequence[str] = ()) -> str:
                 option = default_options()[name]
                 fix = f"{name}={option}, or {name}.SETTING=VALUE; {name} can be {', '.join(options_of(name))}"
             return f"{as_typed(name, argv)}: is a section\n  fix: {fix}"
-        having = [o for o in options_of(group) if setting in read_yaml(CONF / group / f"{o}.yaml")]
+        files = {option: read_yaml(CONF / group / f"{option}.yaml") for option in options_of(group)}
+        having = sorted((o for o in files if setting in files[o]), key=lambda o: len(files[o]))  # tensor before 3d
         fix = f"leave out {name}, or {group}={' or '.join(having)}"
-        return f"{name}: the chosen {group} has no such setting\n  fix: {fix}"
+        chosen = next((w for w in reversed(argv) if w.partition("=")[0] == group), "")
+        fixed = any(word.startswith(("recipe=", "resume=", "fork=")) for word in argv)
+        who = chosen or (f"the chosen {group}" if fixed or not argv else f"{group}={default_options()[group]}")
+        return f"{as_typed(name, argv)}: {who} has no such setting\n  fix: {fix}"
     full_key = getattr(error, "full_key", None)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     noise = ("See ", "Set the env", "full_key:", "object_type=", "reference_type=")
@@ -180,8 +185,19 @@ def yaml_value(text: str) -> object:
     return yaml.load(text, yaml_loader())
 
 
-def probably_meant(word: str) -> str:
-    """Guess the intended override for `fsdp`, `strategy:fsdp`, `train.steps = 5` or `run_dir=a=b`."""
+def probably_meant(word: str, argv: Sequence[str] = ()) -> str:
+    """Guess the intended override for `fsdp`, `strategy:fsdp`, `train.steps = 5`, `net.py` or `run_dir=a=b`.
+
+    argv: all words, for a setting and a value that a space separates.
+    """
+    if re.fullmatch(r"[\w./-]+\.py", word):
+        return f"script={word}"
+    if word in argv and (word in GROUPS or word in known_settings()):
+        following = [part for part in argv[argv.index(word) + 1 :][:2] if part != "="]
+        if following and accepted(word, following[0].lstrip("=")):  # strategy fsdp, train.steps = 5
+            return f"{word}={accepted(word, following[0].lstrip('='))}"
+        if word in GROUPS:
+            return f"{word}={default_options()[word]}; {word} can be {', '.join(options_of(word))}"
     for group in GROUPS:
         if word in options_of(group):
             return f"{group}={word}"

@@ -76,7 +76,7 @@ def resolve(
     if math.prod(sizes.values()) != world_size:
         raise ValueError(
             f"{asked}: {' × '.join(sizes)} must equal the number of ranks, {world_size}\n"
-            f"  fix: {other_sizes(world_size, node_size, fixed, abs(pp * tp), cp, batch_size)}"
+            f"  fix: {other_sizes(world_size, node_size, fixed, abs(pp * tp), cp, batch_size, dp == -1)}"
         )
     if node_size % sizes["tp"]:
         raise ValueError(
@@ -95,14 +95,25 @@ def of_strategy(
     return resolve(world_size, node_size, **axes, batch_size=batch_size)
 
 
-def other_sizes(world_size: int, node_size: int, fixed: int, model: int, cp: int, batch_size: int | None = None) -> str:
-    """Suggest degrees for these ranks, or ranks for these degrees. model: pp × tp, as far as given."""
+def other_sizes(
+    world_size: int,
+    node_size: int,
+    fixed: int,
+    model: int,
+    cp: int,
+    batch_size: int | None = None,
+    filled: bool = False,
+) -> str:
+    """Suggest degrees for these ranks, or ranks for these degrees. model: pp × tp, as far as given.
+
+    filled: strategy.dp is -1 already.
+    """
     fill = "strategy.dp=-1" if world_size % (model * cp) == 0 and fixed > model * cp else ""
     if cp > 1 and not fill and world_size % model == 0:
         fits = max(c for c in range(1, cp + 1) if world_size // model % c == 0)
         fill = f"strategy.cp={fits} strategy.dp=-1"
     axes = "pp, tp and cp" if cp > 1 else "pp and tp"
-    degrees = fill or f"strategy.dp=-1 with {axes} whose product divides {world_size}"
+    degrees = fill or f"{'' if filled else 'strategy.dp=-1 with '}{axes} whose product divides {world_size}"
     if world_size == node_size:
         ranks = f"cluster.processes={fixed}"
     else:

@@ -160,7 +160,9 @@ def check_section(name: str, section: Any, trust: Iterable[str]) -> None:
             if group == "cluster" and is_left_out(target, key, value):
                 continue
             raise unknown(f"{name}.{key}", [f"{name}.{p}" for p in parameters])
-        check_type(f"{name}.{key}", value, *parameters[key])
+        annotation, default = parameters[key]
+        shown = (option or {}).get(key)
+        check_type(f"{name}.{key}", value, annotation, shown if isinstance(shown, list) else default)
     given = BY_SPLIT if group == "data" and option is None else ()
     missing = [p for p, (_, default) in parameters.items() if default is REQUIRED and p not in (*section, *given)]
     if missing and (option or not section.get("_partial_")):
@@ -239,7 +241,8 @@ def example(key: str, value: Any, annotation: str, default: Any) -> str:
             return f"{key}={near[0]}"
     elif names[0] == "list":
         if isinstance(value, (str, int, float)):
-            return f"'{key}=[{value}]'"
+            rest = default[1:] if isinstance(default, list) else []  # optim.betas are two
+            return f"'{key}=[{','.join(map(str, [value, *rest]))}]'"
     elif "int" in names and re.fullmatch(r"-?\d+(\.0*)?", str(value)):  # 1e3, 5.0 or "5"
         return f"{key}={int(float(value))}"
     elif "str" in names and isinstance(value, (bool, int, float)):

@@ -77,9 +77,8 @@ def check(
     classes = class_names(root / "train" if own_val else root)
     for folder in (root / "train" / c if own_val else root / c for c in classes):
         if not has_picture(folder):
-            raise bad(
-                "data.path", path, f"there is no image in {folder}", f"remove it, or add one of {' '.join(ENDINGS)}"
-            )
+            fix = f"a folder with a folder for each class, with images in each ({' '.join(ENDINGS)})"
+            raise bad("data.path", path, f"there is no image in {folder}", fix)
     if len(classes) < 2:
         rule = f"has {len(classes)} folders of images, but needs one for each of two or more classes"
         raise bad(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 import shlex
@@ -98,9 +99,8 @@ def find_checkpoint(word: str, roots: Sequence[str | Path] = ROOTS, setting: str
         try:  # an @ in the name of the run
             return At(find_run(word, roots, setting))
         except ValueError:
-            raise bad(
-                setting, word, "after the @ comes a step, or best", f"{_typed(setting, f'{name}@100')}, or @best"
-            ) from None
+            fix = _typed(setting, f"{name}@{_likely(name, which, roots)}")
+            raise bad(setting, word, "after the @ comes a step, or best", fix) from None
     run_dir = find_run(name, roots, setting)
     kept = [path for path in checkpoints(run_dir / "checkpoints") if (path / "manifest.json").is_file()]
     if not kept:
@@ -112,6 +112,16 @@ def find_checkpoint(word: str, roots: Sequence[str | Path] = ROOTS, setting: str
         rule = f"the run has no checkpoint of step {step}; it has {', '.join(map(str, sorted(steps)[-20:]))}"
         raise bad(setting, word, rule, _typed(setting, f"{name}@{near}"))
     return At(run_dir, step)
+
+
+def _likely(name: str, which: str, roots: Sequence[str | Path]) -> str:
+    """Return what was probably meant after the @: best, or the newest step of that run."""
+    kept = []
+    with contextlib.suppress(ValueError):
+        kept = checkpoints(find_run(name, roots) / "checkpoints")
+    if not kept or difflib.get_close_matches(which, ["best"], 1, 0.6):
+        return "best"
+    return str(int(kept[0].name[5:]))
 
 
 def _best(run_dir: Path, kept: Sequence[Path], word: str, setting: str) -> int:

@@ -157,6 +157,15 @@ def test_what_was_probably_meant(typed: str, meant: str) -> None:
     assert probably_meant(typed) == meant
 
 
+def test_what_was_probably_meant_by_words_with_spaces() -> None:
+    assert probably_meant("strategy", ["strategy", "fsdp"]) == "strategy=fsdp"
+    assert probably_meant("strategy", ["strategy"]).startswith("strategy=ddp; strategy can be 3d, ")
+    assert probably_meant("train.steps", ["train.steps", "=", "100"]) == "train.steps=100"
+    assert probably_meant("train.steps", ["train.steps", "=100"]) == "train.steps=100"
+    assert probably_meant("train.steps", ["train.steps", "=", "few"]) == "train.steps=300"
+    assert probably_meant("my/train.py") == "script=my/train.py"
+
+
 @settings(max_examples=60)
 @given(st.text(st.characters(exclude_categories=("Cc", "Cs")), min_size=1, max_size=20))
 def test_any_path_survives_hydras_grammar(text: str) -> None:

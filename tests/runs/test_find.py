@@ -120,7 +120,8 @@ def test_a_checkpoint_of_a_run() -> None:
     assert str(At(run, 200)) == f"{run}@200" and str(At(run)) == str(run)
     for word, said in {
         "latest@249": "it has 100, 200, 300, 400, 500, 600\n  fix: latest@200",
-        "latest@bets": "after the @ comes a step, or best\n  fix: latest@100, or @best",
+        "latest@bets": "after the @ comes a step, or best\n  fix: latest@best",
+        "latest@": "after the @ comes a step, or best\n  fix: latest@600",
         "nobody@best": "no such folder",
     }.items():
         with pytest.raises(ValueError) as error:
@@ -139,7 +140,7 @@ def test_a_fix_is_what_to_type() -> None:
         with pytest.raises(ValueError) as error:
             find_checkpoint(word)
         assert shlex.split(str(error.value).partition("fix: ")[2].partition(", of those")[0]) == [f"{run}@100"]
-    with pytest.raises(ValueError, match="fix: resume=latest@100, or @best"):
+    with pytest.raises(ValueError, match=r"fix: resume=latest@100$"):
         find_checkpoint("latest@x", setting="resume")
 
 
