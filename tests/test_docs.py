@@ -162,7 +162,7 @@ BEGINS = re.compile(r"(?:python launch\.py|dtrain|make)(?= |$)")
 STAND_INS = {
     "RUN": "run", "SWEEP": "sweep", "latest": "run", "multirun/<date>/<time>": "sweep", "multirun/…": "sweep",
     "SOURCE": "texts", "FOLDER": "texts", "PATH": "texts", "FILE.jsonl": "labelled.jsonl", "mine.json": "mine.json",
-    "HOST": "127.0.0.1", "SHARED": "shared", "NAME": "ddp",
+    "HOST": "127.0.0.1", "SHARED": "shared", "NAME": "ddp", "12-23-01-gpt2-tiny-ddp": "run",
 }  # fmt: skip
 
 # launches that need something which a test machine may lack: what is added so that they can be shown, and why

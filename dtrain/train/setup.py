@@ -198,11 +198,12 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver, time
     sample = train_data.sample()
     begin_compile_cache(cfg, strategy, sample)
     check_batch(model, strategy, *sample)
-    validation = None
+    validation, evaluated = None, {"of": 0} if cfg.train.eval_batches else {}  # no such split; not asked for
     if val_set is not None:
         size = eval_batch_size(len(val_set), batch_size, micro_batch_size, mesh, str(cfg.choices.get("data")))
         val_data = Loader(val_set, size, *of_rank, **reading, shuffle=False)
         validation = Validation(val_data, size, min(cfg.train.eval_batches, len(val_set) // size))
+        evaluated = {"batches": validation.num_batches, "samples": validation.num_batches * size, "of": len(val_set)}
 
     batches = partial(validation.batches, device) if validation else lambda: iter(())
     of_run = (folder, cfg, strategy.module, device, min(cfg.train.steps, cfg.train.stop_after or cfg.train.steps))
@@ -233,7 +234,8 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver, time
         "device": metrics.device_name(device), "compile": strategy.compile,
         **({} if epochs is None else {"epochs": epochs, "samples_per_epoch": per_epoch}),
         "start_step": step, "total_steps": cfg.train.steps, "steps": step, "train_loss": None, "val_loss": None,
-        "val_accuracy": None, "predicted": predicted(folder), "versions": metrics.versions(device),
+        "val_accuracy": None, "evaluated": evaluated, "predicted": predicted(folder),
+        "versions": metrics.versions(device),
         **({"ended_by": hooks.ended} if hooks.ended else {}),
     }  # fmt: skip
     if origin := store.forked_from(folder / "checkpoints"):

@@ -92,6 +92,7 @@ def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str
     val = loss_text(get("val_loss"))
     if perplexity(get("val_perplexity")) != "-":
         val += f" (perplexity {perplexity(get('val_perplexity'))})"
+    val = evaluated_text(val, as_dict(get("evaluated")))
     accuracy = percent(get("val_accuracy"))
     if number(get("val_top5")) is not None:
         accuracy += f" (top-5 {percent(get('val_top5'))})"
@@ -119,6 +120,14 @@ def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str
         ("best", best_text(get("best")), "-"),
     ]
     return [(label, value, "" if guess == "-" else guess) for label, value, guess in rows if value != "-"]
+
+
+def evaluated_text(loss: str, evaluated: dict[str, Any]) -> str:
+    """Add how much of the validation split a loss is of, or why there is none."""
+    batches, samples, of = (number(evaluated.get(key)) for key in ("batches", "samples", "of"))
+    if loss == "-":
+        return "none, because the data have no validation split" if of == 0 else loss
+    return f"{loss}, of the first {batches:.0f} batches" if batches and samples and of and samples < of else loss
 
 
 def ended_text(ended: object) -> str:
@@ -209,7 +218,9 @@ def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[s
     look = f'dtrain sample {run} "def "' if writes else f"dtrain evaluate {run}"
     trust = "".join(f" {word}" for word in trust_words(run_dir))
     profiled = [f"dtrain profile {run}"] if (run_dir / "profiles").is_dir() else []
-    return [*profiled, look + trust, f"dtrain export {run}{trust}", longer]
+    has_split = number(as_dict(summary.get("evaluated")).get("of")) != 0
+    look += trust + (" --split=train" if not (writes or has_split) else "")
+    return [*profiled, look, f"dtrain export {run}{trust}", longer]
 
 
 def print_summary(

@@ -37,7 +37,7 @@ def test_metrics_and_summary_have_the_names_that_scripts_rely_on(tmp_path: Path)
     final = summary(run)
     assert final["status"] == "done" and final["steps"] == 6 and final["val_loss"] == evaluations[-1]["val_loss"]
     assert final["train_loss"] == steps[-1]["loss"] and len(final["weights_sha256"]) == 64
-    for key in ("val_accuracy", "tokens_per_s", "mfu", "peak_mem_gib", "wall_s", "predicted"):
+    for key in ("val_accuracy", "evaluated", "tokens_per_s", "mfu", "peak_mem_gib", "wall_s", "predicted"):
         assert key in final
 
 

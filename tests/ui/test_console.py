@@ -198,3 +198,20 @@ def test_a_pipe_stays_plain_and_the_import_light() -> None:
     env = {**os.environ, "FORCE_COLOR": "1", "PYTHONPATH": str(Path(console.__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "[] False\n"
+
+
+def test_what_was_evaluated_is_said(tmp_path: Path) -> None:
+    """Without a validation split, `dtrain evaluate` needs another one."""
+    part = {"batches": 8, "samples": 256, "of": 300}
+    for values, expected in (
+        ({"val_loss": 2.0, "evaluated": part}, ["validation loss  2.0000, of the first 8 batches"]),
+        ({"val_loss": 2.0, "evaluated": part | {"of": 256}}, ["validation loss  2.0000"]),
+        (
+            {"val_loss": None, "evaluated": {"of": 0}},
+            ["validation loss  none, because the data have no validation split"],
+        ),
+        ({"val_loss": None, "evaluated": {}}, []),
+    ):
+        assert [line for line in summary_of(tmp_path, **values) if line.startswith("validation")] == expected
+    assert next_commands(tmp_path, "done", {"evaluated": {"of": 0}})[0] == f"dtrain evaluate {tmp_path} --split=train"
+    assert next_commands(tmp_path, "done", {"evaluated": part})[0] == f"dtrain evaluate {tmp_path}"
