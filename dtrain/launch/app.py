@@ -130,8 +130,9 @@ def command_began() -> float:
 
 
 def slug(text: str) -> str:
-    """Turn overrides into a folder name: no slashes, no spaces, within file system length limits."""
-    return re.sub(r"[^\w.,=+-]+", "-", text)[:120].strip("-")
+    """Turn overrides into a folder name: no slashes, no spaces, no ++, within file system length limits."""
+    name = re.sub(r"[^\w.,=+-]+", "-", text)
+    return re.sub(r"(?<![\w.])\++", "", name)[:120].strip("-")  # a number keeps its sign: 1e+5
 
 
 @contextmanager
@@ -208,10 +209,8 @@ class Gate(Callback):
         with raise_through_hydra():
             submitted = sweeps.submit(folder, self.asked)
         tables.print_sweep(sweeps.points(folder))
-        if submitted:
-            print(
-                f"submitted {counted(len(submitted), 'job')}; the table at any time: dtrain runs {shell_path(folder)}"
-            )
+        jobs = f"submitted {counted(len(submitted), 'job')}; " if submitted else ""
+        print(f"{jobs}the table at any time: dtrain runs {shell_path(folder)}")
 
 
 def resolve(cfg: DictConfig) -> dict[str, Any]:

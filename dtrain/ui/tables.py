@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtrain.runs.causes import one_line
 from dtrain.runs.folder import read_json
 from dtrain.runs.metrics import larger_is_better
 from dtrain.runs.record import ERRORS, RESULTS, load
@@ -256,7 +257,9 @@ def not_started(folder: Path) -> dict[str, list[str]]:
     """The points of a sweep that have no run folder yet: name and overrides."""
     planned = as_dict(as_dict(read_json(folder / SWEEP)).get("points"))
     return {
-        str(n): [str(o) for o in v] for n, v in planned.items() if isinstance(v, list) and not (folder / n).exists()
+        str(n): [str(o).lstrip("+") for o in v]
+        for n, v in planned.items()
+        if isinstance(v, list) and not (folder / n).exists()
     }
 
 
@@ -290,8 +293,11 @@ def print_points(runs: list[dict[str, Any]], console: Console) -> None:
             }
         )
     columns = {"point": "#", "overrides": "overrides"} | {k: COLUMNS[k][0] for k in keys}
-    columns |= {name: name for name in own} | {"best": ""}
+    columns |= {name: name for name in own} | {"best": f"by {COLUMNS[key][0]}" if ranked else ""}
     print_table(console, columns, rows, [*ERRORS, "mfu", "wall_s", "peak_mem_gib", "tokens_per_s", "job_id"], best)
+    for i in [i for i, run in enumerate(runs) if run["status"] == "failed"][:MOST_WAITING]:
+        if failure := read_json(dirs[i] / "failure.json"):
+            say(console, (clean(f"{rows[i]['point']}  failed: {one_line(failure)}"), "dim"))
     if shared:
         say(console, (f"all jobs: {' '.join(o for o in whole[0] if o in shared)}", "dim"))
     waiting = not_started(dirs[0].parent) if dirs else {}
@@ -326,7 +332,7 @@ def _overrides(run_dir: Path) -> list[str]:
     if not isinstance(found, list):
         return [name]
     ours = ("run_dir=", "resume=", "resume_allow=", "recipe=as-run", "fork=")
-    typed = [str(o) for o in found if not str(o).startswith(ours)]
+    typed = [str(o).lstrip("+") for o in found if not str(o).startswith(ours)]
     return [name, *(o for o in typed if not o.startswith("train.stop_after="))] if is_fork(run_dir) else typed
 
 

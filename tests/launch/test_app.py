@@ -182,6 +182,11 @@ def test_a_slug_is_one_folder_name(text: str) -> None:
     assert slug(name) == name
 
 
+def test_a_folder_name_of_a_sweep_has_no_plus_before_a_name() -> None:
+    assert slug("1-++model.layers=1,+model.width=32") == "1-model.layers=1,model.width=32"
+    assert slug("0-optim.lr=1e+05") == "0-optim.lr=1e+05" and slug("0-") == "0"
+
+
 def test_a_recipe_is_a_start_and_the_command_line_wins(started: list[Path], tmp_path: Path) -> None:
     (tmp_path / "my own.yaml").write_text(
         "defaults:\n  - override /strategy: fsdp\n  - override /model: gpt2-tiny\ntrain: {steps: 11, seed: 5}\n"

@@ -173,7 +173,7 @@ def test_sweep_orders_jobs_by_number_and_shows_all_overrides_of_one() -> None:
 
 
 def test_a_run_that_ended_early_is_never_best_and_points_that_wait_are_listed(tmp_path: Path, capsys: Any) -> None:
-    points = {f"{i}-seed={i}": [f"train.seed={i}", "train.steps=9"] for i in range(3)}
+    points = {f"{i}-seed={i}": [f"++train.seed={i}", "train.steps=9"] for i in range(3)}
     (tmp_path / "sweep.json").write_text(json.dumps({"arguments": [], "points": points}))
     for name, status, loss in (("0-seed=0", "preempted", 0.5), ("1-seed=1", "done", 0.7)):
         (tmp_path / name).mkdir()
@@ -182,5 +182,10 @@ def test_a_run_that_ended_early_is_never_best_and_points_that_wait_are_listed(tm
         (tmp_path / name / "summary.json").write_text(json.dumps({"status": status, "val_loss": loss}))
     print_sweep(sorted(tmp_path.glob("*-*")))
     lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("by val loss") and "++" not in "".join(lines)
     assert "best" not in lines[1] and lines[2].endswith("← best")
     assert lines[-1].split() == ["2", "train.seed=2", "not", "started"]
+    (tmp_path / "0-seed=0" / "summary.json").write_text(json.dumps({"status": "failed"}))
+    (tmp_path / "0-seed=0" / "failure.json").write_text(json.dumps({"rank": 1, "type": "ValueError", "message": "no"}))
+    print_sweep(sorted(tmp_path.glob("*-*")))
+    assert "0  failed: rank 1: ValueError: no" in capsys.readouterr().out
