@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 from dtrain.config.files import CONF, GROUPS, SEVERAL, default_options, options_of, read_yaml
 
@@ -29,6 +31,16 @@ def needed(typed: Iterable[str]) -> list[str]:
             if (value == "???" or absent) and f"{group}.{name}" not in given:
                 found.append(f"{group}.{name}")
     return found
+
+
+def sequence_length(folder: str) -> int | None:
+    """Return a sequence length that the Hugging Face model in this folder accepts; None: not known."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text())
+        sizes = [config.get(name) for name in ("max_position_embeddings", "n_positions")]
+    except (OSError, ValueError, AttributeError):
+        return None
+    return next((min(size, 1024) for size in sizes if type(size) is int and size > 0), None)
 
 
 def with_needed(error: ValueError, typed: Iterable[str]) -> ValueError:

@@ -50,7 +50,7 @@ from dtrain.config.build import TRUST
 from dtrain.config.files import CONF, SEVERAL, is_script, options_of
 from dtrain.config.hardware import ranks_per_node
 from dtrain.config.hydra_errors import GROUPS, MISTAKES, explain
-from dtrain.config.needed import needed
+from dtrain.config.needed import needed, sequence_length
 from dtrain.config.redaction import redact
 from dtrain.config.run_file import save
 from dtrain.config.untrusted import check_own, resolved
@@ -329,9 +329,11 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
         chosen = HydraConfig.get().runtime.choices.get(group)
         rule = f"refers to {asked[1]}, which {group}={chosen} does not have"
         section = key.partition(".")[0]
-        values = " ".join(f"{name}=…" for name in dict.fromkeys([key, *needed(overrides)]))
+        is_length = chosen == "hf" and key == "data.seq_len"  # its folder knows the length
+        value = (sequence_length(str(cfg["model"].get("path"))) if is_length else None) or "…"
+        values = " ".join([f"{key}={value}", *(f"{name}=…" for name in needed(overrides) if name != key)])
         fix = f"{values}, or your own {section} (docs/your-own.md), or one of dtrain's models"
-        if group == "model" and chosen in options_of(group):  # it cannot take such samples
+        if group == "model" and chosen in options_of(group) and not is_length:  # it cannot take such samples
             fix = f"leave out {section}=, or another model"
         raise ValueError(f"{key}: {rule}\n  fix: {fix}") from error
     redaction.check(config)

@@ -204,7 +204,14 @@ def forked(argv: list[str], given: dict[str, str]) -> list[str]:
 def folder_model(word: str) -> list[str]:
     """Turn `model=hf:FOLDER` into the option and its setting."""
     found = re.fullmatch(r"model=hf:(.+)", word)
-    return [word] if found is None else ["model=hf", f"model.path={quote(Path(found[1]).expanduser().absolute())}"]
+    if found is None:
+        return [word]
+    folder = Path(unquoted(found[1])).expanduser().absolute()
+    if not (folder / "config.json").is_file():
+        rule = "has no config.json" if folder.is_dir() else "is not a folder here, and dtrain downloads nothing"
+        fix = "the folder that save_pretrained() or `dtrain export RUN OUT --format hf` wrote"
+        raise bad("model", f"hf:{found[1]}", rule, fix)
+    return ["model=hf", f"model.path={quote(folder)}"]
 
 
 def script_overrides(argv: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from dtrain.cli import main
 from dtrain.commands.verify.compare import compare
 from dtrain.data.loader import permutation
 from dtrain.inference.sample import load_model
@@ -74,6 +75,16 @@ def test_a_folder_with_its_weights_and_no_code(tmp_path: Path) -> None:
         from_folder(str(tmp_path / "saved"))
     with pytest.raises(ValueError, match=r"is not a model of transformers"):
         from_folder(str(tmp_path / "saved"), architecture="AutoConfig")
+
+
+def test_a_folder_is_looked_at_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for word, rule in {"nowhere": "is not a folder here", "": "has no config.json"}.items():
+        assert main(["launch", f"model=hf:{tmp_path / word}"]) == 2
+        error = capsys.readouterr().err
+        assert f"error: model=hf:{tmp_path / word}: {rule}" in error and "fix: the folder that save_pretrained" in error
+    mine.gpt2().save_pretrained(tmp_path)
+    assert main(["launch", f"model=hf:{tmp_path}"]) == 2
+    assert f"fix: data.seq_len={mine.gpt2().config.n_positions}, or" in capsys.readouterr().err
 
 
 def test_what_a_model_returns() -> None:
