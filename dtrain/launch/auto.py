@@ -23,11 +23,8 @@ from dtrain.config.schema import check_keys_and_types
 from dtrain.errors import bad
 from dtrain.launch.arguments import AUTO, STAND_IN
 from dtrain.plan import run_prediction
-from dtrain.plan.host_memory import lean_changes
-from dtrain.plan.layout import layout_of
-from dtrain.plan.ledger import total
+from dtrain.plan.host_memory import cpu_bytes, lean_changes
 from dtrain.plan.memory.activations import GIB
-from dtrain.plan.memory.peak import memory
 from dtrain.plan.model_shape import shape_of
 from dtrain.plan.predict import why_not
 from dtrain.plan.report import lacking
@@ -119,13 +116,6 @@ def without_predictions(config: Mapping[str, Any], typed: set[str], reason: str)
         raise bad("strategy", AUTO, rule, smaller(config, typed, has))
     copies = "the model fits" if ranks == 1 else f"{ranks} copies of the model fit"
     return ["strategy=ddp"], f"ddp: there is no GPU here, and {copies} in this machine's memory"
-
-
-def cpu_bytes(config: Mapping[str, Any]) -> float:
-    """The memory of all ranks on this machine's CPUs, activations included."""
-    shape = shape_of(config)
-    assert shape is not None
-    return world_size(config) * total(memory(shape, layout_of(config)))
 
 
 def smaller(config: Mapping[str, Any], typed: set[str], has: float) -> str:

@@ -1,11 +1,12 @@
 """Reject a CPU launch of a model that this machine's memory cannot hold: the kernel would kill it (SIGKILL).
 
 Only weights, gradients and optimizer state count, and none of them is an estimate. Activations, copies and the
-processes themselves come on top.
+processes themselves come on top: if the machine has too little for those, there is a warning.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -15,10 +16,12 @@ from typing import Any
 
 from dtrain.checks.validate import validate
 from dtrain.config.files import is_script, options_of
-from dtrain.config.hardware import gpus_per_node, ranks_per_node
+from dtrain.config.hardware import gpus_per_node, ranks_per_node, world_size
 from dtrain.errors import bad
 from dtrain.plan import compression
 from dtrain.plan.layout import Layout, layout_of
+from dtrain.plan.ledger import total
+from dtrain.plan.memory.peak import memory
 from dtrain.plan.memory.pipeline import rank_stages
 from dtrain.plan.memory.states import (
     HeldParameters,
@@ -43,9 +46,11 @@ log = logging.getLogger("dtrain")
 
 
 def check_host(config: Mapping[str, Any]) -> None:
-    """Reject a run whose states alone exceed this machine's memory."""
+    """Reject a run whose states alone exceed this machine's memory; warn if the activations do."""
     try:
         error = refusal(config)
+        if error is None and (found := tight(config)):
+            log.warning("%s", found)
     except Exception as fault:
         if strict():
             raise
@@ -68,6 +73,30 @@ def refusal(config: Mapping[str, Any]) -> ValueError | None:
     rule += f", {described(has)} {gib(has / GIB)}, {NO_GPU}"
     fix = f"{leaner(config, has)}; or force=true, if swap is enough"
     return bad("model", config["choices"].get("model"), rule, fix)
+
+
+def tight(config: Mapping[str, Any]) -> str:
+    """Say that the ranks may be killed, and which micro-batch needs less; "" if the memory is enough, or not known."""
+    if config["force"] or config.get("dry_run") or not on_this_cpu(config["cluster"]) or states_of(config) is None:
+        return ""
+    has, train = machine_bytes(), config["train"]
+    if (needs := cpu_bytes(config)) <= has:
+        return ""
+    text = f"the ranks need about {gib(needs / GIB)} with activations, {described(has)} {gib(has / GIB)}"
+    for size in () if "batch_norm" in config["model"] else (8, 4, 2, 1):
+        with contextlib.suppress(ValueError):  # e.g. a batch that does not divide by it
+            less = {**config, "train": {**train, "micro_batch_size": size}}
+            if (needs := cpu_bytes(less)) <= HOST_SHARE * has:
+                validate(less)
+                return f"{text}: they may be killed. train.micro_batch_size={size} needs {gib(needs / GIB)}"
+    return f"{text}: they may be killed"
+
+
+def cpu_bytes(config: Mapping[str, Any]) -> float:
+    """The memory of all ranks on this machine's CPUs, activations included."""
+    shape = shape_of(config)
+    assert shape is not None
+    return world_size(config) * total(memory(shape, layout_of(config)))
 
 
 def on_this_cpu(cluster: Mapping[str, Any]) -> bool:
