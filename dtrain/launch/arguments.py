@@ -174,7 +174,8 @@ def resumed(argv: list[str], given: dict[str, str]) -> list[str]:
         raise bad(
             "run_dir", other, rule, f"{argument('fork', word)} {argument('run_dir', other)}, or leave out run_dir="
         )
-    store_as_run(run_dir, overridden=[g for g in GROUPS if g in given])
+    argv, overridden = without_same_classes(argv, given, run_dir)
+    store_as_run(run_dir, overridden)
     check_program(run_dir, argv)
     argv = [a for a in argv if not a.startswith(("resume=", "run_dir="))]
     return [*argv, "recipe=as-run", f"resume={quote(str(at))}", f"run_dir={quote(run_dir)}"]
@@ -196,9 +197,23 @@ def forked(argv: list[str], given: dict[str, str]) -> list[str]:
         if newest is None:
             raise bad("fork", word, "the run has no checkpoint", "another run; dtrain runs lists them")
         at = at._replace(step=int(newest.name[5:]))
-    store_as_run(at.run_dir, overridden=[g for g in GROUPS if g in given], as_fork=True)
+    argv, overridden = without_same_classes(argv, given, at.run_dir)
+    store_as_run(at.run_dir, overridden, as_fork=True)
     argv = [a for a in argv if not a.startswith("fork=")]
     return [*argv, "recipe=as-run", f"fork={quote(str(at))}"]
+
+
+def without_same_classes(argv: list[str], given: dict[str, str], run_dir: Path) -> tuple[list[str], list[str]]:
+    """Leave out the typed classes that a run has, too, so that it keeps their arguments; and name the other groups."""
+    config = read_config(run_dir)
+    of_run = {group: as_dict(config.get("choices")).get(group) for group in given if group in GROUPS}
+    same = [
+        group
+        for group, name in of_run.items()
+        if given[group] == name == as_dict(config.get(group)).get("_target_") and DOTTED.fullmatch(given[group])
+    ]
+    argv = [word for word in argv if word not in {f"{group}={given[group]}" for group in same}]
+    return argv, [group for group in of_run if group not in same]
 
 
 def folder_model(word: str) -> list[str]:

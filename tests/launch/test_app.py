@@ -280,6 +280,22 @@ def test_a_resume_goes_on_in_its_folder_with_its_own_settings(old: Path, templat
     assert stat.S_IMODE(old.stat().st_mode) == 0o700
 
 
+def test_the_classes_of_a_run_named_again_keep_their_arguments(started: list[Path], tmp_path: Path) -> None:
+    """Another class has its own defaults; what is typed beside the class changes."""
+    own = ["model=tests.data.own_data.Net", "data=tests.data.own_data.Drawing", "loss=cross_entropy"]
+    run(*own, "model.inputs=16", "data.num=24", "run_dir=run", "train.steps=4")
+    run("resume=run", *own)
+    config = read(tmp_path / "run")
+    assert len(started) == 2 and config["model"] == {"_target_": "tests.data.own_data.Net", "inputs": 16}
+    run("resume=run", *own, "data.num=32", "resume_allow=[data.num]")
+    assert read(tmp_path / "run")["data"]["num"] == 32
+    words = ["model=tests.data.own_data.Named", own[1], "strategy=ddp"]
+    given = dict(word.split("=") for word in words)
+    assert arguments.without_same_classes(words, given, tmp_path / "run") == (
+        [words[0], "strategy=ddp"], ["model", "strategy"]
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("word", ["latest", "= odd 'sig"])
 def test_a_resume_by_name(old: Path, started: list[Path], word: str, tmp_path: Path) -> None:
     (tmp_path / "outputs").mkdir()
