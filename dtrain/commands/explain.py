@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import textwrap
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ from dtrain.config.describe import (
     top_settings,
 )
 from dtrain.config.files import GROUPS, default_options, known_settings, options_of, setting_prefix
-from dtrain.errors import unknown
+from dtrain.errors import bad, unknown
 
 USAGE = """usage: dtrain explain SETTING|GROUP|GROUP=OPTION ...
 
@@ -34,6 +35,11 @@ def main(argv: list[str]) -> int:
         return 0
     for number, word in enumerate(argv):
         lines = list(explain(word))
+        group, _, option = word.partition("=")
+        if not lines and group in GROUPS:
+            near = difflib.get_close_matches(option, options_of(group), 1, 0.6)
+            fix = f"did you mean {group}={near[0]}?" if near else f"dtrain explain {group}"
+            raise bad(group, option, "there is no such option", fix)
         if not lines:
             raise unknown(word, known_settings())
         print(*([""] if number else []), *lines, sep="\n")

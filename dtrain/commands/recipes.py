@@ -31,8 +31,8 @@ def main(argv: list[str]) -> int:
     if options.name not in found:
         name = options.name or ""
         near = difflib.get_close_matches(name, found, 1, 0.6) or [one for one in found if name and name in one][:1]
-        meant = f"dtrain recipes {options.action} {near[0]}; " if near else ""
-        raise ValueError(f"recipe={name}: there is no such recipe\n  fix: {meant}there are {', '.join(found)}")
+        fix = f"dtrain recipes {options.action} {near[0]}" if near else f"there are {', '.join(found)}"
+        raise ValueError(f"recipe={name}: there is no such recipe\n  fix: {fix}")
     if options.action == "show":
         print(found[options.name].read_text(), end="")
         return 0

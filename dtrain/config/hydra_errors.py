@@ -100,7 +100,12 @@ def explain(error: BaseException, argv: Sequence[str] = ()) -> str:
         fix = f"in the file, `defaults: [override /{group.removeprefix('/')}: {option}]`"
         return f"{group}={option}: there is a {group} already\n  fix: {fix}"
     if ambiguous:
-        fix = f"{ambiguous[1].partition(',')[0].strip()}, or -m {ambiguous[1]}"
+        comma = re.fullmatch(r"([^=]+)=(?:(0),(\d+)|(\d{1,3}),(000))", ambiguous[1])
+        if comma:  # 0,001 and 1,000 are meant as one number
+            one = f"{comma[1]}=0.{comma[3]}" if comma[2] else f"{comma[1]}={comma[4]}{comma[5]}"
+        else:
+            one = ambiguous[1].partition(",")[0].strip()
+        fix = f"{one}, or -m {ambiguous[1]}"
         return f"{ambiguous[1]}: is more than one value\n  fix: {fix}"
     what = (f"{full_key}: " if full_key else "") + (" ".join(lines[:2]) if lines else type(error).__name__)
     return f"{what}\n  fix: dtrain launch --help shows every group and setting"

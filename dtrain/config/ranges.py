@@ -101,9 +101,12 @@ def check_ranges(flat: dict[str, Any]) -> None:
         if key in AT_MOST and value > AT_MOST[key]:
             raise bad(key, value, f"must be at most {AT_MOST[key]}", f"{key}={AT_MOST[key]}")
         if key in MORE_THAN and not value > MORE_THAN[key]:
-            raise bad(key, value, f"must be more than {MORE_THAN[key]}", f"{key}={example(key, 0.1)}")
+            off = f", or {key}=null   (no clipping)" if key == "train.max_grad_norm" else ""
+            raise bad(key, value, f"must be more than {MORE_THAN[key]}", f"{key}={example(key, 0.1)}{off}")
         if key in LESS_THAN and not value < LESS_THAN[key]:
-            raise bad(key, value, f"must be less than {LESS_THAN[key]}", f"{key}=0.1")
+            raise bad(
+                key, value, f"must be less than {LESS_THAN[key]}", f"{key}={0.999 if key == 'ema.decay' else 0.1}"
+            )
 
 
 def example(key: str, otherwise: object) -> object:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
 import re
@@ -180,7 +181,9 @@ def read_request(options: argparse.Namespace) -> Request:
     for key, group in (("strategies", "strategy"), ("precisions", "precision")):
         for name in lists[key]:
             if name not in known[key]:
-                fix = f"{key} can be {', '.join(known[key])}"
+                near = difflib.get_close_matches(name, known[key], 1, 0.6)
+                meant = ",".join(near[0] if one == name and near else one for one in lists[key])
+                fix = f"did you mean {key}={meant}?" if near else f"{key} can be {', '.join(known[key])}"
                 raise bad(key, ",".join(lists[key]), f"there is no {group} {name!r}", fix)
     for text in lists["processes"]:
         if not text.isdecimal() or int(text) < 1:

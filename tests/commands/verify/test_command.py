@@ -219,7 +219,8 @@ def maps_of(pid: int) -> str:
 @pytest.mark.parametrize(
     ("words", "message", "fix"),
     [
-        (["strategies=dpd"], "strategies=dpd: there is no strategy 'dpd'", "strategies can be "),
+        (["strategies=dpd"], "strategies=dpd: there is no strategy 'dpd'", "did you mean strategies=ddp?"),
+        (["strategies=frobnicate"], "there is no strategy 'frobnicate'", "strategies can be "),
         (["precisions=fp31"], "precisions=fp31: there is no precision 'fp31'", "precisions can be bf16, bf16-pure"),
         (["precision=fp31"], "there is no precision 'fp31'", "precisions can be"),
         (["processes=two"], "processes=two: must be whole numbers", "processes=2,4"),
