@@ -16,6 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
 from dtrain.config.hydra_errors import MISTAKES, explain
+from dtrain.errors import bad
 from dtrain.launch import app as launch
 from dtrain.launch.arguments import trust_of
 from dtrain.launch.python_objects import spell, value_of
@@ -119,7 +120,12 @@ def fit(
     overrides, folders = spell(given)
     for name, value in {"cluster.processes": processes, "train.steps": steps, "train.epochs": epochs}.items():
         if value is not None:
-            overrides.append(f"{name}={value_of(name.rpartition('.')[2], value)}")
+            word = f"{name}={value_of(name.rpartition('.')[2], value)}"
+            twice = next((other for other in overrides if other.startswith(f"{name}=") and other != word), None)
+            if twice:
+                short, rule = name.rpartition(".")[2], "has two values: its short form has another one"
+                raise bad(name, twice.partition("=")[2], rule, f"leave out {short}=, or {name}")
+            overrides.append(word)
     with hydra_aside(), import_path(folders):
         try:
             ended = launch.start(overrides)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
@@ -256,6 +257,15 @@ def closure() -> Any:
         ({"train": {"steps": "ten"}}, r"train\.steps=ten: must be a whole number"),
         ({"strategy": "fdsp"}, r"strategy=fdsp: there is no such option\n  fix: did you mean strategy=fsdp"),
         ({"strategy": "fsdp,ddp"}, r"is more than one value"),
+        (
+            {"steps": 4, "train": {"steps": 5}},
+            r"train\.steps=5: has two values.*\n  fix: leave out steps=, or train\.steps",
+        ),
+        (
+            {"loss": torch.nn.MSELoss()},
+            r"loss=<MSELoss>: is an object.*\n  fix: give the class: loss=torch\.nn\.MSELoss;",
+        ),
+        ({"loss": 3}, r"fix: give the class and its settings"),
         ({"processes": 5}, r"train\.global_batch_size=32: must be a multiple of the 5"),
         ({"-m": 1}, r"'-m': is not the name of a setting"),
         ({"resume": "no-such-run"}, r"no-such-run"),

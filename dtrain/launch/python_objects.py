@@ -138,7 +138,11 @@ def as_function(group: str, thing: Any) -> str:
         how = f"return {kind}({type(getattr(thing, 'config', None)).__name__}(…))"
         return f"def my_model(): {how} at the top level of the file, and model=my_model; or model='hf:FOLDER'"
     if group not in ("model", "data"):
-        return f"give the class and its settings: {EXAMPLE}"
+        module = type(thing).__module__.partition(".modules.")[0]  # torch.nn.modules.loss
+        if module == "builtins":
+            return f"give the class and its settings: {EXAMPLE}"
+        name = kind if module == "__main__" else f"{module}.{kind}"
+        return f'give the class: {group}={name}; with settings: {group}=({name}, {{"setting": 1}})'
     made = {"ndarray": "inputs, targets", "Tensor": "inputs, targets", "tuple": "train, val"}.get(kind, f"{kind}(…)")
     made = '{"train": …, "val": …}' if isinstance(thing, Mapping) else made
     written = f"def my_{group}(): return {made} at the top level of the file, and {group}=my_{group}"
