@@ -99,6 +99,8 @@ CASES = [
     case("recipes show cpu-tyni", "recipe=cpu-tyni", "fix: dtrain recipes show cpu-tiny\n"),
     case("launch strategy=3", "strategy=3: there is no such option", "strategy can be 3d, auto, "),
     case("launch model=124", "model=124: there is no such option", "fix: model=gpt2-124m; "),
+    case("launch -m precision=fp32,16", "precision=16: there is no such option", "fix: precision=bf16 or fp16; "),
+    case("launch precision=@x", "precision=@x", "fix: "),
     case("launch precision=true", "precision=true: there is no such option", "precision can be "),
     case("launch strategy fsdp", "strategy: is not understood", "fix: strategy=fsdp"),
     case("launch strategy.tp=2", "strategy.tp=2: strategy=ddp has no such setting", "or strategy=tensor or 3d"),

@@ -27,7 +27,7 @@ from dtrain.config.files import (
     read_yaml,
     setting_prefix,
 )
-from dtrain.config.hydra_errors import GROUPS, is_foreign, unknown_setting, yaml_value
+from dtrain.config.hydra_errors import GROUPS, is_foreign, unknown_setting
 from dtrain.config.hydra_errors import OWN as DOTTED
 from dtrain.config.needed import with_needed
 from dtrain.config.redaction import check_arguments
@@ -41,6 +41,9 @@ from dtrain.util.format import argument, as_dict, short_path
 AUTO = "auto"  # strategy=auto: the planner chooses (dtrain/launch/auto.py)
 # Placeholder that Hydra composes until the planner has chosen. It has all degrees, so that strategy.tp=2 is valid.
 STAND_IN = {"_target_": "dtrain.strategies.pipeline.Pipeline", "pp": -1, "dp": -1, "tp": -1, "cp": 1, "cp_kind": "ring"}
+
+# A value that Hydra does not read as text.
+NOT_TEXT = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?|true|false|nan|[+-]?inf", re.IGNORECASE)
 
 
 def prepare_arguments(argv: list[str]) -> list[str]:
@@ -83,8 +86,8 @@ def prepare_arguments(argv: list[str]) -> list[str]:
             raise no_option(key, value)
         if key in GROUPS and value not in options_of(key):
             check_spelling(key, value)
-            if isinstance(yaml_value(value), (bool, int, float)):  # Hydra gives no name of the group
-                raise no_such_option(key, value)
+            if plain := next((part for part in named(value) if NOT_TEXT.fullmatch(part)), None):
+                raise no_such_option(key, plain)  # Hydra's message does not name the group
     argv = offer_own(argv)
     # an option stored by an earlier launch in this process must not leak into this one: strategy=glob(*) would match it
     ConfigStore.instance().repo.get("strategy", {}).pop(f"{AUTO}.yaml", None)

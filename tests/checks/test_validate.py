@@ -237,7 +237,7 @@ def test_fits(value: Any, annotation: str) -> None:
         ("name", 5, "'name=\"5\"'"),
         ("model.dim", "x", "model.dim=1"),
         ("optim.lr", "x", "optim.lr=0.001"),
-        ("optim.betas", 0.9, "'optim.betas=[0.9]'"),
+        ("optim.betas", 0.9, "'optim.betas=[0.9,0.95]'"),
         ("optim.lr_scaling", "linaer", "optim.lr_scaling=linear"),
         ("optim.lr_scaling", "zzz", "optim.lr_scaling=none"),
         ("cluster.grace_s", "soon", "cluster.grace_s=300"),
