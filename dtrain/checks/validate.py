@@ -19,8 +19,14 @@ from dtrain.config.schema import check_keys_and_types
 from dtrain.errors import bad
 from dtrain.runs import tags
 
-TASKS = {"next": "the next tokens", "mlm": "masked tokens", "classify": "classes of texts"}
-TASK_OF = dict.fromkeys(LANGUAGE_MODELS, "next")  # other models have model.task
+TASKS = {
+    "next": "the next tokens",
+    "mlm": "masked tokens",
+    "classify": "classes of texts",
+    "images": "classes of images",
+}
+IMAGE_MODELS = ("dtrain.models.convnet.ConvNet", "dtrain.models.resnet.ResNet", "dtrain.models.vit.ViT")
+TASK_OF = dict.fromkeys(LANGUAGE_MODELS, "next") | dict.fromkeys(IMAGE_MODELS, "images")  # others have model.task
 # The linear layers of our models, by the last part of their names; a test compares them with the models.
 LINEAR_LAYERS = {
     "dtrain.models.bert.Bert": ("q", "k", "v", "proj", "up", "down", "transform", "pooler", "classifier"),
@@ -249,5 +255,6 @@ def check_task(config: dict[str, Any], given: str | None) -> None:
     learns = config["model"].get("task") or TASK_OF.get(config["model"]["_target_"])
     if given and learns and given != learns:
         fitting = {"next": "stdlib, text or tokens", "mlm": "stdlib-mlm or mlm", "classify": "stdlib-lines or labelled"}
+        fitting["images"] = "digits, cifar10 or images"
         rule = f"its targets are {TASKS[given]}, but model={model} predicts {TASKS[learns]}"
         raise bad("data", data, rule, f"data={fitting[learns]}, or another model")

@@ -575,3 +575,10 @@ def test_usable_numbers_are_those_that_all_other_settings_allow(base: dict[str, 
 def test_ranges_that_cannot_work_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         validate.usable_sizes(compose(*overrides))
+
+
+@pytest.mark.parametrize("model", ["resnet18", "convnet", "vit-tiny"])
+def test_texts_do_not_suit_an_image_model(model: str) -> None:
+    rule = f"its targets are the next tokens, but model={model} predicts classes of images"
+    with pytest.raises(ValueError, match=f"data=stdlib: {rule}\n  fix: data=digits, "):
+        compose(f"model={model}", "data=stdlib", "data.seq_len=128")
