@@ -58,8 +58,13 @@ docs: .venv/installed-docs
 	$(INSTALL) -e .
 	touch $@
 
+# torchvision lies beside the packages, for its examples alone: its compiled part needs CUDA's libraries, and a torchvision
+# that cannot be imported keeps transformers from being imported
 .venv/installed-dev: .venv/torch
 	$(INSTALL) -e '.[dev]'
+	rm -rf .venv/torchvision
+	$(BIN)/python -m pip install -q --no-deps --target .venv/torchvision torchvision==0.28.0 timm==1.0.31 \
+		|| echo 'torchvision could not be installed: its examples are skipped'
 	touch .venv/installed $@
 
 # other engines (Ray, TensorFlow): as large as all the rest together, so only for make test-all
