@@ -120,7 +120,7 @@ CASES = [
     case("luanch", "luanch", "did you mean dtrain launch?"),
     case("fly", "fly", "dtrain --help"),
     case("strategy=fsdp", "strategy=fsdp", "dtrain launch strategy=fsdp"),
-    case("recipes show cpu", "recipe=cpu:", "fix: dtrain recipes show cpu-tiny;"),
+    case("recipes show cpu", "recipe=cpu:", "fix: dtrain recipes show cpu-tiny\n"),
     # what Hydra's grammar does not take
     case("launch run_dir=a=b", "run_dir=a=b", "fix: 'run_dir=\"a=b\"'"),
     case("launch name=日本", "name=日本", "fix: 'name=\"日本\"'"),

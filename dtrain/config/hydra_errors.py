@@ -177,7 +177,10 @@ def accepted(name: str, value: str) -> str | None:
                 return None
             schema.check_type(name, parsed, *parameters[key])
         else:
-            schema.check_plain(name, parsed, flatten(read_yaml(CONF / "config.yaml"))[name])
+            known = flatten(read_yaml(CONF / "config.yaml"))
+            if name not in known:  # e.g. script.args
+                return None
+            schema.check_plain(name, parsed, known[name])
         check_ranges({name: parsed})
     except ValueError:
         return None

@@ -118,7 +118,8 @@ def test_status_of_a_failed_run_and_of_a_sweep(capsys: pytest.CaptureFixture[str
     assert "dtrain why" in shown[5] and len(shown) == 6, "no step was made: there is nothing to resume"
     assert status_main(["multirun/d/t"]) == 0
     table = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert table[0] == ["#", "overrides", "status", "job"] and [t[-1] for t in table[1:]] == ["7_0", "7_1"]
+    assert table[0] == ["#", "overrides", "status", "job"] and [t[-1] for t in table[1:3]] == ["7_0", "7_1"]
+    assert "NaN" in table[3], "why the job failed"
     assert status_main(["multirun/d/t", "--json"]) == 0
     assert [r["job_id"] for r in json.loads(capsys.readouterr().out)] == ["7_0", "7_1"]
 

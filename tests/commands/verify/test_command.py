@@ -221,8 +221,8 @@ def maps_of(pid: int) -> str:
     [
         (["strategies=dpd"], "strategies=dpd: there is no strategy 'dpd'", "did you mean strategies=ddp?"),
         (["strategies=frobnicate"], "there is no strategy 'frobnicate'", "strategies can be "),
-        (["precisions=fp31"], "precisions=fp31: there is no precision 'fp31'", "precisions can be bf16, bf16-pure"),
-        (["precision=fp31"], "there is no precision 'fp31'", "precisions can be"),
+        (["precisions=fp31"], "precisions=fp31: there is no precision 'fp31'", "did you mean precisions=fp32?"),
+        (["precision=fp31"], "there is no precision 'fp31'", "did you mean precisions=fp32?"),
         (["processes=two"], "processes=two: must be whole numbers", "processes=2,4"),
         (["processes=0"], "processes=0: must be", "processes=2,4"),
         (["strategy=fsdp"], "strategy=fsdp: is not for verify", "strategies=…"),
