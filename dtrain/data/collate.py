@@ -34,7 +34,10 @@ def collated(
         return as_batch(collate(samples), notes)
     if collate is None:
         samples = [plain(sample, "", notes) for sample in samples]
+    first = samples[0]
     try:
+        if isinstance(first, Mapping) and any(set(sample) != set(first) for sample in samples):
+            raise KeyError("torch takes the fields of the first sample, and drops what others have")
         batch = default_collate(samples)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
         rule = difference(samples)

@@ -71,6 +71,15 @@ def test_dicts_tuples_and_things_that_are_not_numbers() -> None:
         as_batch({"x": torch.ones(2), "loss_weight": torch.tensor(1.0)}, notes)
 
 
+def test_samples_with_other_fields_than_the_first_are_refused() -> None:
+    """torch would drop them from the whole batch, and a model trains without its targets."""
+    whole = {"features": torch.ones(2), "labels": 1}
+    for other in ({"features": torch.ones(2)}, {"features": None, "labels": 1}):
+        for samples in ([whole, other], [other, whole]):
+            with pytest.raises(ValueError, match="the samples of a batch differ: the fields "):
+                collated(samples, None, {}, "mine.Dicts")
+
+
 def test_splits_by_argument_and_pictures(caplog: pytest.LogCaptureFixture) -> None:
     source = open_data({"_target_": f"{ME}.Pictures"}, [ME])
     train_set, val_set = source.dataset("train"), source.dataset("val")
