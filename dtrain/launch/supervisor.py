@@ -329,7 +329,7 @@ class Supervisor:
                 (run_dir / STOP_FILE).touch()
                 self.on_stop()
                 deadline, because = now + self.grace_s, self._too_slow()
-                saving = f"saving after the next step, within {self.grace_s} s (Ctrl-C: end at once)"
+                saving = f"saving after this step or the next, within {self.grace_s} s (Ctrl-C: end at once)"
                 monitor.message(f"stop requested: {saving if process.poll() is None else 'no rank had started'}")
             elif not because and now == looked and self._is_rescaled(run_dir, monitor):
                 deadline, because = now + self.grace_s, self._too_slow()
@@ -360,7 +360,7 @@ class Supervisor:
         if self.members.fit(wanted) in (0, self.num_members):
             (run_dir / SCALE_FILE).unlink(missing_ok=True)
             return False
-        monitor.message(f"{self.members.count(wanted)} requested: saving after the next step")
+        monitor.message(f"{self.members.count(wanted)} requested: saving after this step or the next")
         (run_dir / STOP_FILE).touch()  # and no signal, which means that a rank leaves
         return True
 

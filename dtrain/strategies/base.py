@@ -61,6 +61,7 @@ class Strategy:
     waits_for_gradients = False  # of every weight in every step
     first_target = 0  # targets of a sample before this one never count: a Hugging Face model shifts its labels
     updates_all = True  # whether a rank's optimizer has all trained weights of its module
+    ranks_meet = True  # in every step, in a collective
     steps_ahead = 0  # by how many steps a rank may be ahead of the slowest, if the ranks do not meet in every step
     evaluates_average = False  # of the weights, instead of the weights
     sequences: Sequences | None = None  # under cp: which part of each sequence this rank computes

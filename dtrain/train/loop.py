@@ -203,7 +203,7 @@ def main(run_dir: Path) -> int:
             stop = process.StopRequest(run_dir)
             times.done("process_group")
             run = set_up(run_dir, cfg, device, saver, times)
-            stop.steps_late = run.strategy.steps_ahead
+            stop.steps_late, stop.ranks_meet = run.strategy.steps_ahead, run.strategy.ranks_meet
             with rescue.on_lost_peer(run), failed_step.explained(run):
                 preempted = train(run, saver, stop, position)
             position.enter("end", run.step)

@@ -38,6 +38,7 @@ from dtrain.util import collective, disk_space
 
 log = logging.getLogger("dtrain")
 VOTE_S = 0.1  # approximate seconds between stop votes; callers tolerate a few seconds
+LONG_STEP_S = 1.0  # a stop must not wait for two of these: cluster.grace_s may be short
 MOST_STEPS = 10  # most steps between two votes, because steps can suddenly become slow
 Vote = tuple[Tensor, dist.Work | None]
 
@@ -143,6 +144,7 @@ class StopRequest:
         self.steps = 0  # since the last vote
         self.interval = 1  # steps from the last vote to the next
         self.steps_late = 0  # steps from a vote's start to its end, where the ranks are not at the same step
+        self.ranks_meet = True  # in every step: then another vote after it makes no rank wait longer
         self.started: deque[Vote | None] = deque()
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
@@ -173,7 +175,7 @@ class StopRequest:
     def read_vote(self, vote: Vote | None) -> bool:
         """After the step: return whether the run stops here."""
         if vote is None:
-            return self.requested and dist.get_world_size() == 1  # a single rank need not wait for a vote
+            return self._requested_alone()
         sums, work = vote
         if work is not None:
             try:
@@ -184,7 +186,24 @@ class StopRequest:
                 return False
         asked, step_s = sums[:2].tolist()
         self.interval = max(1, min(MOST_STEPS, int(VOTE_S / step_s)))
-        return bool(asked)
+        if work is not None and step_s >= LONG_STEP_S and self.ranks_meet and not self.steps_late and not asked:
+            asked = self._requested_meanwhile()
+        return bool(asked) or self._requested_alone()
+
+    def _requested_alone(self) -> bool:
+        """A single rank need not wait for a vote."""
+        return self.requested and dist.get_world_size() == 1
+
+    def _requested_meanwhile(self) -> float:
+        """After a long step: was a stop requested while it ran? The next vote would end a whole step later."""
+        asked = torch.tensor([float(self.requested)], dtype=torch.float64)
+        try:
+            dist.all_reduce(asked, dist.ReduceOp.MAX)
+        except RuntimeError:  # as in read_vote
+            if ELASTIC not in os.environ:
+                raise
+            return 0.0
+        return float(asked)
 
 
 def explained(error: BaseException) -> BaseException:

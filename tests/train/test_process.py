@@ -74,6 +74,26 @@ def test_ranks_that_are_some_steps_apart_stop_after_the_same_step(tmp_path: Path
     spawn(2, ranks_apart, tmp_path)
 
 
+def two_ranks_with_long_steps(folder: Path) -> None:
+    """Rank 1 is asked during step 2: both stop after it, and not a step later."""
+    rank, module = int(os.environ["RANK"]), process
+    clock = module.time = Clock()  # type: ignore[assignment, attr-defined]
+    for ranks_meet, last in ((True, 2), (False, 3)):
+        stop = process.StopRequest(folder)
+        stop.ranks_meet = ranks_meet
+        for step in range(5):
+            vote = stop.start_vote()
+            clock.now += 2.0
+            stop.requested = stop.requested or (rank == 1 and step == 2)
+            if stop.read_vote(vote):
+                break
+        assert step == last
+
+
+def test_a_stop_during_a_long_step_ends_with_it(tmp_path: Path) -> None:
+    spawn(2, two_ranks_with_long_steps, tmp_path)
+
+
 def one_rank(folder: Path) -> None:
     assert steps_with_a_vote(folder, [0.2] * 4)[0] == [0, 1, 2, 3], "long steps: a vote at each"
     short, _ = steps_with_a_vote(folder, [0.0001] * 50)
