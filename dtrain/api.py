@@ -24,6 +24,7 @@ from dtrain.runs.find import find_checkpoint
 from dtrain.runs.folder import read_json, read_summary
 from dtrain.runs.protocol import DONE, PREEMPTED, PREFLIGHT
 from dtrain.start import VARIABLE
+from dtrain.ui import console
 from dtrain.util.format import resume_argument
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ class RunFailed(RuntimeError):
             message = "preflight found a fault on a node"
         elif self.failure.get("rank") is not None:
             message = f"rank {self.failure['rank']}: {self.failure['type']}: {message}"
-        super().__init__(f"{message}\n  log: {run_dir / self.failure.get('log', 'logs')}")
+        place = "".join(f"\n  {line}" for line in console.places(self.failure))
+        super().__init__(f"{message}{place}\n  log: {run_dir / self.failure.get('log', 'logs')}")
 
 
 class Preempted(SystemExit):

@@ -53,10 +53,11 @@ def check_resume(
     if changed:
         diff = "\n".join(f"    {k}: {before.get(k)} → {after.get(k)}" for k in changed)
         names = ",".join([*allow, *changed])
+        leave = [t for t in typed or () if any(key == t or key.startswith(t + ".") for key in changed)] or changed
         raise ValueError(
             f"resume={os.path.relpath(run_dir)}: these settings differ from the run's own, "
             f"and would change what it computes\n{diff}\n"
-            f"  fix: leave out {' '.join(changed)}, or allow what changed: 'resume_allow=[{names}]'"
+            f"  fix: leave out {' '.join(leave)}, or allow what changed: 'resume_allow=[{names}]'"
         )
 
 

@@ -145,6 +145,16 @@ def default_options() -> dict[str, str]:
     return chosen
 
 
+def default_of(key: str) -> Any:
+    """Return the default of a setting, for a group that of its default option; None: it has none, or is not known."""
+    group, _, name = key.partition(".")
+    if group in SEVERAL:
+        return None
+    if group in GROUPS:
+        return section(group, default_options()[group]).get(name)
+    return flatten(read_yaml(CONF / "config.yaml")).get(key)
+
+
 def options_of(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 

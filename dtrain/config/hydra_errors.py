@@ -15,6 +15,7 @@ from dtrain.config.files import (
     LOGGER,
     SECRET,
     SEVERAL,
+    default_of,
     default_options,
     flatten,
     known_settings,
@@ -26,6 +27,7 @@ from dtrain.config.files import GROUPS as GROUPS
 from dtrain.errors import OTHERWISE, foreign, unknown
 from dtrain.util import disk_space
 
+TORCH_OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")
 OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")  # my_pkg.net.Net: the user's own code, as an option
 MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)  # user errors: shown as one message with a fix
 
@@ -41,8 +43,11 @@ def explain(error: BaseException, argv: Sequence[str] = ()) -> str:
         found = [o for o in error.options or options_of(group) if not OWN.fullmatch(o)]  # not those typed before
         options = sorted({*found, *(["auto"] if group == "strategy" else [])})
         longer = [o for o in options if option and o.startswith(f"{option.lower()}-")]  # a100: a100-40gb or a100-80gb
-        near = longer[:4] or difflib.get_close_matches(option.lower(), options, 1, 0.6)
+        same = DTYPES.get(option.lower()) if group == "precision" else None
+        near = [same] if same else longer[:4] or difflib.get_close_matches(option.lower(), options, 1, 0.6)
         fix = f"did you mean {' or '.join(f'{group}={o}' for o in near)}? " if near else ""
+        if of_torch := [name for name in TORCH_OPTIMIZERS if group == "optim" and option.lower() == name.lower()]:
+            fix = f"optim=torch.optim.{of_torch[0]}, or optim={near[0] if near else 'adamw'}; "
         if path == f"{LOGGER}/prometheus":  # it asks the run, and is not sent anything
             fix = "cluster.metrics_port=9834, or `dtrain metrics serve`. "
         return f"{group}={option}: there is no such option\n  fix: {fix}{group} can be {', '.join(options)}"
@@ -103,12 +108,19 @@ def explain(error: BaseException, argv: Sequence[str] = ()) -> str:
         comma = re.fullmatch(r"([^=]+)=(?:(0),(\d+)|(\d{1,3}),(000))", ambiguous[1])
         if comma:  # 0,001 and 1,000 are meant as one number
             one = f"{comma[1]}=0.{comma[3]}" if comma[2] else f"{comma[1]}={comma[4]}{comma[5]}"
+        elif is_list(setting := ambiguous[1].partition("=")[0]):
+            return f"{ambiguous[1]}: is more than one value\n  fix: '{setting}=[{ambiguous[1].partition('=')[2]}]'"
         else:
             one = ambiguous[1].partition(",")[0].strip()
         fix = f"{one}, or -m {ambiguous[1]}"
         return f"{ambiguous[1]}: is more than one value\n  fix: {fix}"
     what = (f"{full_key}: " if full_key else "") + (" ".join(lines[:2]) if lines else type(error).__name__)
     return f"{what}\n  fix: dtrain launch --help shows every group and setting"
+
+
+def is_list(key: str) -> bool:
+    """Does the setting, or the group, take a list?"""
+    return key in SEVERAL or isinstance(default_of(key), list)
 
 
 def as_typed(name: str, argv: Sequence[str]) -> str:
@@ -136,6 +148,10 @@ DTYPES = {
     "float16": "fp16",
     "16-mixed": "fp16",
     "16": "fp16",
+    "half": "fp16",
+    "32": "fp32",
+    "float": "fp32",
+    "8": "fp8",
 }
 
 
@@ -216,6 +232,8 @@ def probably_meant(word: str, argv: Sequence[str] = ()) -> str:
     if value.startswith("[") and value.endswith("]") and "=" in value:  # [--cpu-bind=none]
         items = ",".join(f'"{item.strip()}"' for item in value[1:-1].split(","))
         return f"'{key}=[{items}]'"
+    if is_list(key) and (items := re.fullmatch(r"\((.*)\)", value)):  # (0.9,0.95), as in Python
+        return f"'{key}=[{items[1]}]'"
     simple = re.fullmatch(r"[\w./-]*", value, re.ASCII)
     if not simple and key in known_settings() and not accepted(key, "text"):  # a number, or a list
         number = re.search(r"-?\d[\w.+-]*", value)
@@ -224,6 +242,6 @@ def probably_meant(word: str, argv: Sequence[str] = ()) -> str:
         if value.startswith("[") and "]" not in value:
             return f"'{key}={value}]'"
     if simple and not value:  # train.steps==
-        default = flatten(read_yaml(CONF / "config.yaml")).get(key)
+        default = default_of(key)
         value = str(default) if isinstance(default, (int, float)) and not isinstance(default, bool) else "…"
     return f"{key}={value}" if simple else f"'{key}=\"{value}\"'"

@@ -128,12 +128,15 @@ def batch_sizes(config: Mapping[str, Any], sizes: MeshSizes) -> tuple[int, int, 
     """(samples per data rank and step, micro-batch size, accumulation steps): global = micro × accumulation × dp."""
     total, asked = config["train"]["global_batch_size"], config["train"]["micro_batch_size"]
     if total % sizes.dp:
-        down = total // sizes.dp * sizes.dp
+        micro = min(asked or 1, total // sizes.dp or 1)
+        fitting = [n for n in (total // (sizes.dp * micro), total // (sizes.dp * micro) + 1) if n]
+        if micro < (asked or 1):  # more samples than now would be several micro-batches, of which the last is smaller
+            fitting = fitting[:1]
         raise bad(
             "train.global_batch_size",
             total,
             f"must be a multiple of the {sizes.dp} data-parallel ranks",
-            f"train.global_batch_size={down or sizes.dp}" + (f" or {down + sizes.dp}" if down else ""),
+            f"train.global_batch_size={' or '.join(str(n * sizes.dp * micro) for n in fitting)}",
         )
     per_rank = total // sizes.dp
     if sizes.pp > 1 and not asked:  # 4 micro-batches per stage keep a pipeline busy for 80% of the slots

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from dtrain.config import elastic
-from dtrain.config.files import CONF, GROUPS, SECRET, default_options, read_yaml
+from dtrain.config.files import SECRET, default_of
 from dtrain.errors import bad
 
 AT_LEAST = {
@@ -67,7 +67,8 @@ def check_ranges(flat: dict[str, Any]) -> None:
             group = key.partition(".")[0]
             option = flat.get(f"choices.{group}")
             more = f"   (dtrain explain {group}={option})" if option else ""
-            raise bad(key, "", "is required, and has no value", f"{key}=…{more}")
+            trial = "; to try it without files: data=synthetic" if key == "data.path" else ""
+            raise bad(key, "", "is required, and has no value", f"{key}=…{more}{trial}")
         if SECRET.search(key) and value:
             raise bad(
                 key,
@@ -111,11 +112,7 @@ def check_ranges(flat: dict[str, Any]) -> None:
 
 def example(key: str, otherwise: object) -> object:
     """Return the default of a setting if it is a number in range: the limit itself may break another rule."""
-    group, _, name = key.partition(".")
-    values = read_yaml(CONF / "config.yaml").get(group)
-    if group in GROUPS:
-        values = read_yaml(CONF / group / f"{default_options()[group]}.yaml")
-    value = values.get(name) if isinstance(values, dict) else None
+    value = default_of(key)
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return otherwise
     fits = AT_LEAST.get(key, value) <= value <= AT_MOST.get(key, value) and value > MORE_THAN.get(key, -math.inf)

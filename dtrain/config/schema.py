@@ -228,23 +228,29 @@ def kind_of(annotation: str) -> str:
     words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "None": "null"}
     kind = re.sub(r"\w+", lambda m: words.get(m[0], m[0]), annotation).replace(" | ", " or ")
     kind = re.sub(r"Literal\[(.*)\]", lambda m: "one of " + m[1].replace("'", ""), kind)
-    kind = kind.replace("True, False", "true, false")
+    kind = kind.replace("True, False", "true, false").replace("true or false or one of", "true, false or")
     return re.sub(r"list\[(.*)\]", r"a list, each item \1", kind)
 
 
 def example(key: str, value: Any, annotation: str, default: Any) -> str:
     """Suggest an override of the right type: what was probably meant, or else the default."""
     names = re.findall(r"\w+", annotation)
+    number = re.fullmatch(r"(\d[\d_]*(?:\.\d*)?)([kKmM]?)", str(value))
     if "Literal" in names:
         near = difflib.get_close_matches(str(value), names, 1)
         if near:
             return f"{key}={near[0]}"
+        if value is True:  # activation_checkpointing=true: which kind?
+            return f"{key}={' or '.join(name for name in names[1:] if name not in ('none', 'None'))}"
     elif names[0] == "list":
+        if isinstance(value, str) and (items := re.fullmatch(r"\((.*)\)", value)):  # (0.9,0.95), as in Python
+            return f"'{key}=[{items[1]}]'"
         if isinstance(value, (str, int, float)):
             rest = default[1:] if isinstance(default, list) else []  # optim.betas are two
             return f"'{key}=[{','.join(map(str, [value, *rest]))}]'"
-    elif "int" in names and re.fullmatch(r"-?\d+(\.0*)?", str(value)):  # 1e3, 5.0 or "5"
-        return f"{key}={int(float(value))}"
+    elif "int" in names and number:  # 1e3, 5.0, "5", 100.5 or 1k
+        if whole := int(float(number[1]) * {"k": 1e3, "m": 1e6}.get(number[2].lower(), 1)):
+            return f"{key}={whole}"
     elif "str" in names and isinstance(value, (bool, int, float)):
         return f"'{key}=\"{value}\"'"
     if default is REQUIRED or "${" in str(default):

@@ -40,9 +40,11 @@ def dataset_of(data: Any, split: str, section: Mapping[str, Any] | None = None) 
         ]
         if zeros:  # a likely cause
             rule += f", with {' '.join(f'{key}={settings[key]}' for key in zeros)}"
-            raise bad("data", name_of(data), rule, f"{fix}leave out {' '.join(zeros)}, or give a larger number")
-        typed = ", ".join(f"{key}={value}" for key, value in settings.items())
-        raise bad("data", name_of(data), rule, f"{fix}check {typed or f'len() of {name}'}")
+            error = bad("data", name_of(data), rule, f"{fix}leave out {' '.join(zeros)}, or give a larger number")
+        else:
+            typed = ", ".join(f"{key}={value}" for key, value in settings.items())
+            error = bad("data", name_of(data), rule, f"{fix}check {typed or f'len() of {name}'}")
+        raise at_return(error, length_of(dataset))
     return dataset
 
 
@@ -102,6 +104,12 @@ def refused(dataset: Any, rule: str, fix: str) -> ValueError:
 def reader_of(dataset: Any) -> Any:
     """Return the user's function or class that gives the samples (data/adapt.py), or the data set's own `batch`."""
     return getattr(dataset, "reader", None) or getattr(type(dataset), "batch", None)
+
+
+def length_of(dataset: Any) -> Any:
+    """Return the user's method that counts the samples, or else what gives them."""
+    method = getattr(type(getattr(dataset, "data", dataset)), "__len__", None)
+    return method if is_users(method) else reader_of(dataset)
 
 
 def all_of(dataset: Any, count: int) -> str:

@@ -156,6 +156,7 @@ def no_such_option(group: str, value: str) -> ValueError:
     options = sorted({*options_of(group), *([AUTO] if group == "strategy" else [])})
     near = [option for option in options if value in re.findall(r"\d+", option)]
     near = [option for option in near if option.partition("-")[0] not in near or "-" not in option]  # not bf16-pure
+    near = sorted(near, key=lambda option: not option.startswith("fp"))  # elsewhere 16 is fp16
     fix = f"{group}={' or '.join(near)}; " if near else ""
     return bad(group, value, "there is no such option", f"{fix}{group} can be {', '.join(options)}")
 

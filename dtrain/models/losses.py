@@ -39,8 +39,13 @@ def cross_entropy(outputs: Tensor, targets: Tensor, training: bool = True, label
     if scores.shape[:-1] != targets.shape and scores.dim() > 2:
         scores = scores.movedim(1, -1)
     if scores.shape[:-1] != targets.shape or targets.is_floating_point():
-        only_dtype = scores.shape[:-1] == targets.shape
-        fix = f"give the targets as class numbers, .long(): they are {targets.dtype}" if only_dtype else FIX_SHAPES
+        fix = FIX_SHAPES
+        if scores.shape[:-1] == targets.shape:
+            fix = f"give the targets as class numbers, .long(): they are {targets.dtype}"
+        elif (*scores.shape[:-1], 1) == targets.shape:
+            fix = (
+                f"give the targets without their last dimension: .squeeze(-1){'.long()' * targets.is_floating_point()}"
+            )
         wanted = "class scores and, for each set of them, one class number"
         raise mismatch("cross_entropy", outputs, targets, wanted, fix)
     if not training or not label_smoothing:

@@ -52,10 +52,17 @@ CAUSES = {
     ),
     "hang": Cause(UNKNOWN, AGAIN, "cluster.max_restarts=3 restarts a hung run by itself."),
     "loader": Cause(UNKNOWN, AGAIN, "Loader processes are usually killed for memory: try fewer train.loader_workers."),
-    "killed": Cause("It came from outside: a person, a job scheduler, or the kernel for lack of memory.", AGAIN),
+    "killed": Cause(
+        "It came from outside: a person, a job scheduler, or the kernel for lack of memory.",
+        AGAIN,
+        "If memory was short: fewer ranks, or a smaller train.micro_batch_size.",
+    ),
     "crash": Cause("It is in C code: a library, an extension, or the hardware.", AGAIN),
     "memory": Cause(
-        MACHINE, SAME, "Use fewer ranks on this machine, fewer train.loader_workers, or more memory for the job."
+        MACHINE,
+        SAME,
+        "Use fewer ranks on this machine, a smaller train.micro_batch_size, fewer train.loader_workers, "
+        "or more memory for the job.",
     ),
     "gpu memory": Cause(
         "The model and batch do not fit into the GPU.", SAME, "Try a smaller train.micro_batch_size, or `dtrain plan`."

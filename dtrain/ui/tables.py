@@ -17,7 +17,7 @@ from dtrain.runs.folder import read_json
 from dtrain.runs.metrics import larger_is_better
 from dtrain.runs.record import ERRORS, RESULTS, load
 from dtrain.ui.console import say, stdout_console
-from dtrain.util.format import as_dict, clean, duration, gib, loss_text, number, percent, short_path, si
+from dtrain.util.format import as_dict, clean, duration, gib, loss_text, number, percent, shell_path, short_path, si
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -150,7 +150,7 @@ def print_table(
     columns: dict[str, str],
     rows: list[dict[str, str]],
     droppable: Sequence[str] = (),
-    best: int | None = None,
+    best: Sequence[int] = (),
 ) -> None:
     """Print rows of text by column. A terminal hides droppable columns that do not fit; a file gets full lines."""
     from rich.console import Console
@@ -164,7 +164,7 @@ def print_table(
             table.add_column(Text(heading), justify="right" if numeric else "left", overflow="fold")
         for i, row in enumerate(rows):
             cells = [Text(row[key], style=_style(row[key]) if key == "status" else "") for key in columns]
-            table.add_row(*cells, style="bold green" if i == best else "")
+            table.add_row(*cells, style="bold green" if i in best else "")
         return table
 
     wide = Console(width=100_000, color_system=None, force_terminal=False)
@@ -277,7 +277,9 @@ def print_points(runs: list[dict[str, Any]], console: Console) -> None:
     key = "val_loss" if any(_finite(run["val_loss"]) for run in runs) else "train_loss"
     # the loss of a run that ended early is not its result
     ranked = [i for i, run in enumerate(runs) if _finite(run[key]) and run["status"] not in ENDED_EARLY]
-    best = min(ranked, key=lambda i: runs[i][key]) if ranked else None
+    shown = {i: cell(key, runs[i][key]) for i in ranked}
+    # several runs are best if their losses look the same: strategies of one computation differ in the 7th digit
+    best = [i for i in ranked if shown[i] == shown[min(ranked, key=lambda i: runs[i][key])]]
     keys = [k for k in ("status", "job_id", *RESULTS, *ERRORS) if any(run[k] is not None for run in runs)]
     own = own_columns(runs)
     rows = []
@@ -289,7 +291,7 @@ def print_points(runs: list[dict[str, Any]], console: Console) -> None:
                 "overrides": clean(" ".join(o for o in overrides[i] if o not in shared)) or "-",
                 **{k: cell(k, run[k]) for k in keys},
                 **own_cells(run, own),
-                "best": "← best" if i == best else "",
+                "best": "← best" if i in best else "",
             }
         )
     columns = {"point": "#", "overrides": "overrides"} | {k: COLUMNS[k][0] for k in keys}
@@ -298,6 +300,7 @@ def print_points(runs: list[dict[str, Any]], console: Console) -> None:
     for i in [i for i, run in enumerate(runs) if run["status"] == "failed"][:MOST_WAITING]:
         if failure := read_json(dirs[i] / "failure.json"):
             say(console, (clean(f"{rows[i]['point']}  failed: {one_line(failure)}"), "dim"))
+            say(console, (f"{' ' * len(rows[i]['point'])}  dtrain why {shell_path(dirs[i])}", "cyan"))
     if shared:
         say(console, (f"all jobs: {' '.join(o for o in whole[0] if o in shared)}", "dim"))
     waiting = not_started(dirs[0].parent) if dirs else {}

@@ -229,7 +229,9 @@ def test_fits(value: Any, annotation: str) -> None:
     [
         ("train.steps", 1000.0, "train.steps=1000"),
         ("train.steps", "10", "train.steps=10"),
-        ("train.steps", 1.5, "train.steps=300"),
+        ("train.steps", 1.5, "train.steps=1"),
+        ("train.steps", "100k", "train.steps=100000"),
+        ("train.steps", 0.001, "train.steps=300"),
         ("train.steps", True, "train.steps=300"),
         ("train.micro_batch_size", "x", "train.micro_batch_size=null"),
         ("compile", "maybe", "compile=auto"),
@@ -241,7 +243,7 @@ def test_fits(value: Any, annotation: str) -> None:
         ("optim.lr_scaling", "linaer", "optim.lr_scaling=linear"),
         ("optim.lr_scaling", "zzz", "optim.lr_scaling=none"),
         ("cluster.grace_s", "soon", "cluster.grace_s=300"),
-        ("activation_checkpointing", True, "activation_checkpointing=none"),
+        ("activation_checkpointing", True, "activation_checkpointing=ops or selective or full"),
         ("activation_checkpointing", "ful", "activation_checkpointing=full"),
     ],
 )
@@ -407,7 +409,9 @@ def test_batch_sizes(total: int, asked: int | None, dp: int) -> None:
                 assert total % dp
                 proposed = [int(n) for n in re.findall(r"\d+", text.split("fix: train.global_batch_size")[1])]
                 assert 1 <= len(proposed) <= 2
-                assert all(n > 0 and n % dp == 0 and abs(n - total) < dp for n in proposed)
+                assert all(n > 0 and abs(n - total) < dp * (asked or 1) for n in proposed)
+                for number in proposed:
+                    batch_sizes(batch_config(number, asked), sizes)
                 total = proposed[-1]
             else:
                 assert text.startswith(f"train.micro_batch_size={asked}: ")

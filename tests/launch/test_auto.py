@@ -203,7 +203,7 @@ def test_a_fault_of_the_planner_is_told(capsys: pytest.CaptureFixture[str], monk
 def test_mistakes_are_told_before_anything_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert "train.steps=0: must be at least 1" in refused(capsys, "hardware=h100", "train.steps=0")
     assert "train.stpes" in refused(capsys, "hardware=h100", "+train.stpes=3")
-    assert main(["verify", "strategy=auto"]) == 2 and "fix: strategies=" in capsys.readouterr().err
+    assert main(["verify", "strategy=auto"]) == 2 and "no strategy 'auto'" in capsys.readouterr().err
     assert main(["verify", "strategies=auto"]) == 2 and "strategies can be " in capsys.readouterr().err
 
 

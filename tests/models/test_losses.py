@@ -60,6 +60,14 @@ def test_cross_entropy_says_what_does_not_fit(outputs: tuple[int, ...], targets:
         losses.cross_entropy(torch.zeros(outputs), targets)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "fix"), [(torch.int64, r"\.squeeze\(-1\)$"), (torch.float, r"\.squeeze\(-1\)\.long\(\)$")]
+)
+def test_cross_entropy_says_how_to_drop_a_last_dimension(dtype: torch.dtype, fix: str) -> None:
+    with pytest.raises(ValueError, match=fix):
+        losses.cross_entropy(torch.zeros(4, 3), torch.zeros(4, 1, dtype=dtype))
+
+
 @pytest.mark.parametrize("option", options_of("loss"))
 def test_every_option_is_a_loss(option: str) -> None:
     from omegaconf import OmegaConf

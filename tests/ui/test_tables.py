@@ -147,18 +147,19 @@ def test_compare() -> None:
 @pytest.mark.parametrize(
     ("losses", "best"),
     [
-        ([(1.0, 3.0), (2.0, 2.0), (3.0, float("nan"))], 1),  # by validation, whatever the training loss
-        ([(1.0, None), (0.5, None), (float("inf"), None)], 1),
-        ([(0.1, None), (2.0, 2.0)], 1),
-        ([(None, None), (float("nan"), None)], None),
+        ([(1.0, 3.0), (2.0, 2.0), (3.0, float("nan"))], [1]),  # by validation, whatever the training loss
+        ([(1.0, None), (0.5, None), (float("inf"), None)], [1]),
+        ([(0.1, None), (2.0, 2.0)], [1]),
+        ([(None, None), (float("nan"), None)], []),
+        ([(1.0, 2.0000001), (1.0, 2.0), (1.0, 2.5)], [0, 1]),  # strategies of one computation
     ],
 )
-def test_sweep_marks_the_best(losses: list[tuple[Any, Any]], best: int | None) -> None:
+def test_sweep_marks_the_best(losses: list[tuple[Any, Any]], best: list[int]) -> None:
     out = plain()
     print_sweep(sweep(*losses), out)
     rows = lines(out)[1 : 1 + len(losses)]
     assert [line.split()[1] for line in rows] == [f"optim.lr={i}" for i in range(len(losses))]
-    assert [i for i, line in enumerate(rows) if line.endswith("← best")] == ([] if best is None else [best])
+    assert [i for i, line in enumerate(rows) if line.endswith("← best")] == best
     assert lines(out)[-1] == "all jobs: model=gpt2"
 
 
@@ -188,4 +189,4 @@ def test_a_run_that_ended_early_is_never_best_and_points_that_wait_are_listed(tm
     (tmp_path / "0-seed=0" / "summary.json").write_text(json.dumps({"status": "failed"}))
     (tmp_path / "0-seed=0" / "failure.json").write_text(json.dumps({"rank": 1, "type": "ValueError", "message": "no"}))
     print_sweep(sorted(tmp_path.glob("*-*")))
-    assert "0  failed: rank 1: ValueError: no" in capsys.readouterr().out
+    assert "0  failed: rank 1: ValueError: no\n   dtrain why 0-seed=0\n" in capsys.readouterr().out

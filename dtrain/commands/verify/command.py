@@ -39,9 +39,11 @@ from dtrain.util.format import without_nan
 
 # our defaults that are dropped if another setting is given: a model brings matching data
 TIED_TO = {"optim.lr": "model", "data": "model", "train.stop_after": "train.steps"}
+# a launch has one of each, verify has several
+ALIASES = {"strategy": "strategies", "precision": "precisions", "cluster.processes": "processes"}
 NOT_HERE = {
     "train.epochs": "train.steps=20, as a few steps show it",
-    "strategy": "strategies=…", "cluster.processes": "processes=2,4", "run_dir": "--keep DIR",
+    "run_dir": "--keep DIR",
     **dict.fromkeys(["cluster", "cluster.nodes", "resume", "fork", "dry_run", "hydra.run.dir"], "leave it out"),
 }  # fmt: skip
 INTERRUPTED = 130  # a shell's exit code for Ctrl-C
@@ -169,9 +171,9 @@ def read_request(options: argparse.Namespace) -> Request:
     overrides = []
     for word in prepare_arguments(options.settings):
         key, _, value = word.partition("=")
-        if key in lists or key == "precision":
+        if (key := ALIASES.get(key, key)) in lists:
             items = [item.strip() for item in value.strip("[]").split(",")]
-            lists["precisions" if key == "precision" else key] = list(dict.fromkeys(items))
+            lists[key] = list(dict.fromkeys(items))
         elif key_of(word) in NOT_HERE:
             fix = NOT_HERE[key_of(word)]
             raise ValueError(f"{word}: is not for verify, which runs each strategy on this machine\n  fix: {fix}")
