@@ -18,8 +18,8 @@ from hydra.core.hydra_config import HydraConfig
 from dtrain.config.hydra_errors import MISTAKES, explain
 from dtrain.errors import bad
 from dtrain.launch import app as launch
-from dtrain.launch.arguments import trust_of
 from dtrain.launch.python_objects import spell, value_of
+from dtrain.launch.user_code import trust_of
 from dtrain.runs.find import find_checkpoint
 from dtrain.runs.folder import read_json, read_summary
 from dtrain.runs.protocol import DONE, PREEMPTED, PREFLIGHT

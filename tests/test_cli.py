@@ -14,8 +14,8 @@ from dtrain import __version__, cli
 from dtrain.cli import COMMANDS, USAGE, main
 from dtrain.commands import table
 from dtrain.config.files import RECIPES
-from dtrain.launch.arguments import built_in
 from dtrain.launch.local import Local
+from dtrain.launch.recipes import built_in
 from tests.test_bad_inputs import COMPOSE_ONCE
 
 

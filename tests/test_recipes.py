@@ -12,7 +12,8 @@ from dtrain.cli import main
 from dtrain.commands.verify import compare, world
 from dtrain.config.run_file import save
 from dtrain.launch.app import resolve
-from dtrain.launch.arguments import built_in, prepare_arguments, store_recipe
+from dtrain.launch.arguments import prepare_arguments
+from dtrain.launch.recipes import built_in, store_recipe
 from tests.world import losses, start_server, summary
 
 RECIPES = built_in()

@@ -18,7 +18,7 @@ from dtrain.commands.run_parser import RunParser
 from dtrain.config.files import GROUPS, options_of
 from dtrain.errors import bad
 from dtrain.faults.kinds import INJECTED_FILE, KINDS, VARIABLE, Fault, memory_cgroup
-from dtrain.launch.arguments import quote
+from dtrain.launch.quoting import quote
 from dtrain.report.why import diagnose
 from dtrain.runs.find import find_run
 from dtrain.runs.record import Record, load

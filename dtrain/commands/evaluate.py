@@ -122,8 +122,8 @@ def evaluate(
 def other_data(run_dir: Path, overrides: Sequence[str], trust: Sequence[str]) -> dict[str, Any]:
     """Return the section of the data that these overrides name, completed from the run's settings, and checked."""
     from dtrain.checks.validate import check_data  # Hydra takes a while
-    from dtrain.launch.arguments import quote
     from dtrain.launch.compose import compose
+    from dtrain.launch.quoting import quote
 
     for word in overrides:
         if not word.startswith(("data=", "data.")):

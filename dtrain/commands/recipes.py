@@ -13,7 +13,7 @@ from dtrain.util.format import as_dict
 
 
 def main(argv: list[str]) -> int:
-    from dtrain.launch.arguments import built_in
+    from dtrain.launch.recipes import built_in
 
     parser = argparse.ArgumentParser(
         "dtrain recipes", description="Complete configurations to start from: recipe=NAME runs one."

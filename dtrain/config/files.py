@@ -171,7 +171,7 @@ def main_file(config: Mapping[str, Any]) -> Path:
 
 def known_settings() -> list[str]:
     """Return every default setting and every group, for did-you-mean suggestions."""
-    names = {*GROUPS, "script", "script_args"}  # the last two: short forms (launch/arguments.py)
+    names = {*GROUPS, "script", "script_args"}  # the last two: short forms (launch/script_arguments.py)
     for path in CONF.glob("*.yaml"):
         names |= {k for k in flatten(read_yaml(path)) if not k.startswith(("defaults", "hydra"))}
     for path in CONF.glob("*/*.yaml"):

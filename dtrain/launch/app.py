@@ -56,9 +56,13 @@ from dtrain.config.run_file import save
 from dtrain.config.untrusted import check_own, resolved
 from dtrain.errors import bad
 from dtrain.launch import compose_cache, fork, sweeps
-from dtrain.launch.arguments import AUTO, in_recipe, main_config, prepare_arguments, read_config
+from dtrain.launch.arguments import prepare_arguments
 from dtrain.launch.cluster import build_cluster
 from dtrain.launch.environment import environment
+from dtrain.launch.options import AUTO
+from dtrain.launch.recipes import in_recipe
+from dtrain.launch.resume_arguments import read_config
+from dtrain.launch.script_arguments import main_config
 from dtrain.launch.script_rank import identity
 from dtrain.plan import fits, free_space, run_prediction
 from dtrain.runs import folder, tags

@@ -21,7 +21,7 @@ from dtrain.config.hardware import gpus_per_node, world_size
 from dtrain.config.ranges import check_ranges
 from dtrain.config.schema import check_keys_and_types
 from dtrain.errors import bad
-from dtrain.launch.arguments import AUTO, STAND_IN
+from dtrain.launch.options import AUTO, STAND_IN
 from dtrain.plan import run_prediction
 from dtrain.plan.host_memory import cpu_bytes, lean_changes
 from dtrain.plan.memory.activations import GIB

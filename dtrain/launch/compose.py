@@ -19,7 +19,8 @@ from dtrain.config.hydra_errors import GROUPS, MISTAKES, explain
 from dtrain.config.schema import check_keys_and_types
 from dtrain.config.untrusted import resolved
 from dtrain.launch import compose_cache
-from dtrain.launch.arguments import main_config, prepare_arguments
+from dtrain.launch.arguments import prepare_arguments
+from dtrain.launch.script_arguments import main_config
 
 
 def hydra_config(overrides: Sequence[str]) -> DictConfig:

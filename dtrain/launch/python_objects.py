@@ -18,7 +18,7 @@ from typing import Any
 from dtrain.config.files import SEVERAL, flatten, setting_prefix
 from dtrain.config.hydra_errors import GROUPS
 from dtrain.errors import bad
-from dtrain.launch.arguments import quote
+from dtrain.launch.quoting import quote
 
 RAW = ("resume", "recipe")  # read before Hydra, so they must not be quoted
 EXAMPLE = 'functools.partial(Net, dim=32), or (Net, {"dim": 32})'

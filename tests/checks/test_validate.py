@@ -26,7 +26,7 @@ from dtrain.config.ranges import AT_LEAST, AT_MOST, LESS_THAN, MORE_THAN
 from dtrain.config.schema import REQUIRED, check_group, check_section, fits, signature
 from dtrain.data.tokens import prepare
 from dtrain.errors import unknown
-from dtrain.launch import arguments
+from dtrain.launch import recipes
 from tests.config.test_files import compose
 
 OPTIONS = sorted(CONF.glob("*/*.yaml"))
@@ -139,7 +139,7 @@ TRAINING = [path for path in sorted(RECIPES.glob("*.yaml")) if "\nscript:" not i
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
 def test_every_recipe_validates(path: Path) -> None:
-    arguments.store_recipes()
+    recipes.store_recipes()
     assert compose(f"recipe={path.stem}")["choices"]["recipe"] == path.stem
 
 

@@ -10,7 +10,7 @@ import pytest
 from dtrain.checks.validate import validate
 from dtrain.checks.warnings import warnings
 from dtrain.config.files import RECIPES
-from dtrain.launch import arguments
+from dtrain.launch import recipes
 from tests.config.test_files import compose
 
 
@@ -66,7 +66,7 @@ def test_ranks_of_a_cluster_have_their_own_cores() -> None:
 
 
 def test_no_recipe_warns() -> None:
-    arguments.store_recipes()
+    recipes.store_recipes()
     for path in RECIPES.glob("*.yaml"):
         if "\nscript:" not in path.read_text():
             assert not list(warnings(compose(f"recipe={path.stem}"))), path.stem

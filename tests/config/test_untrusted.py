@@ -29,7 +29,7 @@ from dtrain.config.files import CONF, GROUPS, flatten, options_of
 from dtrain.config.hydra_errors import MISTAKES, explain
 from dtrain.inference.sample import load_model
 from dtrain.launch import app as launch
-from dtrain.launch import arguments
+from dtrain.launch import recipes, resume_arguments
 from dtrain.launch.compose import hydra_config
 from tests.patience import patience
 from tests.world import SMALL
@@ -150,12 +150,12 @@ class World:
     def as_recipe(self, tree: Any) -> None:
         path = self.folder / "theirs.yaml"
         path.write_text(yaml.safe_dump(tree))
-        arguments.store_recipe(path)
+        recipes.store_recipe(path)
         launch.resolve(self.merged("recipe", "theirs"))
 
     def as_run(self, tree: Any) -> None:
         (self.run / "config.yaml").write_text(yaml.safe_dump(tree))
-        arguments.store_as_run(self.run, overridden=[])
+        resume_arguments.store_as_run(self.run, overridden=[])
         launch.resolve(self.merged("recipe", "as-run"))
 
     def as_reader(self, tree: Any) -> None:

@@ -19,10 +19,11 @@ from dtrain.cli import main
 from dtrain.config.files import options_of
 from dtrain.config.hydra_errors import probably_meant
 from dtrain.launch import app as launch
-from dtrain.launch import arguments
+from dtrain.launch import resume_arguments
 from dtrain.launch.app import resolve, slug
-from dtrain.launch.arguments import prepare_arguments, quote
+from dtrain.launch.arguments import prepare_arguments
 from dtrain.launch.local import Local
+from dtrain.launch.quoting import quote
 from tests.test_bad_inputs import COMPOSE_ONCE
 
 NAMED = "hydra.job.config.override_dirname.exclude_keys="
@@ -291,7 +292,7 @@ def test_the_classes_of_a_run_named_again_keep_their_arguments(started: list[Pat
     assert read(tmp_path / "run")["data"]["num"] == 32
     words = ["model=tests.data.own_data.Named", own[1], "strategy=ddp"]
     given = dict(word.split("=") for word in words)
-    assert arguments.without_same_classes(words, given, tmp_path / "run") == (
+    assert resume_arguments.without_same_classes(words, given, tmp_path / "run") == (
         [words[0], "strategy=ddp"], ["model", "strategy"]
     )  # fmt: skip
 
@@ -453,10 +454,10 @@ def test_a_run_folder_cannot_either(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run_dir.mkdir()
     OmegaConf.save(OmegaConf.create(config), run_dir / "config.yaml")
     with pytest.raises(ValueError, match=r"hydra\.callbacks\.x\._target_"):
-        arguments.store_as_run(run_dir, [])
+        resume_arguments.store_as_run(run_dir, [])
     config |= {"hydra": {"searchpath": ["."]}, "defaults": [{"override hydra/launcher": "evil"}]}
     OmegaConf.save(OmegaConf.create(config), run_dir / "config.yaml")
-    arguments.store_as_run(run_dir, [])
+    resume_arguments.store_as_run(run_dir, [])
     stored = ConfigStore.instance().load("recipe/as-run.yaml").node
     assert "hydra" not in stored and not any("hydra" in str(entry) for entry in stored.defaults)
 

@@ -14,8 +14,8 @@ import dtrain
 from dtrain.cli import main
 from dtrain.config.files import options_of
 from dtrain.launch import auto
-from dtrain.launch.arguments import STAND_IN
 from dtrain.launch.local import Local
+from dtrain.launch.options import STAND_IN
 from dtrain.plan.sections import missing_package, strategy_section
 from dtrain.runs.folder import read_json
 from tests.test_bad_inputs import COMPOSE_ONCE

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from dtrain.checks.validate import check_text
 from dtrain.cli import main
-from dtrain.launch.arguments import quote
+from dtrain.launch.quoting import quote
 from dtrain.launch.slurm import Slurm
 from tests import slurm, slurm_runs
 from tests.slurm import Cluster

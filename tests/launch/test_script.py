@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from dtrain import script
 from dtrain.config.run_file import program
 from dtrain.launch import script_rank, script_world
-from dtrain.launch.arguments import points, prepare_arguments, script_overrides
+from dtrain.launch.arguments import prepare_arguments
+from dtrain.launch.script_arguments import points, script_overrides
 from dtrain.runs.protocol import SCRIPT_TYPED
 from tests.launch.test_local import listen_to_signals
 from tests.patience import patience, until
@@ -261,7 +262,7 @@ def test_bad_input(words: list[str], problem: str, here: Path, monkeypatch: pyte
 def test_arguments_reach_hydra_as_they_were_typed(items: list[str]) -> None:
     word = script_overrides([f"script_args={subprocess.list2cmdline([])}"])[0]
     assert word == "script.args=[]"
-    from dtrain.launch.arguments import quoted_list
+    from dtrain.launch.quoting import quoted_list
 
     (override,) = OverridesParser.create().parse_overrides([f"script.args={quoted_list(items)}"])
     assert override.value() == items

@@ -22,8 +22,9 @@ from dtrain.config.ranges import check_ranges
 from dtrain.config.redaction import check_arguments
 from dtrain.config.untrusted import read_text
 from dtrain.errors import bad
-from dtrain.launch.arguments import built_in, quote
 from dtrain.launch.compose import plain_config
+from dtrain.launch.quoting import quote
+from dtrain.launch.recipes import built_in
 from dtrain.plan.predict import Prediction, assumed_network, usual_network
 from dtrain.plan.sections import strategy_section, with_detected
 from dtrain.util.format import counted

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dtrain import start
 from dtrain.config.files import CODE
-from dtrain.launch.arguments import trust_of
+from dtrain.launch.user_code import trust_of
 from dtrain.runs import record as records
 from dtrain.runs.causes import one_line
 from dtrain.runs.folder import look_again, read_json

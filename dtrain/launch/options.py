@@ -1,0 +1,53 @@
+"""Options that have no file in conf/: store them for Hydra, and explain what cannot be an option of a group."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from dtrain.config.files import options_of
+from dtrain.errors import bad
+
+AUTO = "auto"  # strategy=auto: the planner chooses (dtrain/launch/auto.py)
+# Placeholder that Hydra composes until the planner has chosen. It has all degrees, so that strategy.tp=2 is valid.
+STAND_IN = {"_target_": "dtrain.strategies.pipeline.Pipeline", "pp": -1, "dp": -1, "tp": -1, "cp": 1, "cp_kind": "ring"}
+
+
+def store_option(group: str, name: str, section: dict[str, Any], package: str | None = None) -> None:
+    ConfigStore.instance().store(group=group, name=name, node=OmegaConf.create(section), package=package)
+
+
+def named(value: str) -> list[str]:
+    """Return the options in a value: one, those of a sweep (a,b), or several loggers or hooks ([a,b])."""
+    return value.strip("[]").split(",")
+
+
+def no_option(group: str, value: str) -> ValueError:
+    """Explain what cannot be the name of an option: nothing, null, a list, a path, a file."""
+    options = sorted({*options_of(group), *([AUTO] if group == "strategy" else [])})
+    can, stem = f"{group} can be {', '.join(options)}", Path(value).stem
+    names = [name for name in named(value) if name] if "[" in value else []
+    if value in ("", "null") or ("[" in value and not names):
+        rule = "cannot be null" if value == "null" else "has no value"
+        return bad(group, value, rule, f"leave out {group}=; {can}")
+    if names:
+        fix = f"{group}={names[0]}, or -m {group}={','.join(names)}; {can}"
+        return bad(group, value, "is more than one value", fix)
+    if "/" in value:
+        return bad(group, value, "is a path, not the name of an option", can)
+    near = f"{group}={stem}; " if stem in options else ""
+    return bad(group, value, "names an option without .yaml", f"{near}{can}")
+
+
+def no_such_option(group: str, value: str) -> ValueError:
+    """Explain a number, true or false in the place of an option: precision=16 is fp16 or bf16."""
+    options = sorted({*options_of(group), *([AUTO] if group == "strategy" else [])})
+    near = [option for option in options if value in re.findall(r"\d+", option)]
+    near = [option for option in near if option.partition("-")[0] not in near or "-" not in option]  # not bf16-pure
+    near = sorted(near, key=lambda option: not option.startswith("fp"))  # elsewhere 16 is fp16
+    fix = f"{group}={' or '.join(near)}; " if near else ""
+    return bad(group, value, "there is no such option", f"{fix}{group} can be {', '.join(options)}")
