@@ -35,7 +35,7 @@ import torch.distributed as dist
 from throughput import environment
 from torch import Tensor, nn
 
-from dtrain.checkpoint import store
+from dtrain.checkpoint import integrity, resume_point, store
 from dtrain.checkpoint.background import Saver
 from dtrain.commands.verify import compare
 from dtrain.config.build import build
@@ -153,7 +153,7 @@ def state_at(step: int) -> State:
 
 def writer(folder: Path, acknowledge: int) -> None:
     """Resume and save every step until killed; each step that is on disk goes into the pipe."""
-    found = store.newest_good(folder, lambda text: os._exit(9))
+    found = resume_point.newest_good(folder, lambda text: os._exit(9))
     step = found[1]["step"] if found else 0
     with Saver(folder, KEEP, incremental=4) as saver:
         while True:
@@ -197,7 +197,7 @@ def kills(count: int, folder: Path) -> dict[str, Any]:
         for path in there:
             expected = state_at(int(path.name[5:]))
             target = {name: torch.zeros_like(t) for name, t in expected.items()}
-            assert not store.verify(path), path
+            assert not integrity.verify(path), path
             store.load(path, store.read_manifest(path), target)
             assert all(torch.equal(target[name], t) for name, t in expected.items()), path
             met["checkpoints_compared"] += 1

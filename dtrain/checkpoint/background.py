@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.checkpoint import store
+from dtrain.checkpoint import resume_point, store
 from dtrain.checkpoint.incremental import Links
 from dtrain.checkpoint.manifest import Manifest
 from dtrain.checkpoint.peer import PeerCopies
@@ -96,18 +96,18 @@ class Saver:
 
     def newest_good(self, needed: tuple[str, ...] = ()) -> tuple[Path, Manifest] | None:
         """Return the newest good checkpoint of the run folder and of the hosts' memory, or None."""
-        if asked := store.go_back(self.folder, log.warning, needed):
+        if asked := resume_point.go_back(self.folder, log.warning, needed):
             if self.peer:
                 self.peer.remove()  # of steps after that one
             return asked
         if self.peer is None:
-            return store.newest_good(self.folder, log.warning, needed=needed)
+            return resume_point.newest_good(self.folder, log.warning, needed=needed)
         steps = from_rank_0(lambda: [int(p.name[5:]) for p in checkpoints(self.folder)], f"listing {self.folder}")
         found = self.peer.newest(max(steps, default=0), needed)
         if found is None:
             on_disk, error = None, None
             try:
-                on_disk = store.newest_good(self.folder, log.warning, needed=needed)
+                on_disk = resume_point.newest_good(self.folder, log.warning, needed=needed)
             except CheckpointError as raised:  # on all ranks
                 error = raised
             # the newest on disk may turn out to be damaged

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from dtrain.checkpoint import shards, store
+from dtrain.checkpoint import integrity, resume_point, shards, store
 from dtrain.errors import bad
 from dtrain.formats import huggingface, huggingface_folder
 from dtrain.util.dtensor import Chunk, Held, chunks_of
@@ -102,11 +102,11 @@ class Saved:
         """Collective: all ranks share the work of verifying every byte."""
         self.path = path
         if not (path / "manifest.json").is_file():
-            found = store.newest_good(path / "checkpoints", say=log.warning, quarantine=False)
+            found = resume_point.newest_good(path / "checkpoints", say=log.warning, quarantine=False)
             if found is None:
                 raise bad("init_from", path, "the run has no checkpoint", "choose another run; dtrain runs lists them")
             path = found[0]
-        elif problem := store.verify(path):
+        elif problem := integrity.verify(path):
             raise bad(
                 "init_from", path, f"the checkpoint is damaged ({problem})", "use an older checkpoint of the same run"
             )

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.checkpoint import manifest, shards, store
+from dtrain.checkpoint import integrity, manifest, ownership, shards
 from dtrain.checkpoint.manifest import Damaged, Manifest
 from dtrain.checkpoint.rank_files import Files, in_parallel, write_files
 from dtrain.errors import CheckpointError
@@ -102,7 +102,9 @@ class PeerCopies:
         failpoint("peer.sent")
         of_all = {file: spec for by_rank in gather(specs, group) for file, spec in by_rank.items()}
         values = from_rank_0(
-            lambda: manifest.content(step, {"run": store.run_id(self.run_dir / "checkpoints")} | meta, of_all, index),
+            lambda: manifest.content(
+                step, {"run": ownership.run_id(self.run_dir / "checkpoints")} | meta, of_all, index
+            ),
             what,
             group,
         )
@@ -141,7 +143,7 @@ class PeerCopies:
         with agreed(what, attempt, group):
             for theirs in arriving.values():
                 for file, spec in theirs.items():
-                    if problem := store.damage(attempt / file, spec):
+                    if problem := integrity.damage(attempt / file, spec):
                         raise CheckpointError(f"{problem} after it was sent")
 
     def _transfer(self, transfers: Sequence[Transfer], what: str, group: Group) -> None:
@@ -233,15 +235,15 @@ class PeerCopies:
         problem = ""
         with agreed(f"reading {path}", group=self.group):
             try:
-                saved, run = manifest.read(path), store.run_id(self.run_dir / "checkpoints")
-                if saved["step"] != step or store.differs(saved.meta.get("run"), run):
+                saved, run = manifest.read(path), ownership.run_id(self.run_dir / "checkpoints")
+                if saved["step"] != step or ownership.differs(saved.meta.get("run"), run):
                     raise Damaged("it belongs to another step or run")
                 manifest.check_needed(saved, needed)
                 mine = sorted(saved.files_of)[self.local.index(rank()) :: len(self.local)]
                 for writer in mine:
                     shards.check_files(path, saved, writer)
                 files = [file for writer in mine for file in saved.files_of[writer]]
-                checked = in_parallel(lambda file: store.damage(path / file, saved.files[file]), files)
+                checked = in_parallel(lambda file: integrity.damage(path / file, saved.files[file]), files)
                 problem = next((p for p in checked if p), "")
             except Damaged as error:
                 problem = str(error)

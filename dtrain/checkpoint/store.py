@@ -16,8 +16,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,31 +25,19 @@ from torch import Tensor
 from dtrain.checkpoint import compression_errors as errors
 from dtrain.checkpoint import manifest, moments, shards
 from dtrain.checkpoint.incremental import Links
+from dtrain.checkpoint.integrity import compare, put_aside, verify
 from dtrain.checkpoint.layouts import LayoutError
-from dtrain.checkpoint.manifest import Damaged as Damaged
 from dtrain.checkpoint.manifest import Manifest as Manifest
-from dtrain.checkpoint.rank_files import Files, content, in_parallel, share_out, write_files
+from dtrain.checkpoint.ownership import is_foreign, metrics_of, run_id
+from dtrain.checkpoint.rank_files import Files, share_out, write_files
 from dtrain.checkpoint.writers import Writers
 from dtrain.errors import CheckpointError as CheckpointError
 from dtrain.errors import bad
-from dtrain.runs.best import METRICS, best_of, is_of_other_data
-from dtrain.runs.folder import checkpoints, read_json
-from dtrain.runs.protocol import GO_BACK
-from dtrain.util.collective import (
-    Group,
-    agreed,
-    all_problems,
-    collect,
-    distinct,
-    failpoint,
-    from_rank_0,
-    rank,
-    world_size,
-)
-from dtrain.util.collective import broadcast as broadcast
+from dtrain.runs.best import best_of
+from dtrain.runs.folder import checkpoints
+from dtrain.util.collective import Group, agreed, collect, distinct, failpoint, from_rank_0, rank
 from dtrain.util.collective import gather as gather
 from dtrain.util.dtensor import Held, chunks_of
-from dtrain.util.format import as_dict
 
 log = logging.getLogger("dtrain")
 read_manifest = manifest.read
@@ -214,194 +201,6 @@ def prune(
 
 
 # ---- load ----------------------------------------------------------------------------------------------------
-
-
-def newest_good(
-    folder: Path,
-    say: Callable[[str], object] = print,
-    quarantine: bool = True,
-    needed: tuple[str, ...] = (),
-) -> tuple[Path, Manifest] | None:
-    """Return the newest checkpoint that verifies, or None; a damaged one is reported and renamed.
-
-    `needed`: keys that its manifest must have. A checkpoint that another run saved is left alone.
-    """
-    names, run = from_rank_0(lambda: ([p.name for p in checkpoints(folder)], run_id(folder)), f"listing {folder}")
-    foreign = []
-    for name in names:
-        problem = verify(folder / name, needed=needed, step=int(name[5:]))
-        if not problem:
-            found = read_manifest(folder / name)
-            if not from_rank_0(partial(is_foreign, folder / name, run), f"reading {folder}"):
-                return folder / name, found
-            foreign.append(name)
-            say(f"checkpoint {name} was saved by another run, and is left alone; trying an older one")
-            continue
-        if quarantine:
-            put_aside(folder / name)
-        aside = " and was renamed to .corrupt" if quarantine else ""
-        say(f"checkpoint {name} is damaged ({problem}){aside}; trying an older one")
-    if foreign:
-        raise CheckpointError(
-            f"{folder / foreign[0]} was saved by another run. "
-            f"Fix: move it away; to start from its weights: init_from={folder / foreign[0]} in a new run"
-        )
-    if names or from_rank_0((folder / "latest").exists, f"reading {folder}"):
-        raise CheckpointError(f"no usable checkpoint is left in {folder}. Fix: start a new run, or restore a copy")
-    return None
-
-
-def run_id(folder: Path) -> str | None:
-    """Return the id of the run that a folder of checkpoints belongs to; None for runs of older versions."""
-    found = read_json(folder.parent / "launch.json").get("id")
-    return found if isinstance(found, str) else None
-
-
-def differs(saved: Any, run: str | None) -> bool:
-    return saved is not None and run is not None and saved != run
-
-
-def is_foreign(path: Path, run: str | None) -> bool:
-    """Return whether another run saved a checkpoint. An unreadable one counts as ours and is renamed as damaged."""
-    try:
-        return run is not None and differs(read_manifest(path).meta.get("run"), run) and not is_forked(path)
-    except (CheckpointError, OSError):
-        return False
-
-
-def forked_from(folder: Path) -> dict[str, Any]:
-    """Return what launch.json says about the checkpoint that a fork began with (launch/fork.py); {}: no fork."""
-    return as_dict(read_json(folder.parent / "launch.json").get("forked_from"))
-
-
-def is_forked(path: Path) -> bool:
-    """Is it the checkpoint that a fork began with, and so saved by the run that it was forked from?"""
-    origin, saved = forked_from(path.parent), read_manifest(path)
-    return saved["step"] == origin.get("step") and not differs(saved.meta.get("run"), origin.get("id"))
-
-
-def metrics_of(path: Path) -> dict[str, Any]:
-    """Return the metrics of the evaluation at a checkpoint's step; {} if there was none, or if it is damaged.
-
-    {} also if a fork with other data began there: those of the parent were measured on its own data.
-    """
-    try:
-        saved = read_manifest(path)
-        elsewhere = is_of_other_data(forked_from(path.parent), saved["step"], saved.meta.get("run"))
-        return {} if elsewhere else as_dict(saved.meta.get(METRICS))
-    except (CheckpointError, OSError):
-        return {}
-
-
-def go_back(
-    folder: Path, say: Callable[[str], object] = print, needed: tuple[str, ...] = ()
-) -> tuple[Path, Manifest] | None:
-    """Go back to the step that the launcher was asked for (resume=RUN@STEP); None: it was asked for none.
-
-    First verify its checkpoint: a damaged one raises an error, and nothing changes. Then move what is newer to a folder
-    of its own: checkpoints, and the metrics, from which a resume drops later steps. Killed in between, the next start
-    does the rest.
-    """
-
-    def asked() -> int | None:
-        step = read_json(folder / GO_BACK).get("step")
-        return step if isinstance(step, int) else None
-
-    step = from_rank_0(asked, f"reading {folder}")
-    if step is None:
-        return None
-    path = folder / f"step-{step:08d}"
-    problem = verify(path, needed=needed, step=step) or (
-        "it was saved by another run"
-        if from_rank_0(lambda: is_foreign(path, run_id(folder)), f"reading {path}")
-        else ""
-    )
-    if problem:
-        raise CheckpointError(f"{path} cannot be used: {problem}. Nothing was moved. Fix: resume from another step")
-
-    def move() -> str:
-        taken = [int(p.name[9:]) for p in folder.glob("replaced-*") if p.name[9:].isdecimal()]
-        number = 1 + max(taken, default=0)
-        aside = folder / f"replaced-{number}"
-        newer = [p for p in checkpoints(folder) if int(p.name[5:]) > step]
-        if newer:
-            aside.mkdir()
-            metrics = folder.parent / "metrics.jsonl"
-            if metrics.exists():
-                shutil.copy2(metrics, aside / metrics.name)
-            for newest in newer:
-                os.rename(newest, aside / newest.name)
-            shards.fsync_folder(aside)
-            shards.fsync_folder(folder)
-        point_latest(folder, path.name)
-        (folder / GO_BACK).unlink()
-        return f"{len(newer)} newer checkpoints, and the metrics up to them, are in {aside}" if newer else ""
-
-    if text := from_rank_0(move, f"going back to {path}"):
-        say(text)
-    return path, read_manifest(path)
-
-
-def put_aside(path: Path, group: Group = None) -> None:
-    with agreed(f"renaming {path}", group=group):
-        if rank() == 0:
-            os.rename(path, path.with_name(f"{path.name}.corrupt-{uuid.uuid4().hex[:4]}"))
-
-
-def compare(path: Path, files: Files, specs: dict[str, Any], group: Group = None) -> str:
-    """Return how a checkpoint on disk differs from what the ranks have just written, or "". All get the same answer.
-
-    Like `verify`, but each rank compares its files with the tensors that it still holds instead of hashing them again:
-    faster on a CPU without SHA instructions. `specs`: the entries of this rank's files that the manifest must have.
-    """
-    problem = ""
-
-    def check(file: str) -> str:
-        return f"{file} differs from what was written" if shards.differing(path / file, *content(files[file])) else ""
-
-    with agreed(f"reading {path}", group=group):
-        try:
-            saved = read_manifest(path)
-            if {file: saved.files.get(file) for file in specs} != specs:
-                raise Damaged("manifest.json has other checksums than were written")
-            shards.check_files(path, saved, rank())
-            problem = next((p for p in in_parallel(check, files) if p), "")
-        except Damaged as error:
-            problem = str(error)
-    return next(iter(all_problems(problem, group)), "")
-
-
-def verify(path: Path, group: Group = None, needed: tuple[str, ...] = (), step: int | None = None) -> str:
-    """Return what is damaged in a checkpoint, or "". The ranks share the files; all get the same answer.
-
-    `needed`: keys that its manifest must have. `step`: the step that it must hold, by its name.
-
-    Damage is only bytes that differ from what was saved, or content that no save writes. A disk that does not respond
-    raises an error, and nothing is renamed.
-    """
-    problem = ""
-    with agreed(f"reading {path}", group=group):
-        try:
-            saved = read_manifest(path)
-            if step is not None and saved["step"] != step:
-                raise Damaged(f"its folder name does not match its step, {saved['step']}")
-            manifest.check_needed(saved, needed)
-            mine = sorted(saved.files_of)[rank() :: world_size()]
-            for writer in mine:  # headers first, because they are short
-                shards.check_files(path, saved, writer)
-            files = [file for writer in mine for file in saved.files_of[writer]]
-            problem = next((p for p in in_parallel(lambda f: damage(path / f, saved.files[f]), files) if p), "")
-        except Damaged as error:
-            problem = str(error)
-    return next(iter(all_problems(problem, group)), "")
-
-
-def damage(file: Path, spec: dict[str, Any]) -> str:
-    """Return what is wrong with one file, or an empty string."""
-    size = file.stat().st_size
-    if size != spec["size"]:
-        return f"{file.name} has {size} bytes instead of {spec['size']}"
-    return "" if shards.sha256(file) == spec["sha256"] else f"{file.name} does not match its checksum"
 
 
 def load(path: Path, saved: Manifest, tensors: Mapping[str, Held]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.checkpoint import shards, store
+from dtrain.checkpoint import integrity, ownership, resume_point, shards, store
 from dtrain.config import run_file
 from dtrain.config.redaction import redact
 from dtrain.config.schema import check_run
@@ -38,12 +38,12 @@ def checkpoint_of(run_dir: Path, step: int | None = None) -> Path:
     """Return the checkpoint of a step, verified; without a step, the newest good one."""
     if step is not None:
         path = run_dir / "checkpoints" / f"step-{step:08d}"
-        if problem := store.verify(path, step=step):
+        if problem := integrity.verify(path, step=step):
             raise ValueError(f"{path} is damaged ({problem})\n  fix: another checkpoint of the run")
-        if store.is_foreign(path, store.run_id(path.parent)):
+        if ownership.is_foreign(path, ownership.run_id(path.parent)):
             raise ValueError(f"{path} was saved by another run\n  fix: another checkpoint of the run")
         return path
-    found = store.newest_good(run_dir / "checkpoints", say=warn, quarantine=False)  # a reader changes nothing
+    found = resume_point.newest_good(run_dir / "checkpoints", say=warn, quarantine=False)  # a reader changes nothing
     if found is None:
         raise no_checkpoint(run_dir)
     return found[0]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import dtrain
-from dtrain.checkpoint import store
+from dtrain.checkpoint import ownership, store
 from dtrain.config import run_file
 from dtrain.config.models import LANGUAGE_MODELS
 from dtrain.config.redaction import hide, redact
@@ -189,7 +189,7 @@ def metrics_of(source: Source) -> tuple[dict[str, float], float | None]:
     """
     cfg = source.saved_under.cfg if source.saved_under else source.cfg
     evaluates_averages = bool(as_dict(cfg.get("ema")).get("evaluate"))
-    found = store.metrics_of(source.checkpoint) if evaluates_averages == source.ema else {}
+    found = ownership.metrics_of(source.checkpoint) if evaluates_averages == source.ema else {}
     metrics = {key: value for key in sorted(found) if (value := finite(found[key])) is not None}
     losses = [row.get("loss") for row in rows(source.run_dir / "metrics.jsonl") if row.get("step") == source.step]
     return metrics, next((loss for loss in map(finite, losses) if loss is not None), None)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dtrain.checkpoint import store
+from dtrain.checkpoint import ownership
 from dtrain.config.run_file import Settings
 from dtrain.errors import bad
 from dtrain.runs.best import best_of, mode_of, rank_of
@@ -49,6 +49,6 @@ class Best:
 
 
 def newest_best(folder: Path, metric: str, mode: str) -> tuple[int, float | None]:
-    metrics = {int(path.name[5:]): store.metrics_of(path) for path in checkpoints(folder)}
+    metrics = {int(path.name[5:]): ownership.metrics_of(path) for path in checkpoints(folder)}
     step = best_of(metrics, metric, mode)
     return (0, None) if step is None else (step, rank_of(metrics[step].get(metric), mode))

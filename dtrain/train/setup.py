@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtrain.checkpoint import store
+from dtrain.checkpoint import ownership, store
 from dtrain.checkpoint.background import Saver
 from dtrain.config import run_file, run_length
 from dtrain.config.build import build
@@ -238,7 +238,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver, time
         "versions": metrics.versions(device),
         **({"ended_by": hooks.ended} if hooks.ended else {}),
     }  # fmt: skip
-    if origin := store.forked_from(folder / "checkpoints"):
+    if origin := ownership.forked_from(folder / "checkpoints"):
         summary["forked_from"] = origin
     recorder = Recorder(folder, step) if rank == 0 else None
     if recorder:
@@ -358,8 +358,8 @@ def started_anew(path: Path) -> list[str] | None:
 
     None: it is a checkpoint of the run itself.
     """
-    anew = store.forked_from(path.parent).get("anew", [])
-    return [str(part) for part in anew if isinstance(anew, list)] if store.is_forked(path) else None
+    anew = ownership.forked_from(path.parent).get("anew", [])
+    return [str(part) for part in anew if isinstance(anew, list)] if ownership.is_forked(path) else None
 
 
 def roll_back(run: Run, saver: Saver) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dtrain.checkpoint import background as saving
-from dtrain.checkpoint import manifest, rank_files, shards, store
+from dtrain.checkpoint import manifest, rank_files, resume_point, shards, store
 from dtrain.checkpoint.background import Saver
 from dtrain.checkpoint.store import CheckpointError
 from dtrain.commands.verify import world
@@ -45,7 +45,7 @@ def state(value: float, device: str = "cpu") -> dict[str, torch.Tensor]:
 
 def held(folder: Path) -> dict[str, torch.Tensor]:
     """What the newest checkpoint of a folder holds."""
-    found = store.newest_good(folder, lambda text: pytest.fail(text))
+    found = resume_point.newest_good(folder, lambda text: pytest.fail(text))
     assert found is not None
     target = {name: torch.zeros_like(t) for name, t in state(0.0).items() if t.numel()}
     store.load(found[0], found[1], target)

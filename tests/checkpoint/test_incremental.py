@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from dtrain.checkpoint import incremental, manifest, rank_files, store
+from dtrain.checkpoint import incremental, integrity, manifest, rank_files, resume_point, store
 from dtrain.checkpoint.background import Saver
 from dtrain.checkpoint.incremental import Links
 from dtrain.commands.verify import compare
@@ -46,7 +46,7 @@ def content(path: Path, like: State) -> State:
 
 
 def assert_holds(path: Path, expected: State) -> None:
-    assert not store.verify(path)
+    assert not integrity.verify(path)
     found = content(path, expected)
     assert all(torch.equal(found[name], t) for name, t in expected.items())
 
@@ -153,7 +153,7 @@ def test_a_damaged_file_is_written_again_and_reported(tmp_path: Path, caplog: py
     store.save(tmp_path, 3, state(3.0), META, 9, links)
     assert "damaged" in caplog.text
     assert_holds(tmp_path / "step-00000003", state(3.0))
-    assert all(store.verify(tmp_path / f"step-{step:08d}") for step in (1, 2)), "what they share is damaged in both"
+    assert all(integrity.verify(tmp_path / f"step-{step:08d}") for step in (1, 2)), "what they share is damaged in both"
     store.save(tmp_path, 4, state(4.0), META, 9, links)
     assert inode(tmp_path, 3) == inode(tmp_path, 4), "it is linked again"
 
@@ -163,7 +163,7 @@ def test_damage_after_the_last_save_falls_back_to_a_full_one(tmp_path: Path) -> 
     for step in (1, 2, 3, 4):
         store.save(tmp_path, step, state(float(step)), META, 3, links)
     flip(tmp_path / "step-00000004" / FROZEN)
-    found = store.newest_good(tmp_path, lambda text: None)
+    found = resume_point.newest_good(tmp_path, lambda text: None)
     assert found is not None and found[1]["step"] == 2
     assert_holds(found[0], state(2.0))
 
@@ -308,7 +308,7 @@ def saves_of_two_ranks(folder: Path) -> None:
         path = folder / f"step-{step:08d}"
         store.load(path, store.read_manifest(path), whole)
         assert torch.equal(whole["model.frozen"][40 * rank : 40 * rank + 40], frozen)
-        assert not store.verify(path)
+        assert not integrity.verify(path)
     files = [(folder / f"step-{step:08d}" / f"rank-{rank:05d}-8.safetensors") for step in range(1, 6)]
     inodes = [file.stat().st_ino if file.exists() else None for file in files]
     assert inodes == [inodes[0]] * 5 if rank == 0 else inodes[0] == inodes[1] != inodes[2] and inodes[3] is None

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtrain.checkpoint import manifest, shards, store
+from dtrain.checkpoint import integrity, manifest, resume_point, shards, store
 from dtrain.checkpoint.store import CheckpointError
 from dtrain.util import dtensor
 from tests.world import ROOT, make_run, metrics, spawn, summary, train
@@ -79,7 +79,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 def loaded(folder: Path, say: Callable[[str], object] = lambda text: None) -> float:
     """The scale of the checkpoint that a run would resume from, all of its values checked."""
     (folder.parent / "launch.json").write_text(json.dumps({"id": "a" * 32}))
-    found = store.newest_good(folder, say, needed=NEEDED)
+    found = resume_point.newest_good(folder, say, needed=NEEDED)
     assert found is not None
     target = {name: torch.full_like(t, 77.0) for name, t in state(0.0).items()}
     store.load(*found, target)
@@ -197,7 +197,7 @@ def test_a_sparse_shard_is_refused_by_its_header_and_not_hashed(folder: Path, mo
     sparse(folder / "step-00000002" / SHARD)
     rewrite(folder / "step-00000002", lambda v: v["files"][SHARD].update(size=20 * 10**9))
     monkeypatch.setattr(shards, "sha256", lambda path: pytest.fail("hashing 20 GB takes 17 s"))
-    assert "header" in store.verify(folder / "step-00000002")
+    assert "header" in integrity.verify(folder / "step-00000002")
 
 
 def test_strays_and_renamed_folders_do_not_win(folder: Path) -> None:
@@ -296,7 +296,7 @@ def test_a_run_of_an_older_version_resumes(strategy: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("fault", ["no chunks", "a chunk too few", "a chunk twice", "../", "/etc/hostname", "a key"])
 def test_the_first_format_is_checked_as_well(fault: str, tmp_path: Path) -> None:
     path = Path(shutil.copytree(OLD_RUNS / "fsdp" / "checkpoints", tmp_path / "checkpoints")) / "step-00000002"
-    assert store.verify(path) == ""
+    assert integrity.verify(path) == ""
 
     def change(values: dict[str, Any]) -> None:
         chunks = values["tensors"]["model.layers.0.mlp.up.weight"]["chunks"]
@@ -312,7 +312,7 @@ def test_the_first_format_is_checked_as_well(fault: str, tmp_path: Path) -> None
             chunks[0]["file"] = fault + SHARD if fault == "../" else fault
 
     rewrite(path, change)
-    assert store.verify(path) != ""
+    assert integrity.verify(path) != ""
 
 
 # ---- fuzz ----------------------------------------------------------------------------------------------------
@@ -404,7 +404,7 @@ def test_a_run_neither_counts_nor_deletes_nor_takes_what_another_run_saved(tmp_p
     own = {"step-00000075", "step-00000100"}
     assert {p.name for p in folder.glob("step-????????")} == {*own, "step-00000900"}
     assert len(list(folder.glob("step-00000100.other-run-*"))) == 1
-    found = store.newest_good(folder, lambda text: None)
+    found = resume_point.newest_good(folder, lambda text: None)
     assert found is not None and found[0].name == "step-00000100" and found[1]["run"] == "mine"
     target = {name: torch.zeros_like(t) for name, t in state(0.0).items()}
     store.load(*found, target)
@@ -418,7 +418,7 @@ def test_what_a_load_would_call_damaged_is_never_saved(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == [saved_first.name]
     own = {"extra": {"precision": {"scale": 2.0, "growth_tracker": 3}}}  # of a precision that is a user's
     store.save(tmp_path, 3, state(3.0), own, keep=2)
-    assert store.newest_good(tmp_path, pytest.fail) is not None
+    assert resume_point.newest_good(tmp_path, pytest.fail) is not None
 
 
 def test_a_box_of_other_dimensions_falls_back(folder: Path) -> None:
@@ -448,7 +448,7 @@ def test_a_file_elsewhere_with_the_right_bytes_falls_back(absolute: bool, folder
     shutil.move(path / SHARD, elsewhere)
     name = str(elsewhere) if absolute else f"../../{SHARD}"
     rewrite(path, lambda v: v["files"].update({name: v["files"].pop(SHARD)}))
-    assert "is not a valid name of a checkpoint file" in store.verify(path)
+    assert "is not a valid name of a checkpoint file" in integrity.verify(path)
     assert loaded(folder) == 1.0
 
 
@@ -457,20 +457,20 @@ def test_a_link_to_the_right_bytes_falls_back(name: str, folder: Path) -> None:
     path, elsewhere = folder / "step-00000002", folder.parent / name
     shutil.move(path / name, elsewhere)
     (path / name).symlink_to(elsewhere)
-    assert "a symbolic link" in store.verify(path)
+    assert "a symbolic link" in integrity.verify(path)
     assert loaded(folder) == 1.0
 
 
 def test_a_manifest_that_is_too_large_is_not_read(folder: Path) -> None:
     path = folder / "step-00000002"
     os.truncate(path / "manifest.json", 3 * manifest.BASE_BYTES)
-    assert "more than any save writes" in store.verify(path)
+    assert "more than any save writes" in integrity.verify(path)
 
 
 def test_a_manifest_without_the_file_of_a_rank_falls_back(folder: Path) -> None:
     """No file is left that could disagree with the layouts; a load would look for what rank 1 wrote."""
     rewrite(folder / "step-00000002", drop("files", "rank-00001.safetensors"))
-    assert "a rank without files" in store.verify(folder / "step-00000002")
+    assert "a rank without files" in integrity.verify(folder / "step-00000002")
     assert loaded(folder) == 1.0
 
 

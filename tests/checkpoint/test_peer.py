@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtrain.checkpoint import peer, store
+from dtrain.checkpoint import peer, resume_point, store
 from dtrain.checkpoint.background import Saver
 from dtrain.checkpoint.peer import PeerCopies, next_host
 from dtrain.checkpoint.rank_files import share_out
@@ -153,7 +153,7 @@ def test_too_little_memory_leaves_the_disk(
         saver.save(1, state(1.0), META)
         saver.wait()
     assert "are needed in memory" in caplog.text and not copies.folder.exists()
-    found = store.newest_good(tmp_path / "run" / "checkpoints")
+    found = resume_point.newest_good(tmp_path / "run" / "checkpoints")
     assert found is not None and held(found[0]) == 1.0
 
 
@@ -255,7 +255,7 @@ def test_a_killed_run_resumes_from_memory(phase: str, before: str, run: Path, tm
     every = (*RUN, "checkpoint.peer_every=1")
     make_run(run, *every, f"strategy={before}")
     assert -9 in start(run, 2, env={"DTRAIN_FAILPOINT": f"peer.{phase}"}).join()
-    good = store.newest_good(run / "checkpoints")
+    good = resume_point.newest_good(run / "checkpoints")
     assert good is not None and good[1]["step"] == 4 and max(in_memory(run)) in (6, 7)
     make_run(run, *every)
     assert train(run, 2) == [0, 0]
@@ -278,5 +278,5 @@ def test_a_run_whose_last_step_was_in_memory_only_ends_on_disk(run: Path) -> Non
     (run / "checkpoints" / "latest").unlink()
     assert train(run, 2) == [0, 0]
     assert summary(run)["start_step"] == 3 and summary(run)["status"] == "done"
-    assert store.newest_good(run / "checkpoints")[1]["step"] == 3  # type: ignore[index]
+    assert resume_point.newest_good(run / "checkpoints")[1]["step"] == 3  # type: ignore[index]
     assert not memory.folder(run).exists()

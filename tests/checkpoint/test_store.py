@@ -1,11 +1,9 @@
-"""Checkpoints under faults: flipped bits, kills at every phase of a save, a full disk, another model."""
+"""Checkpoints: what a save writes, kills at every phase of it, a full disk, another model."""
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 import random
 import shutil
 import subprocess
@@ -21,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from dtrain.checkpoint import layouts, manifest, shards, store
+from dtrain.checkpoint import integrity, layouts, manifest, ownership, resume_point, shards, store
 from dtrain.checkpoint.manifest import Manifest
-from dtrain.checkpoint.store import CheckpointError
 from dtrain.util import dtensor
+from tests.checkpoint.small_state import assert_holds, saved, state
 from tests.patience import patience
 from tests.world import ROOT, SMALL, make_run, metrics, spawn, start, summary, train
 
@@ -33,33 +31,13 @@ BESIDE = ["save.stage", "save.copied"]  # only where the training goes on meanwh
 BACKGROUND = {"true": [*PHASES, *BESIDE], "false": PHASES}
 
 
-def state(scale: float = 1.0) -> dict[str, torch.Tensor]:
-    return {
-        "model.weight": torch.arange(35, dtype=torch.float32).reshape(5, 7) * scale,
-        "model.half": torch.arange(6, dtype=torch.bfloat16) * scale,
-        "model.scalar": torch.tensor(3.5 * scale),
-        "optim.weight.exp_avg": torch.full((5, 7), 0.25 * scale),
-    }
-
-
-def saved(folder: Path, *steps: int, keep: int = 10) -> None:
-    for step in steps:
-        store.save(folder, step, state(float(step)), {"samples": step * 8, "extra": {}}, keep)
-
-
-def assert_holds(path: Path, content: Manifest, scale: float) -> None:
-    target = {name: torch.zeros_like(t) for name, t in state().items()}
-    store.load(path, content, target)
-    assert all(torch.equal(target[name], t) for name, t in state(scale).items())
-
-
 # ---- what is written -----------------------------------------------------------------------------------------
 
 
 def test_round_trip_and_latest(tmp_path: Path) -> None:
     saved(tmp_path, 3, 7)
     assert (tmp_path / "latest").read_text() == "step-00000007\n"
-    found = store.newest_good(tmp_path)
+    found = resume_point.newest_good(tmp_path)
     assert found is not None and found[1]["step"] == 7 and found[1]["samples"] == 56
     assert_holds(*found, 7.0)
     assert not list(tmp_path.glob(".attempt*"))
@@ -74,7 +52,7 @@ def test_files_are_plain_safetensors(tmp_path: Path) -> None:
 def test_nothing_is_pickled(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     assert {p.suffix for p in (tmp_path / "step-00000001").iterdir()} == {".safetensors", ".json"}
-    source = "".join(Path(m.__file__ or "").read_text() for m in (store, shards))
+    source = "".join(Path(m.__file__ or "").read_text() for m in (store, shards, integrity, ownership, resume_point))
     assert "torch.load" not in source and "pickle.load" not in source and "import pickle" not in source
 
 
@@ -145,129 +123,6 @@ def test_what_all_ranks_hold_is_written_once_and_shared_out(tmp_path: Path) -> N
     assert_holds(tmp_path / "step-00000001", content, 1.0)
 
 
-# ---- flipped bits --------------------------------------------------------------------------------------------
-
-
-def flip(path: Path, bit: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(bit // 8)
-        byte = file.read(1)[0]
-        file.seek(bit // 8)
-        file.write(bytes([byte ^ (1 << bit % 8)]))
-
-
-def test_300_flips_in_a_shard_are_300_detected(tmp_path: Path) -> None:
-    saved(tmp_path, 1)
-    shard = tmp_path / "step-00000001" / "rank-00000.safetensors"
-    rng = random.Random(0)
-    detected = 0
-    for _ in range(300):
-        bit = rng.randrange(shard.stat().st_size * 8)
-        flip(shard, bit)
-        detected += store.verify(tmp_path / "step-00000001") != ""
-        flip(shard, bit)
-    assert detected == 300
-    assert store.verify(tmp_path / "step-00000001") == ""
-
-
-def test_every_flip_in_the_manifest_is_detected_or_harmless(tmp_path: Path) -> None:
-    saved(tmp_path, 1)
-    path = tmp_path / "step-00000001" / "manifest.json"
-    good = store.read_manifest(path.parent)
-    for bit in range(0, path.stat().st_size * 8, 5):
-        flip(path, bit)
-        try:
-            assert store.read_manifest(path.parent) == good, f"bit {bit} changed the content unseen"
-        except CheckpointError:
-            pass
-        flip(path, bit)
-
-
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
-def test_a_damaged_one_is_put_aside_and_the_older_used(damage: str, tmp_path: Path) -> None:
-    saved(tmp_path, 1, 2)
-    shard = tmp_path / "step-00000002" / "rank-00000.safetensors"
-    if damage == "flip":
-        flip(shard, 8 * (shard.stat().st_size - 1))
-    elif damage == "truncate":
-        os.truncate(shard, 100)
-    elif damage == "remove":
-        shard.unlink()
-    else:
-        (tmp_path / "step-00000002" / "manifest.json").write_text("{")
-    said: list[str] = []
-    found = store.newest_good(tmp_path, said.append)
-    assert found is not None and found[1]["step"] == 1
-    assert_holds(*found, 1.0)
-    assert "step-00000002 is damaged" in said[0]
-    assert len(list(tmp_path.glob("step-00000002.corrupt-*"))) == 1
-
-
-def test_a_folder_that_lost_its_manifest_is_damaged_and_no_fresh_start(tmp_path: Path) -> None:
-    saved(tmp_path, 1, 2)
-    (tmp_path / "step-00000002" / "manifest.json").unlink()
-    found = store.newest_good(tmp_path, lambda text: None)
-    assert found is not None and found[1]["step"] == 1
-    saved(tmp_path, 2)
-    (tmp_path / "step-00000002" / "manifest.json").unlink()
-    saved(tmp_path, 2)  # a save never gives way to a damaged folder of the same name
-    assert store.verify(tmp_path / "step-00000002") == ""
-    assert len(list(tmp_path.glob("step-00000002.corrupt-*"))) == 2
-
-
-def test_a_disk_that_does_not_answer_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(tmp_path, 1)
-
-    def broken(path: Path) -> str:
-        raise OSError(errno.EIO, "Input/output error", str(path))
-
-    monkeypatch.setattr(shards, "sha256", broken)
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        store.newest_good(tmp_path)
-    monkeypatch.undo()
-    assert store.newest_good(tmp_path) is not None
-
-
-def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
-    saved(tmp_path, 1)
-    content = json.loads((tmp_path / "step-00000001" / "manifest.json").read_text())
-    store.write_manifest(tmp_path / "step-00000001", content | {"format": "dtrain-9"})
-    with pytest.raises(CheckpointError, match="has the format dtrain-9, this version of dtrain reads dtrain-2"):
-        store.newest_good(tmp_path)
-    assert (tmp_path / "step-00000001").is_dir()
-
-
-def test_a_reader_puts_nothing_aside(tmp_path: Path) -> None:
-    saved(tmp_path, 1, 2)
-    flip(tmp_path / "step-00000002" / "rank-00000.safetensors", 999)
-    found = store.newest_good(tmp_path, lambda text: None, quarantine=False)
-    assert found is not None and found[1]["step"] == 1 and (tmp_path / "step-00000002").is_dir()
-
-
-def test_all_damaged_is_an_error_and_never_a_fresh_start(tmp_path: Path) -> None:
-    saved(tmp_path, 1)
-    flip(tmp_path / "step-00000001" / "rank-00000.safetensors", 999)
-    for _ in range(2):  # also the second time, when only the .corrupt folder is left
-        with pytest.raises(CheckpointError, match="no usable checkpoint is left"):
-            store.newest_good(tmp_path, lambda text: None)
-
-
-def test_a_run_falls_back_on_all_ranks_and_says_so(tmp_path: Path) -> None:
-    run = make_run(
-        tmp_path / "run",
-        "strategy=fsdp",
-        "cluster.processes=2",
-        "train.steps=9",
-        "checkpoint.every=3",
-        "train.stop_after=6",
-    )
-    assert train(run, 2) == [0, 0]
-    flip(run / "checkpoints" / "step-00000006" / "rank-00001.safetensors", 5000)
-    make_run(run, "strategy=fsdp", "cluster.processes=2", "train.steps=9", "checkpoint.every=3")
-    assert train(run, 2) == [0, 0]
-    assert summary(run)["start_step"] == 3 and summary(run)["steps"] == 9
-
-
 # ---- kills ---------------------------------------------------------------------------------------------------
 
 
@@ -278,7 +133,7 @@ def test_sigkill_at_each_phase_loses_no_acknowledged_checkpoint(background: str,
     world = start(run, 2, env={"DTRAIN_FAILPOINT": f"{phase}:3"})  # the third save dies; two were acknowledged
     assert -9 in world.join()
     assert summary(run)["status"] == "running"
-    good = store.newest_good(run / "checkpoints", lambda text: pytest.fail(text))
+    good = resume_point.newest_good(run / "checkpoints", lambda text: pytest.fail(text))
     assert good is not None and good[1]["step"] >= 4
     assert train(run, 2) == [0, 0]
     assert summary(run)["start_step"] == good[1]["step"] and summary(run)["steps"] == 30
@@ -304,7 +159,7 @@ def test_50_random_kills_lose_no_acknowledged_checkpoint(tmp_path: Path) -> None
         world.kill()
         acknowledged = int(pointer.read_text()[5:])
         assert acknowledged > reached
-        good = store.newest_good(folder, lambda text: pytest.fail(text))
+        good = resume_point.newest_good(folder, lambda text: pytest.fail(text))
         assert good is not None and good[1]["step"] >= acknowledged
         reached = good[1]["step"]
 
@@ -343,7 +198,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_says_what_is_needed(background
     assert train(run, 2) == [3, 3]
     notes = [json.loads((run / "logs" / f"failure-{r}.json").read_text()) for r in (0, 1)]
     assert all(" is full" in n["message"] and "bytes needed" in n["message"] for n in notes), "agreed by all ranks"
-    good = store.newest_good(run / "checkpoints", lambda text: pytest.fail(text))
+    good = resume_point.newest_good(run / "checkpoints", lambda text: pytest.fail(text))
     assert good is not None and good[1]["step"] >= 2
     assert not list((run / "checkpoints").glob(".attempt*")), "the failed attempt gave its room back"
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.checkpoint import store
+from dtrain.checkpoint import integrity, store
 from dtrain.checkpoint.initial_weights import Drawn
 from dtrain.commands.verify.world import World
 from dtrain.config.build import build
@@ -285,4 +285,4 @@ def test_replicas_that_differ_are_never_saved(fault: str, every: int, step: int,
     )
     assert "resume" in message and (fault == "missed" or fault in message)
     assert saved(run) == ["step-00000002", "step-00000004"]
-    assert not store.verify(run / "checkpoints" / "step-00000004"), "the older one is whole"
+    assert not integrity.verify(run / "checkpoints" / "step-00000004"), "the older one is whole"

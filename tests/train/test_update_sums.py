@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from dtrain.checkpoint import store
+from dtrain.checkpoint import resume_point, store
 from dtrain.strategies.base import Strategy
 from dtrain.strategies.replicas import Replicas
 from dtrain.train.guard import Guard, run_twice
@@ -50,7 +50,7 @@ def check_what_is_counted(run_dirs: list[Path]) -> None:
         Replicas(strategy).check(1, state)
         store.save(run_dir / "checkpoints", 1, state, {"extra": extra}, keep=1)
         assert versions(strategy) == after_update, "nothing but an update writes: every step is watched"
-        found = store.newest_good(run_dir / "checkpoints")
+        found = resume_point.newest_good(run_dir / "checkpoints")
         assert found is not None
         calls: list[int] = []
         strategy.optimizer.forget_sums = lambda done=calls: done.append(1)  # type: ignore[attr-defined]
