@@ -26,7 +26,7 @@ from throughput import environment
 
 from dtrain.commands.verify import compare
 from dtrain.config.run_file import save
-from dtrain.launch.app import resolve
+from dtrain.launch.resolve import resolve
 
 SPACES = ("dtrain-bench-a", "dtrain-bench-b")
 MODEL = ["model.num_layers=6", "model.dim=256", "model.num_heads=4", "model.vocab_size=256", "model.seq_len=64"]

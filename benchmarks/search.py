@@ -27,9 +27,9 @@ from dtrain.commands.search.request import algorithm, read_request
 from dtrain.commands.search.trials import Trials
 from dtrain.commands.verify.world import World, train_rank
 from dtrain.config.run_file import save
-from dtrain.launch.app import resolve
 from dtrain.launch.arguments import prepare_arguments
 from dtrain.launch.compose import hydra_config
+from dtrain.launch.resolve import resolve
 from dtrain.report.lineage import lineage_svg
 from dtrain.runs.folder import read_summary, write_json
 from dtrain.runs.metrics import rows

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from dtrain.commands.verify.compare import compose
 from dtrain.config.run_file import save
-from dtrain.launch.app import resolve
 from dtrain.launch.arguments import prepare_arguments
+from dtrain.launch.resolve import resolve
 from tests.world import train
 
 WORDS = (

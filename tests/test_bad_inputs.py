@@ -319,7 +319,7 @@ def test_a_fault_of_our_own_is_a_traceback_and_still_leaves_nothing(
     def broken(config: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr("dtrain.launch.app.validate", broken)
+    monkeypatch.setattr("dtrain.launch.resolve.validate", broken)
     with pytest.raises(KeyError, match="a bug"):
         main(["launch"])
     assert not list(tmp_path.iterdir())

@@ -11,9 +11,9 @@ import pytest
 from dtrain.cli import main
 from dtrain.commands.verify import compare, world
 from dtrain.config.run_file import save
-from dtrain.launch.app import resolve
 from dtrain.launch.arguments import prepare_arguments
 from dtrain.launch.recipes import built_in, store_recipe
+from dtrain.launch.resolve import resolve
 from tests.world import losses, start_server, summary
 
 RECIPES = built_in()

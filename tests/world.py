@@ -18,7 +18,7 @@ from dtrain.config.build import TRUST
 from dtrain.config.files import CONF, options_of, section
 from dtrain.config.hardware import count_gpus, cpu_has_fp16, no_cpu_fp16
 from dtrain.config.run_file import save
-from dtrain.launch.app import resolve
+from dtrain.launch.resolve import resolve
 from dtrain.runs.folder import latest_checkpoint
 
 ROOT = Path(__file__).parent.parent

@@ -6,18 +6,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import logging
 import os
 import re
-import shlex
 import shutil
-import socket
 import sys
-import tempfile
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,39 +23,24 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError
 
-from dtrain.checks import loss
 from dtrain.checks import profile as profiling
-from dtrain.checks.loggers import check_resumed
-from dtrain.checks.resume import (
-    check_checkpoints,
-    check_code,
-    check_profile,
-    check_queue,
-    check_resume,
-    check_unfinished,
-    go_back,
-    say_beginning,
-)
+from dtrain.checks.resume import go_back, say_beginning
 from dtrain.checks.validate import largest, usable_sizes, validate
 from dtrain.checks.warnings import warnings
-from dtrain.config import elastic, redaction, run_length
+from dtrain.config import elastic, redaction
 from dtrain.config.build import TRUST
-from dtrain.config.files import CONF, SEVERAL, is_script, options_of
-from dtrain.config.hardware import ranks_per_node
-from dtrain.config.hydra_errors import GROUPS, MISTAKES, explain
-from dtrain.config.needed import needed, sequence_length
+from dtrain.config.files import CONF, is_script
+from dtrain.config.hydra_errors import MISTAKES, explain
 from dtrain.config.redaction import redact
 from dtrain.config.run_file import save
-from dtrain.config.untrusted import check_own, resolved
 from dtrain.errors import bad
 from dtrain.launch import compose_cache, fork, sweeps
 from dtrain.launch.arguments import prepare_arguments
 from dtrain.launch.cluster import build_cluster
-from dtrain.launch.environment import environment
-from dtrain.launch.options import AUTO
+from dtrain.launch.launch_record import record_launch
 from dtrain.launch.recipes import in_recipe
+from dtrain.launch.resolve import resolve
 from dtrain.launch.resume_arguments import read_config
 from dtrain.launch.script_arguments import main_config
 from dtrain.launch.script_rank import identity
@@ -72,8 +52,7 @@ from dtrain.runs.protocol import BAD_CONFIG, CANCELLED_FILE, DONE, FAILED, PREEM
 from dtrain.start import began as process_began
 from dtrain.strategies import deepspeed_config
 from dtrain.ui import console, tables
-from dtrain.util import disk_space
-from dtrain.util.format import argument, counted, shell_path
+from dtrain.util.format import counted, shell_path
 
 
 def main(argv: list[str]) -> int:
@@ -217,150 +196,6 @@ class Gate(Callback):
         print(f"{jobs}the table at any time: dtrain runs {shell_path(folder)}")
 
 
-def resolve(cfg: DictConfig) -> dict[str, Any]:
-    """Return the composed configuration as plain, checked values."""
-    if "hydra" in cfg:  # called from the gate, before Hydra starts the job
-        HydraConfig.instance().set_config(cfg)
-    config = plain_values(cfg)
-    if config["choices"].get("strategy") == AUTO:
-        from dtrain.launch import auto
-
-        auto.settle(cfg, config)
-        config = plain_values(cfg)
-    validate(config)
-    check_own(config)
-    if not is_script(config):
-        loss.check(config)
-    if not config["run_dir"]:
-        raise bad("run_dir", "", "must name a folder", "run_dir=outputs/my-run")
-    run_dir = Path(config["run_dir"]).absolute()
-    if "hydra" in cfg and OmegaConf.to_container(cfg.hydra.run) != {"dir": "${run_dir}"}:
-        raise bad(
-            "hydra.run.dir", cfg.hydra.run.dir, "the run folder is set by run_dir", f"run_dir={cfg.hydra.run.dir}"
-        )
-    config["run_dir"] = str(run_dir)
-    redaction.check(config["run_dir"], "run_dir")  # checked again, now as an absolute path
-    typed = [o.partition("=")[0].lstrip("+") for o in HydraConfig.get().overrides.task]
-    if config["cluster"].get("launcher") == "torchrun" and config["cluster"]["nodes"] > 1 and "run_dir" not in typed:
-        rule = "its default contains the time, but every node must use the same folder"
-        raise bad("run_dir", os.path.relpath(run_dir), rule, "run_dir=… on a file system that all nodes share")
-    if config["cluster"].get("node_rank"):
-        return config  # a further node: node 0 manages the run folder
-    in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-    if not in_sweep and not is_script(config):  # points of a sweep may have profile=none
-        profiling.check_typed(config, typed)
-    if in_sweep and (run_dir / "launch.json").exists():  # the same sweep command again: resume unfinished runs
-        config["resume"] = config["run_dir"]
-        if not sweeps.unfinished(run_dir):
-            return config
-    if config["resume"]:
-        check_queue(config, run_dir)
-        old = read_config(run_dir)
-        config["choices"]["recipe"] = old.get("choices", {}).get("recipe")
-        if not in_sweep:  # a point of a sweep starts again
-            check_checkpoints(old, config, run_dir)
-        check_resume(old, config, config["resume_allow"], run_dir, typed)
-        check_code(old, config)
-        check_resumed(old, config)
-        with locked(run_dir):
-            pass  # raises if the run is still running
-        check_unfinished(config, run_dir)
-        if not in_sweep and not is_script(
-            config
-        ):  # a sweep's overrides apply to all points; a point near its end still resumes
-            check_profile(config, run_dir, typed)
-    elif (run_dir / "launch.json").exists():
-        raise bad(
-            "run_dir",
-            config["run_dir"],
-            "this folder already has a run",
-            f"{argument('resume', config['run_dir'])}, or another run_dir",
-        )
-    elif config.get("fork"):
-        old = read_config(fork.parse(config["fork"]).run_dir)
-        config["choices"]["recipe"] = old.get("choices", {}).get("recipe")
-        fork.check(old, config)
-        check_code(old, config)
-        check_resumed(old, config)
-    outer = next((p for p in run_dir.resolve().parents if (p / "launch.json").is_file()), None)
-    if outer and not config["resume"]:
-        rule = f"lies inside the folder of another run, {outer}"
-        raise bad("run_dir", config["run_dir"], rule, "leave out run_dir=, or choose one elsewhere")
-    if run_dir.is_dir() and not config["resume"] and any(p.name != ".hydra" for p in run_dir.iterdir()):
-        names = (f"{config['run_dir']}-{number}" for number in itertools.count(2))
-        fix = argument("run_dir", next(name for name in names if not Path(name).exists()))
-        raise bad("run_dir", config["run_dir"], "the folder is not empty and has no run", fix)
-    writable = next(p for p in (run_dir, *run_dir.parents) if os.path.lexists(p))
-    try:
-        tempfile.TemporaryFile(dir=writable).close()  # the only reliable check, also for root and read-only mounts
-    except OSError as error:
-        if error.errno in disk_space.FULL and (text := disk_space.shortage(writable)):
-            raise free_space.full(run_dir, text) from error
-        raise bad(
-            "run_dir",
-            config["run_dir"],
-            f"{writable} cannot be written to ({error.strerror})",
-            "leave out run_dir=, or choose one that you can write to",
-        ) from error
-    return config
-
-
-def plain_values(cfg: DictConfig) -> dict[str, Any]:
-    """Return the composed configuration, completed with ranks, choices and absolute paths of this machine."""
-    for group in GROUPS:
-        if group in cfg and not isinstance(cfg[group], DictConfig):
-            raise bad(
-                group,
-                cfg[group],
-                "is a section; options are chosen in the defaults list",
-                f"in the file, `defaults: [override /{group}: {cfg[group] or 'OPTION'}]`",
-            )
-    if "choices" in cfg and not (isinstance(cfg["choices"], DictConfig) and cfg["choices"]):
-        raise bad(
-            "choices", cfg["choices"], "is written by dtrain: the chosen option of each group", "leave out choices"
-        )
-    for name, value in cfg["choices"].items() if "choices" in cfg else ():
-        fix = f"leave out choices.{name}" + (f"; {name} can be {', '.join(options_of(name))}" if name in GROUPS else "")
-        raise bad(f"choices.{name}", value, "is written by dtrain: the chosen option of each group", fix)
-    overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)  # one by one, they would resolve
-    try:
-        config = resolved(cfg, overrides)
-    except InterpolationKeyError as error:  # e.g. text data for a user's model that defines no sequence length
-        asked = re.search(r"'([\w.]+)' not found", str(error))
-        if asked is None or not error.full_key:
-            raise
-        group, key = asked[1].partition(".")[0], str(error.full_key)
-        chosen = HydraConfig.get().runtime.choices.get(group)
-        rule = f"refers to {asked[1]}, which {group}={chosen} does not have"
-        section = key.partition(".")[0]
-        is_length = chosen == "hf" and key == "data.seq_len"  # its folder knows the length
-        value = (sequence_length(str(cfg["model"].get("path"))) if is_length else None) or "…"
-        values = " ".join([f"{key}={value}", *(f"{name}=…" for name in needed(overrides) if name != key)])
-        fix = f"{values}, or your own {section} (docs/your-own.md), or one of dtrain's models"
-        if group == "model" and chosen in options_of(group) and not is_length:  # it cannot take such samples
-            fix = f"leave out {section}=, or another model"
-        raise ValueError(f"{key}: {rule}\n  fix: {fix}") from error
-    redaction.check(config)
-    run_length.keep_one_length(config, overrides)
-    config["run_dir"] = cfg.get("run_dir")  # Hydra's own value: in a copy, ${now:} may resolve to a later second
-    if config["cluster"].get("processes", 0) is None:
-        config["cluster"]["processes"] = ranks_per_node(config["cluster"])
-    choices = OmegaConf.to_container(HydraConfig.get().runtime.choices)
-    assert isinstance(choices, dict)
-    groups = [group for group in GROUPS if group in config]
-    config["choices"] = {g: choices.get(g) for g in (*groups, "recipe", AUTO) if g != AUTO or g in choices}
-    config["choices"] |= {g: ",".join(config[g]) or "none" for g in SEVERAL if g in groups}
-    # absolute, so that a resume from any working directory finds them
-    for group, keys in (("data", ("path", "tokenizer")), ("strategy", ("nvme_path", "deepspeed_config"))):
-        section = config.get(group, {})
-        for key in keys:
-            if isinstance(section.get(key), str) and section[key] not in ("", "???"):
-                section[key] = str(Path(section[key]).expanduser().absolute())
-    if config.get("init_from") and isinstance(config["init_from"], str):  # other types are rejected later
-        config["init_from"] = str(Path(config["init_from"]).expanduser().absolute())
-    return config
-
-
 def check_fit(config: dict[str, Any], plan: dict[str, Any]) -> None:
     """Check that the run fits in memory and on the disk.
 
@@ -469,30 +304,3 @@ def wait_for_node_0(run_dir: Path, config: dict[str, Any], patience_s: float = 1
                 "run the same command on each node, except for cluster.node_rank, with a run_dir that all nodes share",
             )  # fmt: skip
         time.sleep(0.5)
-
-
-def record_launch(run_dir: Path, config: dict[str, Any], argv: list[str], began: float, prepared: bool) -> None:
-    past = read_json(run_dir / "launch.json")
-    before = past.get("launches", [])
-    launch = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "began": began,
-        "overrides": list(HydraConfig.get().overrides.task),
-        "choices": config["choices"],
-        "cluster": config["cluster"],
-    } | ({"prepared": True} if prepared else {})
-    if usable := usable_sizes(config):
-        launch["usable_sizes"] = usable  # for `dtrain scale`, which may not find the user's modules
-    launch |= environment(run_dir, before)
-    record = {
-        "id": past.get("id") or uuid.uuid4().hex,  # the run's id, also stored in its checkpoints
-        "command": shlex.join(["dtrain", "launch", *argv]), "cwd": os.getcwd(),
-        "host": socket.gethostname(), "pid": os.getpid(),
-        "overrides": launch["overrides"], "launches": [*before, launch],
-    }  # fmt: skip
-    if "forked_from" in past:
-        record["forked_from"] = past["forked_from"]
-    elif config.get("fork"):
-        at = fork.parse(config["fork"])
-        record["forked_from"] = fork.lineage(at, fork.anew(read_config(at.run_dir), config))
-    write_json(run_dir / "launch.json", record)

@@ -21,8 +21,9 @@ from dtrain.config.files import CONF, SECRET, flatten, read_yaml, yaml_loader
 from dtrain.config.hardware import count_gpus
 from dtrain.config.run_file import fingerprint, load, save
 from dtrain.errors import bad
-from dtrain.launch import app as launch
+from dtrain.launch.app import slug
 from dtrain.launch.compose import hydra_config
+from dtrain.launch.resolve import resolve
 
 # yaml has no control characters
 texts = st.text(st.characters(exclude_categories=("Cc", "Cs", "Zl", "Zp")), max_size=8)
@@ -36,8 +37,8 @@ trees = st.dictionaries(
 
 def compose(*overrides: str) -> dict[str, Any]:
     """What the launcher would write to config.yaml, without starting anything."""
-    OmegaConf.register_new_resolver("dtrain.slug", launch.slug, replace=True)
-    return launch.resolve(hydra_config(overrides))
+    OmegaConf.register_new_resolver("dtrain.slug", slug, replace=True)
+    return resolve(hydra_config(overrides))
 
 
 # ---- flatten -------------------------------------------------------------------------------------------------

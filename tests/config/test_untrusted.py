@@ -28,9 +28,10 @@ from dtrain.config.build import build, typed_trust
 from dtrain.config.files import CONF, GROUPS, flatten, options_of
 from dtrain.config.hydra_errors import MISTAKES, explain
 from dtrain.inference.sample import load_model
-from dtrain.launch import app as launch
 from dtrain.launch import recipes, resume_arguments
+from dtrain.launch.app import slug
 from dtrain.launch.compose import hydra_config
+from dtrain.launch.resolve import resolve
 from tests.patience import patience
 from tests.world import SMALL
 
@@ -128,11 +129,11 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.flag, self.folder, self.run = folder / "flag", folder, folder / "run"
-        OmegaConf.register_new_resolver("dtrain.slug", launch.slug, replace=True)
+        OmegaConf.register_new_resolver("dtrain.slug", slug, replace=True)
         words = [*SMALL, "cluster.processes=1", f"run_dir={folder}/new"]
         self.cfg = hydra_config(words)
         self.run.mkdir()
-        run_file.save(self.run, launch.resolve(self.cfg) | {"run_dir": str(self.run)})
+        run_file.save(self.run, resolve(self.cfg) | {"run_dir": str(self.run)})
         self.config: dict[str, Any] = yaml.safe_load((self.run / "config.yaml").read_text())
 
     def merged(self, group: str, name: str) -> DictConfig:
@@ -151,12 +152,12 @@ class World:
         path = self.folder / "theirs.yaml"
         path.write_text(yaml.safe_dump(tree))
         recipes.store_recipe(path)
-        launch.resolve(self.merged("recipe", "theirs"))
+        resolve(self.merged("recipe", "theirs"))
 
     def as_run(self, tree: Any) -> None:
         (self.run / "config.yaml").write_text(yaml.safe_dump(tree))
         resume_arguments.store_as_run(self.run, overridden=[])
-        launch.resolve(self.merged("recipe", "as-run"))
+        resolve(self.merged("recipe", "as-run"))
 
     def as_reader(self, tree: Any) -> None:
         (self.run / "config.yaml").write_text(yaml.safe_dump(tree))

@@ -20,8 +20,8 @@ from dtrain.config.build import TRUST
 from dtrain.config.run_file import save
 from dtrain.kernels import compile_cache
 from dtrain.kernels.compile_cache import CompileCache, Inductor, name_of
-from dtrain.launch.app import resolve
 from dtrain.launch.arguments import prepare_arguments
+from dtrain.launch.resolve import resolve
 from dtrain.runs.protocol import Deadline
 from dtrain.util import checked_file
 from tests.world import losses, summary, wait_for

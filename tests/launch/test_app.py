@@ -20,10 +20,11 @@ from dtrain.config.files import options_of
 from dtrain.config.hydra_errors import probably_meant
 from dtrain.launch import app as launch
 from dtrain.launch import resume_arguments
-from dtrain.launch.app import resolve, slug
+from dtrain.launch.app import slug
 from dtrain.launch.arguments import prepare_arguments
 from dtrain.launch.local import Local
 from dtrain.launch.quoting import quote
+from dtrain.launch.resolve import resolve
 from tests.test_bad_inputs import COMPOSE_ONCE
 
 NAMED = "hydra.job.config.override_dirname.exclude_keys="

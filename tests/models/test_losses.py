@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from dtrain.commands.verify.compare import compose
 from dtrain.config.build import build
 from dtrain.config.files import CONF, options_of
-from dtrain.launch.app import resolve
+from dtrain.launch.resolve import resolve
 from dtrain.models import losses
 
 

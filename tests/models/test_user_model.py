@@ -14,8 +14,8 @@ from dtrain.checkpoint.initial_weights import Drawn
 from dtrain.commands.verify.compare import compare, compose
 from dtrain.config.run_file import load, save
 from dtrain.inference.sample import load_model
-from dtrain.launch.app import resolve
 from dtrain.launch.arguments import prepare_arguments
+from dtrain.launch.resolve import resolve
 from dtrain.models import losses as losses_
 from dtrain.models import user_model
 from dtrain.runs.folder import read_json

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dtrain.commands.verify import compare
 from dtrain.config.run_file import save
-from dtrain.launch.app import resolve
+from dtrain.launch.resolve import resolve
 
 SMALL = [
     "data=digits", "train.steps=10", "train.global_batch_size=12", "train.eval_every=0", "train.eval_batches=2",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dtrain.commands.verify import compare
-from dtrain.launch.app import resolve
+from dtrain.launch.resolve import resolve
 from dtrain.plan import peer_memory
 from dtrain.train.build import make
 

@@ -25,8 +25,8 @@ from dtrain.config import mesh
 from dtrain.config.build import TRUST, build, typed_trust
 from dtrain.config.files import options_of
 from dtrain.config.run_file import load, save
-from dtrain.launch.app import resolve
 from dtrain.launch.compose import hydra_config
+from dtrain.launch.resolve import resolve
 from dtrain.runs.folder import latest_checkpoint, parse_line, read_json, write_json
 from dtrain.runs.protocol import DONE
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.commands.verify import compare
-from dtrain.launch.app import resolve
+from dtrain.launch.resolve import resolve
 from dtrain.plan.layout import Layout, layout_of
 from dtrain.plan.ledger import by_part, total
 from dtrain.plan.memory import phases

@@ -9,7 +9,7 @@ import torch
 
 from dtrain.commands.verify import compare
 from dtrain.kernels import fits_bf16, fits_int8
-from dtrain.launch.app import resolve
+from dtrain.launch.resolve import resolve
 from dtrain.plan.layout import layout_of
 from dtrain.plan.memory.states import held_whole, optimizer_bytes
 from dtrain.plan.model_shape import shape_of
