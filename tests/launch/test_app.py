@@ -1,60 +1,26 @@
-"""`dtrain launch` up to the launcher: the words it takes, the run folder, sweeps and resumes. Nothing is trained."""
+"""`dtrain launch` up to the launcher: what was probably meant, the run folder, sweeps. Nothing is trained."""
 
 import json
-import os
 import shlex
-import shutil
 import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from dtrain.cli import main
 from dtrain.config.files import options_of
 from dtrain.config.hydra_errors import probably_meant
 from dtrain.launch import app as launch
-from dtrain.launch import resume_arguments
 from dtrain.launch.app import slug
-from dtrain.launch.arguments import prepare_arguments
 from dtrain.launch.local import Local
-from dtrain.launch.quoting import quote
 from dtrain.launch.resolve import resolve
-from tests.test_bad_inputs import COMPOSE_ONCE
+from tests.launch.dry_launches import read, run, started
 
-NAMED = "hydra.job.config.override_dirname.exclude_keys="
-
-
-@pytest.fixture(autouse=True)
-def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Work in an empty folder; the run folders that were handed to the launcher."""
-    folders: list[Path] = []
-    monkeypatch.setattr(*COMPOSE_ONCE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    monkeypatch.setattr(Local, "launch", lambda self, run_dir: folders.append(run_dir) or 0)
-    return folders
-
-
-def read(run_dir: Path) -> dict[str, Any]:
-    config = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
-    assert isinstance(config, dict)
-    return config  # type: ignore[return-value]
-
-
-def run(*arguments: str) -> None:
-    assert main(["launch", *arguments]) == 0
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["launch", *arguments]) == 2
-    return capsys.readouterr().err
+__all__ = ["started"]
 
 
 def test_a_warning_is_printed_before_the_start_and_stops_nothing(
@@ -121,28 +87,7 @@ def test_an_empty_folder_may_be_the_run_folder(started: list[Path], tmp_path: Pa
     assert started == [tmp_path / "here"]
 
 
-# ---- words that are ours -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("typed", "want"),
-    [
-        (["--dry-run"], ["dry_run=true"]),
-        (["+strategy=fsdp", "++model=gpt2-124m"], ["strategy=fsdp", "model=gpt2-124m"]),
-        (["+recipe=cpu-tiny"], ["recipe=cpu-tiny"]),
-        (["recipe=null", "train.steps=3"], ["train.steps=3"]),
-        (["run_dir=~/x", "data.path=~", "name=a~b"], ["run_dir=/home/me/x", "data.path=/home/me", "name=a~b"]),
-        (
-            ["strategy=ddp,fsdp", "-m", "+train.foo=1"],
-            ["-m", "strategy=ddp,fsdp", "+train.foo=1", f"{NAMED}[train.foo,trust]"],
-        ),
-        (["--cfg", "job", "-p", "train", "--info", "--help"], ["--cfg", "job", "-p", "train", "--info", "--help"]),
-        (["resume=null"], ["resume=null"]),
-    ],
-)
-def test_arguments(typed: list[str], want: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    assert prepare_arguments(typed) == want
+# ---- what was typed ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -168,14 +113,6 @@ def test_what_was_probably_meant_by_words_with_spaces() -> None:
     assert probably_meant("my/train.py") == "script=my/train.py"
 
 
-@settings(max_examples=60)
-@given(st.text(st.characters(exclude_categories=("Cc", "Cs")), min_size=1, max_size=20))
-def test_any_path_survives_hydras_grammar(text: str) -> None:
-    path = Path(text)
-    [override] = OverridesParser.create().parse_overrides([f"run_dir={quote(path)}"])
-    assert override.value() == str(path) or "${" in text
-
-
 @given(st.text(max_size=300))
 def test_a_slug_is_one_folder_name(text: str) -> None:
     name = slug(text)
@@ -187,16 +124,6 @@ def test_a_slug_is_one_folder_name(text: str) -> None:
 def test_a_folder_name_of_a_sweep_has_no_plus_before_a_name() -> None:
     assert slug("1-++model.layers=1,+model.width=32") == "1-model.layers=1,model.width=32"
     assert slug("0-optim.lr=1e+05") == "0-optim.lr=1e+05" and slug("0-") == "0"
-
-
-def test_a_recipe_is_a_start_and_the_command_line_wins(started: list[Path], tmp_path: Path) -> None:
-    (tmp_path / "my own.yaml").write_text(
-        "defaults:\n  - override /strategy: fsdp\n  - override /model: gpt2-tiny\ntrain: {steps: 11, seed: 5}\n"
-    )
-    run("recipe=my own.yaml", "train.seed=6", "run_dir=out")
-    config = read(started[0])
-    assert (config["choices"]["strategy"], config["train"]["steps"], config["train"]["seed"]) == ("fsdp", 11, 6)
-    assert config["choices"]["recipe"] == "my own"
 
 
 # ---- sweeps --------------------------------------------------------------------------------------------------
@@ -245,233 +172,6 @@ def test_the_folder_that_was_checked_is_the_one_that_is_used(
     assert len(started) == 3
 
 
-# ---- resume --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was launched once; made once, because composing takes a quarter of a second."""
-    folder = tmp_path_factory.mktemp("template")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(*COMPOSE_ONCE)
-        patch.chdir(folder)
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        patch.setattr(Local, "launch", lambda self, run_dir: 0)
-        run("run_dir=run", "train.steps=9", "train.stop_after=4", "optim.lr=0.25", "schedule=linear")
-    return folder / "run"
-
-
-@pytest.fixture
-def old(template: Path, tmp_path: Path) -> Path:
-    copy = shutil.copytree(template, tmp_path / "old, with = odd 'signs'")
-    os.chmod(copy, 0o755)
-    return copy
-
-
-def test_a_resume_goes_on_in_its_folder_with_its_own_settings(old: Path, template: Path, started: list[Path]) -> None:
-    before = read(old)
-    run(f"resume={old}")
-    assert started == [old]
-    after = read(old)
-    assert after.pop("resume") == str(old)
-    assert before.pop("resume") is None
-    assert (before.pop("run_dir"), after.pop("run_dir")) == (str(template), str(old)), "it may have been moved"
-    assert (before["train"].pop("stop_after"), after["train"].pop("stop_after")) == (4, None), "it meant that launch"
-    assert after == before
-    assert len(json.loads((old / "launch.json").read_text())["launches"]) == 2
-    assert stat.S_IMODE(old.stat().st_mode) == 0o700
-
-
-def test_the_classes_of_a_run_named_again_keep_their_arguments(started: list[Path], tmp_path: Path) -> None:
-    """Another class has its own defaults; what is typed beside the class changes."""
-    own = ["model=tests.data.own_data.Net", "data=tests.data.own_data.Drawing", "loss=cross_entropy"]
-    run(*own, "model.inputs=16", "data.num=24", "run_dir=run", "train.steps=4")
-    run("resume=run", *own)
-    config = read(tmp_path / "run")
-    assert len(started) == 2 and config["model"] == {"_target_": "tests.data.own_data.Net", "inputs": 16}
-    run("resume=run", *own, "data.num=32", "resume_allow=[data.num]")
-    assert read(tmp_path / "run")["data"]["num"] == 32
-    words = ["model=tests.data.own_data.Named", own[1], "strategy=ddp"]
-    given = dict(word.split("=") for word in words)
-    assert resume_arguments.without_same_classes(words, given, tmp_path / "run") == (
-        [words[0], "strategy=ddp"], ["model", "strategy"]
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("word", ["latest", "= odd 'sig"])
-def test_a_resume_by_name(old: Path, started: list[Path], word: str, tmp_path: Path) -> None:
-    (tmp_path / "outputs").mkdir()
-    moved = old.rename(tmp_path / "outputs" / old.name)
-    run(f"resume={word}")
-    assert started == [moved]
-
-
-def test_how_a_run_is_run_may_change_on_resume(old: Path, started: list[Path]) -> None:
-    run(
-        f"resume={old}", "strategy=fsdp", "strategy.sharding=grad_op", "cluster.processes=4", "compile=true",
-        "checkpoint.every=1", "train.micro_batch_size=2", "train.stop_after=8", "logger=wandb", "logger.mode=offline",
-        "activation_checkpointing=full",
-    )  # fmt: skip
-    config = read(old)
-    assert started == [old]
-    assert config["choices"]["strategy"] == "fsdp" and config["choices"]["schedule"] == "linear"
-    assert config["strategy"]["sharding"] == "grad_op" and "bucket_mb" not in config["strategy"]
-    assert config["train"]["stop_after"] == 8 and config["train"]["steps"] == 9
-    run(f"resume={old}", "strategy=ddp")
-    assert read(old)["strategy"]["bucket_mb"] == 25
-    assert read(old)["cluster"]["processes"] == 4, "what the last launch set stays"
-
-
-@pytest.mark.parametrize(
-    ("change", "shown"),
-    [
-        ("train.steps=20", "train.steps: 9 → 20"),
-        ("schedule=cosine", "schedule._target_: dtrain.optim.schedule.linear → dtrain.optim.schedule.cosine"),
-    ],
-)
-def test_what_is_computed_may_change_only_by_name(
-    old: Path, started: list[Path], change: str, shown: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = (old / "config.yaml").read_bytes()
-    text = refused(capsys, f"resume={old}", change)
-    assert f"    {shown}\n" in text
-    assert started == [] and (old / "config.yaml").read_bytes() == before
-    allow = text.rsplit("'", 2)[1]  # exactly what the message says
-    assert allow.startswith("resume_allow=[")
-    run(f"resume={old}", change, allow)
-    assert started == [old]
-
-
-def test_a_resume_does_not_depend_on_what_the_defaults_are_today(old: Path, started: list[Path]) -> None:
-    """As if conf/ had said something else when the run was made. Its recipe is not asked, either."""
-    config = OmegaConf.load(old / "config.yaml")
-    config.train.seed, config.optim.lr, config.model.dropout = 77, 0.25, 0.5
-    OmegaConf.save(config, old / "config.yaml")
-    run(f"resume={old}")
-    after = read(old)
-    assert (after["train"]["seed"], after["optim"]["lr"], after["model"]["dropout"]) == (77, 0.25, 0.5)
-
-
-def test_a_resume_can_be_a_dry_run(old: Path, started: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
-    before = (old / "config.yaml").read_bytes()
-    run(f"resume={old}", "--dry-run", "cluster.processes=4")
-    out = capsys.readouterr().out
-    assert "--nproc-per-node=4" in out and shlex.split(out)[-1] == str(old)
-    assert started == [] and (old / "config.yaml").read_bytes() == before
-
-
-def saved(run_dir: Path, step: int) -> None:
-    """As if the run had saved there."""
-    folder = run_dir / "checkpoints" / f"step-{step:08d}"
-    folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text("{}")
-
-
-def test_a_resume_without_a_checkpoint_says_where_it_begins(
-    old: Path, started: list[Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = f"{old.name} has no checkpoint yet, so the run starts again from step 1\n"
-    run(f"resume={old}", "dry_run=true")
-    assert said in capsys.readouterr().err
-    run(f"resume={old}")
-    assert said in capsys.readouterr().out
-    saved(old, 4)
-    run(f"resume={old}")  # the header has the step
-    assert "no checkpoint" not in capsys.readouterr().out
-    assert started == [old, old]
-
-
-@pytest.mark.parametrize(
-    "words, complaint",
-    [
-        (["profile=torch", "profile.start=4"], "the run ends after 9 steps, and step 10 is the last one to record"),
-        (["profile=torch", "profile.start=4"], "fix: profile.start=3, or train.steps=10 'resume_allow=[train.steps]'"),
-        (["profile=torch", "profile.start=5", "train.stop_after=8"],
-         "fix: profile.start=3 profile.num_steps=1, or train.stop_after=11"),
-        (["nsys=true", "profile.start=6", "profile.num_steps=1"], "step 10 is the last one to record"),
-        (["profile.start=3"], "profile.start=3: profile=none records nothing"),
-    ],
-)  # fmt: skip
-def test_a_profile_that_a_resume_cannot_reach_is_refused(
-    old: Path, started: list[Path], words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saved(old, 4)
-    assert complaint in refused(capsys, f"resume={old}", *words)
-    assert started == []
-
-
-def test_a_resume_that_reaches_its_profile_is_not_refused(old: Path, started: list[Path]) -> None:
-    saved(old, 4)
-    run(f"resume={old}", "profile=torch", "profile.start=3", "profile.num_steps=3")
-    assert started == [old]
-    saved(old, 8)
-    run(f"resume={old}")  # nothing of a profile is typed: it is no reason not to end the run
-    assert started == [old, old]
-
-
 def test_points_of_a_sweep_that_record_nothing_share_its_words(started: list[Path]) -> None:
     run("-m", "profile=none,torch", "profile.start=3", "profile.num_steps=1", "train.steps=9", "hydra.sweep.dir=sweep")
     assert len(started) == 2
-
-
-@pytest.mark.parametrize("damage", ["", "- a list\n", "train: [1\n", "just words\n", None])
-def test_a_run_with_a_damaged_config_is_refused(
-    old: Path, started: list[Path], damage: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (old / "config.yaml").unlink()
-    if damage is not None:
-        (old / "config.yaml").write_text(damage)
-    text = refused(capsys, f"resume={old}")
-    assert "resume=" in text and "config.yaml" in text and "  fix: " in text and "Traceback" not in text
-    assert started == []
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "hydra:\n  callbacks:\n    x:\n      _target_: evil_module.Thing\n",
-        "defaults:\n  - override hydra/launcher: evil\n",
-        "defaults:\n  - /model/gpt2-tiny@hydra.callbacks.x\n",
-    ],
-)
-def test_a_recipe_cannot_reach_hydras_own_settings(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Hydra makes its callbacks before the gate looks at anything."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "evil_module.py").write_text("open('was-imported', 'w').close()\nclass Thing: pass\n")
-    (tmp_path / "mine.yaml").write_text(text)
-    assert main(["launch", "recipe=./mine.yaml", "dry_run=true"]) == 2
-    assert "remove them from the file" in capsys.readouterr().err
-    assert not (tmp_path / "was-imported").exists()
-
-
-def test_a_run_folder_cannot_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "evil_too.py").write_text("open('was-imported', 'w').close()\nclass Thing: pass\n")
-    config: dict[str, Any] = {"train": {"steps": 3}, "hydra": {"callbacks": {"x": {"_target_": "evil_too.Thing"}}}}
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    OmegaConf.save(OmegaConf.create(config), run_dir / "config.yaml")
-    with pytest.raises(ValueError, match=r"hydra\.callbacks\.x\._target_"):
-        resume_arguments.store_as_run(run_dir, [])
-    config |= {"hydra": {"searchpath": ["."]}, "defaults": [{"override hydra/launcher": "evil"}]}
-    OmegaConf.save(OmegaConf.create(config), run_dir / "config.yaml")
-    resume_arguments.store_as_run(run_dir, [])
-    stored = ConfigStore.instance().load("recipe/as-run.yaml").node
-    assert "hydra" not in stored and not any("hydra" in str(entry) for entry in stored.defaults)
-
-
-def test_a_mistake_in_your_own_file_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "broken_net.py").write_text("class Net(:\n    pass\n")
-    assert (
-        main(["launch", "model=broken_net.Net", "data=digits", "data.image_size=8", "data.channels=1", "dry_run=true"])
-        == 2
-    )
-    error = capsys.readouterr().err
-    assert "broken_net.py:1 is not valid Python" in error and "fix: correct broken_net.py:1" in error

@@ -15,15 +15,10 @@ from typing import Any
 
 import psutil
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dtrain import script
 from dtrain.config.run_file import program
 from dtrain.launch import script_rank, script_world
-from dtrain.launch.arguments import prepare_arguments
-from dtrain.launch.script_arguments import points, script_overrides
 from dtrain.runs.protocol import SCRIPT_TYPED
 from tests.launch.test_local import listen_to_signals
 from tests.patience import patience, until
@@ -256,29 +251,6 @@ def test_bad_input(words: list[str], problem: str, here: Path, monkeypatch: pyte
 
 
 # ---- the command line ----------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1)))
-def test_arguments_reach_hydra_as_they_were_typed(items: list[str]) -> None:
-    word = script_overrides([f"script_args={subprocess.list2cmdline([])}"])[0]
-    assert word == "script.args=[]"
-    from dtrain.launch.quoting import quoted_list
-
-    (override,) = OverridesParser.create().parse_overrides([f"script.args={quoted_list(items)}"])
-    assert override.value() == items
-
-
-def test_short_forms(tmp_path: Path) -> None:
-    assert points("--lr 1e-3 --name 'a b'", False) == [["--lr", "1e-3", "--name", "a b"]]
-    assert points("[--lr,1e-3],[--lr, 1e-2]", True) == [["--lr", "1e-3"], ["--lr", "1e-2"]]
-    assert points("--lr 1e-3,--lr 1e-2", True) == [["--lr", "1e-3"], ["--lr", "1e-2"]]
-    assert points("--sizes 1,2", False) == [["--sizes", "1,2"]]
-    words = prepare_arguments([f"script={tmp_path}/a b.py", "name=x"])
-    assert words == [f"script.path='{tmp_path}/a b.py'", "name=x"]
-    swept = script_overrides(["-m", f"script={tmp_path}/a.py,{tmp_path}/b.py"])
-    assert swept == ["-m", f"script.path='{tmp_path}/a.py','{tmp_path}/b.py'"]
-    with pytest.raises(ValueError, match="cannot be split"):
-        points("'", False)
 
 
 def test_a_hostile_name_is_not_offered(tmp_path: Path) -> None:
