@@ -37,6 +37,6 @@ def test_a_rank_imports_torch_and_nothing_of_the_launcher() -> None:
 
 
 def test_the_launcher_half_imports_no_torch() -> None:
-    modules = [name for name in modules_of(*LAUNCHER_HALF) if name not in IN_RANKS]
+    modules = [name for name in modules_of(*LAUNCHER_HALF) if not name.startswith(IN_RANKS)]
     assert len(modules) > 60, modules
     assert not {"torch", "numpy", "deepspeed", "submitit", "wandb"} & imported_by("dtrain.cli", *modules)

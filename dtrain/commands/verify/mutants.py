@@ -1,6 +1,6 @@
 """The mutants of `dtrain verify mutants=all`: bugs that were published, and the row of verify that must catch each.
 
-What a mutant changes in the ranks is in mutations.py, by the same name. No torch here.
+What a mutant changes in the ranks is in mutations/, by the same name. No torch here.
 """
 
 from __future__ import annotations
