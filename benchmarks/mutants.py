@@ -37,7 +37,10 @@ TESTS = {
     "checkpoint": ["tests/checkpoint", "tests/parity", "tests/strategies/test_deepspeed.py"],
     "launch": ["tests/launch", "tests/test_bad_inputs.py", "tests/test_cli.py", "tests/test_fit.py"],
     "data": ["tests/data", "tests/parity/test_resume.py", "tests/models"],
-    "config": ["tests/config", "tests/checks", "tests/launch/test_app.py", "tests/test_bad_inputs.py", "tests/plan"],
+    "config": [
+        "tests/config", "tests/checks", "tests/launch/test_app.py", "tests/launch/test_recipes.py",
+        "tests/launch/test_resume_arguments.py", "tests/test_bad_inputs.py", "tests/plan",
+    ],
 }
 SAYS = ("log.", "bad", "print", "monitor.message")  # calls whose text no test should depend on
 OTHER = {
