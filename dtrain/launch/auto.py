@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +12,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from dtrain.checks.validate import validate
 from dtrain.config import elastic
 from dtrain.config.files import flatten, options_of
 from dtrain.config.hardware import gpus_per_node, world_size
@@ -23,7 +20,7 @@ from dtrain.config.schema import check_keys_and_types
 from dtrain.errors import bad
 from dtrain.launch.options import AUTO, STAND_IN
 from dtrain.plan import run_prediction
-from dtrain.plan.host_memory import cpu_bytes, lean_changes
+from dtrain.plan.host_memory import cpu_bytes, fitting, machine_bytes
 from dtrain.plan.memory.activations import GIB
 from dtrain.plan.model_shape import shape_of
 from dtrain.plan.predict import why_not
@@ -33,7 +30,7 @@ from dtrain.plan.search.explain_choice import name, why
 from dtrain.plan.search.search import overrides_of, search
 from dtrain.plan.sections import missing_package, strategy_section, with_detected
 from dtrain.util.format import gib
-from dtrain.util.host_memory import described, total_bytes
+from dtrain.util.host_memory import described
 
 
 def settle(cfg: DictConfig, config: Mapping[str, Any]) -> None:
@@ -109,7 +106,7 @@ def without_predictions(config: Mapping[str, Any], typed: set[str], reason: str)
         fix = f"hardware=NAME ({known}), or measure it: dtrain plan calibrate"
         raise bad("strategy", AUTO, f"layouts cannot be compared: {reason}", fix)
     ranks = world_size(config)
-    needs, has = cpu_bytes({**config, **plain_ddp(config)}), total_bytes()
+    needs, has = cpu_bytes({**config, **plain_ddp(config)}), machine_bytes()
     if needs > has:
         who = "the model needs" if ranks == 1 else f"{ranks} copies of the model need"
         rule = f"{who} {gib(needs / GIB)} under ddp, and {described(has)} {gib(has / GIB)}"
@@ -120,18 +117,13 @@ def without_predictions(config: Mapping[str, Any], typed: set[str], reason: str)
 
 def smaller(config: Mapping[str, Any], typed: set[str], has: float) -> str:
     """Return the smallest change that fits, as overrides: they replace strategy=auto."""
-    key = "train.micro_batch_size"
-    fixed = key in typed or "batch_norm" in config["model"]  # its statistics depend on the micro-batch
-    sizes = [None] if fixed else [None, 8, 4, 2, 1]
     base = {**config, **plain_ddp(config)}
-    for (overrides, variant), size in itertools.product(lean_changes(base), sizes):
-        words = overrides if size is None else [*overrides, f"{key}={size}"]
-        new = variant if size is None else {**variant, "train": {**variant["train"], "micro_batch_size": size}}
-        with contextlib.suppress(ValueError):  # e.g. a batch that does not divide by that many ranks
-            if (needs := cpu_bytes(new)) <= has:
-                validate(new)
-                chosen = words if "strategy=fsdp" in words else ["strategy=ddp", *words]
-                return f"{' '.join(chosen)}{left_out(base, words)} ({gib(needs / GIB)})"
+    # batch norm statistics depend on the micro-batch
+    keep_batch = "train.micro_batch_size" in typed or "batch_norm" in config["model"]
+    if found := fitting(base, has, keep_batch):
+        words, needs = found
+        chosen = words if "strategy=fsdp" in words else ["strategy=ddp", *words]
+        return f"{' '.join(chosen)}{left_out(base, words)} ({gib(needs / GIB)})"
     return "a machine with GPUs or more memory, or a smaller model"
 
 

@@ -1,7 +1,7 @@
 """Reject a CPU launch of a model that this machine's memory cannot hold: the kernel would kill it (SIGKILL).
 
-Only weights, gradients and optimizer state count, and none of them is an estimate. Activations, copies and the
-processes themselves come on top: if the machine has too little for those, there is a warning.
+Weights, gradients and optimizer state are exact. Activations are an estimate: a run is rejected if they exceed the
+memory even after a division by CERTAIN_ON_CPU, and below that there is a warning.
 """
 
 from __future__ import annotations
@@ -40,63 +40,54 @@ from dtrain.plan.sections import model_section, strategy_section
 from dtrain.util.format import gib
 from dtrain.util.host_memory import described, total_bytes
 
+CERTAIN_ON_CPU = 1.25  # estimated activations may be too large by this factor (benchmarks/results/host-memory-cpu.json)
 OTHER_GPUS = (Path("/dev/dxg"), Path("/dev/kfd"))  # WSL's and AMD's: count_gpus does not see them, but torch may
 
 log = logging.getLogger("dtrain")
 
 
 def check_host(config: Mapping[str, Any]) -> None:
-    """Reject a run whose states alone exceed this machine's memory; warn if the activations do."""
+    """Reject a run that exceeds this machine's memory; warn if it may, and if only a preview was asked for."""
     try:
-        error = refusal(config)
-        if error is None and (found := tight(config)):
-            log.warning("%s", found)
+        found = shortage(config)
     except Exception as fault:
         if strict():
             raise
         rest = "so whether this machine's memory can hold the model is not known"
         log.warning("%s (%s: %s), %s", FAULT, type(fault).__name__, fault, rest)
-    else:
-        if error is not None:
-            raise error
+        return
+    if found is None:
+        return
+    error, is_certain = found
+    if is_certain and not config.get("dry_run"):
+        raise error
+    log.warning("%s", error)
 
 
-def refusal(config: Mapping[str, Any]) -> ValueError | None:
-    """Return the error; None: it may fit, its code is not ours, or it does not run on this machine's CPUs."""
-    if config["force"] or config.get("dry_run") or not on_this_cpu(config["cluster"]):
+def shortage(config: Mapping[str, Any]) -> tuple[ValueError, bool] | None:
+    """Return the error and whether it is certain; None: it fits, its code is not ours, or it does not run here."""
+    if config["force"] or not on_this_cpu(config["cluster"]):
         return None
-    needs, has, ranks = states_of(config), machine_bytes(), ranks_per_node(config["cluster"])
-    if needs is None or needs <= has:
+    states, has, ranks = states_of(config), machine_bytes(), ranks_per_node(config["cluster"])
+    if states is None:
+        return None
+    needs = states if states > has else cpu_bytes(config)
+    if needs <= has:
         return None
     parts = f"{ranks} ranks × {gib(needs / ranks / GIB)} = " if ranks > 1 else ""
-    rule = f"weights, gradients and optimizer state alone need {parts}{gib(needs / GIB)}"
-    rule += f", {described(has)} {gib(has / GIB)}, {NO_GPU}"
+    what = "alone need" if states > has else "need, with the activations,"
+    rule = f"weights, gradients and optimizer state {what} {parts}{gib(needs / GIB)}"
+    is_certain = states + (needs - states) / CERTAIN_ON_CPU > has
+    rule += f", {described(has)} {gib(has / GIB)}, {NO_GPU}{'' if is_certain else ': the ranks may be killed'}"
     fix = f"{leaner(config, has)}; or force=true, if swap is enough"
-    return bad("model", config["choices"].get("model"), rule, fix)
-
-
-def tight(config: Mapping[str, Any]) -> str:
-    """Say that the ranks may be killed, and which micro-batch needs less; "" if the memory is enough, or not known."""
-    if config["force"] or config.get("dry_run") or not on_this_cpu(config["cluster"]) or states_of(config) is None:
-        return ""
-    has, train = machine_bytes(), config["train"]
-    if (needs := cpu_bytes(config)) <= has:
-        return ""
-    text = f"the ranks need about {gib(needs / GIB)} with activations, {described(has)} {gib(has / GIB)}"
-    for size in () if "batch_norm" in config["model"] else (8, 4, 2, 1):
-        with contextlib.suppress(ValueError):  # e.g. a batch that does not divide by it
-            less = {**config, "train": {**train, "micro_batch_size": size}}
-            if (needs := cpu_bytes(less)) <= HOST_SHARE * has:
-                validate(less)
-                return f"{text}: they may be killed. train.micro_batch_size={size} needs {gib(needs / GIB)}"
-    return f"{text}: they may be killed"
+    return bad("model", config["choices"].get("model"), rule, fix), is_certain
 
 
 def cpu_bytes(config: Mapping[str, Any]) -> float:
-    """The memory of all ranks on this machine's CPUs, activations included."""
-    shape = shape_of(config)
-    assert shape is not None
-    return world_size(config) * total(memory(shape, layout_of(config)))
+    """The memory of all ranks on this machine's CPUs, activations included; what is offloaded stays in it."""
+    shape, states = shape_of(config), states_of(config)
+    assert shape is not None and states is not None
+    return max(states, world_size(config) * total(memory(shape, layout_of(config))))
 
 
 def on_this_cpu(cluster: Mapping[str, Any]) -> bool:
@@ -135,11 +126,11 @@ def rank_bytes(held: HeldParameters, layout: Layout) -> float:
 
 
 def leaner(config: Mapping[str, Any], has: float) -> str:
-    """Return the smallest change with which the states leave enough room, as overrides."""
+    """Return the smallest change that leaves enough room, as overrides."""
     try:
-        for overrides, variant in lean_changes(config):
-            if needs := accepted(variant, HOST_SHARE * has):
-                return f"{' '.join(overrides)}{left_out(config, overrides)} ({gib(needs / GIB)})"
+        if found := fitting(config, has, keep_batch="batch_norm" in config["model"]):
+            overrides, needs = found
+            return f"{' '.join(overrides)}{left_out(config, overrides)} ({gib(needs / GIB)})"
     except Exception as fault:  # the rejection is right even without a suggestion
         if strict():
             raise
@@ -147,16 +138,17 @@ def leaner(config: Mapping[str, Any], has: float) -> str:
     return "a machine with GPUs or more memory, or a smaller model"
 
 
-def accepted(config: Mapping[str, Any], limit: float) -> float | None:
-    """Return the states' bytes if they are within the limit and the launcher accepts the configuration."""
-    try:
-        needs = states_of(config)
-        if needs is None or needs > limit:
-            return None
-        validate(dict(config))  # e.g. a batch that does not divide by that many ranks
-    except ValueError:
-        return None
-    return needs
+def fitting(config: Mapping[str, Any], has: float, keep_batch: bool) -> tuple[list[str], float] | None:
+    """Return the smallest change with which a run fits, and its bytes. keep_batch: do not change the micro-batch."""
+    for overrides, variant in lean_changes(config):
+        for size in [None] if keep_batch else [None, 8, 4, 2, 1]:
+            words = overrides if size is None else [*overrides, f"train.micro_batch_size={size}"]
+            new = variant if size is None else {**variant, "train": {**variant["train"], "micro_batch_size": size}}
+            with contextlib.suppress(ValueError):  # e.g. a batch that does not divide by that many ranks
+                if (needs := cpu_bytes(new)) <= HOST_SHARE * has:
+                    validate(new)
+                    return words, needs
+    return None
 
 
 def lean_changes(config: Mapping[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:

@@ -35,8 +35,7 @@ def box(monkeypatch: pytest.MonkeyPatch) -> None:
 def fix_of(capsys: pytest.CaptureFixture[str]) -> str:
     """What the only message on the screen proposes."""
     captured = capsys.readouterr()
-    # a launch that was accepted before may have been warned of
-    err = "".join(line for line in captured.err.splitlines(keepends=True) if "they may be killed" not in line)
+    err = captured.err
     assert captured.out == "" and err.startswith("error: model=") and err.count("\n") == 2
     return err.partition("  fix: ")[2].partition("; or force=true, if swap is enough")[0]
 
@@ -55,7 +54,7 @@ def test_a_model_that_this_machine_cannot_hold_is_refused_and_the_fix_works(
     assert captured.out == "" and captured.err.count("\n") == 2, "a message and its fix, no warning beside them"
     assert not started and not list(tmp_path.iterdir())
     fix = captured.err.partition("  fix: ")[2].partition(" (")[0].split()
-    assert fix == ["model=gpt2-774m", "strategy=fsdp"], "23.2 GiB would leave the ranks themselves 0.8"
+    assert fix == ["model=gpt2-774m", "strategy=fsdp", "train.micro_batch_size=1"], "larger ones do not fit, either"
     assert main([*words, *fix]) == 0 and len(started) == 1
 
 
@@ -64,8 +63,8 @@ def test_a_smaller_llama_is_named(started: list[Path], capsys: pytest.CaptureFix
     """Its norm_eps of 1e-5 is a number, also where no configuration is composed."""
     words = ["launch", "model=llama-8b", "data=synthetic"]
     assert main(words) == 2
-    assert fix_of(capsys) == "model=llama-1b strategy=fsdp (18.4 GiB)"
-    assert main([*words, "model=llama-1b", "strategy=fsdp"]) == 0 and len(started) == 1
+    assert fix_of(capsys).startswith("model=llama-tiny ("), "llama-1b needs 18.4 GiB without its activations"
+    assert main([*words, "model=llama-tiny"]) == 0 and len(started) == 1
 
 
 def test_a_model_is_named_whose_data_take_its_sizes(
@@ -98,13 +97,15 @@ def test_who_insists_or_only_looks_is_not_refused(word: str, runs: int, started:
 def test_shards_are_counted_once_and_copies_on_every_rank(
     started: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["launch", "model=gpt2-774m", "cluster.processes=4"]
+    words = ["launch", "model=gpt2-350m", "train.micro_batch_size=1"]
+    assert main([*words, "cluster.processes=4", "train.global_batch_size=4"]) == 2
+    assert "4 ranks × " in (error := capsys.readouterr().err) and "fix: strategy=fsdp (" in error
+    assert main([*words, "cluster.processes=4", "train.global_batch_size=4", "strategy=fsdp"]) == 0
+    assert len(started) == 1
+    words = ["launch", "model=gpt2-774m", "cluster.processes=4", "compile=whole"]  # one graph is not for fsdp
     assert main(words) == 2
-    assert fix_of(capsys) == "strategy=fsdp (11.5 GiB)"
-    assert main([*words, "strategy=fsdp"]) == 0 and len(started) == 1
-    assert main([*words, "compile=whole"]) == 2
-    assert fix_of(capsys) == "cluster.processes=1 (11.5 GiB)", "one graph is not for fsdp, and two copies leave no room"
-    assert main([*words, "compile=whole", "cluster.processes=1"]) == 0
+    assert fix_of(capsys) == "cluster.processes=1 train.micro_batch_size=2 (17.9 GiB)", "two copies leave no room"
+    assert main([*words, "cluster.processes=1", "train.micro_batch_size=2"]) == 0
 
 
 @pytest.mark.usefixtures("box")
@@ -112,7 +113,7 @@ def test_each_point_of_a_sweep_must_fit_in_this_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], started: list[Path]
 ) -> None:
     assert main(["launch", "-m", "model=gpt2-124m,gpt2-1.5b"]) == 2
-    assert fix_of(capsys).startswith("model=gpt2-774m strategy=fsdp") and not started and not list(tmp_path.iterdir())
+    assert fix_of(capsys).startswith("train.micro_batch_size=4 (") and not started and not list(tmp_path.iterdir())
 
 
 def test_where_sizes_are_typed_no_other_model_is_named() -> None:
@@ -132,10 +133,10 @@ def test_only_what_runs_on_these_cpus_and_is_known_is_judged(
 ) -> None:
     monkeypatch.setattr(host_memory, "machine_bytes", lambda: 1)
     config = compose()
-    assert host_memory.refusal(config) is not None
-    assert host_memory.refusal(compose("cluster=slurm", "cluster.gpus_per_node=0")) is None, "other machines"
+    assert host_memory.shortage(config) is not None
+    assert host_memory.shortage(compose("cluster=slurm", "cluster.gpus_per_node=0")) is None, "other machines"
     for group in ("strategy", "optim"):
-        assert host_memory.refusal({**config, group: {**config[group], "_target_": "mine.Thing"}}) is None, group
+        assert host_memory.shortage({**config, group: {**config[group], "_target_": "mine.Thing"}}) is None, group
     (tmp_path / "my_net_h.py").write_text("from torch import nn\n\n\nclass Net(nn.Linear):\n    pass\n")
     sizes = ["model.in_features=64", "model.out_features=10"]
     assert main(["launch", "model=my_net_h.Net", *sizes, "data=digits", "data.image_size=8", "data.channels=1"]) == 0
@@ -143,12 +144,12 @@ def test_only_what_runs_on_these_cpus_and_is_known_is_judged(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 0)
     monkeypatch.setattr(host_memory, "OTHER_GPUS", (tmp_path / "dxg",))
-    assert host_memory.refusal(config) is not None
+    assert host_memory.shortage(config) is not None
     (tmp_path / "dxg").touch()
-    assert host_memory.refusal(config) is None, "torch may find a GPU there"
+    assert host_memory.shortage(config) is None, "torch may find a GPU there"
     monkeypatch.setattr(host_memory, "OTHER_GPUS", ())
     monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 2)
-    assert host_memory.refusal(config) is None
+    assert host_memory.shortage(config) is None
 
 
 def test_a_fault_while_looking_at_this_machine_does_not_stop_a_launch(
@@ -273,11 +274,29 @@ def test_the_states_are_what_torch_holds_after_a_step(words: tuple[str, ...]) ->
 
 
 @pytest.mark.usefixtures("box")
-def test_a_run_whose_activations_do_not_fit_is_warned_of_with_a_micro_batch_that_does() -> None:
-    words = ["model=gpt2-124m", "cluster.processes=2"]
-    config = compose(*words)
-    assert host_memory.refusal(config) is None
-    found = host_memory.tight(config)
-    size = int(found.partition("train.micro_batch_size=")[2].split()[0])
-    assert size < 16 and not host_memory.tight(compose(*words, f"train.micro_batch_size={size}"))
-    assert not host_memory.tight(compose("model=gpt2-tiny")) and not host_memory.tight(config | {"force": True})
+def test_activations_that_do_not_fit_are_refused_and_the_fix_works(
+    started: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["launch", "model=gpt2-124m", "cluster.processes=2"]
+    assert main(words) == 2
+    rule = "weights, gradients and optimizer state need, with the activations, 2 ranks × "
+    assert f"error: model=gpt2-124m: {rule}" in capsys.readouterr().err and not started
+    assert main(words) == 2
+    fix = fix_of(capsys).partition(" (")[0]
+    assert fix.startswith("train.micro_batch_size=")
+    assert main([*words, fix]) == 0 and len(started) == 1
+    assert capsys.readouterr().err == ""
+    assert main([*words, "dry_run=true", "run_dir=preview"]) == 0 and len(started) == 1
+    assert rule in capsys.readouterr().err, "a preview warns: the run may be for another machine"
+    assert main([*words, "force=true", "run_dir=forced"]) == 0 and len(started) == 2
+
+
+def test_activations_that_may_not_fit_are_warned_of(
+    started: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = host_memory.cpu_bytes(compose("model=gpt2-124m", "cluster.processes=2"))
+    monkeypatch.setattr(host_memory, "machine_bytes", lambda: int(needs * 0.95))
+    assert main(["launch", "model=gpt2-124m", "cluster.processes=2"]) == 0 and len(started) == 1
+    found = capsys.readouterr().err
+    assert "and there is no GPU here: the ranks may be killed\n  fix: train.micro_batch_size=" in found
+    assert host_memory.shortage(compose("model=gpt2-tiny")) is None
