@@ -3,8 +3,7 @@
     python benchmarks/host_memory.py [--json benchmarks/results/host-memory-cpu.json]
 
 plan/host_memory.py refuses a launch that this machine's memory cannot hold; CERTAIN_ON_CPU is its margin for
-predictions that are too large. Each row is a real run of two steps. The measured peak has the process itself in it
-(Python and torch, about 0.4 GiB), which the prediction leaves out.
+predictions that are too large. Each row is a real run of two steps.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ from dtrain.util.format import gib
 from dtrain.util.host_memory import described, total_bytes
 
 CERTAIN_ON_CPU = 1.25  # estimated activations may be too large by this factor (benchmarks/results/host-memory-cpu.json)
+PROCESS = 0.4 * GIB  # of a rank, for Python and torch
 OTHER_GPUS = (Path("/dev/dxg"), Path("/dev/kfd"))  # WSL's and AMD's: count_gpus does not see them, but torch may
 
 log = logging.getLogger("dtrain")
@@ -75,7 +76,7 @@ def shortage(config: Mapping[str, Any]) -> tuple[ValueError, bool] | None:
     if needs <= has:
         return None
     parts = f"{ranks} ranks × {gib(needs / ranks / GIB)} = " if ranks > 1 else ""
-    what = "alone need" if states > has else "need, with the activations,"
+    what = "alone need" if states > has else "need, with the activations and Python,"
     rule = f"weights, gradients and optimizer state {what} {parts}{gib(needs / GIB)}"
     is_certain = states + (needs - states) / CERTAIN_ON_CPU > has
     rule += f", {described(has)} {gib(has / GIB)}, {NO_GPU}{'' if is_certain else ': the ranks may be killed'}"
@@ -87,7 +88,7 @@ def cpu_bytes(config: Mapping[str, Any]) -> float:
     """The memory of all ranks on this machine's CPUs, activations included; what is offloaded stays in it."""
     shape, states = shape_of(config), states_of(config)
     assert shape is not None and states is not None
-    return max(states, world_size(config) * total(memory(shape, layout_of(config))))
+    return max(states, world_size(config) * (total(memory(shape, layout_of(config))) + PROCESS))
 
 
 def on_this_cpu(cluster: Mapping[str, Any]) -> bool:

@@ -104,7 +104,7 @@ def test_shards_are_counted_once_and_copies_on_every_rank(
     assert len(started) == 1
     words = ["launch", "model=gpt2-774m", "cluster.processes=4", "compile=whole"]  # one graph is not for fsdp
     assert main(words) == 2
-    assert fix_of(capsys) == "cluster.processes=1 train.micro_batch_size=2 (17.9 GiB)", "two copies leave no room"
+    assert fix_of(capsys) == "cluster.processes=1 train.micro_batch_size=2 (18.3 GiB)", "two copies leave no room"
     assert main([*words, "cluster.processes=1", "train.micro_batch_size=2"]) == 0
 
 
@@ -279,7 +279,7 @@ def test_activations_that_do_not_fit_are_refused_and_the_fix_works(
 ) -> None:
     words = ["launch", "model=gpt2-124m", "cluster.processes=2"]
     assert main(words) == 2
-    rule = "weights, gradients and optimizer state need, with the activations, 2 ranks × "
+    rule = "weights, gradients and optimizer state need, with the activations and Python, 2 ranks × "
     assert f"error: model=gpt2-124m: {rule}" in capsys.readouterr().err and not started
     assert main(words) == 2
     fix = fix_of(capsys).partition(" (")[0]
