@@ -95,7 +95,7 @@ CASES = [
     case("launch optim.betas=0.9,0.95", "is more than one value", "fix: 'optim.betas=[0.9,0.95]'"),
     case("launch optim.betas=(0.9,0.95)", "is not understood", "fix: 'optim.betas=[0.9,0.95]'"),
     case("launch tags=a,b", "is more than one value", "fix: 'tags=[a,b]'"),
-    case("launch hooks=ema,my.Hook", "is more than one value", "fix: 'hooks=[ema,my.Hook]'"),
+    case("launch logger=csv,wandb", "is more than one value", "fix: 'logger=[csv,wandb]'"),
     case("launch train.steps=100k", "must be a whole number", "fix: train.steps=100000"),
     case("launch train.steps=100.5", "must be a whole number", "fix: train.steps=100"),
     case(

@@ -232,8 +232,8 @@ def probably_meant(word: str, argv: Sequence[str] = ()) -> str:
     if value.startswith("[") and value.endswith("]") and "=" in value:  # [--cpu-bind=none]
         items = ",".join(f'"{item.strip()}"' for item in value[1:-1].split(","))
         return f"'{key}=[{items}]'"
-    if is_list(key) and (items := re.fullmatch(r"\((.*)\)", value)):  # (0.9,0.95), as in Python
-        return f"'{key}=[{items[1]}]'"
+    if is_list(key) and (pair := re.fullmatch(r"\((.*)\)", value)):  # (0.9,0.95), as in Python
+        return f"'{key}=[{pair[1]}]'"
     simple = re.fullmatch(r"[\w./-]*", value, re.ASCII)
     if not simple and key in known_settings() and not accepted(key, "text"):  # a number, or a list
         number = re.search(r"-?\d[\w.+-]*", value)

@@ -136,7 +136,7 @@ def print_table(
         from dtrain.ui.console import stdout_console
         from dtrain.ui.tables import print_table as rich_table
 
-        rich_table(stdout_console(), dict(columns), [dict(r) for r in rows], drop, 0)
+        rich_table(stdout_console(), dict(columns), [dict(r) for r in rows], drop, best=[0])
         return
     widths = {key: max(len(heading), *(len(r[key]) for r in rows)) for key, heading in columns.items()}
     for line in (columns, *rows):

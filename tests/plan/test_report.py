@@ -112,3 +112,13 @@ def test_the_heading_says_what_is_planned_for() -> None:
     text = report.heading(made(), asked.config)
     assert text.startswith("llama-7b, ") and "4 nodes, 32 × X (39.0 GiB usable)" in text
     assert "bf16" in text and "batch 8 × 16 tokens" in text and "100 steps = 12.8K tokens" in text
+
+
+def test_on_a_terminal_the_first_row_is_marked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    rows = [{"strategy": "fsdp", "step": "1.0 s"}, {"strategy": "ddp", "step": "2.0 s"}]
+    report.print_table({"strategy": "strategy", "step": "step"}, rows, {"step"}, ())
+    first, second = capsys.readouterr().out.splitlines()[1:]
+    assert "fsdp" in first and "\x1b[1;32m" in first and "ddp" in second and "\x1b[1;32m" not in second
