@@ -44,16 +44,17 @@ MODELS = {
     "bert-base": (["model=bert-base", "data=stdlib-mlm", "precision=bf16", "train.global_batch_size=32"], 0),
 }
 STATES = ("cold", "new node", "warm")
+STARTS = {"torchrun": [], "fork": ["cluster.fork=always"]}  # how the ranks start where there is a GPU
 MODES = ("whole", "blocks", "none")
 Row = dict[str, Any]
 
 
-def ours(model: str, mode: str, node: Path, shared: Path) -> Row:
+def ours(model: str, mode: str, node: Path, shared: Path, start: str = "torchrun") -> Row:
     """Launch once; return the phases of its start, and what was compiled."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         common = [o for o in COMMON if o.split("=")[0] not in {word.split("=")[0] for word in MODELS[model][0]}]
-        words = [*common, *MODELS[model][0], f"compile={mode}", f"run_dir={run_dir}"]
+        words = [*common, *MODELS[model][0], *STARTS[start], f"compile={mode}", f"run_dir={run_dir}"]
         node.mkdir(exist_ok=True)
         env = clean() | {"TMPDIR": str(node), "DTRAIN_COMPILE_CACHE": str(shared)}
         began = time.time()
@@ -94,14 +95,15 @@ def clean() -> dict[str, str]:
     return kept | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-def rounds_of(model: str, mode: str, folder: Path, no_plain: bool) -> dict[tuple[str, str], Row]:
+def rounds_of(model: str, mode: str, folder: Path, no_plain: bool, starts: list[str]) -> dict[tuple[str, str], Row]:
     """One round of one model and mode: our three states in a row, and the plain script's two."""
     found: dict[tuple[str, str], Row] = {}
-    for state, node in zip(STATES, ("a", "b", "b"), strict=True):
+    for start, (state, node) in itertools.product(starts, zip(STATES, ("a", "b", "b"), strict=True)):
         if mode == "none" and state == "new node":
             continue
-        found["dtrain", state] = ours(model, mode, folder / node, folder / "shared")
-        say(model, mode, "dtrain", state, found["dtrain", state])
+        tool = "dtrain" if start == "torchrun" else f"dtrain, {start}"
+        found[tool, state] = ours(model, mode, folder / f"{start}-{node}", folder / f"{start}-shared", start)
+        say(model, mode, tool, state, found[tool, state])
     if MODELS[model][1] and mode != "blocks" and not no_plain:
         for state in ("cold", "warm"):
             found["plain script", state] = plain(model, mode, folder / "plain")
@@ -154,6 +156,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=25, help="no round begins after that")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--no-plain", action="store_true", help="without the plain script")
+    parser.add_argument("--starts", nargs="*", default=["torchrun"], choices=list(STARTS), help="of the ranks")
     parser.add_argument("--cpu", action="store_true", help="gpt2-tiny")
     options = parser.parse_args()
     models = ["gpt2-tiny"] if options.cpu else options.models
@@ -166,7 +169,7 @@ def main() -> None:
             continue
         folder = tempfile.mkdtemp(prefix="start-")
         try:
-            for (tool, state), row in rounds_of(model, mode, Path(folder), options.no_plain).items():
+            for (tool, state), row in rounds_of(model, mode, Path(folder), options.no_plain, options.starts).items():
                 found.setdefault((model, mode, tool, state), []).append(row)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
