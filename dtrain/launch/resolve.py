@@ -56,21 +56,10 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     check_own(config)
     if not is_script(config):
         loss.check(config)
-    if not config["run_dir"]:
-        raise bad("run_dir", "", "must name a folder", "run_dir=outputs/my-run")
-    run_dir = Path(config["run_dir"]).absolute()
-    if "hydra" in cfg and OmegaConf.to_container(cfg.hydra.run) != {"dir": "${run_dir}"}:
-        raise bad(
-            "hydra.run.dir", cfg.hydra.run.dir, "the run folder is set by run_dir", f"run_dir={cfg.hydra.run.dir}"
-        )
-    config["run_dir"] = str(run_dir)
-    redaction.check(config["run_dir"], "run_dir")  # checked again, now as an absolute path
-    typed = [o.partition("=")[0].lstrip("+") for o in HydraConfig.get().overrides.task]
-    if config["cluster"].get("launcher") == "torchrun" and config["cluster"]["nodes"] > 1 and "run_dir" not in typed:
-        rule = "its default contains the time, but every node must use the same folder"
-        raise bad("run_dir", os.path.relpath(run_dir), rule, "run_dir=… on a file system that all nodes share")
+    run_dir = absolute_run_dir(cfg, config)
     if config["cluster"].get("node_rank"):
         return config  # a further node: node 0 manages the run folder
+    typed = typed_settings()
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if not in_sweep and not is_script(config):  # points of a sweep may have profile=none
         profiling.check_typed(config, typed)
@@ -79,34 +68,60 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         if not sweeps.unfinished(run_dir):
             return config
     if config["resume"]:
-        check_queue(config, run_dir)
-        old = read_config(run_dir)
-        config["choices"]["recipe"] = old.get("choices", {}).get("recipe")
-        if not in_sweep:  # a point of a sweep starts again
-            check_checkpoints(old, config, run_dir)
-        check_resume(old, config, config["resume_allow"], run_dir, typed)
-        check_code(old, config)
-        check_resumed(old, config)
-        with locked(run_dir):
-            pass  # raises if the run is still running
-        check_unfinished(config, run_dir)
-        if not in_sweep and not is_script(
-            config
-        ):  # a sweep's overrides apply to all points; a point near its end still resumes
-            check_profile(config, run_dir, typed)
+        check_resumes(config, run_dir, typed, in_sweep)
     elif (run_dir / "launch.json").exists():
-        raise bad(
-            "run_dir",
-            config["run_dir"],
-            "this folder already has a run",
-            f"{argument('resume', config['run_dir'])}, or another run_dir",
-        )
+        fix = f"{argument('resume', config['run_dir'])}, or another run_dir"
+        raise bad("run_dir", config["run_dir"], "this folder already has a run", fix)
     elif config.get("fork"):
         old = read_config(fork.parse(config["fork"]).run_dir)
         config["choices"]["recipe"] = old.get("choices", {}).get("recipe")
         fork.check(old, config)
         check_code(old, config)
         check_resumed(old, config)
+    check_folder(config, run_dir)
+    return config
+
+
+def typed_settings() -> list[str]:
+    return [o.partition("=")[0].lstrip("+") for o in HydraConfig.get().overrides.task]
+
+
+def absolute_run_dir(cfg: DictConfig, config: dict[str, Any]) -> Path:
+    """Check where the run folder is, and make it absolute in the configuration, too."""
+    if not config["run_dir"]:
+        raise bad("run_dir", "", "must name a folder", "run_dir=outputs/my-run")
+    run_dir = Path(config["run_dir"]).absolute()
+    if "hydra" in cfg and OmegaConf.to_container(cfg.hydra.run) != {"dir": "${run_dir}"}:
+        fix = f"run_dir={cfg.hydra.run.dir}"
+        raise bad("hydra.run.dir", cfg.hydra.run.dir, "the run folder is set by run_dir", fix)
+    config["run_dir"] = str(run_dir)
+    redaction.check(config["run_dir"], "run_dir")  # checked again, now as an absolute path
+    is_shared = config["cluster"].get("launcher") == "torchrun" and config["cluster"]["nodes"] > 1
+    if is_shared and "run_dir" not in typed_settings():
+        rule = "its default contains the time, but every node must use the same folder"
+        raise bad("run_dir", os.path.relpath(run_dir), rule, "run_dir=… on a file system that all nodes share")
+    return run_dir
+
+
+def check_resumes(config: dict[str, Any], run_dir: Path, typed: list[str], in_sweep: bool) -> None:
+    """Check that the run can be resumed with these settings."""
+    check_queue(config, run_dir)
+    old = read_config(run_dir)
+    config["choices"]["recipe"] = old.get("choices", {}).get("recipe")
+    if not in_sweep:  # a point of a sweep starts again
+        check_checkpoints(old, config, run_dir)
+    check_resume(old, config, config["resume_allow"], run_dir, typed)
+    check_code(old, config)
+    check_resumed(old, config)
+    with locked(run_dir):
+        pass  # raises if the run is still running
+    check_unfinished(config, run_dir)
+    if not in_sweep and not is_script(config):  # a sweep's overrides apply to all points, also to one near its end
+        check_profile(config, run_dir, typed)
+
+
+def check_folder(config: dict[str, Any], run_dir: Path) -> None:
+    """Check that the run folder is a resumed run's, or new and writable."""
     outer = next((p for p in run_dir.resolve().parents if (p / "launch.json").is_file()), None)
     if outer and not config["resume"]:
         rule = f"lies inside the folder of another run, {outer}"
@@ -121,13 +136,10 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
     except OSError as error:
         if error.errno in disk_space.FULL and (text := disk_space.shortage(writable)):
             raise free_space.full(run_dir, text) from error
+        rule = f"{writable} cannot be written to ({error.strerror})"
         raise bad(
-            "run_dir",
-            config["run_dir"],
-            f"{writable} cannot be written to ({error.strerror})",
-            "leave out run_dir=, or choose one that you can write to",
+            "run_dir", config["run_dir"], rule, "leave out run_dir=, or choose one that you can write to"
         ) from error
-    return config
 
 
 def plain_values(cfg: DictConfig) -> dict[str, Any]:
