@@ -87,9 +87,12 @@ def start(argv: list[str]) -> list[tuple[int, Path]]:
     try:
         sys.argv = ["launch.py", *prepare_arguments(argv)]
         OmegaConf.register_new_resolver("dtrain.slug", slug, replace=True)
-        task = functools.wraps(run)(
-            lambda cfg: ended.append((run(cfg, argv, began.pop() if began else time.time()), Path(cfg.run_dir)))
-        )
+
+        @functools.wraps(run)
+        def task(cfg: DictConfig) -> None:
+            with console.unbroken_output():
+                ended.append((run(cfg, argv, began.pop() if began else time.time()), Path(cfg.run_dir)))
+
         with compose_cache.mode_known(sys.argv[1:]), compose_cache.cached_files():
             name = main_config(sys.argv[1:])
             hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task)()

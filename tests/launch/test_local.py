@@ -97,6 +97,17 @@ def assert_no_orphans(run: Path) -> None:
     until(lambda: not ranks_of(run), "the end of all ranks", 5, lambda: f"still alive: {ranks_of(run)}")
 
 
+def test_a_run_whose_output_nobody_reads_continues_and_saves(tmp_path: Path) -> None:
+    """`launch.py | head -3`, or `| tee log`: Ctrl-C ends tee before the launcher has printed its last lines."""
+    process = launch(tmp_path, "train.steps=100000")
+    assert process.stdout is not None and process.stdout.readline()
+    process.stdout.close()
+    wait_for_step(tmp_path / "run", 30, process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 75
+    assert summary(tmp_path / "run")["status"] == "preempted" and (tmp_path / "run" / "checkpoints").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
 def test_a_signal_saves_at_the_step_boundary_and_ends_with_75(number: signal.Signals, tmp_path: Path) -> None:
     run = tmp_path / "run"
