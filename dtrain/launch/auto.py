@@ -26,7 +26,7 @@ from dtrain.plan.model_shape import shape_of
 from dtrain.plan.predict import why_not
 from dtrain.plan.report import lacking
 from dtrain.plan.run_prediction import left_out
-from dtrain.plan.search.explain_choice import name, why
+from dtrain.plan.search.explain_choice import name, tight_note, why
 from dtrain.plan.search.search import overrides_of, search
 from dtrain.plan.sections import missing_package, strategy_section, with_detected
 from dtrain.util.format import gib
@@ -92,7 +92,8 @@ def choose(config: Mapping[str, Any], typed: set[str]) -> tuple[list[str], str]:
         rule = f"no layout fits: the smallest, {name(best.layout)}, {lacking(best)}"
         raise bad("strategy", AUTO, rule, "more GPUs (dtrain plan says how many), or a smaller model")
     chosen = overrides_of(best, config)
-    return chosen, f"{why(found, config)} As overrides: {' '.join(chosen)}"
+    remarks = [f" {note}." for note in tight_note(found)]
+    return chosen, f"{why(found, config)}{''.join(remarks)} As overrides: {' '.join(chosen)}"
 
 
 def without_predictions(config: Mapping[str, Any], typed: set[str], reason: str) -> tuple[list[str], str]:

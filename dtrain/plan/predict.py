@@ -26,6 +26,8 @@ NETWORKS = {
 }  # fmt: skip
 HOST_SHARE = 0.85  # of a node's memory: the rest is for the system, the ranks' processes and data loading
 USABLE = 0.98  # of the nominal memory, if a hardware file does not define what torch can use
+TIE = 1.01  # step times this close count as equal: the prediction is not more accurate
+TIGHT = 0.04  # of a card: with less room, another process or fragmentation can end the run
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,12 @@ class Prediction:
         """Bytes left on the fullest GPU, negative if it does not fit; None: its memory is unknown."""
         limit = self.task.limit
         return None if limit is None else limit - self.memory_bytes - self.reserve
+
+    @property
+    def tight(self) -> bool:
+        """Does it fit with almost no room left on the fullest GPU?"""
+        room, limit = self.room, self.task.limit
+        return room is not None and limit is not None and 0 <= room < TIGHT * limit
 
     @property
     def host_room(self) -> float | None:

@@ -9,7 +9,7 @@ from typing import Any
 from dtrain.config.hardware import world_size
 from dtrain.plan.ledger import Item, by_part
 from dtrain.plan.parameters import num_parameters
-from dtrain.plan.predict import GIB, Prediction, Task
+from dtrain.plan.predict import GIB, TIE, Prediction, Task
 from dtrain.util.format import duration, gib, number, percent, si
 from dtrain.util.format import step_time as short_time
 
@@ -25,13 +25,12 @@ NUMBERS = {"micro", "memory", "states", "activations", "logits", "rest", "step",
 LEAST_NEEDED = ("rest", "logits", "optimizer", "bubble", "states", "activations", "compute", "communication", "hours",
                 "time", "cost", "more", "mfu")  # fmt: skip
 RESERVED = "CUDA, NCCL and gaps between allocations"  # what peak.reserve counts
-TIGHT = 0.04  # of a card: with less room, another process or fragmentation can end the run
 SLOWER = 1.21  # published runs took up to this much longer than predicted (docs/plan.md, benchmarks/planner)
 TOP, UNFIT = 5, 3  # rows: the best of all and of each strategy, and a few that do not fit
 
 
 def shown(found: Sequence[Prediction], everything: bool = False) -> list[Prediction]:
-    """Return the best few and the best of each strategy, in order."""
+    """Return the best few, the best of each strategy, and the layout that a note names, in order."""
     if everything:
         return list(found)
     firsts = {p.layout.strategy: p for p in reversed(found)}
@@ -39,7 +38,16 @@ def shown(found: Sequence[Prediction], everything: bool = False) -> list[Predict
     kept = {id(p) for p in (*fitting[:TOP], *firsts.values())}
     rest = [p for p in found if p.fits is False]
     kept |= {id(p) for p in rest[:UNFIT]} if not fitting else set()
+    kept |= {id(faster_tight(found))}
     return [p for p in found if id(p) in kept]
+
+
+def faster_tight(ranked: Sequence[Prediction]) -> Prediction | None:
+    """Return the fastest layout that is faster than the first, but not first because it is tight."""
+    if not ranked or ranked[0].fits is not True or ranked[0].tight:
+        return None
+    ahead = [p for p in ranked if p.tight and p.step_s and p.step_s * TIE < (ranked[0].step_s or 0.0)]
+    return min(ahead, key=lambda p: p.step_s or 0.0, default=None)
 
 
 def row(prediction: Prediction) -> dict[str, str]:
@@ -90,13 +98,7 @@ def lacking(prediction: Prediction) -> str:
         return f"lacks {gib(-host / GIB)} of host memory"
     if room is not None and not host_known(prediction):
         return "host memory not known"
-    return "-" if room is None else "tight" if tight(prediction) else "yes"
-
-
-def tight(prediction: Prediction) -> bool:
-    """Does it fit with almost no room left?"""
-    room, limit = prediction.room, prediction.task.limit
-    return room is not None and limit is not None and 0 <= room < TIGHT * limit
+    return "-" if room is None else "tight" if prediction.tight else "yes"
 
 
 def host_known(prediction: Prediction) -> bool:

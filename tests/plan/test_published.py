@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dtrain.plan.search.search import AVERAGE_ERROR
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "planner"))
 
 import choose
@@ -37,6 +39,11 @@ def test_no_source_is_left_to_itself(scored: list[score.Scored]) -> None:
     for source in rows.SOURCES:
         errors = score.Errors.of(one.error for one in scored if one.row.source == source)
         assert errors.mean < 0.25, source
+
+
+def test_the_lead_that_is_asked_for_is_the_average_error(scored: list[score.Scored]) -> None:
+    published = [one.error for one in scored if one.row.source != our_steps.SOURCE]
+    assert len(published) == 900 and round(score.Errors.of(published).mean, 2) == AVERAGE_ERROR
 
 
 def test_the_first_choice_is_the_best_where_steps_were_clocked(scored: list[score.Scored]) -> None:

@@ -16,7 +16,7 @@ from dtrain.plan.model_shape import Transformer
 from dtrain.plan.parameters import num_parameters
 from dtrain.plan.predict import Prediction, Task, predict_layout, task_of, with_time
 from dtrain.plan.report import SLOWER, no_price, print_table, step_time, work
-from dtrain.plan.search.explain_choice import extras, gpus, name
+from dtrain.plan.search.explain_choice import extras, gpus, name, tight_note
 from dtrain.plan.search.search import CHECKPOINTING, candidates, rank, search
 from dtrain.plan.sections import model_section
 from dtrain.util.format import duration, gib, percent, si, without_nan
@@ -85,7 +85,8 @@ def gpus_for(question: Question, limit_s: float, tokens: float | None, everythin
     fewest = 0.0 if everything else least_ranks(task, limit_s)
     for nodes, ranks in (size for size in cluster_sizes(question.config) if size[0] * size[1] >= fewest):
         sized = with_ranks(question, nodes, ranks)
-        best, lacks = best_of(sized, tokens)
+        found, lacks = layouts_of(sized, tokens)
+        best = found[0] if found else None
         rows.append({"gpus": nodes * ranks, "nodes": nodes, **summary(best, lacks)})
         if best is None or best.run_s is None:
             slower += nodes * ranks > batch
@@ -99,7 +100,7 @@ def gpus_for(question: Question, limit_s: float, tokens: float | None, everythin
                     text += f", or in {duration(SLOWER * best.run_s)} if the plan is as far off as for published runs"
                 text += f". That is {si(best.gpu_hours)} GPU-hours"
                 text += f", at a cost of {best.cost:,.0f}." if best.cost else "."
-                notes += no_price(best)
+                notes += [*tight_note(found), *no_price(best)]
                 return Answer("gpus_for", text, nodes * ranks, rows, columns, launch_command(sized, best), notes)
             slower = slower + 1 if best.run_s > 0.95 * before else 0
             before = min(before, best.run_s)
@@ -167,13 +168,14 @@ def with_ranks(question: Question, nodes: int, ranks: int) -> Question:
     return replace(question, config=config, overrides=overrides)
 
 
-def best_of(question: Question, tokens: float | None) -> tuple[Prediction | None, str]:
-    """Return the best layout that fits; or None, and the reason."""
+def layouts_of(question: Question, tokens: float | None) -> tuple[list[Prediction], str]:
+    """Return the layouts that fit and can be the best, the best first; or none, and the reason."""
     config = question.config
     found = search(config, question.typed, task_of(config, tokens), time_unfit=False, only_best=True)
-    best = next((p for p in found if p.fits is not False), None)
     batch = config["train"]["global_batch_size"]
-    return best, NOTHING_FITS if found else f"no layout can divide a batch of {batch}"
+    return [
+        p for p in found if p.fits is not False
+    ], NOTHING_FITS if found else f"no layout can divide a batch of {batch}"
 
 
 def summary(prediction: Prediction | None, lacks: str = NOTHING_FITS) -> dict[str, Any]:

@@ -207,7 +207,7 @@ def one_layout(question: Question, task: Task) -> Prediction:
 def show(question: Question, predictions: Sequence[Prediction], options: Options) -> None:
     """Print the table and the lines below it."""
     from dtrain.plan import report as texts
-    from dtrain.plan.search.explain_choice import faster_micro_batch, little_room, name, order_note, why
+    from dtrain.plan.search.explain_choice import faster_micro_batch, little_room, name, order_notes, why
     from dtrain.plan.search.search import search
 
     config, best = question.config, predictions[0]
@@ -232,7 +232,7 @@ def show(question: Question, predictions: Sequence[Prediction], options: Options
     if question.is_one_layout and best.fits is not False:
         notes += [f"it fits{room}"] if (room := little_room(best)) else []
         notes += faster_micro_batch(best) if "train.micro_batch_size" not in question.typed else []
-    notes += order_note(rows) if not question.is_one_layout else []
+    notes += order_notes(rows) if not question.is_one_layout else []
     for note in (*notes, *precision_note(best), *package_note(best), *missing_values_note(best), *texts.no_price(best)):
         print(f"note    {note}")
     if options.explain:

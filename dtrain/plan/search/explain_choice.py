@@ -6,7 +6,6 @@ too large or the batch too small for that? tensor, within a node. Slow links bet
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 from dtrain.config.hardware import world_size
 from dtrain.plan.layout import Layout
 from dtrain.plan.model_shape import Convolutions
-from dtrain.plan.predict import GIB, Prediction, predict_layout, with_time
-from dtrain.plan.report import lacking, step_time, tight
-from dtrain.plan.search.search import LEAD, TIE, UNCLOCKED, divisors
+from dtrain.plan.predict import GIB, TIE, Prediction, predict_layout, with_time
+from dtrain.plan.report import faster_tight, lacking, step_time, variants
+from dtrain.plan.search.search import AVERAGE_ERROR, UNCLOCKED, divisors
 from dtrain.util.format import gib
 
 # what each strategy of the tree does to solve the previous one's problem
@@ -34,6 +33,8 @@ DOES = {
     "pipeline": "with the layers split into stages on {pp}, and only small send/recv between them",
     "3d": "with each layer sharded over {tp} of a node, and the layers split into {groups} pipeline stages",
 }
+OFF = f"{AVERAGE_ERROR:.0%}"
+ERROR = f"the planner is {OFF} off on average"
 TREE = ("ddp", "fsdp", "tensor", "pipeline", "3d")  # in the order of the decision tree
 AFTER_DDP = ("zero1", "zero2", "fairscale")  # between ddp and fsdp, if only the optimizer state is too large
 
@@ -66,7 +67,7 @@ def gpus(count: int) -> str:
 
 def little_room(best: Prediction) -> str:
     """Warn if the chosen layout leaves almost no memory free."""
-    return f", which is tight: {gib((best.room or 0.0) / GIB)} is left" if tight(best) else ""
+    return f", which is tight: {gib((best.room or 0.0) / GIB)} is left" if best.tight else ""
 
 
 def faster_micro_batch(best: Prediction) -> list[str]:
@@ -128,13 +129,15 @@ def extras(prediction: Prediction) -> str:
 
 
 def against_next(found: Sequence[Prediction]) -> str:
-    """Compare with the second-best layout of the same strategy."""
-    others = [p for p in found[1:] if p.fits is not False and p.step_s]
+    """Compare with the second-best layout of the same strategy; a tight one may be faster than the first."""
+    fitting = [p for p in found[1:] if p.fits is not False and p.step_s]
+    others = fitting if found[0].tight else [p for p in fitting if not p.tight]
     if not others or not found[0].step_s:
         return ""
     slower = (others[0].step_s or 0.0) / found[0].step_s - 1
+    room = " with room to spare" if len(others) < len(fitting) else ""
     behind = f"{slower:.0%} slower" if slower >= TIE - 1 else "no slower, but less simple"
-    return f" It is the fastest of {len(others) + 1} layouts that fit; the next is {behind}."
+    return f" It is the fastest of {len(others) + 1} layouts that fit{room}; the next is {behind}."
 
 
 def way_out(best: Prediction) -> str:
@@ -144,13 +147,38 @@ def way_out(best: Prediction) -> str:
     return "More GPUs, a smaller model or shorter samples: --gpus-for 30d finds how many."
 
 
-def order_note(shown: Sequence[Prediction]) -> list[str]:
-    """Explain a table in which a row is faster than one above it."""
-    times = [p.step_s for p in shown if p.fits is not False and p.step_s]
-    if all(a <= b * TIE for a, b in itertools.pairwise(times)):
+def order_notes(shown: Sequence[Prediction]) -> list[str]:
+    """Explain a table in which a row is faster than one above it: it is tight, or its strategy was never timed."""
+    slowest, late = 0.0, []
+    for prediction in shown:
+        if prediction.fits is True and prediction.step_s:
+            late += [prediction] if prediction.step_s * TIE < slowest else []
+            slowest = max(slowest, prediction.step_s)
+    notes = tight_note(shown)
+    what = ["tight layouts"] if not notes and any(p.tight for p in late) else []
+    if any(p.layout.strategy in UNCLOCKED for p in late):
+        what.append(f"{', '.join(UNCLOCKED)}, of which no run of ours has timed a step,")
+    if what:
+        notes.append(f"the order counts steps of {' and of '.join(what)} as {OFF} longer: {ERROR}")
+    return notes
+
+
+def tight_note(found: Sequence[Prediction]) -> list[str]:
+    """Name a layout that is faster than the first, but not first because it is tight."""
+    faster = faster_tight(found)
+    if faster is None or not faster.step_s or not faster.task.limit:
         return []
-    percents = round(100 * LEAD - 100)
+    gain = (found[0].step_s or 0.0) / faster.step_s - 1
+    used = (faster.memory_bytes + faster.reserve) / faster.task.limit
     return [
-        f"the order counts steps of {', '.join(UNCLOCKED)} as {percents}% longer: the planner is {percents}% off on "
-        "average, and has not been compared with timed runs of these"
+        f"{label(faster)} is {gain:.0%} faster but would use {used:.0%} of the memory; a tight layout is first only if "
+        f"it is more than {OFF} faster: {ERROR}"
     ]
+
+
+def label(prediction: Prediction) -> str:
+    """Name a row of the table: `fsdp, grad_op, micro-batch 4, full checkpointing`."""
+    layout = prediction.layout
+    mode = layout.activation_checkpointing
+    words = [name(layout), variants(prediction), f"micro-batch {layout.micro_batch_size}"]
+    return ", ".join(word for word in (*words, "" if mode == "none" else f"{mode} checkpointing") if word)

@@ -19,18 +19,18 @@ from dtrain.config.hardware import ranks_per_node
 from dtrain.config.mesh import MeshSizes
 from dtrain.plan.layout import Layout, compile_of, layout_of
 from dtrain.plan.ledger import total
-from dtrain.plan.predict import Prediction, Task, least_time_of, predict_layout, task_of, time_of, with_time
+from dtrain.plan.predict import TIE, Prediction, Task, least_time_of, predict_layout, task_of, time_of, with_time
 from dtrain.plan.search.candidates import STRATEGIES, Frame, frames
 from dtrain.plan.search.candidates import divisors as divisors
 from dtrain.plan.sections import check_layout, check_micro_batches, strategy_section
 
 CHECKPOINTING = ("none", "ops", "selective", "full")  # cheapest first
 NEAR = 1.25  # pipelines that cannot come this close to the best layout without a pipeline are skipped
-TIE = 1.01  # step times this close count as equal: the prediction is not more accurate
-# We never timed a step of these strategies, and for timed ones the planner is 8% off on average (benchmarks/planner): a
-# smaller lead over a timed layout may not be real.
+# Mean error over the 900 published steps of benchmarks/planner. A lead below it may not be real: it is not enough for
+# strategies of which we never timed a step, nor for a layout that may run out of memory.
+AVERAGE_ERROR = 0.09
+LEAD = 1 + AVERAGE_ERROR
 UNCLOCKED = ("tensor", "pipeline", "3d")
-LEAD = 1.08
 
 
 def search(
@@ -119,15 +119,15 @@ def limits_by(found: list[Prediction]) -> Limits:
 def rank(found: list[Prediction]) -> list[Prediction]:
     """Layouts that fit by step time, simplest first among equals; then the others, by missing memory.
 
-    A strategy that was never timed ranks before a data-parallel one only with a lead. Layouts for which the fit is
-    unknown come after those that fit.
+    A strategy that was never timed ranks before a data-parallel one only with a lead, and so does a tight layout before
+    one with room to spare. Layouts for which the fit is unknown come after those that fit.
     """
     ranked: list[Prediction] = []
     for fits in (True, None):
         timed = sorted((p for p in found if p.fits is fits), key=cautious)
         while timed:
             count = bisect.bisect_right(timed, cautious(timed[0]) * TIE, key=cautious)
-            ranked += sorted(timed[:count], key=lambda p: complexity(p.layout))
+            ranked += sorted(timed[:count], key=lambda p: (p.tight, complexity(p.layout)))
             timed = timed[count:]
     return ranked + sorted((p for p in found if p.fits is False), key=lambda p: -(p.room or 0.0))
 
@@ -138,7 +138,7 @@ def seconds(prediction: Prediction) -> float:
 
 def cautious(prediction: Prediction) -> float:
     """The step time used for ranking."""
-    return seconds(prediction) * handicap(prediction.layout.strategy)
+    return seconds(prediction) * handicap(prediction.layout.strategy) * (LEAD if prediction.tight else 1.0)
 
 
 def handicap(strategy: str) -> float:
@@ -169,6 +169,8 @@ def fitting(
 ) -> list[Prediction]:
     """Return the frame's layouts that fit, each micro-batch with the least checkpointing; else the closest to fitting.
 
+    Where that is tight, the micro-batch comes with more checkpointing, too.
+
     Larger micro-batches need more memory, with two exceptions that are always predicted: a single pass accumulates no
     gradients, and with fewer passes a pipeline has fewer casts of its weights in flight.
     """
@@ -191,12 +193,13 @@ def fitting(
             for layout in plain
             if least_time_of(layout, task) <= limits.step_s and total(time_of(layout, task) or ()) <= limits.step_s
         ]
-    found: dict[int, Prediction] = {}
+    found: list[Prediction] = []
+    roomy: set[int] = set()  # micro-batches that fit with room to spare: more checkpointing is only slower
     least: Prediction | None = None
     for mode in modes:
         full = False
         for layout in layouts:
-            if layout.micro_batch_size in found:  # with less checkpointing, so faster
+            if layout.micro_batch_size in roomy:
                 continue
             if full and layout.pp == 1 and layout.micro_batches > 1:
                 continue
@@ -206,8 +209,9 @@ def fitting(
                     least = prediction
                 full = True
                 continue
-            found[layout.micro_batch_size] = prediction
-    return list(found.values()) or ([least] if least else [])
+            found.append(prediction)
+            roomy |= set() if prediction.tight else {layout.micro_batch_size}
+    return found or ([least] if least else [])
 
 
 def in_mode(layout: Layout, mode: str, frame: Frame, config: Mapping[str, Any]) -> Layout:

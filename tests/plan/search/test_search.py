@@ -17,6 +17,7 @@ from dtrain.config.mesh import MeshSizes
 from dtrain.plan.layout import Layout, layout_of
 from dtrain.plan.memory.activations import GIB
 from dtrain.plan.predict import Prediction, Task, least_time_of, predict_layout, task_of
+from dtrain.plan.report import faster_tight
 from dtrain.plan.search import search as module
 from dtrain.plan.search.candidates import STRATEGIES, Frame, divisors, frames
 from dtrain.plan.search.search import (
@@ -110,12 +111,12 @@ def test_fitting_ones_come_first_and_faster_ones_before_them() -> None:
     found = search(question(*LARGE).config)
     fits = [p.fits for p in found]
     assert fits == sorted(fits, reverse=True) and fits[0] is True
-    clocked: list[float] = []
-    others: list[float] = []
+    groups: dict[tuple[bool, bool], list[float]] = {}
     for p in found:
         if p.fits:
-            (others if p.layout.strategy in UNCLOCKED else clocked).append(p.step_s or 0.0)
-    for times in (clocked, others):
+            groups.setdefault((p.layout.strategy in UNCLOCKED, p.tight), []).append(p.step_s or 0.0)
+    assert len(groups) > 2
+    for times in groups.values():
         assert all(later >= 0.99 * earlier for earlier, later in itertools.pairwise(times))
 
 
@@ -260,12 +261,13 @@ def test_no_layout_of_a_frame_is_missed_nor_computes_again_what_would_fit(
     limit = needed(data.draw(st.sampled_from(every))) / GIB * (1 + 1e-9)
     limited = task_of({**config, "hardware": {**config["hardware"], "usable_memory_gib": limit}})
     assert limited is not None
-    plainest: dict[int, str] = {}
-    for p in every:
-        if needed(p) <= limit * GIB:
-            plainest.setdefault(p.layout.micro_batch_size, p.layout.activation_checkpointing)
-    found = [p for p in fitting(frame, config, (), limited, Limits()) if p.fits]
-    assert {p.layout.micro_batch_size: p.layout.activation_checkpointing for p in found} == plainest
+    expected: set[Layout] = set()
+    roomy: set[int] = set()
+    for p in (replace(p, task=limited) for p in every):
+        if p.fits and p.layout.micro_batch_size not in roomy:  # a tight one comes with more checkpointing, too
+            expected.add(p.layout)
+            roomy |= set() if p.tight else {p.layout.micro_batch_size}
+    assert {p.layout for p in fitting(frame, config, (), limited, Limits()) if p.fits} == expected
 
 
 @pytest.mark.parametrize("name", sorted({path.stem for path in Path(CONF, "model").glob("*.yaml")} - {"hf"}))
@@ -310,6 +312,15 @@ def test_a_strategy_that_was_never_clocked_needs_a_lead(strategy: str) -> None:
     assert rank([ahead, known]) == [ahead, known]
     too_large = replace(known, reserve=1e15)
     assert rank([near, too_large]) == [near, too_large]
+
+
+@pytest.mark.parametrize("tight", [{}, {"micro_batch_size": 4}, {"strategy": "ddp", "data": "ddp"}], ids=str)
+def test_a_tight_layout_needs_a_lead(tight: dict[str, Any]) -> None:
+    roomy = made(20.0, 0.5)
+    near, ahead = made(37.5, 0.5 / LEAD * 1.001, **tight), made(37.5, 0.5 / LEAD * 0.98, **tight)
+    assert rank([near, roomy]) == [roomy, near] and faster_tight([roomy, near]) is near
+    assert rank([ahead, roomy]) == [ahead, roomy] and faster_tight([ahead, roomy]) is None
+    assert rank([made(37.5, 0.5, **tight), made(37.4, 0.51)])[0].step_s == 0.5, "if all are tight, the fastest"
 
 
 @pytest.mark.parametrize(
