@@ -133,7 +133,8 @@ class CompileCache:
         """Add what this process has compiled or loaded to what is stored. A full disk only costs the cache."""
         if not self.stores:
             return
-        with self.storing:  # the timer's thread may be at it
+        # the timer's thread may be at it, or another run of this machine
+        with self.storing, locked(self.marks / f"{self.key}.lock"):
             try:
                 self._store()
             except Exception as error:
