@@ -35,6 +35,8 @@ ELSEWHERE = {
     "strategy.pp": "pipeline_parallel_size pipeline_model_parallel_size pp_size",
     "checkpoint.every": "save_every save_steps save_interval checkpoint_every checkpoint_interval",
     "checkpoint.keep": "save_total_limit save_top_k",
+    "hardware.price_per_gpu_hour": "price cost gpu_price gpu_cost hourly_price hourly_cost price_per_hour "
+    "cost_per_hour price_per_gpu cost_per_gpu gpu_hour_price price_per_gpu_hour cost_per_gpu_hour",
     "lora.rank": "lora_r lora_rank",
     "lora.alpha": "lora_alpha",
     "logger": "report_to tracker",

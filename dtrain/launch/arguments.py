@@ -24,6 +24,17 @@ from dtrain.launch.user_code import offer_own, with_trust
 NOT_TEXT = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?|true|false|nan|[+-]?inf", re.IGNORECASE)
 
 
+def check_dashes(word: str, following: str) -> None:
+    """Refuse a setting that is typed like an option."""
+    name, _, value = word.lstrip("-").partition("=")
+    value = value or ("" if following.startswith("-") or "=" in following else following)  # --strategy fsdp
+    if word.startswith("-") and name in known_settings():
+        raise ValueError(f"{word}: settings have no dashes\n  fix: {name}={value or '…'}")
+    name = name.replace("-", "_")
+    if word.startswith("--") and is_foreign(name):  # --batch-size=32, --epochs 3
+        raise ValueError(unknown_setting(name, value).replace(name, word.partition("=")[0], 1))
+
+
 def prepare_arguments(argv: list[str]) -> list[str]:
     """Turn `--dry-run`, `recipe=FILE`, `resume=RUN` and `fork=RUN` into overrides; leave the rest as typed."""
     check_arguments(argv)
@@ -43,13 +54,7 @@ def prepare_arguments(argv: list[str]) -> list[str]:
     argv = script_overrides(argv)
     argv = [a for a in argv if a != "recipe=null"]  # the default; Hydra rejects it as an override
     for word, following in itertools.pairwise([*argv, ""]):
-        name, _, value = word.lstrip("-").partition("=")
-        if word.startswith("-") and name in known_settings():
-            value = value or ("" if following.startswith("-") or "=" in following else following)  # --strategy fsdp
-            raise ValueError(f"{word}: settings have no dashes\n  fix: {name}={value or '…'}")
-        name = name.replace("-", "_")
-        if word.startswith("--") and is_foreign(name):  # --batch-size=32, --epochs 3
-            raise ValueError(unknown_setting(name, value).replace(name, word.partition("=")[0], 1))
+        check_dashes(word, following)
     given = {a.split("=", 1)[0]: a.split("=", 1)[1] for a in argv if "=" in a and not a.startswith("-")}
     for key, value in given.items():
         if SECRET.search(key):

@@ -14,13 +14,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from dtrain.config import elastic
 from dtrain.config.files import flatten, options_of
-from dtrain.config.hardware import gpus_per_node, world_size
+from dtrain.config.hardware import gpus_per_node, half_precision, ranks_per_node, world_size
 from dtrain.config.ranges import check_ranges
 from dtrain.config.schema import check_keys_and_types
 from dtrain.errors import bad
 from dtrain.launch.options import AUTO, STAND_IN
 from dtrain.plan import run_prediction
-from dtrain.plan.host_memory import cpu_bytes, fitting, machine_bytes
+from dtrain.plan.host_memory import cpu_bytes, fitting, machine_bytes, of_ranks
 from dtrain.plan.memory.activations import GIB
 from dtrain.plan.model_shape import shape_of
 from dtrain.plan.predict import why_not
@@ -29,7 +29,7 @@ from dtrain.plan.run_prediction import left_out
 from dtrain.plan.search.explain_choice import name, tight_note, why
 from dtrain.plan.search.search import overrides_of, search
 from dtrain.plan.sections import missing_package, strategy_section, with_detected
-from dtrain.util.format import gib
+from dtrain.util.format import counted, gib
 from dtrain.util.host_memory import described
 
 
@@ -93,7 +93,24 @@ def choose(config: Mapping[str, Any], typed: set[str]) -> tuple[list[str], str]:
         raise bad("strategy", AUTO, rule, "more GPUs (dtrain plan says how many), or a smaller model")
     chosen = overrides_of(best, config)
     remarks = [f" {note}." for note in tight_note(found)]
-    return chosen, f"{why(found, config)}{''.join(remarks)} As overrides: {' '.join(chosen)}"
+    text = f"{why(found, config).removesuffix('.')}{planned_for(config, typed)}."
+    return chosen, f"{text}{''.join(remarks)} As overrides: {' '.join(chosen)}"
+
+
+def planned_for(config: Mapping[str, Any], typed: set[str]) -> str:
+    """Name the defaults that decide most: a plan for two ranks in fp32 is seldom what was meant."""
+    cluster, defaults, change = config["cluster"], [], []
+    if config["choices"]["cluster"] == "local":
+        if "cluster.processes" not in typed:
+            defaults.append(counted(world_size(config), "rank"))
+            change.append("cluster.processes=…")
+    elif "cluster.nodes" not in typed and cluster["nodes"] == 1:
+        defaults.append(f"1 node of {counted(ranks_per_node(cluster), 'rank')}")
+        change.append("cluster.nodes=…")
+    if config["choices"]["precision"] == "fp32" and "precision" not in typed and not config["resume"]:
+        defaults.append("fp32")
+        change.append(f"precision={half_precision(config['hardware'].get('gpu')) or 'bf16'}")
+    return f"; planned for the default {' and '.join(defaults)} (to change it: {' '.join(change)})" if defaults else ""
 
 
 def without_predictions(config: Mapping[str, Any], typed: set[str], reason: str) -> tuple[list[str], str]:
@@ -109,11 +126,12 @@ def without_predictions(config: Mapping[str, Any], typed: set[str], reason: str)
     ranks = world_size(config)
     needs, has = cpu_bytes({**config, **plain_ddp(config)}), machine_bytes()
     if needs > has:
-        who = "the model needs" if ranks == 1 else f"{ranks} copies of the model need"
-        rule = f"{who} {gib(needs / GIB)} under ddp, and {described(has)} {gib(has / GIB)}"
+        rule = f"training needs {of_ranks(needs, ranks)} under ddp, {described(has)} {gib(has / GIB)}"
+        rule += f", and there is no GPU here{planned_for(config, typed)}"
         raise bad("strategy", AUTO, rule, smaller(config, typed, has))
     copies = "the model fits" if ranks == 1 else f"{ranks} copies of the model fit"
-    return ["strategy=ddp"], f"ddp: there is no GPU here, and {copies} in this machine's memory"
+    text = f"ddp: there is no GPU here, and {copies} in this machine's memory"
+    return ["strategy=ddp"], f"{text}{planned_for(config, typed)}"
 
 
 def smaller(config: Mapping[str, Any], typed: set[str], has: float) -> str:

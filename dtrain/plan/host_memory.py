@@ -75,13 +75,18 @@ def shortage(config: Mapping[str, Any]) -> tuple[ValueError, bool] | None:
     needs = states if states > has else cpu_bytes(config)
     if needs <= has:
         return None
-    parts = f"{ranks} ranks × {gib(needs / ranks / GIB)} = " if ranks > 1 else ""
-    what = "alone need" if states > has else "need, with the activations and Python,"
-    rule = f"weights, gradients and optimizer state {what} {parts}{gib(needs / GIB)}"
+    what = "weights, gradients and optimizer state alone need" if states > has else "training needs"
+    rule = f"{what} {of_ranks(needs, ranks)}"
     is_certain = states + (needs - states) / CERTAIN_ON_CPU > has
     rule += f", {described(has)} {gib(has / GIB)}, {NO_GPU}{'' if is_certain else ': the ranks may be killed'}"
     fix = f"{leaner(config, has)}; or force=true, if swap is enough"
     return bad("model", config["choices"].get("model"), rule, fix), is_certain
+
+
+def of_ranks(needs: float, ranks: int) -> str:
+    """Describe the memory that all ranks need together."""
+    each = f" ({ranks} ranks × {gib(needs / ranks / GIB)})" if ranks > 1 else ""
+    return f"{gib(needs / GIB)} of memory{each}"
 
 
 def cpu_bytes(config: Mapping[str, Any]) -> float:

@@ -75,11 +75,7 @@ def row(prediction: Prediction) -> dict[str, str]:
         "mfu": percent(prediction.mfu),
         "time": duration(prediction.run_s),
         "hours": si(prediction.gpu_hours),
-        "cost": "-"
-        if prediction.cost is None
-        else f"{prediction.cost:,.0f}"
-        if prediction.cost >= 10
-        else f"{prediction.cost:.2f}",
+        "cost": money(prediction.cost),
     }
 
 
@@ -87,6 +83,13 @@ def step_time(value: object) -> str:
     """Format a step's time with three digits up to 100 seconds, so that the parts can be compared."""
     seconds = number(value)
     return f"{seconds:.1f}s" if seconds is not None and 10 <= seconds < 100 else short_time(value)
+
+
+def money(value: float | None) -> str:
+    """Format a cost as 0.37, 4.60, 1,234."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.2f}" if value >= 0.01 else f"{value:.2g}"
 
 
 def lacking(prediction: Prediction) -> str:
@@ -193,7 +196,7 @@ def bounds(prediction: Prediction) -> list[str]:
     percents = f"published runs took up to {round(100 * SLOWER - 100)}% longer than predicted"
     line = f"run     {duration(prediction.run_s)} to {duration(SLOWER * prediction.run_s)}"
     if prediction.cost:
-        line += f", cost {prediction.cost:,.0f} to {SLOWER * prediction.cost:,.0f}"
+        line += f", cost {money(prediction.cost)} to {money(SLOWER * prediction.cost)}"
     return [f"{line} ({percents})"]
 
 
@@ -233,7 +236,7 @@ def explained(prediction: Prediction) -> list[str]:
         hours = f"{prediction.layout.world_size} GPUs × {si(task.samples / task.global_batch_size)} steps"
         lines.append(f"  {si(prediction.gpu_hours)} GPU-hours = {hours} × {prediction.step_s:.4g} s ÷ 3600")
         if prediction.cost is not None:
-            lines.append(f"  cost {prediction.cost:,.2f} = {si(prediction.gpu_hours)} GPU-hours × {price:g}")
+            lines.append(f"  cost {money(prediction.cost)} = {si(prediction.gpu_hours)} GPU-hours × {price:g}")
     return lines
 
 

@@ -1,6 +1,7 @@
 """strategy=auto: the best layout is launched as if its words had been typed."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,25 @@ def test_from_a_script(started: list[Path]) -> None:
     assert read(started[0])["choices"]["strategy"] in options_of("strategy")
 
 
+def test_defaults_that_were_planned_for_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(*words: str) -> str:
+        found = re.search(r"; planned for the default (.*?)\)", dry(capsys, "model=gpt2-tiny", *words))
+        return found[1] if found else ""
+
+    both = "2 ranks and fp32 (to change it: cluster.processes=… precision=bf16"
+    assert planned() == both
+    assert planned("hardware=h100") == both, "on a CPU, and for a GPU"
+    assert planned("cluster.processes=2") == "fp32 (to change it: precision=bf16"
+    assert planned("precision=bf16") == "2 ranks (to change it: cluster.processes=…"
+    assert not planned("cluster.processes=2", "precision=fp32")
+    assert planned(*CLUSTER) == "1 node of 8 ranks (to change it: cluster.nodes=…"
+    assert not planned(*CLUSTER, "cluster.nodes=1")
+    monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 4)
+    assert planned("hardware=v100") == "4 ranks and fp32 (to change it: cluster.processes=… precision=fp16"
+
+
 def test_without_a_gpu_it_is_ddp_when_that_fits(
     started: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,13 +177,13 @@ def test_without_a_gpu_it_is_ddp_when_that_fits(
     assert read(started[0])["choices"]["strategy"] == "ddp"
     assert capsys.readouterr().out.startswith("auto      ddp: there is no GPU here")
     monkeypatch.setattr("os.sysconf", lambda name: 1024)
-    assert "2 copies of the model need " in refused(capsys)
+    assert re.search(r"training needs \S+ GiB of memory \(2 ranks × \S+ GiB\) under ddp, ", refused(capsys))
     assert len(started) == 1
 
 
 def test_what_does_not_fit_has_a_fix_that_does(started: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     error = refused(capsys, "model=llama-7b", "cluster.processes=1")
-    assert "strategy=auto: the model needs " in error
+    assert re.search(r"strategy=auto: training needs \S+ GiB of memory under ddp, ", error)
     assert "  fix: strategy=ddp model=" in error and "cluster.processes=" not in error
     fix = refused(capsys, "model=llama-7b", "cluster.processes=2").partition("fix: ")[2].partition(" (")[0]
     assert main(["launch", "cluster.processes=2", *fix.split()]) == 0 and len(started) == 1

@@ -49,7 +49,7 @@ def test_a_model_that_this_machine_cannot_hold_is_refused_and_the_fix_works(
     words = ["launch", "model=gpt2-1.5b", *hardware]
     assert main(words) == 2
     captured = capsys.readouterr()
-    sums = "weights, gradients and optimizer state alone need 2 ranks × 23.2 GiB = 46.4 GiB"
+    sums = "weights, gradients and optimizer state alone need 46.4 GiB of memory (2 ranks × 23.2 GiB)"
     assert f"error: model=gpt2-1.5b: {sums}, this machine has 24.0 GiB, and there is no GPU here\n" in captured.err
     assert captured.out == "" and captured.err.count("\n") == 2, "a message and its fix, no warning beside them"
     assert not started and not list(tmp_path.iterdir())
@@ -124,7 +124,7 @@ def test_where_sizes_are_typed_no_other_model_is_named() -> None:
     code += f"code = main({words}); assert 'torch' not in sys.modules; sys.exit(code)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert "optimizer state alone need 9498.4 GiB, this machine has " in done.stderr
+    assert "optimizer state alone need 9498.4 GiB of memory, this machine has " in done.stderr
     assert "fix: a machine with GPUs or more memory, or a smaller model; or force=true" in done.stderr
 
 
@@ -279,7 +279,7 @@ def test_activations_that_do_not_fit_are_refused_and_the_fix_works(
 ) -> None:
     words = ["launch", "model=gpt2-124m", "cluster.processes=2"]
     assert main(words) == 2
-    rule = "weights, gradients and optimizer state need, with the activations and Python, 2 ranks × "
+    rule = "training needs 41.3 GiB of memory (2 ranks × 20.6 GiB), this machine has 24.0 GiB"
     assert f"error: model=gpt2-124m: {rule}" in capsys.readouterr().err and not started
     assert main(words) == 2
     fix = fix_of(capsys).partition(" (")[0]

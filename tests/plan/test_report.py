@@ -21,6 +21,22 @@ def test_a_row_has_a_text_for_every_heading() -> None:
     assert row["fits"] == "yes" and row["degrees"] == "dp 4" and row["more"] == "-"
 
 
+@pytest.mark.parametrize(
+    ("cost", "text"),
+    [
+        (None, "-"),
+        (0.0034, "0.0034"),
+        (0.37, "0.37"),
+        (4.6, "4.60"),
+        (23.456, "23.46"),
+        (559.2, "559"),
+        (1e6, "1,000,000"),
+    ],
+)
+def test_money_is_written_one_way(cost: float | None, text: str) -> None:
+    assert report.money(cost) == text
+
+
 def test_what_lacks_memory_says_how_much_and_of_which() -> None:
     assert report.lacking(made(50.0)) == "lacks 12.0 GiB"
     assert report.lacking(made(1.0, offload="cpu", hardware={"host_memory_gib": 1e-6})).endswith("of host memory")

@@ -15,7 +15,7 @@ from dtrain.plan.memory.activations import GIB
 from dtrain.plan.model_shape import Transformer
 from dtrain.plan.parameters import num_parameters
 from dtrain.plan.predict import Prediction, Task, predict_layout, task_of, with_time
-from dtrain.plan.report import SLOWER, no_price, print_table, step_time, work
+from dtrain.plan.report import SLOWER, money, no_price, print_table, step_time, work
 from dtrain.plan.search.explain_choice import extras, gpus, name, tight_note
 from dtrain.plan.search.search import CHECKPOINTING, candidates, rank, search
 from dtrain.plan.sections import model_section
@@ -75,12 +75,13 @@ def gpus_for(question: Question, limit_s: float, tokens: float | None, everythin
     rows: list[dict[str, Any]] = []
     task = task_of(question.config, tokens)
     notes = [length(task, tokens)] if task else []
+    notes += not_kept(question)
     slower = 0
     before = float("inf")
     batch = question.config["train"]["global_batch_size"]
     columns = {
         "gpus": ("GPUs", str), "nodes": ("nodes", str), "layout": ("best layout", str), "step_s": ("step", step_time),
-        "run_s": ("time", duration), "gpu_hours": ("GPU-hours", si), "cost": ("cost", si), "mfu": ("MFU", percent),
+        "run_s": ("time", duration), "gpu_hours": ("GPU-hours", si), "cost": ("cost", money), "mfu": ("MFU", percent),
     }  # fmt: skip
     fewest = 0.0 if everything else least_ranks(task, limit_s)
     for nodes, ranks in (size for size in cluster_sizes(question.config) if size[0] * size[1] >= fewest):
@@ -99,7 +100,7 @@ def gpus_for(question: Question, limit_s: float, tokens: float | None, everythin
                 if SLOWER * best.run_s > limit_s:
                     text += f", or in {duration(SLOWER * best.run_s)} if the plan is as far off as for published runs"
                 text += f". That is {si(best.gpu_hours)} GPU-hours"
-                text += f", at a cost of {best.cost:,.0f}." if best.cost else "."
+                text += f", at a cost of {money(best.cost)}." if best.cost else "."
                 notes += [*tight_note(found), *no_price(best)]
                 return Answer("gpus_for", text, nodes * ranks, rows, columns, launch_command(sized, best), notes)
             slower = slower + 1 if best.run_s > 0.95 * before else 0
@@ -109,6 +110,17 @@ def gpus_for(question: Question, limit_s: float, tokens: float | None, everythin
     if fewest > 1:
         return gpus_for(question, limit_s, tokens, everything=True)
     return Answer("gpus_for", too_slow(rows, limit_s, batch), None, rows, columns, notes=notes)
+
+
+def not_kept(question: Question) -> list[str]:
+    """Tell what becomes of a typed number of ranks or nodes: both are what is asked for."""
+    notes, cluster = [], question.config["cluster"]
+    if "cluster.processes" in question.typed:
+        node = f"cluster.processes={cluster['processes']} is taken as the GPUs of a node"
+        notes.append(f"{node}: --gpus-for tries parts of a node, then more nodes")
+    if "cluster.nodes" in question.typed:
+        notes.append(f"cluster.nodes={cluster['nodes']} is not used: --gpus-for finds the number of nodes")
+    return notes
 
 
 def length(task: Task, tokens: float | None) -> str:

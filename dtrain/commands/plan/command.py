@@ -99,6 +99,9 @@ def read_options(argv: Sequence[str]) -> Options:
         else:
             if name in ("-m", "--multirun"):
                 raise ValueError(f"{word}: dtrain plan takes no sweep\n  fix: plan each point, or launch with {name}")
+            from dtrain.launch.arguments import check_dashes
+
+            check_dashes(word, rest[0] if rest else "")
             near = difflib.get_close_matches(name.lower(), (*FLAGS, *VALUES), 1, 0.75)
             fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join((*FLAGS, *VALUES))}"
             raise ValueError(f"{word}: there is no such option\n  fix: {fix}")

@@ -160,6 +160,9 @@ def set_nodes(config: dict[str, Any], typed: set[str], notes: list[str]) -> None
                 what = "one card" if size == 1 else f"a node with {size}"
                 source = f"hardware={config['choices']['hardware']} describes {what}"
                 notes.append(f"planned for {counted(size, 'GPU')}, as {source}; to change it: cluster.processes=…")
+            elif not size:
+                ranks = counted(cluster["processes"], "rank")
+                notes.append(f"planned for {ranks}, the launcher's default here; to change it: cluster.processes=…")
         most = size and max(size, 8)  # similar machines exist with more such cards
     else:
         configured, name = cluster.get("gpus_per_node"), config["choices"]["hardware"]
@@ -171,6 +174,8 @@ def set_nodes(config: dict[str, Any], typed: set[str], notes: list[str]) -> None
             else:  # a file for one card does not define the number of cards per node
                 notes.append(f"a node with {configured} GPUs is assumed; to change it: cluster.gpus_per_node=…")
         cluster["processes"] = ranks_per_node(cluster)
+        if "cluster.nodes" not in typed and cluster["nodes"] == 1:
+            notes.append("planned for 1 node, the default; to change it: cluster.nodes=…")
         most = cluster.get("gpus_per_node") or None
     if most and cluster["processes"] > most and config["hardware"].get("gpu"):
         rule = f"a node has {most} GPUs, and ranks that share a GPU cannot be predicted"
@@ -184,7 +189,12 @@ def set_precision(config: dict[str, Any], typed: set[str], notes: list[str]) -> 
     if name == "fp16" and config["precision"].get("dtype") == "bfloat16":
         rule = f"{gpu} has no tensor cores for it: it would run at a fraction of fp16's speed"
         raise bad("precision", config["choices"]["precision"], rule, "precision=fp16")
-    if "precision" in typed or "recipe" in typed or "resume" in typed or name is None:
+    if {"precision", "recipe", "resume"} & typed:
+        return
+    if name is None:
+        notes.append(
+            f"planned for precision={config['choices']['precision']}, the default; to change it: precision=bf16"
+        )
         return
     config["precision"] = dict(section("precision", name))
     config["choices"]["precision"] = name

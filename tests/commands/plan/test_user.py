@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +86,46 @@ def test_how_many_gpus_comes_with_its_launch_line(
     assert said(capsys, "model=gpt2-124m", "hardware=h100", "--gpus-for", "30d").startswith("1 GPU finishes in ")
 
 
+def test_a_number_of_ranks_is_what_gpus_for_looks_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=gpt2-124m", "hardware=h100", "train.global_batch_size=96", "--gpus-for", "8s"]
+    out = said(capsys, *words, "cluster.processes=6")
+    assert "note    cluster.processes=6 is taken as the GPUs of a node: --gpus-for tries parts of a node, then" in out
+    assert re.search(r"^6 +1 ", out, re.MULTILINE) and re.search(r"^12 +2 ", out, re.MULTILINE)
+    assert "note    cluster.nodes=2 is not used: --gpus-for finds" in said(capsys, *words, "cluster.nodes=2")
+    assert "taken as" not in (out := said(capsys, *words)) and "not used" not in out
+
+
+def test_a_cost_looks_alike_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "model=gpt2-1.5b",
+        "hardware=h100",
+        "hardware.price_per_gpu_hour=2.5",
+        "cluster.processes=1",
+        "--tokens",
+        "2B",
+    ]
+    out = said(capsys, *words, "--explain")
+    (cost,) = re.findall(r"^run .*, cost (\S+) to ", out, re.MULTILINE)
+    assert f" {cost} = " in out and re.search(rf" {cost}$", out, re.MULTILINE), "in the arithmetic, and in the table"
+    assert said(capsys, *words, "--gpus-for", "30d").count(f" {cost}") == 2
+
+
+def test_a_default_that_was_planned_for_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = said(capsys, "model=gpt2-124m", "cluster=aws-ib")
+    assert "note    planned for 1 node, the default; to change it: cluster.nodes=…" in out
+    assert "planned for 1 node" not in said(capsys, "model=gpt2-124m", "cluster=aws-ib", "cluster.nodes=1")
+    (tmp_path / "hardware").mkdir()
+    values = "{gpu_memory_gib: 16, usable_memory_gib: 16, gpu: null}"  # a CPU
+    (tmp_path / "hardware" / "mine.yaml").write_text(
+        f"defaults: [unknown, _self_]\n{values[1:-1].replace(', ', chr(10))}\n"
+    )
+    words = ["model=gpt2-tiny", "hardware=mine", "--config-dir", str(tmp_path)]
+    out = said(capsys, *words)
+    assert "note    planned for 2 ranks, the launcher's default here; to change it: cluster.processes=…" in out
+    assert "note    planned for precision=fp32, the default; to change it: precision=bf16" in out
+    assert "planned for" not in said(capsys, *words, "precision=fp32", "cluster.processes=2")
+
+
 def test_what_is_planned_for_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "model=gpt2-124m", "hardware=h100", "--gpus-for", "30d")
     assert "note    the run: batch 32 × 1024 tokens, 300 steps = 9.83M tokens, by train.steps" in out
@@ -123,6 +164,14 @@ def test_pictures_are_counted_as_samples(capsys: pytest.CaptureFixture[str]) -> 
     [
         (("hardware=h100", "--bogus"), "use one of --json"),
         (("hardware=h100", "--gpu-for", "3d"), "did you mean --gpus-for?"),
+        (("hardware=h100", "--gpus", "4"), "fix: cluster.processes=4 "),
+        (("--hardware", "h100"), "--hardware: settings have no dashes\n  fix: hardware=h100"),
+        (
+            ("hardware=h100", "--price", "2.5"),
+            "--price: there is no such setting\n  fix: hardware.price_per_gpu_hour=2.5 ",
+        ),
+        (("hardware=h100", "--price-per-gpu-hour=2.5"), "fix: hardware.price_per_gpu_hour=2.5 "),
+        (("hardware=h100", "hardware.price=2.5"), "fix: hardware.price_per_gpu_hour=2.5 "),
         (("hardware=h100", "-m", "train.steps=1,2"), "dtrain plan takes no sweep"),
         (("hardware=h100", "--json", "--explain"), "combined with --json"),
         (("hardware=unknown",), "hardware=unknown: nothing is known about the GPUs"),
