@@ -12,9 +12,8 @@ from dtrain.config.hook_methods import Arity, check_methods
 from dtrain.config.source import class_source
 from dtrain.errors import bad
 from dtrain.models.losses import OWN
+from dtrain.runs.best import EARLY_STOP
 from dtrain.runs.metrics import larger_is_better
-
-EARLY_STOP = "dtrain.train.early_stop.EarlyStop"
 
 
 def check(config: dict[str, Any]) -> None:

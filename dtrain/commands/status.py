@@ -174,6 +174,10 @@ def print_status(record: Record, data: dict[str, Any], console: Console) -> None
             line("" if i else "at", text)
     for i, path in enumerate(_worth_reading(record, data)):
         line("" if i else "logs", path)
+    if data["status"] in ("preempted", "cancelled") and not data["next"]:
+        line(
+            "next", "nothing was saved (checkpoint.save=false), so it cannot be resumed: the same command starts again"
+        )
     for i, command in enumerate(data["next"]):
         line("" if i else "next", (command, "cyan"))
 

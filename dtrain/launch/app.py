@@ -253,7 +253,7 @@ def run(cfg: DictConfig, argv: list[str], began: float) -> int:
             tags.change(run_dir, add=config["tags"])
         # a point of a sweep that was stopped before it had the checkpoint is resumed, too
         if config.get("fork") and (in_sweep or not config["resume"]) and not fork.is_placed(run_dir):
-            begin_fork(run_dir, fork.parse(config["fork"]))
+            begin_fork(run_dir, fork.parse(config["fork"]), config["schedule"].get("warmup_steps") or 0)
         if config["resume"] and not is_script(config):
             go_back(config, run_dir, sys.stdout)
         write_json(run_dir / folder.PLAN, plan)
@@ -282,14 +282,14 @@ def show_warnings(config: dict[str, Any]) -> None:
         console.print_warning(line)
 
 
-def begin_fork(run_dir: Path, at: At) -> None:
+def begin_fork(run_dir: Path, at: At, warmup_steps: int) -> None:
     """Place the checkpoint; without it, the folder is no run."""
     try:
         fork.place(at, run_dir)
     except BaseException:
         (run_dir / "launch.json").unlink()
         raise
-    print(fork.say(at, read_json(run_dir / "launch.json")["forked_from"].get("anew", [])), flush=True)
+    print(fork.say(at, read_json(run_dir / "launch.json")["forked_from"].get("anew", []), warmup_steps), flush=True)
 
 
 def wait_for_node_0(run_dir: Path, config: dict[str, Any], patience_s: float = 120) -> None:

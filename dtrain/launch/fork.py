@@ -98,12 +98,14 @@ def anew(old: dict[str, Any], config: dict[str, Any]) -> list[str]:
     return ["optimizer"] * other + ["data"] * (config["data"] != old.get("data"))
 
 
-def say(at: At, parts: list[str]) -> str:
-    """Describe what a fork takes over."""
+def say(at: At, parts: list[str], warmup_steps: int) -> str:
+    """Describe what a fork takes over, and where the learning-rate schedule continues."""
     kept = [name for name, part in (("optimizer state", "optimizer"), ("data position", "data")) if part not in parts]
     text = f"forked from {short_path(at.run_dir)}@{at.step}, with its {', '.join(['weights', *kept, 'step'])}"
     why = {"optimizer": "another optimizer starts anew", "data": "other data is read from its start"}
-    return "; ".join([text, *(why[part] for part in parts)])
+    warmup = f"its warm-up ends at step {warmup_steps}" if warmup_steps > (at.step or 0) else "without a new warm-up"
+    schedule = f"the learning-rate schedule continues at step {(at.step or 0) + 1}, {warmup}"
+    return "; ".join([text, *(why[part] for part in parts), schedule])
 
 
 # ---- the folder --------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from dtrain.launch import process_tree, script_world
 from dtrain.launch.attempt_files import signature
 from dtrain.runs import system
 from dtrain.runs.causes import FRAME, is_users_file
-from dtrain.runs.folder import last_lines, newest_metrics, read_json, write_json
+from dtrain.runs.folder import last_lines, newest_metrics, read_json, wall_s, write_json
 from dtrain.runs.protocol import (
     BAD_CONFIG,
     DONE,
@@ -204,7 +204,7 @@ def write_beginning(run_dir: Path) -> None:
     config = run_file.load(run_dir)
     values = {
         "status": "running", "name": config["name"], "script": shlex.join(shown(config["script"])),
-        "world_size": int(os.environ["WORLD_SIZE"]), "env": config["script"]["env"], "began": time.time(),
+        "world_size": int(os.environ["WORLD_SIZE"]), "env": config["script"]["env"],
     }  # fmt: skip
     write_json(run_dir / "summary.json", values)
 
@@ -218,7 +218,7 @@ def conclude(run_dir: Path, writes: bool) -> int:
     code = PREEMPTED if any((run_dir / "logs").glob(Path(SCRIPT_STOPPED).name.format("*"))) else DONE
     if writes:
         summary = read_json(run_dir / "summary.json")
-        ended = {"status": "preempted" if code else "done", "wall_s": time.time() - summary.get("began", time.time())}
+        ended = {"status": "preempted" if code else "done", "wall_s": wall_s(run_dir)}
         write_json(run_dir / "summary.json", summary | newest_metrics(run_dir) | ended)
     return code
 

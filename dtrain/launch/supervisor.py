@@ -28,7 +28,15 @@ from dtrain.launch.metrics_server import MetricsServer
 from dtrain.launch.wait_graph import Position
 from dtrain.report.why import short_form
 from dtrain.runs import causes, memory
-from dtrain.runs.folder import latest_checkpoint, look_again, newest_step, note_attempt, read_summary, write_json
+from dtrain.runs.folder import (
+    latest_checkpoint,
+    look_again,
+    newest_step,
+    note_attempt,
+    read_summary,
+    wall_s,
+    write_json,
+)
 from dtrain.runs.protocol import (
     DONE,
     FAILED,
@@ -44,7 +52,7 @@ from dtrain.runs.protocol import (
 from dtrain.ui.console import print_summary
 from dtrain.ui.progress import Monitor
 from dtrain.util import disk_space, file_handles, kernel_log
-from dtrain.util.format import counted, short_path
+from dtrain.util.format import as_dict, counted, short_path
 
 PEERS_S = 5.0  # time for the other ranks to exit after one rank failed, on an idle machine
 TICK_S = 0.05  # between two checks of the process and of signals; neither touches the file system
@@ -296,7 +304,7 @@ class Supervisor:
         if self.node_rank == 0:
             with contextlib.suppress(OSError):  # on a full disk, only the screen shows it
                 write_json(run_dir / "failure.json", self.failure)
-                write_json(run_dir / "summary.json", summary | {"status": "failed"})
+                write_json(run_dir / "summary.json", summary | {"status": "failed", "wall_s": wall_s(run_dir)})
         return int(self.failure["exit_code"])
 
     def _watch(self, process: Ranks, run_dir: Path, monitor: Monitor, files: AttemptFiles) -> str:
@@ -329,7 +337,7 @@ class Supervisor:
                 (run_dir / STOP_FILE).touch()
                 self.on_stop()
                 deadline, because = now + self.grace_s, self._too_slow()
-                saving = f"saving after this step or the next, within {self.grace_s} s (Ctrl-C: end at once)"
+                saving = f"{self._at_stop()}, within {self.grace_s} s (Ctrl-C: end at once)"
                 monitor.message(f"stop requested: {saving if process.poll() is None else 'no rank had started'}")
             elif not because and now == looked and self._is_rescaled(run_dir, monitor):
                 deadline, because = now + self.grace_s, self._too_slow()
@@ -348,6 +356,11 @@ class Supervisor:
             time.sleep(TICK_S)
         self._look(run_dir, files)
         return ""
+
+    def _at_stop(self) -> str:
+        saves = as_dict(self.config.get("checkpoint")).get("save", True)
+        when = "after this step or the next"
+        return f"saving {when}" if saves else f"ending {when}, without a checkpoint (checkpoint.save=false)"
 
     def _too_slow(self) -> str:
         return f"the run did not save within cluster.grace_s={self.grace_s} seconds"

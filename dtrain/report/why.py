@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dtrain.config.run_file import flat_config
 from dtrain.report.evidence import Evidence, last_error, line_of, metrics_before_the_end
 from dtrain.runs.folder import latest_checkpoint, newest_step, read_json
 from dtrain.runs.protocol import BAD_CONFIG, HANG_FILE, POSITION_FILE
 from dtrain.runs.record import Record
-from dtrain.ui.console import can_resume, next_commands
+from dtrain.ui.console import can_resume, next_commands, skipped_text
 from dtrain.util.format import as_dict, finite
 
 AGAIN = "Starting again resumes from {origin}."
@@ -42,7 +43,7 @@ CAUSES = {
     "exit": Cause(
         "The process ended itself.", SAME, "Look for sys.exit or os._exit in your code and in the libraries it calls."
     ),
-    "numbers": Cause("It is in the training itself: data, learning rate or precision.", SAME),
+    "numbers": Cause("It is in the training itself: data, model, learning rate or precision.", SAME),
     "settings": Cause("A rank refused a setting; its message has the fix.", SAME),
     "setup": Cause("The ranks do not run the same thing.", SAME),
     "collective": Cause(
@@ -112,7 +113,7 @@ def diagnose(record: Record) -> Diagnosis:
     if status in ("queued", "starting", "running"):
         found = of_live_run(record)
     elif status == "done":
-        found = Diagnosis("nothing", "The run ended well.")
+        found = Diagnosis("nothing", f"The run ended well.{of_skipped(record)}")
     elif status in ("preempted", "cancelled"):
         found = of_stop(record)
     elif failure:
@@ -137,12 +138,18 @@ def complete(found: Diagnosis, record: Record) -> None:
     cause = CAUSES[found.cause]
     newest = latest_checkpoint(run_dir)
     origin = f"step {newest_step(run_dir)}" if newest else "the beginning, because nothing was saved yet"
+    if cause.again == AGAIN and not newest and saves_nothing(run_dir):
+        found.again = "The run saves no checkpoint (checkpoint.save=false): the same command starts it from step 1."
     found.again = found.again or cause.again.format(origin=origin)
     found.advice = found.advice or cause.advice
     if can_resume(run_dir, record.summary) or found.cause == "stopped":
         found.next = found.next or next_commands(run_dir, "preempted", record.summary)
     else:
         found.advice = found.advice.replace(", then resume.", ", then start the run again.")
+
+
+def saves_nothing(run_dir: Path) -> bool:
+    return (flat_config(run_dir) or {}).get("checkpoint.save") is False
 
 
 def short_form(run_dir: Path, failure: dict[str, Any]) -> str:
@@ -175,6 +182,9 @@ def of_failure(run_dir: Path, failure: dict[str, Any]) -> Diagnosis:
     who = "the run" if rank is None else f"rank {rank}"
     cause, what = classify(run_dir, failure, kind, message, kernel, own)
     found = Diagnosis(cause, what.replace("{who}", who), rank, evidence=evidence)
+    if cause == "numbers" and "\nFix: " in message:  # the rank has looked for it
+        fix = first_line(message.partition("\nFix: ")[2])
+        found.advice = f"{fix[:1].upper()}{fix[1:]}."
     unnamed = cause == "corruption" and not ONE_RANK.search(message)  # without a majority, nobody is named
     if unnamed or cause in ("numbers", "network") or (cause == "settings" and "must be the same" not in message):
         found.rank = None  # every rank reports it, and the first one to do so is chance
@@ -315,6 +325,17 @@ def of_live_run(record: Record) -> Diagnosis:
         return Diagnosis(cause, f"The run stands still: {record.standstill}.", rank, evidence=evidence)
     words = {"queued": "waits in the queue", "starting": "is starting", "running": "is running"}
     return Diagnosis("nothing", f"The run {words[record.status.rstrip('?')]}, and nothing has failed.")
+
+
+def of_skipped(record: Record) -> str:
+    """What to know of steps that made no update."""
+    text = skipped_text(record.summary)
+    if text == "-":
+        return ""
+    usual = (
+        "" if ":" in text or record.summary.get("precision") != "fp16" else ", as is usual while fp16's scale settles"
+    )
+    return f" Steps without an update: {text}{usual}. logs/rank-0.log names them."
 
 
 def of_stop(record: Record) -> Diagnosis:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dtrain.errors import bad
 from dtrain.runs.folder import read_json
 from dtrain.runs.metrics import larger_is_better
 from dtrain.util.format import as_dict, finite
@@ -59,3 +60,23 @@ def is_of_other_data(origin: Mapping[str, Any], step: object, run: object) -> bo
     """
     is_first = step == origin.get("step") and (None in (run, origin.get("id")) or run == origin.get("id"))
     return is_first and "data" in (origin.get("anew") or ())
+
+
+# ---- what follows a metric of the validation split -----------------------------------------------------------------
+
+EARLY_STOP = "dtrain.train.early_stop.EarlyStop"
+OF_THE_SPLIT = ("val_loss", "val_perplexity", "val_accuracy", "val_top5")
+
+
+def check_split(config: Mapping[str, Any], data: str) -> None:
+    """Reject early stopping and keep_best where the data have no validation split: no evaluation has such a metric."""
+    followed = {
+        f"hooks.{name}.metric": (section["metric"], f"leave out hooks={name}")
+        for name, section in (config.get("hooks") or {}).items()
+        if section["_target_"] == EARLY_STOP
+    }
+    followed["checkpoint.keep_best"] = (config["checkpoint"].get("keep_best"), "leave out checkpoint.keep_best")
+    for key, (metric, otherwise) in followed.items():
+        if metric in OF_THE_SPLIT and config["train"]["eval_batches"]:
+            rule = f"needs a validation split, and data={data} has none"
+            raise bad(key, metric, rule, f'return {{"train": …, "val": …}} from it (docs/your-own.md), or {otherwise}')

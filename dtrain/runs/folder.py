@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from dtrain.config.redaction import hidden
-from dtrain.runs.protocol import ATTEMPTS_FILE
+from dtrain.runs.protocol import ATTEMPTS_FILE, POSITION_FILE
 from dtrain.util import disk_space
 from dtrain.util.format import as_dict, finite
 from dtrain.util.regular_file import open_regular, read_bytes, regular
@@ -183,8 +183,40 @@ def note_attempt(run_dir: Path, event: Literal["start", "placed", "end"], **valu
     placed: the nodes of the newest start, from a launcher that does not know them when it starts.
     """
     line = {"event": event, "time": time.time(), "step": newest_step(run_dir), **values}
+    before = [parse_line(text) for text in last_lines(run_dir / ATTEMPTS_FILE, 2**16)[-1:]]
+    if event == "start" and before and before[0].get("event") != "end":  # the attempt before was killed
+        line["last_sign"] = last_sign(run_dir)
     with suppress(OSError), open(run_dir / ATTEMPTS_FILE, "a", opener=regular) as file:
         file.write(json.dumps(line) + "\n")
+
+
+def last_sign(run_dir: Path) -> float:
+    """When the ranks last wrote a file, in seconds since the epoch; 0: never."""
+    times = [0.0]
+    for name in ("metrics.jsonl", "summary.json", POSITION_FILE.format(0)):
+        with suppress(OSError):
+            times.append((run_dir / name).stat().st_mtime)
+    return max(times)
+
+
+def wall_s(run_dir: Path) -> float | None:
+    """Return the seconds that all attempts of a run took, up to now if one has not ended; None: none was noted.
+
+    An attempt that was killed counts to its last sign of life, which the next one notes when it starts.
+    """
+    try:
+        lines = [parse_line(line) for line in read_bytes(run_dir / ATTEMPTS_FILE).splitlines()]
+    except OSError:
+        return None
+    total, began = 0.0, None
+    for line in (*lines, {"event": "now", "time": time.time()}):
+        ends = {"start": line.get("last_sign"), "end": line.get("time"), "now": line.get("time")}
+        if began is not None and line.get("event") in ends:
+            total += max(0.0, (finite(ends[line["event"]]) or began) - began)
+            began = None
+        if line.get("event") == "start":
+            began = finite(line.get("time"))
+    return total if any(line.get("event") == "start" for line in lines) else None
 
 
 class Tail:

@@ -24,7 +24,7 @@ from dtrain.config.build import typed_trust
 from dtrain.config.files import GROUPS
 from dtrain.config.run_file import Settings
 from dtrain.config.schema import check_run
-from dtrain.runs.folder import write_json
+from dtrain.runs.folder import wall_s, write_json
 from dtrain.runs.protocol import BAD_CONFIG, DONE, FAILED, PREEMPTED
 from dtrain.train import failed_step, metrics, nonfinite, process, rescue
 from dtrain.train.best import rule_of
@@ -35,10 +35,6 @@ from dtrain.train.process import log
 from dtrain.train.setup import Run, roll_back, set_up
 from dtrain.train.startup import StartTimes, end_compile_cache
 from dtrain.train.stragglers import StragglerWatch
-
-
-class NonFiniteError(RuntimeError):
-    """Loss or gradient became NaN or Inf, and train.nonfinite is `stop`."""
 
 
 def train(run: Run, saver: background.Saver, stop: process.StopRequest, position: Position) -> bool:
@@ -123,11 +119,9 @@ def log_step(run: Run, finished: FinishedStep) -> None:
     run.spikes.read(finished, run.train_data, run.folder if run.recorder else None)
     if not finished.updated and not finished.spiked:
         norm = f"gradient norm {finished.grad_norm}"
-        what = f"step {finished.step}: loss {finished.loss}, {norm}: not finite, weights unchanged"
-        log.warning(what)
-        if run.cfg.train.nonfinite == "stop" and not finished.overflow:
-            begin = finished.samples - run.cfg.train.global_batch_size
-            raise NonFiniteError(what + nonfinite.advice(run.train_data, begin))
+        log.warning("step %d: loss %s, %s: not finite, weights unchanged", finished.step, finished.loss, norm)
+        if problem := nonfinite.problem(run, finished):
+            raise nonfinite.error(run, finished, problem)
     run.step_times.append(finished.step_s)
     run.recent = [*run.recent[-1:], finished]
     run.summary.update(steps=finished.step, train_loss=finished.loss if math.isfinite(finished.loss) else None)
@@ -179,7 +173,7 @@ def finish(run: Run, saver: background.Saver, preempted: bool) -> None:
         run.summary |= {
             "skipped_steps": run.num_skipped, "cuda_graph": run.strategy.is_captured, **saver.totals,
             "weights_sha256": store.weights_sha256(saved) if saved else None, **run.best.summary(),
-            "wall_s": time.perf_counter() - run.began,
+            "wall_s": wall_s(run.folder) or time.perf_counter() - run.began,  # with earlier attempts
         }  # fmt: skip
         write_json(run.folder / "summary.json", run.summary)
     if saver.peer:

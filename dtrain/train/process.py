@@ -244,7 +244,7 @@ def report_failure(run_dir: Path, rank: int, error: BaseException, exit_code: in
         "time": time.time(), "rank": rank, "type": type(error).__name__, "exit_code": exit_code,
         "message": message(error, run_dir), "where": causes.own_line(error),
         "frames": causes.own_frames(error),
-        "lost_peer": causes.is_lost_peer(error),
+        "lost_peer": causes.is_lost_peer(error), "change": getattr(error, "change", {}),
         "log": f"logs/rank-{rank}.log", "traceback": "".join(traceback.format_exception(error)),
     }  # fmt: skip
     with contextlib.suppress(OSError):

@@ -30,7 +30,7 @@ from dtrain.data.stream_loader import StreamLoader
 from dtrain.errors import CheckpointError, bad
 from dtrain.models.calling import shifts_labels
 from dtrain.optim import build as optimizers
-from dtrain.runs.best import METRICS
+from dtrain.runs.best import METRICS, check_split
 from dtrain.runs.folder import newest_metrics, predicted, read_json, write_json
 from dtrain.runs.metrics import OWN, own_names
 from dtrain.runs.recorder import Recorder
@@ -211,6 +211,9 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver, time
     hooks = Hooks(cfg.get("hooks", {}), trust, view)  # an old run has no such section
     times.done("loader")
 
+    if validation is None:
+        check_split(cfg, name_of(train_set))
+
     # ---- the newest good checkpoint of this run, whatever layout it was saved under ----------------------------
     fresh = FreshState(cfg.train.spike == "rollback")
     found = load_newest(saver, cfg, strategy, data_identity, fresh)
@@ -233,7 +236,8 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver, time
         "accumulation": accumulation, "tokens_per_step": rate.tokens_per_step, "unit": rate.unit,
         "device": metrics.device_name(device), "compile": strategy.compile,
         **({} if epochs is None else {"epochs": epochs, "samples_per_epoch": per_epoch}),
-        "start_step": step, "total_steps": cfg.train.steps, "steps": step, "train_loss": None, "val_loss": None,
+        "start_step": step, **({"start_lr": strategy.set_lr(schedule(step))} if 0 < step < last_step else {}),
+        "total_steps": cfg.train.steps, "steps": step, "train_loss": None, "val_loss": None,
         "val_accuracy": None, "evaluated": evaluated, "predicted": predicted(folder),
         "versions": metrics.versions(device),
         **({"ended_by": hooks.ended} if hooks.ended else {}),

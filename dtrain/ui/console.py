@@ -21,6 +21,7 @@ from dtrain.util.format import (
     as_dict,
     clean,
     duration,
+    finite,
     gib,
     loss_text,
     number,
@@ -144,7 +145,7 @@ def measured_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str
     rows = [
         ("forked from", lineage_text(get("forked_from")), "-"),
         ("steps", f"{steps} of {total}" if total and steps is not None else str(steps or "-"), "-"),
-        ("skipped steps", str(get("skipped_steps") or "-"), "-"),
+        ("skipped steps", skipped_text(summary), "-"),
         ("train loss", loss_text(get("train_loss")), "-"),
         ("validation loss", val, "-"),
         ("accuracy", accuracy, "-"),
@@ -171,6 +172,16 @@ def evaluated_text(loss: str, evaluated: dict[str, Any]) -> str:
     if loss == "-":
         return "none, because the data have no validation split" if of == 0 else loss
     return f"{loss}, of the first {batches:.0f} batches" if batches and samples and of and samples < of else loss
+
+
+def skipped_text(summary: dict[str, Any]) -> str:
+    """How many steps of this launch made no update, and why, if they are more than fp16's first ones."""
+    skipped, made = (number(summary.get(key)) for key in ("skipped_steps", "steps"))
+    if not skipped or made is None:
+        return "-"
+    made -= number(summary.get("start_step")) or 0
+    many = skipped > max(5, 0.05 * made)
+    return f"{skipped:.0f} of {made:.0f}" + (": loss or gradient not finite, or a spike" if many else "")
 
 
 def ended_text(ended: object) -> str:
@@ -237,9 +248,27 @@ def can_resume(run_dir: Path, summary: dict[str, Any]) -> bool:
     return bool(number(summary.get("steps")) or summary.get("script") or latest_checkpoint(run_dir))
 
 
+def recommended(run_dir: Path) -> list[str]:
+    """Return the settings that a failed rank recommends for a resume, and what allows them, ready to paste."""
+    change = as_dict(read_json(run_dir / "failure.json").get("change"))
+    values = {"optim.lr": finite(change.get("optim.lr")), "precision": change.get("precision")}
+    # the file may be someone else's: only these settings, and only such values
+    kept = {
+        key: f"{v:g}" if key == "optim.lr" else v
+        for key, v in values.items()
+        if v and (v == "bf16" or key != "precision")
+    }
+    return [
+        *(f"{key}={value}" for key, value in kept.items()),
+        *([f"'resume_allow=[{','.join(kept)}]'"] if kept else []),
+    ]
+
+
 def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[str]:
     """Suggest the next commands."""
     resume = resume_command(run_dir)
+    if status in ("failed", "preempted"):  # preempted: of dtrain why, which knows that it can be resumed
+        resume = " ".join([resume, *recommended(run_dir)])
     if status in ("failed", "died") and not can_resume(run_dir, summary):
         return [f"dtrain why {shell_path(run_dir)}"]  # the same command starts it again
     if not (latest_checkpoint(run_dir) or summary.get("saves", 1) or summary.get("script")):
@@ -305,7 +334,11 @@ def print_summary(
         say(console, (label("" if i else "attempts"), "dim"), line)
     if failure.get("exit_code") == 2 and not latest_checkpoint(run_dir):
         return  # a bad configuration, and nothing to resume
-    later = "after the change" if "without a change" in why else ""  # the first one is dtrain why
+    if status == "preempted" and not next_commands(run_dir, status, summary):
+        again = "nothing was saved (checkpoint.save=false), so it cannot be resumed: the same command starts again"
+        say(console, (label("next"), "dim"), again)
+    # the first one is dtrain why
+    later = "after the change" if "without a change" in why and not recommended(run_dir) else ""
     for i, command in enumerate(next_commands(run_dir, status, summary)):
         say(console, (label(later if i else "next"), "dim"), (command, "cyan"))
 

@@ -42,6 +42,8 @@ def header_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str]]
     compiling = get("compile") not in (None, "none") and "the first compiles the model, and takes longer"
     is_other = get("effective_strategy") not in (None, get("strategy"))
     effective = is_other and f"runs as {get('effective_strategy')}: one rank has nothing to shard"
+    lr = number(get("start_lr"))
+    resuming = start > 0 and f"resuming from step {start:.0f}" + (f" at lr {lr:.2e}" if lr is not None else "")
     passes, size = number(get("epochs")), number(get("samples_per_epoch"))
     epochs = passes and size and f"{passes:g} epoch{'s' * (passes != 1)} of {size:,.0f} samples"
     rows = [
@@ -49,7 +51,7 @@ def header_rows(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str]]
         ("model", join(get("model"), parameters, get("precision"))),
         ("strategy", join(get("strategy"), effective, axes, device)),
         ("batch", join(batch_text(summary), tokens)),
-        ("steps", join(get("total_steps"), epochs, start > 0 and f"resuming from step {start:.0f}", compiling)),
+        ("steps", join(get("total_steps"), epochs, resuming, compiling)),
         ("run", short_path(run_dir)),
     ]
     return [(label, text) for label, text in rows if text]

@@ -63,7 +63,9 @@ def test_a_fork_with_the_same_settings_computes_the_same_and_leaves_its_parent_a
     before = content(parent)
     child = tmp_path / "child"
     assert main([f"fork={parent}@4", f"run_dir={child}"]) == 0
-    assert "with its weights, optimizer state, data position, step" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "with its weights, optimizer state, data position, step" in said
+    assert "the learning-rate schedule continues at step" in said and "resuming from step" in said
     assert content(parent) == before
     assert losses(child) == losses(parent), "with those before the fork"
     assert summary(child)["weights_sha256"] == summary(parent)["weights_sha256"]

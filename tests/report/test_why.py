@@ -183,3 +183,14 @@ def test_odd_and_hostile_folders(tmp_path: Path) -> None:
 def test_without_a_majority_no_rank_is_blamed(tmp_path: Path) -> None:
     text = "step 9: rank 0 (a) and rank 1 (b) differ in model.x. Replicas must be equal bit for bit"
     assert diagnose(Record.read(folder_of(tmp_path / "run", failure("ReplicaError", text)))).rank is None
+
+
+def test_a_stopped_run_that_saves_nothing_is_not_promised_a_resume(tmp_path: Path) -> None:
+    run_dir = folder_of(tmp_path / "run", failure("x", "y"))
+    (run_dir / "failure.json").unlink()
+    (run_dir / "attempts.jsonl").unlink()
+    (run_dir / "summary.json").write_text(json.dumps({"status": "preempted", "steps": 8, "saves": 0}))
+    (run_dir / "config.yaml").write_text("checkpoint: {save: false}\n")
+    said = diagnose(Record.read(run_dir))
+    assert "saves no checkpoint (checkpoint.save=false)" in said.paragraph and "resumes" not in said.paragraph
+    assert not said.next

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.runs.folder import LogTail, Tail, last_lines, shown
+from dtrain.runs.folder import LogTail, Tail, last_lines, note_attempt, shown, wall_s
+
+
+def test_the_wall_time_is_that_of_all_attempts(tmp_path: Path) -> None:
+    assert wall_s(tmp_path) is None
+    attempts, now = tmp_path / "attempts.jsonl", time.time()
+    lines = [("start", now - 1000), ("end", now - 940), ("start", now - 500), ("placed", now - 499)]
+    attempts.write_text("".join(json.dumps({"event": event, "time": t}) + "\n" for event, t in lines))
+    assert wall_s(tmp_path) == pytest.approx(560, abs=5), "the last one still runs"
+    (tmp_path / "metrics.jsonl").touch()
+    os.utime(tmp_path / "metrics.jsonl", (now - 470, now - 470))  # then it was killed
+    note_attempt(tmp_path, "start")
+    note_attempt(tmp_path, "end")
+    assert wall_s(tmp_path) == pytest.approx(90, abs=5)
+    attempts.write_text('{"event": "start", "time": "x"}\n[]\n{"event": "end", "time": 3}\n{"event"')
+    assert wall_s(tmp_path) == 0
 
 
 def test_tail_reads_each_whole_line_once(tmp_path: Path) -> None:

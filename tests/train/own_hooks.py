@@ -7,6 +7,7 @@ import signal
 from typing import Any
 
 import torch
+import torch.utils.data
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -116,3 +117,16 @@ class ReturnsText:
 
 
 def a_function(run: Any) -> None: ...
+
+
+class OnlyTrain(torch.utils.data.Dataset[Tensor]):
+    """Data without a validation split."""
+
+    def __init__(self, size: int = 8) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.zeros(self.size)

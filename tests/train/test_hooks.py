@@ -156,6 +156,7 @@ def test_what_a_hook_may_not_return(hook: str, words: list[str], size: int, tmp_
         (f"hooks=[{OWN}.Idle,tests.other.Idle]", ["two of them are named Idle"]),
         ("hooks=early_stop hooks.early_stop.patence=3", ["did you mean hooks.early_stop.patience"]),
         ("hooks=early_stop hooks.early_stop.mode=max", ["val_loss is better if it is smaller", "mode=min"]),
+        (f"hooks=early_stop data={OWN}.OnlyTrain", ["needs a validation split", '{"train": …']),
         (f"{BOTH} hooks.Everything.evry=3", ["hooks.Everything.every"]),
         (f"{BOTH} hooks.Everything.every=many", ["must be a whole number"]),
         (f"{BOTH} hooks.Likelihood.x=1", ["hooks.Likelihood.x: there is no such setting"]),

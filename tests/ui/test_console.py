@@ -215,3 +215,16 @@ def test_what_was_evaluated_is_said(tmp_path: Path) -> None:
         assert [line for line in summary_of(tmp_path, **values) if line.startswith("validation")] == expected
     assert next_commands(tmp_path, "done", {"evaluated": {"of": 0}})[0] == f"dtrain evaluate {tmp_path} --split=train"
     assert next_commands(tmp_path, "done", {"evaluated": part})[0] == f"dtrain evaluate {tmp_path}"
+
+
+def test_a_run_that_saves_nothing_is_not_promised_a_resume(tmp_path: Path) -> None:
+    said = "\n".join(summary_of(tmp_path, status="preempted", steps=5, saves=0))
+    assert "nothing was saved (checkpoint.save=false)" in said and "resume=" not in said
+
+
+@pytest.mark.parametrize(
+    ("skipped", "said"), [(1, "1 of 20"), (12, "12 of 20: loss or gradient not finite, or a spike")]
+)
+def test_skipped_steps_are_counted_with_a_reason_if_they_are_many(tmp_path: Path, skipped: int, said: str) -> None:
+    found = summary_of(tmp_path, status="done", steps=30, start_step=10, skipped_steps=skipped)
+    assert [" ".join(line.split()[2:]) for line in found if line.startswith("skipped steps")] == [said]
