@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,9 +22,10 @@ HEADINGS = {
 }  # fmt: skip
 NUMBERS = {"micro", "memory", "states", "activations", "logits", "rest", "step", "compute", "communication", "bubble",
            "optimizer", "tokens", "mfu", "time", "hours", "cost"}  # fmt: skip
-# columns that a narrow terminal drops first
-LEAST_NEEDED = ("rest", "logits", "optimizer", "bubble", "states", "activations", "compute", "communication", "hours",
-                "time", "cost", "more", "mfu")  # fmt: skip
+# columns that a narrow terminal drops first; never the layout, whether it fits, its time and its cost
+LEAST_NEEDED = ("rest", "logits", "optimizer", "bubble", "states", "activations", "compute", "communication", "mfu",
+                "hours", "more", "tokens", "memory")  # fmt: skip
+LAYOUT = ("strategy", "degrees", "micro", "checkpointing")  # what tells rows apart, with "more"
 RESERVED = "CUDA, NCCL and gaps between allocations"  # what peak.reserve counts
 SLOWER = 1.21  # published runs took up to this much longer than predicted (docs/plan.md, benchmarks/planner)
 TOP, UNFIT = 5, 3  # rows: the best of all and of each strategy, and a few that do not fit
@@ -134,19 +136,36 @@ def variants(prediction: Prediction) -> str:
 
 
 def print_table(
-    columns: Mapping[str, str], rows: Sequence[Mapping[str, str]], right: set[str], drop: Sequence[str]
+    columns: Mapping[str, str],
+    rows: Sequence[Mapping[str, str]],
+    right: set[str],
+    drop: Sequence[str],
+    best: Sequence[int] = (0,),
 ) -> None:
     """Print rows of text by column: full lines to a file; on a terminal only the columns that fit."""
     if sys.stdout.isatty():
         from dtrain.ui.console import stdout_console
+        from dtrain.ui.tables import hidden_columns
         from dtrain.ui.tables import print_table as rich_table
 
-        rich_table(stdout_console(), dict(columns), [dict(r) for r in rows], drop, best=[0])
+        console, texts = stdout_console(), [dict(r) for r in rows]
+        if "more" in hidden_columns(console, dict(columns), texts, drop):
+            texts = told_apart(texts)
+        rich_table(console, dict(columns), texts, drop, best=best, right=right)
         return
     widths = {key: max(len(heading), *(len(r[key]) for r in rows)) for key, heading in columns.items()}
     for line in (columns, *rows):
         cells = [line[key].rjust(widths[key]) if key in right else line[key].ljust(widths[key]) for key in columns]
         print("  ".join(cells).rstrip())
+
+
+def told_apart(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Name what rows differ in beside their strategies, where no other column would show it."""
+    counts = Counter(tuple(r[key] for key in LAYOUT) for r in rows)
+    return [
+        {**r, "strategy": f"{r['strategy']}, {r['more']}"}
+        if counts[tuple(r[key] for key in LAYOUT)] > 1 and r["more"] != "-" else dict(r) for r in rows
+    ]  # fmt: skip
 
 
 def print_predictions(predictions: Sequence[Prediction]) -> None:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from dtrain.util.format import as_dict, clean, duration, gib, loss_text, number,
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 OWN_METRICS, MOST_OWN = "own_metrics", 8  # of a row: the user's own metrics; how many of them a table has
 SWEEP = "sweep.json"  # in the folder of a sweep: its command and its points
@@ -151,40 +152,77 @@ def print_table(
     rows: list[dict[str, str]],
     droppable: Sequence[str] = (),
     best: Sequence[int] = (),
+    right: Collection[str] = (),
 ) -> None:
-    """Print rows of text by column. A terminal hides droppable columns that do not fit; a file gets full lines."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    """Print rows of text by column. A terminal hides droppable columns that do not fit; a file gets full lines.
 
-    def build() -> Table:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        for key, heading in columns.items():
-            numeric = key in COLUMNS and COLUMNS[key][1] in (loss_text, si, percent, gib, duration, signed)
-            table.add_column(Text(heading), justify="right" if numeric else "left", overflow="fold")
-        for i, row in enumerate(rows):
-            cells = [Text(row[key], style=_style(row[key]) if key == "status" else "") for key in columns]
-            table.add_row(*cells, style="bold green" if i in best else "")
-        return table
-
-    wide = Console(width=100_000, color_system=None, force_terminal=False)
+    right: columns that are aligned to the right, besides the numbers of runs.
+    """
     if not console.is_terminal:
+        wide = _endless()
         with wide.capture() as text:
-            wide.print(build())
+            wide.print(_table(columns, rows, best, right))
         for line in text.get().splitlines():
             say(console, line.rstrip())
         return
-    hidden: list[str] = []
-    for key in droppable:
-        if wide.measure(build()).maximum <= console.width:
-            break
-        if key in columns:
-            columns = {k: v for k, v in columns.items() if k != key}
-            hidden.append(key)
-    console.print(build(), highlight=False)
+    hidden = hidden_columns(console, columns, rows, droppable)
+    kept = {key: heading for key, heading in columns.items() if key not in hidden}
+    gap = 2 if _width(kept, rows) <= console.width else 1
+    console.print(_table(kept, rows, best, right, gap), highlight=False)
     if hidden:
-        headings = ", ".join(COLUMNS[key][0] if key in COLUMNS else key for key in hidden)
+        headings = ", ".join(columns[key] for key in hidden)
         say(console, (f"hidden to fit {console.width} columns: {headings}", "dim"))
+
+
+def hidden_columns(
+    console: Console, columns: dict[str, str], rows: list[dict[str, str]], droppable: Sequence[str]
+) -> list[str]:
+    """Return the columns that a terminal has no room for: the first of `droppable`, as many as needed."""
+    hidden: list[str] = []
+
+    def fits(without: Collection[str]) -> bool:
+        return _width({k: v for k, v in columns.items() if k not in without}, rows) <= console.width
+
+    for key in droppable:
+        if fits(hidden):
+            break
+        hidden += [key] if key in columns else []
+    for key in reversed(hidden):  # a wide column may leave room for narrow ones that went before it
+        others = [other for other in hidden if other != key]
+        hidden = others if fits(others) else hidden
+    return hidden
+
+
+def _endless() -> Console:
+    from rich.console import Console
+
+    return Console(width=100_000, color_system=None, force_terminal=False)
+
+
+def _width(columns: dict[str, str], rows: list[dict[str, str]]) -> int:
+    return _endless().measure(_table(columns, rows)).maximum
+
+
+def _table(
+    columns: dict[str, str],
+    rows: list[dict[str, str]],
+    best: Sequence[int] = (),
+    right: Collection[str] = (),
+    gap: int = 2,
+) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
+    for key, heading in columns.items():
+        numeric = key in right or (
+            key in COLUMNS and COLUMNS[key][1] in (loss_text, si, percent, gib, duration, signed)
+        )
+        table.add_column(Text(heading), justify="right" if numeric else "left", overflow="fold")
+    for i, row in enumerate(rows):
+        cells = [Text(row[key], style=_style(row[key]) if key == "status" else "") for key in columns]
+        table.add_row(*cells, style="bold green" if i in best else "")
+    return table
 
 
 def _style(status: str) -> str:

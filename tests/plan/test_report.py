@@ -138,3 +138,26 @@ def test_on_a_terminal_the_first_row_is_marked(
     report.print_table({"strategy": "strategy", "step": "step"}, rows, {"step"}, ())
     first, second = capsys.readouterr().out.splitlines()[1:]
     assert "fsdp" in first and "\x1b[1;32m" in first and "ddp" in second and "\x1b[1;32m" not in second
+
+
+@pytest.mark.parametrize("priced", [True, False])
+def test_80_columns_keep_the_layout_its_time_and_its_cost(
+    priced: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    hardware = {"price_per_gpu_hour": 90.0 if priced else None}
+    third = {"strategy": "3d", "tp": 2, "pp": 2, "dp": 1, "schedule": "interleaved_1f1b", "sequence_parallel": True}
+    found = [made(hardware=hardware), made(hardware=hardware, data="grad_op"), made(90.0, hardware=hardware, **third)]
+    report.print_predictions(found)
+    heading, *rows, hidden = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+    assert len(heading) <= 80 and len(rows) == 3, "no row is folded"
+    assert heading.split()[:4] == ["strategy", "degrees", "micro", "checkpoint"] and ("cost" in heading) == priced
+    assert "time" in heading and heading.index("time") + 4 == rows[0].index("50s") + 3, (
+        "numbers end under their heading"
+    )
+    assert [row[: row.index("tp 2" if row.startswith("3d") else "dp 4")].strip() for row in rows] == [
+        "fsdp", "fsdp, grad_op", "3d",
+    ]  # fmt: skip
+    headings = hidden.removeprefix("hidden to fit 80 columns: ").split(", ")
+    assert {"with", "comm"} <= {*headings} <= {*report.HEADINGS.values()}

@@ -16,13 +16,14 @@ from dtrain.plan.model_shape import Transformer
 from dtrain.plan.parameters import num_parameters
 from dtrain.plan.predict import Prediction, Task, predict_layout, task_of, with_time
 from dtrain.plan.report import SLOWER, money, no_price, print_table, step_time, work
-from dtrain.plan.search.explain_choice import extras, gpus, name, tight_note
+from dtrain.plan.search.explain_choice import gpus, label, name, tight_note
 from dtrain.plan.search.search import CHECKPOINTING, candidates, rank, search
 from dtrain.plan.sections import model_section
 from dtrain.util.format import duration, gib, percent, si, without_nan
 
 MOST_NODES = 4096
 NOTHING_FITS = "nothing fits"
+LEAST_NEEDED = ("mfu", "nodes", "tokens_per_s", "memory_gib", "gpu_hours")  # columns that a narrow terminal drops first
 STEPS = 12  # bisection steps for the largest scaled model: 0.1% of its size
 
 
@@ -37,6 +38,12 @@ class Answer:
     columns: dict[str, Any]  # key → (heading, format)
     command: str | None = None  # the command to launch it, if the answer is a layout
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def best(self) -> list[int]:
+        """The row that the answer is about."""
+        keys = ("gpus", "parameters", "micro_batch_size")
+        return [i for i, row in enumerate(self.rows) if self.value in [row.get(key) for key in keys]][:1]
 
 
 def show(answer: Answer, as_json: bool) -> None:
@@ -55,7 +62,8 @@ def show(answer: Answer, as_json: bool) -> None:
             for row in answer.rows
         ]
         headings = {key: heading for key, (heading, _) in columns.items()}
-        print_table(headings, texts, {key for key, (_, form) in columns.items() if form is not str}, ())
+        right = {key for key, (_, form) in columns.items() if form is not str}
+        print_table(headings, texts, right, LEAST_NEEDED, answer.best)
     if answer.notes:
         print()
     for note in answer.notes:
@@ -194,7 +202,7 @@ def summary(prediction: Prediction | None, lacks: str = NOTHING_FITS) -> dict[st
     if prediction is None:
         return {"layout": lacks, "step_s": None, "run_s": None, "gpu_hours": None, "cost": None, "mfu": None}
     return {
-        "layout": f"{name(prediction.layout)}, micro-batch {prediction.layout.micro_batch_size}{extras(prediction)}",
+        "layout": label(prediction),
         "step_s": prediction.step_s,
         "run_s": prediction.run_s,
         "gpu_hours": prediction.gpu_hours,

@@ -475,7 +475,7 @@ def test_a_slower_row_above_a_faster_one_is_explained(capsys: pytest.CaptureFixt
         in text
     )
     assert re.search(
-        r"^run     \S+.* to .*, cost \d+ to \d+ \(published runs took up to 21% longer", text, re.MULTILINE
+        r"^run     \S+.* to .*, cost [\d.]+ to [\d.]+ \(published runs took up to 21% longer", text, re.MULTILINE
     )
 
 

@@ -95,6 +95,16 @@ def test_a_number_of_ranks_is_what_gpus_for_looks_for(capsys: pytest.CaptureFixt
     assert "taken as" not in (out := said(capsys, *words)) and "not used" not in out
 
 
+def test_the_row_of_the_answer_is_marked_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    out = said(capsys, "model=gpt2-124m", "hardware=h100", "train.global_batch_size=96", "--gpus-for", "20s")
+    (marked,) = [line for line in out.splitlines() if "\x1b[1;32m" in line]
+    gpus = out.partition("finish in")[0].split()[-2]
+    assert gpus == "4" and marked.startswith("\x1b[1;32m4 ")
+
+
 def test_a_cost_looks_alike_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "model=gpt2-1.5b",
