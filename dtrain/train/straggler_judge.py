@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.train.rank_times import FIELDS
+from dtrain.train.rank_times import BUSY, FIELDS
 
 WALL, OWN, DATA, DELAY, THROTTLED, BLOCKED, STOPPED, SAVING = range(len(FIELDS))
 SLOW, CLEAR = 1.3, 1.5  # slowdowns
@@ -184,10 +184,12 @@ class Judge:
 def exposed_comm_s(times: np.ndarray, on_gpu: bool) -> float | None:
     """Seconds of a step in which even the rank that waits least is blocked in collectives.
 
-    That rank is the slowest, or comes last: it waits for the messages themselves, and the others also for it. On a GPU
-    the host does not see when a stream waits for a message, so there it is not known.
+    That rank is the slowest, or comes last: it waits for the messages themselves, and the others also for it. None, for
+    not known, on a GPU, where the host does not see a stream wait, and where ranks compete for cores: waiting for a
+    message and waiting for a core then overlap, and all of it would count as the rank's own time.
     """
-    return None if on_gpu else float((times[:, WALL] - times[:, OWN]).min())
+    last = times[(times[:, WALL] - times[:, OWN]).argmin()]
+    return None if on_gpu or last[DELAY] > BUSY * last[WALL] else float(last[WALL] - last[OWN])
 
 
 def compare(times: np.ndarray, groups: list[np.ndarray], alone: bool) -> tuple[np.ndarray, np.ndarray]:

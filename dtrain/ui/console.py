@@ -207,7 +207,7 @@ def best_text(best: object) -> str:
 
 
 def exposed_text(seconds: object) -> str:
-    return "-" if number(seconds) is None else f"{step_time(seconds)} of a step exposed (estimate)"
+    return "-" if number(seconds) is None else f"{step_time(seconds)} of a step not overlapped with compute (estimate)"
 
 
 def slow_ranks(summary: dict[str, Any]) -> list[str]:

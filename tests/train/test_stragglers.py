@@ -18,7 +18,7 @@ from hypothesis.extra.numpy import arrays
 
 from dtrain.train import straggler_judge
 from dtrain.train.rank_times import FIELDS, RankTimes, cpu_stat, throttled_s
-from dtrain.train.straggler_judge import AGAIN, FEW, OF, Judge, Verdict, median_of_others
+from dtrain.train.straggler_judge import AGAIN, FEW, OF, Judge, Verdict, exposed_comm_s, median_of_others
 from tests.patience import patience
 from tests.world import ROOT, SMALL, make_run, metrics, summary, train
 
@@ -188,6 +188,18 @@ def test_a_slow_host_whose_gpu_is_busy_anyway_is_not_named() -> None:
     assert not fed(Judge([0, 0], on_gpu=True), [times] * 20)
     times[:, FIELDS.index("wall")] = 0.42
     assert fed(Judge([0, 0], on_gpu=True), [times] * 20)
+
+
+def test_communication_is_known_where_ranks_do_not_compete_for_cores() -> None:
+    quiet = window([0.9, 1.0], wall=[1.2, 1.2], delay=[0.5, 0.1])
+    crowded = window([0.9, 1.2], wall=[1.2, 1.2], delay=[0.0, 0.4])  # all that is not computing counts as delay
+    assert exposed_comm_s(quiet, on_gpu=False) == pytest.approx(0.2)
+    assert exposed_comm_s(quiet, on_gpu=True) is None and exposed_comm_s(crowded, on_gpu=False) is None
+    judge = Judge([0, 0])
+    for times in (crowded, quiet, crowded):
+        judge.add(0, 5, times)
+    assert judge.exposed_comm_s() == 0.2
+    assert Judge([0, 0]).exposed_comm_s() is None
 
 
 def test_a_long_run_is_remembered_in_bounded_memory() -> None:
