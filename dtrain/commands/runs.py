@@ -16,7 +16,7 @@ from dtrain.runs.folder import read_json
 from dtrain.runs.record import ROOTS, all_runs, load, read_run, run_folders
 from dtrain.runs.where import chosen
 from dtrain.ui.console import print_error, print_summary, say, stdout_console
-from dtrain.ui.tables import COLUMNS, compare, point, print_compare, print_points, print_runs, say_problem, sort_runs
+from dtrain.ui.tables import compare, point, print_compare, print_points, print_runs, say_problem, sort_runs
 from dtrain.util.format import counted, without_nan
 
 CHANGES = {
@@ -52,7 +52,11 @@ def main(argv: list[str]) -> int:
         help="only runs that meet it, e.g. 'val_loss<2 and strategy=fsdp', 'tag=good or optim.lr>=1e-3', 'age<2d', "
         "'started>2026-11-01', 'name~gpt2': = != < <= > >= ~ (contains), and, or, not, ()",
     )
-    parser.add_argument("--sort", metavar="KEY", help=f"best first by one of: {', '.join(COLUMNS)}")
+    parser.add_argument(
+        "--sort",
+        metavar="KEY",
+        help="best first by a column, e.g. val_loss, 'val loss', tok/s, wall, started, or a metric of your own",
+    )
     parser.add_argument(
         "--root",
         action="append",

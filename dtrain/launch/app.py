@@ -273,6 +273,7 @@ def run(cfg: DictConfig, argv: list[str], began: float) -> int:
             os.replace(kept, past)  # no checkpoint with the new settings: the next resume uses the old ones
     if code == PREEMPTED and in_sweep:  # stopping one job stops the sweep
         tables.print_sweep(sweeps.points(run_dir.parent))
+        print("the same command continues the sweep")
         raise SystemExit(PREEMPTED)
     return code
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 from dtrain.runs.folder import file_clock, last_launch, launch_time, parse_line, read_json, read_summary
 from dtrain.runs.metrics import own_metrics
 from dtrain.runs.protocol import ATTEMPTS_FILE, CANCELLED_FILE, HANG_FILE
+from dtrain.runs.search_journal import JOURNAL
 from dtrain.runs.slurm_queue import Job, query
 from dtrain.runs.tags import tags_of
 from dtrain.util.format import as_dict, number
@@ -219,6 +221,17 @@ class Record:
         return word if word != "queued" and self.quiet_s < QUIET_S else word + "?"
 
     @property
+    def shown_status(self) -> str:
+        """The status for tables: of a trial that its search stopped early, `paused`, or `replaced` by a copy (PBT)."""
+        steps, total = number(self.summary.get("steps")), number(self.summary.get("total_steps"))
+        is_short = steps is not None and total is not None and steps < total and not self.summary.get("ended_by")
+        folder = self.run_dir.parent
+        if not (self.status == "done" and is_short and (folder / JOURNAL).is_file()):
+            return self.status
+        copies = folder.glob(f"{glob.escape(self.run_dir.name.partition('-')[0])}-at-{steps:.0f}-from-*")
+        return "replaced" if any(copies) else "paused"
+
+    @property
     def rank_range(self) -> str | None:
         """`2:4 ranks` or `2:8 nodes`, if the number may change while the run trains."""
         cluster, names = as_dict(self.launch.get("cluster")), (("processes", "ranks"), ("nodes", "nodes"))
@@ -251,7 +264,7 @@ class Record:
         run: dict[str, Any] = {
             "path": str(self.run_dir),
             "name": self.summary.get("name") or self.launches.get("name") or run_name(self.run_dir),
-            "status": self.status,
+            "status": self.shown_status,
             "job_id": self.job_id,
         }
         for key in ("model", "strategy", "precision", "world_size", "steps", "total_steps", *RESULTS):

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Collection, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +17,7 @@ from dtrain.runs.causes import one_line
 from dtrain.runs.folder import read_json
 from dtrain.runs.metrics import larger_is_better
 from dtrain.runs.record import ERRORS, RESULTS, load
+from dtrain.runs.search_journal import JOURNAL
 from dtrain.ui.console import say, stdout_console
 from dtrain.util.format import as_dict, clean, duration, gib, loss_text, number, percent, shell_path, short_path, si
 
@@ -67,7 +69,10 @@ LEAST_NEEDED = (
     "precision", "wall_s", "memory_error", "peak_mem_gib", "step_error", "world_size", "mfu", "model", "tokens_per_s",
     "job_id",
 )  # fmt: skip
-ENDED_EARLY = ("preempted", "cancelled", "failed", "died")
+# of a comparison: what every run has anew, or what others say; model and so on are among the settings, if they differ
+NOT_COMPARED = {"_target_", "_partial_", "name", "resume", "resume_allow", "fork", "tags", "trust", "dry_run", "force"}
+IN_SETTINGS = ("path", "name", "started", "model", "strategy", "precision")
+ENDED_EARLY = ("preempted", "cancelled", "failed", "died", "paused", "replaced")
 STYLES = {
     "done": "green",
     "failed": "red",
@@ -75,6 +80,8 @@ STYLES = {
     "preempted": "yellow",
     "cancelled": "yellow",
     "queued": "dim",
+    "paused": "dim",
+    "replaced": "dim",
 }
 
 
@@ -91,10 +98,7 @@ def own_cells(run: dict[str, Any], names: Sequence[str]) -> dict[str, str]:
 def sort_runs(runs: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     """Sort best first: small losses, large speeds, new runs; unknown values last."""
     own = own_columns(runs)
-    if key not in COLUMNS and key not in own:
-        near = difflib.get_close_matches(key, [*COLUMNS, *own], n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"sort={key}: not a column\n  fix: {hint}sort can be {', '.join([*COLUMNS, *own])}")
+    key = column(key, own)
 
     def value(run: dict[str, Any]) -> float | str | None:
         if key in own:
@@ -112,9 +116,30 @@ def sort_runs(runs: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     return [runs[i] for i in order] + [run for run in runs if value(run) is None]
 
 
+def column(name: str, own: Sequence[str]) -> str:
+    """Return the key of a column, from the key or the heading of the table: val_loss, `val loss`, tok/s."""
+    names = {heading.lower(): key for key, (heading, _) in COLUMNS.items()} | {key: key for key in (*COLUMNS, *own)}
+    for typed in (name, name.lower(), name.lower().replace("_", " ")):
+        if typed in names:
+            return names[typed]
+    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
+    hint = f"did you mean {shlex.quote(near[0])}? " if near else ""
+    known = ", ".join(dict.fromkeys([*(heading for heading, _ in COLUMNS.values()), *own]))
+    raise ValueError(f"--sort={name}: no column has this name\n  fix: {hint}--sort takes a heading: {known}")
+
+
+def typed_keys(run_dir: Path) -> set[str]:
+    """Return the names of the settings that were given in the launches of a run."""
+    launches = read_json(run_dir / "launch.json").get("launches")
+    lists = [as_dict(one).get("overrides") for one in launches] if isinstance(launches, list) else []
+    return {str(word).lstrip("+~").partition("=")[0] for words in lists if isinstance(words, list) for word in words}
+
+
 def compare(run_dirs: Sequence[Path]) -> dict[str, Any]:
     """Return the settings that differ between the runs, and their results: lists in the order of the runs.
 
+    Of two options of a group, such as optim=adamw and sgd, the settings that only one of them has are left out, unless
+    they were given.
     {"runs": [path, …], "settings": {key: [value, …]}, "results": {key: [value, …]}, "unreadable": [path, …]};
     a missing setting is None.
     """
@@ -125,13 +150,19 @@ def compare(run_dirs: Sequence[Path]) -> dict[str, Any]:
     readable = [c for c in configs if c is not None]
     missing = object()
     settings: dict[str, list[Any]] = {}
-    for key in dict.fromkeys(key for config in readable for key in config):
-        values = [c.get(key, missing) for c in readable]
-        # By text, because True == 1 and a list is not hashable.
-        if len({repr(v) if v is not missing else "" for v in values}) > 1:
-            settings[key] = [None if c is None else c.get(key) for c in configs]
+    keys = dict.fromkeys(key for config in readable for key in config)
+    # By text, because True == 1 and a list is not hashable.
+    texts = {key: [repr(v) if (v := c.get(key, missing)) is not missing else "" for c in readable] for key in keys}
+    differing = [key for key in keys if len(set(texts[key])) > 1]
+    given = set().union(*map(typed_keys, dirs))
+    others = {key.partition(".")[2] for key in differing if key.startswith("choices.")}  # groups with other options
+    for key in sorted(differing, key=lambda key: not key.startswith("choices.")):
+        name = key.removeprefix("choices.")
+        of_option = key.partition(".")[0] in others and "" in texts[key] and key not in given
+        if not (of_option or key.startswith("choices.recipe") or set(key.split(".")) & NOT_COMPARED):
+            settings[name] = [None if c is None else c.get(key) for c in configs]
     runs = [record.row() for record in load(dirs)[0]]
-    results = {key: [run[key] for run in runs] for key in COLUMNS if key not in ("path", "name", "started")}
+    results = {key: [run[key] for run in runs] for key in COLUMNS if key not in IN_SETTINGS}
     results |= {key: [run.get(OWN_METRICS, {}).get(key) for run in runs] for key in own_columns(runs)}
     return {
         "runs": [run["path"] for run in runs],
@@ -237,6 +268,7 @@ def print_runs(
 ) -> None:
     """Print one line per run. sort: a key of COLUMNS, best first; otherwise in the given order."""
     console = console or stdout_console()
+    sort = column(sort, own_columns(runs)) if sort else None
     runs = sort_runs(runs, sort) if sort else runs
     # Drop columns that no run fills (MFU on CPUs) or that were not requested; keep the sorted one.
     keys = [k for k in COLUMNS if (k in columns or k == sort) and any(run.get(k) is not None for run in runs)]
@@ -246,8 +278,8 @@ def print_runs(
     own = own_columns(runs)
     rows = [{key: cell(key, run.get(key)) for key in keys} | own_cells(run, own) for run in runs]
     for run, row in zip(runs, rows, strict=True):
-        if "steps" in row and run.get("total_steps") is not None:
-            row["steps"] += f"/{run['total_steps']}"
+        if "steps" in row:
+            row["steps"] = steps_text(run)
     columns_of = {key: COLUMNS[key][0] for key in keys} | {name: name for name in own}
     print_table(console, columns_of, rows, [k for k in (*reversed(own), *LEAST_NEEDED) if k != sort])
 
@@ -301,33 +333,36 @@ def not_started(folder: Path) -> dict[str, list[str]]:
     }
 
 
-def point(run_dir: Path) -> tuple[float, str]:
-    """Sort key: the number before a folder's name in a sweep, so that 2 comes before 10."""
-    prefix = re.match(r"(\d+)(-|$)", run_dir.name)
-    return (int(prefix[1]) if prefix else math.inf), run_dir.name
+def point(run_dir: Path) -> tuple[float, int, str]:
+    """Sort key: the number before a folder's name in a sweep, so that 2 comes before 10; then PBT's copies by step."""
+    prefix, copied = re.match(r"(\d+)(-|$)", run_dir.name), re.match(r"\d+-at-(\d+)-from-", run_dir.name)
+    return (int(prefix[1]) if prefix else math.inf), int(copied[1]) if copied else 0, run_dir.name
 
 
 def print_points(runs: list[dict[str, Any]], console: Console) -> None:
     dirs = [Path(run["path"]) for run in runs]
     overrides = [_overrides(d) for d in dirs]
     whole = [words for d, words in zip(dirs, overrides, strict=True) if not is_fork(d)]  # a fork has few of its own
-    shared = set.intersection(*map(set, whole)) if len(whole) > 1 else set()
+    waiting = not_started(dirs[0].parent) if dirs else {}
+    shared = shared_words(dirs, overrides, waiting)
     key = "val_loss" if any(_finite(run["val_loss"]) for run in runs) else "train_loss"
     # the loss of a run that ended early is not its result
     ranked = [i for i, run in enumerate(runs) if _finite(run[key]) and run["status"] not in ENDED_EARLY]
     shown = {i: cell(key, runs[i][key]) for i in ranked}
     # several runs are best if their losses look the same: strategies of one computation differ in the 7th digit
     best = [i for i in ranked if shown[i] == shown[min(ranked, key=lambda i: runs[i][key])]]
-    keys = [k for k in ("status", "job_id", *RESULTS, *ERRORS) if any(run[k] is not None for run in runs)]
+    keys = [k for k in ("status", "steps", "job_id", *RESULTS, *ERRORS) if any(run[k] is not None for run in runs)]
+    if len({(run["steps"], run["total_steps"]) for run in runs}) == 1 and runs[0]["steps"] == runs[0]["total_steps"]:
+        keys = [k for k in keys if k != "steps"]
     own = own_columns(runs)
     rows = []
     for i, run in enumerate(runs):
-        number_of = point(dirs[i])[0]
         rows.append(
             {
-                "point": str(number_of) if number_of != math.inf else dirs[i].name,
+                "point": point_text(dirs[i]),
                 "overrides": clean(" ".join(o for o in overrides[i] if o not in shared)) or "-",
                 **{k: cell(k, run[k]) for k in keys},
+                **({"steps": steps_text(run)} if "steps" in keys else {}),
                 **own_cells(run, own),
                 "best": "← best" if i in best else "",
             }
@@ -340,15 +375,38 @@ def print_points(runs: list[dict[str, Any]], console: Console) -> None:
             say(console, (clean(f"{rows[i]['point']}  failed: {one_line(failure)}"), "dim"))
             say(console, (f"{' ' * len(rows[i]['point'])}  dtrain why {shell_path(dirs[i])}", "cyan"))
     if shared:
-        say(console, (f"all jobs: {' '.join(o for o in whole[0] if o in shared)}", "dim"))
-    waiting = not_started(dirs[0].parent) if dirs else {}
+        say(console, (f"all jobs: {' '.join(o for o in [*whole, *waiting.values()][0] if o in shared)}", "dim"))
     for i, (name, words) in enumerate(waiting.items()):
         if i == MOST_WAITING:
             say(console, (f"and {len(waiting) - i} more not started", "dim"))
             break
-        number_of = point(Path(name))[0]
         what = " ".join(word for word in words if word not in shared)
-        say(console, (f"{number_of if number_of != math.inf else name}  {what}  not started", "dim"))
+        say(console, (f"{point_text(Path(name))}  {what}  not started", "dim"))
+
+
+def point_text(run_dir: Path) -> str:
+    """The number of a point, or its name if it has none."""
+    number_of = point(run_dir)[0]
+    return str(number_of) if number_of != math.inf else run_dir.name
+
+
+def steps_text(run: dict[str, Any]) -> str:
+    total = run.get("total_steps")
+    return cell("steps", run["steps"]) + (f"/{total}" if run["steps"] is not None and total is not None else "")
+
+
+def shared_words(dirs: Sequence[Path], overrides: Sequence[list[str]], waiting: dict[str, list[str]]) -> set[str]:
+    """The overrides that all points have, also those that have not begun; a fork has few of its own."""
+    whole = [set(words) for d, words in zip(dirs, overrides, strict=True) if not is_fork(d)]
+    whole += map(set, waiting.values())
+    return set.intersection(*whole) if len(whole) > 1 else set()
+
+
+def own_words(dirs: Sequence[Path]) -> list[str]:
+    """What distinguishes each point of a sweep: its overrides that not all of them have."""
+    overrides = [_overrides(d) for d in dirs]
+    shared = shared_words(dirs, overrides, not_started(dirs[0].parent) if dirs else {})
+    return [clean(" ".join(word for word in words if word not in shared)) for words in overrides]
 
 
 def say_problem(problem: str, console: Console) -> None:
@@ -374,7 +432,9 @@ def _overrides(run_dir: Path) -> list[str]:
         return [name]
     ours = ("run_dir=", "resume=", "resume_allow=", "recipe=as-run", "fork=")
     typed = [str(o).lstrip("+") for o in found if not str(o).startswith(ours)]
-    return [name, *(o for o in typed if not o.startswith("train.stop_after="))] if is_fork(run_dir) else typed
+    if (run_dir.parent / JOURNAL).is_file():  # a search gives it, to pause the trial
+        typed = [o for o in typed if not o.startswith("train.stop_after=")]
+    return [name, *typed] if is_fork(run_dir) else typed
 
 
 def _finite(value: object) -> bool:

@@ -194,3 +194,26 @@ def test_a_stopped_run_that_saves_nothing_is_not_promised_a_resume(tmp_path: Pat
     said = diagnose(Record.read(run_dir))
     assert "saves no checkpoint (checkpoint.save=false)" in said.paragraph and "resumes" not in said.paragraph
     assert not said.next
+
+
+def test_a_sweep_names_each_failed_point_with_its_cause_and_a_command(tmp_path: Path, capsys: Any) -> None:
+    bad = failure("NonFiniteError", "step 9: loss nan\nFix: a smaller optim.lr", change={"optim.lr": 0.001})
+    for name, found in (("0-lr=1", bad), ("1-lr=2", failure("RuntimeError", "shapes", where=USERS)), ("2-lr=3", None)):
+        run_dir = folder_of(tmp_path / "sweep" / name, found or failure("x", "y"))
+        launch = {"launches": [{"overrides": ["data=x", f"optim.lr={name[-1]}"]}], "host": "elsewhere"}
+        (run_dir / "launch.json").write_text(json.dumps(launch))
+        if found is None:
+            (run_dir / "failure.json").unlink()
+            (run_dir / "summary.json").write_text(json.dumps({"status": "done"}))
+    points = {f"{i}-lr={i + 1}": ["data=x", f"optim.lr={i + 1}"] for i in range(4)}
+    (tmp_path / "sweep" / "sweep.json").write_text(json.dumps({"points": points}))
+    assert command.main([str(tmp_path / "sweep")]) == 0
+    said = capsys.readouterr().out
+    assert "4: 2 failed, 1 done, 1 not started" in said
+    first, second = said.partition("1   optim.lr=2")[::2]
+    assert "0   optim.lr=1  failed  numbers\n" in first and "A smaller optim.lr." in first
+    assert "optim.lr=0.001 'resume_allow=[optim.lr]'\n" in first
+    assert "Rank 1 failed with RuntimeError at /home/u/net.py:12" in second and "resume=" in second
+    assert "runs 3 points again" in second
+    assert command.main([str(tmp_path / "sweep"), "--json"]) == 0
+    assert [one["cause"] for one in json.loads(capsys.readouterr().out)] == ["numbers", "code"]

@@ -376,7 +376,7 @@ def test_command_with_a_sweep_folder(capsys: pytest.CaptureFixture[str]) -> None
     ("argv", "message"),
     [
         (["nope"], "run 'nope'"),
-        (["--sort", "los"], "sort=los"),
+        (["--sort", "los"], "--sort=los"),
         (["--limit", "0"], "--limit=0"),
         (["--root", "nowhere"], "--root=nowhere"),
     ],

@@ -28,8 +28,17 @@ def test_sort_puts_the_best_first_and_the_unknown_last(values: list[Any], key: s
 
 
 def test_sort_by_an_unknown_key() -> None:
-    with pytest.raises(ValueError, match=r"sort=valloss: not a column\n  fix: did you mean val_loss\?"):
+    with pytest.raises(ValueError, match=r"--sort=valloss: no column has this name\n  fix: did you mean val_loss\?"):
         sort_runs([], "valloss")
+    with pytest.raises(ValueError, match=r"fix: did you mean 'train loss'\?"):
+        sort_runs([], "trian loss")
+
+
+@pytest.mark.parametrize("name", ["val_loss", "val loss", "Val Loss", "VAL_LOSS"])
+def test_sort_takes_the_heading_that_the_table_prints(name: str) -> None:
+    table = [{"val_loss": 2.0, "tokens_per_s": 1.0}, {"val_loss": 1.0, "tokens_per_s": 2.0}]
+    assert [run["val_loss"] for run in sort_runs(table, name)] == [1.0, 2.0]
+    assert [run["tokens_per_s"] for run in sort_runs(table, "tok/s")] == [2.0, 1.0]
 
 
 # ---------------------------------------------------------------- tables
@@ -144,6 +153,48 @@ def test_compare() -> None:
     assert lines(out)[-1] == "settings of outputs/e/c are not compared: no readable config.yaml"
 
 
+def test_a_comparison_shows_what_was_set() -> None:
+    """Not what follows from it: another optimizer has other settings, and each run has a name and an origin."""
+    config = "name: {name}\nfork: {fork}\nchoices: {{optim: {optim}, model: net}}\n"
+    config += "optim: {{_target_: {optim}, {settings}}}\n"
+    given = {"overrides": ["optim=sgd", "optim.nesterov=true"]}
+    runs = [
+        make("outputs/a", config=config.format(name="a", fork="null", optim="adamw", settings="lr: 0.1, eps: 1")),
+        make(
+            "outputs/b",
+            config=config.format(name="b", fork="/x@3", optim="sgd", settings="lr: 0.2, momentum: 0, nesterov: true"),
+            launch={"launches": [given]},
+        ),
+    ]
+    assert compare(runs)["settings"] == {
+        "optim": ["adamw", "sgd"],
+        "optim.lr": [0.1, 0.2],
+        "optim.nesterov": [None, True],
+    }
+
+
+def test_trials_that_a_search_stopped_early_are_paused(tmp_path: Path) -> None:
+    def trial(name: str, steps: int, loss: float, **more: Any) -> Path:
+        launch = {"launches": [{"overrides": ["data=x", f"optim.lr={name[0]}", "train.stop_after=10"]}]}
+        return make(f"s/{name}", launch=launch, status="done", steps=steps, total_steps=40, val_loss=loss, **more)
+
+    trials = [trial("0-lr", 40, 2.0), trial("1-lr", 10, 1.0), trial("2-lr", 20, 3.0, ended_by={"hook": "early_stop"})]
+    out = plain()
+    print_sweep(trials, out)
+    assert "paused" not in "".join(lines(out)), "not of a search"
+    (tmp_path / "s" / "search.jsonl").touch()
+    trials.append(trial("1-at-10-from-0", 20, 2.5))
+    out = plain()
+    print_sweep(trials, out)
+    rows = [line.split() for line in lines(out)]
+    assert rows[0][:4] == ["#", "overrides", "status", "steps"]
+    assert rows[1][2:] == ["done", "40/40", "2.0000", "←", "best"]
+    assert rows[2][2:] == ["replaced", "10/40", "1.0000"]
+    assert rows[3][-3:] == ["paused", "20/40", "2.5000"]
+    assert rows[4][-3:] == ["done", "20/40", "3.0000"]
+    assert lines(out)[-1] == "all jobs: data=x"
+
+
 @pytest.mark.parametrize(
     ("losses", "best"),
     [
@@ -186,6 +237,8 @@ def test_a_run_that_ended_early_is_never_best_and_points_that_wait_are_listed(tm
     assert lines[0].endswith("by val loss") and "++" not in "".join(lines)
     assert "best" not in lines[1] and lines[2].endswith("← best")
     assert lines[-1].split() == ["2", "train.seed=2", "not", "started"]
+    print_sweep([tmp_path / "1-seed=1"])  # the others have not begun: what all have in common is known anyway
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["1", "train.seed=1"]
     (tmp_path / "0-seed=0" / "summary.json").write_text(json.dumps({"status": "failed"}))
     (tmp_path / "0-seed=0" / "failure.json").write_text(json.dumps({"rank": 1, "type": "ValueError", "message": "no"}))
     print_sweep(sorted(tmp_path.glob("*-*")))
