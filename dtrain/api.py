@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,6 @@ from dtrain.errors import bad
 from dtrain.launch import app as launch
 from dtrain.launch.python_objects import spell, value_of
 from dtrain.launch.user_code import trust_of
-from dtrain.runs.find import find_checkpoint
 from dtrain.runs.folder import read_json, read_summary
 from dtrain.runs.protocol import DONE, PREEMPTED, PREFLIGHT
 from dtrain.start import VARIABLE
@@ -57,15 +56,14 @@ class Result:
         return LoadedRun(self.run_dir).metrics
 
     def load(self, at: int | str | None = None) -> nn.Module:
-        """Return the trained model with its newest weights, on this machine, in evaluation mode.
+        """Return the trained model: an object of your own class, with nothing added, on the CPU, in evaluation mode.
 
-        at: the step of another checkpoint, or "best" (checkpoint.keep_best).
+        at: the step of another checkpoint than the newest, or "best" (checkpoint.keep_best).
         """
-        from dtrain.inference.sample import load_model
+        from dtrain.notebook import LoadedRun
 
-        step = None if at is None else find_checkpoint(f"{self.run_dir}@{at}").step
-        model, _ = load_model(self.run_dir, list(self.trust), step)
-        return model
+        with as_script(self.trust):
+            return LoadedRun(self.run_dir).model(at, (*self.trust, "__main__"))
 
 
 class RunFailed(RuntimeError):
@@ -174,6 +172,24 @@ def import_path(folders: list[Path]) -> Iterator[None]:
         os.environ.pop(VARIABLE)
         if before is not None:
             os.environ[VARIABLE] = before
+
+
+@contextmanager
+def as_script(modules: Iterable[str]) -> Iterator[None]:
+    """Let the name under which the ranks import this script mean the script itself: there is one class of a name."""
+    main: Any = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    name = spec.name if spec else Path(getattr(main, "__file__", None) or "").stem
+    before = sys.modules.get(name)
+    if name in modules:
+        sys.modules[name] = main
+    try:
+        yield
+    finally:
+        if name in modules:
+            del sys.modules[name]
+            if before is not None:
+                sys.modules[name] = before
 
 
 @contextmanager

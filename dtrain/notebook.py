@@ -9,13 +9,13 @@ from __future__ import annotations
 import html
 import importlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from dtrain.config import run_file
 from dtrain.report.why import diagnose
-from dtrain.runs.find import find_run
+from dtrain.runs.find import find_checkpoint, find_run
 from dtrain.runs.folder import PLAN, read_json, read_summary
 from dtrain.runs.live import sampled
 from dtrain.runs.metrics import gpus_of, rows, system_files
@@ -27,6 +27,7 @@ from dtrain.util.format import clean, number, short_path
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
+    from torch import nn
 
 SHOWN = ("status", "model", "strategy", "world_size", "steps", "train_loss", "val_loss", "tokens_per_s", "wall_s")
 
@@ -99,6 +100,17 @@ class LoadedRun:
         frame = pandas.DataFrame(samples, columns=None if samples else ["node", "time"])
         frame["time"] = pandas.to_datetime(frame["time"], unit="s", utc=True, errors="coerce")
         return frame.set_index("time").sort_index()
+
+    def model(self, at: int | str | None = None, trust: Iterable[str] = ()) -> nn.Module:
+        """Return the trained model as its own class or function makes it, on the CPU, in evaluation mode.
+
+        at: the step of another checkpoint than the newest, or "best" (checkpoint.keep_best). trust: your own modules
+        that make it; a run folder cannot say that they may run.
+        """
+        from dtrain.inference.sample import load_plain  # imports torch
+
+        step = None if at is None else find_checkpoint(f"{self.run_dir}@{at}").step
+        return load_plain(self.run_dir, [trust] if isinstance(trust, str) else list(trust), step)
 
     def why(self) -> str:
         """Why the run ended, as `dtrain why` says it."""

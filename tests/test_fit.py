@@ -124,9 +124,29 @@ def test_fit_is_the_command_to_the_bit_and_can_be_called_again_to_go_on(
     assert again.run_dir == result.run_dir and losses(again.run_dir) == expected
     assert again.summary["weights_sha256"] == summary(commanded)["weights_sha256"]
     model = again.load()
-    with torch.no_grad():
-        inputs, targets = Rings().dataset("val").batch(np.arange(32))
-        assert torch.isfinite(model(inputs, targets)) and model(inputs).shape == (32, 3)
+    assert type(model) is Net and vars(model).keys() == vars(Net(32)).keys() and not model.training
+    inputs, _ = Rings().dataset("val").batch(np.arange(32))
+    expected = Net(32)
+    expected.load_state_dict(model.state_dict())
+    assert torch.equal(model(inputs), expected(inputs)), "its own forward"
+    assert not torch.equal(model.last.weight, again.load(at=12).last.weight), "another checkpoint"
+    assert torch.equal(model.last.weight, dtrain.load(again.run_dir).model(trust=["net"]).last.weight)
+    with pytest.raises(ValueError, match=r"fix: 'trust=\[net\]'"):
+        dtrain.load(again.run_dir).model()
+
+
+def test_the_scripts_own_class_is_the_class_of_the_loaded_model(folder: Path) -> None:
+    (folder / "mine.py").write_text(
+        "import dtrain\n"
+        "from net import Net, Rings, focal\n"
+        "class Mine(Net): ...\n"
+        "if __name__ == '__main__':\n"
+        "    train = {'steps': 2, 'eval_batches': 0}\n"
+        "    result = dtrain.fit((Mine, {'dim': 4}), Rings, loss=focal, processes=1, run_dir='mine', train=train)\n"
+        "    print('SAME', type(result.load()) is Mine)\n"
+    )
+    said = python("mine.py").communicate(timeout=patience(120))[0]
+    assert "SAME True" in said, said
 
 
 def test_a_script_that_does_not_guard_its_call_is_told_by_its_ranks(folder: Path) -> None:

@@ -212,6 +212,9 @@ def check_meta(values: dict[str, Any]) -> None:
         expect(isinstance(values.get(key, {}), dict), f"{key} is not an object")
     classes = values.get("classes", [])
     expect(isinstance(classes, list) and all(isinstance(c, str) for c in classes), "classes are not names")
+    tied, transient = values.get("tied", {}), values.get("transient", [])
+    expect(isinstance(tied, dict) and all(isinstance(name, str) for name in tied.values()), "tied are not names")
+    expect(isinstance(transient, list) and all(isinstance(name, str) for name in transient), "transient are not names")
     check_spikes(values.get("spikes", {}))
     check_hooks(values.get("hooks", {}))
     if "stream" in values:  # its state is decoded by util/json_state.py

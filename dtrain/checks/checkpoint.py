@@ -63,7 +63,9 @@ def known_metrics(config: dict[str, Any]) -> list[str]:
         return ["val_loss", "val_perplexity"]
     if target not in CLASSIFIERS:
         return []
-    return ["val_loss", "val_accuracy", "val_top5"] + ["val_perplexity"] * (model.get("task") == "mlm")
+    is_mlm = model.get("task") == "mlm"
+    few = not is_mlm and model.get("num_classes", 10) <= 5  # then top 5 is not measured
+    return ["val_loss", "val_accuracy"] + ["val_top5"] * (not few) + ["val_perplexity"] * is_mlm
 
 
 def check_none(config: dict[str, Any]) -> None:

@@ -111,10 +111,25 @@ class Final:
         rest = {name: buffer for name, buffer in saved.items() if not lora.is_adapter(name)}
         return {name: torch.empty(shape, device="meta") for name, shape in base} | rest
 
+    def with_own_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the model's own state_dict() has: a tied weight under each of its names, no transient buffers.
+
+        So a strict load_state_dict() takes it. A checkpoint from before these names were saved stays as it is.
+        """
+        others: dict[str, list[str]] = {}
+        for other, name in self.manifest.meta.get("tied", {}).items():
+            others.setdefault(name, []).append(other)
+        transient = set(self.manifest.meta.get("transient", ()))
+        for name, weight in weights:
+            if name not in transient:
+                yield name, weight
+                yield from ((other, weight) for other in others.get(name, ()))
+
 
 def check_shapes(path: Path, model: nn.Module, saved: Mapping[str, Tensor], names: Iterable[str]) -> None:
     """Refuse a checkpoint that does not match the model: merging adapters of any shape could make any matrix."""
-    shapes = {name: tuple(values.shape) for name, values in model.state_dict().items()}
+    known = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    shapes = {name: tuple(values.shape) for name, values in known}
     odd = [f"{name} is missing" for name in names if name not in saved]
     for name, values in saved.items():
         if shapes.get(name) != tuple(values.shape):
@@ -170,7 +185,8 @@ def export_file(
     weights = model_card.Hashed(final)
     with replacing(path) as temporary:
         model = json.dumps(model_card.public(redact(final.cfg.model)))
-        write_stream(temporary, final.empty(), weights, dtype, {"format": "pt", "model": model})
+        shapes = dict(final.with_own_names(final.empty().items()))
+        write_stream(temporary, shapes, final.with_own_names(weights), dtype, {"format": "pt", "model": model})
     write_card(path, final, "safetensors", weights.hexdigest())
     return path
 
@@ -271,8 +287,10 @@ def new_folder(folder: Path, last: str = "config.json") -> Iterator[Path]:
         raise
 
 
-def add_card(folder: Path, final: Final, form: str, digest: str, main: str, notes: Iterable[str] = ()) -> None:
-    """Write README.md of an exported folder. main: its most important file."""
+def add_card(
+    folder: Path, final: Final, form: str, digest: str, main: str, notes: Iterable[str] = (), kind: str | None = None
+) -> None:
+    """Write README.md of an exported folder. main: its most important file. kind: the class that loads it."""
     names = sorted((file.name for file in folder.iterdir()), key=lambda name: (name != main, name))
     files = {name: model_card.file_sha256(folder / name) for name in names}
-    (folder / model_card.README).write_text(model_card.make(final.source, form, digest, files, list(notes)))
+    (folder / model_card.README).write_text(model_card.make(final.source, form, digest, files, list(notes), kind))

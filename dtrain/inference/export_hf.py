@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,11 @@ from dtrain.formats.bounded import read_json
 from dtrain.formats.huggingface_folder import INDEX, SINGLE, read_config
 from dtrain.inference.export import Final, add_card, new_folder
 from dtrain.inference.model_card import Hashed
+from dtrain.inference.sample import checked_config, filled
+from dtrain.train import build as models
 
 log = logging.getLogger("dtrain")
+FROM_FOLDER = "dtrain.models.hf_folder.from_folder"  # model=hf:FOLDER
 SHARD_BYTES = 5 * 10**9  # per file: save_pretrained's default for years
 
 
@@ -40,12 +44,9 @@ def export_hf(
 ) -> Path:
     """Write a folder that transformers' from_pretrained loads; it is complete or missing."""
     cfg = run_file.load(run_dir)
-    family = huggingface.of_target(cfg.model["_target_"])
+    family, folder = huggingface.of_target(cfg.model["_target_"]), folder.resolve()
     if family is None:
-        known = ", ".join(f"{f.target} ({f.model_type})" for f in huggingface.FAMILIES.values())
-        rule = f"transformers has no counterpart of {cfg.model['_target_']}; it has counterparts of {known}"
-        raise bad("--format", "hf", rule, "--format safetensors")
-    folder = folder.resolve()
+        return export_own(run_dir, folder, dtype, list(trust), shard_bytes, step, ema)
     with new_folder(folder) as partial:
         final = Final(run_dir, trust, step, ema)
         weights = Hashed(final)
@@ -58,9 +59,45 @@ def export_hf(
     return folder
 
 
+def export_own(
+    run_dir: Path,
+    folder: Path,
+    dtype: torch.dtype | None,
+    trust: list[str],
+    shard_bytes: int,
+    step: int | None,
+    ema: bool,
+) -> Path:
+    """Write a model of transformers, from the user's code or a folder, by its own save_pretrained()."""
+    target = run_file.load(run_dir).model["_target_"]
+    if target.startswith("dtrain.") and target != FROM_FOLDER:
+        known = ", ".join(f"{f.target} ({f.model_type})" for f in huggingface.FAMILIES.values())
+        rule = f"transformers has no counterpart of {target}; it has counterparts of {known}"
+        raise bad("--format", "hf", rule, "--format safetensors")
+    cfg = checked_config(run_dir, trust, ("model",))
+    model = models.plain(cfg, trust)
+    if not is_of_transformers(model):
+        rule = f"{target} gives a {type(model).__name__}, which is not a model of transformers"
+        raise bad("--format", "hf", rule, "--format safetensors, which its load_state_dict() takes")
+    with new_folder(folder) as partial:
+        final = Final(run_dir, trust, step, ema)
+        weights = Hashed(final)
+        saved: Any = filled(model, final, torch.device("cpu"), weights)
+        saved.to(dtype or torch.float32).save_pretrained(partial, max_shard_size=shard_bytes)
+        add_tokenizer(partial, cfg)
+        add_card(partial, final, "hf", weights.hexdigest(), "config.json", kind=type(model).__name__)
+    return folder
+
+
+def is_of_transformers(model: Any) -> bool:
+    """Return whether it is a model of the transformers package, which then has been imported."""
+    package = sys.modules.get("transformers")
+    return package is not None and isinstance(model, package.PreTrainedModel)
+
+
 def add_tokenizer(folder: Path, cfg: Settings) -> None:
     """Copy the data's tokenizer file, if it has one."""
-    tokenizer = tokenizer_of(cfg.data)
+    tokenizer = tokenizer_of(cfg.data) or tokenizer_of(cfg.model)  # of model=hf:FOLDER
     if tokenizer is not None and is_tokenizer(tokenizer):
         shutil.copyfile(tokenizer, folder / "tokenizer.json")
 

@@ -43,6 +43,7 @@ USE = {
     "gguf": 'from llama_cpp import Llama\n\nmodel = Llama("{file}")',
     "onnx": 'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{file}")',
     "safetensors": 'from safetensors.torch import load_file\n\nweights = load_file("{file}")',
+    "own": 'from safetensors.torch import load_file\n\nmodel.load_state_dict(load_file("{file}"))  # model: a {kind}',
 }
 AUTOS = {
     "text-generation": "AutoModelForCausalLM", "fill-mask": "AutoModelForMaskedLM",
@@ -91,8 +92,18 @@ class Source:
         return as_dict(public(as_dict(self.manifest.get("choices")) or as_dict(self.cfg.get("choices"))))
 
 
-def make(source: Source, form: str, weights_sha256: str, files: Mapping[str, str], notes: Sequence[str] = ()) -> str:
-    """Return the card. files: the name and the SHA-256 of each exported file. notes: what a user of them must know."""
+def make(
+    source: Source,
+    form: str,
+    weights_sha256: str,
+    files: Mapping[str, str],
+    notes: Sequence[str] = (),
+    kind: str | None = None,
+) -> str:
+    """Return the card. files: the name and the SHA-256 of each exported file. notes: what a user of them must know.
+
+    kind: the class of transformers that loads them; None: the one for the task.
+    """
     choices = source.choices
     name, task = run_name(source.run_dir.resolve()), task_of(source.cfg)
     metrics, loss = metrics_of(source)
@@ -101,8 +112,10 @@ def make(source: Source, form: str, weights_sha256: str, files: Mapping[str, str
     lines += [f"A {model} that dtrain trained on the data set {data}.", ""]
     lines += [f"- {shortened(note)}" for note in notes] + [""] * bool(notes)
     main = next(iter(files))
-    auto = AUTOS.get(task or "", "AutoModel")
-    lines += ["```python", USE[form].format(file=main, auto=auto), "```", ""]
+    auto = kind or AUTOS.get(task or "", "AutoModel")
+    target = source.cfg["model"]["_target_"]
+    use = USE["own" if form == "safetensors" and not target.startswith("dtrain.") else form]
+    lines += ["```python", use.format(file=main, auto=auto, kind=cell(target)), "```", ""]
     lines += ["## Origin", "", *table(("what", "value"), origin(source, weights_sha256)), ""]
     if metrics or loss is not None:
         values = [(key, f"{value:.6g}") for key, value in metrics.items()]

@@ -18,19 +18,23 @@ from dtrain.config.run_file import Settings
 from dtrain.config.schema import check_run
 from dtrain.errors import bad
 from dtrain.inference.export import Final, check_memory, check_shapes
+from dtrain.inference.model_card import Hashed
 from dtrain.models.layers import Cache
-from dtrain.strategies.materialize import ties
+from dtrain.models.user_model import buffers_of
+from dtrain.strategies.materialize import materialize
 from dtrain.train import build as models
 
+BUILT = ("model", "data", "loss", "precision")
 
-def checked_config(run_dir: Path, trust: list[str]) -> Any:
-    """Return the configuration of a run, whose model and data may be built."""
+
+def checked_config(run_dir: Path, trust: list[str], groups: tuple[str, ...] = BUILT) -> Any:
+    """Return the configuration of a run, of which these groups may be built."""
     cfg = run_file.load(run_dir)
     if is_script(cfg):
         raise bad(
             "RUN", run_dir, "is a run of your own program, whose model dtrain does not know", "choose another run"
         )
-    check_run(cfg, trust, ("model", "data", "loss", "precision"))
+    check_run(cfg, trust, groups)
     return cfg
 
 
@@ -42,18 +46,35 @@ def load_model(run_dir: Path, trust: list[str], step: int | None = None, ema: bo
     """
     cfg = checked_config(run_dir, trust)
     model = models.make(Settings({**cfg, "lora": {}}), trust)  # adapters are merged into the final weights
-    final = Final(run_dir, trust, step, ema)
-    if final.adapted:  # the checkpoint's tensors are compared with the model; drawn weights are not
-        check_memory(run_dir, 4 * sum(values.numel() for values in model.state_dict().values()))
-    # in fp32, also for a run whose weights are bf16
-    weights = {n: w.float() if w.is_floating_point() else w for n, w in final}
-    names = {id(module): prefix for prefix, module in model.named_modules()}
-    for places in ties(model):  # a tied weight is saved once
-        canonical, *others = (".".join(filter(None, (names[id(module)], name))) for module, name in places)
-        weights |= {other: weights[canonical] for other in others if canonical in weights}
-    check_shapes(final.path, model, weights, model.state_dict())
-    model.load_state_dict(weights, assign=True)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), cfg
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return filled(model, Final(run_dir, trust, step, ema), device), cfg
+
+
+def load_plain(run_dir: Path, trust: list[str], step: int | None = None, ema: bool = False) -> nn.Module:
+    """Return a user's model with a checkpoint's weights, on the CPU, for use without dtrain.
+
+    It is as its class or function makes it: load_model's has another forward(), and more attributes.
+    """
+    model = models.plain(checked_config(run_dir, trust, ("model",)), trust)
+    return filled(model, Final(run_dir, trust, step, ema), torch.device("cpu"))
+
+
+@torch.no_grad()
+def filled(model: nn.Module, final: Final, device: torch.device, weights: Hashed | None = None) -> nn.Module:
+    """Fill a model, perhaps on the meta device; a weight under two names stays one. Return it in evaluation mode.
+
+    weights: those of `final`, if they are hashed on their way.
+    """
+    own = dict(model.named_parameters()) | buffers_of(model)
+    check_shapes(final.path, model, final.empty(), own)
+    if final.adapted:  # the checkpoint's tensors were compared with the model; drawn weights are not
+        check_memory(final.run_dir, 4 * sum(values.numel() for values in own.values()))
+    if any(values.is_meta for values in own.values()):
+        materialize(model, device)
+        own = dict(model.named_parameters()) | buffers_of(model)
+    for name, values in weights or final:
+        own[name].copy_(values)
+    return model.eval()
 
 
 def sample(

@@ -27,8 +27,6 @@ def from_folder(path: str, architecture: str | None = None, random: bool = False
         rule = f"{name} is not a model of transformers {transformers.__version__}, and code of a folder is never run"
         raise bad("model.architecture", name, rule, "another version of transformers, or model.architecture=CLASS")
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False  # keys and values of earlier tokens, which training does not need
     if random or torch.get_default_device().type == "meta":
         model: nn.Module = kind(config)
         return model

@@ -84,7 +84,8 @@ def eval_metrics(of: Any) -> tuple[str, ...]:
 def classify(logits: Tensor, targets: Tensor, training: bool) -> Tensor:
     """Return the mean loss over the targets that count; in evaluation also accuracy and top-5 accuracy.
 
-    `logits` has one more dimension than `targets`.
+    `logits` has one more dimension than `targets`. With at most 5 classes, top-5 accuracy is always 1: it is NaN
+    instead, and not reported (train/metrics.py).
     """
     logits, targets = logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1)
     loss = F.cross_entropy(logits, targets)
@@ -92,7 +93,8 @@ def classify(logits: Tensor, targets: Tensor, training: bool) -> Tensor:
         return loss
     best = logits.topk(min(5, logits.shape[-1])).indices == targets[:, None]  # an ignored target equals no class
     count = (targets != IGNORED).sum()
-    return torch.stack([loss, best[:, 0].sum() / count, best.any(dim=1).sum() / count])
+    top5 = best.any(dim=1).sum() / count if logits.shape[-1] > 5 else torch.full_like(loss, torch.nan)
+    return torch.stack([loss, best[:, 0].sum() / count, top5])
 
 
 # ---- attention of language models ----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ The launcher also imports this file, and must not import torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,10 @@ FIX = (
     "loss=cross_entropy, or loss=mse, or one of your own (docs/your-own.md), or a forward(inputs, targets) that "
     "returns it"
 )
-FIX_SHAPES = "change the model's outputs or the data's targets"
+IGNORED = -100  # torch's ignore_index
+CLASSES = re.compile(r"(cross_entropy|nll_loss|CrossEntropyLoss|NLLLoss)")
+UNLIKE = re.compile(r"must be the same|can't be cast to the desired|same dtype")
+NUMBERS = re.compile(r"(mse|l1|smooth_l1|huber)_loss|(MSE|L1|SmoothL1|Huber)Loss")  # elementwise losses of torch
 
 
 def own() -> None:
@@ -39,15 +43,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor, training: bool = True, label
     if scores.shape[:-1] != targets.shape and scores.dim() > 2:
         scores = scores.movedim(1, -1)
     if scores.shape[:-1] != targets.shape or targets.is_floating_point():
-        fix = FIX_SHAPES
-        if scores.shape[:-1] == targets.shape:
-            fix = f"give the targets as class numbers, .long(): they are {targets.dtype}"
-        elif (*scores.shape[:-1], 1) == targets.shape:
-            fix = (
-                f"give the targets without their last dimension: .squeeze(-1){'.long()' * targets.is_floating_point()}"
-            )
-        wanted = "class scores and, for each set of them, one class number"
-        raise mismatch("cross_entropy", outputs, targets, wanted, fix)
+        raise mismatch("cross_entropy", outputs, targets)
     if not training or not label_smoothing:
         return layers.classify(scores, targets, training)
     flat = scores.reshape(-1, scores.shape[-1]).float()
@@ -65,9 +61,7 @@ def mse(outputs: Tensor, targets: Tensor) -> Tensor:
     if outputs.shape == (*targets.shape, 1):  # otherwise torch would broadcast every output against every target
         targets = targets.unsqueeze(-1)
     if outputs.shape != targets.shape:
-        are_classes = outputs.shape[:-1] == targets.shape and not targets.is_floating_point()
-        fix = f"loss=cross_entropy, if the targets are class numbers ({targets.dtype})" if are_classes else FIX_SHAPES
-        raise mismatch("mse", outputs, targets, "one number for each output", fix)
+        raise mismatch("mse", outputs, targets)
     return F.mse_loss(outputs.float(), targets.float())
 
 
@@ -82,9 +76,89 @@ def no_tensor(name: str, outputs: Any) -> ValueError:
     return bad("loss", name, f"the model's forward returned {gave}", fix)
 
 
-def mismatch(name: str, outputs: Tensor, targets: Tensor, wanted: str, fix: str) -> ValueError:
-    shapes = f"outputs are {list(outputs.shape)} and targets {list(targets.shape)} of {targets.dtype}"
+def call(loss: Any, name: str, outputs: Any, targets: Any, **more: bool) -> Any:
+    """Return loss(outputs, targets) of dtrain or torch; an error is about how the two fit, and says so.
+
+    torch's own losses of pairs of numbers would only warn about shapes that differ, and broadcast one of them.
+    """
+    if not hasattr(outputs, "shape") or not hasattr(targets, "shape"):
+        return loss(outputs, targets, **more)
+    if NUMBERS.fullmatch(name) and outputs.shape != targets.shape:
+        raise mismatch(name, outputs, targets)
+    try:
+        return loss(outputs, targets, **more)
+    except (IndexError, RuntimeError, ValueError) as error:
+        text = str(error)
+        of_classes = CLASSES.fullmatch(name) and not takes_classes(outputs, targets)
+        better: Exception | None = None
+        if "out of bounds" in text:
+            better = out_of_range(loss, name, outputs, targets)
+        elif "\n  fix: " not in text and (of_classes or UNLIKE.search(text)):
+            better = mismatch(name, outputs, targets)
+        if better is None:
+            raise
+        raise better from error
+
+
+def mismatch(name: str, outputs: Tensor, targets: Tensor) -> ValueError:
+    """Return the error of outputs and targets whose shapes or dtypes do not fit. A fix "give …" is one of the data."""
+    shapes = f"outputs are {described(outputs)} and targets {described(targets)}"
+    of_classes, is_float = bool(CLASSES.fullmatch(name)), targets.is_floating_point()
+    one_each = targets.shape in (outputs.shape[:-1], (*outputs.shape[:1], *outputs.shape[2:]))
+    wanted = "class scores and, for each set of them, one class number" if of_classes else "a number for each output"
+    fix = "change the model's outputs or the data's targets"
+    if of_classes and is_float and 1 in (outputs.dim(), outputs.shape[-1]):
+        fix = "loss=mse, to predict these numbers"
+    elif of_classes and outputs.dim() == 1:
+        fix = "as many outputs for each sample as there are classes"
+    elif of_classes and one_each and is_float:
+        fix = f"give the targets as class numbers, .long(): they are {targets.dtype}"
+    elif of_classes and one_each:  # torch has the classes in the second dimension
+        fix = "loss=cross_entropy, which also takes the classes in the last dimension"
+    elif of_classes and targets.shape == outputs.shape:
+        fix = "loss=torch.nn.CrossEntropyLoss, for floating point probabilities; or class numbers, targets.argmax(-1)"
+    elif of_classes and (*outputs.shape[:-1], 1) == targets.shape:
+        fix = f"give the targets without their last dimension: .squeeze(-1){'.long()' * is_float}"
+    elif of_classes and is_float:
+        fix = "targets of one class number for each sample; or, to predict these numbers, as many outputs and loss=mse"
+    elif outputs.shape == targets.shape and not is_float:
+        fix = f"give the targets as floating point numbers, .float(): they are {targets.dtype}"
+    elif outputs.shape[:-1] == targets.shape and not is_float and outputs.shape[-1] > 1:
+        fix = f"loss=cross_entropy, if the targets are class numbers ({targets.dtype})"
+    elif outputs.shape == (*targets.shape, 1):
+        fix = "outputs.squeeze(-1) in forward, or targets[:, None] from the data"
     return bad("loss", name, f"{shapes}, but it needs {wanted}", fix)
+
+
+def takes_classes(outputs: Tensor, targets: Tensor) -> bool:
+    """Return whether torch's cross-entropy takes them: classes are in the second dimension, or the only one."""
+    shape = (*outputs.shape[:1], *outputs.shape[2:]) if outputs.dim() > 1 else ()
+    return targets.shape == shape and not targets.is_floating_point()
+
+
+def out_of_range(loss: Any, name: str, outputs: Tensor, targets: Tensor) -> IndexError | None:
+    """Return the error of class numbers for which there is no score."""
+    second = outputs.dim() > 2 and targets.shape != outputs.shape[:-1]
+    scores, left_out = outputs.shape[1 if second else -1], getattr(loss, "ignore_index", IGNORED)
+    counted = targets[targets != left_out]
+    if not counted.numel():
+        return None
+    low, high = int(counted.min()), int(counted.max())
+    if low < 0:
+        fix = (
+            f"give {left_out} where there is no class: it is left out of the mean (torch's ignore_index); {low} is not"
+        )
+    elif low == 1 and high == scores:
+        fix = "give class numbers that start at 0"
+    else:
+        fix = f"as many outputs as there are classes: {high + 1} or more; or check the targets"
+    shapes = f"outputs are {described(outputs)} and targets {described(targets)}"
+    rule = f"targets are {low} to {high}, but the model gives {scores} scores, for the classes 0 to {scores - 1}"
+    return IndexError(f"loss={name}: {rule} ({shapes})\n  fix: {fix}")
+
+
+def described(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} of {tensor.dtype}"
 
 
 def ready(loss: Any) -> Callable[..., Tensor] | None:

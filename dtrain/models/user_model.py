@@ -50,10 +50,13 @@ def construct(build: Callable[[], nn.Module], seed: int, function: Any = None) -
 
 def complete(model: Any, loss: Any, build: Callable[[], nn.Module], seed: int) -> None:
     """Add what a model does not define itself. `build` builds it again, with values."""
+    model.own_names = own_names(model)
     for module in model.modules():
         module._non_persistent_buffers_set.clear()  # a checkpoint has every buffer, and loading needs all of them
         if type(module) in NORMS:
             module.forward = MethodType(norm, module)
+    if getattr(getattr(model, "config", None), "use_cache", None) is True and hasattr(model, "loss_type"):
+        model.config.use_cache = False  # of a Hugging Face model: keys and values of earlier tokens
     function = losses.ready(loss)
     if function is not None:
         attach_loss(model, function)
@@ -68,6 +71,33 @@ def complete(model: Any, loss: Any, build: Callable[[], nn.Module], seed: int) -
         model.num_parameters = sum(p.numel() for p in model.parameters())
     if not takes(getattr(model, "flops_per_sample", None), 0):
         model.flops_per_sample = MethodType(six_per_parameter, model)
+
+
+def own_names(model: nn.Module) -> dict[str, Any]:
+    """Return how the names of the model's own state_dict() differ from a checkpoint's: for an export.
+
+    tied: other names of a tensor, with the one under which a checkpoint has it. transient: buffers that state_dict()
+    leaves out, but a checkpoint has.
+    """
+    first: dict[Any, str] = {}
+    tied, transient = {}, []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        tensors: list[tuple[str, Any]] = [(name, id(p)) for name, p in module._parameters.items() if p is not None]
+        tensors += [(name, (id(module), name)) for name, b in module._buffers.items() if b is not None]
+        for local, key in tensors:
+            name = f"{prefix}.{local}" if prefix else local
+            if local in module._non_persistent_buffers_set:
+                transient.append(name)
+            elif first.setdefault(key, name) != name:
+                tied[name] = first[key]
+    return ({"tied": tied} if tied else {}) | ({"transient": transient} if transient else {})
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers by the names that a checkpoint has: of a tensor in two modules, both, as the two may become
+    different ones; of a module in two places, the first."""
+    places = ((prefix, name, b) for prefix, module in model.named_modules() for name, b in module._buffers.items())
+    return {f"{prefix}.{name}" if prefix else name: b for prefix, name, b in places if b is not None}
 
 
 def takes(method: Any, count: int) -> bool:
@@ -92,6 +122,7 @@ def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
         rule = "has weights, and only the model's are trained and saved"
         raise bad("loss", type(loss).__name__, rule, "make it a part of the model, and let the model return its loss")
     function = getattr(loss, "func", loss)
+    name = str(getattr(function, "__name__", type(function).__name__))
     knows_mode = "training" in inspect.signature(function).parameters
     metrics = eval_metrics(function)
     call = calling.call_of(model)
@@ -103,7 +134,7 @@ def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
             return outputs
         if is_known:  # a loss of the user gets all that the model returns
             if outputs is None:
-                raise at_return(losses.no_tensor(function.__name__, outputs), type(self).forward)
+                raise at_return(losses.no_tensor(name, outputs), type(self).forward)
             outputs = calling.scores(outputs)
         targets = calling.plain(targets)
         if isinstance(loss, nn.Module):
@@ -111,12 +142,16 @@ def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
         watch: Any = self.watch
         if watch is not None:  # a hook's train_metrics
             watch(outputs, targets)
-        value = loss(outputs, targets, **({"training": self.training} if knows_mode else {}))
+        mode = {"training": self.training} if knows_mode else {}
+        if is_known and not torch.compiler.is_compiling():
+            value = losses.call(loss, name, outputs, targets, **mode)
+        else:  # an error has the user's own line
+            value = loss(outputs, targets, **mode)
         if not isinstance(value, Tensor):
-            return calling.loss_in(self, value, getattr(function, "__name__", str(function)))
+            return calling.loss_in(self, value, name)
         if value.shape != ((1 + len(metrics),) if metrics and not self.training else ()):
             rule = f"returned a tensor of shape {list(value.shape)}, not a scalar"
-            refused = bad("loss", getattr(function, "__name__", function), rule, "return the mean over the targets")
+            refused = bad("loss", name, rule, "return the mean over the targets")
             raise at_return(refused, getattr(function, "forward", function))
         return value
 
@@ -172,7 +207,7 @@ class FromConstructor:
     def __call__(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
         if name not in self.values:
             model = on_cpu(self.build, self.seed)
-            self.values = {n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
+            self.values = {n: t.detach() for n, t in (dict(model.named_parameters()) | buffers_of(model)).items()}
         weight.copy_(self.values.pop(name))
 
     def __deepcopy__(self, memo: Any) -> FromConstructor:

@@ -58,6 +58,7 @@ class Strategy:
     passes: Callable[[Tensor, Tensor], Tensor] | None = None  # replaces forward_backward in a step that is checked
     updates_together = False  # all ranks make the same updates of the same weights, so one may compute for the others
     gradients_checked = False  # after the first backward pass
+    unused = ""  # a warning: names of weights that got no gradient in it
     waits_for_gradients = False  # of every weight in every step
     first_target = 0  # targets of a sample before this one never count: a Hugging Face model shifts its labels
     updates_all = True  # whether a rank's optimizer has all trained weights of its module
@@ -310,7 +311,8 @@ class Strategy:
         """After the first backward pass: reject weights that no step would train."""
         if not self.gradients_checked:
             self.gradients_checked = True
-            first_pass.check(self.module, self.optimizer, self.waits_for_gradients, self.updates_all)
+            needs_all = self.waits_for_gradients
+            self.unused = first_pass.check(self.module, self.optimizer, needs_all, self.updates_all)
 
     def update(self, loss: Tensor) -> StepResult | LateResult:
         """Unscale, clip, and step if everything is finite and no spike. All ranks decide on the same numbers."""

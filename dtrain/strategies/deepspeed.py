@@ -27,7 +27,7 @@ from dtrain.optim.average import WeightAverage
 from dtrain.optim.muon import Muon
 from dtrain.optim.precision import autocast_inside
 from dtrain.strategies import deepspeed_config as zero_config
-from dtrain.strategies import lora_base
+from dtrain.strategies import first_pass, lora_base
 from dtrain.strategies.base import StepResult, Strategy
 from dtrain.strategies.compile import compile_layers
 from dtrain.strategies.deepspeed_state import (
@@ -209,6 +209,13 @@ class Zero(Strategy):
             self.module.train()
         if self.precision.scaled:
             self.zero.override_loss_scale(self.precision.scale)
+        if not self.gradients_checked:
+            self.gradients_checked = True
+            found: list[str] = []
+            with first_pass.watched(self.module, found):
+                total = self.forward_backward(inputs, targets)
+            self.unused = found[0]
+            return total
         xs, ys = inputs.split(self.micro_batch_size), targets.split(self.micro_batch_size)
         total = torch.zeros((), device=self.device)
         for i, (x, y) in enumerate(zip(xs, ys, strict=True)):

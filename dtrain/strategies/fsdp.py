@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from dtrain.comm import compress as compression
 from dtrain.strategies.base import Strategy
 from dtrain.strategies.compile import compile_layers
-from dtrain.strategies.materialize import init_weights, materialize, ties
+from dtrain.strategies.materialize import init_weights, materialize
 
 
 class FSDP(Strategy):
@@ -145,9 +145,14 @@ def shard_layers(
 
 
 def shares_weights(model: nn.Module, unit: nn.Module) -> bool:
-    """Return whether a layer has a weight that is also outside of it, and so must be gathered with the rest."""
-    inside = set(unit.modules())
-    return any(len({module in inside for module, _ in places}) == 2 for places in ties(model))
+    """Return whether a layer has a weight, or a module, that is also outside: it is gathered with the rest."""
+    outside, waiting = {unit}, [model] * (model is not unit)
+    while waiting:
+        module = waiting.pop()
+        outside.add(module)
+        waiting += [child for child in module.children() if child not in outside]
+    elsewhere = {p for module in outside - {unit} for p in module._parameters.values()}
+    return any(p in elsewhere for p in unit.parameters())
 
 
 def free_layers(model: nn.Module) -> None:

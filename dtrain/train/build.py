@@ -18,6 +18,13 @@ from dtrain.util.collective import from_rank_0
 from dtrain.util.meta_device import on_meta
 
 
+def plain(cfg: Any, trust: Iterable[str] = ()) -> nn.Module:
+    """The model as its class or function makes it, for use without dtrain; what dtrain makes is on the meta device."""
+    build_model = functools.partial(build, cfg.model, trust)
+    is_ours = cfg.model[TARGET].startswith("dtrain.")
+    return (user_model.construct if is_ours else user_model.on_cpu)(build_model, cfg.train.seed)
+
+
 def make(cfg: Any, trust: Iterable[str] = ()) -> nn.Module:
     """The model on the meta device, without memory; with its loss, and with adapters if it has any."""
     build_model = functools.partial(build, cfg.model, trust)

@@ -1,4 +1,4 @@
-"""After a step that failed: compute it once more, to name the line or the targets that are wrong."""
+"""After a step that failed: compute it once more, to name the line that is wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from dtrain.config.build import locate
 from dtrain.config.files import TARGET
 from dtrain.data.check import reader_of
 from dtrain.data.loader import Loader
-from dtrain.kernels.cross_entropy import IGNORED
 from dtrain.models import calling
 from dtrain.runs.source_lines import at_return
 from dtrain.strategies.ddp import DDP
@@ -25,9 +24,8 @@ from dtrain.train.process import log
 if TYPE_CHECKING:
     from dtrain.train.setup import Run
 
-OF_THE_BATCH = re.compile(r"outputs are \[.*\] and targets \[|has NaN or Inf in its (inputs|targets)")
+OF_THE_BATCH = re.compile(r"and targets \[.*\n  fix: give |has NaN or Inf in its (inputs|targets)")
 NO_GRADIENT = re.compile(r"element 0 of tensors does not require grad")
-OUT_OF_BOUNDS = re.compile(r"Target -?\d+ is out of bounds")
 IN_PLACE = re.compile(r"modified by an inplace operation")
 CUTS = "look for .detach(), .item(), torch.no_grad() or torch.tensor(…) there"
 
@@ -51,17 +49,15 @@ def explained(run: Run) -> Iterator[None]:
 def second_look(run: Run, error: Exception) -> Exception | None:
     text = str(error)
     data = run.train_data
-    if OF_THE_BATCH.search(text) and "\n  fix: loss=" not in text:  # else the setting is wrong, not the batch
+    if OF_THE_BATCH.search(text):  # with another fix, the model or the setting may be wrong
         return at_return(error, reader_of(data.dataset))
     # one rank may fail alone, and sharded weights need all ranks
     if not isinstance(data, Loader) or not (dist.get_world_size() == 1 or isinstance(run.strategy, DDP)):
         return None
-    if not any(pattern.search(text) for pattern in (NO_GRADIENT, OUT_OF_BOUNDS, IN_PLACE)):
+    if not any(pattern.search(text) for pattern in (NO_GRADIENT, IN_PLACE)):
         return None
     count = run.cfg.train.micro_batch_size or len(data.sample()[0])
     inputs, targets = (part.to(run.device) for part in data.batch(run.samples))
-    if OUT_OF_BOUNDS.search(text):
-        return of_targets(run, inputs, targets)
     inputs, targets = inputs[:count], targets[:count]
     return of_gradient(run, text, inputs) if NO_GRADIENT.search(text) else of_place(run, text, inputs, targets)
 
@@ -73,19 +69,6 @@ def outputs_of(run: Run, inputs: Any) -> Tensor | None:
     with run.strategy.autocast():
         outputs = calling.scores(run.strategy.module(inputs))
     return outputs if isinstance(outputs, Tensor) else None
-
-
-def of_targets(run: Run, inputs: Any, targets: Any) -> Exception | None:
-    with torch.no_grad():
-        outputs = outputs_of(run, inputs)
-    if outputs is None:
-        return None
-    data = run.train_data
-    counted = targets[targets != IGNORED]
-    low, high, scores = int(counted.min()), int(counted.max()), outputs.shape[-1]
-    fix = "start the class numbers at 0" if low == 1 and high == scores else "as many outputs as there are classes"
-    rule = f"targets are {low} to {high}, but the model gives {scores} scores, for the classes 0 to {scores - 1}"
-    return at_return(IndexError(f"Target out of bounds: {rule}\n  fix: {fix}"), reader_of(data.dataset))
 
 
 def of_gradient(run: Run, text: str, inputs: Any) -> Exception:

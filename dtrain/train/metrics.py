@@ -52,6 +52,8 @@ def evaluated(model: Any, values: list[float]) -> dict[str, float]:
     """Return an evaluation's metrics by name: the loss, the metrics that the model returns, and perplexity."""
     names = ("loss", *eval_metrics(model))
     found = {f"val_{name}": value for name, value in zip(names, values, strict=True)}
+    if math.isnan(found.get("val_top5", 0.0)):  # of 5 classes or fewer (layers.classify)
+        del found["val_top5"]
     if getattr(model, "perplexity", False):
         found["val_perplexity"] = math.exp(min(found["val_loss"], 700.0))  # exp overflows a float beyond this
     return found

@@ -114,6 +114,8 @@ class Run:
     def note_start(self, first: FinishedStep) -> None:
         """After the first step: put the seconds of each phase of the start into the summary, and log them."""
         self.summary["start_s"] = self.times.first_step(first)
+        if self.strategy.unused:
+            self.summary["unused"] = self.strategy.unused
         if self.recorder:
             write_json(self.folder / "summary.json", self.summary)
             log.info("%s", start_text(self.summary["start_s"]))
@@ -137,7 +139,7 @@ class Run:
             "world_size": dist.get_world_size(), "choices": dict(self.cfg.choices),
             "config_sha256": run_file.fingerprint(self.folder), "spikes": self.spikes.state(), METRICS: finite,
             **({"hooks": of_hooks} if of_hooks else {}), **({"classes": self.classes} if self.classes else {}),
-            **({"stream": cursor} if cursor else {}),
+            **({"stream": cursor} if cursor else {}), **getattr(self.model, "own_names", {}),
         }  # fmt: skip
 
 

@@ -110,6 +110,7 @@ class Monitor:
         self.summary: dict[str, Any] = {}
         self.header: list[tuple[str, str]] = []
         self.row: dict[str, Any] = {}  # the newest metrics line
+        self.warned: Any = None  # of weights without a gradient
         self.evaluation = ""  # the newest one; in a notebook it belongs to the live line
         self.printed: dict[str, Any] = {}  # the newest printed one (plain output)
         self.printed_at = 0.0
@@ -219,6 +220,9 @@ class Monitor:
             self.header = header
             for label, text in header:
                 say(self.console, (f"{label:<10}", "dim"), text)
+        if summary.get("unused") not in (None, self.warned):
+            self.warned = summary["unused"]
+            self.message(f"warning: {self.warned}")
 
     @staticmethod
     def _signature(path: Path) -> tuple[int, int, int] | None:

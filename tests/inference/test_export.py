@@ -19,11 +19,15 @@ from dtrain.cli import main
 from dtrain.config import run_file
 from dtrain.inference.export import export_file, final_weights
 from dtrain.inference.export_hf import export_hf
-from dtrain.inference.sample import load_model
+from dtrain.inference.sample import load_model, load_plain
 from dtrain.models import lora
 from dtrain.strategies import lora_base
 from dtrain.train import build as models
 from tests.hf import CASES, VOCAB, apart, load, make, save, transformers
+from tests.models import own_models
+from tests.own_runs import own_run
+
+OWN = "tests.models.own_models"
 
 
 def reloaded(folder: Path, name: str, **options: Any) -> nn.Module:
@@ -274,8 +278,11 @@ def test_refused_exports_leave_nothing_behind(tmp_path: Path, capsys: pytest.Cap
     cfg = run_file.load(run)
     run_file.save(run, {**cfg, "model": {**cfg.model, "_target_": "my.Model"}})
     assert main(["export", str(run), str(tmp_path / "out"), "--format", "hf"]) == 2
+    assert "my.Model: only dtrain's own code and the modules you trust may be called" in capsys.readouterr().err
+    run_file.save(run, {**cfg, "model": {**cfg.model, "_target_": "dtrain.models.resnet.ResNet"}})
+    assert main(["export", str(run), str(tmp_path / "out"), "--format", "hf"]) == 2
     message = capsys.readouterr().err
-    assert "no counterpart of my.Model" in message and "--format safetensors" in message
+    assert "no counterpart of dtrain.models.resnet.ResNet" in message and "--format safetensors" in message
     assert sorted(p.name for p in tmp_path.iterdir()) == ["full", "run"]
     assert not list(run.glob(".*partial*"))
 
@@ -299,3 +306,50 @@ def test_final_weights_and_the_original_ones(tmp_path: Path) -> None:
         again = torch.empty_like(weight)
         source.fill(model, name, again, torch.device("cpu"))
         assert torch.equal(again, weight)
+
+
+# ---- a user's own model --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ones_own_model_comes_back_as_it_was(strategy: str, tmp_path: Path) -> None:
+    words = (f"model={OWN}.Shares", f"data={OWN}.triples", f"strategy={strategy}", "train.steps=2")
+    run = own_run(tmp_path / "run", 2, *words)
+    plain: Any = own_models.Shares()
+    loaded: Any = load_plain(run, [OWN])
+    assert type(loaded) is own_models.Shares and not loaded.training
+    for (name, ours), theirs in zip(loaded.named_modules(), plain.modules(), strict=True):
+        assert vars(ours).keys() == vars(theirs).keys(), name
+    assert loaded.head.weight is loaded.embed.weight and loaded.blocks[0].norm is loaded.blocks[1].norm
+    assert list(loaded.state_dict()) == list(plain.state_dict()) and loaded.scale.tolist() == [0.5]
+
+    export_file(run, tmp_path / "own.safetensors")  # without the user's code
+    weights = load_file(tmp_path / "own.safetensors")
+    assert weights.keys() == plain.state_dict().keys()
+    plain.load_state_dict(weights)
+    row, keep = torch.arange(16).view(2, 8), torch.ones(2, 8)
+    assert torch.equal(plain.eval()(row, keep)[0], loaded(row, keep)[0]) and plain.head.weight is plain.embed.weight
+    assert "model.load_state_dict(load_file(" in (tmp_path / "own.safetensors.md").read_text()
+
+    with pytest.raises(
+        ValueError, match=r"gives a Shares, which is not a model of transformers\n  fix: --format safet"
+    ):
+        export_hf(run, tmp_path / "no", trust=[OWN])
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_model_of_transformers_is_exported_by_its_own_method(tmp_path: Path) -> None:
+    """Of a function of the user, and of a folder, whose settings stay."""
+    own_models.gpt2().save_pretrained(tmp_path / "folder")  # type: ignore[operator]
+    for model, trust in ((f"{OWN}.gpt2", [OWN]), (f"hf:{tmp_path / 'folder'}", [])):
+        run = own_run(tmp_path / f"run-{len(trust)}", 1, f"model={model}", f"data={OWN}.Tokens", "train.steps=2")
+        out = tmp_path / f"out-{len(trust)}"
+        export_hf(run, out, trust=trust)
+        loaded: Any = load_plain(run, trust)
+        assert type(loaded) is transformers.GPT2LMHeadModel and loaded.config.use_cache
+        theirs, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+        assert not any(info.values()) and theirs.config.use_cache
+        row = torch.arange(8)[None]
+        with torch.no_grad():
+            assert torch.equal(theirs.eval()(row).logits, loaded(row).logits)
+        assert "GPT2LMHeadModel.from_pretrained" in (out / "README.md").read_text()

@@ -25,6 +25,40 @@ def bert() -> nn.Module:
     )
 
 
+class Block(nn.Module):
+    def __init__(self, mask: torch.Tensor, norm: nn.Module) -> None:
+        super().__init__()
+        self.mix, self.norm = nn.Linear(8, 8), norm
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(self.mix(x).transpose(1, 2) @ self.mask).transpose(1, 2)
+
+
+class Shares(nn.Module):
+    """Weights, buffers and modules under several names, a buffer that is not saved, two inputs, a tuple as output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask, norm = torch.ones(8, 8).triu() / 8, nn.BatchNorm1d(8)
+        self.embed, self.head = nn.Embedding(31, 8), nn.Linear(8, 31, bias=False)
+        self.blocks = nn.ModuleList(Block(mask, norm) for _ in range(2))
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((1,), 0.5), persistent=False)
+
+    def forward(self, ids: torch.Tensor, keep: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        x = self.embed(ids) * keep[..., None] * self.scale
+        for block in self.blocks:
+            x = block(x)
+        scores = self.head(x)
+        return scores, None if targets is None else nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+def triples() -> list[Any]:
+    ids = [torch.arange(n, n + 8) % 31 for n in range(48)]
+    return [(row, torch.ones(8), (row + 1) % 31) for row in ids]
+
+
 class Tokens(Dataset[Any]):
     """Rows of different lengths: the rest of the labels is -100."""
 

@@ -302,4 +302,4 @@ def test_learns_to_tell_code_comments_and_docstrings_apart(tmp_path: Path) -> No
     found = summary(run_dir)
     print(np.bincount(targets) / len(targets), found)
     assert found["val_accuracy"] > np.bincount(targets).max() / len(targets) + 0.15
-    assert found["val_loss"] < math.log(3) - 0.25 and found["val_top5"] == 1.0 and "val_perplexity" not in found
+    assert found["val_loss"] < math.log(3) - 0.25 and "val_top5" not in found and "val_perplexity" not in found

@@ -60,7 +60,7 @@ def test_every_strategy_follows_and_a_resume_is_exact(strategy: str, alone: Path
         parts = own_run(own_run(tmp_path / "parts", 2, *words, "train.stop_after=3"), 2, *words)
         assert losses(parts) == losses(whole), "every bit"
         model, _ = load_model(parts, [ME])
-        assert torch.equal(model.lm_head.weight, model.transformer.wte.weight)  # type: ignore[union-attr]
+        assert model.lm_head.weight is model.transformer.wte.weight  # type: ignore[union-attr]
 
 
 def test_a_folder_with_its_weights_and_no_code(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn import functional as F
 
 from dtrain.commands.verify.compare import compose
@@ -39,7 +40,7 @@ def test_cross_entropy_is_torchs_wherever_the_classes_lie_and_leaves_out_what_do
     found = losses.cross_entropy(given, targets, training=False, label_smoothing=smoothing)
     right = (rows.argmax(-1) == flat)[counted].float().mean()
     assert torch.equal(found[:2], torch.stack([F.cross_entropy(rows, flat), right]))
-    assert found[1] <= found[2] <= 1
+    assert found[2].isnan() if classes <= 5 else found[1] <= found[2] <= 1, "top 5 of 5 classes says nothing"
 
 
 def test_mse_takes_each_output_with_its_own_target() -> None:
@@ -47,17 +48,51 @@ def test_mse_takes_each_output_with_its_own_target() -> None:
     assert losses.mse(outputs, targets) == 0.5
     assert losses.mse(outputs, targets[:, None]) == 0.5
     assert losses.mse(outputs.bfloat16(), torch.tensor([1, 2])) == 0.5, "in float32, of whole numbers, too"
-    with pytest.raises(ValueError, match=r"outputs are \[2, 1\] and targets \[3\].*\n  fix: "):
+    with pytest.raises(ValueError, match=r"outputs are \[2, 1\] of torch\.float32 and targets \[3\].*\n  fix: "):
         losses.mse(outputs, torch.zeros(3))
 
 
+WHOLE = torch.zeros(4, dtype=torch.int64)
+
+
 @pytest.mark.parametrize(
-    ("outputs", "targets"),
-    [((4, 3), torch.zeros(4)), ((4, 3), torch.zeros(4, 3)), ((4,), torch.zeros(4, dtype=torch.int64))],
+    ("loss", "outputs", "targets", "fix"),
+    [
+        (losses.cross_entropy, (4, 3), torch.zeros(4), "give the targets as class numbers"),
+        (losses.cross_entropy, (4, 3), torch.zeros(4, 3), "loss=torch.nn.CrossEntropyLoss"),
+        (losses.cross_entropy, (4,), WHOLE, "as many outputs for each sample"),
+        (losses.cross_entropy, (4, 10), torch.zeros(4, 3), "targets of one class number"),
+        (losses.cross_entropy, (4, 3), WHOLE[:, None], r"give the targets without .*\.squeeze"),
+        (F.cross_entropy, (4, 3), WHOLE[:, None], r"give the targets without .*\.squeeze"),
+        (nn.CrossEntropyLoss(), (4, 6, 3), WHOLE[:, None].expand(4, 6), "loss=cross_entropy, which"),
+        (nn.MSELoss(), (4, 3), WHOLE, "loss=cross_entropy, if"),
+        (nn.MSELoss(), (4, 1), torch.zeros(4), r"outputs\.squeeze"),  # torch would only warn, and broadcast
+        (nn.BCEWithLogitsLoss(), (4,), WHOLE, r"give the targets .*\.float"),
+    ],
 )
-def test_cross_entropy_says_what_does_not_fit(outputs: tuple[int, ...], targets: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"loss=cross_entropy: outputs are .*\n  fix: "):
-        losses.cross_entropy(torch.zeros(outputs), targets)
+def test_what_does_not_fit_is_told_with_both_shapes_and_dtypes(
+    loss: Any, outputs: tuple[int, ...], targets: torch.Tensor, fix: str
+) -> None:
+    name = getattr(loss, "__name__", type(loss).__name__)
+    told = rf"loss={name}: outputs are \[4.* of torch\.float32 and targets \[4.* of torch\..*\n  fix: {fix}"
+    with pytest.raises(ValueError, match=told):
+        losses.call(loss, name, torch.zeros(outputs), targets)
+
+
+@pytest.mark.parametrize(
+    ("targets", "fix"),
+    [
+        ([-1, 0, 2], "give -100 where there is no class"),
+        ([-100, 1, 3], "give class numbers that start at 0"),
+        ([0, 1, 7], "as many outputs as there are classes: 8 or more"),
+    ],
+)
+@pytest.mark.parametrize("loss", [losses.cross_entropy, nn.CrossEntropyLoss(), F.nll_loss])
+def test_class_numbers_out_of_range(loss: Any, targets: list[int], fix: str) -> None:
+    low = min(target for target in targets if target != -100)
+    told = rf"targets are {low} to {max(targets)}, but the model gives 3 scores, .* 0 to 2 .*\n  fix: {fix}"
+    with pytest.raises(IndexError, match=told):
+        losses.call(loss, getattr(loss, "__name__", type(loss).__name__), torch.zeros(3, 3), torch.tensor(targets))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from dtrain.runs.folder import read_json
 from dtrain.strategies.materialize import init_weights, materialize
 from dtrain.train import build
 from dtrain.train.metrics import evaluated
+from tests.models import own_models as mine
 from tests.world import losses, metrics, summary, train
 
 
@@ -118,6 +119,20 @@ def test_a_weight_under_two_names_stays_one_also_by_way_of_the_cpu() -> None:
     assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias", "1.bias"]
 
 
+def test_a_tensor_in_two_modules_is_filled_under_both_names() -> None:
+    model = mine.Shares()
+    user_model.complete(model, None, mine.Shares, 0)
+    first: Any = model.init_weights
+    for name, values in user_model.buffers_of(model).items():
+        first(name, values, torch.Generator())
+    assert {"blocks.0.mask", "blocks.1.mask"} <= user_model.buffers_of(model).keys()
+    assert user_model.own_names(mine.Shares())["transient"] == ["scale"]
+    assert user_model.own_names(mine.Shares())["tied"] == {
+        "head.weight": "embed.weight",
+        **{f"blocks.1.norm.{name}": f"blocks.0.norm.{name}" for name in nn.BatchNorm1d(8).state_dict()},
+    }
+
+
 def test_what_a_model_says_itself_stays() -> None:
     class Says(nn.Linear):
         num_parameters = 7
@@ -136,7 +151,7 @@ def test_what_a_model_says_itself_stays() -> None:
 
     model: Any = user_model.construct(lambda: Says(2, 2), 0)
     user_model.complete(model, None, lambda: Says(2, 2), 0)
-    assert set(vars(model)) - {"forward", "batch_call"} == set(vars(Says(2, 2)))
+    assert set(vars(model)) - {"forward", "batch_call", "own_names"} == set(vars(Says(2, 2)))
     assert filled(model).weight.tolist() == [[2.0, 2.0], [2.0, 2.0]]
 
 

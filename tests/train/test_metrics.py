@@ -24,3 +24,9 @@ def test_perplexity_is_for_models_that_say_so() -> None:
     assert metrics.evaluated(classifier, [2.0, 0.5]) == {"val_loss": 2.0, "val_accuracy": 0.5}
     language = SimpleNamespace(perplexity=True)
     assert metrics.evaluated(language, [2.0]) == {"val_loss": 2.0, "val_perplexity": math.exp(2.0)}
+
+
+def test_top_5_of_few_classes_is_not_reported() -> None:
+    classifier = SimpleNamespace(eval_metrics=("accuracy", "top5"))
+    assert metrics.evaluated(classifier, [2.0, 0.5, math.nan]).keys() == {"val_loss", "val_accuracy"}
+    assert metrics.evaluated(classifier, [2.0, 0.5, 0.75])["val_top5"] == 0.75

@@ -52,6 +52,17 @@ def test_header_and_lines_in_a_pipe(tmp_path: Path) -> None:
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", text(out))
 
 
+def test_a_warning_of_the_first_step_is_shown_once(tmp_path: Path) -> None:
+    out = plain()
+    with Monitor(tmp_path, out) as monitor:
+        for more in ({}, {"unused": "model=Net: extra.weight got no gradient"}, {"unused": ["odd"]}):
+            write(tmp_path, "summary.json", RUNNING | more)
+            monitor.poll()
+            monitor.poll()
+    told = [line for line in lines(out) if line.startswith("warning")]
+    assert told == ["warning: model=Net: extra.weight got no gradient", "warning: ['odd']"]
+
+
 def test_values_that_are_missing_are_left_out(tmp_path: Path) -> None:
     write(tmp_path, "summary.json", {"status": "running", "model": "resnet", "mesh": None, "parameters": None})
     append(tmp_path, json.dumps({"step": 7, "loss": float("nan"), "mfu": None}) + "\n")
