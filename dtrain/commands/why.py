@@ -13,6 +13,7 @@ from dtrain.commands.runs import sweep_points
 from dtrain.report.why import Diagnosis, as_data, diagnose
 from dtrain.runs.find import find_run
 from dtrain.runs.record import Record, load
+from dtrain.runs.search_journal import JOURNAL, STUDY
 from dtrain.ui.console import say, stdout_console
 from dtrain.ui.tables import ENDED_EARLY, STYLES, not_started, own_words, point, point_text, say_problem
 from dtrain.util.format import clean, counted, shell_path, short_path, without_nan
@@ -94,6 +95,11 @@ def print_points(folder: Path, records: Sequence[Record], found: dict[Path, Diag
     say(console, "")
     if not found and not waiting:
         say(console, "No point of it has failed.")
+    elif (folder / JOURNAL).is_file() or (folder / STUDY).is_file():
+        say(
+            console,
+            "The command of the search, repeated, resumes what was stopped; a failed trial counts as the worst.",
+        )
     else:
         again = counted(len(found) + len(waiting), "point")
         say(console, f"The command of the sweep, repeated, runs {again} again; finished points are kept.")

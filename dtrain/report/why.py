@@ -113,7 +113,12 @@ def diagnose(record: Record) -> Diagnosis:
     if status in ("queued", "starting", "running"):
         found = of_live_run(record)
     elif status == "done":
-        found = Diagnosis("nothing", f"The run ended well.{of_skipped(record)}")
+        early = {
+            "paused": "Its search paused it: it trains on if its result is among the best (dtrain search, repeated).",
+            "replaced": "Its search replaced it by a copy of a better one, which trains on in a folder of its own.",
+        }
+        ended = early.get(record.shown_status, "The run ended well.")
+        found = Diagnosis("nothing", f"{ended}{of_skipped(record)}")
     elif status in ("preempted", "cancelled"):
         found = of_stop(record)
     elif failure:

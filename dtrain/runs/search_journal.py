@@ -20,6 +20,7 @@ from dtrain.runs.folder import parse_line
 from dtrain.util.regular_file import read_bytes, regular
 
 JOURNAL = "search.jsonl"
+STUDY = "study.journal"  # optuna's own
 Event = dict[str, Any]
 
 

@@ -422,19 +422,25 @@ def is_fork(run_dir: Path) -> bool:
 
 
 def _overrides(run_dir: Path) -> list[str]:
-    """Return what the run was first launched with, as far as it says something: a resume names only what changed."""
+    """Return what the run was launched with, as far as it says something, with what its resumes have changed."""
     launch = read_json(run_dir / "launch.json")
     launches = launch.get("launches")
-    first = as_dict(launches[0] if isinstance(launches, list) and launches else {})
-    found = first.get("overrides") or launch.get("overrides")
+    all_of_them = [as_dict(one).get("overrides") for one in launches] if isinstance(launches, list) else []
+    first, *later = [
+        *([all_of_them[0]] if all_of_them and all_of_them[0] else [launch.get("overrides")]),
+        *all_of_them[1:],
+    ]
     name = re.sub(r"^\d+-", "", run_dir.name)
-    if not isinstance(found, list):
+    if not isinstance(first, list):
         return [name]
-    ours = ("run_dir=", "resume=", "resume_allow=", "recipe=as-run", "fork=")
-    typed = [str(o).lstrip("+") for o in found if not str(o).startswith(ours)]
+    ours = ["run_dir", "resume", "resume_allow", "fork"]
     if (run_dir.parent / JOURNAL).is_file():  # a search gives it, to pause the trial
-        typed = [o for o in typed if not o.startswith("train.stop_after=")]
-    return [name, *typed] if is_fork(run_dir) else typed
+        ours.append("train.stop_after")
+    typed: dict[str, str] = {}
+    for words in (first, *(words for words in later if isinstance(words, list))):
+        given = {str(o).lstrip("+").partition("=")[0]: str(o).lstrip("+") for o in words}
+        typed |= {key: o for key, o in given.items() if key not in ours and o != "recipe=as-run"}
+    return [name, *typed.values()] if is_fork(run_dir) else list(typed.values())
 
 
 def _finite(value: object) -> bool:

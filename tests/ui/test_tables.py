@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtrain.report.why import diagnose
+from dtrain.runs.record import Record
 from dtrain.ui.tables import compare, print_compare, print_runs, print_sweep, sort_runs
 from tests import rundirs
 from tests.rundirs import lines, list_runs, make, plain, sweep, terminal
@@ -193,6 +195,7 @@ def test_trials_that_a_search_stopped_early_are_paused(tmp_path: Path) -> None:
     assert rows[3][-3:] == ["paused", "20/40", "2.5000"]
     assert rows[4][-3:] == ["done", "20/40", "3.0000"]
     assert lines(out)[-1] == "all jobs: data=x"
+    assert "paused it" in diagnose(Record.read(trials[-1])).paragraph
 
 
 @pytest.mark.parametrize(
@@ -243,3 +246,16 @@ def test_a_run_that_ended_early_is_never_best_and_points_that_wait_are_listed(tm
     (tmp_path / "0-seed=0" / "failure.json").write_text(json.dumps({"rank": 1, "type": "ValueError", "message": "no"}))
     print_sweep(sorted(tmp_path.glob("*-*")))
     assert "0  failed: rank 1: ValueError: no\n   dtrain why 0-seed=0\n" in capsys.readouterr().out
+
+
+def test_a_point_that_was_resumed_with_another_setting_says_so() -> None:
+    """Otherwise its result would be taken for that of the setting that failed."""
+    launches = [
+        {"overrides": ["data=x", "optim.lr=9", "run_dir=y"]},
+        {"overrides": ["recipe=as-run", "resume=y", "data=x", "optim.lr=0.1", "resume_allow=[optim.lr]"]},
+    ]
+    again = make("s/1-optim.lr=9", launch={"launches": launches}, status="done", val_loss=1.0)
+    other = make("s/0-optim.lr=1", launch={"launches": [{"overrides": ["data=x", "optim.lr=1"]}]}, status="done")
+    out = plain()
+    print_sweep([other, again], out)
+    assert [line.split()[1] for line in lines(out)[1:3]] == ["optim.lr=1", "optim.lr=0.1"]

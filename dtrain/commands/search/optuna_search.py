@@ -19,6 +19,7 @@ from dtrain.launch import sweeps
 from dtrain.runs.folder import read_summary
 from dtrain.runs.protocol import BAD_CONFIG, DONE, FAILED, PREEMPTED
 from dtrain.runs.record import Record
+from dtrain.runs.search_journal import STUDY
 
 
 class Search:
@@ -30,7 +31,7 @@ class Search:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.folder, self.options = folder, request.options
         self.study = optuna.create_study(
-            storage=JournalStorage(JournalFileBackend(str(folder / "study.journal"))),
+            storage=JournalStorage(JournalFileBackend(str(folder / STUDY))),
             study_name="search", load_if_exists=True, direction=self.options["direction"],  # type: ignore[arg-type]
         )  # fmt: skip
         seed = int(self.options["seed"]) + len(self.study.trials)  # a resumed search must draw other values
@@ -72,7 +73,7 @@ class Search:
             return FAILED
         best = " ".join(f"{k}={v}" for k, v in self.study.best_params.items())
         number, value = self.study.best_trial.number, self.study.best_value
-        print(f"best: trial {number}, {self.options['metric']} {value:.6g} with {best}")
+        print(f"best: trial {number}, {self.options['metric']} {value:.6g} with {best} ({self._run_dir(number).name})")
         return DONE
 
     def _run_dir(self, number: int) -> Path:

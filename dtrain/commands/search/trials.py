@@ -29,7 +29,7 @@ def ending(trial: int, status: str, run_dir: Path) -> str:
     """Describe on one line how a trial without a result ended, and why."""
     failure = read_json(run_dir / "failure.json") if status == "failed" else {}
     why = f": {one_line(failure)}" if failure else ""
-    return f"trial {trial}: {status}{why}; dtrain status {shell_path(run_dir)}"
+    return f"trial {trial}: {status}{why}; dtrain why {shell_path(run_dir)}"
 
 
 class Trials:

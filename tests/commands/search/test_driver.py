@@ -252,8 +252,8 @@ def test_a_journal_of_another_search_is_refused(change: dict[str, Any], tmp_path
 
 def test_a_failed_trial_has_its_reason(tmp_path: Path) -> None:
     (tmp_path / "failure.json").write_text(json.dumps({"rank": 1, "type": "ValueError", "message": "no such word"}))
-    assert ending(3, "failed", tmp_path).startswith("trial 3: failed: rank 1: ValueError: no such word; dtrain status ")
-    assert ending(3, "died", tmp_path).startswith("trial 3: died; dtrain status ")
+    assert ending(3, "failed", tmp_path).startswith("trial 3: failed: rank 1: ValueError: no such word; dtrain why ")
+    assert ending(3, "died", tmp_path).startswith("trial 3: died; dtrain why ")
 
 
 def test_for_an_accuracy_large_is_good() -> None:
