@@ -46,6 +46,7 @@ def block_after(words: str) -> str:
 
 
 NET, COMMAND, SCRIPT = (block_after(words) for words in ("net.py:", "**From the command line**", "**From a script**"))
+SHORTEST, EXPORTED = block_after("my.py:"), block_after("which plain PyTorch loads:")
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,23 @@ def test_the_script_of_the_page_follows_its_command_under_another_strategy(folde
     assert max(abs(ours[step] - theirs[step]) for step in ours) <= 1e-5
     assert abs(summary(run_dir)["val_loss"] - summary(commanded)["val_loss"]) <= 1e-5
     assert theirs[20] < theirs[1]
+
+
+def test_the_shortest_script_and_what_it_trained(folder: Path) -> None:
+    (folder / "my.py").write_text(SHORTEST.replace("epochs=5", "epochs=1, run_dir='mine-first'"))
+    process = python("my.py")
+    said = process.communicate(timeout=patience(120))[0]
+    assert process.returncode == 0, said
+    assert main(["export", "mine-first", "model.safetensors"]) == 0
+    loaded: dict[str, Any] = {}
+    exec("from my import net\n" + EXPORTED, loaded)
+    model = dtrain.load("mine-first").model(trust=["my"])
+    points = torch.randn(4, 2)
+    assert torch.equal(model(points), loaded["model"](points))
+    assert [place.name for place in sorted((folder / "mine-first" / "logs").glob("rank-*"))] == [
+        "rank-0.log",
+        "rank-1.log",
+    ]
 
 
 def test_fit_is_the_command_to_the_bit_and_can_be_called_again_to_go_on(

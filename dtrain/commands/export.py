@@ -24,9 +24,9 @@ def main(argv: list[str]) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--format", choices=list(NAMES), default="safetensors",
-        help="safetensors: one file with dtrain's parameter names; hf: a folder for Hugging Face's transformers (gpt2, "
-        "llama, bert); gguf: one file for llama.cpp (gpt2, llama); onnx: a folder with model.onnx (gpt2, llama, bert, "
-        "resnet, vit)",
+        help="safetensors: one file with the names of the model's state_dict(); hf: a folder for Hugging Face's "
+        "transformers (gpt2, llama, bert, and models of your own that are of transformers); gguf: one file for "
+        "llama.cpp (gpt2, llama); onnx: a folder with model.onnx (gpt2, llama, bert, resnet, vit)",
     )  # fmt: skip
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="dtype of the weights; default: unchanged"

@@ -14,9 +14,13 @@ HINTS: tuple[tuple[str, str], ...] = (
         "and in the loss",
     ),
     (
-        r"Target -?\d+ is out of bounds|index out of range in self",
-        "a class number (or token) is at least the number of outputs (or embeddings), or negative: check the targets "
-        "and the size of the last layer (or of the embedding)",
+        r"Target -?\d+ is out of bounds",
+        "class numbers are 0 to the number of outputs - 1; -100, torch's ignore_index, is left out: check the targets "
+        "and the size of the last layer",
+    ),
+    (
+        r"index out of range in self",
+        "a token is at least the number of embeddings, or negative: check the inputs and the size of the embedding",
     ),
     (
         r"modified by an inplace operation",
