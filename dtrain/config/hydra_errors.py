@@ -43,7 +43,8 @@ def explain(error: BaseException, argv: Sequence[str] = ()) -> str:
         found = [o for o in error.options or options_of(group) if not OWN.fullmatch(o)]  # not those typed before
         options = sorted({*found, *(["auto"] if group == "strategy" else [])})
         longer = [o for o in options if option and o.startswith(f"{option.lower()}-")]  # a100: a100-40gb or a100-80gb
-        same = DTYPES.get(option.lower()) if group == "precision" else None
+        same = next((o for o in options if o == option.lower()), "")
+        same = same or (DTYPES.get(option.lower(), "") if group == "precision" else "")
         near = [same] if same else longer[:4] or difflib.get_close_matches(option.lower(), options, 1, 0.6)
         fix = f"did you mean {' or '.join(f'{group}={o}' for o in near)}? " if near else ""
         if of_torch := [name for name in TORCH_OPTIMIZERS if group == "optim" and option.lower() == name.lower()]:

@@ -23,7 +23,7 @@ VALUES = {
     "train.seed": "7", "cluster.processes": "4", "cluster.max_restarts": "1", "optim": "SGD", "optim.lr": "3e-4",
     "optim.weight_decay": "0.01", "schedule": "linear", "schedule.warmup_steps": "10", "precision": "bfloat16",
     "strategy": "fsdp", "checkpoint.every": "50", "checkpoint.keep": "2", "logger": "csv", "run_dir": "out/mine",
-    "lora.rank": "4", "lora.alpha": "8",
+    "lora.rank": "4", "lora.alpha": "8", "hardware.price_per_gpu_hour": "2.5",
     "name": "first", "model.num_layers": "2", "model.num_heads": "2", "model.dim": "64", "model.seq_len": "64",
     "data": "digits", "model": "gpt2-124m",
 }  # fmt: skip

@@ -94,6 +94,8 @@ def read_options(argv: Sequence[str]) -> Options:
         elif name in VALUES:
             if not equals:
                 value = rest.pop(0) if rest else ""
+                if name == "--tokens" and rest and rest[0].upper() in UNITS:  # --tokens 300 B
+                    value += rest.pop(0)
             read = {"--tokens": tokens, "--gpus-for": seconds, "--stack": stack}.get(name, lambda _, text: text)
             setattr(options, name[2:].replace("-", "_"), read(name, value))
         else:
@@ -132,7 +134,9 @@ def seconds(name: str, text: str) -> float:
     found = re.fullmatch(r"(?:\d+(?:\.\d+)?[smhdw])+", text)
     value = sum(float(n) * SECONDS[unit] for n, unit in re.findall(r"(\d+(?:\.\d+)?)([smhdw])", text)) if found else 0
     if not value:
-        raise bad(name, text, "must be a time: a number and w, d, h, m or s", f"{name} 3d")
+        near = re.match(r"(\d+(?:\.\d+)?)\s*([smhdw]?)", text.lower())  # 2weeks, 14
+        fix = f"{near[1]}{near[2] or 'd'}" if near and float(near[1]) else "3d"
+        raise bad(name, text, "must be a time: a number and w, d, h, m or s", f"{name} {fix}")
     return value
 
 
@@ -231,7 +235,7 @@ def show(question: Question, predictions: Sequence[Prediction], options: Options
         print(f"{lacks} {name(others[0].layout)} fits: {launch_command(question, others[0])}" if others else lacks)
     for line in (*texts.details(best), *texts.bounds(best)):
         print(line)
-    notes = list(question.notes)
+    notes = [*question.notes, *length_note(question, best.task, options.tokens)]
     if question.is_one_layout and best.fits is not False:
         notes += [f"it fits{room}"] if (room := little_room(best)) else []
         notes += faster_micro_batch(best) if "train.micro_batch_size" not in question.typed else []
@@ -243,6 +247,14 @@ def show(question: Question, predictions: Sequence[Prediction], options: Options
     if best.fits is not False:
         print(f"\nlaunch  {launch_command(question, best)}")
     sys.stdout.flush()
+
+
+def length_note(question: Question, task: Task, tokens: float | None) -> list[str]:
+    """Tell that time and cost are those of a run of the default length."""
+    if tokens is not None or {"train.steps", "train.epochs", "resume"} & question.typed:
+        return []
+    steps = task.samples / task.global_batch_size
+    return [f"the run is train.steps={steps:g} long, the default; for another length: --tokens 300B"]
 
 
 def precision_note(best: Prediction) -> list[str]:

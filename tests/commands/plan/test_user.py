@@ -133,7 +133,12 @@ def test_a_default_that_was_planned_for_is_named(capsys: pytest.CaptureFixture[s
     out = said(capsys, *words)
     assert "note    planned for 2 ranks, the launcher's default here; to change it: cluster.processes=…" in out
     assert "note    planned for precision=fp32, the default; to change it: precision=bf16" in out
-    assert "planned for" not in said(capsys, *words, "precision=fp32", "cluster.processes=2")
+    assert "note    the run is train.steps=300 long, the default; for another length: --tokens 300B" in out
+    given = ["precision=fp32", "cluster.processes=2"]
+    out = said(capsys, *words, *given, "train.steps=300")
+    assert "planned for" not in out and "the run is" not in out
+    out = said(capsys, *words, *given, "--tokens", "3", "M")
+    assert "the run is" not in out and "= 3M tokens" in out
 
 
 def test_what_is_planned_for_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,6 +179,11 @@ def test_pictures_are_counted_as_samples(capsys: pytest.CaptureFixture[str]) -> 
     [
         (("hardware=h100", "--bogus"), "use one of --json"),
         (("hardware=h100", "--gpu-for", "3d"), "did you mean --gpus-for?"),
+        (("hardware=h100", "--gpus-for", "2weeks"), "fix: --gpus-for 2w"),
+        (("hardware=h100", "--gpus-for", "14"), "fix: --gpus-for 14d"),
+        (("hardware=h100", "--gpus-for", "soon"), "fix: --gpus-for 3d"),
+        (("hardware=H100",), "did you mean hardware=h100? "),
+        (("hardware=h100", "precision=BF16"), "did you mean precision=bf16? "),
         (("hardware=h100", "--gpus", "4"), "fix: cluster.processes=4 "),
         (("--hardware", "h100"), "--hardware: settings have no dashes\n  fix: hardware=h100"),
         (
