@@ -93,14 +93,14 @@ class Source:
         self.name, self.splits, self.again, self.function = name, splits, again or splits, function
 
     def dataset(self, split: str) -> Any:
-        if split not in self.splits:
-            log.info(
-                f'data={self.name} has no validation split, so nothing is evaluated (return {{"train": …, "val": …}})'
-            )
-            return None
         with own_draws():
             seed_draws(0)
-            dataset = adapted(self.name, self.splits[split](), self.again[split], self.function)
+            data = self.splits[split]() if split in self.splits else None
+            if data is None and split != "train":
+                has = f"data={self.name} has no validation split, so nothing is evaluated"
+                log.info('%s (return {"train": …, "val": …})', has)
+                return None
+            dataset = adapted(self.name, data, self.again[split], self.function)
         for note in dataset.notes:
             log.info("data=%s: %s", self.name, note)
         return dataset

@@ -214,7 +214,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver, time
     times.done("loader")
 
     if validation is None:
-        check_split(cfg, name_of(train_set))
+        check_split(cfg, str(cfg.choices.get("data")))
 
     # ---- the newest good checkpoint of this run, whatever layout it was saved under ----------------------------
     fresh = FreshState(cfg.train.spike == "rollback")

@@ -108,3 +108,7 @@ def nothing() -> None:
 
 class Useless:
     def read(self) -> None: ...
+
+
+def only_train(split: str) -> Any:
+    return (np.ones((8, 3), np.float32), np.zeros(8, np.int64)) if split == "train" else None

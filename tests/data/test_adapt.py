@@ -90,6 +90,9 @@ def test_splits_by_argument_and_pictures(caplog: pytest.LogCaptureFixture) -> No
     fixed = open_data({"_target_": f"{ME}.Pictures", "train": True}, [ME])
     caplog.set_level("INFO", logger="dtrain")
     assert fixed.dataset("val") is None and "nothing is evaluated" in caplog.text
+    caplog.clear()
+    none = open_data({"_target_": f"{ME}.only_train"}, [ME])
+    assert len(none.dataset("train")) == 8 and none.dataset("val") is None and "nothing is evaluated" in caplog.text
 
 
 def test_arrays() -> None:

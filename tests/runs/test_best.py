@@ -1,0 +1,25 @@
+"""Settings that follow a metric of the validation split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dtrain.runs.best import EARLY_STOP, check_split
+
+
+def config(metric: str = "val_loss", keep_best: str | None = None, eval_batches: int = 8) -> dict[str, Any]:
+    hooks = {"early_stop": {"_target_": EARLY_STOP, "metric": metric}, "Mine": {"_target_": "m.Mine"}}
+    return {"hooks": hooks, "checkpoint": {"keep_best": keep_best}, "train": {"eval_batches": eval_batches}}
+
+
+def test_what_follows_the_validation_split_is_refused_without_one() -> None:
+    with pytest.raises(
+        ValueError, match=r"early_stop\.metric=val_loss: needs a validation split, and data=m\.D has none"
+    ):
+        check_split(config(), "m.D")
+    with pytest.raises(ValueError, match=r"keep_best=val_accuracy: needs a validation split.*\n  fix: return .*train"):
+        check_split(config("val_mine", "val_accuracy"), "m.D")
+    check_split(config("val_mine", "mine"), "m.D")  # of a hook's own evaluation
+    check_split(config() | {"hooks": None}, "m.D")
