@@ -205,7 +205,7 @@ class LiveRun:
         run_dir, old = self.run_dir, self.record
         self.record = Record(run_dir, read_json(run_dir / "launch.json"), read_json(run_dir / "summary.json"), self.job)
         self.record.attempts  # noqa: B018  # read once
-        self.status, self.standstill = self.record.status, self.record.standstill
+        self.status, self.standstill = self.record.shown_status, self.record.standstill
         self.failure = read_json(run_dir / "failure.json") if self.status in ("failed", "died") else {}
         self.phase = str(read_json(run_dir / "logs" / "position-0.json").get("phase") or "") if self.is_live else ""
         if not self.plan:
@@ -288,7 +288,7 @@ class Glance:
                 self.row.update(parse_line(line))
         folder = self.run_dir
         self.record = Record(folder, read_json(folder / "launch.json"), read_json(folder / "summary.json"), job)
-        self.status = self.record.status
+        self.status = self.record.shown_status
         size = self._tail.offset
         if size > 1.02 * self._sampled_at or again:
             self._sampled_at, self.losses = size, sampled(self._tail.path, "loss")
