@@ -90,7 +90,7 @@ def choose(config: Mapping[str, Any], typed: set[str]) -> tuple[list[str], str]:
     best = found[0]
     if best.fits is False and not config["force"]:
         rule = f"no layout fits: the smallest, {name(best.layout)}, {lacking(best)}"
-        raise bad("strategy", AUTO, rule, "more GPUs (dtrain plan says how many), or a smaller model")
+        raise bad("strategy", AUTO, rule, "more GPUs (dtrain plan … --gpus-for 30d finds how many), or a smaller model")
     chosen = overrides_of(best, config)
     remarks = [f" {note}." for note in tight_note(found)]
     text = f"{why(found, config).removesuffix('.')}{planned_for(config, typed)}."

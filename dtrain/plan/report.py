@@ -95,9 +95,9 @@ def money(value: float | None) -> str:
 
 
 def lacking(prediction: Prediction) -> str:
-    """`yes`, `tight`, or how much memory is missing, and where; with offload the host's memory must be known."""
+    """`yes`, `tight`, or how much memory is missing, where most is; with offload the host's memory must be known."""
     room, host = prediction.room, prediction.host_room
-    if room is not None and room < 0:
+    if room is not None and room < min(0.0, host or 0.0):
         return f"lacks {gib(-room / GIB)}"
     if host is not None and host < 0:
         return f"lacks {gib(-host / GIB)} of host memory"

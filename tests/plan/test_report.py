@@ -40,6 +40,8 @@ def test_money_is_written_one_way(cost: float | None, text: str) -> None:
 def test_what_lacks_memory_says_how_much_and_of_which() -> None:
     assert report.lacking(made(50.0)) == "lacks 12.0 GiB"
     assert report.lacking(made(1.0, offload="cpu", hardware={"host_memory_gib": 1e-6})).endswith("of host memory")
+    assert report.lacking(made(50.0, offload="cpu", hardware={"host_memory_gib": 1e-6})) == "lacks 12.0 GiB"
+    assert report.lacking(made(38.00001, offload="cpu", hardware={"host_memory_gib": 1e-6})).endswith("of host memory")
     assert report.lacking(made(1.0, offload="cpu", hardware={"host_memory_gib": None})) == "host memory not known"
     assert report.lacking(made(1.0, offload="cpu", hardware={"host_memory_gib": 512})) == "yes"
     assert report.lacking(made(hardware={"gpu_memory_gib": None, "usable_memory_gib": None})) == "-"

@@ -129,7 +129,12 @@ def rank(found: list[Prediction]) -> list[Prediction]:
             count = bisect.bisect_right(timed, cautious(timed[0]) * TIE, key=cautious)
             ranked += sorted(timed[:count], key=lambda p: (p.tight, complexity(p.layout)))
             timed = timed[count:]
-    return ranked + sorted((p for p in found if p.fits is False), key=lambda p: -(p.room or 0.0))
+    return ranked + sorted((p for p in found if p.fits is False), key=lacks)
+
+
+def lacks(prediction: Prediction) -> float:
+    """Bytes that a layout lacks to fit, of the GPU's memory or of the host's."""
+    return max(-(prediction.room or 0.0), -(prediction.host_room or 0.0))
 
 
 def seconds(prediction: Prediction) -> float:

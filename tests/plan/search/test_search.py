@@ -331,6 +331,14 @@ def test_a_model_that_fits_easily_is_not_put_into_a_pipeline(asked: tuple[str, .
     assert best.layout.world_size == 8 and best.layout.strategy == "ddp"
 
 
+def test_what_lacks_least_is_closest_whichever_memory_it_is() -> None:
+    card, host = made(50.0), made(1.0, offload="cpu", hardware={"host_memory_gib": 1e-6})
+    assert card.fits is host.fits is False and (host.host_room or 0) > -GIB
+    assert rank([card, host]) == [host, card]
+    both = replace(host, memory=card.memory, reserve=20 * GIB)
+    assert rank([both, card]) == [card, both]
+
+
 def test_offload_to_a_host_of_unknown_memory_is_no_plain_yes() -> None:
     unknown, known = made(step_s=0.1, offload="cpu"), made(step_s=0.5)
     too_large = made(memory=100.0, step_s=0.1)
