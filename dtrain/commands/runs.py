@@ -92,7 +92,7 @@ def _show(options: argparse.Namespace, roots: list[str]) -> None:
         if not options.json:
             if options.where is not None and not runs:
                 say(stdout_console(), f"none of {counted(len(records), 'run')} meets it")
-            elif points:
+            elif len({path.parent for path in points}) == 1:  # else a folder of several sweeps
                 print_points(data, stdout_console())
             else:
                 print_runs(data, sort=options.sort)

@@ -80,14 +80,16 @@ def print_points(folder: Path, records: Sequence[Record], found: dict[Path, Diag
     states = ", ".join(f"{number} {status}" for status, number in counts.items())
     say(console, (f"{'sweep':<17}", "dim"), short_path(folder))
     say(console, (f"{'points':<17}", "dim"), f"{sum(counts.values())}: {states}")
-    words = own_words([record.run_dir for record in records])
-    for record, own in zip(records, words, strict=True):
+    dirs = [record.run_dir for record in records]
+    is_one = len({run_dir.parent for run_dir in dirs}) == 1  # else a folder of several sweeps, whose numbers repeat
+    names = [f"{point_text(run_dir):<4}" for run_dir in dirs] if is_one else [short_path(d) for d in dirs]
+    words = own_words(dirs) if is_one else [""] * len(dirs)
+    for record, name, own in zip(records, names, words, strict=True):
         if (one := found.get(record.run_dir)) is None:
             continue
         status = record.shown_status
         say(console, "")
-        number = f"{point_text(record.run_dir):<4}"
-        say(console, (number, "bold"), f"{own}  ", (status, STYLES.get(status, "")), (f"  {one.cause}", "bold"))
+        say(console, (name, "bold"), f"{own}  ", (status, STYLES.get(status, "")), (f"  {one.cause}", "bold"))
         what = clean(one.what)
         say(console, f"    {what[:1].upper()}{what[1:]}", *([f" {one.advice}"] if one.advice else []))
         command = next(iter(one.next), f"dtrain why {shell_path(record.run_dir)}")
@@ -95,7 +97,7 @@ def print_points(folder: Path, records: Sequence[Record], found: dict[Path, Diag
     say(console, "")
     if not found and not waiting:
         say(console, "No point of it has failed.")
-    elif (folder / JOURNAL).is_file() or (folder / STUDY).is_file():
+    elif any((run_dir.parent / name).is_file() for run_dir in found for name in (JOURNAL, STUDY)):
         say(
             console,
             "The command of the search, repeated, resumes what was stopped; a failed trial counts as the worst.",

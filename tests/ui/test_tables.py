@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtrain.commands.runs import main as runs_main
 from dtrain.report.why import diagnose
 from dtrain.runs.record import Record
 from dtrain.ui.tables import compare, print_compare, print_runs, print_sweep, sort_runs
@@ -246,6 +247,14 @@ def test_a_run_that_ended_early_is_never_best_and_points_that_wait_are_listed(tm
     (tmp_path / "0-seed=0" / "failure.json").write_text(json.dumps({"rank": 1, "type": "ValueError", "message": "no"}))
     print_sweep(sorted(tmp_path.glob("*-*")))
     assert "0  failed: rank 1: ValueError: no\n   dtrain why 0-seed=0\n" in capsys.readouterr().out
+
+
+def test_a_folder_of_several_sweeps_is_a_list_of_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    for sweep_name in ("s", "t"):
+        make(f"multirun/{sweep_name}/0-optim.lr=1", status="done", val_loss=1.0)
+    assert runs_main(["multirun"]) == 0
+    said = capsys.readouterr().out
+    assert "multirun/s/0-optim.lr=1" in said and "multirun/t/0-optim.lr=1" in said and "best" not in said
 
 
 def test_a_point_that_was_resumed_with_another_setting_says_so() -> None:
