@@ -120,8 +120,8 @@ def log_step(run: Run, finished: FinishedStep) -> None:
     if not finished.updated and not finished.spiked:
         norm = f"gradient norm {finished.grad_norm}"
         log.warning("step %d: loss %s, %s: not finite, weights unchanged", finished.step, finished.loss, norm)
-        if problem := nonfinite.problem(run, finished):
-            raise nonfinite.error(run, finished, problem)
+        if error := nonfinite.error(run, finished):
+            raise error
     run.step_times.append(finished.step_s)
     run.recent = [*run.recent[-1:], finished]
     run.summary.update(steps=finished.step, train_loss=finished.loss if math.isfinite(finished.loss) else None)

@@ -55,8 +55,10 @@ def has_trained(run: Run, finished: FinishedStep) -> bool:
     return run.num_skipped < finished.step
 
 
-def error(run: Run, finished: FinishedStep, what: str) -> NonFiniteError:
-    """Add to what is wrong where it comes from, as far as a second look finds it, and what to do."""
+def error(run: Run, finished: FinishedStep) -> NonFiniteError | None:
+    """If the run must end: what is wrong, where it comes from as far as a second look finds it, and what to do."""
+    if not (what := problem(run, finished)):
+        return None
     notes: list[str] = []
     place = in_fp32 = ""
     begin = finished.samples - run.cfg.train.global_batch_size
@@ -66,6 +68,8 @@ def error(run: Run, finished: FinishedStep, what: str) -> NonFiniteError:
         place, in_fp32 = first_place(run, begin, math.isfinite(finished.loss), notes)
     except Exception:  # data and model are not the question then
         log.exception("the step could not be looked at again")
+    if finished.overflow and not place and run.strategy.precision.scale >= 1:
+        return None  # a run of a few steps, over before fp16's loss scale has settled
     fix, change = advice(run, finished, place, in_fp32)
     raised = NonFiniteError(f"{what}{f'. {place}' if place else ''}\nFix: {fix}", change)
     for note in notes:

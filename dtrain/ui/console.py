@@ -180,6 +180,8 @@ def skipped_text(summary: dict[str, Any]) -> str:
     if not skipped or made is None:
         return "-"
     made -= number(summary.get("start_step")) or 0
+    if skipped >= made:
+        return f"{skipped:.0f} of {made:.0f}: nothing was trained, loss or gradient was never finite"
     many = skipped > max(5, 0.05 * made)
     return f"{skipped:.0f} of {made:.0f}" + (": loss or gradient not finite, or a spike" if many else "")
 

@@ -11,7 +11,7 @@ import pytest
 from dtrain.report.why import diagnose
 from dtrain.runs.record import Record
 from dtrain.train.nonfinite import smaller
-from dtrain.ui.console import next_commands, recommended
+from dtrain.ui.console import next_commands, recommended, skipped_text
 from tests.world import make_run, train
 
 NET = """
@@ -72,6 +72,13 @@ def test_a_run_whose_every_step_was_skipped_has_failed(tmp_path: Path) -> None:
     _, note = failed(tmp_path, "+model.bad=gradient", "precision=fp16")
     assert note["message"].startswith("all 6 steps were skipped, so nothing was trained")
     assert "the gradient is NaN" in note["message"]
+
+
+def test_a_run_that_ends_before_the_loss_scale_has_settled_is_done(tmp_path: Path) -> None:
+    settings = ["precision=fp16", "precision.init_scale=1e30", "train.steps=1", "cluster.processes=1"]
+    run = make_run(tmp_path / "run", *settings)
+    assert train(run, 1) == [0]
+    assert "nothing was trained" in skipped_text(json.loads((run / "summary.json").read_text()))
 
 
 def test_a_loss_that_diverged_gives_a_command_with_a_smaller_rate(tmp_path: Path) -> None:

@@ -223,7 +223,12 @@ def test_a_run_that_saves_nothing_is_not_promised_a_resume(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("skipped", "said"), [(1, "1 of 20"), (12, "12 of 20: loss or gradient not finite, or a spike")]
+    ("skipped", "said"),
+    [
+        (1, "1 of 20"),
+        (20, "20 of 20: nothing was trained, loss or gradient was never finite"),
+        (12, "12 of 20: loss or gradient not finite, or a spike"),
+    ],
 )
 def test_skipped_steps_are_counted_with_a_reason_if_they_are_many(tmp_path: Path, skipped: int, said: str) -> None:
     found = summary_of(tmp_path, status="done", steps=30, start_step=10, skipped_steps=skipped)
