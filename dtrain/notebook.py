@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from dtrain.config import run_file
+from dtrain.config.build import allowed
+from dtrain.config.files import TARGET
+from dtrain.errors import bad
 from dtrain.report.why import diagnose
 from dtrain.runs.find import find_checkpoint, find_run
 from dtrain.runs.folder import PLAN, read_json, read_summary
@@ -109,8 +112,12 @@ class LoadedRun:
         """
         from dtrain.inference.sample import load_plain  # imports torch
 
+        names, target = [trust] if isinstance(trust, str) else list(trust), str(self.config.model[TARGET])
+        if not allowed(target, names):
+            rule = f"{target} is your own code, and a run folder cannot say that it may run"
+            raise bad("trust", names, rule, f'model(trust=["{target.rpartition(".")[0]}"]), if that module is yours')
         step = None if at is None else find_checkpoint(f"{self.run_dir}@{at}").step
-        return load_plain(self.run_dir, [trust] if isinstance(trust, str) else list(trust), step)
+        return load_plain(self.run_dir, names, step)
 
     def why(self) -> str:
         """Why the run ended, as `dtrain why` says it."""

@@ -186,6 +186,10 @@ MODEL = [
     edit("a GPU by name", 3, "self.first(x)", "self.first(x.cuda())", "net.py:13 in forward", "no .cuda()"),
     edit("an unused layer on two ranks", 2, "self.last = ", "self.extra = nn.Linear(3, 3)\n        self.last = ",
          "extra.weight, extra.bias got no gradient", "net.py:10 in __init__", argv="cluster.processes=2"),
+    edit("a lazy layer", 2, "nn.Linear(4, dim)", "nn.LazyLinear(dim)", "first.weight is lazy", "net.py:8 in __init__"),
+    edit("a weight without a dimension under fsdp", 2, "self.last = ",
+         "self.t = nn.Parameter(torch.tensor(1.0))\n        self.last = ", "t is a single number", "strategy=ddp",
+         "net.py:10 in __init__", argv="strategy=fsdp cluster.processes=2"),
     edit("a weight that forward makes", 2, "        x = self.first(x)\n",
          "        if not hasattr(self, 'w'):\n            self.w = nn.Parameter(torch.ones(1))\n"
          "        x = self.first(x) * self.w\n", "w did not exist before forward()", "Net.__init__",

@@ -149,7 +149,7 @@ def test_fit_is_the_command_to_the_bit_and_can_be_called_again_to_go_on(
     assert torch.equal(model(inputs), expected(inputs)), "its own forward"
     assert not torch.equal(model.last.weight, again.load(at=12).last.weight), "another checkpoint"
     assert torch.equal(model.last.weight, dtrain.load(again.run_dir).model(trust=["net"]).last.weight)
-    with pytest.raises(ValueError, match=r"fix: 'trust=\[net\]'"):
+    with pytest.raises(ValueError, match=r'fix: model\(trust=\["net"\]\)'):
         dtrain.load(again.run_dir).model()
 
 

@@ -130,7 +130,8 @@ def splits_of(name: str, data: Any) -> dict[str, Any]:
             return dict(zip(("train", "val"), fitting[0], strict=True))
         if len(data) == 2 and None not in sizes:
             return {"train": tuple(data)}
-        if len(data) == 2 and all(is_pair(part) or is_dataset(part) for part in data):
+        of_samples = isinstance(data, tuple) and all(map(are_samples, data))
+        if len(data) == 2 and (of_samples or all(is_pair(part) or is_dataset(part) for part in data)):
             return {"train": data[0], "val": data[1]}
         if isinstance(data, tuple):
             kinds = ", ".join(type(part).__name__ for part in data)
@@ -145,6 +146,11 @@ def is_array(part: Any) -> bool:
 
 def is_pair(part: Any) -> bool:
     return isinstance(part, (tuple, list)) and len(part) == 2 and all(map(is_array, part))
+
+
+def are_samples(part: Any) -> bool:
+    """Is it a list of dicts or tuples? Two other lists may be inputs and targets."""
+    return isinstance(part, list) and bool(part) and isinstance(part[0], (dict, tuple))
 
 
 def is_dataset(part: Any) -> bool:

@@ -48,7 +48,8 @@ def export_gguf(
     arch = FAMILIES.get(cfg.model["_target_"])
     if arch is None:
         rule = f"is for models of {', '.join(FAMILIES.values())}, and this is {cfg.model['_target_']}"
-        raise bad("--format", "gguf", rule, "--format onnx, hf or safetensors")
+        others = "onnx, hf or safetensors" if cfg.model["_target_"].startswith("dtrain.") else "safetensors"
+        raise bad("--format", "gguf", rule, f"--format {others}")
     if find_spec("gguf") is None:
         raise bad("--format", "gguf", "needs the gguf package, which is not installed", "pip install 'dtrain[gguf]'")
     path = one_file(path, "model.gguf")

@@ -1,4 +1,4 @@
-"""Check what a model class of the user has made: an nn.Module that knows all of its weights."""
+"""Check what a model class of the user has made: an nn.Module that knows all of its weights, and their shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtrain.runs.source_lines import at_attribute, at_return
 
 
 def check(model: Any, function: Any = None) -> None:
-    """Reject what is no module, and weights that PyTorch does not see because they are in a plain list.
+    """Reject what is no module, lazy weights, and weights that PyTorch does not see as they are in a plain list.
 
     function: of the user, which made it.
     """
@@ -24,6 +24,11 @@ def check(model: Any, function: Any = None) -> None:
             raise at_return(bad("model", name, f"it returned the class {name}", fix), function)
         rule = "what it gives is not a torch.nn.Module"
         raise at_return(bad("model", type(model).__name__, rule, fix), function)
+    for name, weight in model.named_parameters():
+        if isinstance(weight, nn.parameter.UninitializedParameter):
+            rule = f"{name} is lazy: it has no shape before forward() runs, and dtrain must know what to divide"
+            fix = "a module with all its sizes: nn.Linear(in_features, out_features), not nn.LazyLinear"
+            raise at_attribute(bad("model", type(model).__name__, rule, fix), model, name.rpartition(".")[0])
     known = {id(module) for module in model.modules()}
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():

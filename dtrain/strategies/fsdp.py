@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from dtrain.comm import compress as compression
+from dtrain.errors import bad
+from dtrain.runs.source_lines import at_attribute
 from dtrain.strategies.base import Strategy
 from dtrain.strategies.compile import compile_layers
 from dtrain.strategies.materialize import init_weights, materialize
@@ -128,6 +130,11 @@ def shard_layers(
             f"strategy=fsdp: {type(model).__name__} does not define what to gather at a time\n"
             "  fix: add fsdp_units() to the model (a list of its layers), or strategy=ddp"
         )
+    scalars = [name for name, p in model.named_parameters() if p.dim() == 0]
+    if scalars:
+        rule = f"{scalars[0]} is a single number, without a dimension, which fsdp cannot divide"
+        fix = "give it one, nn.Parameter(torch.ones(1)); or strategy=ddp"
+        raise at_attribute(bad("model", type(model).__name__, rule, fix), model, scalars[0])
     if dtype == torch.float32:
         policy = MixedPrecisionPolicy()
     else:

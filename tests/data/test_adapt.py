@@ -105,6 +105,11 @@ def test_arrays() -> None:
     pairs = TensorDataset(torch.ones(4, 2), torch.zeros(4, dtype=torch.uint8))
     assert type(adapted("d", pairs)) is adapt.Arrays and adapted("d", pairs).targets.dtype == torch.int64
     assert splits_of("d", (np.ones((4, 2)), np.ones(4))).keys() == {"train"}
+    rows = [{"x": 1.0, "label": 0}] * 3
+    assert splits_of("d", (rows, rows[:1])) == {"train": rows, "val": rows[:1]}
+    assert splits_of("d", ([(1.0, 0)] * 3, [(1.0, 0)])).keys() == {"train", "val"}
+    with pytest.raises(ValueError, match="gave a tuple of list, list"):
+        splits_of("d", ([1.0, 2.0], [0, 1]))  # inputs and targets, or two splits?
     with pytest.raises(ValueError, match="pairs are not clear"):
         splits_of("d", [np.ones(4)] * 4)
     with pytest.raises(ValueError, match="4 and 3 rows"):
