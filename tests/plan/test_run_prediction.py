@@ -31,6 +31,7 @@ PLAN: dict[str, Any] = {
     "step_s": {"total": 0.4, "compute": 0.3, "communication": 0.1}, "tokens_per_s": 81920.0, "mfu": 0.41,
     "wall_s": 4000.0, "unit": "tokens",
 }  # fmt: skip
+ELSEWHERE = {"cluster": {"_target_": "dtrain.launch.slurm.Slurm"}, "dry_run": True}  # not in this machine's memory
 SEVEN_B = ["model=llama-7b", "precision=bf16", "data=synthetic", "cluster=infiniband", "dry_run=true"]
 
 
@@ -220,7 +221,7 @@ def test_refused_only_when_it_is_certain(
     found = "quiet"
     with caplog.at_level(logging.WARNING, "dtrain"):
         try:
-            fits.check({"force": force, "dry_run": True}, with_memory(total))
+            fits.check(ELSEWHERE | {"force": force}, with_memory(total))
         except ValueError as error:
             found = "refused"
             assert f"needs {total:.1f} GiB on each GPU (" in str(error) and "optimizer 20.0 GiB" in str(error)
@@ -233,12 +234,12 @@ def test_what_is_offloaded_may_not_fit_in_the_host(
 ) -> None:
     monkeypatch.setattr(fits, "way_out", lambda config: "strategy=fsdp")
     with caplog.at_level(logging.WARNING, "dtrain"):
-        fits.check({"force": False, "dry_run": True}, PLAN | {"fits": False})
+        fits.check(ELSEWHERE | {"force": False}, PLAN | {"fits": False})
     assert "may not fit in the memory of hardware=h100's hosts" in caplog.messages[0]
 
 
 def test_unknown_memory_is_no_reason_to_refuse() -> None:
-    config = {"force": False, "dry_run": True}
+    config = ELSEWHERE | {"force": False}
     fits.check(config, {"hardware": "unknown", "reason": "…"})
     fits.check(config, PLAN | {"fits": None, "memory_gib": PLAN["memory_gib"] | {"limit": None}})
 
