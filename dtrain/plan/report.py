@@ -26,7 +26,6 @@ NUMBERS = {"micro", "memory", "states", "activations", "logits", "rest", "step",
 LEAST_NEEDED = ("rest", "logits", "optimizer", "bubble", "states", "activations", "compute", "communication", "mfu",
                 "hours", "more", "tokens", "memory")  # fmt: skip
 LAYOUT = ("strategy", "degrees", "micro", "checkpointing")  # what tells rows apart, with "more"
-RESERVED = "CUDA, NCCL and gaps between allocations"  # what peak.reserve counts
 SLOWER = 1.21  # published runs took up to this much longer than predicted (docs/plan.md, benchmarks/planner)
 TOP, UNFIT = 5, 3  # rows: the best of all and of each strategy, and a few that do not fit
 
@@ -228,11 +227,18 @@ def details(prediction: Prediction) -> list[str]:
     memory = by_part(prediction.memory)
     lines = [f"memory  {gib(memory['total'] / GIB)} = {parts(memory, lambda v: gib(v / GIB))}"]
     if prediction.task.limit:
-        lines[0] += f"; {gib(prediction.reserve / GIB)} more for {RESERVED}; {gib(prediction.task.limit / GIB)} usable"
+        beside = f"{gib(prediction.reserve / GIB)} more for {reserved(prediction)}"
+        lines[0] += f"; {beside}; {gib(prediction.task.limit / GIB)} usable"
     if prediction.time is not None:
         time = by_part(prediction.time)
         lines.append(f"step    {step_time(time['total'])} = {parts(time, step_time)}")
     return lines
+
+
+def reserved(prediction: Prediction) -> str:
+    """Name what peak.reserve counts."""
+    libraries = "CUDA, NCCL" if prediction.task.hardware.gpu else "Python, torch"
+    return f"{libraries} and gaps between allocations"
 
 
 def explained(prediction: Prediction) -> list[str]:
@@ -240,7 +246,7 @@ def explained(prediction: Prediction) -> list[str]:
     each = "GPU" if prediction.task.hardware.gpu else "rank"
     lines = [f"memory of the fullest {each}, GiB:"]
     lines += [explained_item(item, f"{item.value / GIB:9.3f}") for item in prediction.memory]
-    beside = f"; plus {gib(prediction.reserve / GIB)} for {RESERVED}" if prediction.task.limit else ""
+    beside = f"; plus {gib(prediction.reserve / GIB)} for {reserved(prediction)}" if prediction.task.limit else ""
     lines.append(f"  {prediction.memory_bytes / GIB:9.3f}  in all{beside}")
     if prediction.time is not None:
         lines += ["", f"one step of the slowest {each}, ms:"]
