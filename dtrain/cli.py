@@ -30,9 +30,14 @@ def main(argv: list[str] | None = None) -> int:
         gc.set_threshold(200_000)  # most objects stay alive: collecting them would take a tenth of the time
     try:
         if command not in COMMANDS:
-            near = table.nearest(command)
-            fix = f"did you mean dtrain {near}?" if near else "dtrain --help lists them"
-            fix = f"dtrain launch {shlex.join(argv)}" if "=" in command else fix
+            meant = table.meant(command, rest)
+            is_misspelt = (
+                meant and table.nearest(command) == meant[0] and not table.is_elsewhere(command) and "." not in command
+            )
+            fix = f"dtrain {shlex.join(meant)}" if meant else "dtrain --help lists them"
+            fix = f"did you mean {fix}?" if is_misspelt else fix
+            if command in ("rm", "delete", "remove", "clean"):
+                fix = "`dtrain runs` lists the folders of runs; rm -r FOLDER deletes one"
             raise ValueError(f"{command or repr(command)}: there is no such command\n  fix: {fix}")
         code = run(command, rest)
         sys.stdout.flush()

@@ -24,10 +24,10 @@ ELSEWHERE = {
     "ranks num_ranks",
     "cluster.partition": "queue",
     "cluster.max_restarts": "max_restarts restarts",
-    "optim": "optimizer opt",
+    "optim": "optimizer opt optimizer.type optimizer.name optim_name optimizer_type",
     "optim.lr": "lr learning_rate max_lr peak_lr base_lr",
     "optim.weight_decay": "wd",
-    "schedule": "scheduler lr_scheduler lr_schedule lr_scheduler_type",
+    "schedule": "scheduler lr_scheduler lr_schedule lr_scheduler_type scheduler.type scheduler.name scheduler_type",
     "schedule.warmup_steps": "warmup num_warmup_steps warmup_iters lr_warmup_steps",
     "precision": "dtype mixed_precision torch_dtype",
     "strategy": "distributed_strategy parallelism parallel distributed backend",
@@ -49,6 +49,9 @@ ELSEWHERE = {
     "model.dim": "n_embd hidden_size d_model embed_dim",
     "model.seq_len": "block_size max_length max_seq_len context_length sequence_length seq_length",
     "data": "dataset dataset_name",
+    "hooks": "callbacks callback",
+    "loss": "criterion loss_fn loss_function objective",
+    "checkpoint.keep_best": "monitor metric_for_best_model",
     "model": "arch net model_name model_name_or_path",
 }
 # The same for what dtrain measures in another way: what to type, the names, and how to get from one to the other.
@@ -72,7 +75,7 @@ OTHERWISE = {
     "compile=auto": ("torch_compile use_compile compile_model", "the default on a GPU; compile=none turns it off"),
     "hooks=early_stop": ("early_stopping early_stopping_patience patience", "dtrain explain hooks=early_stop"),
     "strategy=fsdp": (
-        "zero zero_stage zero_optimization deepspeed use_fsdp sharded",
+        "deepspeed use_deepspeed use_fsdp sharded fsdp_config",
         "it shards as ZeRO does; DeepSpeed's own are zero1, zero2 and zero3",
     ),
     "lora.rank=8": ("use_lora peft use_peft", "low-rank adapters; 0 trains all weights"),
@@ -82,6 +85,94 @@ OTHERWISE = {
         "shows the command and starts nothing; for full tracebacks: export HYDRA_FULL_ERROR=1",
     ),
     "checkpoint.save=false": ("no_save", "no checkpoint at all"),
+}
+# What other programs call an option of a group: what to type here, and their names.
+OPTIONS_ELSEWHERE = {
+    "strategy": {
+        "strategy=ddp": "dp data_parallel dataparallel distributed_data_parallel distributeddataparallel distributed "
+        "ddp_spawn ddp_fork ddp_notebook ddp_find_unused_parameters_true ddp_find_unused_parameters_false multi_gpu "
+        "nccl gloo",
+        "strategy=ddp cluster.processes=1": "none no single single_device single_gpu",
+        "strategy=fsdp": "fsdp2 fsdp1 fully_sharded fully_shard full_shard fullyshardeddataparallel "
+        "fully_sharded_data_parallel fsdp_native sharded zero zero_dp",
+        "strategy=fsdp strategy.sharding=grad_op": "shard_grad_op",
+        "strategy=fsdp strategy.sharding=hybrid strategy.replica_size=2 cluster.processes=4": "hybrid_shard hsdp",
+        "strategy=fsdp strategy.offload=cpu": "fsdp_offload fsdp_cpu_offload",
+        "strategy=zero1": "deepspeed_stage_1 zero_1 zero_stage_1 zeroredundancyoptimizer",
+        "strategy=zero2": "deepspeed_stage_2 zero_2 zero_stage_2",
+        "strategy=zero3": "deepspeed ds deepspeed_stage_3 zero_3 zero_stage_3",
+        "strategy=zero2 strategy.offload=cpu": "deepspeed_stage_2_offload",
+        "strategy=zero3 strategy.offload=cpu": "deepspeed_stage_3_offload zero_offload",
+        "strategy=tensor": "tp tensor_parallel tensorparallel model_parallel modelparallel mp",
+        "strategy=pipeline": "pp pipeline_parallel pipelineparallel gpipe 1f1b pipe",
+        "strategy=3d cluster.processes=4": "megatron megatron_lm nd hybrid_parallel",
+        "strategy=fsdp strategy.cp=2": "cp context_parallel sequence_parallel ring_attention ulysses",
+        "strategy=ps": "parameter_server parameterserver",
+        "strategy=local_sgd": "localsgd fedavg",
+    },
+    "precision": {
+        "precision=fp32": "float32 float 32 32-true 32-mixed full no none fp64 float64 double 64 64-true tf32",
+        "precision=bf16": "bfloat16 bf16-mixed mixed amp autocast",
+        "precision=bf16-pure": "bf16-true bf16_true 16-true fp16-true",
+        "precision=fp16": "float16 16-mixed fp16-mixed 16 half",
+        "precision=fp8": "8 float8 transformer-engine",
+    },
+    "schedule": {
+        "schedule=cosine": "cosine_with_warmup cosine_with_restarts cosine_with_hard_restarts cosine_annealing "
+        "cosineannealing cosineannealinglr cosineannealingwarmrestarts warmup_cosine warmupcosinelr onecycle "
+        "onecyclelr one_cycle cosine_schedule_with_warmup get_cosine_schedule_with_warmup cosine_decay",
+        "schedule=linear": "linear_with_warmup linearlr warmup_linear get_linear_schedule_with_warmup warmupdecaylr "
+        "linear_decay linear_warmup",
+        "schedule=constant": "constant_with_warmup constantlr none no warmup warmuplr fixed "
+        "get_constant_schedule_with_warmup",
+        "schedule=step": "steplr multisteplr step_lr exponentiallr exponential step_decay",
+        "schedule=polynomial": "polynomiallr poly polynomial_decay",
+        "schedule=wsd": "warmup_stable_decay trapezoidal",
+    },
+    "optim": {
+        "optim=adamw": "adamw_torch adamw_torch_fused adamw_hf fusedadam fused_adam cpuadam adamw_fused",
+        "optim=adamw optim.state=int8": "adamw8bit adamw_8bit adamw_bnb_8bit paged_adamw_8bit bnb adam8bit",
+        "optim=lion": "lion_32bit",
+        "optim=sgd": "momentum sgd_momentum nesterov",
+    },
+    "loss": {
+        "loss=cross_entropy": "ce xent nll crossentropy cross-entropy crossentropyloss softmax_cross_entropy "
+        "categorical_crossentropy sparse_categorical_crossentropy",
+        "loss=mse": "mseloss l2 mean_squared_error mse_loss",
+        "loss=own": "none model",
+    },
+    "model": {
+        "model=gpt2-124m": "gpt2 gpt-2 gpt gpt2-small gpt2-base nanogpt openai-community/gpt2",
+        "model=gpt2-350m": "gpt2-medium openai-community/gpt2-medium",
+        "model=gpt2-774m": "gpt2-large openai-community/gpt2-large",
+        "model=gpt2-1.5b": "gpt2-xl openai-community/gpt2-xl",
+        "model=llama-7b": "llama2-7b llama-2-7b llama2 meta-llama/llama-2-7b meta-llama/llama-2-7b-hf",
+        "model=llama-8b": "llama3 llama3-8b llama-3-8b llama-3.1-8b meta-llama/meta-llama-3-8b meta-llama/llama-3.1-8b",
+        "model=bert-base": "bert bert-base-uncased bert-base-cased google-bert/bert-base-uncased",
+        "model=bert-large": "bert-large-uncased bert-large-cased google-bert/bert-large-uncased",
+        "model=resnet50": "resnet resnet-50 microsoft/resnet-50",
+        "model=vit-b16": "vit vit-base vit_b_16 vit-base-patch16-224 google/vit-base-patch16-224",
+    },
+    "data": {
+        "data=cifar10": "cifar cifar-10",
+        "data=images data.path=FOLDER": "imagenet imagefolder imagenet1k image",
+        "data=text data.path=FOLDER": "wikitext openwebtext tinyshakespeare shakespeare txt",
+        "data=tokens data.path=FOLDER": "memmap bin",
+        "data=synthetic": "random fake dummy",
+    },
+    "logger": {
+        "logger=tensorboard": "tb tensorboardlogger",
+        "logger=wandb": "wb wandblogger weights_and_biases",
+        "logger=csv": "csvlogger",
+        "logger=mlflow": "mlflowlogger",
+        "logger=none": "console stdout no false",
+    },
+    "hooks": {"hooks=early_stop": "earlystopping early_stopping earlystoppingcallback"},
+    "cluster": {
+        "cluster=local": "localhost single none cpu gpu torchrun",
+        "cluster=slurm": "sbatch srun submitit",
+        "cluster=kubernetes": "k8s",
+    },
 }
 MOST_LISTED = 20  # settings of a section that a message lists
 LONGEST = 400  # longest value, in characters, that a message repeats
@@ -128,7 +219,7 @@ def unknown(
 
 def are_alike(known: str, key: str) -> bool:
     """Whether the last words of two settings are, too: logger.mlflow.uri is not meant by logger.colour."""
-    return likeness(known.rpartition(".")[2], key.rpartition(".")[2]) >= 0.6
+    return likeness(known.rpartition(".")[2], key.rpartition(".")[2]) >= 0.7
 
 
 def likeness(known: str, typed: str) -> float:
@@ -137,8 +228,14 @@ def likeness(known: str, typed: str) -> float:
 
 def foreign(key: str) -> str | None:
     """Return the setting, or the group, that other programs give this name."""
-    leaf = key.rpartition(".")[2].lower()
-    return next((ours for ours, theirs in ELSEWHERE.items() if leaf in theirs.split()), None)
+    names = {key.lower(), key.rpartition(".")[2].lower()}
+    return next((ours for ours, theirs in ELSEWHERE.items() if names & {*theirs.split()}), None)
+
+
+def foreign_option(group: str, option: str) -> str | None:
+    """Return what to type for an option that other programs call so, if it has one meaning here."""
+    names = OPTIONS_ELSEWHERE.get(group, {})
+    return next((ours for ours, theirs in names.items() if option.lower() in theirs.split()), None)
 
 
 class CheckpointError(RuntimeError):

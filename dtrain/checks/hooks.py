@@ -9,7 +9,7 @@ from typing import Any
 from dtrain.checks.checkpoint import check_known
 from dtrain.config.files import HOOKS
 from dtrain.config.hook_methods import Arity, check_methods
-from dtrain.config.source import class_source
+from dtrain.config.source import class_source, place
 from dtrain.errors import bad
 from dtrain.models.losses import OWN
 from dtrain.runs.best import EARLY_STOP
@@ -35,7 +35,8 @@ def methods_of(target: str) -> set[str] | None:
     if source is None:
         return None
     found = {node.name: arity(node) for node in source.body if isinstance(node, ast.FunctionDef)}
-    check_methods(target, found, is_complete=not source.bases)
+    nodes = {node.name: node for node in source.body if isinstance(node, ast.FunctionDef)}
+    check_methods(target, found, not source.bases, lambda name: f"{place(target, nodes.get(name, source))}: ")
     return set(found)
 
 

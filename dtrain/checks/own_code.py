@@ -1,13 +1,13 @@
-"""Check, from its source, that a model is a module, that an optimizer needs no closure, and that a loss exists."""
+"""Check, from their source, that a model, an optimizer and a schedule can be called as the training loop calls them."""
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
-from dtrain.checks.loss import method_of
-from dtrain.config.source import choice, class_source, find, likely, spec_of
-from dtrain.errors import bad
+from dtrain.config.source import choice, class_source, find, inherited, likely, place, source_of, spec_of
+from dtrain.errors import bad, foreign_option
 
 
 def check(config: dict[str, Any]) -> None:
@@ -19,10 +19,83 @@ def check(config: dict[str, Any]) -> None:
         names = likely("model", Path(spec.origin)) if spec and spec.origin else []
         fix = choice("model", module, name, names) if names else f"class {name}(nn.Module)"
         raise bad("model", model, "is not a torch.nn.Module", fix)
-    step = None if optimizer.startswith("dtrain.") else method_of(optimizer, "step")
-    required = step.args.args[: len(step.args.args) - len(step.args.defaults)] if step else []
-    if "closure" in [argument.arg for argument in required]:
-        rule = "needs a closure that computes the loss again, which no strategy gives"
-        raise bad("optim", optimizer, rule, "optim=adamw, or another optimizer whose step() needs no arguments")
+    if found is not None:
+        check_forward(model, found)
+    if not optimizer.startswith("dtrain."):
+        check_optimizer(optimizer)
     if not loss.startswith("dtrain."):
         find(loss, "loss")
+    check_schedule(config["schedule"])
+
+
+def check_forward(model: str, found: ast.ClassDef) -> None:
+    forward, name = inherited(model, "forward"), model.rpartition(".")[2]
+    if forward is False:
+        rule = f"{place(model, found)}: the class {name} has no forward"
+        raise bad("model", model, rule, f"def forward(self, inputs) in {name}, which returns the outputs")
+    if isinstance(forward, ast.FunctionDef) and not forward.decorator_list:
+        args = forward.args
+        if len(args.posonlyargs) + len(args.args) < 2 and not (args.vararg or args.kwarg or args.kwonlyargs):
+            rule = f"{place(model, forward)}: {name}.forward takes no inputs"
+            raise bad("model", model, rule, "def forward(self, inputs)")
+
+
+def required_of(function: ast.FunctionDef) -> list[str]:
+    args = function.args
+    names = [a.arg for a in (*args.posonlyargs, *args.args)]
+    return names[: len(names) - len(args.defaults)]
+
+
+def check_optimizer(target: str) -> None:
+    source = source_of(target)
+    if isinstance(source, ast.FunctionDef):
+        if not (source.args.args or source.args.posonlyargs or source.args.vararg or source.decorator_list):
+            rule = f"{place(target, source)}: {source.name}() is called with the model's parameters"
+            raise bad("optim", target, rule, f"def {source.name}(named_parameters, lr=1e-3)")
+        return
+    if source is None:
+        return
+    step, init = inherited(target, "step"), inherited(target, "__init__")
+    if step is False:
+        rule = f"{place(target, source)}: the class {source.name} has no step(), so it is no optimizer"
+        raise bad("optim", target, rule, f"class {source.name}(torch.optim.Optimizer) with def step(self)")
+    if isinstance(init, ast.FunctionDef) and not init.args.vararg and not init.decorator_list:
+        names = [a.arg for a in (*init.args.posonlyargs, *init.args.args)]
+        if len(names) < 2 or (len(init.args.defaults) == len(names) - 1 and names[1] in ("lr", "learning_rate")):
+            given = f"{source.name}.__init__({', '.join(names)})"
+            rule = f"{place(target, init)}: {given} is called with the model's parameters first"
+            raise bad("optim", target, rule, "def __init__(self, params, lr=1e-3)")
+    if isinstance(step, ast.FunctionDef) and not step.decorator_list and (more := required_of(step)[1:]):
+        rule = f"needs {more[0]}, and step() is called without arguments"
+        if more[0] == "closure":
+            rule = "needs a closure that computes the loss again, which no strategy gives"
+        else:
+            rule = f"{place(target, step)}: {source.name}.step {rule}"
+        raise bad("optim", target, rule, "optim=adamw, or another optimizer whose step() needs no arguments")
+
+
+def check_schedule(section: dict[str, Any]) -> None:
+    """Reject a schedule that cannot be called as schedule(step, steps=…), with its settings."""
+    target = section["_target_"]
+    if target.startswith("dtrain."):
+        return
+    function = source_of(target)
+    sketch = "a function that returns the share of the peak rate, from 0 to 1"
+    if isinstance(function, ast.ClassDef):
+        name = function.name
+        ours = foreign_option("schedule", name) or "schedule=cosine"
+        fix = f"{ours}, or `def {name.lower()}(step, steps)`, {sketch}"
+        raise bad("schedule", target, "is a class, and a schedule is a function of the step", fix)
+    if function is None or function.decorator_list:
+        return
+    args = function.args
+    names = [a.arg for a in (*args.posonlyargs, *args.args)]
+    where = f"{place(target, function)}: {function.name}({', '.join(names)})"
+    keyword = {a.arg for a in args.kwonlyargs}
+    takes_steps = args.kwarg or "steps" in keyword or "steps" in [a.arg for a in args.args][1:]
+    if not takes_steps or not (names or args.vararg):
+        rule = f"{where} is called as {function.name}(step, steps=…): the step from 0, and the steps of the run"
+        raise bad("schedule", target, rule, f"def {function.name}(step, steps), {sketch}")
+    if more := [name for name in required_of(function)[1:] if name != "steps" and name not in section]:
+        rule = f"{where} is called with step and steps, and {more[0]} has no value"
+        raise bad("schedule", target, rule, f"schedule.{more[0]}=…, or a default in the signature: {more[0]}=…")

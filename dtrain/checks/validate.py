@@ -51,11 +51,12 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     check_text(flat)
     tags.check(config["tags"])
     check_cluster(config)
-    ranks, batch_size = (world_size(config), config["cluster"]["processes"]), config["train"]["global_batch_size"]
+    ranks = world_size(config), config["cluster"]["processes"]
+    batch = config["train"]["global_batch_size"], config["train"]["micro_batch_size"]
     ours, tp = config["model"]["_target_"].startswith("dtrain."), config["strategy"].get("tp", 1)
     if ours and tp > 1:  # before the mesh: its fix is a number of ranks for this tp
         check_heads(config["model"], tp, config["cluster"]["processes"])
-    sizes = mesh.of_strategy(config["strategy"], *ranks, batch_size)
+    sizes = mesh.of_strategy(config["strategy"], *ranks, *batch)
     if ours:  # in a user's own model `dim` may mean something else
         check_model(config["model"], sizes)
     _, _, num_micro_batches = batch_sizes(config, sizes)

@@ -20,17 +20,21 @@ SECTIONS: dict[str, dict[str, Command]] = {
     "Train": {
         "launch": Command(
             "dtrain.commands.launch", "…", "train: the same as `python launch.py …`",
-            others=("train", "run", "start", "fit", "resume", "torchrun"),
+            others=(
+                "train", "run", "start", "fit", "torchrun", "accelerate", "deepspeed", "mpirun", "horovodrun", "srun",
+                "exec", "submit", "sbatch", "finetune", "pretrain",
+            ),
         ),
         "search": Command(
             "dtrain.commands.search.command", "SETTING=SPACE …", "look for the best settings: optuna, ASHA, PBT",
             ("search strategy=ddp,fsdp 'optim.lr=tag(log,interval(1e-4,1e-2))' trials=20",
              "search algorithm=asha optim.lr=1e-4,1e-3,1e-2"),
-            others=("tune", "optimize", "hpo", "sweep", "optuna"),
+            others=("tune", "optimize", "hpo", "sweep", "optuna", "lr-find", "lr_find", "multirun"),
         ),
         "recipes": Command(
             "dtrain.commands.recipes", "ls|show|cp", "complete configurations to start from",
-            ("recipes ls", "recipes show cpu-tiny", "recipes cp cpu-tiny my.yaml"), others=("recipe", "init", "new"),
+            ("recipes ls", "recipes show cpu-tiny", "recipes cp cpu-tiny my.yaml"),
+            others=("recipe", "init", "new", "examples", "templates"),
         ),
     },
     "Before a run": {
@@ -40,17 +44,18 @@ SECTIONS: dict[str, dict[str, Command]] = {
         ),
         "explain": Command(
             "dtrain.commands.explain", "SETTING|GROUP", "what it means, its type, its default, its values",
-            others=("describe", "man", "config", "settings"),
+            others=("describe", "man", "config", "settings", "docs"),
         ),
         "verify": Command(
             "dtrain.commands.verify.command", "[strategies=…]",
             "check here that every strategy computes the same as one process",
             ("verify strategies=ddp,fsdp processes=2", "verify model=gpt2-tiny train.steps=5"),
-            others=("selftest", "compare"),
+            others=("selftest", "compare", "self-test"),
         ),
         "preflight": Command(
             "dtrain.commands.preflight", "[preflight=full]", "check the nodes, before a run or alone (cluster=…)",
-            ("preflight preflight=full", "preflight cluster=slurm cluster.nodes=2"), others=("doctor", "check"),
+            ("preflight preflight=full", "preflight cluster=slurm cluster.nodes=2"),
+            others=("doctor", "check", "nvidia-smi", "diagnose-node"),
         ),
         "comm": Command(
             "dtrain.commands.comm", "bench [model=… …]",
@@ -68,12 +73,14 @@ SECTIONS: dict[str, dict[str, Command]] = {
     "While it runs": {
         "runs": Command(
             "dtrain.commands.runs", "[RUN …|SWEEP]", "list runs, or compare them; a sweep's table",
-            ("runs", "runs latest", "runs --sort val_loss --limit 10"), others=("ls", "list", "ps", "jobs", "show"),
+            ("runs", "runs latest", "runs --sort val_loss --limit 10"),
+            others=("ls", "list", "ps", "jobs", "show", "history", "checkpoints", "checkpoint"),
         ),
         "watch": Command(
             "dtrain.commands.watch", "[RUN|SWEEP]",
             "follow it live: curve, speed against the plan, ranks, GPUs, queue, log",
-            ("watch latest", "watch latest --once"), others=("follow", "live", "top", "monitor"),
+            ("watch latest", "watch latest --once"),
+            others=("follow", "live", "top", "monitor", "dashboard", "ui", "progress"),
         ),
         "status": Command(
             "dtrain.commands.status", "RUN", "one run: its job, progress, attempts, and the next command",
@@ -81,7 +88,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
         ),
         "logs": Command(
             "dtrain.commands.logs", "RUN [-f] [--rank N]", "the log of a rank",
-            ("logs latest -f", "logs latest --rank 1 -n all"), others=("tail", "cat"),
+            ("logs latest -f", "logs latest --rank 1 -n all"), others=("tail", "cat", "output"),
         ),
         "plot": Command(
             "dtrain.commands.plot", "RUN … [METRIC …]", "draw curves in the terminal",
@@ -120,7 +127,8 @@ SECTIONS: dict[str, dict[str, Command]] = {
         ),
         "evaluate": Command(
             "dtrain.commands.evaluate", "RUN", "loss, perplexity or accuracy over the whole held-out split",
-            ("evaluate latest", "evaluate latest --split train --json"), others=("eval", "test", "validate", "score"),
+            ("evaluate latest", "evaluate latest --split train --json"),
+            others=("eval", "test", "validate", "score", "val", "evaluation"),
         ),
         "sample": Command(
             "dtrain.commands.sample", 'RUN "prompt"', "generate text with a trained language model",
@@ -183,5 +191,55 @@ def nearest(word: str) -> str | None:
     import difflib
 
     names = {other: name for name, command in COMMANDS.items() for other in (*command.others, name)}
-    near = difflib.get_close_matches(word.lower(), names, 1)
+    near = difflib.get_close_matches(word.lower(), names, 1, 0.75)
     return names[near[0]] if near else None
+
+
+def is_elsewhere(word: str) -> bool:
+    """Do other programs call a command of ours so?"""
+    return any(word in command.others for command in COMMANDS.values())
+
+
+def meant(word: str, rest: list[str]) -> list[str] | None:
+    """The arguments of `dtrain` that do what a command of another name probably should; None: there is no such command.
+
+    `resume RUN` is a launch with resume=RUN, and `run train.py --lr 1` one with script=train.py.
+    """
+    import re
+
+    processes: list[str] = []
+    if word in ("python", "python3", "dtrain") and rest:
+        word, rest = rest[0], rest[1:]
+    if word in ("torchrun", "accelerate", "deepspeed", "mpirun", "horovodrun", "srun"):  # with flags of their own
+        start = next((i for i, part in enumerate(rest) if part.endswith(".py")), 0)
+        ranks = re.search(
+            r"-(?:-nproc[_-]per[_-]node|-num[_-]gpus|-num[_-]processes|np?)[= ](\d+)", " ".join(rest[:start])
+        )
+        processes, rest = [f"cluster.processes={ranks[1]}"] if ranks else [], rest[start:]
+    if word in ("resume", "restart", "continue", "fork", "branch"):
+        key = "fork" if word in ("fork", "branch") else "resume"
+        run = rest[0] if rest and "=" not in rest[0] and rest[0][0] != "-" else "latest"
+        return ["launch", f"{key}={run}", *(rest[1:] if rest[:1] == [run] else rest)]
+    if word.endswith(".py") and word.rpartition("/")[2] == "launch.py":
+        return ["launch", *rest]
+    if word.endswith(".py") or (nearest(word) == "launch" and rest and rest[0].endswith(".py")):
+        file, *args = [word, *rest] if word.endswith(".py") else rest
+        if file.rpartition("/")[2] == "launch.py":
+            return ["launch", *args, *processes]
+        return ["launch", f"script={file}", *processes, *([f"script_args=[{','.join(args)}]"] if args else [])]
+    if word.lstrip("-") in ("config", "cfg", "compose", "settings", "show-config") and (not rest or "=" in rest[0]):
+        return ["launch", "--cfg", "job", *rest]
+    if word.replace("_", "-").lstrip("-") in ("dry-run", "dryrun", "preview"):
+        return ["launch", "dry_run=true", *rest]
+    groups = {"strategies": "strategy", "models": "model", "optimizers": "optim", "options": "strategy"}
+    if word in groups or word.rstrip("s") in ("strategy", "model", "optim", "precision", "cluster", "logger", "hook"):
+        return ["explain", groups.get(word, "hooks" if word.startswith("hook") else word.rstrip("s"))]
+    if word in ("tensorboard", "tb"):
+        return ["log", *(rest or ["latest"]), "logger=tensorboard"]
+    if word in ("compare", "diff") and rest:
+        return ["runs", *rest]
+    if "=" in word or word in ("-m", "--multirun"):
+        return ["launch", *(part.lstrip("-") if "=" in part else part for part in (word, *rest))]
+    found = nearest(word)
+    needs_run = found and COMMANDS[found].arguments.startswith("RUN") and not rest
+    return [found, *(["latest"] if needs_run else rest)] if found else None

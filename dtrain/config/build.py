@@ -21,6 +21,12 @@ from dtrain.errors import bad
 TRUST = "DTRAIN_TRUST"
 
 
+def fewest(modules: Iterable[str]) -> list[str]:
+    """Leave out the modules that another one contains: for a command to paste."""
+    names = list(dict.fromkeys(modules))
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+
+
 def typed_trust() -> list[str]:
     """Return the modules that the user trusted on the command line, as passed on by the launcher."""
     return [name for name in os.environ.get(TRUST, "").split(",") if name]
@@ -117,7 +123,7 @@ def untrusted(key: str, target: str, trust: Iterable[str]) -> ValueError:
     fix = f"{known}, or trust=[…] with the module's name, if you know that code and want it to run"
     module = target.partition(".")[0]
     if file := own_file(module):
-        names = dict.fromkeys([*trust, module])
+        names = fewest([*trust, module])
         fix = f"'trust=[{','.join(names)}]' if that module is yours ({file})"
     return bad(key, target, rule, fix)
 

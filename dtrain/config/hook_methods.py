@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from dtrain.errors import bad
 
@@ -24,29 +24,37 @@ LIKELY = 0.8  # similarity from which a method with another name is a misspelt o
 Arity = tuple[float, float]  # fewest and most positional arguments, without self
 
 
-def check_methods(target: str, found: Mapping[str, Arity | None], is_complete: bool = True) -> None:
+def check_methods(
+    target: str,
+    found: Mapping[str, Arity | None],
+    is_complete: bool = True,
+    where: Callable[[str], str] = lambda method: "",
+) -> None:
     """Reject a class that is no hook, or whose methods would never be called, or cannot be.
 
-    found: its methods; None: the number of arguments is not known. is_complete: it inherits no others.
+    found: its methods; None: the number of arguments is not known. is_complete: it inherits no others. where: gives
+    "file:line: " of a method, and for "" of the class.
     """
     name = target.rpartition(".")[2]
     known = [method for method in found if method in METHODS]
     for method in found:
         near = difflib.get_close_matches(method, METHODS, 1, LIKELY)
         if near and method not in METHODS and not method.startswith("_") and near[0] not in found:
-            rule = f"{name}.{method} is not a method that dtrain calls"
+            rule = f"{where(method)}{name}.{method} is not a method that dtrain calls"
             raise bad("hooks", target, rule, f"did you mean {near[0]}? If it is for {name} itself: _{method}")
     if not known and is_complete:
-        rule = f"{name} has no method that dtrain calls"
+        rule = f"{where('')}{name} has no method that dtrain calls"
         raise bad("hooks", target, rule, f"give it one or more of {', '.join(METHODS)}")
     for method in known:
         arity, needed = found[method], len(METHODS[method])
         if arity is not None and not arity[0] <= needed <= arity[1]:
             call = f"{method}({', '.join(METHODS[method])})"
-            raise bad("hooks", target, f"{name}.{method} cannot be called as {call}", f"def {sketch(method)}")
+            rule = f"{where(method)}{name}.{method} cannot be called as {call}"
+            raise bad("hooks", target, rule, f"def {sketch(method)}")
     if ("state_dict" in known) != ("load_state_dict" in known) and is_complete:
         has, lacks = ("state_dict", "load_state_dict")[:: 1 if "state_dict" in known else -1]
-        raise bad("hooks", target, f"{name} has {has}, but not {lacks}", f"add {lacks}: def {sketch(lacks)}")
+        rule = f"{where(has)}{name} has {has}, but not {lacks}"
+        raise bad("hooks", target, rule, f"add {lacks}: def {sketch(lacks)}")
 
 
 def sketch(method: str) -> str:

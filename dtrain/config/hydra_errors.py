@@ -24,7 +24,8 @@ from dtrain.config.files import (
     yaml_loader,
 )
 from dtrain.config.files import GROUPS as GROUPS
-from dtrain.errors import OTHERWISE, foreign, unknown
+from dtrain.config.source import exports, nearest_name
+from dtrain.errors import OTHERWISE, foreign, foreign_option, unknown
 from dtrain.util import disk_space
 
 TORCH_OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")
@@ -34,6 +35,13 @@ MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)  # user
 
 def explain(error: BaseException, argv: Sequence[str] = ()) -> str:
     """Return one clear message with a fix for a user error raised by Hydra, OmegaConf or dtrain. argv: as typed."""
+    text = explained(error, argv)
+    for key in {word.partition("=")[0] for word in argv if re.match(r"\w[\w.]*=", word)}:
+        text = text.replace(f"++{key}", key)  # added by the launcher, for settings that conf/ does not have
+    return text
+
+
+def explained(error: BaseException, argv: Sequence[str]) -> str:
     text = str(error)
     # one of several options: Hydra does not list what there is
     in_list = re.search(rf"Could not load '(({'|'.join(SEVERAL)})/[^']*)'", text)
@@ -44,11 +52,18 @@ def explain(error: BaseException, argv: Sequence[str] = ()) -> str:
         options = sorted({*found, *(["auto"] if group == "strategy" else [])})
         longer = [o for o in options if option and o.startswith(f"{option.lower()}-")]  # a100: a100-40gb or a100-80gb
         same = next((o for o in options if o == option.lower()), "")
-        same = same or (DTYPES.get(option.lower(), "") if group == "precision" else "")
         near = [same] if same else longer[:4] or difflib.get_close_matches(option.lower(), options, 1, 0.6)
         fix = f"did you mean {' or '.join(f'{group}={o}' for o in near)}? " if near else ""
+        if meant := foreign_option(group, option):
+            fix = f"{meant}; "
         if of_torch := [name for name in TORCH_OPTIMIZERS if group == "optim" and option.lower() == name.lower()]:
             fix = f"optim=torch.optim.{of_torch[0]}, or optim={near[0] if near else 'adamw'}; "
+        if group == "loss" and not (same or meant) and (name := nearest_name(option, torch_losses())):
+            fix = f"loss=torch.nn.{name}; "
+        if group == "data" and "/" in option:
+            fix = f"data=text data.path={option}; for folders of images: data=images data.path={option}; "
+        if group == "model" and Path(option).is_dir():
+            fix = f"model=hf:{option}; "
         if path == f"{LOGGER}/prometheus":  # it asks the run, and is not sent anything
             fix = "cluster.metrics_port=9834, or `dtrain metrics serve`. "
         return f"{group}={option}: there is no such option\n  fix: {fix}{group} can be {', '.join(options)}"
@@ -59,7 +74,7 @@ def explain(error: BaseException, argv: Sequence[str] = ()) -> str:
     if "  fix: " in text:  # dtrain's own message
         return text
     if isinstance(error, OverrideParseException):
-        word = error.override
+        word = error.override.removeprefix("++") if error.override not in argv else error.override
         shown = word if word.strip() else repr(word)
         return f"{shown}: is not understood as key=value\n  fix: {probably_meant(word, argv)}"
     there = re.search(r"An item is already at '([\w./@-]+)'", text)
@@ -142,23 +157,19 @@ def not_chosen(name: str) -> str:
     return f"{name}: {section} is not among the chosen {group.rstrip('s')}s\n  fix: {fix}"
 
 
-DTYPES = {
-    "float32": "fp32",
-    "bfloat16": "bf16",
-    "bf16-mixed": "bf16",
-    "float16": "fp16",
-    "16-mixed": "fp16",
-    "16": "fp16",
-    "half": "fp16",
-    "32": "fp32",
-    "float": "fp32",
-    "8": "fp8",
-}
+def torch_losses() -> list[str]:
+    return sorted(name for name in exports("torch.nn.modules.loss") or () if name.endswith("Loss") and name[0] != "_")
+
+
+# DeepSpeed's, where the value says which strategy
+ZERO_STAGE = ("zero", "zero_stage", "zero_optimization", "zero_optimization.stage", "deepspeed_stage")
+DEEPSPEED_FILE = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config", "deepspeed_plugin")
 
 
 def is_foreign(name: str) -> bool:
     """Is it a name that other programs use?"""
-    return foreign(name) is not None or any(name in theirs.split() for theirs, _ in OTHERWISE.values())
+    others = any(name in theirs.split() for theirs, _ in OTHERWISE.values())
+    return others or foreign(name) is not None or name in ZERO_STAGE or name in DEEPSPEED_FILE
 
 
 def unknown_setting(name: str, value: str) -> str:
@@ -167,6 +178,13 @@ def unknown_setting(name: str, value: str) -> str:
     if len(groups) == 1 and value.lower() in ("", "true", "1", "yes", "on"):
         group, option = groups[0], name.lower()
         return f"{name}: there is no such setting\n  fix: {group}={option}   (dtrain explain {group})"
+    if groups == ["precision"] and value.lower() in ("false", "0", "no", "off"):
+        return f"{name}: there is no such setting\n  fix: precision=fp32   (the default)"
+    if name.lower() in ZERO_STAGE or (name.lower() in DEEPSPEED_FILE and value.endswith(".json")):
+        stage = f"zero{value}" if value in ("1", "2", "3") else "fsdp" if name.lower() in ZERO_STAGE else "zero3"
+        note = "DeepSpeed's; strategy=fsdp shards as stage 3 does" if stage != "fsdp" else "it shards as ZeRO does"
+        file = f" strategy.deepspeed_config={value}" if value.endswith(".json") else ""
+        return f"{name}: there is no such setting\n  fix: strategy={stage}{file}   ({note})"
     ours = foreign(name)
     taken = accepted(ours, value) if ours and value else None
     return str(unknown(name, known_settings(), taken, lambda near: not value or accepted(near, value) is not None))
@@ -178,8 +196,10 @@ def accepted(name: str, value: str) -> str | None:
     from dtrain.config.ranges import check_ranges
 
     if name in GROUPS:
-        option = DTYPES.get(value.lower(), value.lower())
-        return option if option in options_of(name) else None
+        option = value.strip("[]").lower() if name in SEVERAL else value.lower()
+        same = foreign_option(name, option)
+        option = same.partition("=")[2] if same and "FOLDER" not in same else option
+        return option if option.partition(" ")[0] in options_of(name) else None
     if re.fullmatch(r"[\w.+/-]+", value, re.ASCII) is None:
         return None  # it might need quotes
     parsed = yaml_value(value)

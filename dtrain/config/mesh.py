@@ -48,12 +48,13 @@ def resolve(
     tp: int = 1,
     cp: int = 1,
     batch_size: int | None = None,
+    micro: int | None = None,
 ) -> MeshSizes:
     """Fill in each -1 and check that the axes multiply to the number of ranks.
 
     With several -1, tp is filled first, up to one node (its collectives are the most frequent and largest), then pp,
     then dp. So `strategy=tensor` uses tp over all ranks of a node, and with `strategy.tp=2` the rest is data parallel.
-    batch_size: the global one, for a fix that changes the number of ranks.
+    batch_size, micro: the global one and that of a pass, for a fix that changes the number of ranks.
     """
     node_size = node_size or world_size
     sizes = {"pp": pp, "dp": dp, "tp": tp}
@@ -76,7 +77,7 @@ def resolve(
     if math.prod(sizes.values()) != world_size:
         raise ValueError(
             f"{asked}: {' × '.join(sizes)} must equal the number of ranks, {world_size}\n"
-            f"  fix: {other_sizes(world_size, node_size, fixed, abs(pp * tp), cp, batch_size, dp == -1)}"
+            f"  fix: {other_sizes(world_size, node_size, fixed, abs(pp * tp), cp, batch_size, dp == -1, micro)}"
         )
     if node_size % sizes["tp"]:
         raise ValueError(
@@ -88,11 +89,15 @@ def resolve(
 
 
 def of_strategy(
-    section: Mapping[str, Any], world_size: int, node_size: int, batch_size: int | None = None
+    section: Mapping[str, Any],
+    world_size: int,
+    node_size: int,
+    batch_size: int | None = None,
+    micro: int | None = None,
 ) -> MeshSizes:
     """Return the mesh of a strategy's settings."""
     axes = {axis: section[axis] for axis in ("pp", "dp", "tp", "cp") if axis in section}
-    return resolve(world_size, node_size, **axes, batch_size=batch_size)
+    return resolve(world_size, node_size, **axes, batch_size=batch_size, micro=micro)
 
 
 def other_sizes(
@@ -103,6 +108,7 @@ def other_sizes(
     cp: int,
     batch_size: int | None = None,
     filled: bool = False,
+    micro: int | None = None,
 ) -> str:
     """Suggest degrees for these ranks, or ranks for these degrees. model: pp × tp, as far as given.
 
@@ -119,8 +125,10 @@ def other_sizes(
     else:
         ranks = f"cluster.nodes={fixed // node_size}" if fixed % node_size == 0 else ""
     data_ranks = fixed // (model * cp)
-    if ranks and batch_size and data_ranks and batch_size % data_ranks:
-        ranks += f" train.global_batch_size={-(-batch_size // data_ranks) * data_ranks}"
+    unit = data_ranks * (micro or 1)  # samples of a pass of all ranks
+    is_whole = unit and batch_size and (batch_size % unit == 0 or (batch_size <= unit and batch_size % data_ranks == 0))
+    if ranks and batch_size and unit and not is_whole:
+        ranks += f" train.global_batch_size={-(-batch_size // unit) * unit}"
     return ", or ".join(fix for fix in ((degrees, ranks) if fill else (ranks, degrees)) if fix)
 
 
@@ -145,12 +153,15 @@ def batch_sizes(config: Mapping[str, Any], sizes: MeshSizes) -> tuple[int, int, 
     micro = min(asked or per_rank, per_rank)
     if per_rank % micro:
         divisors = [d for d in range(1, micro) if per_rank % d == 0]
-        share = f"train.global_batch_size={total} / {sizes.dp} ranks"
+        share = f"train.global_batch_size={total} / {sizes.dp} rank{'s' * (sizes.dp != 1)}"
+        unit = micro * sizes.dp
+        batches = f"train.global_batch_size={total // unit * unit} or {total // unit * unit + unit}"
+        smaller = f"train.micro_batch_size={divisors[-1]}"
         raise bad(
             "train.micro_batch_size",
             asked,
             f"must divide the {per_rank} samples of a data rank ({share})",
-            f"train.micro_batch_size={divisors[-1]}",
+            f"{smaller}, or {batches}" if 2 * divisors[-1] >= micro else f"{batches}, or {smaller}",
         )
     return per_rank, micro, per_rank // micro
 

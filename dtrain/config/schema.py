@@ -8,13 +8,15 @@ type of the default in conf/config.yaml is the schema.
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dtrain.config.build import allowed, untrusted
 from dtrain.config.files import (
+    GROUPS,
     HOOKS,
     TARGET,
     flatten,
@@ -42,6 +44,9 @@ CHOICES = {
     "script.env": ("torchrun", "horovod", "tensorflow", "jax", "mpi"),
     "script.stop_signal": ("TERM", "INT", "USR1", "USR2", "none"),
 }
+SWITCHES = dict.fromkeys(("yes", "on", "y", "t", "1", "1.0"), "true") | dict.fromkeys(
+    ("no", "off", "n", "f", "0"), "false"
+)
 NULLABLE = {
     "train.epochs": float,
     "train.micro_batch_size": int,
@@ -161,6 +166,8 @@ def check_section(name: str, section: Any, trust: Iterable[str]) -> None:
                 continue
             raise unknown(f"{name}.{key}", [f"{name}.{p}" for p in parameters])
         annotation, default = parameters[key]
+        if not annotation and not target.startswith("dtrain."):
+            check_default(f"{name}.{key}", value, target, default)
         shown = (option or {}).get(key)
         check_type(f"{name}.{key}", value, annotation, shown if isinstance(shown, list) else default)
     given = BY_SPLIT if group == "data" and option is None else ()
@@ -217,10 +224,44 @@ def signature(target: str, key: str, trust: Iterable[str] = ()) -> dict[str, tup
     }
 
 
+def own_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain defaults of the user's own classes and functions, by setting: `model.hidden` is 64."""
+    found: dict[str, Any] = {}
+    for group in GROUPS:
+        for name, section in sections(config, group).items() if group in config else ():
+            target = section.get(TARGET) if isinstance(section, dict) else None
+            if not isinstance(target, str) or target.startswith("dtrain."):
+                continue
+            with contextlib.suppress(ValueError):  # reported elsewhere
+                for key, (_, default) in (signature(target, name, [target]) or {}).items():
+                    with contextlib.suppress(ValueError, SyntaxError):  # required, or an expression
+                        found[f"{name}.{key}"] = ast.literal_eval(str(default))
+    return found
+
+
 def check_type(key: str, value: Any, annotation: str, default: Any) -> None:
     if not annotation or fits(value, ast.parse(annotation, mode="eval").body):
         return
     raise bad(key, value, f"must be {kind_of(annotation)}", example(key, value, annotation, default))
+
+
+def check_default(key: str, value: Any, target: str, default: Any) -> None:
+    """Check a value of the user's own code against a default without an annotation: text for a number is a mistake."""
+    try:
+        usual = ast.literal_eval(str(default))
+    except (ValueError, SyntaxError):  # required, or an expression
+        return
+    is_number = isinstance(usual, (int, float)) and not isinstance(usual, bool)
+    if isinstance(usual, bool) and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        kind, annotation = "true or false", "bool"
+    elif is_number and isinstance(value, str):
+        kind, annotation = "a number", "int" if isinstance(usual, int) else "float"
+    else:
+        return
+    name = key.rpartition(".")[2]
+    rule = f"must be {kind}, like its default in {target}, {name}={default}"
+    more = f"   (or an annotation there: {name}: {annotation} | str = {default})" if isinstance(value, str) else ""
+    raise bad(key, value, rule, example(key, value, annotation, default) + more)
 
 
 def kind_of(annotation: str) -> str:
@@ -236,6 +277,8 @@ def example(key: str, value: Any, annotation: str, default: Any) -> str:
     """Suggest an override of the right type: what was probably meant, or else the default."""
     names = re.findall(r"\w+", annotation)
     number = re.fullmatch(r"(\d[\d_]*(?:\.\d*)?)([kKmM]?)", str(value))
+    if {"bool", "True"} & {*names} and (word := SWITCHES.get(str(value).lower())):  # in Hydra's grammar yes is text
+        return f"{key}={word}"
     if "Literal" in names:
         near = difflib.get_close_matches(str(value), names, 1)
         if near:

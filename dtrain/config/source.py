@@ -12,13 +12,14 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import NoReturn
 
 import dtrain
 from dtrain.config.build import own_file
+from dtrain.config.hook_methods import METHODS
 from dtrain.errors import bad
 from dtrain.util.format import short_path
 
@@ -26,6 +27,14 @@ Definition = ast.ClassDef | ast.FunctionDef
 MOST_SHOWN = 8  # names of a module in a message
 MOST_FILES = 50  # of this folder that are searched for a class
 MOST_JUMPS = 8  # imports from file to file that are followed
+MODULE_BASES = ("nn.Module", "torch.nn.Module", "Module")
+# base classes without methods of their own that matter here: a model's forward, an optimizer's step, …
+PLAIN_BASES = (*MODULE_BASES, "object", "torch.optim.Optimizer", "optim.Optimizer", "Optimizer")
+# How people import the modules of torch that an option can name: `nn` is a name in their file, and no module.
+SHORT = {
+    "nn": "torch.nn", "F": "torch.nn.functional", "functional": "torch.nn.functional", "optim": "torch.optim",
+    "torch": "torch.nn", "lr_scheduler": "torch.optim.lr_scheduler",
+}  # fmt: skip
 
 
 def spec_of(module: str) -> ModuleSpec | None:
@@ -94,10 +103,19 @@ def find(target: str, key: str, permit: Callable[[str], object] = bool, jumps: i
     permit: raises if a name that the module imports may not be used.
     """
     module, _, name = target.rpartition(".")
+    if jumps == 0:
+        check_shadowed(target, key)
     spec = spec_of(module)
+    if jumps == 0 and (meant := in_torch(module, name)):
+        rule = (
+            "torch has no " + name if module == "torch" else f"there is no module {module}: files import it from torch"
+        )
+        raise bad(key, target, rule, f"did you mean {key}={meant}?")
     if spec is None or (not spec.origin and not spec.submodule_search_locations):
         raise no_module(target, module, key)
     if not spec.origin or not spec.origin.endswith(".py"):
+        if jumps == 0 and not spec.origin and spec_of(target) is not None:  # a folder without __init__.py
+            raise is_module(target, key)
         return None
     tree = parse(spec.origin, key, target)
     maybe = False
@@ -183,24 +201,105 @@ def absolute(node: ast.ImportFrom, spec: ModuleSpec) -> str:
 
 
 def missing(key: str, target: str, module: str, name: str, file: str, names: list[str]) -> NoReturn:
-    near = difflib.get_close_matches(name, names, 1, 0.6)
-    fitting = likely(key, Path(file))
+    if spec_of(target) is not None:
+        raise is_module(target, key)
+    is_users = own_file(module.partition(".")[0]) is not None
+    if not is_users:  # of torch, say: its helpers are not what was meant
+        names = [n for n in names if spec_of(f"{module}.{n}") is None and n[:1] != "_"]
+        names = [n for n in names if n[0].isupper()] if key in ("optim", "model") else names
+    near = nearest_name(name, names)
+    fitting = likely(key, Path(file)) if is_users else []
     where = short_path(Path(file)) if own_file(module.partition(".")[0]) else module
     if key == "schedule" and not near and not fitting:
         fix = f"`def {name}(step, steps)` in {where}, without schedule.warmup_steps; or schedule=cosine"
         raise bad(key, target, f"{where} has no {name}", fix)
-    fix = choice(key, module, name, near or fitting or names)
+    if is_users and not (near or fitting or names):  # an empty __init__.py
+        there = members(module, key)
+        raise bad(key, target, f"{where} has no {name}", f"{key}={there[0]}" if there else f"define {name} there")
+    fix = choice(key, module, name, [near] if near else (fitting or names))
     raise bad(key, target, f"{where} has no {name}", fix)
 
 
 def choice(key: str, module: str, name: str, names: list[str]) -> str:
     """A fix that names what the module has: the nearest name, or its classes and functions."""
-    near = difflib.get_close_matches(name, names, 1, 0.6) or (names if len(names) == 1 else [])
+    near = nearest_name(name, names) or (names[0] if len(names) == 1 else None)
     if near:
-        return f"did you mean {key}={module}.{near[0]}?"
+        return f"did you mean {key}={module}.{near}?"
     names = [n for n in names if not n.startswith("_")]
     more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
     return f"{module} has {', '.join(names[:MOST_SHOWN])}{more}" if names else f"define {name} there"
+
+
+def nearest_name(name: str, names: Iterable[str]) -> str | None:
+    """Return the name that was probably meant; upper and lower case count last: Adamw is AdamW, not Adam."""
+    by_lower = {one.lower(): one for one in names}
+    near = difflib.get_close_matches(name.lower(), by_lower, 1, 0.6)
+    return by_lower[near[0]] if near else None
+
+
+def in_torch(module: str, name: str) -> str | None:
+    """Return the full path of what is named as in a file that imports torch's modules: nn.CrossEntropyLoss."""
+    home, _, rest = module.partition(".")
+    if home not in SHORT or rest or (home != "torch" and spec_of(home) is not None):
+        return None
+    homes = [SHORT[home]] if home != "torch" else ["torch.nn", "torch.optim", "torch.nn.functional"]
+    if home == "torch" and spec_of(f"torch.{name}") is not None:
+        return None
+    for candidate in homes:
+        names = {n for n in exports(candidate) or () if spec_of(f"{candidate}.{n}") is None}
+        found = name if name in names else None if home == "torch" else nearest_name(name, names)
+        if found:
+            return f"{candidate}.{found}"
+    return None
+
+
+def check_shadowed(target: str, key: str) -> None:
+    """Reject a file of this folder that is never imported, because another module has its name: code.py, types.py."""
+    top = target.partition(".")[0]
+    mine = next((p for p in (Path(f"{top}.py"), Path(top, "__init__.py")) if p.is_file()), None)
+    if mine is None or top == "dtrain":
+        return
+    here = os.path.realpath(os.getcwd())
+    spec = PathFinder.find_spec(top, [folder for folder in sys.path if os.path.realpath(folder or ".") != here])
+    if top in sys.stdlib_module_names:
+        whose = "a module of Python's own"
+    elif spec is not None and spec.origin and not Path(spec.origin).samefile(mine):  # this folder is a rank's last
+        whose = f"an installed package ({short_path(Path(spec.origin))})"
+    else:
+        return
+    old, new = (mine, mine.with_name(f"my_{top}.py")) if mine.name != "__init__.py" else (mine.parent, f"my_{top}")
+    fix = f"mv {old} {new}, then {key}=my_{target}"
+    raise bad(key, target, f"{top} is also the name of {whose}, so {old} is never imported", fix)
+
+
+def is_module(target: str, key: str) -> ValueError:
+    """The name of a module in place of a class: list what is in it."""
+    names = members(target, key)
+    short = {name.rpartition(".")[2]: name for name in names}
+    if not names:
+        fix = f"{key}={target}.NAME, once {target} defines a class" if key != "schedule" else f"{key}={target}.NAME"
+    else:
+        near = nearest_name(target.rpartition(".")[2], short)
+        first = short[near] if near else names[0]
+        others = [name for name in names if name != first][:MOST_SHOWN]
+        fix = f"{key}={first}" + (f"; there is also {', '.join(others)}" if others else "")
+    return bad(key, target, "is a module, not a class or function", fix)
+
+
+def members(module: str, key: str) -> list[str]:
+    """The classes or functions of a module, or of a package's modules, that look like what this group needs."""
+    spec = spec_of(module)
+    files = [Path(spec.origin)] if spec and spec.origin and spec.origin.endswith(".py") else []
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    of_package = [path for folder in folders for path in sorted(Path(folder).glob("*.py"))][:MOST_FILES]
+    homes = {path: module for path in files} | {
+        path: f"{module}.{path.stem}" for path in of_package if path.name != "__init__.py"
+    }
+    fitting = [f"{home}.{name}" for path, home in homes.items() for name in likely(key, path)]
+    kinds = (ast.ClassDef, ast.FunctionDef) if key in ("loss", "schedule") else (ast.ClassDef,)
+    every = [f"{home}.{node.name}" for path, home in homes.items() for node in definitions(path)
+             if isinstance(node, kinds) and node.name[0] != "_"]  # fmt: skip
+    return list(dict.fromkeys(fitting or every))
 
 
 def no_module(target: str, module: str, key: str) -> ValueError:
@@ -208,6 +307,11 @@ def no_module(target: str, module: str, key: str) -> ValueError:
     parts, name = module.split("."), target.rpartition(".")[2]
     known = next((n for n in range(len(parts), 0, -1) if spec_of(".".join(parts[:n]))), 0)
     part = ".".join(parts[: known + 1])
+    if known and source_of(part) is not None:
+        return bad(key, target, f"{part} is a class or function, not a module", f"{key}={part}")
+    if known and own_file(parts[0]) and (there := members(".".join(parts[:known]), key)):
+        meant = next((one for one in there if one.rpartition(".")[2].lower() == name.lower()), there[0])
+        return bad(key, target, f"there is no module {part}", f"did you mean {key}={meant}?")
     if known:
         return bad(key, target, f"there is no module {part}", f"{'.'.join(parts[:known])} exists: check what is in it")
     here = sorted(p.stem for p in Path.cwd().glob("*.py")) + sorted(
@@ -222,31 +326,45 @@ def no_module(target: str, module: str, key: str) -> ValueError:
 
 def check_spelling(key: str, value: str) -> None:
     """Reject `net.py`, `./net.py:Net`, `net` and `Net` where `net.Net` is meant."""
-    found = re.fullmatch(r"(?:\./)?([\w/]+?)(\.py)?(?:[:/](\w+))?", value)
-    if found is None:
+    if not re.fullmatch(r"[\w./:-]+", value) or (not re.search(r"[/:]|\.py$", value) and not value.isidentifier()):
         return
-    file, name = Path(f"{found[1]}.py"), found[3]
-    if not file.is_file() and name is None and value.isidentifier():  # only the class is named
-        files = [path for path in sorted(Path.cwd().glob("*.py"))[:MOST_FILES] if value in names_in(path)]
-        file, name = (files[0].relative_to(Path.cwd()), value) if files else (file, None)
-    if file.is_file():
-        module = ".".join(file.with_suffix("").parts)
-        names = [name] if name else likely(key, file) or names_in(file)
-        rule = "your own class or function is named as in Python, MODULE.NAME"
-        fix = f"{key}={module}.{names[0]}" if len(names) == 1 else choice(key, module, "", names)
-        raise bad(key, value, rule, fix)
+    rule = "your own class or function is named as in Python, MODULE.NAME"
+    path, _, name = value.removeprefix("./").replace("::", ":").partition(":")
+    path = path.removesuffix(".py").removesuffix("/").replace(".", "/")
+    file = next((p for p in (Path(f"{path}.py"), Path(path, "__init__.py")) if p.is_file()), None)
+    if file is None and not name and "/" in path:  # net/Net
+        path, _, name = path.rpartition("/")
+        path = path.removesuffix("/py")  # net.py/Net
+        file = next((p for p in (Path(f"{path}.py"), Path(path, "__init__.py")) if p.is_file()), None)
+    if file is None and value.isidentifier():  # only the class is named
+        paths = [*sorted(Path().glob("*.py")), *sorted(Path().glob("*/*.py"))][:MOST_FILES]
+        files = [one for one in paths if one.stem not in sys.stdlib_module_names and value in names_in(one)]
+        file, name = (files[0], value) if files else (file, "")
+        path = str(file.with_suffix("")) if file else path
+    if file is None and re.search(r"\.py(:|$)", value):
+        raise bad(key, value, f"there is no file {path}.py here", f"{key}=MODULE.NAME, as in Python: the file's class")
+    if file is not None:
+        module = path.replace("/", ".")
+        if name:
+            raise bad(key, value, rule, f"{key}={module}.{nearest_name(name, names_in(file)) or name}")
+        there = members(module, key)
+        others = f"; there is also {', '.join(there[1:MOST_SHOWN])}" if there[1:] else ""
+        raise bad(key, value, rule, f"{key}={there[0]}{others}" if there else f"{key}={module}.NAME")
 
 
 def likely(key: str, file: Path) -> list[str]:
     """The classes of a file that look like what this group needs; for a loss or schedule, the functions."""
-    methods = {"model": "forward", "data": "dataset", "cluster": "launch"}
+    methods = {
+        "model": ("forward",), "data": ("dataset", "__iter__", "__getitem__"), "cluster": ("launch",),
+        "optim": ("step",), "hooks": tuple(METHODS), "strategy": ("parallelize", "wrap", "update", "train_step"),
+    }  # fmt: skip
     nodes = definitions(file)
+    for method in methods.get(key, ()):  # a file may have a data set beside the class that gives it
+        classes = [n for n in nodes if isinstance(n, ast.ClassDef)]
+        if found := [n.name for n in classes if any(getattr(m, "name", "") == method for m in n.body)]:
+            return found
     if key in methods:
-        return [
-            n.name
-            for n in nodes
-            if isinstance(n, ast.ClassDef) and any(getattr(m, "name", "") == methods[key] for m in n.body)
-        ]
+        return []
     functions = [n for n in nodes if isinstance(n, ast.FunctionDef) and n.args.args]
     if key == "schedule":
         return [n.name for n in functions if n.args.args[0].arg == "step"]
@@ -291,6 +409,28 @@ def place(target: str, node: ast.stmt) -> str:
     return f"{short_path(file)}:{node.lineno}" if file and here else f"line {node.lineno}"
 
 
+def inherited(target: str, method: str, jumps: int = 0) -> ast.FunctionDef | bool:
+    """Return a method of a class or of its base classes; False: there is none. True: only importing would tell."""
+    found = class_source(target)
+    if found is None or found.decorator_list or found.keywords or jumps > MOST_JUMPS:
+        return True
+    for node in found.body:
+        if isinstance(node, ast.FunctionDef) and node.name == method:
+            return node
+        if not isinstance(node, (ast.FunctionDef, ast.Expr, ast.AnnAssign, ast.Pass)):  # forward = other, or an if
+            return True
+    if any(isinstance(n, ast.Attribute) and n.attr == method for n in ast.walk(found)):  # self.forward = …
+        return True
+    module = target.rpartition(".")[0]
+    for base in map(ast.unparse, found.bases):
+        if base in PLAIN_BASES:
+            continue
+        of_base = inherited(f"{module}.{base}", method, jumps + 1) if base.isidentifier() else True
+        if of_base is not False:
+            return of_base
+    return False
+
+
 def has_method(target: str, method: str) -> bool | None:
     """Does a class define a method? None: not decidable without importing its module."""
     found = class_source(target)
@@ -298,5 +438,5 @@ def has_method(target: str, method: str) -> bool | None:
         return None
     if any(isinstance(n, ast.FunctionDef) and n.name == method for n in found.body):
         return True
-    plain = all(ast.unparse(base) in ("nn.Module", "torch.nn.Module", "Module") for base in found.bases)
+    plain = all(ast.unparse(base) in MODULE_BASES for base in found.bases)
     return False if plain else None

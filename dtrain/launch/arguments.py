@@ -9,16 +9,19 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 
 from dtrain.config.files import SECRET, SEVERAL, known_settings, options_of
-from dtrain.config.hydra_errors import GROUPS, is_foreign, unknown_setting
+from dtrain.config.hardware import ranks_per_node
+from dtrain.config.hydra_errors import GROUPS, MISTAKES, is_foreign, is_list, unknown_setting
+from dtrain.config.mesh import of_strategy
 from dtrain.config.redaction import check_arguments
 from dtrain.config.source import check_spelling
-from dtrain.errors import bad
+from dtrain.errors import OTHERWISE, bad, foreign
 from dtrain.launch.options import AUTO, STAND_IN, named, no_option, no_such_option, store_option
 from dtrain.launch.quoting import check_path, quote, unquoted
 from dtrain.launch.recipes import built_in, store_recipe, store_recipes
 from dtrain.launch.resume_arguments import forked, resumed
 from dtrain.launch.script_arguments import script_overrides
 from dtrain.launch.user_code import offer_own, with_trust
+from dtrain.util.format import counted
 
 # A value that Hydra does not read as text.
 NOT_TEXT = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?|true|false|nan|[+-]?inf", re.IGNORECASE)
@@ -47,14 +50,19 @@ def prepare_arguments(argv: list[str]) -> list[str]:
     argv = [re.sub(empty, r"++\g<0>", a) for a in argv]
     argv = [re.sub(r"^([\w.+]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), a) for a in argv]  # no shell does it here
     argv = [re.sub(r"^(\++)?logger\.(project|mode)=", r"\1logger.wandb.\2=", a) for a in argv]  # their former names
+    check_lists(argv)
     lists = tuple(f"{group}=[" for group in SEVERAL)
     argv = [re.sub(r"\s", "", a) if a.startswith(lists) else a for a in argv]  # logger=[csv, mlflow]
     argv = ["checkpoint.save=false" if a == "checkpoint=none" else a for a in argv]
     argv = [part for a in argv for part in folder_model(a)]
     argv = script_overrides(argv)
     argv = [a for a in argv if a != "recipe=null"]  # the default; Hydra rejects it as an override
+    check_accumulation(argv)
     for word, following in itertools.pairwise([*argv, ""]):
         check_dashes(word, following)
+        value = word.partition("=")[2] or ("" if following.startswith("-") or "=" in following else following)
+        if word.startswith("-") and (refused := no_flag(word, value)):
+            raise refused
     given = {a.split("=", 1)[0]: a.split("=", 1)[1] for a in argv if "=" in a and not a.startswith("-")}
     for key, value in given.items():
         if SECRET.search(key):
@@ -115,6 +123,111 @@ def prepare_arguments(argv: list[str]) -> list[str]:
         fixed = list(dict.fromkeys([*fixed, "trust"]))
         argv = [*argv, f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]"]
     return argv
+
+
+def check_lists(argv: list[str]) -> None:
+    """Explain a list whose commas are missing, or that the shell divided at its spaces."""
+    for index, word in enumerate(argv):
+        found = re.fullmatch(r"\+*([\w.]+)=(\[?)([^\[\]'\"]*)", word)
+        if found and found[2]:  # hooks=[a, b] without quotes: two words
+            rest = list(itertools.takewhile(lambda part: not re.search(r"[=\[]", part), argv[index + 1 :]))
+            end = next((n for n, part in enumerate(rest, 1) if part.endswith("]")), 0)
+            if end:
+                whole = " ".join([found[3], *rest[:end]]).removesuffix("]")
+                items = ",".join(part for part in re.split(r"[,\s]+", whole) if part)
+                rule = "the shell divides it at its spaces"
+                raise ValueError(f"{found[1]}=[{whole}]: {rule}\n  fix: '{found[1]}=[{items}]'")
+        listed = re.fullmatch(r"\+*([\w.]+)=\[?([^\[\]'\",=]*[^\[\]'\"=]*)\]?", word)
+        if listed is None or listed[1].startswith(("cluster.", "script")):  # shell lines have spaces
+            continue
+        key, parts = listed[1], [item.strip() for item in listed[2].split(",")]
+        takes_list = key in SEVERAL or (is_list(key) and "[" in word)
+        if takes_list and any(re.search(r"\S\s+\S", item) for item in parts):
+            values = ",".join(part for item in parts for part in item.split())
+            rule = "has names without a comma between them" if key in SEVERAL else "has values without a comma"
+            raise bad(key, word.partition("=")[2], rule, f"'{key}=[{values}]'")
+
+
+# Hydra's own, of which argparse also takes the beginning
+FLAGS = (
+    "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun",
+    "--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun", "--info", "--trust",
+    "-h", "-c", "-p", "-r", "-m", "-sc", "-cp", "-cn", "-cd", "-i",
+)  # fmt: skip
+# of other programs: what to type here for a flag that is not named as a setting elsewhere
+FOREIGN_FLAGS = {
+    "recipe=FILE.yaml": ("--config", "--config-file", "--config_file", "--yaml", "--conf", "-f"),
+    "cluster.processes=2": ("-n", "-np", "-j", "--np", "--num-proc"),
+    "cluster=slurm cluster.nodes=2": ("-N", "--nodes", "--hostfile", "--host_file", "-H", "--hosts", "--machine_rank"),
+    "cluster.partition=…": ("--partition",),
+    "dry_run=true": ("--dryrun", "--dry_run", "--debug"),
+    "dtrain launch …, which starts the ranks itself": (
+        "--rdzv_backend", "--rdzv-backend", "--rdzv_endpoint", "--rdzv-endpoint", "--rdzv_id", "--rdzv-id",
+        "--master_port", "--master-port", "--master_addr", "--master-addr", "--standalone", "--node_rank",
+        "--node-rank", "--local_rank", "--main_process_port", "--main_process_ip", "--multi_gpu",
+    ),
+}  # fmt: skip
+
+
+def no_flag(word: str, value: str) -> ValueError | None:
+    """Explain a flag that Hydra does not have: what other programs mean by it, or the setting of that name."""
+    flag = word.partition("=")[0]
+    if flag in FLAGS or (flag.startswith("--") and sum(known.startswith(flag) for known in FLAGS) == 1):
+        return None
+    fix = next((ours for ours, theirs in FOREIGN_FLAGS.items() if flag in theirs), None)
+    if fix is not None:
+        if fix.startswith("recipe=") and re.search(r"\.ya?ml$", value):
+            fix = f"recipe={value}"
+        elif fix.endswith("=2") and value.isdecimal():
+            fix = f"{fix.removesuffix('2')}{value}"
+        fix = f"leave out {flag}: {fix}" if fix.startswith("dtrain launch") else fix
+        return ValueError(f"{flag}: there is no such option\n  fix: {fix}")
+    if not flag.startswith("--"):
+        return ValueError(f"{flag}: there is no such option\n  fix: key=value; dtrain launch --help lists the settings")
+    name = flag.lstrip("-").replace("-", "_")
+    text = unknown_setting(name, value).replace(f"leave out {name}", f"leave out {flag}")
+    return ValueError(text.replace(name, flag, 1))
+
+
+ACCUMULATION = OTHERWISE["train.micro_batch_size=4"][0].split()
+
+
+def check_accumulation(argv: list[str]) -> None:
+    """Answer gradient_accumulation_steps=4 with the micro-batch that gives so many passes here."""
+    for word, following in itertools.pairwise([*argv, ""]):
+        name, _, value = word.lstrip("-+").partition("=")
+        if name.rpartition(".")[2].replace("-", "_").lower() not in ACCUMULATION:
+            continue
+        value = value or (following if word.startswith("-") else "")
+        others = [part for part in argv if part is not word and not (part is following and "=" not in word)]
+        if value.isdecimal() and int(value) and (fix := accumulating(int(value), others)):
+            raise ValueError(f"{word.partition('=')[0]}: there is no such setting\n  fix: {fix}")
+
+
+def accumulating(passes: int, argv: list[str]) -> str:
+    """Return the batch sizes that give so many passes a step; "" if the rest of the command is wrong, too."""
+    from dtrain.launch.compose import plain_config  # which imports this module
+
+    typed = argv  # per_device_train_batch_size=8 beside it
+    argv = [re.sub(r"^([\w.]+)=(?=\d+$)", lambda m: f"{foreign(m[1]) or m[1]}=", word) for word in argv]
+    try:
+        config = plain_config([word for word in argv if not word.startswith("-")])
+        train, node_size = config["train"], ranks_per_node(config["cluster"])
+        sizes = of_strategy(config["strategy"], config["cluster"]["nodes"] * node_size, node_size)
+    except (*MISTAKES, TypeError):
+        return ""
+    if config["choices"].get("strategy") == AUTO:
+        return ""
+    total, micro = train["global_batch_size"], train["micro_batch_size"]
+    if micro:
+        why = f"train.micro_batch_size={micro} × {passes} passes × {counted(sizes.dp, 'data rank')}"
+        both = f"train.micro_batch_size={micro} " if argv != typed else ""
+        return f"{both}train.global_batch_size={micro * passes * sizes.dp}   ({why})"
+    micro = max(1, round(total / sizes.dp / passes))
+    batch = micro * passes * sizes.dp
+    more = "" if batch == total else f" train.global_batch_size={batch}"
+    why = f"train.global_batch_size={batch} / {counted(sizes.dp, 'data rank')} / {passes} passes"
+    return f"train.micro_batch_size={micro}{more}   ({why})"
 
 
 def folder_model(word: str) -> list[str]:

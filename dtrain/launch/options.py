@@ -10,7 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from dtrain.config.files import options_of
-from dtrain.errors import bad
+from dtrain.errors import bad, foreign_option
 
 AUTO = "auto"  # strategy=auto: the planner chooses (dtrain/launch/auto.py)
 # Placeholder that Hydra composes until the planner has chosen. It has all degrees, so that strategy.tp=2 is valid.
@@ -37,9 +37,10 @@ def no_option(group: str, value: str) -> ValueError:
     if names:
         fix = f"{group}={names[0]}, or -m {group}={','.join(names)}; {can}"
         return bad(group, value, "is more than one value", fix)
+    meant = f"{group}={stem}" if stem in options else foreign_option(group, stem)
+    near = f"{meant}; " if meant else ""
     if "/" in value:
-        return bad(group, value, "is a path, not the name of an option", can)
-    near = f"{group}={stem}; " if stem in options else ""
+        return bad(group, value, "is a path, not the name of an option", f"{near}{can}")
     return bad(group, value, "names an option without .yaml", f"{near}{can}")
 
 
@@ -49,5 +50,5 @@ def no_such_option(group: str, value: str) -> ValueError:
     near = [option for option in options if value in re.findall(r"\d+", option)]
     near = [option for option in near if option.partition("-")[0] not in near or "-" not in option]  # not bf16-pure
     near = sorted(near, key=lambda option: not option.startswith("fp"))  # elsewhere 16 is fp16
-    fix = f"{group}={' or '.join(near)}; " if near else ""
+    fix = f"{group}={' or '.join(near)}; " if near else f"{same}; " if (same := foreign_option(group, value)) else ""
     return bad(group, value, "there is no such option", f"{fix}{group} can be {', '.join(options)}")

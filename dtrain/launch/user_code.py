@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from dtrain.config.files import CONF, SEVERAL, options_of, setting_prefix
@@ -20,6 +21,10 @@ def offer_own(argv: list[str]) -> list[str]:
 
     Typing the name also trusts its module; a recipe or a run folder cannot do that.
     """
+    for group in GROUPS:  # those of an earlier launch in this process: a sweep's schedule=glob(*) would match them
+        stored = ConfigStore.instance().repo.get(group, {})
+        for name in [name for name in stored if DOTTED.fullmatch(name.removesuffix(".yaml"))]:
+            del stored[name]
     given = dict(a.split("=", 1) for a in argv if "=" in a)
     own = {g: [name for name in named(given.get(g, "")) if DOTTED.fullmatch(name)] for g in GROUPS}
     own = {group: names for group, names in own.items() if names}

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dtrain.config.build import typed_trust
+from dtrain.config.build import fewest, typed_trust
 from dtrain.config.redaction import hide
 from dtrain.runs.folder import latest_checkpoint, read_json, read_summary
 from dtrain.runs.metrics import own_metrics
@@ -241,7 +241,7 @@ def trust_words(run_dir: Path) -> list[str]:
     """Return `trust=[…]` for a shell: what was typed for this process, and the own modules that the run names."""
     from dtrain.config.run_file import modules
 
-    names = list(dict.fromkeys([*typed_trust(), *modules(run_dir)]))
+    names = fewest([*typed_trust(), *modules(run_dir)])
     return [shlex.quote(f"trust=[{','.join(names)}]")] if names else []
 
 

@@ -11,7 +11,7 @@ import pytest
 from dtrain.checks.validate import validate
 from dtrain.config.files import GROUPS, known_settings, options_of
 from dtrain.config.hydra_errors import accepted, unknown_setting
-from dtrain.errors import ELSEWHERE, OTHERWISE
+from dtrain.errors import ELSEWHERE, OPTIONS_ELSEWHERE, OTHERWISE
 from dtrain.launch.arguments import prepare_arguments
 from tests.config.test_files import compose
 
@@ -25,7 +25,8 @@ VALUES = {
     "strategy": "fsdp", "checkpoint.every": "50", "checkpoint.keep": "2", "logger": "csv", "run_dir": "out/mine",
     "lora.rank": "4", "lora.alpha": "8", "hardware.price_per_gpu_hour": "2.5",
     "name": "first", "model.num_layers": "2", "model.num_heads": "2", "model.dim": "64", "model.seq_len": "64",
-    "data": "digits", "model": "gpt2-124m",
+    "data": "digits", "model": "gpt2-124m", "hooks": "EarlyStopping", "loss": "cross_entropy",
+    "checkpoint.keep_best": "val_loss",
 }  # fmt: skip
 # The default options do not have these settings, or their values are paths: the hint names the setting only.
 WITHOUT_VALUE = {"cluster.partition", "strategy.tp", "strategy.pp", "resume", "init_from"}
@@ -54,7 +55,7 @@ def test_the_hint_for_each_name_with_a_value_is_accepted() -> None:
         fixes = {fix_of(unknown_setting(name, value)) for name in ELSEWHERE[ours].split()}
         (fix,) = fixes
         assert fix.startswith(f"{ours}=") and "…" not in fix, "every name of a setting gives the same words"
-        (alone if ours in ("data", "train.epochs") else together).append(fix)
+        (alone if ours in ("data", "train.epochs", "loss") else together).append(fix)
     validate(compose(*together))
     validate(compose(*alone, "model=convnet"))
 
@@ -95,13 +96,45 @@ def test_each_name_has_one_meaning() -> None:
         ("batch_size", "0", "train.global_batch_size=…"),
         ("gpus", "all", "cluster.processes=…"),
         ("workers", "two words", "train.loader_workers=…"),
-        ("optimizer", "AdamW8bit", "optim=…"),
+        ("optimizer", "AdamW8bit", "optim=adamw optim.state=int8"),
+        ("optimizer", "Shampoo", "optim=…"),
         ("dtype", "int4", "precision=…"),
         ("train.lr", "0.1", "optim.lr=0.1"),
         ("MAX_STEPS", "9", "train.steps=9"),
     ],
 )
 def test_a_value_that_would_be_refused_is_not_repeated(name: str, value: str, fix: str) -> None:
+    assert fix_of(unknown_setting(name, value)) == fix
+
+
+def test_each_option_of_another_program_leads_to_one_of_ours() -> None:
+    for group, table in OPTIONS_ELSEWHERE.items():
+        names = [name for theirs in table.values() for name in theirs.split()]
+        assert len(names) == len(set(names)) and not set(names) & set(options_of(group)), group
+        for fix in table:
+            key, _, option = fix.partition(" ")[0].partition("=")
+            assert key == group and option in options_of(group)
+    for fix in OPTIONS_ELSEWHERE["strategy"]:
+        words = fix.split()
+        ranks = [] if any(word.startswith("cluster.processes") for word in words) else ["cluster.processes=4"]
+        validate(compose(*words, *ranks))
+
+
+@pytest.mark.parametrize(
+    ("typed", "fix"),
+    [
+        ("zero_stage=2", "strategy=zero2"),
+        ("zero_optimization.stage=3", "strategy=zero3"),
+        ("deepspeed=ds.json", "strategy=zero3 strategy.deepspeed_config=ds.json"),
+        ("fp16=false", "precision=fp32"),
+        ("optimizer.type=AdamW", "optim=adamw"),
+        ("scheduler.type=WarmupDecayLR", "schedule=linear"),
+        ("distributed_strategy=deepspeed_stage_3_offload", "strategy=zero3 strategy.offload=cpu"),
+        ("callbacks=[EarlyStopping]", "hooks=early_stop"),
+    ],
+)
+def test_the_value_decides(typed: str, fix: str) -> None:
+    name, value = typed.split("=")
     assert fix_of(unknown_setting(name, value)) == fix
 
 
