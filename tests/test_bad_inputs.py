@@ -54,10 +54,15 @@ def fill(world: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(*COMPOSE_ONCE)
         patch.setattr(Local, "launch", lambda self, run_dir: 0)
+        patch.setattr(sys, "path", [*sys.path])
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.chdir(world)
         assert main(["launch", f"run_dir={world / 'run'}"]) == 0
         assert main(["launch", "-m", "train.seed=1,2", f"hydra.sweep.dir={world / 'sweep'}"]) == 0
+        (world / "my_pkg").mkdir()
+        (world / "my_pkg" / "__init__.py").write_text("")
+        (world / "my_pkg" / "net.py").write_text(OWN)
+        assert main([*MINE.split(), f"run_dir={world / 'mine'}"]) == 0
     return world
 
 
@@ -65,6 +70,7 @@ def fill(world: Path) -> Path:
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*COMPOSE_ONCE)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a launch appends its folder
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # two ranks, whatever this machine has
     monkeypatch.setenv(CPU_FP16, "0")
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
@@ -131,6 +137,69 @@ CASES = [
     case("fly", "fly", "dtrain --help"),
     case("strategy=fsdp", "strategy=fsdp", "dtrain launch strategy=fsdp"),
     case("recipes show cpu", "recipe=cpu:", "fix: dtrain recipes show cpu-tiny\n"),
+    # commands of other programs
+    case("resume RUN", "resume: there is no such command", "fix: dtrain launch resume=RUN\n"),
+    case("fork RUN@200 optim.lr=1e-4", "fork: there", "fix: dtrain launch fork=RUN@200 optim.lr=1e-4\n"),
+    case("train strategy=fsdp", "train: there", "fix: dtrain launch strategy=fsdp\n"),
+    case("run train.py --lr 1", "run: there", "fix: dtrain launch script=train.py 'script_args=[--lr,1]'\n"),
+    case("torchrun --nproc_per_node=4 train.py", "fix: dtrain launch script=train.py cluster.processes=4\n"),
+    case("accelerate launch train.py", "accelerate: there", "fix: dtrain launch script=train.py\n"),
+    case("launch.py strategy=fsdp", "fix: dtrain launch strategy=fsdp\n"),
+    case("--strategy=fsdp", "fix: dtrain launch strategy=fsdp\n"),
+    case("-m strategy=ddp,fsdp", "fix: dtrain launch -m strategy=ddp,fsdp\n"),
+    case("config strategy=fsdp", "fix: dtrain launch --cfg job strategy=fsdp\n"),
+    case("test", "test: there", "fix: dtrain evaluate latest\n"),
+    case("eval RUN", "eval: there", "fix: dtrain evaluate RUN\n"),
+    case("ls", "ls: there", "fix: dtrain runs\n"),
+    case("strategies", "strategies: there", "fix: dtrain explain strategy\n"),
+    case("tensorboard", "fix: dtrain log latest logger=tensorboard\n"),
+    case("rm RUN", "rm: there", "rm -r FOLDER"),
+    # options of other programs
+    case(
+        "launch strategy=deepspeed", "strategy=deepspeed: there is no such option", "fix: strategy=zero3; strategy can"
+    ),
+    case("launch strategy=fully_sharded", "fix: strategy=fsdp; "),
+    case("launch strategy=single_device", "fix: strategy=ddp cluster.processes=1; "),
+    case("launch schedule=cosine_with_warmup", "fix: schedule=cosine; "),
+    case("launch precision=mixed", "fix: precision=bf16; "),
+    case("launch precision=64", "fix: precision=fp32; "),
+    case("launch model=gpt2", "fix: model=gpt2-124m; "),
+    case("launch model=meta-llama/Llama-2-7b-hf", "fix: model=llama-7b; "),
+    case("launch model=./gpt2.yaml", "is a path", "fix: model=gpt2-124m; "),
+    case("launch data={world}/empty", "fix: data=text data.path="),
+    case("launch callbacks=[EarlyStopping]", "callbacks: there is no such setting", "fix: hooks=early_stop "),
+    case("launch loss=L1Loss", "loss=L1Loss", "fix: loss=torch.nn.L1Loss; "),
+    case("launch loss=nn.CrossEntropyLoss", "no module nn", "did you mean loss=torch.nn.CrossEntropyLoss?"),
+    case("launch loss=F.cross_entropy", "did you mean loss=torch.nn.functional.cross_entropy?"),
+    case("launch loss=torch.nn.mse", "torch.nn has no mse", "did you mean loss=torch.nn.MSELoss?"),
+    case("launch optim=torch.optim.Adamw", "torch.optim has no Adamw", "did you mean optim=torch.optim.AdamW?"),
+    case("launch optim=torch.AdamW", "torch has no AdamW", "did you mean optim=torch.optim.AdamW?"),
+    case("launch optim=torch.optim.adamw", "is a module", "fix: optim=torch.optim.adamw.AdamW\n"),
+    case("launch schedule=torch.optim.lr_scheduler.StepLR", "is a class", "fix: schedule=step, or "),
+    # flags of other programs
+    case("launch --lr 1e-3", "--lr: there", "fix: optim.lr=1e-3 "),
+    case("launch --nproc-per-node 2", "fix: cluster.processes=2 "),
+    case("launch -np 4", "-np: there", "fix: cluster.processes=4\n"),
+    case("launch --config my.yaml", "--config: there", "fix: recipe=my.yaml\n"),
+    case("launch --fp16", "--fp16: there", "fix: precision=fp16 "),
+    case("launch --master_port 29500", "leave out --master_port"),
+    case("launch --halp", "--halp: there", "leave out --halp"),
+    # gradient accumulation, with the numbers of this run
+    case(
+        "launch gradient_accumulation_steps=4", "fix: train.micro_batch_size=4   (train.global_batch_size=32 / 2 data"
+    ),
+    case("launch accumulate_grad_batches=4 cluster.processes=4", "fix: train.micro_batch_size=2   ("),
+    case("launch --gradient_accumulation_steps 7", "fix: train.micro_batch_size=2 train.global_batch_size=28   ("),
+    case(
+        "launch grad_accum=4 train.micro_batch_size=8", "fix: train.global_batch_size=64   (train.micro_batch_size=8 ×"
+    ),
+    case(
+        "launch grad_accum=4 per_device_train_batch_size=8",
+        "fix: train.micro_batch_size=8 train.global_batch_size=64   (",
+    ),
+    # lists without commas
+    case("launch hooks=[early_stop, my_pkg.Hook]", "the shell divides it", "fix: 'hooks=[early_stop,my_pkg.Hook]'"),
+    case("launch optim.betas=[0.9 0.95]", "the shell divides it", "fix: 'optim.betas=[0.9,0.95]'"),
     # what Hydra's grammar does not take
     case("launch run_dir=a=b", "run_dir=a=b", "fix: 'run_dir=\"a=b\"'"),
     case("launch name=日本", "name=日本", "fix: 'name=\"日本\"'"),
@@ -148,6 +217,9 @@ CASES = [
     case("launch trust=null", "trust=null", "must be a list"),
     case("launch model={a:1}", "model={a:1}: is a section", "fix: model=gpt2-tiny, or model.SETTING"),
     case("launch run_dir=5", "run_dir=5", "must be text"),
+    case("launch deterministic=yes", "deterministic=yes: must be true or false", "fix: deterministic=true\n"),
+    case("launch deterministic=0", "deterministic=0: must be true or false", "fix: deterministic=false\n"),
+    case("launch fused_loss=on", "fused_loss=on", "fix: fused_loss=true\n"),
     # values out of range
     case("launch train.steps=0", "train.steps=0", "at least 1"),
     case("launch train.global_batch_size=-4", "train.global_batch_size=-4", "at least 1"),
@@ -156,6 +228,9 @@ CASES = [
     # arithmetic
     case("launch train.global_batch_size=31", "train.global_batch_size=31", "2 data-parallel ranks", "=30 or 32"),
     case("launch train.micro_batch_size=5", "train.micro_batch_size=5", "fix: train.micro_batch_size=4"),
+    case("launch train.global_batch_size=100 train.micro_batch_size=8", "=5, or train.global_batch_size=96 or 112\n"),
+    case("launch train.global_batch_size=34 train.micro_batch_size=16", "fix: train.global_batch_size=32 or 64, or "),
+    case("launch strategy.dp=3 train.micro_batch_size=4", "cluster.processes=3 train.global_batch_size=36\n"),
     case("launch model.dim=130", "model.dim=130", "model.num_heads=4", "fix: model.dim=132"),
     case(
         "launch strategy.dp=3", "strategy.dp=3", "number of ranks, 2", "cluster.processes=3 train.global_batch_size=33"
@@ -280,6 +355,164 @@ def test_a_secret_in_a_recipe_is_not_repeated(world: Path, capsys: pytest.Captur
     assert "hunter2" not in err
 
 
+OWN = """
+from torch import nn, optim
+
+class Net(nn.Module):
+    def __init__(self, hidden: int = 64, depth=2, rate=0.1, bias=True):
+        super().__init__()
+
+    def forward(self, x):
+        return x
+
+class Inherits(Net):
+    pass
+
+class NoForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+
+class NoInputs(nn.Module):
+    def forward(self):
+        return 0
+
+class Points:
+    def dataset(self, split):
+        return []
+
+def loss(outputs, targets):
+    return outputs.mean()
+
+def weighted(outputs, targets, weight):
+    return outputs.mean()
+
+class OneArgument(nn.Module):
+    def forward(self, outputs):
+        return outputs
+
+def ramp(step):
+    return 1.0
+
+def capped(step, steps, most):
+    return 1.0
+
+class NoStep(optim.Optimizer):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+class NoParameters(optim.Optimizer):
+    def __init__(self, lr=0.1):
+        pass
+
+    def step(self):
+        pass
+
+class Hook:
+    def after_step(self):
+        pass
+"""
+MINE = "launch model=my_pkg.net.Net data=my_pkg.net.Points loss=my_pkg.net.loss"
+OWN_CASES = [
+    case(
+        "launch model=my_pkg.net.NoForward data=my_pkg.net.Points",
+        "my_pkg/net.py:14: the class NoForward has no forward",
+    ),
+    case(
+        "launch model=my_pkg.net.NoInputs data=my_pkg.net.Points", "my_pkg/net.py:19: NoInputs.forward takes no inputs"
+    ),
+    case("launch model=my_pkg.net", "my_pkg.net: is a module, not a class", "fix: model=my_pkg.net.Net"),
+    case("launch model=my_pkg", "fix: model=my_pkg.net.Net"),
+    case("launch model=my_pkg/net.py", "fix: model=my_pkg.net.Net"),
+    case("launch model=my_pkg.net:Net", "fix: model=my_pkg.net.Net"),
+    case("launch model=Points", "fix: model=my_pkg.net.Points"),
+    case("launch data=my_pkg.net", "data=my_pkg.net: is a module", "fix: data=my_pkg.net.Points"),
+    case("launch data=my_pkg.net.Points.dataset", "Points is a class or function", "fix: data=my_pkg.net.Points"),
+    case("launch data=my_pkg.Points", "my_pkg/__init__.py has no Points", "fix: data=my_pkg.net.Points"),
+    case("launch model=code.Net", "code is also the name of a module of Python's own", "mv code.py my_code.py, then"),
+    case("launch model=hydra.Net", "hydra is also the name of an installed package", "mv hydra.py my_hydra.py, then"),
+    case(f"{MINE} model.hidden=abc", "model.hidden=abc: must be a whole number"),
+    case(f"{MINE} model.depth=abc", "must be a number, like its default in my_pkg.net.Net, depth=2", "=2   (or an"),
+    case(f"{MINE} model.rate=abc", "must be a number", "fix: model.rate=0.1"),
+    case(f"{MINE} model.bias=yes", "must be true or false", "fix: model.bias=true"),
+    case(f"{MINE} model.hidden=1,2", "error: model.hidden=1,2", "fix: model.hidden=1, or -m model.hidden=1,2"),
+    case(f"{MINE} model.hidden=[1", "error: model.hidden=[1"),
+    case(f"{MINE}ed", "my_pkg/net.py has no lossed", "did you mean loss=my_pkg.net.loss?"),
+    case("launch loss=my_pkg.net.weighted", "my_pkg/net.py:29: weighted(", "fix: loss.weight=…, or a default"),
+    case("launch loss=my_pkg.net.OneArgument", "OneArgument.forward(outputs)", "def forward(self, outputs, targets)"),
+    case("launch schedule=my_pkg.net.ramp", "my_pkg/net.py:36: ramp(step) is called", "def ramp(step, steps)"),
+    case("launch schedule=my_pkg.net.capped", "most has no value", "fix: schedule.most=…"),
+    case("launch optim=my_pkg.net.NoStep", "my_pkg/net.py:42: the class NoStep has no step()"),
+    case("launch optim=my_pkg.net.NoParameters", "NoParameters.__init__(self, lr) is called with the model's"),
+    case("launch hooks=my_pkg.net.Hook", "my_pkg/net.py:54: Hook.after_step cannot", "def after_step(self, run)"),
+    pytest.param(
+        ["launch", "hooks=[early_stop my_pkg.net.Hook]"],
+        ("without a comma", "fix: 'hooks=[early_stop,my_pkg.net.Hook]'"),
+        id="a list without commas",
+    ),
+]
+
+
+@pytest.mark.parametrize(("argv", "words"), OWN_CASES)
+def test_a_mistake_about_your_own_code(
+    argv: list[str], words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_pkg").mkdir()
+    (tmp_path / "my_pkg" / "__init__.py").write_text("")
+    for name, text in {"my_pkg/net": OWN, "code": OWN, "hydra": "class Net: ..."}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    before = snapshot(tmp_path)
+    code = main(argv)
+    check_message(code, *capsys.readouterr(), words)
+    assert snapshot(tmp_path) == before
+
+
+AGAIN = "model=my_pkg.net.Net data=my_pkg.net.Points loss=my_pkg.net.loss"
+RESUMES = [  # of a run of these classes
+    case("train.steps=600", "and code is never taken from a run folder", "or 'trust=[my_pkg]'   (if"),
+    case(f"{AGAIN} model.hidden=32", "model.hidden: 64 → 32\n", "fix: leave out model.hidden: the saved weights prob"),
+    case(
+        f"{AGAIN} model.hidden=32 train.steps=600",
+        "fix: leave out model.hidden: ",
+        "allow the rest: 'resume_allow=[train.steps]'",
+    ),
+    case("trust=[my_pkg] model.rate=0.5", "model.rate: 0.1 → 0.5\n", "allow what changed: 'resume_allow=[model.rate]'"),
+    case("trust=[my_pkg] model.hiden=32", "error: model.hiden: there", "did you mean model.hidden?"),
+    case("trust=[my_pkg] model=my_pkg.net.Inherits", "fix: leave out model: the saved weights"),
+    case("trust=[my_pkg] model.hidden=abc", "model.hidden=abc: must be a whole number"),
+]
+
+
+@pytest.mark.parametrize(("argv", "words"), RESUMES)
+def test_a_resume_of_your_own_classes(
+    argv: list[str],
+    words: tuple[str, ...],
+    world: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(world)
+    before = snapshot(world)
+    code = main(["launch", "resume=mine", *argv])
+    check_message(code, *capsys.readouterr(), words)
+    assert snapshot(world) == before
+
+
+def test_the_old_value_of_a_default_is_no_change(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(world)
+    for words in (["trust=[my_pkg]", "model.hidden=64"], [*AGAIN.split(), "model.depth=2"]):
+        assert main(["launch", "resume=mine", *words, "dry_run=true"]) == 0
+
+
+@pytest.mark.parametrize("extra", ["model.depth=1.5", "model.rate=1", "model.bias=false"])
+def test_a_value_that_the_default_allows(extra: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my_pkg").mkdir()
+    (tmp_path / "my_pkg" / "net.py").write_text(OWN)
+    for model in ("Net", "Inherits"):
+        command = MINE.replace("net.Net", f"net.{model}")
+        assert main([*command.split(), *([extra] if model == "Net" else []), "dry_run=true"]) == 0
+    capsys.readouterr()
+
+
 @pytest.mark.parametrize("command", ["", "train.steps = 5"])
 def test_words_with_spaces(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["launch", command])
@@ -325,8 +558,8 @@ def test_a_fault_of_our_own_is_a_traceback_and_still_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("flag", ["--halp", "--cfg"])
-def test_an_unknown_flag(flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("flag", ["--cfg", "--help=3"])
+def test_a_flag_that_hydra_refuses(flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", flag]) == 2
     err = capsys.readouterr().err
     assert "usage: launch.py" in err and flag.partition("=")[0] in err

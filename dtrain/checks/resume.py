@@ -6,13 +6,15 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from dtrain.checks import profile as profiling
+from dtrain.checks.init_from import WITHOUT_WEIGHTS
 from dtrain.config.files import CODE, HOOKS, flatten, is_script
 from dtrain.config.run_file import allows
+from dtrain.config.schema import own_defaults
 from dtrain.errors import bad, unknown
 from dtrain.runs import record as records
 from dtrain.runs.folder import checkpoints, latest_checkpoint, read_summary, write_json
@@ -37,6 +39,10 @@ def check_resume(
     A setting that did not exist when the run started (with an older version) has its default, unless it is typed.
     """
     before, after = flatten(old), flatten(new)
+    for key, default in own_defaults(old).items():  # of the user's own classes: config.yaml has what was typed
+        if (key in before) != (key in after) and key in own_defaults(new):
+            before.setdefault(key, default)
+            after.setdefault(key, default)
     allow = list(allow)
     for name in allow:
         if not any(key == name or key.startswith(name + ".") for key in (*before, *after)):
@@ -51,14 +57,40 @@ def check_resume(
         and (typed is None or key in before or any(key == t or key.startswith(t + ".") for t in typed))
     ]  # fmt: skip
     if changed:
-        diff = "\n".join(f"    {k}: {before.get(k)} → {after.get(k)}" for k in changed)
-        names = ",".join([*allow, *changed])
-        leave = [t for t in typed or () if any(key == t or key.startswith(t + ".") for key in changed)] or changed
+        diff = "\n".join(f"    {k}: {before.get(k, 'not set')} → {after.get(k, 'not set')}" for k in changed)
+
+        def leave_out(keys: list[str]) -> str:
+            words = [t for t in typed or () if any(key == t or key.startswith(t + ".") for key in keys)]
+            return f"leave out {' '.join(words or keys)}"
+
+        shapes = [key for key in changed if changes_shapes(key, before, after)]
+        rest = [key for key in changed if key not in shapes]
+        fix = f"{leave_out(changed)}, or allow what changed: 'resume_allow=[{','.join([*allow, *changed])}]'"
+        if shapes:  # allowing them would only fail later
+            is_ours = str(after.get("model._target_")).startswith("dtrain.")
+            fix = f"{leave_out(shapes)}: the saved weights {'' if is_ours else 'probably '}have other shapes"
+            if rest:
+                fix += f"; and allow the rest: 'resume_allow=[{','.join([*allow, *rest])}]'"
+            fix += "; for a new run leave out resume="
         raise ValueError(
             f"resume={os.path.relpath(run_dir)}: these settings differ from the run's own, "
-            f"and would change what it computes\n{diff}\n"
-            f"  fix: leave out {' '.join(leave)}, or allow what changed: 'resume_allow=[{names}]'"
+            f"and would change what it computes\n{diff}\n  fix: {fix}"
         )
+
+
+def changes_shapes(key: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Does a setting decide the names or shapes of the weights? Of a user's own class, any whole number may."""
+    if key in ("lora.rank", "lora.targets"):
+        return True
+    if not key.startswith("model."):
+        return False
+    if before.get("model._target_") != after.get("model._target_"):
+        return True
+    if key.partition(".")[2] in WITHOUT_WEIGHTS:
+        return False
+    if key == "model.seq_len" and "model.rope_theta" in after:  # no weight for each place
+        return False
+    return any(type(values.get(key)) is int for values in (before, after))
 
 
 def check_code(old: dict[str, Any], config: dict[str, Any]) -> None:

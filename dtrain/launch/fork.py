@@ -16,6 +16,7 @@ from typing import Any
 
 from dtrain.checks import init_from
 from dtrain.config.files import TARGET, flatten, is_script
+from dtrain.config.schema import own_defaults
 from dtrain.errors import bad
 from dtrain.runs.find import At
 from dtrain.runs.folder import checkpoints, parse_line, read_json
@@ -51,8 +52,15 @@ def check(old: dict[str, Any], config: dict[str, Any]) -> None:
         raise bad("init_from", config["init_from"], rule, "leave out init_from=, or fork=")
     for section in ("model", "lora"):
         before, after = flatten(as_dict(old.get(section))), flatten(as_dict(config.get(section)))
+        is_own = section == "model" and not str(after.get(TARGET)).startswith("dtrain.")
+        if is_own and before.get(TARGET) == after.get(TARGET):
+            defaults = {key.partition(".")[2]: value for key, value in own_defaults({section: old[section]}).items()}
+            before = {key: defaults[key] for key in after if key in defaults} | before
+            after = {key: defaults[key] for key in before if key in defaults} | after
         for key in sorted({*before, *after}):
-            if before.get(key) != after.get(key) and not (section == "model" and key in FREE_IN_MODEL):
+            is_rate = is_own and isinstance(before.get(key), float) and isinstance(after.get(key), (int, float))
+            is_free = section == "model" and (key in FREE_IN_MODEL or is_rate)
+            if before.get(key) != after.get(key) and not is_free:
                 rule = f"a fork keeps the weights, and so the model: {before.get(key)} there"
                 name = f"{section}.{key}" if key != TARGET else section
                 raise bad(name, after.get(key), rule, way_out(at, old, config, name, before.get(key)))
@@ -77,6 +85,8 @@ def check(old: dict[str, Any], config: dict[str, Any]) -> None:
 
 def way_out(at: At, old: dict[str, Any], config: dict[str, Any], name: str, before: object) -> str:
     """Return the fix for a setting on which the weights depend. init_from is one only where it takes the weights."""
+    if not str(config["model"][TARGET]).startswith("dtrain.") and name.startswith("model."):  # shapes of the user's own
+        return f"leave out {name}, or leave out fork= and train the other model from its start"
     chosen = as_dict(old.get("choices")).get("model") if name == "model" else before
     keep = f"{name}={json.dumps(chosen) if not isinstance(chosen, str) else chosen}"
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from dtrain.checks.loggers import ADDRESSES
-from dtrain.config.files import CODE, LOGGER, SEVERAL, is_script, options_of
+from dtrain.config.build import allowed, fewest, own_file
+from dtrain.config.files import CODE, LOGGER, SEVERAL, TARGET, is_script, options_of, sections
 from dtrain.config.hydra_errors import GROUPS
 from dtrain.config.hydra_errors import OWN as DOTTED
 from dtrain.config.run_file import completed, read_run
@@ -18,6 +20,7 @@ from dtrain.config.untrusted import OPTION
 from dtrain.errors import bad
 from dtrain.launch.options import store_option
 from dtrain.launch.quoting import check_path, quote, unquoted
+from dtrain.launch.user_code import trust_of
 from dtrain.runs.folder import latest_checkpoint
 from dtrain.util.format import argument, as_dict, short_path
 
@@ -40,6 +43,7 @@ def resumed(argv: list[str], given: dict[str, str]) -> list[str]:
             "run_dir", other, rule, f"{argument('fork', word)} {argument('run_dir', other)}, or leave out run_dir="
         )
     argv, overridden = without_same_classes(argv, given, run_dir)
+    argv = with_own_settings(argv, run_dir, overridden, f"resume={word}")
     store_as_run(run_dir, overridden)
     check_program(run_dir, argv)
     argv = [a for a in argv if not a.startswith(("resume=", "run_dir="))]
@@ -63,6 +67,7 @@ def forked(argv: list[str], given: dict[str, str]) -> list[str]:
             raise bad("fork", word, "the run has no checkpoint", "another run; dtrain runs lists them")
         at = at._replace(step=int(newest.name[5:]))
     argv, overridden = without_same_classes(argv, given, at.run_dir)
+    argv = with_own_settings(argv, at.run_dir, overridden, f"fork={word}")
     store_as_run(at.run_dir, overridden, as_fork=True)
     argv = [a for a in argv if not a.startswith("fork=")]
     return [*argv, "recipe=as-run", f"fork={quote(str(at))}"]
@@ -79,6 +84,40 @@ def without_same_classes(argv: list[str], given: dict[str, str], run_dir: Path) 
     ]
     argv = [word for word in argv if word not in {f"{group}={given[group]}" for group in same}]
     return argv, [group for group in of_run if group not in same]
+
+
+def with_own_settings(argv: list[str], run_dir: Path, overridden: list[str], typed: str) -> list[str]:
+    """Let a class of the user that the run has take every setting of its constructor, not only those typed first.
+
+    The class must be typed again, or trusted: the folder may come from someone else.
+    """
+    config = read_config(run_dir)
+    own = {
+        name: str(section[TARGET])
+        for group in GROUPS
+        if group in config and group not in overridden
+        for name, section in sections(config, group).items()
+        if isinstance(section, dict) and not str(section.get(TARGET, "dtrain.")).startswith("dtrain.")
+    }
+    trust = trust_of(argv)
+    unnamed = {name: target for name, target in own.items() if not allowed(target, trust)}
+    tops = fewest([target.partition(".")[0] for target in unnamed.values()])
+    files = [own_file(top) for top in tops if top != "torch"]
+    if unnamed and all(files) and not any(word.startswith("trust=[]") for word in argv):
+        again = [f"{name}={target}" for name, target in unnamed.items()]
+        modules = fewest([*trust, *(t.rpartition(".")[0] if t.startswith("torch.") else t.partition(".")[0]
+                                    for t in unnamed.values())])  # fmt: skip
+        fix = f"'trust=[{','.join(modules)}]'"
+        if not any("." in name or as_dict(config.get("choices")).get(name) != own[name] for name in unnamed):
+            fix = f"{' '.join(again)}, or {fix}"
+        where = f"   (if that is your code: {', '.join(map(str, files))})" if files else ""
+        rule = (
+            f"the run has {', '.join(unnamed.values())}, and code is never taken from a run folder: it may not be yours"
+        )
+        raise ValueError(f"{typed}: {rule}\n  fix: {fix}{where}")
+    for name in own:
+        argv = [re.sub(rf"^{re.escape(name)}\.", r"++\g<0>", word) for word in argv]
+    return argv
 
 
 def check_program(run_dir: Path, argv: list[str]) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from dtrain.checks import validate
-from dtrain.checks.resume import FREE_ON_RESUME, check_resume
+from dtrain.checks.resume import FREE_ON_RESUME, changes_shapes, check_resume
 from dtrain.checks.validate import LINEAR_LAYERS
 from dtrain.config import files
 from dtrain.config.build import build
@@ -417,7 +417,10 @@ def test_batch_sizes(total: int, asked: int | None, dp: int) -> None:
             else:
                 assert text.startswith(f"train.micro_batch_size={asked}: ")
                 assert total % dp == 0 and asked is not None and (total // dp) % asked
-                smaller = int(text.split("fix: train.micro_batch_size=")[1])
+                smaller = int(re.findall(r"train.micro_batch_size=(\d+)", text)[-1])
+                (batches,) = re.findall(r"train.global_batch_size=(\d+) or (\d+)", text)
+                for number in map(int, batches):
+                    batch_sizes(batch_config(number, asked), sizes)
                 assert smaller < asked, "a smaller one surely fits in memory"
                 asked = smaller
             continue
@@ -470,7 +473,11 @@ def test_each_setting_is_free_or_refused_and_then_allowed_by_name(base: dict[str
         with pytest.raises(ValueError, match="resume=") as error:
             check_resume(base, new, [], tmp_path)
         assert f"    {key}: {value} → {other(value)}" in str(error.value)
-        assert f"fix: leave out {key}, or allow what changed: 'resume_allow=[{key}]'" in str(error.value)
+        before, after = flatten(base), flatten(new)
+        if changes_shapes(key, before, after):  # it can be allowed, and is not proposed
+            assert f"fix: leave out {key}: the saved weights" in str(error.value)
+        else:
+            assert f"fix: leave out {key}, or allow what changed: 'resume_allow=[{key}]'" in str(error.value)
         check_resume(base, new, [key], tmp_path)
         check_resume(base, new, [key.split(".")[0]], tmp_path)
         refused.append(key)
@@ -478,6 +485,10 @@ def test_each_setting_is_free_or_refused_and_then_allowed_by_name(base: dict[str
     assert {"strategy.dp", "cluster.processes", "checkpoint.every", "compile", "train.micro_batch_size"} <= set(free)
     assert {"train.seed", "train.steps", "train.global_batch_size", "optim.lr", "model.dim", "precision.dtype",
             "data._target_", "schedule.warmup_steps", "train.max_grad_norm"} <= set(refused)  # fmt: skip
+    flat = flatten(base)
+    shapes = {key for key in refused if changes_shapes(key, flat, flat | {key: other(flat[key])})}
+    assert {"model.dim", "model.num_layers", "model._target_", "lora.rank"} <= shapes
+    assert not {"model.dropout", "train.steps", "optim.lr"} & shapes
 
 
 def test_a_refused_resume_names_all_that_changed(base: dict[str, Any], tmp_path: Path) -> None:
@@ -492,7 +503,7 @@ def test_a_setting_that_came_or_went_counts_as_changed(base: dict[str, Any], tmp
     new = copy.deepcopy(base)
     del new["model"]["dropout"]
     for pair in ((base, new), (new, base)):
-        with pytest.raises(ValueError, match=r"model\.dropout: (None → 0\.0|0\.0 → None)"):
+        with pytest.raises(ValueError, match=r"model\.dropout: (not set → 0\.0|0\.0 → not set)"):
             check_resume(*pair, [], tmp_path)
 
 
