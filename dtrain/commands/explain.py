@@ -15,14 +15,17 @@ from dtrain.config.describe import (
     top_settings,
 )
 from dtrain.config.files import GROUPS, default_options, known_settings, options_of, setting_prefix
-from dtrain.errors import bad, unknown
+from dtrain.errors import bad, foreign_option, unknown
+from dtrain.runs.metrics import ALSO, MEANINGS
 
 USAGE = """usage: dtrain explain SETTING|GROUP|GROUP=OPTION ...
 
   dtrain explain train.steps           what it means, its type and its default
   dtrain explain strategy              what the group decides, and its options
   dtrain explain strategy=fsdp         what the option is, and its settings
+  dtrain explain fsdp                  the same
   dtrain explain strategy.bucket_mb    a setting of some options of a group
+  dtrain explain val_loss              a metric
   dtrain explain warmup                every setting with this in its name or meaning
 
 Exit codes: 0 done, 2 there is no such setting."""
@@ -41,7 +44,7 @@ def main(argv: list[str]) -> int:
             fix = f"did you mean {group}={near[0]}?" if near else f"dtrain explain {group}"
             raise bad(group, option, "there is no such option", fix)
         if not lines:
-            raise unknown(word, known_settings())
+            raise no_such_word(word)
         print(*([""] if number else []), *lines, sep="\n")
     return 0
 
@@ -62,7 +65,41 @@ def explain(word: str) -> Iterator[str]:
             group = word.partition(".")[0]
             yield from of_setting(word, setting, f"under {', '.join(f'{group}={o}' for o in options)}")
     else:
-        yield from containing(word.lower())
+        chosen = [name for name in GROUPS if word.lower() in options_of(name)]  # fsdp, and gpt2-124m
+        chosen += [group for group in [word.partition(".")[0]] if group in GROUPS and word in dotted(group)]
+        for name in chosen:
+            yield from of_option(name, word.lower().removeprefix(f"{name}."))
+        yield from of_metric(word.lower())
+        if len(chosen) != 1:
+            yield from containing(word.lower())
+
+
+def dotted(group: str) -> list[str]:
+    return [f"{group}.{option}" for option in options_of(group)]
+
+
+def of_metric(word: str) -> Iterator[str]:
+    name = word if word in MEANINGS else ALSO.get(word, "")
+    if name:
+        yield from wrapped(f"{name}: ", f"a metric of metrics.jsonl and the curves: {MEANINGS[name]}")
+
+
+def no_such_word(word: str) -> ValueError:
+    """Name the option, or the setting, that was probably meant."""
+    for group in GROUPS:
+        if ours := foreign_option(group, word):
+            option = ours.partition(" ")[0]
+            return ValueError(f"{word}: there is no such setting\n  fix: dtrain explain {option}")
+    options = {option: group for group in GROUPS for option in options_of(group)}
+    key = word.partition("=")[0]
+    if "=" in word and list(explain(key)):  # train.steps=5
+        return ValueError(f"{word}: there is no such setting\n  fix: dtrain explain {key}")
+    refused = unknown(word, known_settings())
+    near = difflib.get_close_matches(word.lower(), [*options, *MEANINGS, *ALSO], 1, 0.75)
+    if near and "fix: leave out" in str(refused):
+        name = f"{options[near[0]]}={near[0]}" if near[0] in options else near[0]
+        return ValueError(f"{word}: there is no such setting\n  fix: did you mean dtrain explain {name}?")
+    return refused
 
 
 def of_group(group: str) -> Iterator[str]:

@@ -400,7 +400,7 @@ def source_of(target: str, jumps: int = 0) -> Definition | None:
         return None
 
 
-def place(target: str, node: ast.stmt) -> str:
+def place(target: str, node: ast.stmt | ast.expr) -> str:
     """file:line of a part of a class or function."""
     module, _, name = target.rpartition(".")
     spec = spec_of(module)

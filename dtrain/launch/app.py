@@ -176,7 +176,7 @@ class Gate(Callback):
                     if config["resume"] and not is_script(config) and not config["cluster"].get("run_root"):
                         say_beginning(Path(config["run_dir"]), sys.stderr)
                     run_prediction.show(plan, sys.stderr)  # stdout is reserved for the runnable script
-                    show_warnings(config)
+                    show_warnings(config, plan)
                     cluster.dry_run(Path(config["run_dir"]), config)
                     if "deepspeed_config" in config.get("strategy", {}):
                         # after a manifest, which must stay valid yaml, to stderr
@@ -262,7 +262,7 @@ def run(cfg: DictConfig, argv: list[str], began: float) -> int:
         if in_sweep and not later and (place := sweeps.place(run_dir)):
             print(f"{place}: {run_dir.name}")
         run_prediction.show(plan, sys.stdout)
-        show_warnings(config)
+        show_warnings(config, plan)
         (run_dir / CANCELLED_FILE).unlink(missing_ok=True)
         try:
             code = DONE if later else int(cluster.launch(run_dir))
@@ -278,8 +278,9 @@ def run(cfg: DictConfig, argv: list[str], began: float) -> int:
     return code
 
 
-def show_warnings(config: dict[str, Any]) -> None:
-    for line in warnings(largest(config)):
+def show_warnings(config: dict[str, Any], plan: dict[str, Any]) -> None:
+    whole = largest(config)
+    for line in (*warnings(whole), *run_prediction.slow_cpu(whole, plan)):
         console.print_warning(line)
 
 

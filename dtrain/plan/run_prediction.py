@@ -9,22 +9,34 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from dtrain import __version__
 from dtrain.checks.strategy import shared_gpus
 from dtrain.config.files import is_script
-from dtrain.config.hardware import gpus_per_node, ranks_per_node
+from dtrain.config.hardware import count_gpus, gpus_per_node, ranks_per_node
 from dtrain.config.run_length import last_step
+from dtrain.plan.model_shape import shape_of
+from dtrain.plan.parameters import flops_per_sample
 from dtrain.plan.predict import hardware_of, predict, why_not
 from dtrain.plan.sections import strategy_section, with_detected
 from dtrain.plan.time.collectives import STEPS, Group, collective_s, rate
 from dtrain.runs.folder import latest_checkpoint, read_summary
-from dtrain.util.format import as_dict, duration, gib, percent, si, step_time, without_nan
+from dtrain.util.format import as_dict, counted, duration, gib, percent, si, step_time, without_nan
 
 FAULT = "the planner failed"
+# Of a core in float32 where nothing is measured: what gpt2-124m reached on a server's core with AVX-512.
+CPU_FLOPS = 60e9
+SLOW_STEP_S, SLOW_RUN_S = 10.0, 1800.0  # both: a run that is meant to be slow has few steps
+TINY = {
+    "dtrain.models.gpt2.GPT2": "gpt2-tiny",
+    "dtrain.models.llama.Llama": "llama-tiny",
+    "dtrain.models.bert.Bert": "bert-tiny",
+    "dtrain.models.vit.ViT": "vit-tiny",
+    "dtrain.models.resnet.ResNet": "convnet",
+}
 STATES = ("parameters", "gradients", "optimizer")  # exact; all other parts are estimates
 CERTAIN = 1.08  # estimates may be too large by this factor: the bound for measured peaks (benchmarks/planner)
 NO_GPU = "and there is no GPU here"
@@ -125,6 +137,29 @@ def left_out(config: Mapping[str, Any], overrides: list[str]) -> str:
     before, after = strategy_section(config["choices"]["strategy"]), strategy_section(new)
     given = [k for k, value in config["strategy"].items() if k not in after and value != before.get(k)]
     return f" without {' '.join(f'strategy.{key}' for key in given)}" if given else ""
+
+
+def slow_cpu(config: Mapping[str, Any], plan: Mapping[str, Any]) -> Iterator[str]:
+    """Warn of a run that would take hours on this machine's CPUs, by the planner's step time or else by its FLOPs."""
+    if is_script(config) or "gpus_per_node" in config["cluster"] or config["cluster"].get("launcher") or count_gpus():
+        return
+    shape, step_s = shape_of(config), as_dict(plan.get("step_s")).get("total")
+    if shape is None:
+        return
+    flops, cores = flops_per_sample(shape) * config["train"]["global_batch_size"], len(os.sched_getaffinity(0))
+    guess = "" if step_s else f", at {CPU_FLOPS / 1e9:.0f} GFLOP/s a core"
+    step_s = step_s or flops / (CPU_FLOPS * cores)
+    steps = steps_to_do(config)
+    whole = step_s * steps if math.isfinite(steps) else math.inf
+    if step_s < SLOW_STEP_S or whole < SLOW_RUN_S:
+        return
+    run = f", and {counted(round(steps), 'step')} {duration(whole)}" if math.isfinite(whole) else ""
+    family = TINY.get(config["model"]["_target_"])
+    smaller = f", or model={family}" if family and config["choices"].get("model") != family else ""
+    where = f"on {counted(cores, 'core')} without a GPU{guess}"
+    yield (
+        f"a step of {flops / 1e12:.1f} TFLOP takes about {duration(step_s)} {where}{run}; fix: recipe=cpu-tiny{smaller}"
+    )
 
 
 # ---- output --------------------------------------------------------------------------------------------------

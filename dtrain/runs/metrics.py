@@ -16,6 +16,29 @@ from dtrain.util.regular_file import read_bytes
 NO_CURVE = ("step", "tokens", "time", "save_step", "slow_rank", "slowdown", "slow_since", "slow_until")
 # Of an evaluation, what dtrain's own models have. All others are the user's own, from a model, a loss or a hook.
 USUAL = ("val_loss", "val_perplexity", "val_accuracy", "val_top5")
+# What the names in metrics.jsonl mean: for `dtrain explain`.
+MEANINGS = {
+    "loss": "mean loss of the global batch of a step, before its update",
+    "lr": "learning rate of the step: optim.lr times the schedule",
+    "grad_norm": "norm of the gradient over the whole model and mesh, before clipping (train.max_grad_norm)",
+    "tokens": "tokens trained on since step 0; samples, where a sample has one target",
+    "tokens_per_s": "tokens (or samples) a second of all ranks, of this step",
+    "step_s": "seconds of a step, with the wait for its batch",
+    "data_s": "seconds that the step waited for its batch",
+    "mfu": "model FLOPs utilization: the model's FLOPs a second as a share of the GPU's peak; null on a CPU",
+    "mem_gib": "peak memory of a rank: of its GPU, or of its process on a CPU",
+    "exposed_comm_s": "seconds of a step in which even the rank that waits least waits for communication",
+    "val_loss": "mean loss over train.eval_batches batches of the held-out split, every train.eval_every steps",
+    "val_perplexity": "e to the val_loss, for language models",
+    "val_accuracy": "share of the held-out targets whose class has the highest score",
+    "val_top5": "share of the held-out targets whose class is among the five highest scores",
+}
+ALSO = {
+    "tokens/s": "tokens_per_s", "throughput": "tokens_per_s", "samples_per_s": "tokens_per_s",
+    "perplexity": "val_perplexity", "ppl": "val_perplexity", "accuracy": "val_accuracy", "acc": "val_accuracy",
+    "val_acc": "val_accuracy", "top5": "val_top5", "eval_loss": "val_loss", "train_loss": "loss",
+    "gpu_memory": "mem_gib",
+}  # fmt: skip
 NAME = re.compile(r"[A-Za-z_][\w./@-]{0,79}", re.ASCII)
 SYSTEM_FILE = "logs/system-{}.jsonl"  # one per node: its CPUs, memory, disks, network and GPUs, every few seconds
 

@@ -11,6 +11,7 @@ from dtrain.checks.validate import validate
 from dtrain.checks.warnings import warnings
 from dtrain.config.files import RECIPES
 from dtrain.launch import recipes
+from dtrain.plan.run_prediction import plan_of, slow_cpu
 from tests.config.test_files import compose
 
 
@@ -32,6 +33,20 @@ def test_a_warm_up_longer_than_the_run() -> None:
     assert "\n" not in line and "schedule.warmup_steps=499" in line and "train.steps=100" in line and " 20% " in line
     assert not list(warnings(compose(*overrides, fixed(line))))
     assert not list(warnings(compose(*overrides, "schedule.warmup_steps=100")))
+
+
+def test_hours_on_a_cpu() -> None:
+    """The planner has no rates of this CPU, so the model's FLOPs at a stated rate."""
+
+    def slow(*overrides: str) -> list[str]:
+        config = compose("cluster.processes=2", *overrides)
+        return list(slow_cpu(config, plan_of(config)))
+
+    (line,) = slow("model=gpt2-124m")
+    assert "a step of 28.2 TFLOP takes about 3m 55s on 2 cores" in line and "300 steps 19h 34m" in line
+    assert fixed(line) == "recipe=cpu-tiny, or model=gpt2-tiny"
+    assert not slow("model=gpt2-tiny") and not slow("model=gpt2-124m", "train.steps=2")
+    assert not slow("model=gpt2-124m", "cluster=slurm")
 
 
 def test_a_first_try_of_a_few_steps_keeps_the_default_without_a_word() -> None:

@@ -35,6 +35,25 @@ def test_every_setting_and_every_option_can_be_asked_for(capsys: pytest.CaptureF
     explained(capsys, *words, *(f"{group}={option}" for group in GROUPS for option in options_of(group)))
 
 
+@pytest.mark.parametrize(
+    ("word", "start"),
+    [("fsdp", "strategy=fsdp: "), ("gpt2-124m", "model=gpt2-124m: "), ("model.gpt2-tiny", "model=gpt2-tiny: "),
+     ("AdamW", "optim=adamw: "), ("val_loss", "val_loss: a metric"), ("tokens/s", "tokens_per_s: a metric")],
+)  # fmt: skip
+def test_an_option_alone_and_a_metric(word: str, start: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explained(capsys, word).startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [("fsdp2", "dtrain explain strategy=fsdp"), ("train.steps=5", "dtrain explain train.steps"),
+     ("cosin", "did you mean dtrain explain schedule=cosine?"), ("val_los", "did you mean dtrain explain val_loss?")],
+)  # fmt: skip
+def test_the_hint_leads_to_an_answer(word: str, fix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", word]) == 2
+    assert f"fix: {fix}\n" in capsys.readouterr().err
+
+
 def test_an_unknown_word_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "train.stepz"]) == 2
     assert "train.steps" in capsys.readouterr().err

@@ -7,9 +7,11 @@ weights are compared with those of one process, and a table shows the difference
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import difflib
 import json
+import math
 import os
 import re
 import signal
@@ -30,7 +32,8 @@ from dtrain.commands.verify.mutants import chosen
 from dtrain.config.files import flatten, options_of
 from dtrain.config.hydra_errors import MISTAKES, explain
 from dtrain.config.ranges import check_ranges
-from dtrain.config.schema import check_section
+from dtrain.config.schema import check_section, own_defaults
+from dtrain.config.source import place, source_of
 from dtrain.errors import bad
 from dtrain.launch.arguments import prepare_arguments
 from dtrain.runs.protocol import BAD_CONFIG, DONE, FAILED
@@ -46,10 +49,11 @@ NOT_HERE = {
     "run_dir": "--keep DIR",
     **dict.fromkeys(["cluster", "cluster.nodes", "resume", "fork", "dry_run", "hydra.run.dir"], "leave it out"),
 }  # fmt: skip
+BATCH = "train.global_batch_size"
 INTERRUPTED = 130  # a shell's exit code for Ctrl-C
 HEADINGS = (
     "strategy", "ranks", "mesh", "precision", "loss diff", "norm diff", "grad diff", "weight diff",
-    "tolerance", "seconds", "result",
+    "loss tol", "seconds", "result",
 )  # fmt: skip
 
 
@@ -223,8 +227,13 @@ def plan(request: Request, folder: Path) -> tuple[dict[str, Case], list[Case]]:
     plain = [o for o in request.overrides if not key_of(o).startswith("strategy.")]
     given = {key_of(o) for o in request.overrides}
     known = variants()
+    whole = math.lcm(*request.sizes) if request.sizes else 1
+    small = [
+        f"{key_of(word)}={-(-int(word.partition('=')[2]) // whole) * whole}" if key_of(word) == BATCH else word
+        for word in SMALL
+    ]  # a batch that every number of ranks divides
     for precision in request.precisions or sorted(options_of("precision"), key=lambda name: name != FULL):
-        defaults = [*SMALL, f"precision={precision}", *([] if precision == FULL else [FEWER_STEPS])]
+        defaults = [*small, f"precision={precision}", *([] if precision == FULL else [FEWER_STEPS])]
         one = make_case("ddp", 1, precision, compose(settings(plain, defaults)), folder / f"one-{precision}")
         if one.refused and (request.precisions or precision == FULL):
             raise ValueError(one.refused)
@@ -411,6 +420,25 @@ def left_out_row(case: Case) -> Row:
     return Row(case.strategy, case.size, case.precision, **empty, seconds=0.0, mesh="", reason="", left_out=reason)
 
 
+DROPOUT = "the model has dropout, and each layout draws other random numbers, so its losses differ from one process's"
+
+
+def dropout_of(config: dict[str, Any]) -> str:
+    """Return how to turn a model's dropout off; "": it has none, as far as settings and source tell."""
+    model, target = own_defaults(config) | flatten({"model": config["model"]}), config["model"]["_target_"]
+    for key, value in model.items():
+        name = key.removeprefix("model.")
+        if key.startswith("model.") and ("drop" in name or name == "p") and isinstance(value, float) and value:
+            return f"{key}=0"
+    source = None if target.startswith("dtrain.") else source_of(target)
+    for node in ast.walk(source) if source else ():
+        if isinstance(node, ast.Call) and "dropout" in ast.unparse(node.func).lower():
+            rate = node.args[0] if node.args else next((k.value for k in node.keywords if k.arg == "p"), None)
+            if rate is None or (isinstance(rate, ast.Constant) and rate.value):
+                return f"an argument for the rate of {place(target, node)}, and 0 here"
+    return ""
+
+
 def show(cases: Sequence[Case], results: Iterator[Row], left_out: Sequence[Row], as_json: bool) -> int:
     """Print each row as it arrives, to stderr if stdout has the JSON; return the exit code."""
     from rich.console import Console
@@ -433,6 +461,9 @@ def show(cases: Sequence[Case], results: Iterator[Row], left_out: Sequence[Row],
     for row in left_out:
         text = f"left out: {row.strategy} at {row.world_size} in {row.precision}: {row.left_out}"
         console.say(out, (text, "yellow"))
+    failed = [case for case, row in zip(cases, done, strict=False) if row.max_loss_diff is not None and not row.passed]
+    if fix := next((found for case in failed if (found := dropout_of(case.config))), ""):
+        console.say(out, (f"{DROPOUT}; fix: {fix}", "yellow"))
     more = f", {len(left_out)} left out" if left_out else ""
     console.say(out, f"{passed} of {len(done)} passed in {time.monotonic() - start:.0f} s{more}")
     if as_json:

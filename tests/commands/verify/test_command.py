@@ -15,7 +15,7 @@ import pytest
 
 from dtrain.cli import main
 from dtrain.commands.verify import compare
-from dtrain.commands.verify.command import Request, plan, settings
+from dtrain.commands.verify.command import Request, dropout_of, plan, settings
 from dtrain.commands.verify.compare import SMALL
 from dtrain.config.hardware import CPU_FP16, no_cpu_fp16
 from tests.patience import patience, until
@@ -87,7 +87,7 @@ def test_json_from_any_folder(tmp_path: Path) -> None:
 
 
 def test_a_layout_that_is_refused_is_a_row_that_did_not_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", *QUICK, "processes=2,3"]) == 3
+    assert main(["verify", *QUICK, "processes=2,3", "train.global_batch_size=8"]) == 3
     header, two, three, end = lines(capsys)
     assert header.split()[:4] == ["strategy", "ranks", "mesh", "precision"]
     assert "PASS" in two and "FAIL  train.global_batch_size=8: must be a multiple of the 3 data-parallel ranks" in three
@@ -294,6 +294,24 @@ def test_what_is_typed_wins_over_the_small_defaults() -> None:
     assert "data=synthetic" not in large and "data=synthetic" in small, "a model brings data that suits it"
     assert settings(["recipe=cpu-tiny"], [*SMALL, "precision=bf16"]) == ["precision=bf16", "recipe=cpu-tiny"]
     assert settings(["train.steps=5"], [compare.FEWER_STEPS]) == ["train.steps=5"]
+
+
+def test_the_batch_suits_every_number_of_processes(tmp_path: Path) -> None:
+    for sizes, batch in (([3], 9), ([3, 4], 12), ([2, 4], 8)):
+        references, cases = plan(Request(["ddp"], True, sizes, ["fp32"], []), tmp_path)
+        assert not any(case.refused for case in cases)
+        assert {case.config["train"]["global_batch_size"] for case in (*references.values(), *cases)} == {batch}
+
+
+def test_dropout_is_named_with_the_setting_that_turns_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = "class A(Module):\n    def __init__(self, {}):\n        self.drop = nn.Dropout({})\n"
+    for name, arguments in {"rate": ("drop_rate=0.1", "drop_rate"), "fixed": ("", "0.1"), "off": ("", "0.0")}.items():
+        (tmp_path / f"dropping_{name}.py").write_text(text.format(*arguments))
+    found = {name: dropout_of({"model": {"_target_": f"dropping_{name}.A"}}) for name in ("rate", "fixed", "off")}
+    assert found["rate"] == "model.drop_rate=0" and "dropping_fixed.py:3" in found["fixed"] and not found["off"]
+    assert dropout_of({"model": {"_target_": "dtrain.models.gpt2.GPT2", "dropout": 0.1}}) == "model.dropout=0"
+    assert not dropout_of({"model": {"_target_": "dtrain.models.gpt2.GPT2", "dropout": 0.0}})
 
 
 def test_strategy_settings_are_not_for_the_one_process(tmp_path: Path) -> None:
