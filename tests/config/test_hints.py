@@ -29,9 +29,7 @@ VALUES = {
     "checkpoint.keep_best": "val_loss",
 }  # fmt: skip
 # The default options do not have these settings, or their values are paths: the hint names the setting only.
-WITHOUT_VALUE = {
-    "cluster.partition", "hardware.price_per_gpu_hour", "strategy.tp", "strategy.pp", "resume", "init_from",
-}  # fmt: skip
+WITHOUT_VALUE = {"cluster.partition", "strategy.tp", "strategy.pp", "resume", "init_from"}
 
 
 @pytest.fixture(autouse=True)
