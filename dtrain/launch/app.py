@@ -36,6 +36,7 @@ from dtrain.config.redaction import redact
 from dtrain.config.run_file import save
 from dtrain.errors import bad
 from dtrain.launch import compose_cache, fork, sweeps
+from dtrain.launch.accumulation import check_accumulation
 from dtrain.launch.arguments import prepare_arguments
 from dtrain.launch.cluster import build_cluster
 from dtrain.launch.launch_record import record_launch
@@ -85,6 +86,7 @@ def start(argv: list[str]) -> list[tuple[int, Path]]:
     if os.getcwd() not in sys.path:  # the user's own modules are here; the ranks import from here too
         sys.path.append(os.getcwd())
     try:
+        check_accumulation(argv)
         sys.argv = ["launch.py", *prepare_arguments(argv)]
         OmegaConf.register_new_resolver("dtrain.slug", slug, replace=True)
 

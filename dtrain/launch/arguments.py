@@ -9,19 +9,16 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 
 from dtrain.config.files import SECRET, SEVERAL, known_settings, options_of
-from dtrain.config.hardware import ranks_per_node
-from dtrain.config.hydra_errors import GROUPS, MISTAKES, is_foreign, is_list, unknown_setting
-from dtrain.config.mesh import of_strategy
+from dtrain.config.hydra_errors import GROUPS, is_foreign, is_list, unknown_setting
 from dtrain.config.redaction import check_arguments
 from dtrain.config.source import check_spelling
-from dtrain.errors import OTHERWISE, bad, foreign
+from dtrain.errors import bad
 from dtrain.launch.options import AUTO, STAND_IN, named, no_option, no_such_option, store_option
 from dtrain.launch.quoting import check_path, quote, unquoted
 from dtrain.launch.recipes import built_in, store_recipe, store_recipes
 from dtrain.launch.resume_arguments import forked, resumed
 from dtrain.launch.script_arguments import script_overrides
 from dtrain.launch.user_code import offer_own, with_trust
-from dtrain.util.format import counted
 
 # A value that Hydra does not read as text.
 NOT_TEXT = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?|true|false|nan|[+-]?inf", re.IGNORECASE)
@@ -57,7 +54,6 @@ def prepare_arguments(argv: list[str]) -> list[str]:
     argv = [part for a in argv for part in folder_model(a)]
     argv = script_overrides(argv)
     argv = [a for a in argv if a != "recipe=null"]  # the default; Hydra rejects it as an override
-    check_accumulation(argv)
     for word, following in itertools.pairwise([*argv, ""]):
         check_dashes(word, following)
         value = word.partition("=")[2] or ("" if following.startswith("-") or "=" in following else following)
@@ -187,47 +183,6 @@ def no_flag(word: str, value: str) -> ValueError | None:
     name = flag.lstrip("-").replace("-", "_")
     text = unknown_setting(name, value).replace(f"leave out {name}", f"leave out {flag}")
     return ValueError(text.replace(name, flag, 1))
-
-
-ACCUMULATION = OTHERWISE["train.micro_batch_size=4"][0].split()
-
-
-def check_accumulation(argv: list[str]) -> None:
-    """Answer gradient_accumulation_steps=4 with the micro-batch that gives so many passes here."""
-    for word, following in itertools.pairwise([*argv, ""]):
-        name, _, value = word.lstrip("-+").partition("=")
-        if name.rpartition(".")[2].replace("-", "_").lower() not in ACCUMULATION:
-            continue
-        value = value or (following if word.startswith("-") else "")
-        others = [part for part in argv if part is not word and not (part is following and "=" not in word)]
-        if value.isdecimal() and int(value) and (fix := accumulating(int(value), others)):
-            raise ValueError(f"{word.partition('=')[0]}: there is no such setting\n  fix: {fix}")
-
-
-def accumulating(passes: int, argv: list[str]) -> str:
-    """Return the batch sizes that give so many passes a step; "" if the rest of the command is wrong, too."""
-    from dtrain.launch.compose import plain_config  # which imports this module
-
-    typed = argv  # per_device_train_batch_size=8 beside it
-    argv = [re.sub(r"^([\w.]+)=(?=\d+$)", lambda m: f"{foreign(m[1]) or m[1]}=", word) for word in argv]
-    try:
-        config = plain_config([word for word in argv if not word.startswith("-")])
-        train, node_size = config["train"], ranks_per_node(config["cluster"])
-        sizes = of_strategy(config["strategy"], config["cluster"]["nodes"] * node_size, node_size)
-    except (*MISTAKES, TypeError):
-        return ""
-    if config["choices"].get("strategy") == AUTO:
-        return ""
-    total, micro = train["global_batch_size"], train["micro_batch_size"]
-    if micro:
-        why = f"train.micro_batch_size={micro} × {passes} passes × {counted(sizes.dp, 'data rank')}"
-        both = f"train.micro_batch_size={micro} " if argv != typed else ""
-        return f"{both}train.global_batch_size={micro * passes * sizes.dp}   ({why})"
-    micro = max(1, round(total / sizes.dp / passes))
-    batch = micro * passes * sizes.dp
-    more = "" if batch == total else f" train.global_batch_size={batch}"
-    why = f"train.global_batch_size={batch} / {counted(sizes.dp, 'data rank')} / {passes} passes"
-    return f"train.micro_batch_size={micro}{more}   ({why})"
 
 
 def folder_model(word: str) -> list[str]:
