@@ -104,14 +104,14 @@ def test_the_script_of_the_page_follows_its_command_under_another_strategy(folde
 
 
 def test_the_shortest_script_and_what_it_trained(folder: Path) -> None:
-    (folder / "my.py").write_text(SHORTEST.replace("epochs=5", "epochs=1, run_dir='mine-first'"))
-    process = python("my.py")
+    (folder / "shortest.py").write_text(SHORTEST.replace("epochs=5", "epochs=1, run_dir='mine-first'"))
+    process = python("shortest.py")
     said = process.communicate(timeout=patience(120))[0]
     assert process.returncode == 0, said
     assert main(["export", "mine-first", "model.safetensors"]) == 0
     loaded: dict[str, Any] = {}
-    exec("from my import net\n" + EXPORTED, loaded)
-    model = dtrain.load("mine-first").model(trust=["my"])
+    exec("from shortest import net\n" + EXPORTED, loaded)
+    model = dtrain.load("mine-first").model(trust=["shortest"])
     points = torch.randn(4, 2)
     assert torch.equal(model(points), loaded["model"](points))
     assert [place.name for place in sorted((folder / "mine-first" / "logs").glob("rank-*"))] == [
@@ -124,9 +124,9 @@ def test_fit_is_the_command_to_the_bit_and_can_be_called_again_to_go_on(
     folder: Path, commanded: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     import torch
-    from net import Net, Rings, focal  # type: ignore[import-not-found]
+    from net import Net, focal, rings  # type: ignore[import-not-found]
 
-    things: dict[str, Any] = {"model": functools.partial(Net, 32), "data": Rings, "loss": (focal, {"gamma": 1.5})}
+    things: dict[str, Any] = {"model": functools.partial(Net, 32), "data": rings, "loss": (focal, {"gamma": 1.5})}
     before = signal.getsignal(signal.SIGINT), os.environ.copy(), list(sys.argv), logging.getLogger().level
     result = dtrain.fit(**things, strategy="ddp", processes=1, train={"steps": 20, "stop_after": 12})
     assert before == (signal.getsignal(signal.SIGINT), os.environ.copy(), list(sys.argv), logging.getLogger().level)
@@ -136,14 +136,14 @@ def test_fit_is_the_command_to_the_bit_and_can_be_called_again_to_go_on(
     expected = losses(commanded)
     assert losses(result.run_dir) == {step: expected[step] for step in range(1, 13)}, "every bit"
     record = json.loads((result.run_dir / "launch.json").read_text())
-    assert "dtrain launch model=net.Net data=net.Rings loss=net.focal strategy=ddp model.dim=32" in record["command"]
+    assert "dtrain launch model=net.Net data=net.rings loss=net.focal strategy=ddp model.dim=32" in record["command"]
 
     again = dtrain.fit(**things, resume="latest", **{"cluster.processes": 1})
     assert again.run_dir == result.run_dir and losses(again.run_dir) == expected
     assert again.summary["weights_sha256"] == summary(commanded)["weights_sha256"]
     model = again.load()
     assert type(model) is Net and vars(model).keys() == vars(Net(32)).keys() and not model.training
-    inputs, _ = Rings().dataset("val").batch(np.arange(32))
+    inputs, _ = rings()["val"]
     expected = Net(32)
     expected.load_state_dict(model.state_dict())
     assert torch.equal(model(inputs), expected(inputs)), "its own forward"
@@ -156,11 +156,11 @@ def test_fit_is_the_command_to_the_bit_and_can_be_called_again_to_go_on(
 def test_the_scripts_own_class_is_the_class_of_the_loaded_model(folder: Path) -> None:
     (folder / "mine.py").write_text(
         "import dtrain\n"
-        "from net import Net, Rings, focal\n"
+        "from net import Net, focal, rings\n"
         "class Mine(Net): ...\n"
         "if __name__ == '__main__':\n"
         "    train = {'steps': 2, 'eval_batches': 0}\n"
-        "    result = dtrain.fit((Mine, {'dim': 4}), Rings, loss=focal, processes=1, run_dir='mine', train=train)\n"
+        "    result = dtrain.fit((Mine, {'dim': 4}), rings, loss=focal, processes=1, run_dir='mine', train=train)\n"
         "    print('SAME', type(result.load()) is Mine)\n"
     )
     said = python("mine.py").communicate(timeout=patience(120))[0]
@@ -170,10 +170,10 @@ def test_the_scripts_own_class_is_the_class_of_the_loaded_model(folder: Path) ->
 def test_a_script_that_does_not_guard_its_call_is_told_by_its_ranks(folder: Path) -> None:
     (folder / "bare.py").write_text(
         "import dtrain\n"
-        "from net import Net, Rings, focal\n"
+        "from net import Net, focal, rings\n"
         "class Mine(Net): ...\n"
         "try:\n"
-        "    dtrain.fit(model=(Mine, {'dim': 4}), data=Rings, loss=focal, processes=1, run_dir='bare')\n"
+        "    dtrain.fit(model=(Mine, {'dim': 4}), data=rings, loss=focal, processes=1, run_dir='bare')\n"
         "except dtrain.RunFailed as error:\n"
         "    print('CAUGHT', error.exit_code, error)\n"
     )
@@ -221,16 +221,16 @@ def config_of(result: dtrain.Result) -> Any:
 
 
 def test_every_way_to_say_a_thing(started: list[Path]) -> None:
-    from net import Net, Rings
+    from net import Net, rings
 
     result = dtrain.fit(
-        (functools.partial(Net, dim=8), {"depth": 2}), Rings, loss="mse", strategy=("fsdp", {"offload": "cpu"}),
+        (functools.partial(Net, dim=8), {"depth": 2}), rings, loss="mse", strategy=("fsdp", {"offload": "cpu"}),
         optim=("adamw", {"lr": 1e-4, "betas": (0.8, 0.9)}), train={"steps": np.int64(7), "max_grad_norm": None},
         processes=4, name="it's a, test=1", deterministic=False, **{"train.seed": 3, "checkpoint.every": 5},
     )  # fmt: skip
     config = config_of(result)
     assert config["model"] == {"_target_": "net.Net", "dim": 8, "depth": 2}
-    assert config["data"] == {"_target_": "net.Rings"} and config["trust"] == ["net"]
+    assert config["data"] == {"_target_": "net.rings"} and config["trust"] == ["net"]
     assert config["strategy"]["offload"] == "cpu" and config["loss"]["_target_"] == "dtrain.models.losses.mse"
     assert config["optim"]["lr"] == 1e-4 and config["optim"]["betas"] == [0.8, 0.9]
     assert config["train"] | {"steps": 7, "max_grad_norm": None, "seed": 3} == config["train"]
@@ -244,7 +244,7 @@ def test_every_way_to_say_a_thing(started: list[Path]) -> None:
 def test_a_typed_name_is_trusted_and_a_run_folders_is_not(
     started: list[Path], capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
-    words = ["model=net.Net", "model.dim=8", "data=net.Rings", "loss=net.focal", "trust=[json]"]
+    words = ["model=net.Net", "model.dim=8", "data=net.rings", "loss=net.focal", "trust=[json]"]
     assert main(["launch", *words, "run_dir=typed"]) == 0
     assert OmegaConf.load("typed/config.yaml").trust == ["json", "net"]
     assert main(["launch", "resume=typed"]) == 2
@@ -256,12 +256,12 @@ def test_a_typed_name_is_trusted_and_a_run_folders_is_not(
 
 
 def test_a_library_function_is_a_loss(started: list[Path]) -> None:
-    from net import Net, Rings
+    from net import Net, rings
     from torch.nn import CrossEntropyLoss, functional
 
-    one = config_of(dtrain.fit((Net, {"dim": 8}), Rings, loss=functional.l1_loss, run_dir="l1"))
+    one = config_of(dtrain.fit((Net, {"dim": 8}), rings, loss=functional.l1_loss, run_dir="l1"))
     assert one["loss"] == {"_target_": "torch.nn.functional.l1_loss", "_partial_": True}
-    two = config_of(dtrain.fit((Net, {"dim": 8}), Rings, loss=(CrossEntropyLoss, {"label_smoothing": 0.1})))
+    two = config_of(dtrain.fit((Net, {"dim": 8}), rings, loss=(CrossEntropyLoss, {"label_smoothing": 0.1})))
     assert two["loss"]["_target_"] == "torch.nn.modules.loss.CrossEntropyLoss"
 
 

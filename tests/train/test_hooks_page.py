@@ -76,13 +76,12 @@ def test_the_page(strategy: str, size: int, page: Path, monkeypatch: pytest.Monk
     if (strategy, size) == ("ddp", 1):
         again = evaluate(run, trust=["net", "my_hooks"])
         assert again["targets"] == 200 and 0 <= again["accuracy"] <= 1
-        import numpy as np
-        from net import Rings  # type: ignore[import-not-found]
+        from net import rings  # type: ignore[import-not-found]
 
         from dtrain.inference.sample import load_model
 
         model, _ = load_model(run, ["net", "my_hooks"])
-        inputs, targets = Rings().dataset("val").batch(np.arange(200))
+        inputs, targets = rings()["val"]
         with torch.no_grad():
             right = (model(inputs).argmax(-1) == targets).float().mean().item()
         assert again["accuracy"] == pytest.approx(right, abs=1e-6)
