@@ -18,7 +18,8 @@ ELSEWHERE = {
     "train.loader_workers": "num_workers workers dataloader_num_workers n_workers",
     "train.eval_every": "eval_steps eval_interval val_every val_check_interval",
     "train.eval_batches": "eval_iters limit_val_batches max_eval_batches",
-    "train.log_every": "log_interval logging_steps log_every_n_steps print_every print_freq",
+    "train.log_every": "log_interval logging_steps log_every_n_steps print_every print_freq steps_per_print",
+    "train.stop_after": "limit_train_batches overfit_batches max_train_batches",
     "train.seed": "seed random_seed manual_seed seed_everything",
     "cluster.processes": "gpus num_gpus ngpus n_gpus nproc_per_node nproc devices num_devices world_size num_processes "
     "ranks num_ranks",
@@ -27,13 +28,17 @@ ELSEWHERE = {
     "optim": "optimizer opt optimizer.type optimizer.name optim_name optimizer_type",
     "optim.lr": "lr learning_rate max_lr peak_lr base_lr",
     "optim.weight_decay": "wd",
+    "optim.eps": "adam_epsilon adam_eps epsilon",
+    "optim.betas": "adam_beta1 adam_beta2 beta1 beta2",
+    "data.val_fraction": "val_split validation_split val_ratio test_size",
     "schedule": "scheduler lr_scheduler lr_schedule lr_scheduler_type scheduler.type scheduler.name scheduler_type",
     "schedule.warmup_steps": "warmup num_warmup_steps warmup_iters lr_warmup_steps",
     "precision": "dtype mixed_precision torch_dtype",
     "strategy": "distributed_strategy parallelism parallel distributed backend",
     "strategy.tp": "tensor_parallel_size tensor_model_parallel_size tp_size",
     "strategy.pp": "pipeline_parallel_size pipeline_model_parallel_size pp_size",
-    "checkpoint.every": "save_every save_steps save_interval checkpoint_every checkpoint_interval",
+    "checkpoint.every": "save_every save_steps save_interval checkpoint_every checkpoint_interval every_n_train_steps",
+    "checkpoint.save": "enable_checkpointing save_checkpoints save_model",
     "checkpoint.keep": "save_total_limit save_top_k",
     "hardware.price_per_gpu_hour": "price cost gpu_price gpu_cost hourly_price hourly_cost price_per_hour "
     "cost_per_hour price_per_gpu cost_per_gpu gpu_hour_price price_per_gpu_hour cost_per_gpu_hour",
@@ -56,6 +61,20 @@ ELSEWHERE = {
 }
 # The same for what dtrain measures in another way: what to type, the names, and how to get from one to the other.
 OTHERWISE = {
+    "strategy=zero3 strategy.offload=cpu": (
+        "cpu_offload offload_optimizer zero_optimization.offload_optimizer.device offload_param",
+        "or strategy=fsdp strategy.offload=cpu",
+    ),
+    "train.eval_every=100": (
+        "check_val_every_n_epoch eval_strategy evaluation_strategy eval_every_n_epochs val_every_n_epochs",
+        "in steps; 0: only at the end",
+    ),
+    "checkpoint.every=100": ("save_strategy save_every_n_epochs every_n_epochs", "in steps; 0: only at the end"),
+    "checkpoint.keep_best=val_loss": (
+        "load_best_model_at_end save_best save_best_only",
+        "then RUN@best is that checkpoint: dtrain evaluate RUN@best",
+    ),
+    "ema.decay=0.999": ("use_ema ema_decay", "0, the default, keeps no average"),
     "train.micro_batch_size=4": (
         "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches grad_accum grad_accumulation "
         "grad_accum_steps accumulation accumulation_steps",
@@ -174,6 +193,16 @@ OPTIONS_ELSEWHERE = {
         "cluster=kubernetes": "k8s",
     },
 }
+# What dtrain decides itself: nothing to type.
+OURS = {
+    "rank local_rank global_rank node_rank init_method dist_url dist_backend ddp_backend master_addr master_port "
+    "rdzv_backend rdzv_endpoint": "dtrain starts the ranks and connects them",
+    "find_unused_parameters ddp_find_unused_parameters": "every weight must get a gradient (docs/your-own.md)",
+    "sync_batchnorm sync_bn": "your model may use dtrain.models.batchnorm.BatchNorm(channels, 'sync')",
+    "push_to_hub hub_model_id": "dtrain export RUN OUT --format hf writes a folder to upload",
+    "do_train do_eval do_predict": "dtrain launch trains, dtrain evaluate evaluates",
+    "per_device_eval_batch_size eval_batch_size": "an evaluation takes train.eval_batches global batches",
+}
 MOST_LISTED = 20  # settings of a section that a message lists
 LONGEST = 400  # longest value, in characters, that a message repeats
 
@@ -199,8 +228,13 @@ def unknown(
     ours = foreign(key)
     if ours in known:
         return ValueError(f"{key}: there is no such setting\n  fix: {ours}={value or '…'}   (dtrain explain {ours})")
+    for names, note in OURS.items():
+        if leaf.lower() in names.split():
+            return ValueError(f"{key}: there is no such setting\n  fix: leave out {key}; {note}")
     for fix, (theirs, note) in OTHERWISE.items():
-        if leaf.lower() in theirs.split() and {word.partition("=")[0] for word in fix.split()} <= set(known):
+        if {leaf.lower(), key.lower()} & {*theirs.split()} and {word.partition("=")[0] for word in fix.split()} <= set(
+            known
+        ):
             return ValueError(f"{key}: there is no such setting\n  fix: {fix}   ({note})")
     near = [k for k in known if k.rpartition(".")[2] == leaf]  # lr is meant as optim.lr, not as logger
     near += [k for k in difflib.get_close_matches(key, known, 3, 0.5) if k not in near and are_alike(k, key)]
@@ -234,8 +268,11 @@ def foreign(key: str) -> str | None:
 
 def foreign_option(group: str, option: str) -> str | None:
     """Return what to type for an option that other programs call so, if it has one meaning here."""
-    names = OPTIONS_ELSEWHERE.get(group, {})
-    return next((ours for ours, theirs in names.items() if option.lower() in theirs.split()), None)
+    names, option = OPTIONS_ELSEWHERE.get(group, {}), option.lower()
+    option = option.removesuffix("strategy") if group == "strategy" else option  # DDPStrategy
+    if f"{group}={option}" in names:
+        return f"{group}={option}"
+    return next((ours for ours, theirs in names.items() if option in theirs.split()), None)
 
 
 class CheckpointError(RuntimeError):

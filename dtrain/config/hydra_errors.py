@@ -174,9 +174,12 @@ def is_foreign(name: str) -> bool:
 
 def unknown_setting(name: str, value: str) -> str:
     """Explain a name that is none of ours: lr=0.1 is optim.lr=0.1, and wandb=true is logger=wandb."""
-    groups = [group for group in GROUPS if name.lower() in options_of(group)]
-    if len(groups) == 1 and value.lower() in ("", "true", "1", "yes", "on"):
-        group, option = groups[0], name.lower()
+    bare = name.lower().removesuffix(".enabled")  # DeepSpeed's fp16.enabled=true
+    groups = [group for group in GROUPS if bare in options_of(group)]
+    is_on = value.lower() in ("", "true", "1", "yes", "on")
+    is_kind = groups == ["strategy"] and value.lower() not in ("false", "0", "no", "off")  # fsdp=full_shard
+    if len(groups) == 1 and (is_on or is_kind):
+        group, option = groups[0], bare
         return f"{name}: there is no such setting\n  fix: {group}={option}   (dtrain explain {group})"
     if groups == ["precision"] and value.lower() in ("false", "0", "no", "off"):
         return f"{name}: there is no such setting\n  fix: precision=fp32   (the default)"
@@ -185,7 +188,13 @@ def unknown_setting(name: str, value: str) -> str:
         note = "DeepSpeed's; strategy=fsdp shards as stage 3 does" if stage != "fsdp" else "it shards as ZeRO does"
         file = f" strategy.deepspeed_config={value}" if value.endswith(".json") else ""
         return f"{name}: there is no such setting\n  fix: strategy={stage}{file}   ({note})"
-    ours = foreign(name)
+    ours, leaf = foreign(name), name.rpartition(".")[2]
+    if leaf in GROUPS and leaf != name and (taken := accepted(leaf, value)):  # trainer.precision=16-mixed
+        return f"{name}: there is no such setting\n  fix: {leaf}={taken}   (dtrain explain {leaf})"
+    if ours == "checkpoint.keep_best" and value.startswith("eval_"):  # Trainer's eval_loss
+        value = value.replace("eval_", "val_", 1)
+    if ours in ("resume", "init_from") and value.lower() in ("last", "true", "latest"):
+        return f"{name}: there is no such setting\n  fix: resume=latest   (dtrain explain resume)"
     taken = accepted(ours, value) if ours and value else None
     return str(unknown(name, known_settings(), taken, lambda near: not value or accepted(near, value) is not None))
 

@@ -109,9 +109,10 @@ def check_plain(key: str, value: Any, default: Any) -> None:
     """Check a setting of config.yaml: its default there defines the allowed keys and the type."""
     if isinstance(default, dict):
         if not isinstance(value, dict):
-            raise bad(
-                key, value, f"is a section with the settings {', '.join(default)}", f"{key}.{next(iter(default))}=…"
-            )
+            first = next(iter(default))
+            is_its = isinstance(value, (int, float)) and type(value) is type(default[first])  # ema=0.999
+            fix = f"{key}.{first}={value if is_its else '…'}"
+            raise bad(key, value, f"is a section with the settings {', '.join(default)}", fix)
         check_present(f"{key}.", value, default)
         for name, item in value.items():
             if name not in default:
