@@ -248,7 +248,7 @@ def test_a_typed_name_is_trusted_and_a_run_folders_is_not(
     assert main(["launch", *words, "run_dir=typed"]) == 0
     assert OmegaConf.load("typed/config.yaml").trust == ["json", "net"]
     assert main(["launch", "resume=typed"]) == 2
-    assert "fix: 'trust=[net]'" in capsys.readouterr().err
+    assert "fix: data=net.rings loss=net.focal model=net.Net, or 'trust=[net]'" in capsys.readouterr().err
     assert main(["launch", "resume=typed", "trust=[net]", "strategy=fsdp"]) == 0, "with every setting as it was"
     assert main(["launch", "resume=typed", "model=net.Net", "model.dim=9", "trust=[net]"]) == 2
     assert "model.dim: 8 → 9" in capsys.readouterr().err
