@@ -229,6 +229,8 @@ LOSS = [
     typo("mse for classes", "loss=mse", "loss=mse", "outputs are [8, 3] of torch.float32 and targets [8]",
          "loss=cross_entropy",
          "why              settings"),
+    edit("a forward of two inputs", 2, "forward(self, x)", "forward(self, x, mask)",
+         "Net.forward(x, mask) needs mask", "net.py:12 in forward", "a default for mask"),
     edit("a forward that needs targets", 2, "forward(self, x)", "forward(self, x, targets)",
          "net.py:12: Net.forward(x, targets) needs targets",
          fix="loss=own"),

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dtrain.data.fields import TARGETS, Fields, has_targets
 from dtrain.errors import bad
 from dtrain.models import losses
+from dtrain.runs.source_lines import at_def
 
 log = logging.getLogger("dtrain")
 FIX = "return the loss, or an object with .loss or ['loss'], a tuple with it, or a dict of losses"
@@ -35,6 +36,8 @@ class Call:
         self.names = [p.name for p in named]
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        self.required = [p.name for p in named if p.default is p.empty]
+        self.function = forward
         self.positional = [p.name for p in named if p.kind is not p.KEYWORD_ONLY]
         self.target = next((name for name in TARGETS if name in self.names), None)
         self.takes_batch = self.names[:1] == ["batch"] or (len(self.names) == 1 and not self.takes_more)
@@ -70,8 +73,18 @@ class Call:
             return forward(values if targets is None else values | {inputs.target or "labels": targets})
         return forward(**taken, **(beside if self.target or self.takes_any else {}))
 
-    def check(self, inputs: Any) -> None:
-        """Before the first step: reject a batch that the model does not take, and log which fields it does not use."""
+    def check(self, inputs: Any, with_targets: bool = True) -> None:
+        """Before the first step: reject a batch that the model does not take, and log which fields it does not use.
+
+        with_targets: the model computes the loss, so it gets the targets, too.
+        """
+        given = 1 + with_targets
+        if not isinstance(inputs, Fields) and len(self.required) > given:
+            rule = (
+                f"{self.name}.forward({', '.join(self.names)}) needs {self.required[given]}, and a batch has one input"
+            )
+            fix = f"a default for {self.required[given]}, or data that return ((x, {self.required[given]}), targets)"
+            raise at_def(bad("model", self.name, rule, fix), self.function)
         if not isinstance(inputs, Fields) or isinstance(inputs.values, tuple) or self.takes_batch:
             return
         unused = [name for name in inputs.values if name not in self.names]

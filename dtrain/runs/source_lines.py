@@ -39,6 +39,12 @@ def at_class(error: E, kind: type) -> E:
     return error if found is None else placed(error, found[0], found[1].lineno, kind.__name__)
 
 
+def at_def(error: E, function: Any) -> E:
+    """Add the line of a function's `def`."""
+    found = source(function)
+    return error if found is None else placed(error, found[0], found[1].lineno, found[1].name)
+
+
 def at_attribute(error: E, module: Any, path: str) -> E:
     """Add the line of `self.NAME = …` that made a.b.c: that of c, or else of b, or else of a."""
     place = None

@@ -317,7 +317,7 @@ def check_batch(model: nn.Module, strategy: Strategy, inputs: Any, targets: Any)
         rule = "the targets equal the inputs, but those of a pair (inputs, targets) must be the next tokens"
         raise bad("data", "…", rule, 'return {"input_ids": …, "labels": …}, whose labels the model shifts itself')
     if call is not None:
-        call.check(inputs)
+        call.check(inputs, with_targets=not hasattr(model, "watch"))
     strategy.own_targets(targets)  # an error if sequences cannot be divided
 
 
