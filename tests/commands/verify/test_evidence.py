@@ -12,7 +12,7 @@ from dtrain.commands.verify import compare, evidence, probe
 from dtrain.commands.verify.command import Request, judge, plan
 from dtrain.commands.verify.compare import OTHER_DATA
 from dtrain.commands.verify.likely_cause import likely_cause
-from tests.world import start_server
+from tests.world import make_run, start_server
 
 
 def note(step: int, rank: int, samples: list[int], random: int, place: tuple[int, int, int]) -> dict[str, Any]:
@@ -92,6 +92,14 @@ def test_a_difference_without_a_finding_has_a_name(norm_step: int, weight: float
     norm = float(norm_step > 0)
     found = compare.Differences(loss, norm, weight, way=1.0, steps=(2, norm_step), at="norm.weight")
     assert found.named(compare.TOLERANCES["float32"]) == named
+
+
+def test_weights_in_bf16_may_differ_by_a_few_of_their_steps(tmp_path: Path) -> None:
+    """A norm's weight of 1 has a neighbour at 1 + 2^-7, farther away than a short run's learning rates reach."""
+    allowed = compare.TOLERANCES["bfloat16"].weight
+    for precision, few, many in (("bf16", 0, 0), ("bf16-pure", 3, 5)):
+        run = make_run(tmp_path / precision, f"precision={precision}")
+        assert few * 2**-7 <= allowed * compare.rounded_by(run) <= many * 2**-7
 
 
 def test_a_sample_is_its_inputs_and_its_targets() -> None:
