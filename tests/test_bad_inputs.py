@@ -396,6 +396,20 @@ def ramp(step):
 def capped(step, steps, most):
     return 1.0
 
+class Module(Net):
+    pass
+
+class HasForward(Module):
+    def __init__(self, dropout=False, norm=False, accumulation_steps=1):
+        super().__init__()
+
+class PassesOn:
+    def __init__(self, params, lr=0.1):
+        self.base = optim.SGD(params, lr=lr)
+
+    def __getattr__(self, name):
+        return getattr(self.base, name)
+
 class NoStep(optim.Optimizer):
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
@@ -441,9 +455,10 @@ OWN_CASES = [
     case("launch loss=my_pkg.net.OneArgument", "OneArgument.forward(outputs)", "def forward(self, outputs, targets)"),
     case("launch schedule=my_pkg.net.ramp", "my_pkg/net.py:36: ramp(step) is called", "def ramp(step, steps)"),
     case("launch schedule=my_pkg.net.capped", "most has no value", "fix: schedule.most=…"),
-    case("launch optim=my_pkg.net.NoStep", "my_pkg/net.py:42: the class NoStep has no step()"),
+    case("launch optim=torch.optim.LBFGS", "optim=torch.optim.LBFGS: needs a closure"),
+    case("launch optim=my_pkg.net.NoStep", "my_pkg/net.py:56: the class NoStep has no step()"),
     case("launch optim=my_pkg.net.NoParameters", "NoParameters.__init__(self, lr) is called with the model's"),
-    case("launch hooks=my_pkg.net.Hook", "my_pkg/net.py:54: Hook.after_step cannot", "def after_step(self, run)"),
+    case("launch hooks=my_pkg.net.Hook", "my_pkg/net.py:68: Hook.after_step cannot", "def after_step(self, run)"),
     pytest.param(
         ["launch", "hooks=[early_stop my_pkg.net.Hook]"],
         ("without a comma", "fix: 'hooks=[early_stop,my_pkg.net.Hook]'"),
@@ -464,6 +479,21 @@ def test_a_mistake_about_your_own_code(
     code = main(argv)
     check_message(code, *capsys.readouterr(), words)
     assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "model=my_pkg.net.HasForward model.dropout=0.1 model.norm=batch model.accumulation_steps=4",
+        "optim=my_pkg.net.PassesOn",
+        "-- hooks=[dtrain.train.early_stop.EarlyStop]",  # by its class: without the option's defaults
+    ],
+)
+def test_what_is_no_mistake(argv: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my_pkg").mkdir()
+    (tmp_path / "my_pkg" / "net.py").write_text(OWN)
+    code = main([*MINE.split(), *argv.split(), "dry_run=true"])
+    assert code == 0, capsys.readouterr().err
 
 
 AGAIN = "model=my_pkg.net.Net data=my_pkg.net.Points loss=my_pkg.net.loss"

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from dtrain.checks.checkpoint import check_known
-from dtrain.config.files import HOOKS
+from dtrain.config.files import HOOKS, option_of
 from dtrain.config.hook_methods import Arity, check_methods
 from dtrain.config.source import class_source, place
 from dtrain.errors import bad
@@ -23,7 +23,7 @@ def check(config: dict[str, Any]) -> None:
         if isinstance(every := section.get("every"), int) and every < 1:
             raise bad(f"{key}.every", every, "must be at least 1", f"{key}.every=1")
         if target == EARLY_STOP:
-            check_early_stop(config, key, section)
+            check_early_stop(config, key, {**(option_of(HOOKS, target) or {}), **section})  # by its class: no defaults
         methods = methods_of(target)
         if methods is not None:
             check_outputs(config, target, methods)

@@ -65,7 +65,9 @@ def check_optimizer(target: str) -> None:
             given = f"{source.name}.__init__({', '.join(names)})"
             rule = f"{place(target, init)}: {given} is called with the model's parameters first"
             raise bad("optim", target, rule, "def __init__(self, params, lr=1e-3)")
-    if isinstance(step, ast.FunctionDef) and not step.decorator_list and (more := required_of(step)[1:]):
+    if isinstance(step, ast.FunctionDef) and (more := required_of(step)[1:]):
+        if step.decorator_list and more[0] != "closure":  # torch.no_grad() keeps the arguments, others may not
+            return
         rule = f"needs {more[0]}, and step() is called without arguments"
         if more[0] == "closure":
             rule = "needs a closure that computes the loss again, which no strategy gives"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from dtrain.config.source import class_source, has_method, place
+from dtrain.config.source import class_source, has_method, is_users, place
 from dtrain.errors import bad
 from dtrain.runs.best import check_split
 
@@ -38,11 +38,12 @@ def check(config: dict[str, Any]) -> None:
 
 def lacks_validation(target: str, found: ast.ClassDef) -> bool:
     """Is it surely one data set, for training? One with an argument for the split, or a base of its own, may be two."""
-    bases = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in found.bases}
+    bases = {ast.unparse(base).partition("[")[0] for base in found.bases}
     start = next((n for n in found.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
     names = {a.arg for a in (*start.args.posonlyargs, *start.args.args, *start.args.kwonlyargs)} if start else set()
     return (
-        bases <= {"Dataset", "IterableDataset"}
+        all(base.rpartition(".")[2] in ("Dataset", "IterableDataset") for base in bases)
+        and not any(is_users(target.rpartition(".")[0], base) for base in bases)
         and not has_method(target, "dataset")
         and not (names & {"split", "train"} or (start and start.args.kwarg))
     )

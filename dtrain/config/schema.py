@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dtrain.config.build import allowed, untrusted
+from dtrain.config.build import allowed, own_file, untrusted
 from dtrain.config.files import (
     GROUPS,
     HOOKS,
@@ -247,21 +247,27 @@ def check_type(key: str, value: Any, annotation: str, default: Any) -> None:
 
 
 def check_default(key: str, value: Any, target: str, default: Any) -> None:
-    """Check a value of the user's own code against a default without an annotation: text for a number is a mistake."""
+    """Check a value of the user's own code against a default without an annotation: text for a number is a mistake.
+
+    A number or a name in place of false (`dropout=False`, `norm=False`) is none; text in place of a number may be, but
+    only of a file in which the user can say so.
+    """
     try:
         usual = ast.literal_eval(str(default))
     except (ValueError, SyntaxError):  # required, or an expression
         return
     is_number = isinstance(usual, (int, float)) and not isinstance(usual, bool)
-    if isinstance(usual, bool) and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+    if not isinstance(value, str):
+        return
+    if isinstance(usual, bool) and value.lower() in SWITCHES:  # text, and so true: `no`, too
         kind, annotation = "true or false", "bool"
-    elif is_number and isinstance(value, str):
+    elif is_number and own_file(target.partition(".")[0]):
         kind, annotation = "a number", "int" if isinstance(usual, int) else "float"
     else:
         return
     name = key.rpartition(".")[2]
     rule = f"must be {kind}, like its default in {target}, {name}={default}"
-    more = f"   (or an annotation there: {name}: {annotation} | str = {default})" if isinstance(value, str) else ""
+    more = f"   (or an annotation there: {name}: {annotation} | str = {default})"
     raise bad(key, value, rule, example(key, value, annotation, default) + more)
 
 

@@ -421,13 +421,29 @@ def inherited(target: str, method: str, jumps: int = 0) -> ast.FunctionDef | boo
             return True
     if any(isinstance(n, ast.Attribute) and n.attr == method for n in ast.walk(found)):  # self.forward = …
         return True
+    if any(getattr(n, "name", "") == "__getattr__" for n in found.body):  # passed on to another object
+        return True
     module = target.rpartition(".")[0]
     for base in map(ast.unparse, found.bases):
-        if base in PLAIN_BASES:
+        if base in PLAIN_BASES and not is_users(module, base):
             continue
         of_base = inherited(f"{module}.{base}", method, jumps + 1) if base.isidentifier() else True
         if of_base is not False:
             return of_base
+    return False
+
+
+def is_users(module: str, name: str) -> bool:
+    """Is a name of torch another one in this module? As with `class Module`, or `from my_pkg.base import Module`."""
+    spec, first = spec_of(module), name.partition(".")[0]
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return False
+    for node in statements(parse(spec.origin, "_target_", module).body):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return True
+        names = [a.asname or a.name for a in node.names] if isinstance(node, ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom) and first in names:
+            return node.level > 0 or (node.module or "").partition(".")[0] != "torch"
     return False
 
 

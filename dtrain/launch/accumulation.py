@@ -6,7 +6,7 @@ import itertools
 import re
 
 from dtrain.config.hardware import ranks_per_node
-from dtrain.config.hydra_errors import MISTAKES
+from dtrain.config.hydra_errors import GROUPS, MISTAKES
 from dtrain.config.mesh import of_strategy
 from dtrain.errors import OTHERWISE, foreign
 from dtrain.launch.compose import plain_config
@@ -21,6 +21,8 @@ def check_accumulation(argv: list[str]) -> None:
     for word, following in itertools.pairwise([*argv, ""]):
         name, _, value = word.lstrip("-+").partition("=")
         if name.rpartition(".")[2].replace("-", "_").lower() not in ACCUMULATION:
+            continue
+        if name.partition(".")[0] in GROUPS:  # model.accumulation_steps=4 may be an argument of the user's own class
             continue
         value = value or (following if word.startswith("-") else "")
         others = [part for part in argv if part is not word and not (part is following and "=" not in word)]

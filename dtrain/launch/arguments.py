@@ -168,7 +168,7 @@ FOREIGN_FLAGS = {
 def no_flag(word: str, value: str) -> ValueError | None:
     """Explain a flag that Hydra does not have: what other programs mean by it, or the setting of that name."""
     flag = word.partition("=")[0]
-    if flag in FLAGS or (flag.startswith("--") and sum(known.startswith(flag) for known in FLAGS) == 1):
+    if flag == "--" or flag in FLAGS or (flag.startswith("--") and sum(known.startswith(flag) for known in FLAGS) == 1):
         return None
     fix = next((ours for ours, theirs in FOREIGN_FLAGS.items() if flag in theirs), None)
     if fix is not None:

@@ -71,7 +71,7 @@ OF_THE_SPLIT = ("val_loss", "val_perplexity", "val_accuracy", "val_top5")
 def check_split(config: Mapping[str, Any], data: str) -> None:
     """Reject early stopping and keep_best where the data have no validation split: no evaluation has such a metric."""
     followed = {
-        f"hooks.{name}.metric": (section["metric"], f"leave out hooks={name}")
+        f"hooks.{name}.metric": (section.get("metric", "val_loss"), f"leave out hooks={name}")
         for name, section in (config.get("hooks") or {}).items()
         if section["_target_"] == EARLY_STOP
     }
