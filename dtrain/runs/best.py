@@ -69,14 +69,19 @@ OF_THE_SPLIT = ("val_loss", "val_perplexity", "val_accuracy", "val_top5")
 
 
 def check_split(config: Mapping[str, Any], data: str) -> None:
-    """Reject early stopping and keep_best where the data have no validation split: no evaluation has such a metric."""
+    """Reject early stopping and keep_best where the data have no validation split: no evaluation has such a metric.
+
+    A user's hook may have any of them but val_loss, from an evaluation of its own.
+    """
+    hooks = config.get("hooks") or {}
+    has_own = any(section["_target_"] != EARLY_STOP for section in hooks.values())
     followed = {
         f"hooks.{name}.metric": (section.get("metric", "val_loss"), f"leave out hooks={name}")
-        for name, section in (config.get("hooks") or {}).items()
+        for name, section in hooks.items()
         if section["_target_"] == EARLY_STOP
     }
     followed["checkpoint.keep_best"] = (config["checkpoint"].get("keep_best"), "leave out checkpoint.keep_best")
     for key, (metric, otherwise) in followed.items():
-        if metric in OF_THE_SPLIT and config["train"]["eval_batches"]:
+        if metric in (OF_THE_SPLIT[:1] if has_own else OF_THE_SPLIT) and config["train"]["eval_batches"]:
             rule = f"needs a validation split, and data={data} has none"
             raise bad(key, metric, rule, f'return {{"train": …, "val": …}} from it (docs/your-own.md), or {otherwise}')
