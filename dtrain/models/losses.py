@@ -77,14 +77,9 @@ def no_tensor(name: str, outputs: Any) -> ValueError:
 
 
 def call(loss: Any, name: str, outputs: Any, targets: Any, **more: bool) -> Any:
-    """Return loss(outputs, targets) of dtrain or torch; an error is about how the two fit, and says so.
-
-    torch's own losses of pairs of numbers would only warn about shapes that differ, and broadcast one of them.
-    """
+    """Return loss(outputs, targets) of dtrain or torch; an error is about how the two fit, and says so."""
     if not hasattr(outputs, "shape") or not hasattr(targets, "shape"):
         return loss(outputs, targets, **more)
-    if NUMBERS.fullmatch(name) and outputs.shape != targets.shape:
-        raise mismatch(name, outputs, targets)
     try:
         return loss(outputs, targets, **more)
     except (IndexError, RuntimeError, ValueError) as error:
@@ -98,6 +93,12 @@ def call(loss: Any, name: str, outputs: Any, targets: Any, **more: bool) -> Any:
         if better is None:
             raise
         raise better from error
+
+
+def check_pairs(name: str, outputs: Any, targets: Any) -> None:
+    """Reject different shapes: a loss in NUMBERS would only warn, and broadcast one of them."""
+    if hasattr(outputs, "shape") and hasattr(targets, "shape") and outputs.shape != targets.shape:
+        raise mismatch(name, outputs, targets)
 
 
 def mismatch(name: str, outputs: Tensor, targets: Tensor) -> ValueError:

@@ -127,6 +127,7 @@ def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
     metrics = eval_metrics(function)
     call = calling.call_of(model)
     is_known = (getattr(function, "__module__", None) or "").partition(".")[0] in ("dtrain", "torch")
+    has_pairs = is_known and losses.NUMBERS.fullmatch(name) is not None
 
     def forward(self: nn.Module, inputs: Any, targets: Any = None, **more: Any) -> Any:  # more: the cache under cp
         outputs = call(functools.partial(type(self).forward.__get__(self), **more), inputs)
@@ -143,6 +144,8 @@ def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
         if watch is not None:  # a hook's train_metrics
             watch(outputs, targets)
         mode = {"training": self.training} if knows_mode else {}
+        if has_pairs:  # also under compile, where it costs nothing in a step
+            losses.check_pairs(name, outputs, targets)
         if is_known and not torch.compiler.is_compiling():
             value = losses.call(loss, name, outputs, targets, **mode)
         else:  # an error has the user's own line

@@ -14,7 +14,7 @@ from dtrain.commands.verify.compare import compose
 from dtrain.config.build import build
 from dtrain.config.files import CONF, options_of
 from dtrain.launch.resolve import resolve
-from dtrain.models import losses
+from dtrain.models import losses, user_model
 
 
 @settings(deadline=None)  # the first call is slow on a busy machine
@@ -65,8 +65,6 @@ WHOLE = torch.zeros(4, dtype=torch.int64)
         (losses.cross_entropy, (4, 3), WHOLE[:, None], r"give the targets without .*\.squeeze"),
         (F.cross_entropy, (4, 3), WHOLE[:, None], r"give the targets without .*\.squeeze"),
         (nn.CrossEntropyLoss(), (4, 6, 3), WHOLE[:, None].expand(4, 6), "loss=cross_entropy, which"),
-        (nn.MSELoss(), (4, 3), WHOLE, "loss=cross_entropy, if"),
-        (nn.MSELoss(), (4, 1), torch.zeros(4), r"outputs\.squeeze"),  # torch would only warn, and broadcast
         (nn.BCEWithLogitsLoss(), (4,), WHOLE, r"give the targets .*\.float"),
     ],
 )
@@ -77,6 +75,36 @@ def test_what_does_not_fit_is_told_with_both_shapes_and_dtypes(
     told = rf"loss={name}: outputs are \[4.* of torch\.float32 and targets \[4.* of torch\..*\n  fix: {fix}"
     with pytest.raises(ValueError, match=told):
         losses.call(loss, name, torch.zeros(outputs), targets)
+
+
+class Line(nn.Module):
+    def __init__(self, sizes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, sizes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("backend", [None, "eager"])
+@pytest.mark.parametrize(
+    ("loss", "sizes", "targets", "fix"),
+    [
+        (nn.MSELoss(), 3, WHOLE, "loss=cross_entropy, if"),
+        (nn.MSELoss(), 1, torch.zeros(4), r"outputs\.squeeze"),
+        (F.smooth_l1_loss, 1, torch.zeros(4), r"outputs\.squeeze"),
+    ],
+)
+def test_torch_would_only_warn_and_broadcast(
+    loss: Any, sizes: int, targets: torch.Tensor, fix: str, backend: str | None
+) -> None:
+    """Also under compile, whose default on a GPU is to compile the whole model, with its loss."""
+    model = Line(sizes)
+    user_model.attach_loss(model, loss)
+    if backend:
+        model.compile(backend=backend)
+    with pytest.raises(ValueError, match=rf"outputs are \[4, {sizes}\] of .* and targets \[4\] of .*\n  fix: {fix}"):
+        model(torch.zeros(4, 2), targets)
 
 
 @pytest.mark.parametrize(
