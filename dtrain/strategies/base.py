@@ -176,13 +176,19 @@ class Strategy:
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
         """Context for a warm-up pass: gradients, random draws and buffer changes are discarded."""
-        buffers = [b.clone() for b in self.module.buffers()]
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+        with self.kept_buffers():
             yield
         self.optimizer.zero_grad(set_to_none=True)
         if self.compressor is not None:
             self.compressor.discard()
-        for buffer, before in zip(self.module.buffers(), buffers, strict=True):
+
+    @contextlib.contextmanager
+    def kept_buffers(self) -> Iterator[None]:
+        """Context for passes that are no part of a step: random draws and buffer changes are discarded."""
+        buffers = [b.clone() for b in self.module.buffers()]
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            yield
+        for buffer, before in zip(self.module.buffers(), buffers, strict=True):  # not after an error: the GPU may fail
             buffer.copy_(before)
 
     def splits_weights(self) -> bool:

@@ -18,6 +18,7 @@ from dtrain.data.fields import Fields
 from dtrain.data.loader import Loader
 from dtrain.data.stream_loader import StreamLoader
 from dtrain.strategies.ddp import DDP
+from dtrain.strategies.first_pass import name_of
 from dtrain.train.pending import FinishedStep
 from dtrain.train.process import log
 
@@ -149,12 +150,14 @@ def first_place(run: Run, begin: int, is_loss_finite: bool, notes: list[str]) ->
     module, look = strategy.module, of_gradients if is_loss_finite else of_layers
     for _, inputs, targets in batches(data, begin, run.cfg.train.micro_batch_size or data.rank_batch_size):
         batch = inputs.to(run.device), targets.to(run.device)
-        with torch.compiler.set_stance("force_eager"):
+        in_fp32 = ""
+        with torch.compiler.set_stance("force_eager"), strategy.kept_buffers():  # the run may continue, and save them
             with strategy.autocast():
                 place = look(module, batch, strategy.context, notes)
-            if place:
-                is_fp16 = strategy.precision.dtype == torch.float16
-                return place, "finite" if is_fp16 and not look(module, batch, strategy.context, []) else ""
+            if place and strategy.precision.dtype == torch.float16:
+                in_fp32 = "" if look(module, batch, strategy.context, []) else "finite"
+        if place:
+            return place, in_fp32
         if time.monotonic() > until:
             break
     return "", ""
@@ -173,19 +176,17 @@ def of_layers(module: nn.Module, batch: tuple[Any, Any], context: Mapping[str, A
         def after(_: nn.Module, inputs: Any, named: Any, output: Any) -> None:
             if found or is_finite(output):
                 return
-            title, outer = f"{name} ({type(layer).__name__})", module.get_submodule(name.rpartition(".")[0])
+            title, outer = f"{name} ({name_of(layer)})", module.get_submodule(name.rpartition(".")[0])
             weights = (f"{name}.{key}".strip(".") for key, p in layer.named_parameters() if not is_finite(p))
             if own := next(weights, None):
                 found.append(f"The weight {own} is not finite")
             elif name and is_finite((inputs, named)):
                 found.append(f"The first NaN or Inf is in the output of the layer {title}, whose inputs are finite")
             elif name:
-                inside = f"look before it in {type(outer).__name__}"
+                inside = f"look before it in {name_of(outer)}"
                 found.append(f"The first NaN or Inf is in the inputs of the layer {title}: {inside}")
             else:
-                found.append(
-                    f"The outputs of all layers are finite: it is in {type(layer).__name__}.forward or the loss"
-                )
+                found.append(f"The outputs of all layers are finite: it is in {name_of(layer)}.forward or the loss")
 
         return layer.register_forward_hook(after, with_kwargs=True)
 

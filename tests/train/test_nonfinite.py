@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from dtrain.report.why import diagnose
 from dtrain.runs.record import Record
@@ -28,6 +29,10 @@ class Net(nn.Module):
         if self.bad == "forward":
             x = torch.log(-x.abs())
         return self.b(x) + (torch.sqrt(0 * x.sum()) if self.bad == "gradient" else 0)
+class Normed(Net):
+    def __init__(self, **sizes):
+        super().__init__()
+        self.a = nn.BatchNorm1d(8)
 def points(split, **more):
     draw = torch.Generator().manual_seed(0)
     return torch.randn(64, 8, generator=draw), torch.randint(3, (64,), generator=draw)
@@ -79,6 +84,16 @@ def test_a_run_that_ends_before_the_loss_scale_has_settled_is_done(tmp_path: Pat
     run = make_run(tmp_path / "run", *settings)
     assert train(run, 1) == [0]
     assert "nothing was trained" in skipped_text(json.loads((run / "summary.json").read_text()))
+
+
+def test_a_second_look_leaves_the_statistics_of_batch_norm_as_they_are(tmp_path: Path) -> None:
+    """The run continues after it, and saves them."""
+    own = ["model._target_=broken_net.Normed", "data._target_=broken_net.points", "trust=[broken_net]"]
+    settings = ["precision=fp16", "precision.init_scale=1e30", "train.steps=2"]
+    run = make_run(tmp_path / "run", *own, *SETTINGS, *settings)
+    assert train(run, 1, {"PYTHONPATH": str(tmp_path)}) == [0]
+    saved = load_file(run / "checkpoints" / "step-00000002" / "rank-00000.safetensors")
+    assert saved["model.a.num_batches_tracked"] == 2
 
 
 def test_a_loss_that_diverged_gives_a_command_with_a_smaller_rate(tmp_path: Path) -> None:
