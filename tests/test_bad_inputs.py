@@ -506,6 +506,7 @@ RESUMES = [  # of a run of these classes
         "allow the rest: 'resume_allow=[train.steps]'",
     ),
     case("trust=[my_pkg] model.rate=0.5", "model.rate: 0.1 → 0.5\n", "allow what changed: 'resume_allow=[model.rate]'"),
+    case("trust=[my_pkg] model.rate=0", "model.rate: 0.1 → 0\n", "allow what changed: 'resume_allow=[model.rate]'"),
     case("trust=[my_pkg] model.hiden=32", "error: model.hiden: there", "did you mean model.hidden?"),
     case("trust=[my_pkg] model=my_pkg.net.Inherits", "fix: leave out model: the saved weights"),
     case("trust=[my_pkg] model.hidden=abc", "model.hidden=abc: must be a whole number"),

@@ -90,7 +90,8 @@ def changes_shapes(key: str, before: Mapping[str, Any], after: Mapping[str, Any]
         return False
     if key == "model.seq_len" and "model.rope_theta" in after:  # no weight for each place
         return False
-    return any(type(values.get(key)) is int for values in (before, after))
+    kinds = {type(values.get(key)) for values in (before, after)}
+    return int in kinds and float not in kinds  # a rate of 0.1 that becomes 0 is none
 
 
 def check_code(old: dict[str, Any], config: dict[str, Any]) -> None:
