@@ -133,11 +133,11 @@ class CompileCache:
         """Add what this process has compiled or loaded to what is stored. A full disk only costs the cache."""
         if not self.stores:
             return
-        # the timer's thread may be at it, or another run of this machine
-        with self.storing, locked(self.marks / f"{self.key}.lock"):
+        with self.storing:  # the timer's thread may be at it
             try:
-                self._store()
-            except Exception as error:
+                with locked(self.marks / f"{self.key}.lock"):  # or another run of this machine
+                    self._store()
+            except Exception as error:  # also if torch's folder was deleted meanwhile
                 log.warning("compile cache: not stored: %s", error)
 
     def _store(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from functools import partial
@@ -125,6 +126,14 @@ def test_all_graphs_are_stored_by_one_rank_whoever_compiled_them(machine: Torch,
     compile_cache.finish()
     assert stored(cache) == ["one", "two", "three"], "what a run does not need stays"
     assert not caplog.records
+
+
+def test_a_run_ends_well_though_torchs_folder_was_deleted(machine: Torch, caplog: pytest.LogCaptureFixture) -> None:
+    cache = begin()
+    cache.compile(lambda: machine.compile("one"), lambda: "1")
+    shutil.rmtree(cache.marks)
+    assert compile_cache.finish()["graphs_compiled"] == 1
+    assert "not stored" in caplog.text
 
 
 def test_it_is_stored_while_training_goes_on(machine: Torch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
