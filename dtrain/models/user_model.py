@@ -50,7 +50,7 @@ def construct(build: Callable[[], nn.Module], seed: int, function: Any = None) -
 
 def complete(model: Any, loss: Any, build: Callable[[], nn.Module], seed: int) -> None:
     """Add what a model does not define itself. `build` builds it again, with values."""
-    model.own_names = own_names(model)
+    model._own_names = own_names(model)  # own_names may be a method of the user
     for module in model.modules():
         module._non_persistent_buffers_set.clear()  # a checkpoint has every buffer, and loading needs all of them
         if type(module) in NORMS:

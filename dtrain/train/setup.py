@@ -139,7 +139,7 @@ class Run:
             "world_size": dist.get_world_size(), "choices": dict(self.cfg.choices),
             "config_sha256": run_file.fingerprint(self.folder), "spikes": self.spikes.state(), METRICS: finite,
             **({"hooks": of_hooks} if of_hooks else {}), **({"classes": self.classes} if self.classes else {}),
-            **({"stream": cursor} if cursor else {}), **getattr(self.model, "own_names", {}),
+            **({"stream": cursor} if cursor else {}), **getattr(self.model, "_own_names", {}),
         }  # fmt: skip
 
 
