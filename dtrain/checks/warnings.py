@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 from dtrain.checks.validate import validate
 from dtrain.config import run_length
 from dtrain.config.files import is_script
-from dtrain.config.hardware import count_gpus
+from dtrain.config.hardware import count_cores, count_gpus
 
 CROWDED = 8  # ranks on a core; so many still start in seconds, e.g. to try tp=4 pp=2 on a small machine
 
@@ -26,7 +25,7 @@ def of_crowding(config: dict[str, Any]) -> Iterator[str]:
     cluster = config["cluster"]
     if cluster["_target_"] != "dtrain.launch.local.Local" or count_gpus():
         return
-    ranks, cores = cluster["processes"], len(os.sched_getaffinity(0))
+    ranks, cores = cluster["processes"], count_cores()
     if ranks <= CROWDED * cores:
         return
     fitting = max(2, cores)

@@ -239,3 +239,8 @@ def count_gpus() -> int:
     if visible is None:
         return present
     return min(present, len([d for d in visible.split(",") if d.strip() not in ("", "-1")]))
+
+
+def count_cores() -> int:
+    """Count the cores that a process started here may use; macOS does not tell which."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from dtrain import __version__
 from dtrain.checks.strategy import shared_gpus
 from dtrain.config.files import is_script
-from dtrain.config.hardware import count_gpus, gpus_per_node, ranks_per_node
+from dtrain.config.hardware import count_cores, count_gpus, gpus_per_node, ranks_per_node
 from dtrain.config.run_length import last_step
 from dtrain.plan.model_shape import shape_of
 from dtrain.plan.parameters import flops_per_sample
@@ -146,7 +146,7 @@ def slow_cpu(config: Mapping[str, Any], plan: Mapping[str, Any]) -> Iterator[str
     shape, step_s = shape_of(config), as_dict(plan.get("step_s")).get("total")
     if shape is None:
         return
-    flops, cores = flops_per_sample(shape) * config["train"]["global_batch_size"], len(os.sched_getaffinity(0))
+    flops, cores = flops_per_sample(shape) * config["train"]["global_batch_size"], count_cores()
     guess = "" if step_s else f", at {CPU_FLOPS / 1e9:.0f} GFLOP/s a core"
     step_s = step_s or flops / (CPU_FLOPS * cores)
     steps = steps_to_do(config)

@@ -85,3 +85,13 @@ def test_no_recipe_warns() -> None:
     for path in RECIPES.glob("*.yaml"):
         if "\nscript:" not in path.read_text():
             assert not list(warnings(compose(f"recipe={path.stem}"))), path.stem
+
+
+def test_a_machine_that_does_not_tell_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Macs have no os.sched_getaffinity."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    config = compose("cluster.processes=2", "model=gpt2-124m")
+    (hours,) = slow_cpu(config, plan_of(config))
+    (crowd,) = warnings(compose("train.global_batch_size=200", "cluster.processes=200"))
+    assert "on 2 cores" in hours and "with 2 cores" in crowd

@@ -112,6 +112,7 @@ def test_nothing_is_said_where_nothing_is_known(started: list[Path], capsys: pyt
 def test_a_model_of_ones_own_has_no_prediction(started: list[Path], tmp_path: Path) -> None:
     (tmp_path / "my_net_q.py").write_text(
         "from torch import nn\nclass Net(nn.Module):\n    def __init__(self, dim: int = 4):\n        self.dim = dim\n"
+        "    def forward(self, x, targets):\n        return x\n"
     )
     words = ["model=my_net_q.Net", "data=digits", "data.image_size=8", "data.channels=1", "hardware=h100"]
     assert main(["launch", *words]) == 0
