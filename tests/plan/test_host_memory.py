@@ -101,7 +101,7 @@ def test_shards_are_counted_once_and_copies_on_every_rank(
     assert main([*words, "cluster.processes=4", "train.global_batch_size=4"]) == 2
     assert "4 ranks × " in (error := capsys.readouterr().err) and "fix: strategy=fsdp (" in error
     assert main([*words, "cluster.processes=4", "train.global_batch_size=4", "strategy=fsdp"]) == 0
-    assert len(started) == 1
+    assert len(started) == 1 and "a step of 10.0 TFLOP takes about" in capsys.readouterr().err
     words = ["launch", "model=gpt2-774m", "cluster.processes=4", "compile=whole"]  # one graph is not for fsdp
     assert main(words) == 2
     assert fix_of(capsys) == "cluster.processes=1 train.micro_batch_size=2 (18.3 GiB)", "two copies leave no room"
@@ -285,7 +285,7 @@ def test_activations_that_do_not_fit_are_refused_and_the_fix_works(
     fix = fix_of(capsys).partition(" (")[0]
     assert fix.startswith("train.micro_batch_size=")
     assert main([*words, fix]) == 0 and len(started) == 1
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err.startswith("warning: a step of 28.2 TFLOP takes about")
     assert main([*words, "dry_run=true", "run_dir=preview"]) == 0 and len(started) == 1
     assert rule in capsys.readouterr().err, "a preview warns: the run may be for another machine"
     assert main([*words, "force=true", "run_dir=forced"]) == 0 and len(started) == 2
