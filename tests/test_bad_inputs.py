@@ -496,6 +496,20 @@ def test_what_is_no_mistake(argv: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert code == 0, capsys.readouterr().err
 
 
+def test_a_package_of_this_folder_that_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in (tmp_path, tmp_path / "site"):
+        (folder / "my_pkg").mkdir(parents=True)
+        (folder / "my_pkg" / "__init__.py").write_text("")
+        (folder / "my_pkg" / "net.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert main([*MINE.split(), "dry_run=true"]) == 0, "the same code"
+    capsys.readouterr()
+    (tmp_path / "my_pkg" / "net.py").write_text(f"{OWN}\n")
+    check_message(main([*MINE.split(), "dry_run=true"]), *capsys.readouterr(), ("differs from my_pkg/net.py", "-e ."))
+
+
 AGAIN = "model=my_pkg.net.Net data=my_pkg.net.Points loss=my_pkg.net.loss"
 RESUMES = [  # of a run of these classes
     case("train.steps=600", "and code is never taken from a run folder", "or 'trust=[my_pkg]'   (if"),

@@ -264,6 +264,14 @@ def check_shadowed(target: str, key: str) -> None:
     if top in sys.stdlib_module_names:
         whose = "a module of Python's own"
     elif spec is not None and spec.origin and not Path(spec.origin).samefile(mine):  # this folder is a rank's last
+        home = Path(spec.origin).parents[Path(spec.origin).name == "__init__.py"]
+        path = Path(*target.split(".")[:-1])
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file() and (home / file).is_file():  # the user's own package, installed with a plain pip install
+                if file.read_bytes() == (home / file).read_bytes():
+                    return
+                rule = f"{short_path(home / file)} is imported, and differs from {file} here"
+                raise bad(key, target, rule, "pip install -e . in the folder of its pyproject.toml, once")
         whose = f"an installed package ({short_path(Path(spec.origin))})"
     else:
         return
