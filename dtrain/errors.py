@@ -55,6 +55,7 @@ ELSEWHERE = {
     "model.seq_len": "block_size max_length max_seq_len context_length sequence_length seq_length",
     "data": "dataset dataset_name",
     "hooks": "callbacks callback",
+    "hooks.early_stop.patience": "patience early_stopping_patience early_stop_patience",
     "loss": "criterion loss_fn loss_function objective",
     "checkpoint.keep_best": "monitor metric_for_best_model",
     "model": "arch net model_name model_name_or_path",
@@ -92,7 +93,7 @@ OTHERWISE = {
         "or ops, or selective, which recompute less",
     ),
     "compile=auto": ("torch_compile use_compile compile_model", "the default on a GPU; compile=none turns it off"),
-    "hooks=early_stop": ("early_stopping early_stopping_patience patience", "dtrain explain hooks=early_stop"),
+    "hooks=early_stop": ("early_stopping", "dtrain explain hooks=early_stop"),
     "strategy=fsdp": (
         "deepspeed use_deepspeed use_fsdp sharded fsdp_config",
         "it shards as ZeRO does; DeepSpeed's own are zero1, zero2 and zero3",

@@ -54,7 +54,7 @@ def explained(error: BaseException, argv: Sequence[str]) -> str:
         same = next((o for o in options if o == option.lower()), "")
         near = [same] if same else longer[:4] or difflib.get_close_matches(option.lower(), options, 1, 0.6)
         fix = f"did you mean {' or '.join(f'{group}={o}' for o in near)}? " if near else ""
-        if meant := foreign_option(group, option):
+        if not same and (meant := foreign_option(group, option)):
             fix = f"{meant}; "
         if of_torch := [name for name in TORCH_OPTIMIZERS if group == "optim" and option.lower() == name.lower()]:
             fix = f"optim=torch.optim.{of_torch[0]}, or optim={near[0] if near else 'adamw'}; "
@@ -76,6 +76,8 @@ def explained(error: BaseException, argv: Sequence[str]) -> str:
     if isinstance(error, OverrideParseException):
         word = error.override.removeprefix("++") if error.override not in argv else error.override
         shown = word if word.strip() else repr(word)
+        if re.search(r"\.ya?ml$", word) and not re.search(r"[\s=:]", word) and not Path(word).is_file():
+            return f"{shown}: there is no such file\n  fix: recipe=FILE.yaml; dtrain recipes ls shows the built-in ones"
         return f"{shown}: is not understood as key=value\n  fix: {probably_meant(word, argv)}"
     there = re.search(r"An item is already at '([\w./@-]+)'", text)
     if there and "." in there[1]:
@@ -91,7 +93,7 @@ def explained(error: BaseException, argv: Sequence[str]) -> str:
             if absent := not_chosen(name):
                 return absent
             typed = re.search(r"^To append to your config use \+[^=\n]*=(.*)$", text, re.MULTILINE)
-            return unknown_setting(name, typed[1] if typed else "")
+            return unknown_setting(name, typed[1] if typed else "", argv)
         group, _, setting = name.partition(".")
         if group in SEVERAL and "." in setting:
             option = setting.partition(".")[0]
@@ -172,8 +174,11 @@ def is_foreign(name: str) -> bool:
     return others or foreign(name) is not None or name in ZERO_STAGE or name in DEEPSPEED_FILE
 
 
-def unknown_setting(name: str, value: str) -> str:
-    """Explain a name that is none of ours: lr=0.1 is optim.lr=0.1, and wandb=true is logger=wandb."""
+def unknown_setting(name: str, value: str, argv: Sequence[str] = ()) -> str:
+    """Explain a name that is none of ours: lr=0.1 is optim.lr=0.1, and wandb=true is logger=wandb.
+
+    argv: all words, for a hook that is chosen already.
+    """
     bare = name.lower().removesuffix(".enabled")  # DeepSpeed's fp16.enabled=true
     groups = [group for group in GROUPS if bare in options_of(group)]
     is_on = value.lower() in ("", "true", "1", "yes", "on")
@@ -196,6 +201,12 @@ def unknown_setting(name: str, value: str) -> str:
     if ours in ("resume", "init_from") and value.lower() in ("last", "true", "latest"):
         return f"{name}: there is no such setting\n  fix: resume=latest   (dtrain explain resume)"
     taken = accepted(ours, value) if ours and value else None
+    group, _, setting = (ours or "").partition(".")
+    if group in SEVERAL and setting:  # patience=3
+        option = setting.partition(".")[0]
+        is_chosen = any(re.match(rf"{group}=(.*\W)?{option}\b", word) for word in argv)
+        fix = f"{'' if is_chosen else f'{group}={option} '}{ours}={taken or '…'}"
+        return f"{name}: there is no such setting\n  fix: {fix}   (dtrain explain {group}={option})"
     return str(unknown(name, known_settings(), taken, lambda near: not value or accepted(near, value) is not None))
 
 
@@ -246,6 +257,8 @@ def probably_meant(word: str, argv: Sequence[str] = ()) -> str:
     """
     if re.fullmatch(r"[\w./-]+\.py", word):
         return f"script={word}"
+    if re.search(r"\.ya?ml$", word) and Path(word).is_file():
+        return f"recipe={word if '/' in word else f'./{word}'}"
     if word in argv and (word in GROUPS or word in known_settings()):
         following = [part for part in argv[argv.index(word) + 1 :][:2] if part != "="]
         if following and accepted(word, following[0].lstrip("=")):  # strategy fsdp, train.steps = 5

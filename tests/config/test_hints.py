@@ -27,7 +27,9 @@ VALUES = {
     "name": "first", "model.num_layers": "2", "model.num_heads": "2", "model.dim": "64", "model.seq_len": "64",
     "data": "digits", "model": "gpt2-124m", "hooks": "EarlyStopping", "loss": "cross_entropy",
     "checkpoint.keep_best": "val_loss", "checkpoint.save": "true", "train.stop_after": "9", "optim.eps": "1e-6",
+    "hooks.early_stop.patience": "5",
 }  # fmt: skip
+OTHER_OPTIONS = ("data", "train.epochs", "loss", "optim.eps", "hooks.early_stop.patience")
 # The default options do not have these settings, or their values are paths: the hint names the setting only.
 WITHOUT_VALUE = {
     "cluster.partition",
@@ -62,8 +64,9 @@ def test_the_hint_for_each_name_with_a_value_is_accepted() -> None:
     for ours, value in VALUES.items():
         fixes = {fix_of(unknown_setting(name, value)) for name in ELSEWHERE[ours].split()}
         (fix,) = fixes
-        assert fix.startswith(f"{ours}=") and "…" not in fix, "every name of a setting gives the same words"
-        (alone if ours in ("data", "train.epochs", "loss", "optim.eps") else together).append(fix)
+        words = fix.split()
+        assert words[-1].startswith(f"{ours}=") and "…" not in fix, "every name of a setting gives the same words"
+        (alone if ours in OTHER_OPTIONS else together).extend(words)
     validate(compose(*together))
     validate(compose(*alone, "model=convnet"))
 

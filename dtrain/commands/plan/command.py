@@ -85,10 +85,16 @@ def read_options(argv: Sequence[str]) -> Options:
     options, rest = Options([]), list(argv)
     while rest:
         word = rest.pop(0)
+        name, equals, value = word.partition("=")
         if not word.startswith("-"):
+            meant = f"--{name.replace('_', '-')}"
+            if equals and meant in READ:  # tokens=100B
+                READ[meant](meant, value)
+            if equals and meant in (*FLAGS, *VALUES):
+                fix = f"{meant} {value or '…'}" if meant in VALUES else meant
+                raise bad(name, value, "is an option of dtrain plan, not a setting", fix)
             options.overrides.append(word)
             continue
-        name, equals, value = word.partition("=")
         if name in FLAGS and not equals:
             setattr(options, name[2:].replace("-", "_"), True)
         elif name in VALUES:
@@ -96,8 +102,7 @@ def read_options(argv: Sequence[str]) -> Options:
                 value = rest.pop(0) if rest else ""
                 if name == "--tokens" and rest and rest[0].upper() in UNITS:  # --tokens 300 B
                     value += rest.pop(0)
-            read = {"--tokens": tokens, "--gpus-for": seconds, "--stack": stack}.get(name, lambda _, text: text)
-            setattr(options, name[2:].replace("-", "_"), read(name, value))
+            setattr(options, name[2:].replace("-", "_"), READ[name](name, value) if name in READ else value)
         else:
             if name in ("-m", "--multirun"):
                 raise ValueError(f"{word}: dtrain plan takes no sweep\n  fix: plan each point, or launch with {name}")
@@ -116,7 +121,9 @@ def tokens(name: str, text: str) -> float:
     """Parse 300B, 1.5T, 26e6 or 1000000."""
     found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([KMBGT]?)", text.replace("_", ""), re.IGNORECASE)
     if found is None or float(found[1]) <= 0:
-        raise bad(name, text, "must be a number of tokens, or of images", f"{name} 300B")
+        near = re.match(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMBGT]?)", re.sub("[_,]", "", text), re.IGNORECASE)
+        fix = f"{near[1]}{near[2].upper()}" if near and float(near[1]) else "300B"  # 100Bn, 100 billion
+        raise bad(name, text, "must be a number of tokens, or of images", f"{name} {fix}")
     return float(found[1]) * UNITS[found[2].upper()]
 
 
@@ -138,6 +145,9 @@ def seconds(name: str, text: str) -> float:
         fix = f"{near[1]}{near[2] or 'd'}" if near and float(near[1]) else "3d"
         raise bad(name, text, "must be a time: a number and w, d, h, m or s", f"{name} {fix}")
     return value
+
+
+READ = {"--tokens": tokens, "--gpus-for": seconds, "--stack": stack}
 
 
 def answer(question: Question, options: Options) -> int:
