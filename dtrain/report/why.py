@@ -190,6 +190,8 @@ def of_failure(run_dir: Path, failure: dict[str, Any]) -> Diagnosis:
     if cause == "numbers" and "\nFix: " in message:  # the rank has looked for it
         fix = first_line(message.partition("\nFix: ")[2])
         found.advice = f"{fix[:1].upper()}{fix[1:]}."
+    if FIX in message and (cause == "memory" or (cause == "code" and not failure.get("where"))):
+        found.advice = f"Fix: {first_line(message.partition(FIX)[2])}."
     unnamed = cause == "corruption" and not ONE_RANK.search(message)  # without a majority, nobody is named
     if unnamed or cause in ("numbers", "network") or (cause == "settings" and "must be the same" not in message):
         found.rank = None  # every rank reports it, and the first one to do so is chance
@@ -205,6 +207,7 @@ def of_failure(run_dir: Path, failure: dict[str, Any]) -> Diagnosis:
     return found
 
 
+FIX = "\n  fix: "  # in a message of dtrain, or after one of torch
 ONE_RANK = re.compile(r"^step \d+: rank \d+ \([^)]*\) (?:differs from its replicas|held |computed )")
 ERRNO = re.compile(r"\[Errno (\d+)\]")
 STORAGE = {5: "a file could not be read or written (I/O error)", 28: "a file system is full", 122: "a quota is used up",
@@ -248,6 +251,7 @@ def classify(
         (storage(kind, message), "storage", f"{{who}}: {storage(kind, message)}{where}: {says}."),
         (kind == "launch", "start", "The program that starts the ranks failed before any rank reported an error."),
         (failure.get("where"), "code", f"{{who}} failed with {kind}{where}: {says}."),
+        (FIX in message, "code", f"{{who}} failed with {kind}: {says}."),  # a mistake that dtrain knows
         (own is not None or failure.get("traceback"), "dtrain", f"{{who}} failed with {kind}: {says}."),
     ):  # fmt: skip
         if matches:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 
 from dtrain.errors import chain
+from dtrain.util.format import size_text
+from dtrain.util.host_memory import described, total_bytes
+
+ALLOCATION = re.compile(r"DefaultCPUAllocator: .*you tried to allocate (\d+) bytes")
 
 # (words of torch's message, what to do about it: \1 is the first group of those words)
 HINTS: tuple[tuple[str, str], ...] = (
@@ -72,5 +76,11 @@ HINTS: tuple[tuple[str, str], ...] = (
 def hint(error: BaseException) -> str:
     """Return what to do about an error, or "" if nothing is known."""
     texts = [str(one) for one in chain(error)]
+    asked = max((int(size[1]) for text in texts if (size := ALLOCATION.search(text))), default=0)
+    if asked > (total := total_bytes()):  # no number of ranks helps
+        return (
+            f"a smaller model or batch: this allocation alone is {size_text(asked)}, and {described(total)} "
+            f"{size_text(total)}"
+        )
     found = ((re.search(words, text), fix) for words, fix in HINTS for text in texts)
     return next((match.expand(fix) for match, fix in found if match), "")

@@ -31,6 +31,7 @@ CASES = [
     (failure("RuntimeError", "shapes do not fit", where=USERS), "code", 1),
     (failure("ConnectionResetError", "[Errno 104] Connection reset by peer", where=USERS), "code", 1),
     (failure("AttributeError", "'NoneType' object has no attribute 'x'"), "dtrain", 1),
+    (failure("IndexError", "loss=cross_entropy: targets are 0 to 7\n  fix: as many outputs as classes"), "code", 1),
     (
         failure("hang", "no progress for 31s: 3 of 4 ranks wait in all_reduce 812; rank 1 is in my.py:8, in f"),
         "hang",
@@ -217,3 +218,20 @@ def test_a_sweep_names_each_failed_point_with_its_cause_and_a_command(tmp_path: 
     assert "runs 3 points again" in second
     assert command.main([str(tmp_path / "sweep"), "--json"]) == 0
     assert [one["cause"] for one in json.loads(capsys.readouterr().out)] == ["numbers", "code"]
+
+
+def test_a_mistake_that_dtrain_explains_is_no_bug_of_dtrain(tmp_path: Path) -> None:
+    message = "loss=cross_entropy: targets are 0 to 7, but the model gives 3 scores\n  fix: as many outputs as classes"
+    said = diagnose(Record.read(folder_of(tmp_path / "run", failure("IndexError", message))))
+    assert said.cause == "code" and said.advice == "Fix: as many outputs as classes."
+    assert "bug in dtrain" not in said.paragraph and "line above" not in said.paragraph
+
+
+def test_an_allocation_larger_than_the_memory_is_not_answered_with_fewer_ranks(tmp_path: Path) -> None:
+    asked = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1600000000000 bytes"
+    message = f"{asked}\n  fix: a smaller model or batch: this allocation alone is 1490 GiB"
+    for where in ("", USERS):
+        said = diagnose(
+            Record.read(folder_of(tmp_path / f"run{len(where)}", failure("RuntimeError", message, where=where)))
+        )
+        assert said.cause == "memory" and said.advice.startswith("Fix: a smaller model or batch")

@@ -163,3 +163,11 @@ def test_on_a_gpu_convolutions_are_benchmarked_or_deterministic(
     assert process.join_process_group(deterministic) == torch.device("cuda", 1)
     assert torch.backends.cudnn.benchmark is not deterministic and chosen == [True] * deterministic
     assert groups == ["cpu:gloo,cuda:nccl"]
+
+
+def test_an_allocation_larger_than_the_machine_needs_a_smaller_model(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(10**15)
+    assert "\n  fix: a smaller model or batch: this allocation alone is " in process.message(caught.value, tmp_path)
+    small = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes")
+    assert "fix: " not in process.message(small, tmp_path), "then other processes have the memory"
