@@ -53,6 +53,7 @@ from dtrain.runs.protocol import BAD_CONFIG, CANCELLED_FILE, DONE, FAILED, PREEM
 from dtrain.start import began as process_began
 from dtrain.strategies import deepspeed_config
 from dtrain.ui import console, tables
+from dtrain.ui.unread import unbroken_output
 from dtrain.util.format import counted, shell_path
 
 
@@ -92,7 +93,7 @@ def start(argv: list[str]) -> list[tuple[int, Path]]:
 
         @functools.wraps(run)
         def task(cfg: DictConfig) -> None:
-            with console.unbroken_output():
+            with unbroken_output():
                 ended.append((run(cfg, argv, began.pop() if began else time.time()), Path(cfg.run_dir)))
 
         with compose_cache.mode_known(sys.argv[1:]), compose_cache.cached_files():

@@ -49,6 +49,7 @@ from dtrain.runs.protocol import (
     die_with_parent,
     slowness,
 )
+from dtrain.ui import unread
 from dtrain.ui.console import print_summary
 from dtrain.ui.progress import Monitor
 from dtrain.util import disk_space, file_handles, kernel_log
@@ -254,6 +255,7 @@ class Supervisor:
         if number == signal.SIGINT and now > self.stop_requested_at + 1:
             self.end_at_once = True
         self.stop_requested_at = min(self.stop_requested_at, now)
+        unread.stopping()
 
     def _run_once(self, run_dir: Path, monitor: Monitor) -> int:
         logs = run_dir / "logs"

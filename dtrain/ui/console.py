@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from dtrain.config.build import fewest, typed_trust
 from dtrain.config.redaction import hide
@@ -54,48 +53,6 @@ def stdout_console() -> Console:
             raise
 
     return Screen(force_terminal=None if sys.stdout.isatty() else False, force_jupyter=False)
-
-
-class Unbroken:
-    """A stream that discards what it cannot write: `| head` or a `tee` that Ctrl-C ended must not end a run."""
-
-    def __init__(self, stream: TextIO):
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        try:
-            return self.stream.write(text)
-        except BrokenPipeError:
-            self._discard()
-            return len(text)
-
-    def flush(self) -> None:
-        try:
-            self.stream.flush()
-        except BrokenPipeError:
-            self._discard()
-
-    def _discard(self) -> None:
-        """Point the file descriptor at /dev/null: what is still in the buffer, and all that follows, goes there."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.stream.fileno())
-        os.close(nowhere)
-        if self is sys.stdout:
-            print_warning("nobody reads the output any more; this does not end the run (dtrain watch shows it)")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-
-@contextmanager
-def unbroken_output() -> Iterator[None]:
-    """Let a run continue when nobody reads its output any more."""
-    typed = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = Unbroken(sys.stdout), Unbroken(sys.stderr)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = typed
 
 
 def say(console: Console, *parts: str | tuple[str, str]) -> None:

@@ -21,6 +21,7 @@ from dtrain.launch.compose import compose
 from dtrain.runs.folder import read_json
 from dtrain.runs.protocol import DONE, FAILED
 from dtrain.ui import console, tables
+from dtrain.ui.unread import unbroken_output
 from dtrain.util.format import shell_path
 
 USAGE = """usage: dtrain search [algorithm=NAME] SETTING=SPACE ... [option=value ...] [setting=value ...]
@@ -72,7 +73,7 @@ def main(argv: list[str]) -> int:
         raise bad("dir", folder, rule, "leave out dir=, or name a new folder")
     if request.options["detach"] == "true" or (not request.options["detach"] and _is_submitted(request)):
         return _detach(argv, folder)
-    with sweeps.lock(folder):
+    with sweeps.lock(folder), unbroken_output():
         sweeps.note(folder, typed)
         print(f"folder  {shell_path(folder)}", flush=True)
         if chosen:
@@ -81,9 +82,9 @@ def main(argv: list[str]) -> int:
             from dtrain.commands.search.optuna_search import Search
 
             code = Search(folder, request).run()
-    if runs := sweeps.points(folder):
-        tables.print_sweep(runs)
-        print(f"results dtrain runs {shell_path(folder)}")
+        if runs := sweeps.points(folder):
+            tables.print_sweep(runs)
+            print(f"results dtrain runs {shell_path(folder)}")
     return code
 
 

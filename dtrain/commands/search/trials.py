@@ -19,6 +19,7 @@ from dtrain.runs import record as records
 from dtrain.runs.causes import one_line
 from dtrain.runs.folder import look_again, read_json
 from dtrain.runs.protocol import STOP_FILE
+from dtrain.ui import unread
 from dtrain.util.format import shell_path
 
 LOCAL_S, QUEUE_S = 0.5, 5.0  # how often to check trials on this machine, and in a queue
@@ -115,6 +116,7 @@ class Trials:
     def _on_signal(self, number: int, frame: object) -> None:
         """Stop the search: local trials save and end; queued trials continue."""
         self.stopped = True
+        unread.stopping()
         for process in self.processes.values():
             if process.poll() is None:
                 process.terminate()
