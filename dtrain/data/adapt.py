@@ -24,7 +24,7 @@ from dtrain.data.fields import Fields
 from dtrain.data.seeding import own_draws, seed_draws
 from dtrain.data.stream import Stream
 from dtrain.errors import bad
-from dtrain.runs.source_lines import at_return, is_users
+from dtrain.runs.source_lines import at_class, at_return, is_users
 
 log = logging.getLogger("dtrain")
 VALIDATION = ("val", "validation", "valid", "eval", "dev", "test")
@@ -179,8 +179,19 @@ def adapted(name: str, data: Any, again: Callable[[], Any] | None = None, functi
         return Stream(name, with_tensors(data, collate), lambda: with_tensors(again(), collate), collate, notes, reader)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (str, Mapping)):
         return Samples(name, data, collate, order, notes, reader)
+    if hasattr(type(data), "__getitem__") and not isinstance(data, (str, Mapping)):
+        raise without_length(name, type(data))
     gave = "nothing: it has no return" if data is None else f"a {type(data).__name__}"
     raise bad("data", name, f"gave {gave}, but data must be {KINDS}", f"change what {name} returns")
+
+
+def without_length(name: str, kind: Any) -> ValueError:
+    """Return the error of a data set that the loader can neither index up to its length nor iterate."""
+    has_items = kind.__getitem__ is not getattr(torch.utils.data.Dataset, "__getitem__", None)  # which only raises
+    rule = f"{kind.__name__} has {'' if has_items else 'no __getitem__ and '}no __len__"
+    fix = "add __len__(self), the number of samples" if has_items else "add __getitem__(self, index) and __len__(self)"
+    other = "" if hasattr(kind, "__iter__") else " with __iter__(self)"
+    return at_class(bad("data", name, rule, f"{fix}; or make it an IterableDataset{other}"), kind)
 
 
 def reader_of(data: Any, collate: Any, function: Any) -> Any:

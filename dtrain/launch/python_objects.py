@@ -82,6 +82,9 @@ def is_with_settings(value: Any) -> bool:
 
 def parts_of(group: str, value: Any) -> tuple[Any, Mapping[str, Any]]:
     """Split a group's value into (option name, class, function or None) and its settings."""
+    is_data = group == "data" and isinstance(value, Mapping) and ("train" in value or is_bunch(value))
+    if is_data and holds_objects(value):  # and no settings
+        raise of_this_process(group, value)
     if isinstance(value, Mapping):  # settings for the option that is already chosen
         return None, value
     if is_with_settings(value):
@@ -99,8 +102,7 @@ def parts_of(group: str, value: Any) -> tuple[Any, Mapping[str, Any]]:
 def name_of(group: str, thing: Any) -> tuple[str, Path | None]:
     """Return the name by which each rank imports a class or function, and its source folder unless it is installed."""
     if not (inspect.isclass(thing) or inspect.isroutine(thing)):
-        rule = "is an object of this process, but each rank must build its own"
-        raise bad(group, f"<{type(thing).__name__}>", rule, as_function(group, thing))
+        raise of_this_process(group, thing)
     name, module = thing.__qualname__, thing.__module__ or "builtins"
     if not name.isidentifier():  # <lambda>, f.<locals>.Net, Outer.Net
         rule = "is not at the top level of a module, so the ranks cannot import it"
@@ -131,6 +133,19 @@ def name_of(group: str, thing: Any) -> tuple[str, Path | None]:
     return f"{module}.{name}", folder
 
 
+def holds_objects(value: Any) -> bool:
+    """Is it, or does it contain, more than a configuration can hold?"""
+    if isinstance(value, (Mapping, list, tuple)):
+        return any(map(holds_objects, value.values() if isinstance(value, Mapping) else value))
+    is_scalar = hasattr(value, "item") and getattr(value, "ndim", None) == 0  # of numpy
+    return not (value is None or is_scalar or isinstance(value, (bool, int, float, str, Path)))
+
+
+def of_this_process(group: str, thing: Any) -> ValueError:
+    rule = "is an object of this process, but each rank must build its own"
+    return bad(group, f"<{type(thing).__name__}>", rule, as_function(group, thing))
+
+
 def as_function(group: str, thing: Any) -> str:
     """Return what to write in place of an object of this process."""
     kind = type(thing).__name__
@@ -143,13 +158,43 @@ def as_function(group: str, thing: Any) -> str:
             return f"give the class and its settings: {EXAMPLE}"
         name = kind if module == "__main__" else f"{module}.{kind}"
         return f'give the class: {group}={name}; with settings: {group}=({name}, {{"setting": 1}})'
-    made = {"ndarray": "inputs, targets", "Tensor": "inputs, targets", "tuple": "train, val"}.get(kind, f"{kind}(…)")
-    made = '{"train": …, "val": …}' if isinstance(thing, Mapping) else made
+    made = made_by(thing)
     written = f"def my_{group}(): return {made} at the top level of the file, and {group}=my_{group}"
     classes = (
         'functools.partial(Net, dim=32), or (Net, {"dim": 32})' if group == "model" else f'({kind}, {{"setting": 1}})'
     )
-    return written if kind in ("ndarray", "Tensor", "tuple", "list") else f"{written}; or the class: {classes}"
+    has_no_class = is_array(thing) or isinstance(thing, (tuple, list, Mapping))
+    return written if has_no_class else f"{written}; or the class: {classes}"
+
+
+def made_by(thing: Any) -> str:
+    """Return an expression for data, in place of that object."""
+    if isinstance(thing, Mapping) and not is_bunch(thing):
+        return "{" + ", ".join(f'"{key}": {part_by(part)}' for key, part in thing.items()) + "}"
+    parts = thing if isinstance(thing, (tuple, list)) else ()
+    of_arrays = all(map(is_array, parts))
+    if is_array(thing) or is_bunch(thing) or (len(parts) == 2 and of_arrays and len(parts[0]) == len(parts[1])):
+        return "inputs, targets"
+    if len(parts) == 2 and not (isinstance(thing, list) and isinstance(parts[0], Mapping)):  # not two samples
+        return "train, val"
+    if len(parts) == 4 and of_arrays:  # as train_test_split gives them
+        return made_by({"train": parts[:2], "val": parts[2:]})
+    return f"{getattr(thing, '__name__', type(thing).__name__)}(…)"
+
+
+def part_by(part: Any) -> str:
+    """Return an expression for one split of the data."""
+    return "(inputs, targets)" if is_array(part) or isinstance(part, (tuple, list)) else made_by(part)
+
+
+def is_bunch(thing: Any) -> bool:
+    """Is it scikit-learn's, as load_digits() gives it?"""
+    return isinstance(thing, Mapping) and {"data", "target"} <= thing.keys()
+
+
+def is_array(thing: Any) -> bool:
+    """Is it an array, a tensor or a pandas table, each with one row for each sample?"""
+    return (hasattr(thing, "dtype") or hasattr(thing, "iloc")) and len(getattr(thing, "shape", ())) > 0
 
 
 def name_of_script(group: str, name: str) -> tuple[str, Path | None]:

@@ -106,6 +106,24 @@ def nothing() -> None:
     Drawing()
 
 
+class NoLength(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(8), 0
+
+
+class OnlyIterates(Dataset[Any]):
+    def __iter__(self) -> Any:
+        yield torch.ones(8), 0
+
+
+def no_length() -> Any:
+    return NoLength()
+
+
+def only_iterates() -> Any:
+    return OnlyIterates()
+
+
 class Useless:
     def read(self) -> None: ...
 

@@ -17,7 +17,7 @@ from dtrain.data.collate import as_batch, collated
 from dtrain.data.fields import Fields, has_targets
 from dtrain.data.loader import Loader
 from dtrain.data.prefetch import portable
-from dtrain.launch.python_objects import name_of
+from dtrain.launch.python_objects import name_of, spell
 from dtrain.runs.causes import own_frames
 from tests.data import own_data as mine
 from tests.own_runs import own_run
@@ -149,11 +149,19 @@ def test_hugging_face_data_sets(tmp_path: Path) -> None:
     [
         ("nothing", "gave nothing: it has no return"),
         ("Net", "is a model"),
+        ("no_length", "NoLength has no __len__"),
+        ("only_iterates", "OnlyIterates has no __getitem__ and no __len__"),
     ],
 )
 def test_other_things_are_refused(data: str, words: str) -> None:
     with pytest.raises(ValueError, match=rf"data={ME}.{data}: .*{words}.*\n  fix: "):
         open_data({"_target_": f"{ME}.{data}"}, [ME]).dataset("train")
+
+
+def test_the_class_without_a_length_is_shown() -> None:
+    with pytest.raises(ValueError, match=r"fix: add __len__\(self\), .*; or make it an IterableDataset") as caught:
+        adapted("d", mine.NoLength())
+    assert own_frames(caught.value)[-1]["text"].startswith("class NoLength(Dataset")
 
 
 @pytest.mark.parametrize("data, words", [("Net", "is a model"), ("Useless", "has none of dataset")])
@@ -166,6 +174,33 @@ def test_what_the_source_shows_is_refused_by_the_launcher(data: str, words: str)
 def test_an_object_is_answered_with_the_function_to_write(thing: Any) -> None:
     with pytest.raises(ValueError, match=r"is an object of this process.*\n  fix: def my_data\(\): return "):
         name_of("data", thing)
+
+
+ROWS = np.ones((4, 3))
+
+
+@pytest.mark.parametrize(
+    ("thing", "made"),
+    [
+        ((ROWS, torch.zeros(4)), "inputs, targets"),
+        ([ROWS, ROWS], "inputs, targets"),
+        ({"data": ROWS, "target": ROWS}, "inputs, targets"),
+        ((mine.Drawing(), mine.Drawing()), "train, val"),
+        (((ROWS, ROWS), (ROWS, ROWS)), "train, val"),
+        ({"train": mine.Drawing(), "val": mine.Drawing()}, '{"train": Drawing(…), "val": Drawing(…)}'),
+        ({"train": (ROWS, ROWS), "val": ROWS}, '{"train": (inputs, targets), "val": (inputs, targets)}'),
+        ((ROWS, ROWS, ROWS, ROWS), '{"train": (inputs, targets), "val": (inputs, targets)}'),
+    ],
+)
+def test_the_function_to_write_returns_what_was_given(thing: Any, made: str) -> None:
+    fix = rf"is an object of this process.*\n  fix: def my_data\(\): return {re.escape(made)} at the top level"
+    with pytest.raises(ValueError, match=fix + " of the file, and data=my_data$"):
+        spell({"data": thing})
+
+
+def test_settings_of_data_stay_settings() -> None:
+    words = ["data.train='a.csv'", "data.val=[1,2]"]
+    assert spell({"data": {"train": "a.csv", "val": [np.int64(1), 2]}})[0] == words
 
 
 # ---- real runs -----------------------------------------------------------------------------------------------
