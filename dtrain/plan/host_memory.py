@@ -35,7 +35,7 @@ from dtrain.plan.memory.states import (
 from dtrain.plan.model_shape import Transformer, shape_of
 from dtrain.plan.parameters import held_parameters
 from dtrain.plan.predict import GIB, HOST_SHARE
-from dtrain.plan.run_prediction import FAULT, NO_GPU, asked_for, foreign, left_out, strict
+from dtrain.plan.run_prediction import FAULT, NO_GPU, asked_for, foreign, is_for_elsewhere, left_out, strict
 from dtrain.plan.sections import model_section, strategy_section
 from dtrain.util.format import gib
 from dtrain.util.host_memory import described, total_bytes
@@ -64,12 +64,12 @@ def check_host(config: Mapping[str, Any]) -> None:
     error, is_certain = found
     if is_certain and not config.get("dry_run"):
         raise error
-    log.warning("%s", error)
+    log.warning("%s%s", "a launch here would be refused: " if is_certain else "", error)
 
 
 def shortage(config: Mapping[str, Any]) -> tuple[ValueError, bool] | None:
     """Return the error and whether it is certain; None: it fits, its code is not ours, or it does not run here."""
-    if config["force"] or not on_this_cpu(config["cluster"]):
+    if config["force"] or not on_this_cpu(config["cluster"]) or is_for_elsewhere(config):
         return None
     states, has, ranks = states_of(config), machine_bytes(), ranks_per_node(config["cluster"])
     if states is None:

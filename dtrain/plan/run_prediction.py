@@ -103,6 +103,11 @@ def foreign(config: Mapping[str, Any]) -> str | None:
     return next((g for g in ("strategy", "optim") if not str(config[g]["_target_"]).startswith("dtrain.")), None)
 
 
+def is_for_elsewhere(config: Mapping[str, Any]) -> bool:
+    """Is it a preview for a machine with GPUs?"""
+    return bool(config.get("dry_run") and config["hardware"].get("gpu"))
+
+
 def elsewhere(config: Mapping[str, Any]) -> bool:
     """Does it run on this machine without a GPU, but with a GPU's hardware settings? A dry run is exempt."""
     local = "gpus_per_node" not in config["cluster"] and not config.get("dry_run")
@@ -142,6 +147,8 @@ def left_out(config: Mapping[str, Any], overrides: list[str]) -> str:
 def slow_cpu(config: Mapping[str, Any], plan: Mapping[str, Any]) -> Iterator[str]:
     """Warn of a run that would take hours on this machine's CPUs, by the planner's step time or else by its FLOPs."""
     if is_script(config) or "gpus_per_node" in config["cluster"] or config["cluster"].get("launcher") or count_gpus():
+        return
+    if is_for_elsewhere(config):
         return
     shape, step_s = shape_of(config), as_dict(plan.get("step_s")).get("total")
     if shape is None:
