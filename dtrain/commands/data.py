@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from pathlib import Path
 
+from dtrain.commands.run_parser import RunParser
+
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("dtrain data", description="Turn text into memory-mapped token files.")
+    parser = RunParser("dtrain data", description="Turn text into memory-mapped token files.")
     parser.add_argument("action", choices=["prepare"])
     parser.add_argument(
         "source", help="a text or .jsonl file, a folder of them, or a dataset that `datasets` saved to disk"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 from dtrain.checks.loggers import ADDRESSES, check
+from dtrain.commands.run_parser import RunParser
 from dtrain.config import run_file
 from dtrain.config.build import typed_trust
 from dtrain.config.files import LOGGER
@@ -20,7 +20,7 @@ from dtrain.util.format import as_dict, short_path
 
 def main(argv: list[str]) -> int:
     """`dtrain log`: exit code 0 if each tracker has all metrics of each run."""
-    parser = argparse.ArgumentParser(
+    parser = RunParser(
         "dtrain log",
         description="Send runs to trackers, finished or running: also what a tracker missed because its server was "
         "down. Nothing arrives twice.",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
+from dtrain.commands.run_parser import RunParser
 from dtrain.errors import bad
 from dtrain.report import prometheus
 from dtrain.util import ports
@@ -17,7 +17,7 @@ PORT = 9833
 def main(argv: list[str]) -> int:
     """`dtrain metrics`: serve metrics until Ctrl-C."""
     text = "Serve the metrics of all live runs of a folder for Prometheus, for example on a login node."
-    parser = argparse.ArgumentParser("dtrain metrics", description=text)
+    parser = RunParser("dtrain metrics", description=text)
     parser.add_argument("action", choices=["serve"], help="serve http://HOST:PORT/metrics until Ctrl-C")
     parser.add_argument("folder", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
     parser.add_argument("--port", type=int, default=PORT, help=f"default: {PORT}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import shlex
 import shutil
 from pathlib import Path
 
+from dtrain.commands.run_parser import RunParser
 from dtrain.config.files import RECIPES, read_yaml
 from dtrain.util.format import as_dict
 
@@ -15,9 +15,7 @@ from dtrain.util.format import as_dict
 def main(argv: list[str]) -> int:
     from dtrain.launch.recipes import built_in
 
-    parser = argparse.ArgumentParser(
-        "dtrain recipes", description="Complete configurations to start from: recipe=NAME runs one."
-    )
+    parser = RunParser("dtrain recipes", description="Complete configurations to start from: recipe=NAME runs one.")
     parser.add_argument("action", choices=["ls", "show", "cp"], nargs="?", default="ls")
     parser.add_argument("name", nargs="?")
     parser.add_argument("target", nargs="?", help="cp: the new file")

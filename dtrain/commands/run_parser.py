@@ -1,16 +1,17 @@
-"""The parser of commands that need a RUN: without one, it says what to give."""
+"""The parser of the commands: its errors are like those of settings, with a fix, also where a RUN is missing."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from dtrain.errors import bad
-from dtrain.runs.find import no_run
 
 TRUST = "your own modules that the run uses; 'trust=[MODULE]' is the same"
 CHECKPOINT = "a run folder, a part of its name, or latest; RUN@STEP or RUN@best for another than the newest checkpoint"
@@ -19,8 +20,11 @@ CHECKPOINT = "a run folder, a part of its name, or latest; RUN@STEP or RUN@best 
 class RunParser(argparse.ArgumentParser):
     """Takes `trust=[MODULE]` for `--trust MODULE`, like the launcher, and finds modules of the working folder."""
 
+    words: Sequence[str] = ()  # as typed, for a fix
+
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         words = list(sys.argv[1:] if args is None else args)
+        self.words = words
         if any("--trust" in action.option_strings for action in self._actions):
             listed = [word.removeprefix("trust=").strip("[]").split(",") for word in words if is_trust(word)]
             words = [word for word in words if not is_trust(word)]
@@ -38,9 +42,49 @@ class RunParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if re.match(r"the following arguments are required: (run|RUN)\b", message):
+            from dtrain.runs.find import no_run
+
             needed = [a.dest.upper() for a in self._actions if not a.option_strings and a.nargs is None]
             raise no_run(" ".join([self.prog, "latest", *(name for name in needed if name != "RUN")]))
-        super().error(message)
+        if found := re.fullmatch(r"the following arguments are required: (.*)", message):
+            missing = found[1].upper().replace(",", "")
+            first = {a.dest.upper(): next(iter(a.choices)) for a in self._actions if a.choices}
+            words = shlex.join([*self.words, *(str(first.get(name, name)) for name in missing.split())])
+            raise ValueError(f"{missing}: is missing\n  fix: {self.prog} {words}")
+        if found := re.fullmatch(r"unrecognized arguments: (.*)", message):
+            raise self._unrecognized(found[1].split()[0])
+        found = re.match(r"argument ([^:]+): (.*)", message, re.DOTALL)
+        names = found[1].split("/") if found else []  # -o/--output
+        action = next((a for a in self._actions if {*names} & {*a.option_strings, a.dest, a.metavar}), None)
+        if found is None or action is None:
+            raise ValueError(f"{message}\n  fix: {self.prog} --help shows the arguments")
+        raise self._wrong_value(names[-1], action, found[2])
+
+    def _unrecognized(self, word: str) -> ValueError:
+        if not word.startswith("-"):
+            return ValueError(f"{word}: is one argument too many\n  fix: leave out {word}; {self.prog} --help")
+        options = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+        near = difflib.get_close_matches(word.partition("=")[0].lower(), options, 1, 0.6)
+        fix = f"did you mean {near[0]}?" if near else f"leave out {word}; {self.prog} --help lists the options"
+        return ValueError(f"{word}: there is no such option\n  fix: {fix}")
+
+    def _wrong_value(self, name: str, action: argparse.Action, rule: str) -> ValueError:
+        """Explain a value that argparse does not take for this argument."""
+        typed = re.match(r"invalid (\w+)(?: value)?: (['\"]?)(.*?)\2(?: \(choose from .*\))?$", rule, re.DOTALL)
+        choices, is_option = [str(choice) for choice in action.choices or ()], bool(action.option_strings)
+        if choices:
+            near = difflib.get_close_matches(typed[3].lower(), choices, 1, 0.5) if typed else []
+            fix = f"did you mean {f'{name} ' if is_option else ''}{near[0]}? " if near else ""
+            fix += f"{name} can be {', '.join(choices)}"
+        else:
+            number = re.search(r"\d+(\.\d+)?" if typed[1] == "float" else r"\d+", typed[3]) if typed else None
+            value = number[0] if number else str(action.default or action.metavar or action.dest.upper())
+            words = [value if typed and word == typed[3] else word for word in self.words]
+            fix = f"{name} {value}" if is_option else f"{self.prog} {shlex.join(words)}"
+        if typed is None:
+            return ValueError(f"{name}: {'needs a value' if rule.startswith('expected') else rule}\n  fix: {fix}")
+        kinds = {"choice": "there is no such choice", "int": "must be a whole number", "float": "must be a number"}
+        return bad(name, typed[3], kinds.get(typed[1], f"is not a {typed[1]}"), fix)
 
 
 def is_trust(word: str) -> bool:

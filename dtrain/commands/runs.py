@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
         except ValueError as error:
             print_error(str(error))
             return 2
-    parser = argparse.ArgumentParser(
+    parser = RunParser(
         "dtrain runs",
         description="List runs, show one, or compare several. `dtrain runs tag RUN WORD…`, `untag RUN WORD…` and `note "
         "RUN TEXT` write words and sentences to a run.",

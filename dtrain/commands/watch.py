@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import os
@@ -14,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtrain.commands.run_parser import RunParser
 from dtrain.commands.runs import sweep_points
 from dtrain.commands.status import reason
 from dtrain.report.why import diagnose
@@ -40,7 +40,7 @@ METRICS = ("loss", "tokens_per_s", "grad_norm", "lr", "step_s", "data_s", "mfu",
 
 def main(argv: list[str]) -> int:
     """`dtrain watch`: follow a run, or several."""
-    parser = argparse.ArgumentParser("dtrain watch", description="Follow a run, or a sweep, live in the terminal.")
+    parser = RunParser("dtrain watch", description="Follow a run, or a sweep, live in the terminal.")
     parser.add_argument(
         "run",
         nargs="?",

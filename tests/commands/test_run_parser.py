@@ -26,7 +26,23 @@ def test_without_a_run(command: str, capsys: pytest.CaptureFixture[str]) -> None
     assert error.splitlines() == ["error: run: none is given", *expected.splitlines()]
 
 
-def test_other_mistakes_are_argparses(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["status", "a", "--jsn"])
-    assert "unrecognized arguments: --jsn" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("export a --format onxx", "--format=onxx: there is no such choice\n  fix: did you mean --format onnx? "),
+        ("export a --format", "--format: needs a value\n  fix: --format can be safetensors, "),
+        ("export a b c", "c: is one argument too many\n  fix: leave out c; "),
+        ("runs tag a", "TAG: is missing\n  fix: dtrain runs tag a TAG\n"),
+        ("runs --limit 5x", "--limit=5x: must be a whole number\n  fix: --limit 5\n"),
+        ("data prepare a b --val-fraction 0.1x", "0.1x: must be a number\n  fix: --val-fraction 0.1\n"),
+        ("status a --jsn", "--jsn: there is no such option\n  fix: did you mean --json?"),
+        ("scale a four", "number=four: must be a whole number\n  fix: dtrain scale a NUMBER\n"),
+        ("recipes shw", "action=shw: there is no such choice\n  fix: did you mean show? action can be ls, show, cp\n"),
+        ("metrics", "ACTION: is missing\n  fix: dtrain metrics serve\n"),
+        ("verify --kep", "--kep: there is no such option\n  fix: did you mean --keep?"),
+    ],
+)
+def test_other_mistakes_have_a_fix(command: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command.split()) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("error: ") and told in err and "usage:" not in err

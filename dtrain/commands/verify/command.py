@@ -26,6 +26,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from dtrain.commands.run_parser import RunParser
 from dtrain.commands.verify import compare, mutation_test, script_check, world
 from dtrain.commands.verify.compare import FEWER_STEPS, FULL, SMALL, Case, Variant, compose, make_case, variants
 from dtrain.commands.verify.mutants import chosen
@@ -86,7 +87,7 @@ def main(argv: list[str]) -> int:
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = RunParser(
         "dtrain verify",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Train with each strategy and with one process; compare losses, gradient norms and final weights.",
