@@ -240,7 +240,8 @@ CASES = [
     case("launch train.global_batch_size=100 train.micro_batch_size=8", "=5, or train.global_batch_size=96 or 112\n"),
     case("launch train.global_batch_size=34 train.micro_batch_size=16", "fix: train.global_batch_size=32 or 64, or "),
     case("launch strategy.dp=3 train.micro_batch_size=4", "cluster.processes=3 train.global_batch_size=36\n"),
-    case("launch model.dim=130", "model.dim=130", "model.num_heads=4", "fix: model.dim=132"),
+    case("launch model.dim=130", "model.dim=130: must", "fix: model.dim=132, or model.num_heads=2 or 5\n"),
+    case("launch model.num_heads=3", "model.dim=128", "fix: model.dim=129, or model.num_heads=2 or 4\n"),
     case(
         "launch strategy.dp=3", "strategy.dp=3", "number of ranks, 2", "cluster.processes=3 train.global_batch_size=33"
     ),

@@ -177,9 +177,13 @@ def check_model(model: dict[str, Any], sizes: mesh.MeshSizes) -> None:
     heads: int = model.get("num_heads") or 0
     kv_heads: int = model.get("num_kv_heads") or heads
     if dim and heads and dim % heads:
-        raise bad(
-            "model.dim", dim, f"must be a multiple of model.num_heads={heads}", f"model.dim={-(-dim // heads) * heads}"
-        )
+        step = math.lcm(model.get("num_kv_heads") or 1, sizes.tp)
+        pairs = 2 if "rope_theta" in model else 1  # rotary embeddings need an even number of elements in a head
+        fits = [n for n in range(step, dim + 1, step) if dim % (n * pairs) == 0]
+        around = [*[n for n in fits if n < heads][-1:], *[n for n in fits if n > heads][:1]]
+        fix = f"model.dim={-(-dim // heads) * heads}"
+        fix += f", or model.num_heads={' or '.join(map(str, around))}" if around else ""
+        raise bad("model.dim", dim, f"must be a multiple of model.num_heads={heads}", fix)
     if heads and heads % kv_heads:
         rule, fix = f"must divide model.num_heads={heads}", f"model.num_kv_heads={math.gcd(heads, kv_heads)}"
         raise bad("model.num_kv_heads", kv_heads, rule, fix)

@@ -25,6 +25,7 @@ from dtrain.data.seeding import own_draws, seed_draws
 from dtrain.data.stream import Stream
 from dtrain.errors import bad
 from dtrain.runs.source_lines import at_class, at_return, is_users
+from dtrain.util.format import kind_of
 
 log = logging.getLogger("dtrain")
 VALIDATION = ("val", "validation", "valid", "eval", "dev", "test")
@@ -181,7 +182,7 @@ def adapted(name: str, data: Any, again: Callable[[], Any] | None = None, functi
         return Samples(name, data, collate, order, notes, reader)
     if hasattr(type(data), "__getitem__") and not isinstance(data, (str, Mapping)):
         raise without_length(name, type(data))
-    gave = "nothing: it has no return" if data is None else f"a {type(data).__name__}"
+    gave = "nothing: it has no return" if data is None else kind_of(data)
     raise bad("data", name, f"gave {gave}, but data must be {KINDS}", f"change what {name} returns")
 
 

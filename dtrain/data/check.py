@@ -8,6 +8,7 @@ from typing import Any
 from dtrain.config.files import TARGET
 from dtrain.errors import bad
 from dtrain.runs.source_lines import at_class, at_return, is_users
+from dtrain.util.format import kind_of
 
 NEEDED = "an object with __len__ and batch(indices) -> (inputs, targets)"
 METHODS = {"__len__": "def __len__(self)", "batch": "def batch(self, indices)"}
@@ -93,8 +94,8 @@ def checked(batch: Any, count: int, dataset: Any) -> tuple[Any, Any]:
 
 def described(value: Any) -> str:
     if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}" + (f" ({type(value[0]).__name__})" if len(value) else "")
-    return "None" if value is None else f"a {type(value).__name__}"
+        return f"{kind_of(value)} of {len(value)}" + (f" ({type(value[0]).__name__})" if len(value) else "")
+    return "None" if value is None else kind_of(value)
 
 
 def refused(dataset: Any, rule: str, fix: str) -> ValueError:

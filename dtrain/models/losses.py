@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dtrain.errors import bad
+from dtrain.util.format import kind_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,7 +72,7 @@ def only_tensors(name: str, outputs: Any) -> None:
 
 
 def no_tensor(name: str, outputs: Any) -> ValueError:
-    gave = "nothing (None): is a `return` missing?" if outputs is None else f"a {type(outputs).__name__}"
+    gave = "nothing (None): is a `return` missing?" if outputs is None else kind_of(outputs)
     fix = "return one tensor from forward, or loss=my_module.my_loss(outputs, targets), which gets all of it"
     return bad("loss", name, f"the model's forward returned {gave}", fix)
 

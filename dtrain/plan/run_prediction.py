@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -128,10 +129,13 @@ def steps_to_do(config: Mapping[str, Any]) -> float:
 
 def asked_for(config: Mapping[str, Any], start: str) -> bool:
     """Did the user type overrides that start like this? The settings of a recipe or a resumed run count as typed."""
+    return bool(config["resume"] or config["choices"].get("recipe") or any(w.startswith(start) for w in typed_words()))
+
+
+def typed_words() -> list[str]:
     from hydra.core.hydra_config import HydraConfig
 
-    typed = [str(w).lstrip("+~") for w in HydraConfig.get().overrides.task] if HydraConfig.initialized() else []
-    return bool(config["resume"] or config["choices"].get("recipe") or any(w.startswith(start) for w in typed))
+    return [str(w).lstrip("+~") for w in HydraConfig.get().overrides.task] if HydraConfig.initialized() else []
 
 
 def left_out(config: Mapping[str, Any], overrides: list[str]) -> str:
@@ -161,11 +165,15 @@ def slow_cpu(config: Mapping[str, Any], plan: Mapping[str, Any]) -> Iterator[str
     if step_s < SLOW_STEP_S or whole < SLOW_RUN_S:
         return
     run = f", and {counted(round(steps), 'step')} {duration(whole)}" if math.isfinite(whole) else ""
-    family = TINY.get(config["model"]["_target_"])
-    smaller = f", or model={family}" if family and config["choices"].get("model") != family else ""
+    family, choices = TINY.get(config["model"]["_target_"]), config["choices"]
+    grown = [word for word in typed_words() if re.match(r"model\.|train\.(global_batch_size|steps|epochs)=", word)]
+    fixes = [] if choices.get("recipe") == "cpu-tiny" else ["recipe=cpu-tiny"]
+    fixes += [f"model={family}"] if family and choices.get("model") != family else []
+    if not fixes:  # these are given: what else made it large
+        fixes = [f"leave out {' '.join(grown)}" if grown else f"train.steps={max(1, int(SLOW_RUN_S / step_s))}"]
     where = f"on {counted(cores, 'core')} without a GPU{guess}"
     yield (
-        f"a step of {flops / 1e12:.1f} TFLOP takes about {duration(step_s)} {where}{run}; fix: recipe=cpu-tiny{smaller}"
+        f"a step of {flops / 1e12:.1f} TFLOP takes about {duration(step_s)} {where}{run}; fix: {', or '.join(fixes)}"
     )
 
 

@@ -28,6 +28,7 @@ from dtrain.train.hook_means import Means
 from dtrain.train.hook_run import HookRun
 from dtrain.train.process import log
 from dtrain.util import collective, json_state
+from dtrain.util.format import kind_of
 
 RESERVED = ("step", "time", OWN, "own_metrics", "loss", "train_loss", "val_loss", "predicted")
 
@@ -209,14 +210,14 @@ class Hooks:
     def _add(self, means: Means, name: str, method: str, found: Any, targets: Tensor) -> None:
         prefix = "train_" if method == "train_metrics" else "val_"
         if not isinstance(found, dict):
-            raise self._wrong(name, method, f'returned a {type(found).__name__}, not a dict such as {{"accuracy": x}}')
+            raise self._wrong(name, method, f'returned {kind_of(found)}, not a dict such as {{"accuracy": x}}')
         for key, value in found.items():
             key = key if str(key).startswith(prefix) else f"{prefix}{key}"
             self._check_name(name, method, key)
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise self._wrong(name, method, f"{key} has the shape {list(value.shape)}, and a metric is one number")
             if not isinstance(value, (Tensor, int, float)) and not hasattr(value, "item"):
-                raise self._wrong(name, method, f"{key} is a {type(value).__name__}, and a metric is one number")
+                raise self._wrong(name, method, f"{key} is {kind_of(value)}, and a metric is one number")
             means.add(key, value, targets)
 
     def _numbers(self, name: str, method: str, found: Any) -> dict[str, float]:
@@ -224,14 +225,14 @@ class Hooks:
         if found is None:
             return {}
         if not isinstance(found, dict):
-            raise self._wrong(name, method, f'returned a {type(found).__name__}, not a dict such as {{"score": x}}')
+            raise self._wrong(name, method, f'returned {kind_of(found)}, not a dict such as {{"score": x}}')
         numbers = {}
         for key, value in found.items():
             self._check_name(name, method, key)
             try:
                 numbers[key] = float(value)
             except (TypeError, ValueError, RuntimeError):
-                what = f"{key} is a {type(value).__name__}, and a metric is one number"
+                what = f"{key} is {kind_of(value)}, and a metric is one number"
                 raise self._wrong(name, method, what) from None
         return numbers
 

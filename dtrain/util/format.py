@@ -32,6 +32,12 @@ def counted(count: object, word: str) -> str:
     return f"{count} {word}" + ("" if count == 1 else "s")
 
 
+def kind_of(value: object) -> str:
+    """Name the type of a value with its article: a list, an int."""
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
 def start_text(start: object) -> str:
     """`first step after 34.2 s: imports 4.1, compile 25.6, …`, of a summary's start_s; phases below 1% are left out."""
     phases = {name: seconds for name, value in as_dict(start).items() if (seconds := number(value)) is not None}

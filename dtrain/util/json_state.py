@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dtrain.errors import CheckpointError
 from dtrain.util.dtensor import is_dtensor
+from dtrain.util.format import kind_of
 
 MOST_BYTES = 2**20  # every save writes the manifest again
 MOST_DEPTH = 32
@@ -43,7 +44,7 @@ def encode(value: Any, where: str = "state", depth: int = 0) -> Any:
                 raise TypeError(f"{where} has the key {key!r}; keys must be text, and not {TENSOR} or {FLOAT}")
         return {key: encode(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
     raise TypeError(
-        f"{where} is a {type(value).__name__}; it may hold numbers, text, True, False, None, lists, dicts and tensors"
+        f"{where} is {kind_of(value)}; it may hold numbers, text, True, False, None, lists, dicts and tensors"
     )
 
 

@@ -302,7 +302,8 @@ def test_a_name_that_would_leave_its_folder(base: dict[str, Any], name: str, fix
 def test_heads_layers_and_sequence_lengths(base: dict[str, Any]) -> None:
     text = message(changed(base, model__dim=130))
     assert "model.dim=130: must be a multiple of model.num_heads=4" in text
-    validate.validate(changed(base, model__dim=int(text.split("model.dim=")[-1])))
+    validate.validate(changed(base, model__dim=int(re.findall(r"model.dim=(\d+)", text)[-1])))
+    validate.validate(changed(base, model__dim=130, model__num_heads=int(text.split(" or ")[-1])))
     sizes = MeshSizes(pp=5, tp=3)
     with pytest.raises(ValueError, match=r"strategy\.tp=3: must divide model\.num_heads=4"):
         validate.check_model(base["model"], sizes)

@@ -9,6 +9,7 @@ import pytest
 
 from dtrain.checks.validate import validate
 from dtrain.checks.warnings import warnings
+from dtrain.cli import main
 from dtrain.config.files import RECIPES
 from dtrain.launch import recipes
 from dtrain.plan.run_prediction import plan_of, slow_cpu
@@ -47,6 +48,22 @@ def test_hours_on_a_cpu() -> None:
     assert fixed(line) == "recipe=cpu-tiny, or model=gpt2-tiny"
     assert not slow("model=gpt2-tiny") and not slow("model=gpt2-124m", "train.steps=2")
     assert not slow("model=gpt2-124m", "cluster=slurm")
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("recipe=cpu-tiny model.seq_len=20000", "leave out model.seq_len=20000"),
+        ("recipe=cpu-tiny model=gpt2-124m train.micro_batch_size=2", "model=gpt2-tiny"),
+        ("model.seq_len=20000", "recipe=cpu-tiny"),
+    ],
+)
+def test_a_fix_that_is_typed_already_is_not_repeated(
+    words: str, fix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["launch", *words.split(), "cluster.processes=2", "dry_run=true"]) == 0
+    assert f"; fix: {fix}\n" in capsys.readouterr().err
 
 
 def test_a_first_try_of_a_few_steps_keeps_the_default_without_a_word() -> None:

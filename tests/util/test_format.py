@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.ui import console
-from dtrain.util.format import duration, number, resume_argument, si, step_time, three_digits
+from dtrain.util.format import duration, kind_of, number, resume_argument, si, step_time, three_digits
 
 
 @pytest.mark.parametrize(
@@ -122,3 +122,7 @@ def test_large_figures_of_three_digits_are_written_out(value, expected):
 
 def test_a_step_just_below_a_second_is_a_number_of_milliseconds():
     assert step_time(0.9996) == "1,000 ms"
+
+
+def test_the_article_of_a_type() -> None:
+    assert kind_of(3) == "an int" and kind_of([]) == "a list"
