@@ -188,6 +188,8 @@ CASES = [
     case("plan gpus_for=30d", "gpus_for=30d: is an option", "fix: --gpus-for 30d\n"),
     case("plan largest_model=true", "is an option", "fix: --largest-model\n"),
     case("launch {world}/typo.yaml", "is not understood", "fix: recipe=/", "/typo.yaml\n"),
+    case("launch cpu-tiny", "cpu-tiny: is not understood", "fix: recipe=cpu-tiny\n"),
+    case("launch cpu-tiny.yaml", "cpu-tiny.yaml: is not understood", "fix: recipe=cpu-tiny\n"),
     case("launch nothing.yaml", "nothing.yaml: there is no such file", "fix: recipe=FILE.yaml; "),
     case("launch --config my.yaml", "--config: there", "fix: recipe=my.yaml\n"),
     case("launch --fp16", "--fp16: there", "fix: precision=fp16 "),

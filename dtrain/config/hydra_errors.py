@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dtrain.config.files import (
     CONF,
     LOGGER,
+    RECIPES,
     SECRET,
     SEVERAL,
     default_of,
@@ -76,6 +77,9 @@ def explained(error: BaseException, argv: Sequence[str]) -> str:
     if isinstance(error, OverrideParseException):
         word = error.override.removeprefix("++") if error.override not in argv else error.override
         shown = word if word.strip() else repr(word)
+        name = re.sub(r"\.ya?ml$", "", word)
+        if re.fullmatch(r"[\w-][\w./-]*", name) and not Path(word).is_file() and (RECIPES / f"{name}.yaml").is_file():
+            return f"{shown}: is not understood as key=value\n  fix: recipe={name}"
         if re.search(r"\.ya?ml$", word) and not re.search(r"[\s=:]", word) and not Path(word).is_file():
             return f"{shown}: there is no such file\n  fix: recipe=FILE.yaml; dtrain recipes ls shows the built-in ones"
         return f"{shown}: is not understood as key=value\n  fix: {probably_meant(word, argv)}"
