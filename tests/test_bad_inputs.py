@@ -511,11 +511,11 @@ def test_what_is_no_mistake(argv: str, tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_package_of_this_folder_that_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for folder in (tmp_path, tmp_path / "site"):
+    for folder in (tmp_path, tmp_path / "site-packages"):
         (folder / "my_pkg").mkdir(parents=True)
         (folder / "my_pkg" / "__init__.py").write_text("")
         (folder / "my_pkg" / "net.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
     assert main([*MINE.split(), "dry_run=true"]) == 0, "the same code"
     capsys.readouterr()
     (tmp_path / "my_pkg" / "net.py").write_text(f"{OWN}\n")

@@ -46,13 +46,18 @@ def spec_of(module: str) -> ModuleSpec | None:
         name = f"{name}.{part}".lstrip(".")
         # dtrain is the package that runs: another checkout of it may come first in the path
         spec = dtrain.__spec__ if name == "dtrain" else PathFinder.find_spec(name, path)
+        if spec is None and name == part:  # an editable install may have a finder of its own
+            spec = top_spec(name)
         if spec is None:
-            break
+            return None
         path = list(spec.submodule_search_locations or [])
-    if spec is not None:
-        return spec
-    try:  # an editable install may have a finder of its own
-        return importlib.util.find_spec(module)
+    return spec
+
+
+def top_spec(name: str) -> ModuleSpec | None:
+    """Ask all of Python's finders. For a name with a dot this would import its parents, which may be the user's."""
+    try:
+        return importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return None
 
@@ -259,8 +264,10 @@ def check_shadowed(target: str, key: str) -> None:
     mine = next((p for p in (Path(f"{top}.py"), Path(top, "__init__.py")) if p.is_file()), None)
     if mine is None or top == "dtrain":
         return
-    here = os.path.realpath(os.getcwd())
-    spec = PathFinder.find_spec(top, [folder for folder in sys.path if os.path.realpath(folder or ".") != here])
+    # not the folders of earlier launches of this process, for example of a notebook
+    spec = PathFinder.find_spec(
+        top, [folder for folder in sys.path if folder.endswith(("site-packages", "dist-packages"))]
+    )
     if top in sys.stdlib_module_names:
         whose = "a module of Python's own"
     elif spec is not None and spec.origin and not Path(spec.origin).samefile(mine):  # this folder is a rank's last
