@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -16,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from dtrain.commands.verify.world import World, held_back
-from tests.patience import until
-from tests.world import spawn, start_server
+from tests.patience import patience, until
+from tests.world import ROOT, start_server
 
 
 def test_a_signal_that_was_held_back_comes_at_the_end() -> None:
@@ -41,7 +42,11 @@ def test_a_signal_that_was_held_back_comes_at_the_end() -> None:
 def test_ranks_find_what_takes_long_imported_and_passed_over_by_collections() -> None:
     if torch.version.cuda or torch.version.hip:
         pytest.skip("DeepSpeed is left to the ranks, which may find a GPU")
-    spawn(1, look_around)
+    # in a process of its own: the fork server of this one may be that of a test of `dtrain verify strategies=ddp`
+    code = (
+        "from tests.commands.verify.test_world import look_around\nfrom tests.world import spawn\nspawn(1, look_around)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=patience(120))
 
 
 def look_around() -> None:
