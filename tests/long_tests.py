@@ -81,7 +81,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "train/test_hooks.py::test_all_methods_under_a_strategy_and_after_a_kill": ("fsdp",),
     "train/test_stragglers.py::test_stops_are_own_time": (),  # the same file has a slow rank in a real run
     "train/test_hooks_page.py::test_the_page": ("ddp-1", "fsdp-2"),
-    "train/test_hooks.py::test_what_a_hook_may_not_return": ("Apart-words0-2",),
+    "train/test_hooks.py::test_what_a_hook_may_not_return": ("Apart-words0-2", "ReturnsText-words2-1"),
     "train/test_guard.py::test_the_same_run_with_batch_norm_and_accumulation": (),
     "train/test_update_sums.py::test_only_updates_and_loads_write_weights_and_optimizer_state": (),
     "train/test_spikes.py::test_skip_leaves_the_weights_alone": (),

@@ -8,7 +8,7 @@ from typing import Any
 
 from dtrain.checks.checkpoint import check_known
 from dtrain.config.files import HOOKS, option_of
-from dtrain.config.hook_methods import Arity, check_methods
+from dtrain.config.hook_methods import METHODS, Arity, check_methods, meant
 from dtrain.config.source import class_source, place
 from dtrain.errors import bad
 from dtrain.models.losses import OWN
@@ -36,8 +36,17 @@ def methods_of(target: str) -> set[str] | None:
         return None
     found = {node.name: arity(node) for node in source.body if isinstance(node, ast.FunctionDef)}
     nodes = {node.name: node for node in source.body if isinstance(node, ast.FunctionDef)}
+    used = {node.attr for node in ast.walk(source) if isinstance(node, ast.Attribute)}
+    # after_step = …, self.after_step = …
+    names = {node.id for node in ast.walk(source) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    found |= {name: None for name in (names | used) & METHODS.keys() - found.keys()}
+    others = [name for name in nodes if name.startswith("on_") and meant(name) and name not in used]
+    if others and not source.bases and found.keys() & METHODS.keys() and meant(others[0]) not in found:
+        rule = f"{place(target, nodes[others[0]])}: {source.name}.{others[0]} is not a method that dtrain calls"
+        fix = f"did you mean {meant(others[0])}? If it is for {source.name} itself: _{others[0]}"
+        raise bad(HOOKS, target, rule, fix)
     check_methods(target, found, not source.bases, lambda name: f"{place(target, nodes.get(name, source))}: ")
-    return set(found)
+    return set(nodes)
 
 
 def arity(node: ast.FunctionDef) -> Arity | None:

@@ -19,6 +19,17 @@ METHODS = {
     "load_state_dict": ("state",),
     "end": ("run",),
 }
+STATE = {"state_dict", "load_state_dict"}  # which other objects have, too
+# What other programs call a method.
+ELSEWHERE = {
+    "begin": "on_train_begin on_train_start on_fit_start on_init_end before_train before_fit before_run",
+    "after_step": "on_step_end on_step on_train_batch_end on_batch_end on_batch on_log after_train_iter after_iter "
+    "after_batch after_train_step step __call__",
+    "after_evaluation": "on_evaluate on_validation_end on_validation_epoch_end on_epoch_end on_train_epoch_end "
+    "on_epoch after_val after_val_epoch after_epoch after_train_epoch",
+    "end": "on_train_end on_fit_end on_end after_train after_fit after_run close",
+    "eval_metrics": "metric metrics compute_metrics compute on_validation_batch_end forward",
+}
 LIKELY = 0.8  # similarity from which a method with another name is a misspelt one
 
 Arity = tuple[float, float]  # fewest and most positional arguments, without self
@@ -44,7 +55,10 @@ def check_methods(
             raise bad("hooks", target, rule, f"did you mean {near[0]}? If it is for {name} itself: _{method}")
     if not known and is_complete:
         rule = f"{where('')}{name} has no method that dtrain calls"
-        raise bad("hooks", target, rule, f"give it one or more of {', '.join(METHODS)}")
+        fix = f"give it one or more of {', '.join(METHODS)}"
+        if theirs := next((method for method in found if meant(method)), ""):
+            fix = f"def {sketch(meant(theirs))}, in place of {theirs}"
+        raise bad("hooks", target, rule, fix)
     for method in known:
         arity, needed = found[method], len(METHODS[method])
         if arity is not None and not arity[0] <= needed <= arity[1]:
@@ -55,6 +69,11 @@ def check_methods(
         has, lacks = ("state_dict", "load_state_dict")[:: 1 if "state_dict" in known else -1]
         rule = f"{where(has)}{name} has {has}, but not {lacks}"
         raise bad("hooks", target, rule, f"add {lacks}: def {sketch(lacks)}")
+
+
+def meant(method: str) -> str:
+    """Our name of a method that another program calls; "" if none is known."""
+    return next((ours for ours, theirs in ELSEWHERE.items() if method in theirs.split()), "")
 
 
 def sketch(method: str) -> str:

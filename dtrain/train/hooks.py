@@ -10,20 +10,22 @@ import hashlib
 import inspect
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from dtrain.config.build import build
+from dtrain.config.build import build, locate
 from dtrain.config.files import TARGET
-from dtrain.config.hook_methods import Arity, check_methods
+from dtrain.config.hook_methods import METHODS, STATE, Arity, check_methods
 from dtrain.errors import bad
 from dtrain.runs import causes
 from dtrain.runs.metrics import OWN, is_name, own_names
+from dtrain.runs.source_lines import at_class, at_return
 from dtrain.train.hook_means import Means
 from dtrain.train.hook_run import HookRun
 from dtrain.train.process import log
@@ -50,12 +52,28 @@ class Hooks:
         self.ended: dict[str, Any] | None = None  # by which hook, why, and after which step
         self.means: dict[int, Means] = {}  # of train_metrics, by step, until they are read
         self.own: set[str] = set()  # names of metrics that hooks have returned
+        self.givers: dict[str, tuple[str, str]] = {}  # name of a metric → hook and method that returned it here
 
     def _made(self, name: str, section: Mapping[str, Any], trust: list[str]) -> Any:
+        target = self.targets[name]
+        made = locate(target, trust)
+        if not callable(made):
+            kind = type(made)
+            rule = f"is an object ({kind.__name__}), and a hook is a class: each rank makes its own"
+            raise at_class(bad("hooks", target, rule, f"hooks={kind.__module__}.{kind.__name__}"), kind)
         with self._named(name, "__init__"):
             hook = build(section, trust)
-        found = {method: arity(getattr(hook, method)) for method in dir(hook) if callable(getattr(hook, method))}
-        check_methods(self.targets[name], {k: v for k, v in found.items() if not k.startswith("_")})
+        names = dict.fromkeys([*vars(type(hook)), *dir(hook)])  # its own before those that it inherits
+        found = {method: arity(getattr(hook, method)) for method in names if callable(getattr(hook, method))}
+        try:
+            check_methods(target, {k: v for k, v in found.items() if not k.startswith("_")})
+            if isinstance(hook, nn.Module) and not found.keys() & METHODS.keys() - STATE:
+                raise bad("hooks", target, "is a model, and a hook has a method that dtrain calls", f"model={target}")
+            if not isinstance(every := getattr(hook, "every", 1), int) or every < 1:
+                rule = f"every={every!r} must be a whole number of at least 1: after_step is called every so many steps"
+                raise bad("hooks", target, rule, "every = 1")
+        except ValueError as error:
+            raise at_class(error, type(hook)) from None
         return hook
 
     # ---- what the loop calls -----------------------------------------------------------------------------------
@@ -209,36 +227,49 @@ class Hooks:
 
     def _add(self, means: Means, name: str, method: str, found: Any, targets: Tensor) -> None:
         prefix = "train_" if method == "train_metrics" else "val_"
-        if not isinstance(found, dict):
-            raise self._wrong(name, method, f'returned {kind_of(found)}, not a dict such as {{"accuracy": x}}')
-        for key, value in found.items():
-            key = key if str(key).startswith(prefix) else f"{prefix}{key}"
-            self._check_name(name, method, key)
-            if isinstance(value, Tensor) and value.numel() != 1:
-                raise self._wrong(name, method, f"{key} has the shape {list(value.shape)}, and a metric is one number")
+        for key, value in self._named_values(name, method, found).items():
             if not isinstance(value, (Tensor, int, float)) and not hasattr(value, "item"):
-                raise self._wrong(name, method, f"{key} is {kind_of(value)}, and a metric is one number")
+                raise self._no_number(name, method, key, value)
+            if math.prod(getattr(value, "shape", ())) != 1:
+                raise self._no_number(name, method, key, value)
+            key = key if key.startswith(prefix) else f"{prefix}{key}"
+            self.givers[key] = name, method
             means.add(key, value, targets)
 
     def _numbers(self, name: str, method: str, found: Any) -> dict[str, float]:
         """What a method returned, as numbers of this rank."""
-        if found is None:
-            return {}
-        if not isinstance(found, dict):
-            raise self._wrong(name, method, f'returned {kind_of(found)}, not a dict such as {{"score": x}}')
         numbers = {}
-        for key, value in found.items():
-            self._check_name(name, method, key)
+        for key, value in self._named_values(name, method, {} if found is None else found).items():
             try:
                 numbers[key] = float(value)
             except (TypeError, ValueError, RuntimeError):
-                what = f"{key} is {kind_of(value)}, and a metric is one number"
-                raise self._wrong(name, method, what) from None
+                raise self._no_number(name, method, key, value) from None
+            self.givers[key] = name, method
         return numbers
 
-    def _check_name(self, name: str, method: str, key: object) -> None:
-        if not is_name(key):
-            raise self._wrong(name, method, f"{key!r} is not a name of a metric: use letters, digits, _ - . and /")
+    def _named_values(self, name: str, method: str, found: Any) -> dict[str, Any]:
+        """What a method returned, if it is a dict with names of metrics."""
+        if not isinstance(found, dict):
+            nothing = " (is a `return` missing?)" if found is None else ""
+            rule = f"returned {'None' if found is None else kind_of(found)}{nothing}, not metrics by name"
+            fix = 'return {"accuracy": x}, a dict with one number for each name'
+            raise self._refused(name, method, rule, fix)
+        for key in found:
+            if not is_name(key):
+                rule = f"returned {key!r}, which is not a name of a metric: use letters, digits, _ - . and /"
+                better = re.sub(r"[^\w./-]+", "_", str(key), flags=re.ASCII).strip("_")
+                raise self._refused(name, method, rule, f'"{better if is_name(better) else "my_metric"}"')
+        return found
+
+    def _no_number(self, name: str, method: str, key: str, value: Any) -> ValueError:
+        shape = list(getattr(value, "shape", ()))
+        what = f"of the shape {shape}" if shape else f"as {'None' if value is None else kind_of(value)}"
+        fix = f'return {{"{key}": x}} with one number x'
+        if shape:
+            fix = f'one number, such as the mean: {{"{key}": x.mean()}}'
+        elif value is None:
+            fix = f"leave {key} out of the dict where it has no value"
+        return self._refused(name, method, f"returned {key} {what}, and a metric is one number", fix)
 
     def _check_new(self, own: Mapping[str, float], found: Mapping[str, float]) -> None:
         """Reject a name that means something else in the files of a run."""
@@ -246,7 +277,9 @@ class Hooks:
         taken = {*RESERVED, *found, *(key for key, value in known.items() if value is not None and key not in self.own)}
         for key in own:
             if key in taken:
-                raise HookError(f"hooks: dtrain itself has a value named {key}. Fix: another name for this metric")
+                rule = f"returned {key}, but dtrain itself has a value named {key}"
+                name, method = self.givers.get(key, (next(iter(self.all)), "evaluate"))  # a pipeline's other rank
+                raise self._refused(name, method, rule, f"another name for this metric, such as my_{key}")
         self.own |= own.keys()
 
     def _newest_metrics(self) -> dict[str, Any]:
@@ -262,22 +295,26 @@ class Hooks:
         if not self.all:
             return {}
         states = self._states()
-        digest = hashlib.sha256(json.dumps(states).encode()).hexdigest()
-        everywhere = [digest] if alone else collective.gather(digest)
-        if other := next((rank for rank, theirs in enumerate(everywhere) if theirs != everywhere[0]), None):
-            names = " or ".join(self._having("state_dict"))
-            rule = f"state_dict() of {names} differs between ranks 0 and {other}, and a checkpoint keeps one"
-            raise HookError(f"hooks: {rule}. Fix: keep only what is the same on all ranks, such as the loss")
+        digests = {name: hashlib.sha256(json.dumps(one).encode()).hexdigest() for name, one in states.items()}
+        for rank, theirs in enumerate([digests] if alone else collective.gather(digests)):
+            if name := next((name for name, digest in digests.items() if theirs[name] != digest), ""):
+                rule = f"differs between ranks {collective.rank()} and {rank}, and a checkpoint keeps one"
+                raise self._refused(name, "state_dict", rule, "keep only what is the same on all ranks")
         return {"states": states, "evaluation": json_state.encode(self.evaluation), "ended": self.ended}
 
     def _states(self) -> dict[str, Any]:
         states = {}
         for name in self._having("state_dict"):
-            with self._named(name, "state_dict"):
-                states[name] = json_state.encode(self.all[name].state_dict())
+            state = self._call(name, "state_dict")
+            try:
+                states[name] = json_state.encode(state)
+            except TypeError as error:
+                fix = "return a dict of numbers, text, lists, dicts and small tensors, without the other values"
+                raise self._refused(name, "state_dict", f"returned what cannot be saved: {error}", fix) from None
         if (size := json_state.size(states)) > json_state.MOST_BYTES:
-            rule = f"their states have {size:,} bytes as text, and a checkpoint keeps {json_state.MOST_BYTES:,}"
-            raise HookError(f"hooks: {rule}. Fix: write large states to files in run.folder")
+            rule = f"returned {size:,} bytes as text, and a checkpoint keeps {json_state.MOST_BYTES:,} of all hooks"
+            largest = max(states, key=lambda name: json_state.size(states[name]))
+            raise self._refused(largest, "state_dict", rule, "write large states to files in run.folder")
         return states
 
     def load(self, saved: Mapping[str, Any], may_continue: bool) -> None:
@@ -311,11 +348,10 @@ class Hooks:
     def _named(self, name: str, method: str) -> _Named:
         return _Named(f"hooks: {self.targets[name]}.{method}", self.view.step)
 
-    def _wrong(self, name: str, method: str, what: str) -> HookError:
-        function = getattr(type(self.all[name]), method)
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
-        return HookError(f"hooks: {self.targets[name]}.{method}{where}: {what}")
+    def _refused(self, name: str, method: str, rule: str, fix: str) -> ValueError:
+        """The error of what a method returned; with the line of its `return`."""
+        function = inspect.unwrap(getattr(self.all[name], method))
+        return at_return(bad("hooks", self.targets[name], f"{method} {rule}", fix), function)
 
 
 class _Named:

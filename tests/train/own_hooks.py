@@ -116,6 +116,68 @@ class ReturnsText:
         return {"quality": "good"}
 
 
+class ReturnsAll:
+    def eval_metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"sure": outputs}
+
+
+class ReturnsTensor:
+    def after_step(self, run: Any) -> Tensor:
+        return torch.zeros(2)
+
+
+class OddName:
+    def evaluate(self, run: Any) -> dict[str, float]:
+        return {"my score!": 1.0}
+
+
+class KeepsAnObject:
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": object()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Never:
+    every = 0
+
+    def after_step(self, run: Any) -> None: ...
+
+
+class Network(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+an_object = Divides()
+
+
+class OtherName:
+    def on_step_end(self, run: Any) -> None: ...
+
+
+class OneOtherName:
+    def after_step(self, run: Any) -> None: ...
+
+    def on_train_end(self, run: Any) -> None: ...
+
+
+class Assigned:
+    after_step = lambda self, run: None  # noqa: E731
+
+
+class AssignedLater:
+    def __init__(self) -> None:
+        self.after_step = lambda run: None
+
+
+class Helped:
+    def after_step(self, run: Any) -> None:
+        self.on_log(run)
+
+    def on_log(self, run: Any) -> None: ...
+
+
 def a_function(run: Any) -> None: ...
 
 

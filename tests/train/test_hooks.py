@@ -16,7 +16,7 @@ from dtrain.config import run_file
 from dtrain.errors import CheckpointError
 from dtrain.launch.arguments import prepare_arguments
 from dtrain.runs.folder import latest_checkpoint
-from dtrain.runs.protocol import FAILED
+from dtrain.runs.protocol import BAD_CONFIG, FAILED
 from dtrain.util import json_state
 from tests.world import make_run, metrics, start, summary, train
 
@@ -128,15 +128,34 @@ def test_an_error_names_the_hook_its_file_and_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("hook", "words", "size"),
     [
-        ("Apart", ["state_dict() of Apart differs between ranks 0 and 1"], 2),
-        ("TakesTheLoss", ["dtrain itself has a value named val_loss"], 1),
-        ("ReturnsText", ["ReturnsText.evaluate", "own_hooks.py:", "quality is a str, and a metric is one number"], 1),
+        ("Apart", ["Apart: state_dict differs between ranks", "keep only what is the same"], 2),
+        ("TakesTheLoss", ["dtrain itself has a value named val_loss", "such as my_val_loss"], 1),
+        (
+            "ReturnsText",
+            ["ReturnsText: evaluate returned quality as a str", 'return {"quality": x} with one number'],
+            1,
+        ),
+        ("ReturnsAll", ["eval_metrics returned sure of the shape [", '{"sure": x.mean()}'], 1),
+        ("ReturnsTensor", ["after_step returned a Tensor, not metrics by name", 'return {"accuracy": x}'], 1),
+        ("OddName", ["'my score!', which is not a name", 'fix: "my_score"'], 1),
+        ("KeepsAnObject", ["state_dict returned what cannot be saved: state['x'] is an object"], 1),
+        ("Never", ["every=0 must be a whole number of at least 1", "fix: every = 1"], 1),
+        ("an_object", ["is an object (Divides), and a hook is a class", f"fix: hooks={OWN}.Divides"], 1),
+        ("Network", ["is a model", f"fix: model={OWN}.Network"], 1),
     ],
 )
 def test_what_a_hook_may_not_return(hook: str, words: list[str], size: int, tmp_path: Path) -> None:
     run = hooked(tmp_path, hooks=f"hooks={OWN}.{hook}", size=size)
-    assert FAILED in train(run, size)
+    assert BAD_CONFIG in train(run, size)
+    assert failure(run).startswith(f"hooks={OWN}.{hook}: "), failure(run)
     assert all(word in failure(run) for word in words), failure(run)
+    place = json.loads(next((run / "logs").glob("failure-*.json")).read_text())["where"]
+    assert "own_hooks.py:" in place, "the line of the user's code"
+
+
+@pytest.mark.parametrize("hook", ["Assigned", "AssignedLater", "Helped"])
+def test_methods_of_other_forms_and_names_are_no_mistake(hook: str, tmp_path: Path) -> None:
+    hooked(tmp_path, hooks=f"hooks={OWN}.{hook}", size=1)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +168,8 @@ def test_what_a_hook_may_not_return(hook: str, words: list[str], size: int, tmp_
         (f"hooks={OWN}.Misspelt", ["Misspelt.after_stp is not a method", "did you mean after_step?"]),
         (f"hooks={OWN}.Shy", ["cannot be called as evaluate(run)", "def evaluate(self, run)"]),
         (f"hooks={OWN}.Idle", ["Idle has no method that dtrain calls", "after_evaluation"]),
+        (f"hooks={OWN}.OtherName", ["OtherName has no method", "def after_step(self, run), in place of on_step_end"]),
+        (f"hooks={OWN}.OneOtherName", ["OneOtherName.on_train_end is not a method", "did you mean end?"]),
         (f"hooks={OWN}.HalfState", ["has state_dict, but not load_state_dict"]),
         (f"hooks={OWN}.a_function", ["is a function, and a hook is a class"]),
         (f"hooks={OWN}.Trained", ["train_metrics needs the outputs of a training step", "rename it to eval_metrics"]),
