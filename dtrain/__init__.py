@@ -18,6 +18,9 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     """Import `fit` or `load` on first use: every rank and every command imports this file first."""
+    if name in ("Trainer", "Accelerator", "Fabric", "LightningModule", "initialize"):  # of other programs
+        # as an ImportError: `from dtrain import Trainer` replaces the text of an AttributeError by its own
+        raise ImportError(f"dtrain has no {name}\n  fix: dtrain.fit(model=Net, data=my_data)   (docs/your-own.md)")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "load":  # without Hydra, which takes a second

@@ -18,6 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from dtrain.config.hydra_errors import MISTAKES, explain
 from dtrain.errors import bad
 from dtrain.launch import app as launch
+from dtrain.launch.python_fixes import check_names, in_python
 from dtrain.launch.python_objects import spell, value_of
 from dtrain.launch.user_code import trust_of
 from dtrain.runs.folder import read_json, read_summary
@@ -73,6 +74,7 @@ class RunFailed(RuntimeError):
         self.run_dir, self.exit_code = run_dir, code
         self.failure = read_json(run_dir / "failure.json")
         message = str(self.failure.get("message") or f"the run ended with {code}").strip()
+        message = in_python(message, {})
         if code == PREFLIGHT:
             message = "preflight found a fault on a node"
         elif self.failure.get("rank") is not None:
@@ -117,7 +119,13 @@ def fit(
     check_place()
     groups = {"model": model, "data": data, "loss": loss, "strategy": strategy, "cluster": cluster}
     given = {k: v for k, v in groups.items() if v is not None} | settings
+    check_names(given)
     overrides, folders = spell(given)
+    if not {"model", "data", "recipe", "resume", "fork", "script"} & {key.partition(".")[0] for key in given}:
+        console.print_warning(
+            "model: none is given, so dtrain's example trains: gpt2-tiny on the source of Python's standard library"
+            "\n  fix: dtrain.fit(model=Net, data=my_data)   (docs/your-own.md)"
+        )
     for name, value in {"cluster.processes": processes, "train.steps": steps, "train.epochs": epochs}.items():
         if value is not None:
             word = f"{name}={value_of(name.rpartition('.')[2], value)}"
@@ -130,7 +138,9 @@ def fit(
         try:
             ended = launch.start(overrides)
         except MISTAKES as error:
-            raise ValueError(explain(error)) from (error if os.environ.get("HYDRA_FULL_ERROR") == "1" else None)
+            shorts = {"processes": processes, "steps": steps, "epochs": epochs}
+            message = in_python(explain(error), given | {k: v for k, v in shorts.items() if v is not None})
+            raise ValueError(message) from (error if os.environ.get("HYDRA_FULL_ERROR") == "1" else None)
         except SystemExit as stop:
             if stop.code and stop.code != PREEMPTED:  # Hydra's argument parser printed why
                 raise ValueError(f"these overrides are not understood: {overrides}") from stop

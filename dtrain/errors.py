@@ -53,7 +53,8 @@ ELSEWHERE = {
     "model.num_heads": "n_head n_heads num_attention_heads",
     "model.dim": "n_embd hidden_size d_model embed_dim",
     "model.seq_len": "block_size max_length max_seq_len context_length sequence_length seq_length",
-    "data": "dataset dataset_name",
+    "data": "dataset dataset_name train_dataset train_data training_data train_dataloader train_dataloaders "
+    "train_loader trainloader dataloader data_loader datamodule",
     "hooks": "callbacks callback",
     "hooks.early_stop.patience": "patience early_stopping_patience early_stop_patience",
     "loss": "criterion loss_fn loss_function objective",
@@ -202,6 +203,8 @@ OURS = {
     "sync_batchnorm sync_bn": "your model may use dtrain.models.batchnorm.BatchNorm(channels, 'sync')",
     "push_to_hub hub_model_id": "dtrain export RUN OUT --format hf writes a folder to upload",
     "do_train do_eval do_predict": "dtrain launch trains, dtrain evaluate evaluates",
+    "eval_dataset eval_data val_dataset val_data valid_dataset validation_data test_dataset test_data eval_dataloader "
+    "val_dataloader val_dataloaders val_loader valloader": "data= gives both splits (docs/your-own.md#data)",
     "per_device_eval_batch_size eval_batch_size": "an evaluation takes train.eval_batches global batches",
 }
 MOST_LISTED = 20  # settings of a section that a message lists

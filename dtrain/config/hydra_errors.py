@@ -97,7 +97,8 @@ def explained(error: BaseException, argv: Sequence[str]) -> str:
             if absent := not_chosen(name):
                 return absent
             typed = re.search(r"^To append to your config use \+[^=\n]*=(.*)$", text, re.MULTILINE)
-            return unknown_setting(name, typed[1] if typed else "", argv)
+            value = typed[1].strip("'\"") if typed and re.fullmatch(r"'[\w.+/-]*'|\"[\w.+/-]*\"", typed[1]) else ""
+            return unknown_setting(name, value or (typed[1] if typed else ""), argv)
         group, _, setting = name.partition(".")
         if group in SEVERAL and "." in setting:
             option = setting.partition(".")[0]

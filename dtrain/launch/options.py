@@ -16,6 +16,9 @@ AUTO = "auto"  # strategy=auto: the planner chooses (dtrain/launch/auto.py)
 # Placeholder that Hydra composes until the planner has chosen. It has all degrees, so that strategy.tp=2 is valid.
 STAND_IN = {"_target_": "dtrain.strategies.pipeline.Pipeline", "pp": -1, "dp": -1, "tp": -1, "cp": 1, "cp_kind": "ring"}
 
+# What a number in the place of an option is meant as: optim=1e-3.
+NUMBERS = {"optim": "optim.lr", "schedule": "schedule.warmup_steps", "cluster": "cluster.processes"}
+
 
 def store_option(group: str, name: str, section: dict[str, Any], package: str | None = None) -> None:
     ConfigStore.instance().store(group=group, name=name, node=OmegaConf.create(section), package=package)
@@ -37,6 +40,10 @@ def no_option(group: str, value: str) -> ValueError:
     if names:
         fix = f"{group}={names[0]}, or -m {group}={','.join(names)}; {can}"
         return bad(group, value, "is more than one value", fix)
+    if re.search(r"\.ya?ml$", value) and Path(value).is_file() and stem not in options:
+        return bad(
+            group, value, "is a file of settings, not an option", f"recipe={value if '/' in value else f'./{value}'}"
+        )
     meant = f"{group}={stem}" if stem in options else foreign_option(group, stem)
     near = f"{meant}; " if meant else ""
     if "/" in value:
@@ -50,5 +57,8 @@ def no_such_option(group: str, value: str) -> ValueError:
     near = [option for option in options if value in re.findall(r"\d+", option)]
     near = [option for option in near if option.partition("-")[0] not in near or "-" not in option]  # not bf16-pure
     near = sorted(near, key=lambda option: not option.startswith("fp"))  # elsewhere 16 is fp16
-    fix = f"{group}={' or '.join(near)}; " if near else f"{same}; " if (same := foreign_option(group, value)) else ""
+    same, is_number = foreign_option(group, value), re.fullmatch(r"[\d._e+-]+", value)
+    fix = f"{group}={' or '.join(near)}; " if near else f"{same}; " if same else ""
+    if not fix and is_number and (setting := NUMBERS.get(group)):
+        fix = f"{setting}={value}; "
     return bad(group, value, "there is no such option", f"{fix}{group} can be {', '.join(options)}")

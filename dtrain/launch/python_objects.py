@@ -6,6 +6,7 @@ import functools
 import importlib.machinery
 import importlib.util
 import inspect
+import json
 import math
 import os
 import re
@@ -39,6 +40,8 @@ def spell(given: Mapping[str, Any]) -> tuple[list[str], list[Path]]:
             options.append(f"{key}=[{','.join(names)}]" if names else f"{key}=none")
             settings += more
             folders += places
+        elif key in GROUPS and isinstance(value, (bool, int, float)):  # precision=16
+            options.append(f"{key}={value_of(key, value)}")
         elif key in GROUPS:
             thing, details = parts_of(key, value)
             if thing is not None:
@@ -85,11 +88,21 @@ def parts_of(group: str, value: Any) -> tuple[Any, Mapping[str, Any]]:
     is_data = group == "data" and isinstance(value, Mapping) and ("train" in value or is_bunch(value))
     if is_data and holds_objects(value):  # and no settings
         raise of_this_process(group, value)
+    if group == "model" and isinstance(value, Mapping) and {*value} & {*GROUPS}:
+        rule = "is a mapping of all arguments, and model is one of them"
+        raise bad(
+            "model",
+            "{" + ", ".join(f"{key!r}: …" for key in value) + "}",
+            rule,
+            "two stars before it: dtrain.fit(**settings)",
+        )
     if isinstance(value, Mapping):  # settings for the option that is already chosen
         return None, value
     if is_with_settings(value):
         thing, more = parts_of(group, value[0])
         return thing, {**more, **value[1]}
+    if isinstance(value, (tuple, list)) and value and is_code(value[0]) and not any(map(holds_objects, value[1:])):
+        raise without_names(group, *value)
     if isinstance(value, functools.partial):
         parameters = inspect.signature(value.func).parameters.values() if value.args else ()
         names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -99,9 +112,44 @@ def parts_of(group: str, value: Any) -> tuple[Any, Mapping[str, Any]]:
     return value, {}
 
 
+def is_code(thing: Any) -> bool:
+    return inspect.isclass(thing) or inspect.isroutine(thing)
+
+
+def name_here(thing: Any) -> str:
+    """Return what the script may call a class or function: its name there, or its module's name for it."""
+    if isinstance(thing, str):
+        return json.dumps(thing)
+    if not is_code(thing):
+        return f"<{type(thing).__name__}>"
+    name, module = getattr(thing, "__name__", ""), str(thing.__module__)
+    if getattr(sys.modules["__main__"], name, None) is thing or module == "__main__":
+        return name
+    public = [module.rsplit(".", n)[0] for n in range(module.count("."), -1, -1)]  # torch.optim, not torch.optim.adam
+    return next((f"{m}.{name}" for m in public if getattr(sys.modules.get(m), name, None) is thing), name)
+
+
+def without_names(group: str, thing: Any, *values: Any) -> ValueError:
+    """Explain (Net, 3): a class and values of its arguments without their names, or one class in a list."""
+    values = tuple(values[0]) if len(values) == 1 and isinstance(values[0], (tuple, list)) else values
+    name = name_here(thing)
+    if not values:
+        return bad(group, f"[{name}]", "takes one class or function", f"{group}={name}")
+    try:
+        parameters = [*inspect.signature(thing).parameters.values()]
+    except (TypeError, ValueError):  # a builtin
+        parameters = []
+    names = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL and p.kind is not p.VAR_KEYWORD]
+    names = names[1:] if group == "optim" else names  # the parameters
+    names += ["name"] * (len(values) - len(names))
+    settings = ", ".join(f'"{key}": {value!r}' for key, value in zip(names, values, strict=False))
+    rule = "needs the names of its arguments"
+    return bad(group, f"({name}, {', '.join(map(repr, values))})", rule, f"{group}=({name}, {{{settings}}})")
+
+
 def name_of(group: str, thing: Any) -> tuple[str, Path | None]:
     """Return the name by which each rank imports a class or function, and its source folder unless it is installed."""
-    if not (inspect.isclass(thing) or inspect.isroutine(thing)):
+    if not is_code(thing):
         raise of_this_process(group, thing)
     name, module = thing.__qualname__, thing.__module__ or "builtins"
     if not name.isidentifier():  # <lambda>, f.<locals>.Net, Outer.Net
@@ -153,10 +201,9 @@ def as_function(group: str, thing: Any) -> str:
         how = f"return {kind}({type(getattr(thing, 'config', None)).__name__}(…))"
         return f"def my_model(): {how} at the top level of the file, and model=my_model; or model='hf:FOLDER'"
     if group not in ("model", "data"):
-        module = type(thing).__module__.partition(".modules.")[0]  # torch.nn.modules.loss
-        if module == "builtins":
+        if type(thing).__module__ == "builtins":
             return f"give the class and its settings: {EXAMPLE}"
-        name = kind if module == "__main__" else f"{module}.{kind}"
+        name = name_here(type(thing))
         return f'give the class: {group}={name}; with settings: {group}=({name}, {{"setting": 1}})'
     made = made_by(thing)
     written = f"def my_{group}(): return {made} at the top level of the file, and {group}=my_{group}"

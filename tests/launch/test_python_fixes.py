@@ -1,0 +1,147 @@
+"""The fixes of dtrain.fit are arguments of fit: typed as they are printed, they are accepted."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn, optim
+
+import dtrain
+from dtrain.errors import ELSEWHERE, OPTIONS_ELSEWHERE
+from dtrain.launch.local import Local
+from dtrain.launch.python_fixes import in_python
+from tests.test_bad_inputs import COMPOSE_ONCE
+
+FILE = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, dim: int = 8):
+        super().__init__()
+
+    def forward(self, x):
+        return x
+
+class Hook:
+    def after_step(self, run):
+        pass
+
+def points():
+    return [], []
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Own classes of a file in the current folder; nothing is started."""
+    import importlib
+    import sys
+
+    (tmp_path / "own_things.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(*COMPOSE_ONCE)
+    monkeypatch.setattr(Local, "launch", lambda self, run_dir: 0)
+    monkeypatch.delitem(sys.modules, "own_things", raising=False)
+    module = importlib.import_module("own_things")
+    return {"Net": module.Net, "Hook": module.Hook, "points": module.points}
+
+
+CALLS = {  # what is typed besides a model, data and a loss, and its fix
+    'max_epochs=3, batch_size=16, lr=1e-3': 'epochs=3, train={"global_batch_size": 16}, optim={"lr": 0.001}',
+    'max_steps=9': 'steps=9',
+    'num_train_epochs=2.5': 'epochs=2.5',
+    'trainer={"max_epochs": 3, "precision": "16-mixed"}': 'epochs=3, precision="fp16"',
+    'devices=4': 'processes=4',
+    'optimizer=torch.optim.Adam': 'optim=torch.optim.Adam',
+    'optimizer="AdamW"': 'optim="adamw"',
+    'optim=1e-3': 'optim={"lr": 0.001}',
+    'optim={"learning_rate": 3e-4, "betas": (0.9, 0.99)}': 'optim={"betas": (0.9, 0.99), "lr": 0.0003}',
+    'optim=("adamw", {"learning_rate": 3e-4})': 'optim=("adamw", {"lr": 0.0003})',
+    'optim=(torch.optim.SGD, 0.1)': 'optim=(torch.optim.SGD, {"lr": 0.1})',
+    'patience=4': 'hooks=("early_stop", {"patience": 4})',
+    'callbacks=["EarlyStopping"]': 'hooks="early_stop"',
+    'strategy="deepspeed_stage_3_offload"': 'strategy=("zero3", {"offload": "cpu"})',
+    'train={"global_batch_size": 33}': 'train={"global_batch_size": 32}',
+    '**{"train.global_batch_size": 33}': '**{"train.global_batch_size": 32}',
+    'train={"stpes": 5}': 'steps=5',
+    'logger=["tb"]': 'logger="tensorboard"',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("typed", CALLS)
+def test_the_fix_is_accepted_as_it_is_printed(typed: str, own: dict[str, Any]) -> None:
+    import torch
+
+    call = 'dtrain.fit(Net, points, loss="cross_entropy", {})'
+    names = {"dtrain": dtrain, "torch": torch, **own}
+    with pytest.raises(ValueError, match=r"\n  fix: ") as refused:
+        eval(call.format(typed), names)
+    fix = str(refused.value).partition("\n  fix: ")[2].removeprefix("did you mean ")
+    assert fix.startswith(CALLS[typed]), refused.value
+    assert eval(call.format(CALLS[typed]), names).status == "queued"
+
+
+@pytest.mark.parametrize(
+    ("typed", "fix"),
+    [
+        ("mdoel=Net", "model=Net"),
+        ("train_data=points", "data=points"),
+        ("Net, train_dataset=points, eval_dataset=points", "def my_data(): return points(), points() at the top level"),
+        ("Net, points, eval_dataset=points", "leave out eval_dataset; data= gives both splits"),
+        ("Net, points, callbacks=[Hook]", "hooks=[Hook]"),
+        ("Net, points, callbacks=[Hook()]", "give the class: hooks=own_things.Hook;"),
+        ("Net, points, criterion=nn.CrossEntropyLoss()", "give the class: loss=torch.nn.CrossEntropyLoss;"),
+        ("(Net, 3), points", 'model=(own_things.Net, {"dim": 3})'),
+        ("[Net], points", "model=own_things.Net"),
+        ('{"model": Net, "data": points}', "two stars before it: dtrain.fit(**settings)"),
+    ],
+)
+def test_objects_in_the_wrong_place(typed: str, fix: str, own: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="\n  fix: ") as refused:
+        eval(f"dtrain.fit({typed})", {"dtrain": dtrain, "nn": nn, "optim": optim, **own})
+    found = str(refused.value).partition("\n  fix: ")[2]
+    assert found.replace("own_things.", "").startswith(fix.replace("own_things.", "")), refused.value
+
+
+def test_each_option_elsewhere_becomes_an_argument() -> None:
+    given = functools.partial(dict, model=None)
+    for fix in [fix for table in OPTIONS_ELSEWHERE.values() for fix in table]:
+        spelled = in_python(f"x: is wrong\n  fix: {fix}; and text", given()).partition("\n  fix: ")[2]
+        assert spelled.endswith("; and text")
+        eval(f"dict({spelled.partition('; ')[0]})")
+    for name in ELSEWHERE:
+        eval(f"dict({in_python(f'x: y{chr(10)}  fix: {name}=3', {}).partition('fix: ')[2]})")
+
+
+@pytest.mark.parametrize(
+    ("fix", "told"),
+    [
+        ("dtrain evaluate data=text, or optim.lr=3", 'dtrain evaluate data=text, or optim={"lr": 3}'),
+        ("leave out data=, or another model", "leave out data=, or another model"),
+        ("strategy=ddp, or -m strategy=ddp,fsdp; more", 'strategy="ddp"; more'),
+        ("'optim.betas=[0.9,0.95]', or ema.decay=null", 'optim={"betas": [0.9, 0.95]}, or ema={"decay": None}'),
+        ("def forward(self, x, data=None): ...", "def forward(self, x, data=None): ..."),
+        ("export HF_HOME=x", "export HF_HOME=x"),
+        ("data=text data.path='a b' train.steps=5.", 'data=("text", {"path": "a b"}), steps=5.'),
+    ],
+)
+def test_only_settings_are_respelled(fix: str, told: str) -> None:
+    assert in_python(f"x: y\n  fix: {fix}", {}) == f"x: y\n  fix: {told}"
+
+
+def test_names_of_other_programs_in_the_package() -> None:
+    with pytest.raises(ImportError, match=r"dtrain has no Trainer\n  fix: dtrain\.fit"):
+        from dtrain import Trainer  # type: ignore[attr-defined]  # noqa: F401
+    assert not hasattr(dtrain, "nothing")
+
+
+def test_a_call_without_a_model_says_what_it_trains(own: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    dtrain.fit(steps=3)
+    assert "dtrain's example trains: gpt2-tiny" in capsys.readouterr().err
+    dtrain.fit(own["Net"], own["points"], loss="cross_entropy", steps=3)
+    assert "example" not in capsys.readouterr().err
