@@ -238,6 +238,23 @@ LOSS = [
     typo("the class of torch, misspelt", "loss=torch.nn.CrossEntropy", "has no CrossEntropy",
          fix="loss=torch.nn.CrossEntropyLoss"),
 ]  # fmt: skip
+OPT = "def my_opt(params):\n    return torch.optim.SGD(params, lr=0.1)\n\n\ndef my_loss"
+OPTIM = [
+    edit("an optimizer without a return", 2, "def my_loss", OPT.replace("return ", ""), "optim=net.my_opt:",
+         "returned None", "`return` missing", "net.py:40 in my_opt", argv="optim=net.my_opt"),
+    edit("an optimizer without pairs", 2, "def my_loss",
+         OPT.replace("(params, lr", "([p for p in params if p.grad], lr"),
+         "called with pairs of a name and a weight", "for name, weight in", "net.py:40 in my_opt",
+         argv="optim=net.my_opt"),
+    edit("an optimizer that leaves weights out", 2, "def my_loss",
+         OPT.replace("(params, lr", "([p for n, p in params if 'last' in n], lr"), "leaves out first.weight, first.bi",
+         '"lr": 0.0', "net.py:40 in my_opt", argv="optim=net.my_opt"),
+    typo("a schedule as optimizer", "optim=torch.optim.lr_scheduler.StepLR", "is a schedule of the learning rate"),
+    edit("an argument of an optimizer without a value", 2, "def my_loss", OPT.replace("params)", "params, lr)"),
+         "net.py:39: my_opt(params, lr)", "lr has no value", "optim.lr=…", argv="optim=net.my_opt"),
+    typo("a loss as optimizer", "optim=torch.nn.CrossEntropyLoss", "is a loss, not an optimizer"),
+    typo("an optimizer as schedule", "schedule=torch.optim.Adam ~schedule.warmup_steps", "is an optimizer, not a"),
+]  # fmt: skip
 OTHERS = [
     typo("an optimizer with a closure", "optim=torch.optim.LBFGS", "needs a closure", fix="optim=adamw"),
     typo("a schedule that is missing", "schedule=net.warm", "net.py has no warm", "def warm(step, steps)"),
@@ -258,4 +275,4 @@ OTHERS = [
         fix="train.global_batch_size=4",
     ),
 ]
-MISTAKES = [*NAMES, *RAISES, *DATA, *MODEL, *LOSS, *OTHERS]
+MISTAKES = [*NAMES, *RAISES, *DATA, *MODEL, *LOSS, *OPTIM, *OTHERS]

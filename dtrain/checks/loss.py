@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
+from dtrain.checks.own_code import check_kind
 from dtrain.config.source import class_source, inherited, place, source_of
 from dtrain.errors import bad
 from dtrain.models.losses import FIX, OWN
@@ -56,6 +57,7 @@ def check_calls(model: str, loss: str, chosen: str, settings: set[str]) -> None:
     if isinstance(function, ast.FunctionDef):
         check_loss_call(loss, chosen, function, settings, function.name)
     elif isinstance(function, ast.ClassDef):
+        check_kind("loss", chosen, function, "a loss")
         method = inherited(loss, "forward") or inherited(loss, "__call__")
         if isinstance(method, ast.FunctionDef):
             check_loss_call(loss, chosen, method, set(), f"{function.name}.{method.name}", skip=1)

@@ -22,7 +22,7 @@ def check(config: dict[str, Any]) -> None:
     if found is not None:
         check_forward(model, found)
     if not optimizer.startswith("dtrain."):
-        check_optimizer(optimizer)
+        check_optimizer(config["optim"])
     if not loss.startswith("dtrain."):
         find(loss, "loss")
     check_schedule(config["schedule"])
@@ -46,15 +46,48 @@ def required_of(function: ast.FunctionDef) -> list[str]:
     return names[: len(names) - len(args.defaults)]
 
 
-def check_optimizer(target: str) -> None:
+def kind_of_class(target: str, found: ast.ClassDef) -> tuple[str, str] | None:
+    """Return what a class is by its base class, and what to type for it; None: not decidable."""
+    bases = {found.name, *(ast.unparse(base).rpartition(".")[2] for base in found.bases)}
+    if target.startswith("torch.optim.lr_scheduler.") or bases & {"LRScheduler", "_LRScheduler"}:
+        return "a schedule of the learning rate", foreign_option("schedule", found.name) or "schedule=cosine"
+    if target.startswith("torch.optim."):
+        return "an optimizer", f"optim={target}"
+    for kind, group, names in (
+        ("an optimizer", "optim", {"Optimizer"}),
+        ("a loss", "loss", {"_Loss", "_WeightedLoss"}),
+        ("a model", "model", {"Module"}),
+        ("a data set", "data", {"Dataset", "IterableDataset"}),
+    ):
+        if bases & names:
+            return kind, f"{group}={target}"
+    return None
+
+
+def check_kind(group: str, target: str, found: ast.ClassDef, wanted: str) -> None:
+    kind = kind_of_class(target, found)
+    if kind and not kind[1].startswith(f"{group}=") and not (group == "loss" and kind[1].startswith("model=")):
+        raise bad(group, target, f"is {kind[0]}, not {wanted}", kind[1])
+
+
+def check_optimizer(section: dict[str, Any]) -> None:
+    target = section["_target_"]
     source = source_of(target)
     if isinstance(source, ast.FunctionDef):
+        if not source.decorator_list and (
+            more := [n for n in required_of(source)[1:] if n not in (*section, "global_batch_size")]
+        ):
+            taken = ", ".join(a.arg for a in (*source.args.posonlyargs, *source.args.args))
+            given = f"{place(target, source)}: {source.name}({taken})"
+            rule = f"{given} is called with the model's parameters, and {more[0]} has no value"
+            raise bad("optim", target, rule, f"optim.{more[0]}=…, or a default in the signature: {more[0]}=…")
         if not (source.args.args or source.args.posonlyargs or source.args.vararg or source.decorator_list):
             rule = f"{place(target, source)}: {source.name}() is called with the model's parameters"
             raise bad("optim", target, rule, f"def {source.name}(named_parameters, lr=1e-3)")
         return
     if source is None:
         return
+    check_kind("optim", target, source, "an optimizer")
     step, init = inherited(target, "step"), inherited(target, "__init__")
     if step is False:
         rule = f"{place(target, source)}: the class {source.name} has no step(), so it is no optimizer"
@@ -65,6 +98,9 @@ def check_optimizer(target: str) -> None:
             given = f"{source.name}.__init__({', '.join(names)})"
             rule = f"{place(target, init)}: {given} is called with the model's parameters first"
             raise bad("optim", target, rule, "def __init__(self, params, lr=1e-3)")
+        if more := [n for n in required_of(init)[2:] if n not in section]:
+            rule = f"{place(target, init)}: {source.name}.__init__({', '.join(names)}) has no value for {more[0]}"
+            raise bad("optim", target, rule, f"optim.{more[0]}=…, or a default in the signature: {more[0]}=…")
     if isinstance(step, ast.FunctionDef) and (more := required_of(step)[1:]):
         if step.decorator_list and more[0] != "closure":  # torch.no_grad() keeps the arguments, others may not
             return
@@ -84,6 +120,7 @@ def check_schedule(section: dict[str, Any]) -> None:
     function = source_of(target)
     sketch = "a function that returns the share of the peak rate, from 0 to 1"
     if isinstance(function, ast.ClassDef):
+        check_kind("schedule", target, function, "a schedule")
         name = function.name
         ours = foreign_option("schedule", name) or "schedule=cosine"
         fix = f"{ours}, or `def {name.lower()}(step, steps)`, {sketch}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import re
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,7 +21,15 @@ from dtrain.optim.adamw import AdamW
 from dtrain.optim.groups import Rules, grouped, hidden_matrices
 from dtrain.optim.lion import Lion
 from dtrain.optim.muon import Muon
+from dtrain.runs.source_lines import at_return
+from dtrain.util.format import kind_of
 
+log = logging.getLogger("dtrain")
+# What Python and torch raise if a function of the user takes pairs for weights, or for the model.
+WITHOUT_NAMES = re.compile(
+    r"'(tuple|generator|list)' object (has no attribute|is not callable)|can't optimize a non-leaf|"
+    r"optimizer can only optimize Tensors|argument to the optimizer should be an iterable"
+)
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
@@ -180,20 +190,71 @@ def factory(section: Any, trust: Iterable[str], global_batch_size: int) -> MakeO
     conf/optim has such functions. Any torch.optim.Optimizer class can be named, too; its other arguments are settings.
     """
     trust = tuple(trust)
-    target = locate(section[TARGET], trust)
+    target, name = locate(section[TARGET], trust), section[TARGET]
     if not (isinstance(target, type) and issubclass(target, torch.optim.Optimizer)):
         takes_batch = "global_batch_size" in inspect.signature(target).parameters
-        return build(section, trust, partial=True, **({"global_batch_size": global_batch_size} if takes_batch else {}))
-    step = inspect.signature(target.step).parameters
+        extra = {"global_batch_size": global_batch_size} if takes_batch else {}
+        make = build(section, trust, partial=True, **extra)
+        return make if name.startswith("dtrain.") else functools.partial(of_function, make, target, name)
+    refuse_kind(target, name)
+    return functools.partial(of_class, build(section, trust, partial=True))
+
+
+def refuse_kind(kind: type, name: str) -> None:
+    """Refuse a class of optimizers that no strategy can call, or whose state follows the schedule."""
+    step = inspect.signature(kind.step).parameters  # type: ignore[attr-defined]
     if "closure" in step and step["closure"].default is inspect.Parameter.empty:
         rule = "needs a closure that computes the loss again, which no strategy gives"
-        raise bad(
-            "optim", section[TARGET], rule, "an optimizer whose step() needs no arguments, for example optim=adamw"
-        )
-    if issubclass(target, (torch.optim.Rprop, torch.optim.ASGD)):
+        raise bad("optim", name, rule, "an optimizer whose step() needs no arguments, for example optim=adamw")
+    if issubclass(kind, (torch.optim.Rprop, torch.optim.ASGD)):
         rule = "its state starts from the learning rate, which the schedule changes at every step"
-        raise bad("optim", section[TARGET], rule, "optim=rmsprop, or optim=sgd")
-    return functools.partial(of_class, build(section, trust, partial=True))
+        raise bad("optim", name, rule, "optim=rmsprop, or optim=sgd")
+
+
+def of_function(
+    make: Callable[..., Any], function: Any, name: str, named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> Any:
+    """Make an optimizer with the user's function; the rate of each of its groups is the peak rate."""
+    example = "return torch.optim.AdamW(named_parameters, lr=1e-3)"
+    short = getattr(function, "__name__", name)
+    named = list(named_parameters)
+    try:
+        optimizer = make(iter(named))
+    except (AttributeError, TypeError, ValueError) as error:  # it takes the model, or weights without names
+        if "\n  fix: " in str(error) or not WITHOUT_NAMES.search(str(error)):
+            raise
+        rule = f"is called with pairs of a name and a weight, and failed with them: {error}"
+        fix = f"def {short}(named_parameters): {example}; or `for name, weight in …` to choose weights"
+        raise bad("optim", name, rule, fix) from error
+    if missing := [part for part in ("param_groups", "state", "step", "zero_grad") if not hasattr(optimizer, part)]:
+        if optimizer is None:
+            rule = "returned None: is a `return` missing?"
+        elif isinstance(optimizer, type):
+            rule = f"returned the class {optimizer.__name__}"
+        else:
+            rule = f"gives {kind_of(optimizer)}, which has no {' and no '.join(missing)}"
+        fix = f"{example}, or another object of torch.optim.Optimizer"
+        if isinstance(function, type):
+            fix = f"class {short}(torch.optim.Optimizer), or the name of one"
+        raise at_return(bad("optim", name, rule, fix), function)
+    refuse_kind(type(optimizer), name)
+    left, taken = [], {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for weight, p in named:
+        left += [weight] if p.requires_grad and id(p) not in taken else []
+    if taken - {id(p) for _, p in named}:
+        rule = "updates weights that are not those of the model: it must use the ones that it is called with"
+        raise at_return(bad("optim", name, rule, f"def {short}(named_parameters): {example}"), function)
+    if left:
+        shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+        fix = 'a group for the rest, {"params": rest, "lr": 0.0}, or requires_grad_(False) for them in the model'
+        raise at_return(bad("optim", name, f"leaves out {shown}, which the model trains", fix), function)
+    for group in optimizer.param_groups:
+        group.pop("param_names", None)  # torch keeps them for its own state_dict; strategies divide the weights
+        if "peak_lr" not in group and "lr" not in group:
+            rule = f"the groups of {type(optimizer).__name__} have no learning rate, which the schedule sets"
+            raise at_return(bad("optim", name, rule, 'a rate in each group: {"params": …, "lr": 1e-3}'), function)
+        group["peak_lr"] = float(group.get("peak_lr", group["lr"]))
+    return optimizer
 
 
 def of_class(
@@ -210,12 +271,20 @@ def of_class(
     return optimizer
 
 
-def check(make: MakeOptimizer, splits_weights: bool) -> None:
+def check(make: MakeOptimizer, splits_weights: bool, names: Sequence[str] = ()) -> None:
     """Try three updates of a small matrix; refuse an optimizer that a checkpoint or this strategy cannot hold.
 
     `splits_weights`: ranks hold parts of matrices, so updates of two halves must be the halves of the update.
+    `names`: of the weights, which a function of the user may choose by.
     """
-    whole, optimizer = updated(make, parts=1)
+    names = names if getattr(make, "func", None) is of_function else ()
+    try:
+        whole, optimizer = updated(make, 1, 0, names)
+    except (ValueError, LookupError) as error:
+        if not names or "\n  fix: " in str(error):
+            raise
+        log.info("the optimizer takes certain shapes only, so it could not be tried on a small matrix (%s)", error)
+        return
     name = type(optimizer).__name__
     for slots in optimizer.state.values():
         for key, value in slots.items():
@@ -224,27 +293,50 @@ def check(make: MakeOptimizer, splits_weights: bool) -> None:
             ):
                 rule = f"its state {key} is neither one number nor shaped like the weight, and is not saved"
                 raise bad("optim", name, rule, "optim=adamw, adafactor, lion, rmsprop or sgd")
-    if splits_weights and not all(torch.allclose(whole, updated(make, 2, dim)[0], 1e-5, 1e-7) for dim in (0, 1)):
+    if splits_weights and not all(torch.allclose(whole, updated(make, 2, dim, names)[0], 1e-5, 1e-7) for dim in (0, 1)):
         rule = "updates whole matrices, and under this strategy a rank holds only a part of each"
         fix = "strategy=ddp or pipeline, or an optimizer that updates each element by itself"
         raise bad("optim", name, rule, fix)
 
 
-def updated(make: MakeOptimizer, parts: int, dim: int = 0) -> tuple[Tensor, torch.optim.Optimizer]:
-    """Return a matrix after three updates of its parts, and their optimizer."""
+def updated(
+    make: MakeOptimizer, parts: int, dim: int = 0, names: Sequence[str] = ()
+) -> tuple[Tensor, torch.optim.Optimizer]:
+    """Return a matrix after three updates of its parts, and their optimizer. names: one optimizer for each part, whose
+    weights are all that part."""
     generator = torch.Generator().manual_seed(0)
     values, *gradients = torch.randn(4, 4, 4, generator=generator)
-    parameters = [nn.Parameter(chunk.clone()) for chunk in values.chunk(parts, dim)]
-    optimizer = make((str(i), p) for i, p in enumerate(parameters))
+    chunks = values.chunk(parts, dim)
+    if not names:
+        parameters = [nn.Parameter(chunk.clone()) for chunk in chunks]
+        optimizer = stepped(make, parameters, [g.chunk(parts, dim) for g in gradients])
+        return torch.cat([p.detach() for p in parameters], dim), optimizer
+    firsts = []
+    for i, chunk in enumerate(chunks):
+        parameters = [nn.Parameter(chunk.clone()) for _ in names]
+        of_part = [[g.chunk(parts, dim)[i]] * len(names) for g in gradients]
+        optimizer = stepped(make, parameters, of_part, names)
+        firsts.append(next(p for group in optimizer.param_groups for p in group["params"]))
+    return torch.cat([p.detach() for p in firsts], dim), optimizer
+
+
+def stepped(
+    make: MakeOptimizer,
+    parameters: list[nn.Parameter],
+    gradients: Iterable[Sequence[Tensor]],
+    names: Sequence[str] | None = None,
+) -> torch.optim.Optimizer:
+    """Return the optimizer of these weights after a step with each of the gradients."""
+    optimizer = make(zip(names or map(str, range(len(parameters))), parameters, strict=True))
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    for gradient in gradients:
-        for p, chunk in zip(parameters, gradient.chunk(parts, dim), strict=True):
-            p.grad = chunk.clone()
+    for of_step in gradients:
+        for p, gradient in zip(parameters, of_step, strict=True):
+            p.grad = gradient.clone()
         optimizer.step()
     if settings != [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]:
         rule = "changes its own settings at each step, and these are not saved"
         raise bad("optim", type(optimizer).__name__, rule, "an optimizer that keeps its state per weight")
-    return torch.cat([p.detach() for p in parameters], dim), optimizer
+    return optimizer
 
 
 def scaled_lr(lr: float, rule: str, global_batch_size: int, base_batch_size: int) -> float:

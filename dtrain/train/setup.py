@@ -189,7 +189,8 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver, time
         strategy.average_weights(cfg.ema.decay, cfg.ema.evaluate)
     times.done("model")
     if not cfg.optim[TARGET].startswith("dtrain."):
-        optimizers.check(make_optimizer, strategy.splits_weights())
+        names = [name for name, p in strategy.module.named_parameters() if p.requires_grad]
+        optimizers.check(make_optimizer, strategy.splits_weights(), names)
     reading = {"pin_memory": device.type == "cuda", "workers": cfg.train.loader_workers}
     of_rank = (seed, strategy.data_rank, strategy.data_ranks)
     train_data: Loader | StreamLoader

@@ -266,3 +266,44 @@ def test_state_that_is_created_early_has_its_first_values(style: str) -> None:
     init_optimizer_state(optimizer)
     assert optimizer.state[p]["k"] == (1 if style == "set" else 0), "zero where the way of creation hides the value"
     assert type(optimizer.state[p]) is dict and not optimizer.state[p]["m"].any() and p.grad is None
+
+
+def by_name(named: Any) -> torch.optim.Optimizer:
+    weights = dict(named)
+    groups = [
+        {"params": [weights["0.weight"]], "lr": 0.2},
+        {"params": [p for n, p in weights.items() if "0.w" not in n]},
+    ]
+    return torch.optim.SGD(groups, lr=torch.tensor(0.1), momentum=0.9)
+
+
+@pytest.mark.parametrize("splits_weights", [False, True])
+def test_a_function_may_choose_weights_by_name_and_its_rates_are_the_peaks(splits_weights: bool) -> None:
+    make = factory({"_target_": f"{__name__}.by_name"}, [__name__], 64)
+    model = make_model()
+    model[2].bias.requires_grad_(True)
+    optimizer = make(model.named_parameters())
+    assert [group["peak_lr"] for group in optimizer.param_groups] == pytest.approx([0.2, 0.1])
+    check(make, splits_weights, [name for name, _ in model.named_parameters()])
+
+
+def of_another_model(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(make_model().parameters(), lr=0.1)
+
+
+def with_a_closure(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS([p for _, p in named])
+
+
+def the_class(named: Any) -> Any:
+    return torch.optim.Adam
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [(of_another_model, "not those of the model"), (with_a_closure, "closure"), (the_class, "returned the class Adam")],
+)
+def test_what_a_function_gives_is_checked(function: Any, words: str) -> None:
+    make = factory({"_target_": f"{__name__}.{function.__name__}"}, [__name__], 64)
+    with pytest.raises(ValueError, match=words):
+        make(make_model().named_parameters())
