@@ -28,6 +28,7 @@ from dtrain.runs.source_lines import at_class, at_return, is_users
 from dtrain.util.format import kind_of
 
 log = logging.getLogger("dtrain")
+MOST_PARTS = 5  # of a tuple that may be splits, or inputs and targets
 VALIDATION = ("val", "validation", "valid", "eval", "dev", "test")
 KINDS = (
     "a data set with __getitem__ and __len__ or with __iter__, a DataLoader, a Hugging Face data set, arrays or "
@@ -53,7 +54,7 @@ def open_data(section: Any, trust: Iterable[str] = ()) -> Any:
     made = make()
     if callable(getattr(type(made), "dataset", None)):
         return made
-    parts = splits_of(target, made)
+    parts = splits_of(target, made, function)
     again = {name: partial(lambda name: splits_of(target, make())[name], name) for name in parts}
     return Source(target, {name: partial(lambda part: part, part) for name, part in parts.items()}, again, function)
 
@@ -107,14 +108,14 @@ class Source:
         return dataset
 
 
-def splits_of(name: str, data: Any) -> dict[str, Any]:
-    """Return the parts of what a function or class gave: train, and val if there is one."""
+def splits_of(name: str, data: Any, function: Any = None) -> dict[str, Any]:
+    """Return the parts of what a function or class gave: train, and val if there is one. function: see Source."""
     if isinstance(data, Mapping) and {"data", "target"} <= data.keys():  # scikit-learn's Bunch
         return {"train": (data["data"], data["target"])}
     if isinstance(data, Mapping):
         if "train" not in data:
             rule = f"gave a dict with {', '.join(map(str, data)) or 'nothing'}, without train"
-            raise bad("data", name, rule, 'return {"train": …, "val": …}')
+            raise at_return(bad("data", name, rule, 'return {"train": …, "val": …}'), function)
         val = next((split for split in VALIDATION if split in data), None)
         if val not in (None, "val"):
             log.info("data=%s: the split %s is used for validation", name, val)
@@ -127,7 +128,8 @@ def splits_of(name: str, data: Any) -> dict[str, Any]:
             fitting = [p for p in pairs if all(len(x) == len(y) for x, y in p)]
             if len(fitting) == 2 or not fitting:
                 rule = f"gave four arrays of {sizes} rows, whose pairs are not clear"
-                raise bad("data", name, rule, 'return {"train": (inputs, targets), "val": (inputs, targets)}')
+                fix = 'return {"train": (inputs, targets), "val": (inputs, targets)}'
+                raise at_return(bad("data", name, rule, fix), function)
             return dict(zip(("train", "val"), fitting[0], strict=True))
         if len(data) == 2 and None not in sizes:
             return {"train": tuple(data)}
@@ -135,14 +137,56 @@ def splits_of(name: str, data: Any) -> dict[str, Any]:
         if len(data) == 2 and (of_samples or all(is_pair(part) or is_dataset(part) for part in data)):
             return {"train": data[0], "val": data[1]}
         if isinstance(data, tuple):
-            kinds = ", ".join(type(part).__name__ for part in data)
-            raise bad("data", name, f"gave a tuple of {kinds}", 'return {"train": …, "val": …}')
+            refuse_columns(name, data, function)
+            kinds = ", ".join(type(part).__name__ for part in data[:MOST_PARTS])
+            fix = 'return {"train": …, "val": …}'
+            if len(data) > MOST_PARTS:
+                kinds, fix = (
+                    f"{len(data)} parts ({type(data[0]).__name__}, …)",
+                    "return a list, if these are the samples",
+                )
+            elif None not in sizes and len(set(sizes)) == 1:
+                fix = 'return {"train": (a, b, targets)}, if these are inputs and targets'
+            raise at_return(bad("data", name, f"gave a tuple of {kinds}", fix), function)
     return {"train": data}
 
 
 def is_array(part: Any) -> bool:
     """Is it an array, a tensor, or a part of a pandas table? A Hugging Face data set has a shape, too."""
     return (hasattr(part, "dtype") or hasattr(part, "iloc")) and len(getattr(part, "shape", ())) > 0
+
+
+def refuse_columns(name: str, data: Any, function: Any) -> None:
+    """Reject lists where inputs and targets are meant: lists of as many numbers, or lists of numbers, as each other."""
+    if (
+        not isinstance(data, (tuple, list))
+        or len(data) < 2
+        or not all(is_array(p) or isinstance(p, list) for p in data)
+    ):
+        return
+    lists = [part for part in data if isinstance(part, list)]
+    if not lists or not all(part and not isinstance(part[0], (dict, tuple)) for part in lists):
+        return
+    sizes = [len(part) for part in data]
+    if min(sizes) <= len(data) or (len(set(sizes)) > 1 and not (len(data) == 4 and sizes[:2] == sizes[2:])):
+        return
+    kinds = ", ".join(type(part).__name__ for part in data)
+    text = any(isinstance(part[0], str) for part in lists)
+    names = [f"input_{i}" for i in range(1, len(data))] + ["targets"] if len(data) > 2 else ["inputs", "targets"]
+    if len(set(sizes)) > 1:  # of train_test_split
+        names = ["train_inputs", "val_inputs", "train_targets", "val_targets"]
+    ways = ", ".join(as_tensor(n, part) if isinstance(part, list) else n for n, part in zip(names, data, strict=True))
+    whole = f'{{"train": ({ways})}}' if len(data) > 2 and len(set(sizes)) == 1 else ways
+    rule = f"gave a tuple of {kinds}, and inputs and targets in memory are tensors or arrays{' of numbers' * text}"
+    fix = "numbers in place of the text, then torch.tensor(…)" if text else f"return {whole}"
+    raise at_return(bad("data", name, rule, fix), function)
+
+
+def as_tensor(name: str, part: list[Any]) -> str:
+    """How to make one tensor of a list."""
+    if isinstance(part[0], Tensor):
+        return f"torch.stack({name})"
+    return f"torch.tensor(np.array({name}))" if hasattr(part[0], "dtype") else f"torch.tensor({name})"
 
 
 def is_pair(part: Any) -> bool:
@@ -172,6 +216,7 @@ def adapted(name: str, data: Any, again: Callable[[], Any] | None = None, functi
         return Arrays(name, (data,), function)
     if isinstance(data, tuple) and data and all(map(is_array, data)):
         return Arrays(name, data, function)
+    refuse_columns(name, data, function)
     if isinstance(data, nn.Module):
         raise bad("data", name, f"is a model ({type(data).__name__}), not data", f"model={name}")
     reader = reader_of(data, collate, function)
@@ -259,10 +304,14 @@ class Arrays:
         self.reader = reader
         if len({len(part) for part in arrays}) > 1:
             rule = f"has arrays of {' and '.join(str(len(part)) for part in arrays)} rows"
-            raise bad("data", name, rule, "one row for each sample in all of them")
+            raise at_return(bad("data", name, rule, "one row for each sample in all of them"), reader)
         if any(hasattr(part, "tocsr") for part in arrays):
-            raise bad("data", name, "is a sparse matrix", "return its toarray()")
+            raise at_return(bad("data", name, "is a sparse matrix", "return its toarray()"), reader)
+        self.columns = [str(column) for column in getattr(arrays[0], "columns", ())]
         wanted = [part.to_numpy() if hasattr(part, "to_numpy") else part for part in arrays]
+        for part, values in zip(arrays, wanted, strict=True):
+            if not isinstance(values, Tensor) and np.asarray(values).dtype.kind not in "biuf":
+                raise at_return(without_numbers(name, part, values), reader)
         given = [part if isinstance(part, Tensor) else torch.from_numpy(np.asarray(part)) for part in wanted]
         parts = [standard(part.detach().cpu()) for part in given]
         if any(part.dtype == torch.float64 for part in given):
@@ -290,6 +339,20 @@ class Arrays:
     def batch(self, indices: np.ndarray) -> Batch:
         rows: Any = torch.from_numpy(np.asarray(indices))
         return self.inputs[rows], self.targets[rows]
+
+
+def without_numbers(name: str, part: Any, values: Any) -> ValueError:
+    """Return the error of an array or a table with text, dates or mixed dtypes."""
+    text = (
+        [str(c) for c, d in getattr(part, "dtypes", {}).items() if d.kind not in "biuf"]
+        if hasattr(part, "columns")
+        else []
+    )
+    if text:
+        rule = f"column{'s' * (len(text) > 1)} {', '.join(text)} of its table: no numbers"
+        return bad("data", name, rule, f"numbers in place of text and dates, or df.drop(columns={text})")
+    rule = f"has an array of {np.asarray(values).dtype}, not of numbers"
+    return bad("data", name, rule, 'numbers: tensors or arrays, if need be with .astype("float32")')
 
 
 def in_memory(stream: Stream, count: int) -> Samples:

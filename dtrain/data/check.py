@@ -44,7 +44,8 @@ def dataset_of(data: Any, split: str, section: Mapping[str, Any] | None = None) 
             error = bad("data", name_of(data), rule, f"{fix}leave out {' '.join(zeros)}, or give a larger number")
         else:
             typed = ", ".join(f"{key}={value}" for key, value in settings.items())
-            error = bad("data", name_of(data), rule, f"{fix}check {typed or f'len() of {name}'}")
+            reads = "what it reads: a path, a filter, or the size of a split"
+            error = bad("data", name_of(data), rule, f"{fix}check {typed or reads}")
         raise at_return(error, length_of(dataset))
     return dataset
 
@@ -90,6 +91,22 @@ def checked(batch: Any, count: int, dataset: Any) -> tuple[Any, Any]:
         raise refused(dataset, rule, "return one row for each index, in their order")
     inputs, targets = batch
     return inputs, targets
+
+
+def without_targets(dataset: Any, inputs: Any, who: str) -> ValueError:
+    """Return the error of samples that are inputs alone. who: needs their targets."""
+    from dtrain.data.fields import TARGETS  # not at import: it imports torch
+
+    columns, fields = getattr(dataset, "columns", ()), getattr(inputs, "values", ())
+    rule, fix = "returns no targets", "return (inputs, targets)"
+    if columns:
+        rule = f"returns a table of columns {', '.join(columns)}, all of them inputs, and no targets"
+        found = next((c for c in columns if c.lower() in (*TARGETS, "class")), columns[-1])
+        fix = f'return df.drop(columns="{found}"), df["{found}"]'
+    elif isinstance(fields, dict) and fields:
+        rule = f"has no targets among its fields {', '.join(map(str, fields))}"
+        fix = 'name the field with the targets "labels", or return (inputs, targets)'
+    return at_return(bad("data", name_of(dataset), f"{rule}, which {who} needs", fix), reader_of(dataset))
 
 
 def described(value: Any) -> str:

@@ -24,6 +24,7 @@ from dtrain.data.seeding import own_draws
 from dtrain.data.stream_reader import BEFORE, Reader, fingerprint, has_state
 from dtrain.errors import bad
 from dtrain.runs.protocol import die_with_parent
+from dtrain.runs.source_lines import at_return
 
 LOOKED_AT = 8  # samples whose fingerprint all ranks must share, and after which a restored state must give the same
 TRIED_AT = (8, 2, 13, 5)  # where the state is tried, each in another epoch
@@ -84,7 +85,8 @@ class Stream:
             rule = "starts processes while it is read, and is read in a process of its own that may not"
             raise bad("data", self.name, rule, "DataLoader(…, num_workers=0) in its __iter__, or threads") from error
         if not samples:
-            raise bad("data", self.name, "it gives no samples: iterating over it ends at once", "check its path")
+            rule = "it gives no samples: iterating over it ends at once"
+            raise at_return(bad("data", self.name, rule, "check what it reads: a path, or a filter"), self.reader)
         notes: dict[str, None] = {}
         first = collated(samples[:1], self.collate, notes, self.name, self.reader)
         crcs = [fingerprint(sample) for sample in samples]

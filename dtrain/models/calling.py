@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from dtrain.data.fields import TARGETS, Fields, has_targets
 from dtrain.errors import bad
 from dtrain.models import losses
-from dtrain.runs.source_lines import at_def
+from dtrain.runs.source_lines import at_def, at_return
 
 log = logging.getLogger("dtrain")
+MOST_INPUTS = 8  # arguments for which a message writes a forward(); more are numbers of one input
 FIX = "return the loss, or an object with .loss or ['loss'], a tuple with it, or a dict of losses"
 
 
@@ -73,10 +74,10 @@ class Call:
             return forward(values if targets is None else values | {inputs.target or "labels": targets})
         return forward(**taken, **(beside if self.target or self.takes_any else {}))
 
-    def check(self, inputs: Any, with_targets: bool = True) -> None:
+    def check(self, inputs: Any, with_targets: bool = True, reader: Any = None) -> None:
         """Before the first step: reject a batch that the model does not take, and log which fields it does not use.
 
-        with_targets: the model computes the loss, so it gets the targets, too.
+        with_targets: the model computes the loss, so it gets the targets, too. reader: gives the samples, for messages.
         """
         given = 1 + with_targets
         if not isinstance(inputs, Fields) and len(self.required) > given:
@@ -85,6 +86,8 @@ class Call:
             )
             fix = f"a default for {self.required[given]}, or data that return ((x, {self.required[given]}), targets)"
             raise at_def(bad("model", self.name, rule, fix), self.function)
+        if isinstance(inputs, Fields) and isinstance(inputs.values, tuple) and not self.takes_more:
+            self._check_parts(inputs.values, with_targets, reader)
         if not isinstance(inputs, Fields) or isinstance(inputs.values, tuple) or self.takes_batch:
             return
         unused = [name for name in inputs.values if name not in self.names]
@@ -93,6 +96,21 @@ class Call:
             raise bad("data", "…", rule, f"return a dict with the key {self.names[0]!r}, or name the argument `batch`")
         if unused:
             log.info("%s.forward has no argument %s: left out", self.name, ", ".join(unused))
+
+    def _check_parts(self, parts: tuple[Any, ...], with_targets: bool, reader: Any) -> None:
+        """Reject samples of several inputs, of which each is an argument of forward, if it takes fewer."""
+        most = len(self.positional) - (with_targets and self.target in self.positional)
+        if self.names == ["batch"] or len(parts) <= most:
+            return
+        takes = f"{self.name}.forward({', '.join(self.names)}) takes {most}"
+        are_numbers = all(isinstance(part, Tensor) and part.dim() == 1 for part in parts)
+        more = ", targets" * with_targets
+        fix = f"def forward(self, {', '.join('abcdefgh'[: len(parts)])}{more}), an argument for each of them"
+        if are_numbers or len(parts) > MOST_INPUTS:
+            one = "torch.stack" if isinstance(parts[0], Tensor) and parts[0].dim() > 1 else "torch.tensor"
+            fix = f"return {one}(inputs), targets: one tensor"
+        rule = f"its samples have {len(parts)} inputs, and {takes}"
+        raise at_return(bad("data", "…", rule, fix), reader)
 
 
 def plain(targets: Any) -> Any:

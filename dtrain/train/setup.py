@@ -23,8 +23,8 @@ from dtrain.config.files import TARGET
 from dtrain.config.mesh import MeshSizes, batch_sizes, eval_batch_size
 from dtrain.config.run_file import Settings, allows
 from dtrain.data.adapt import in_memory, open_data
-from dtrain.data.check import class_names, dataset_of, name_of
-from dtrain.data.fields import Fields
+from dtrain.data.check import class_names, dataset_of, name_of, reader_of, without_targets
+from dtrain.data.fields import Fields, has_targets
 from dtrain.data.loader import Loader
 from dtrain.data.stream_loader import StreamLoader
 from dtrain.errors import CheckpointError, bad
@@ -200,7 +200,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver, time
         train_data = Loader(train_set, batch_size, *of_rank, **reading)
     sample = train_data.sample()
     begin_compile_cache(cfg, strategy, sample)
-    check_batch(model, strategy, *sample)
+    check_batch(model, strategy, *sample, train_set, cfg.loss[TARGET])
     validation, evaluated = None, {"of": 0} if cfg.train.eval_batches else {}  # no such split; not asked for
     if val_set is not None:
         size = eval_batch_size(len(val_set), batch_size, micro_batch_size, mesh, str(cfg.choices.get("data")))
@@ -298,9 +298,14 @@ def continue_stream(data: Loader | StreamLoader, saved: dict[str, Any]) -> None:
         data.load(saved.get("stream"))
 
 
-def check_batch(model: nn.Module, strategy: Strategy, inputs: Any, targets: Any) -> None:
-    """Reject a batch that the model or the strategy does not take, before the first step."""
+def check_batch(
+    model: nn.Module, strategy: Strategy, inputs: Any, targets: Any, dataset: Any = None, loss: str = ""
+) -> None:
+    """Reject a batch that the model, the loss or the strategy does not take, before the first step."""
     call = getattr(model, "batch_call", None)
+    is_known = loss.partition(".")[0] in ("dtrain", "torch")  # one of the user may do without targets
+    if is_known and hasattr(model, "watch") and not has_targets(targets):
+        raise without_targets(dataset, inputs, f"loss={loss.rpartition('.')[2]}")
     if isinstance(inputs, Fields):
         has = f"gives batches with {', '.join(name for name, _ in inputs.leaves())}"
         if call is None:
@@ -318,7 +323,10 @@ def check_batch(model: nn.Module, strategy: Strategy, inputs: Any, targets: Any)
         rule = "the targets equal the inputs, but those of a pair (inputs, targets) must be the next tokens"
         raise bad("data", "…", rule, 'return {"input_ids": …, "labels": …}, whose labels the model shifts itself')
     if call is not None:
-        call.check(inputs, with_targets=not hasattr(model, "watch"))
+        with_targets = not hasattr(model, "watch")
+        if with_targets and call.target in call.required and not has_targets(targets):
+            raise without_targets(dataset, inputs, f"{call.name}.forward({', '.join(call.names)})")
+        call.check(inputs, with_targets, reader_of(dataset))
     strategy.own_targets(targets)  # an error if sequences cannot be divided
 
 

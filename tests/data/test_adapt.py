@@ -13,6 +13,7 @@ from dtrain.checks import own_data as check_own
 from dtrain.commands.verify.compare import compare
 from dtrain.data import adapt
 from dtrain.data.adapt import adapted, open_data, splits_of
+from dtrain.data.check import without_targets
 from dtrain.data.collate import as_batch, collated
 from dtrain.data.fields import Fields, has_targets
 from dtrain.data.loader import Loader
@@ -110,6 +111,25 @@ def test_arrays() -> None:
     assert splits_of("d", ([(1.0, 0)] * 3, [(1.0, 0)])).keys() == {"train", "val"}
     with pytest.raises(ValueError, match="gave a tuple of list, list"):
         splits_of("d", ([1.0, 2.0], [0, 1]))  # inputs and targets, or two splits?
+    x, y, strange = [[0.5, 1.0]] * 6, [0, 1] * 3, torch.ones(6, 2)
+    for given, fix in (
+        ((x, y), "return torch.tensor(inputs), torch.tensor(targets)"),
+        ((strange, y), "return inputs, torch.tensor(targets)"),
+        (([torch.ones(2)] * 6, y), "return torch.stack(inputs), torch.tensor(targets)"),
+        (([np.ones(2)] * 6, y), "return torch.tensor(np.array(inputs)), torch.tensor(targets)"),
+        ((x, x, y), '{"train": (torch.tensor(input_1), torch.tensor(input_2), torch.tensor(targets))}'),
+        ((x, x[:5], y, y[:5]), "torch.tensor(train_inputs), torch.tensor(val_inputs), torch.tensor(train_targets)"),
+        ((["good"] * 6, y), "numbers in place of the text"),
+        ((strange, strange, strange), '{"train": (a, b, targets)}'),
+        (tuple((row, 0) for row in x), "return a list, if these are the samples"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            splits_of("d", given)
+        assert fix in str(caught.value).partition("\n  fix: ")[2], caught.value
+    with pytest.raises(ValueError, match=r"torch.tensor\(inputs\)"):
+        adapted("d", (x, y))  # of {"train": (x, y)}
+    with pytest.raises(ValueError, match="array of <U1, not of numbers"):
+        adapted("d", (np.ones((2, 2)), np.array(["a", "b"])))
     with pytest.raises(ValueError, match="pairs are not clear"):
         splits_of("d", [np.ones(4)] * 4)
     with pytest.raises(ValueError, match="4 and 3 rows"):
@@ -292,3 +312,35 @@ def test_the_line_of_what_gives_the_samples() -> None:
 
 def by_hand(samples: list[Any]) -> Any:
     return torch.stack([x for x, _ in samples]), torch.tensor([y for _, y in samples])
+
+
+class Table:
+    """As much of a pandas frame as is read."""
+
+    columns, shape, iloc, dtypes = ("age", "label"), (4, 2), None, {"age": np.dtype(float), "label": np.dtype(object)}
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return 4
+
+    def to_numpy(self) -> Any:
+        return self.values
+
+
+def test_inputs_without_targets_are_refused_before_the_first_step() -> None:
+    def refused(data: Any, inputs: Any = None) -> str:
+        return str(without_targets(data, inputs, "loss=cross_entropy"))
+
+    assert "returns no targets, which loss=cross_entropy needs\n  fix: return (inputs, targets)" in refused(
+        adapted("d", torch.ones(4, 2))
+    )
+    table = refused(adapted("d", Table(np.ones((4, 2)))))
+    assert "columns age, label" in table and 'fix: return df.drop(columns="label"), df["label"]' in table
+    with pytest.raises(ValueError, match="column label of its table: no numbers"):
+        adapted("d", Table(np.array([[1.0, "x"]] * 4, dtype=object)))
+    fields = refused(adapted("d", [{"image": torch.ones(2), "cls": 1}] * 4), Fields({"image": None, "cls": None}))
+    assert (
+        "no targets among its fields image, cls" in fields and 'fix: name the field with the targets "labels"' in fields
+    )
