@@ -208,7 +208,51 @@ CASES = [
         "launch grad_accum=4 per_device_train_batch_size=8",
         "fix: train.micro_batch_size=8 train.global_batch_size=64   (",
     ),
-    # lists without commas
+    # an option typed as a setting, or switched on in a section
+    case("launch optim.name=adam", "optim.name: there", "fix: optim=torch.optim.Adam, or optim=adamw; "),
+    case("launch optim.type=sgd", "fix: optim=sgd "),
+    case("launch model.name=gpt2-tiny", "fix: model=gpt2-tiny "),
+    case("launch logger.name=wandb", "fix: logger=wandb "),
+    case("launch optim.name=torch.optim.RAdam", "fix: optim=torch.optim.RAdam\n"),
+    case("launch optim=0.001", "optim=0.001: there is no such option", "fix: optim.lr=0.001; "),
+    case("launch train.fp16=true", "train.fp16: there", "fix: precision=fp16 "),
+    case("launch train.fsdp=true", "fix: strategy=fsdp "),
+    case("launch logger.wandb=true", "logger.wandb=true: is a section", "fix: logger=wandb, or "),
+    case("launch metrics=accuracy", "metrics: there", "fix: hooks=MODULE.CLASS "),
+    case("launch model.pretrained=true", "model.pretrained: there", "fix: model=hf:FOLDER "),
+    case("launch pretrained=false", "fix: leave out pretrained\n"),
+    case("launch pretrained={world}/text.txt", "fix: init_from=/"),
+    case("launch checkpoint=latest", "checkpoint=latest: is a section", "fix: resume=latest\n"),
+    case("launch checkpoint=100", "fix: checkpoint.every=100\n"),
+    # a program with its arguments
+    case("launch train.py --lr 1e-3", "train.py --lr 1e-3: is a program", "script=train.py 'script_args=[--lr,1e-3]'"),
+    case("launch script=t.py --lr 1e-3 cluster.processes=2", "fix: script=t.py 'script_args=[--lr,1e-3]'\n"),
+    case("launch script=t.py script_args=--lr 1e-3", "the shell divides it", "fix: 'script_args=[--lr,1e-3]'\n"),
+    case("launch script=t.py clustre.processes=2", "clustre.processes: there", "did you mean cluster.processes?"),
+    # Hydra's own flags
+    case("launch --config-name=foo", "--config-name=foo: dtrain has its own", "fix: recipe=FILE.yaml, "),
+    case("launch -cn cpu-tiny", "fix: recipe=cpu-tiny\n"),
+    case("launch --config-path conf", "--config-path=conf: dtrain has its own", "fix: recipe=FILE.yaml, "),
+    case("launch -h foo", "foo: --help takes", "fix: dtrain launch --help\n"),
+    case("launch --help strategy", "fix: dtrain explain strategy\n"),
+    case("launch ~optim.foo", "~optim.foo: there is nothing to take away", "fix: leave out ~optim.foo\n"),
+    # fixes that need another one
+    case("launch recipe=cpu-tiny model=vit-tiny", "data.seq_len: refers", "fix: data=digits, or another model\n"),
+    case("launch model=convnet data=cifar10", "data.path=: is required", "to try it without files: data=digits\n"),
+    case("launch strategy=pipeline strategy.pp=8", "only model.num_layers=4", "fix: strategy.pp=2 strategy.dp=-1\n"),
+    case(
+        "launch model=llama-tiny model.num_heads=3", "fix: model.dim=132 model.num_kv_heads=1, or model.num_heads=4\n"
+    ),
+    case("search optim.lr=1e-3,1e-4 model=gpt2-tiny dry_run=true", "dtrain launch model=gpt2-tiny dry_run=true "),
+    case("search optim.lr=1e-3,1e-4 --dry-run", "dry_run=true: a search chooses", "fix: leave it out; "),
+    case("generate {world}/run", "PROMPTS -o OUT: are missing", "/run PROMPTS -o OUT\n"),
+    case("runs --where val_loss<<2", "has two operators, < <", "fix: --where 'val_loss<2'\n"),
+    case("runs --where val_loss=<2", "fix: --where 'val_loss<=2'\n"),
+    case("runs --where val_loss<>2", "fix: --where 'val_loss!=2'\n"),
+    # lists without commas, without a bracket, and where there is no list
+    case("launch hooks=[early_stop", "is not a list", "fix: 'hooks=[early_stop]'\n"),
+    case("launch logger=csv,tensorboard]", "is not a list", "fix: 'logger=[csv,tensorboard]'\n"),
+    case("launch loss=[cross_entropy]", "takes no list", "fix: loss=cross_entropy; "),
     case("launch hooks=[early_stop, my_pkg.Hook]", "the shell divides it", "fix: 'hooks=[early_stop,my_pkg.Hook]'"),
     case("launch optim.betas=[0.9 0.95]", "the shell divides it", "fix: 'optim.betas=[0.9,0.95]'"),
     # what Hydra's grammar does not take

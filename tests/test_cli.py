@@ -149,7 +149,7 @@ def test_the_command_that_a_copy_proposes_works(capsys: pytest.CaptureFixture[st
         (["sample", "nothing"], "'nothing'"),
         (["runs", "nothing"], "'nothing'"),
         (["recipes", "fly"], "action=fly"),
-        (["data", "prepare"], "SOURCE OUT: is missing"),
+        (["data", "prepare"], "SOURCE OUT: are missing"),
         (["sample", "a", "--x"], "--x: there is no such option"),
     ],
 )

@@ -56,6 +56,8 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
     ours, tp = config["model"]["_target_"].startswith("dtrain."), config["strategy"].get("tp", 1)
     if ours and tp > 1:  # before the mesh: its fix is a number of ranks for this tp
         check_heads(config["model"], tp, config["cluster"]["processes"])
+    if ours and (pp := config["strategy"].get("pp", 1)) > 1:  # likewise
+        check_layers(config["model"], pp, max(1, ranks[0] // max(1, tp * config["strategy"].get("cp", 1))))
     sizes = mesh.of_strategy(config["strategy"], *ranks, *batch)
     if ours:  # in a user's own model `dim` may mean something else
         check_model(config["model"], sizes)
@@ -173,7 +175,7 @@ def check_cluster(config: dict[str, Any]) -> None:
 
 def check_model(model: dict[str, Any], sizes: mesh.MeshSizes) -> None:
     """Check the model's sizes against the mesh. A model without these settings has no such rules."""
-    dim, layers = model.get("dim"), model.get("num_layers")
+    dim = model.get("dim")
     heads: int = model.get("num_heads") or 0
     kv_heads: int = model.get("num_kv_heads") or heads
     if dim and heads and dim % heads:
@@ -181,7 +183,9 @@ def check_model(model: dict[str, Any], sizes: mesh.MeshSizes) -> None:
         pairs = 2 if "rope_theta" in model else 1  # rotary embeddings need an even number of elements in a head
         fits = [n for n in range(step, dim + 1, step) if dim % (n * pairs) == 0]
         around = [*[n for n in fits if n < heads][-1:], *[n for n in fits if n > heads][:1]]
-        fix = f"model.dim={-(-dim // heads) * heads}"
+        own_kv = model.get("num_kv_heads") or 1
+        fix = f"model.dim={-(-dim // (heads * pairs)) * heads * pairs}"
+        fix += f" model.num_kv_heads={math.gcd(heads, own_kv)}" if heads % own_kv else ""
         fix += f", or model.num_heads={' or '.join(map(str, around))}" if around else ""
         raise bad("model.dim", dim, f"must be a multiple of model.num_heads={heads}", fix)
     if heads and heads % kv_heads:
@@ -203,10 +207,15 @@ def check_model(model: dict[str, Any], sizes: mesh.MeshSizes) -> None:
             f"model.patch_size={math.gcd(size, patch)}",
         )
     check_heads(model, sizes.tp, sizes.world_size)
-    if layers and layers < sizes.pp:
-        ranks = sizes.pp * sizes.dp
+    check_layers(model, sizes.pp, sizes.pp * sizes.dp)
+
+
+def check_layers(model: dict[str, Any], pp: int, ranks: int) -> None:
+    """Check that each stage of a pipeline has a layer. ranks: those that share the stages and the replicas of them."""
+    layers = model.get("num_layers")
+    if layers and layers < pp:
         fix = f"strategy.pp={max(d for d in range(1, layers + 1) if ranks % d == 0)} strategy.dp=-1"
-        raise bad("strategy.pp", sizes.pp, f"there are only model.num_layers={layers} layers", fix)
+        raise bad("strategy.pp", pp, f"there are only model.num_layers={layers} layers", fix)
 
 
 def check_heads(model: dict[str, Any], tp: int, world_size: int) -> None:

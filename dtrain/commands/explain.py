@@ -69,6 +69,10 @@ def explain(word: str) -> Iterator[str]:
         chosen += [group for group in [word.partition(".")[0]] if group in GROUPS and word in dotted(group)]
         for name in chosen:
             yield from of_option(name, word.lower().removeprefix(f"{name}."))
+        for name in GROUPS if not chosen else ():  # gpt2: gpt2-124m and others
+            for option in options_of(name):
+                if option.startswith(f"{word.lower()}-"):
+                    yield from wrapped("", f"{name}={option}: {first_sentence(description(name, option))}")
         yield from of_metric(word.lower())
         if len(chosen) != 1:
             yield from containing(word.lower())

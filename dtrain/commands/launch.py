@@ -19,6 +19,12 @@ def main(argv: list[str]) -> int:
     if len(options) < len(argv) and all(map(is_option, options)):
         print(help_text(dict(word.split("=", 1) for word in options)))
         return 0
+    loose = [word for word in options if "=" not in word and word[:1] not in "-+~"]
+    if len(options) < len(argv) and loose:
+        from dtrain.commands.explain import explain
+
+        fix = f"dtrain explain {loose[0]}" if list(explain(loose[0])) else "dtrain launch --help"
+        raise ValueError(f"{loose[0]}: --help takes GROUP=OPTION, and no other word\n  fix: {fix}")
     from dtrain.launch import app
 
     return app.main(argv)

@@ -45,12 +45,17 @@ class RunParser(argparse.ArgumentParser):
             from dtrain.runs.find import no_run
 
             needed = [a.dest.upper() for a in self._actions if not a.option_strings and a.nargs is None]
-            raise no_run(" ".join([self.prog, "latest", *(name for name in needed if name != "RUN")]))
+            options = [
+                word for a in self._actions if a.required and (n := a.option_strings) for word in as_typed(n[0], a)
+            ]
+            raise no_run(" ".join([self.prog, "latest", *(name for name in needed if name != "RUN"), *options]))
         if found := re.fullmatch(r"the following arguments are required: (.*)", message):
-            missing = found[1].upper().replace(",", "")
-            first = {a.dest.upper(): next(iter(a.choices)) for a in self._actions if a.choices}
-            words = shlex.join([*self.words, *(str(first.get(name, name)) for name in missing.split())])
-            raise ValueError(f"{missing}: is missing\n  fix: {self.prog} {words}")
+            by_name = {"/".join(a.option_strings) or a.dest.upper(): a for a in self._actions}
+            names = [name if name.startswith("-") else name.upper() for name in found[1].split(", ")]
+            words = [word for name in names for word in as_typed(name, by_name.get(name))]
+            fix = f"{self.prog} {shlex.join([*self.words, *words])}"
+            shown = " ".join(n if (a := by_name.get(n)) and a.choices else shlex.join(as_typed(n, a)) for n in names)
+            raise ValueError(f"{shown}: {'is' if len(names) == 1 else 'are'} missing\n  fix: {fix}")
         if found := re.fullmatch(r"unrecognized arguments: (.*)", message):
             raise self._unrecognized(found[1].split()[0])
         found = re.match(r"argument ([^:]+): (.*)", message, re.DOTALL)
@@ -85,6 +90,14 @@ class RunParser(argparse.ArgumentParser):
             return ValueError(f"{name}: {'needs a value' if rule.startswith('expected') else rule}\n  fix: {fix}")
         kinds = {"choice": "there is no such choice", "int": "must be a whole number", "float": "must be a number"}
         return bad(name, typed[3], kinds.get(typed[1], f"is not a {typed[1]}"), fix)
+
+
+def as_typed(name: str, action: argparse.Action | None) -> list[str]:
+    """Return a required argument as it is typed: -o OUT; its first choice, if it has some."""
+    value = str(next(iter(action.choices))) if action and action.choices else name
+    if action is None or not action.option_strings:
+        return [value]
+    return [action.option_strings[0], value if action.choices else str(action.metavar or action.dest.upper())]
 
 
 def is_trust(word: str) -> bool:

@@ -51,22 +51,10 @@ def explained(error: BaseException, argv: Sequence[str]) -> str:
         group, _, option = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
         found = [o for o in error.options or options_of(group) if not OWN.fullmatch(o)]  # not those typed before
         options = sorted({*found, *(["auto"] if group == "strategy" else [])})
-        longer = [o for o in options if option and o.startswith(f"{option.lower()}-")]  # a100: a100-40gb or a100-80gb
-        same = next((o for o in options if o == option.lower()), "")
-        near = [same] if same else longer[:4] or difflib.get_close_matches(option.lower(), options, 1, 0.6)
-        fix = f"did you mean {' or '.join(f'{group}={o}' for o in near)}? " if near else ""
-        if not same and (meant := foreign_option(group, option)):
-            fix = f"{meant}; "
-        if of_torch := [name for name in TORCH_OPTIMIZERS if group == "optim" and option.lower() == name.lower()]:
-            fix = f"optim=torch.optim.{of_torch[0]}, or optim={near[0] if near else 'adamw'}; "
-        if group == "loss" and not (same or meant) and (name := nearest_name(option, torch_losses())):
-            fix = f"loss=torch.nn.{name}; "
-        if group == "data" and "/" in option:
-            fix = f"data=text data.path={option}; for folders of images: data=images data.path={option}; "
-        if group == "model" and Path(option).is_dir():
-            fix = f"model=hf:{option}; "
         if path == f"{LOGGER}/prometheus":  # it asks the run, and is not sent anything
             fix = "cluster.metrics_port=9834, or `dtrain metrics serve`. "
+        else:
+            fix = meant_option(group, option, options)
         return f"{group}={option}: there is no such option\n  fix: {fix}{group} can be {', '.join(options)}"
     if isinstance(error, OSError) and error.errno in disk_space.FULL:
         return disk_space.explain(error, Path.cwd()).replace(". Fix: ", "\n  fix: ")
@@ -87,12 +75,21 @@ def explained(error: BaseException, argv: Sequence[str]) -> str:
     if there and "." in there[1]:
         plain = next((word[1:] for word in argv if word.startswith(f"+{there[1]}=")), f"{there[1]}=VALUE")
         return f"+{there[1]}: the setting is there already\n  fix: {plain}   (without the +)"
+    deleted = re.search(r"Could not delete from config\. '([\w.@/-]+)' does not exist", text)
+    if deleted and "." in deleted[1]:
+        return f"~{deleted[1]}: there is nothing to take away\n  fix: leave out ~{deleted[1]}"
+    flag = re.search(r"Cannot find primary config '(.*?)'|Primary config module|Additional config directory", text)
+    if flag:
+        return of_config_flag(flag[1] or "", argv)
     key = re.search(r"Could not (?:override|append to|delete from) config.*?'?([\w./@-]+)'?\."
                     r"|Could not override '([\w.@/-]+)'", text)  # fmt: skip
     if key and "HYDRA_FULL_ERROR" not in (key[2] or key[1]):
         name, known = key[2] or key[1], known_settings()
         if name not in known and any(setting.startswith(f"{name}.") for setting in known):
-            return f"{as_typed(name, argv)}: is a section\n  fix: {name}.SETTING=VALUE   (dtrain explain {name})"
+            group, _, option = name.partition(".")
+            fix = f"{name}.SETTING=VALUE"
+            fix = f"{group}={option}, or {fix}" if group in SEVERAL and option in options_of(group) else fix
+            return f"{as_typed(name, argv)}: is a section\n  fix: {fix}   (dtrain explain {name})"
         if name not in known:
             if absent := not_chosen(name):
                 return absent
@@ -141,6 +138,42 @@ def explained(error: BaseException, argv: Sequence[str]) -> str:
     return f"{what}\n  fix: dtrain launch --help shows every group and setting"
 
 
+def of_config_flag(name: str, argv: Sequence[str]) -> str:
+    """Explain Hydra's --config-name and --config-path, with which dtrain's own conf/ would be another one."""
+    pairs = [word.partition("=") for word in argv]
+    flags = {word: value or (argv[i + 1] if i + 1 < len(argv) else "") for i, (word, _, value) in enumerate(pairs)}
+    names = {"name": ("--config-name", "-cn"), "path": ("--config-path", "-cp", "--config-dir", "-cd")}
+    typed = {kind: next((w for w in flags if w in words), "") for kind, words in names.items()}
+    flag = typed["name"] or typed["path"] or "--config-name"
+    name = name or flags.get(typed["name"], "")
+    places = [Path(flags.get(typed["path"], "."), name), Path(name)] if name else []
+    file = next((path for place in places for path in (place, Path(f"{place}.yaml")) if path.is_file()), None)
+    stem = name.removesuffix(".yaml")
+    fix = f"recipe={stem}" if (RECIPES / f"{stem}.yaml").is_file() else "recipe=FILE.yaml, a file of settings"
+    fix = f"recipe={file if '/' in str(file) else f'./{file}'}" if file else fix
+    rule = "dtrain has its own main configuration; a file of settings is a recipe"
+    return f"{flag}={flags.get(flag, name)}: {rule}\n  fix: {fix}"
+
+
+def meant_option(group: str, option: str, options: list[str]) -> str:
+    """Return what was probably meant by an option that there is not, up to a list of all options."""
+    longer = [o for o in options if option and o.startswith(f"{option.lower()}-")]  # a100: a100-40gb or a100-80gb
+    same = next((o for o in options if o == option.lower()), "")
+    near = [same] if same else longer[:4] or difflib.get_close_matches(option.lower(), options, 1, 0.6)
+    meant = None if same else foreign_option(group, option)
+    if of_torch := [name for name in TORCH_OPTIMIZERS if group == "optim" and option.lower() == name.lower()]:
+        return f"optim=torch.optim.{of_torch[0]}, or optim={near[0] if near else 'adamw'}; "
+    if group == "loss" and not (same or meant) and (name := nearest_name(option, torch_losses())):
+        return f"loss=torch.nn.{name}; "
+    if group == "data" and "/" in option:
+        return f"data=text data.path={option}; for folders of images: data=images data.path={option}; "
+    if group == "model" and Path(option).is_dir():
+        return f"model=hf:{option}; "
+    if meant:
+        return f"{meant}; "
+    return f"did you mean {' or '.join(f'{group}={o}' for o in near)}? " if near else ""
+
+
 def is_list(key: str) -> bool:
     """Does the setting, or the group, take a list?"""
     return key in SEVERAL or isinstance(default_of(key), list)
@@ -173,6 +206,35 @@ ZERO_STAGE = ("zero", "zero_stage", "zero_optimization", "zero_optimization.stag
 DEEPSPEED_FILE = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config", "deepspeed_plugin")
 
 
+OPTION_KEYS = ("name", "type", "kind", "class", "cls", "class_name", "class_path", "option", "id")  # optim.name=adam
+PRETRAINED = ("pretrained", "from_pretrained", "use_pretrained", "pretrained_model", "pretrained_model_name_or_path")
+METRICS = ("metrics", "metric", "compute_metrics", "eval_metrics", "train_metrics", "val_metrics")
+
+
+def as_option(name: str, value: str) -> str:
+    """Explain the option of a group that is typed as one of its settings."""
+    group = name.rpartition(".")[0]
+    if taken := accepted(group, value):
+        fix = f"{group}={taken}   (dtrain explain {group})"
+    elif OWN.fullmatch(value):
+        fix = f"{group}={value}"
+    else:
+        options = options_of(group)
+        fix = f"{meant_option(group, value, options) if value else ''}{group} can be {', '.join(options)}"
+    return f"{name}: there is no such setting\n  fix: {fix}"
+
+
+def pretrained(name: str, value: str) -> str:
+    """Return what to type for pretrained weights; "" for a file or folder of weights."""
+    if value.lower() in ("false", "0", "no", "off", "none", "null"):
+        return f"leave out {name}"
+    if (Path(value) / "config.json").is_file():
+        return f"model=hf:{value}"
+    if value and Path(value).exists():
+        return ""
+    return "model=hf:FOLDER   (that save_pretrained() wrote; nothing is downloaded)"
+
+
 def is_foreign(name: str) -> bool:
     """Is it a name that other programs use?"""
     others = any(name in theirs.split() for theirs, _ in OTHERWISE.values())
@@ -184,7 +246,15 @@ def unknown_setting(name: str, value: str, argv: Sequence[str] = ()) -> str:
 
     argv: all words, for a hook that is chosen already.
     """
-    bare = name.lower().removesuffix(".enabled")  # DeepSpeed's fp16.enabled=true
+    if name.rpartition(".")[0] in GROUPS and name.rpartition(".")[2].lower() in OPTION_KEYS:
+        return as_option(name, value)
+    if name.rpartition(".")[2].lower() in PRETRAINED and (fix := pretrained(name, value)):
+        return f"{name}: there is no such setting\n  fix: {fix}"
+    if name.rpartition(".")[2].lower() in METRICS:
+        note = "a class of yours that returns metrics: docs/your-own.md#hooks"
+        return f"{name}: there is no such setting\n  fix: hooks=MODULE.CLASS   ({note})"
+    # DeepSpeed's fp16.enabled=true, and train.fp16=true
+    bare = name.lower().removesuffix(".enabled").rpartition(".")[2]
     groups = [group for group in GROUPS if bare in options_of(group)]
     is_on = value.lower() in ("", "true", "1", "yes", "on")
     is_kind = groups == ["strategy"] and value.lower() not in ("false", "0", "no", "off")  # fsdp=full_shard

@@ -33,6 +33,13 @@ def needed(typed: Iterable[str]) -> list[str]:
     return found
 
 
+def data_of(model: str) -> str:
+    """Return the data that an option of model= chooses unless they are given: digits for convnet."""
+    text = (CONF / "model" / f"{model}.yaml").read_text(encoding="utf-8")
+    found = re.search(r"override /data\S*: ([\w-]+)", text)
+    return found[1] if found else default_options()["data"]
+
+
 def sequence_length(folder: str) -> int | None:
     """Return a sequence length that the Hugging Face model in this folder accepts; None: not known."""
     try:
@@ -46,5 +53,5 @@ def sequence_length(folder: str) -> int | None:
 def with_needed(error: ValueError, typed: Iterable[str]) -> ValueError:
     """Complete a fix that names the option that was probably meant."""
     meant = re.fullmatch(r"(.*\n  fix: )did you mean (\S+)\?", str(error), re.DOTALL)
-    more = " ".join(f"{name}=…" for name in needed(typed)) if meant else ""
+    more = " ".join(f"{name}={'128' if name == 'data.seq_len' else '…'}" for name in needed(typed)) if meant else ""
     return ValueError(f"{meant[1]}{meant[2]} {more}") if meant and more else error

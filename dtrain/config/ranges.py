@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 from dtrain.config import elastic
-from dtrain.config.files import SECRET, default_of
+from dtrain.config.files import SECRET, default_of, default_options, options_of
+from dtrain.config.needed import data_of
 from dtrain.errors import bad
 
 AT_LEAST = {
@@ -67,7 +68,10 @@ def check_ranges(flat: dict[str, Any]) -> None:
             group = key.partition(".")[0]
             option = flat.get(f"choices.{group}")
             more = f"   (dtrain explain {group}={option})" if option else ""
-            trial = "; to try it without files: data=synthetic" if key == "data.path" else ""
+            model, usual = str(flat.get("choices.model")), default_options()["data"]
+            own = data_of(model) if model in options_of("model") else usual  # digits for convnet
+            other = own if own != usual else "synthetic"
+            trial = f"; to try it without files: data={other}" if key == "data.path" else ""
             raise bad(key, "", "is required, and has no value", f"{key}=…{more}{trial}")
         if SECRET.search(key) and value:
             raise bad(

@@ -112,6 +112,8 @@ def check_plain(key: str, value: Any, default: Any) -> None:
             first = next(iter(default))
             is_its = isinstance(value, (int, float)) and type(value) is type(default[first])  # ema=0.999
             fix = f"{key}.{first}={value if is_its else '…'}"
+            fix = f"checkpoint.every={value}" if key == "checkpoint" and type(value) is int else fix
+            fix = f"resume={value}" if key == "checkpoint" and isinstance(value, str) and value else fix
             raise bad(key, value, f"is a section with the settings {', '.join(default)}", fix)
         check_present(f"{key}.", value, default)
         for name, item in value.items():

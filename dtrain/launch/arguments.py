@@ -17,7 +17,7 @@ from dtrain.launch.options import AUTO, STAND_IN, named, no_option, no_such_opti
 from dtrain.launch.quoting import check_path, quote, unquoted
 from dtrain.launch.recipes import built_in, store_recipe, store_recipes
 from dtrain.launch.resume_arguments import forked, resumed
-from dtrain.launch.script_arguments import script_overrides
+from dtrain.launch.script_arguments import check_loose, script_overrides
 from dtrain.launch.user_code import offer_own, with_trust
 
 # A value that Hydra does not read as text.
@@ -52,6 +52,7 @@ def prepare_arguments(argv: list[str]) -> list[str]:
     argv = [re.sub(r"\s", "", a) if a.startswith(lists) else a for a in argv]  # logger=[csv, mlflow]
     argv = ["checkpoint.save=false" if a == "checkpoint=none" else a for a in argv]
     argv = [part for a in argv for part in folder_model(a)]
+    check_loose(argv, FLAGS)
     argv = script_overrides(argv)
     argv = [a for a in argv if a != "recipe=null"]  # the default; Hydra rejects it as an override
     for word, following in itertools.pairwise([*argv, ""]):
@@ -69,7 +70,7 @@ def prepare_arguments(argv: list[str]) -> list[str]:
                 "give it in an environment variable",
             )
         several = key in SEVERAL and re.fullmatch(r"\[[\w.-]+(,[\w.-]+)*\]", value)
-        if key in GROUPS and re.search(r"^(null)?$|\[|\.\.|\.ya?ml$", value) and not several:
+        if key in GROUPS and re.search(r"^(null)?$|[\[\]]|\.\.|\.ya?ml$", value) and not several:
             raise no_option(key, value)
         if key in GROUPS and value not in options_of(key):
             check_spelling(key, value)

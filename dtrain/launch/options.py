@@ -9,7 +9,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from dtrain.config.files import options_of
+from dtrain.config.files import SEVERAL, options_of
 from dtrain.errors import bad, foreign_option
 
 AUTO = "auto"  # strategy=auto: the planner chooses (dtrain/launch/auto.py)
@@ -33,10 +33,15 @@ def no_option(group: str, value: str) -> ValueError:
     """Explain what cannot be the name of an option: nothing, null, a list, a path, a file."""
     options = sorted({*options_of(group), *([AUTO] if group == "strategy" else [])})
     can, stem = f"{group} can be {', '.join(options)}", Path(value).stem
-    names = [name for name in named(value) if name] if "[" in value else []
-    if value in ("", "null") or ("[" in value and not names):
+    is_listed = bool(re.search(r"[\[\]]", value))
+    names = [name for part in named(value) if (name := part.strip(" '\""))] if is_listed else []
+    if value in ("", "null") or (is_listed and not names):
         rule = "cannot be null" if value == "null" else "has no value"
         return bad(group, value, rule, f"leave out {group}=; {can}")
+    is_several = group in SEVERAL
+    if names and (is_several or len(names) == 1):  # a list that is spelled wrong, or that the group does not take
+        rule = "is not a list: [ and ] go around names with commas between them" if is_several else "takes no list"
+        return bad(group, value, rule, f"'{group}=[{','.join(names)}]'" if is_several else f"{group}={names[0]}; {can}")
     if names:
         fix = f"{group}={names[0]}, or -m {group}={','.join(names)}; {can}"
         return bad(group, value, "is more than one value", fix)

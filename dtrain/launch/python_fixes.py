@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dtrain.config.files import SECRET, SEVERAL, flatten, known_settings, options_of
-from dtrain.config.hydra_errors import GROUPS, unknown_setting
+from dtrain.config.hydra_errors import GROUPS, METRICS, unknown_setting
 from dtrain.errors import ELSEWHERE, OURS, foreign, unknown
 from dtrain.launch.python_objects import as_function, holds_objects, is_code, is_with_settings, name_here
 
@@ -205,6 +205,9 @@ def with_an_object(key: str, value: Any, ours: set[str]) -> tuple[str, str]:
     parts = value if isinstance(value, (list, tuple)) else [value]
     named = all(isinstance(p, str) or is_code(p) for p in parts)
     group, text = foreign(key), ""
+    if key in METRICS:
+        fix = "hooks=MyMetrics, a class with eval_metrics(self, outputs, targets): docs/your-own.md#hooks"
+        return f"{key}: there is no such argument\n  fix: {fix}", ""
     if group not in GROUPS:
         text = str(unknown(key, [*GROUPS, *ours]))
         near = re.search(r"did you mean (\w+)", text)

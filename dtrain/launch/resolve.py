@@ -30,7 +30,7 @@ from dtrain.config import redaction, run_length
 from dtrain.config.files import SEVERAL, is_script, options_of
 from dtrain.config.hardware import ranks_per_node
 from dtrain.config.hydra_errors import GROUPS
-from dtrain.config.needed import needed, sequence_length
+from dtrain.config.needed import data_of, needed, sequence_length
 from dtrain.config.untrusted import check_own, resolved
 from dtrain.errors import bad
 from dtrain.launch import fork, sweeps
@@ -171,11 +171,12 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
         rule = f"refers to {asked[1]}, which {group}={chosen} does not have"
         section = key.partition(".")[0]
         is_length = chosen == "hf" and key == "data.seq_len"  # its folder knows the length
-        value = (sequence_length(str(cfg["model"].get("path"))) if is_length else None) or "…"
+        usual = 128 if key == "data.seq_len" else "…"
+        value = (sequence_length(str(cfg["model"].get("path"))) if is_length else None) or usual
         values = " ".join([f"{key}={value}", *(f"{name}=…" for name in needed(overrides) if name != key)])
-        fix = f"{values}, or your own {section} (docs/your-own.md), or one of dtrain's models"
+        fix = f"{values}, or your own {section}: {section}=MODULE.NAME (docs/your-own.md), or one of dtrain's models"
         if group == "model" and chosen in options_of(group) and not is_length:  # it cannot take such samples
-            fix = f"leave out {section}=, or another model"
+            fix = f"data={data_of(str(chosen))}, or another model"
         raise ValueError(f"{key}: {rule}\n  fix: {fix}") from error
     redaction.check(config)
     run_length.keep_one_length(config, overrides)

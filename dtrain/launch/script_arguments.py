@@ -2,16 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 
-from dtrain.config.files import CONF, read_yaml
+from dtrain.config.files import CONF, known_settings, read_yaml
 from dtrain.config.hydra_errors import GROUPS
 from dtrain.errors import bad
 from dtrain.launch.quoting import quote, quoted_list
+
+
+def arguments_word(args: list[str]) -> str:
+    """Return `'script_args=[--lr,1e-3]'`, as it is typed in a shell."""
+    plain = not any(re.search(r"[\s,\[\]'\"]", arg) or not arg for arg in args)
+    if plain:
+        return f"'script_args=[{','.join(args)}]'"
+    text = f"script_args={shlex.join(args)}"
+    return shlex.quote(text) if re.search(r'["$`!\\]', text) else f'"{text}"'
+
+
+def check_loose(argv: list[str], flags: Sequence[str]) -> None:
+    """Explain a program's arguments beside script=FILE: `train.py --lr 1e-3`, `script='train.py --lr 1e-3'`.
+
+    flags: Hydra's own, which no program gets.
+    """
+    ours = {name.partition(".")[0] for name in known_settings()} | {"recipe"}
+    for index, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        is_program = name in ("script", "script.path") if equals else bool(re.fullmatch(r"[\w./~-]*\w\.py", word))
+        if not (is_program or name in ("script_args", "script.args")):
+            continue
+        rest = argv[index + 1 :]
+        is_ours = [bool(re.match(rf"[+~]*({'|'.join(ours)})\b[\w.]*=", part)) for part in rest]
+        loose = rest[: (is_ours.index(True) if True in is_ours else len(rest))]
+        is_flag = bool(loose) and (loose[0].partition("=")[0] in flags or loose[0] == "--dry-run")
+        is_setting = bool(loose) and "=" in loose[0] and not loose[0].startswith("-")  # misspelled
+        loose = [] if is_flag or is_setting else loose
+        shown = " ".join([word, *loose])
+        typed = value.strip("'\"") if equals else word
+        with contextlib.suppress(ValueError):  # a quote that is not closed
+            if is_program and not Path(typed).expanduser().is_file() and not {"-m", "--multirun"} & set(argv):
+                parts = shlex.split(typed)
+                parts = parts[1:] if len(parts) > 1 and Path(parts[0]).name.startswith("python") else parts
+                if len(parts) > 1 and (parts[0].endswith(".py") or Path(parts[0]).is_file()):
+                    typed, loose = parts[0], [*parts[1:], *loose]
+        if not loose:
+            continue
+        if is_program:
+            rule = "is a program with arguments, which have a setting of their own"
+            raise ValueError(f"{shown}: {rule}\n  fix: script={typed} {arguments_word(loose)}")
+        fix = arguments_word([*points(value, False)[0], *loose])
+        raise ValueError(f"{shown}: the shell divides it at its spaces\n  fix: {fix}")
 
 
 def script_overrides(argv: list[str]) -> list[str]:
@@ -44,6 +89,9 @@ def points(value: str, is_sweep: bool) -> list[list[str]]:
     """Read the arguments of a program: [--lr,1e-3] or `--lr 1e-3`; in a sweep, several of either, with commas."""
     if re.fullmatch(r"(\[[^\[\]]*\],?)+", value):
         lists = re.findall(r"\[([^\[\]]*)\]", value)
+        if any(re.match(r"-\S*\s+\S", item.strip()) for text in lists for item in text.split(",")):
+            words = [part for text in lists for item in text.split(",") for part in shlex.split(item)]
+            raise bad("script_args", value, "has arguments without a comma", arguments_word(words))
         return [[item.strip().strip("'\"") for item in text.split(",") if item.strip()] for text in lists]
     try:
         return [shlex.split(text) for text in (value.split(",") if is_sweep else [value])]

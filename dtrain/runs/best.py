@@ -76,11 +76,14 @@ def check_split(config: Mapping[str, Any], data: str) -> None:
     hooks = config.get("hooks") or {}
     has_own = any(section["_target_"] != EARLY_STOP for section in hooks.values())
     followed = {
-        f"hooks.{name}.metric": (section.get("metric", "val_loss"), f"leave out hooks={name}")
+        f"hooks.{name}.metric": (
+            section.get("metric", "val_loss"),
+            f"leave out hooks={name}" if len(hooks) > 1 else "hooks=none",
+        )
         for name, section in hooks.items()
         if section["_target_"] == EARLY_STOP
     }
-    followed["checkpoint.keep_best"] = (config["checkpoint"].get("keep_best"), "leave out checkpoint.keep_best")
+    followed["checkpoint.keep_best"] = (config["checkpoint"].get("keep_best"), "checkpoint.keep_best=null")
     for key, (metric, otherwise) in followed.items():
         if metric in (OF_THE_SPLIT[:1] if has_own else OF_THE_SPLIT) and config["train"]["eval_batches"]:
             rule = f"needs a validation split, and data={data} has none"

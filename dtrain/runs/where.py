@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -164,6 +165,14 @@ class Parser:
             raise self.wrong(f"{name.text} is not compared with anything", f"tag={name.text}, or {name.text}=VALUE")
         self.at += 1
         value = self.peek()
+        if value and value.kind == "op" and value.text not in "()":  # <<, =<, ===
+            both = sign.text + value.text
+            right = (
+                "!=" if both == "<>" else sign.text if "=" not in both or both[:2] == "==" else f"{both.strip('=')}="
+            )
+            doubled = rf"{re.escape(sign.text)}\s*{re.escape(value.text)}"
+            fixed = re.sub(doubled, "=" if right == "==" else right[:2], self.text, count=1)
+            raise self.wrong(f"has two operators, {sign.text} {value.text}", f"--where {shlex.quote(fixed)}")
         if value is None or value.kind == "op":
             raise self.wrong(f"{name.text}{sign.text} has no value", f"{name.text}{sign.text}1")
         self.at += 1

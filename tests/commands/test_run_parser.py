@@ -21,7 +21,7 @@ def test_without_a_run(command: str, capsys: pytest.CaptureFixture[str]) -> None
     make("outputs/d/a")
     assert main([command]) == 2
     error = capsys.readouterr().err
-    rest = {"scale": " NUMBER", "generate": " PROMPTS"}.get(command, "")
+    rest = {"scale": " NUMBER", "generate": " PROMPTS -o OUT"}.get(command, "")
     expected = f"  fix: name a run: dtrain {command} latest{rest}; the newest are\n    outputs/d/a"
     assert error.splitlines() == ["error: run: none is given", *expected.splitlines()]
 

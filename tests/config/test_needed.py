@@ -24,7 +24,7 @@ def test_what_has_no_value(typed: list[str], settings: list[str]) -> None:
 
 def test_a_fix_is_completed() -> None:
     error = bad("model", "net.Nett", "net.py has no Nett", "did you mean model=net.Net?")
-    assert str(with_needed(error, ["model=net.Nett"])).endswith("\n  fix: model=net.Net data.seq_len=…")
+    assert str(with_needed(error, ["model=net.Nett"])).endswith("\n  fix: model=net.Net data.seq_len=128")
     assert with_needed(error, ["model=net.Nett", "data=net.Points"]) is error
     other = bad("model", "net.Nett", "net.py has no Nett", "define Nett there")
     assert with_needed(other, ["model=net.Nett"]) is other

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,8 @@ def read_request(argv: Sequence[str]) -> Request:
     typed = {}
     for word in argv:
         key, equals, value = word.partition("=")
+        if word == "--dry-run" or word.lstrip("+").lower() == "dry_run=true":
+            raise no_preview(argv, known)
         if word.startswith("-") or not equals:
             raise ValueError(f"{word}: is not understood as key=value\n  fix: dtrain search --help")
         if key in known:
@@ -96,6 +99,15 @@ def read_request(argv: Sequence[str]) -> Request:
                 key, override.get_value_string(), why, f"{key}=interval(LOW,HIGH), range(FROM,TO) or a,b"
             ) from error
     return Request(options, space, [str(o.input_line) for o in parsed.values() if not o.is_sweep_override()])
+
+
+def no_preview(argv: Sequence[str], options: set[str]) -> ValueError:
+    """Refuse dry_run=true: no trial would train, and a search chooses trials from the results of others."""
+    words = [word for word in argv if word.partition("=")[0] not in (*options, "--dry-run", "dry_run", "+dry_run")]
+    fixed = [word for word in words if not parse([word])[0].is_sweep_override()]
+    command = shlex.join(["dtrain", "launch", *fixed, "dry_run=true"])
+    rule = "a search chooses its runs from the results of others, so there are none to show"
+    return bad("dry_run", "true", rule, f"leave it out; {command}   (shows one run)")
 
 
 def check_word(key: str, value: str, options: set[str]) -> None:
