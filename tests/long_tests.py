@@ -172,6 +172,8 @@ LONG: dict[str, tuple[str, ...]] = {
         "the-file-instead-of-the-class", "a-misspelt-loss", "a-misspelt-optimizer-of-torch", "a-syntax-error",
         "a-value-instead-of-a-class", "a-missing-package", "a-wrong-shape", "batch-gives-fewer", "lists",
         "no-samples", "NaN-in-one-sample", "layers-in-a-plain-list", "a-detached-output", "a-misspelt-argument",
+        "an-optimizer-without-a-return", "a-schedule-that-gives-5", "fewer-samples-than-a-batch",
+        "a-data-set-that-is-made-at-import", "no-model-for-own-data",
         "an-unused-layer-on-two-ranks", "a-weight-that-forward-makes", "a-forward-that-needs-targets",
     ),
     # recipes: each composes and shows its command; these also train

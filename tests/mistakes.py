@@ -174,6 +174,20 @@ DATA = [
          "def dataset(self, split)"),
     edit("dataset returns nothing", 2, "return Samples", "Samples", "returned None", "`return` missing",
          "net.py:36 in dataset"),
+    Mistake("fewer samples than a batch", 0, ("warning: data=net.Points has 4 samples, fewer than a batch of",
+            "fix: train.global_batch_size=4"), ("data.count=4", "train.eval_batches=0")),
+    edit("a __len__ without a number", 2, "        return len(self.x)", "        return None",
+         "Samples.__len__ returned no number of samples", "net.py:25 in __len__"),
+    edit("a data set that is made at import", 2, "def my_loss", "points = Points(64)\n\n\ndef my_loss",
+         "data=net.points: is an object (Points) that net makes", "def my_points(): return Points(64)", "net.py:39",
+         argv="data=net.points"),
+    edit("no model for own data", 2, "import torch\n", "import torch\n", "model=gpt2-tiny: reads tokens",
+         "data=net.Points gives inputs [1, 4] of torch.float32", "it is the default",
+         "fix: model=net.Net loss=cross_entropy;", argv="model=gpt2-tiny loss=own"),
+    edit("__iter__ without an iterator", 2, "def my_loss",
+         "class Stream:\n    def __iter__(self):\n        return [(torch.ones(4), 1)]\n\n\ndef my_loss",
+         "Stream.__iter__ returned a list, not an iterator", "`return iter(samples)`", "net.py:41 in __iter__",
+         argv="data=net.Stream train.eval_batches=0"),
     edit("a file that is missing", 3, "        self.count = count",
          "        self.count = len(open('points.csv').read())",
          "No such file or directory: 'points.csv'", "net.py:33 in __init__"),
@@ -191,6 +205,14 @@ MODEL = [
          "{i: nn.Linear(dim, dim) for i in range(depth)}", "blocks is a plain dict of modules",
          "self.blocks = nn.ModuleList",
          "net.py:9"),
+    edit("a model that is made at import", 2, "def my_loss", "net = Net(dim=8)\n\n\ndef my_loss",
+         "model=net.net: is an object (Net) that net makes", "def my_net(): return Net(dim=8)", "net.py:39",
+         argv="model=net.net"),
+    edit("a weight that is no Parameter", 2, "self.last = ",
+         "self.w = torch.ones(3, requires_grad=True)\n        self.last = ", "w is a tensor with requires_grad",
+         "self.w = nn.Parameter(…)", "net.py:10 in __init__"),
+    edit("all weights frozen", 2, "nn.Linear(dim, 3)\n", "nn.Linear(dim, 3)\n        self.requires_grad_(False)\n",
+         "has no parameter to train: all 8 have requires_grad=False", "net.py:5 in Net"),
     edit("no return", 2, "return self.last(x)", "self.last(x)", "forward returned nothing", "net.py:16 in forward"),
     edit("a detached output", 3, "return self.last(x)", "return self.last(x).detach()",
          "the output of Net.forward has no gradient",
@@ -229,6 +251,8 @@ MODEL = [
          "            x = x @ torch.ones(3, 3)\n", "net.py:16 in forward", argv="checkpoint.every=0"),
 ]  # fmt: skip
 LOSS = [
+    edit("a loss with class weights, made at import", 0, "def my_loss",
+         "weighted = nn.CrossEntropyLoss(weight=torch.ones(3))\n\n\ndef my_loss", "4 of 4", argv="loss=net.weighted"),
     typo("no loss", "loss=own", "Net.forward(x) takes no targets", fix="loss=cross_entropy"),
     edit("a loss for each sample", 2, "cross_entropy(outputs, targets)",
          "cross_entropy(outputs, targets, reduction='none')", "loss=net.my_loss", "of shape [8], not a scalar",
@@ -251,6 +275,7 @@ LOSS = [
          fix="loss=torch.nn.CrossEntropyLoss"),
 ]  # fmt: skip
 OPT = "def my_opt(params):\n    return torch.optim.SGD(params, lr=0.1)\n\n\ndef my_loss"
+RAMP = "schedule=net.ramp ~schedule.warmup_steps"
 OPTIM = [
     edit("an optimizer without a return", 2, "def my_loss", OPT.replace("return ", ""), "optim=net.my_opt:",
          "returned None", "`return` missing", "net.py:40 in my_opt", argv="optim=net.my_opt"),
@@ -265,6 +290,12 @@ OPTIM = [
     edit("an argument of an optimizer without a value", 2, "def my_loss", OPT.replace("params)", "params, lr)"),
          "net.py:39: my_opt(params, lr)", "lr has no value", "optim.lr=…", argv="optim=net.my_opt"),
     typo("a loss as optimizer", "optim=torch.nn.CrossEntropyLoss", "is a loss, not an optimizer"),
+    edit("a schedule without a return", 2, "def my_loss", "def ramp(step, steps):\n    step / steps\n\n\ndef my_loss",
+         "ramp(0, 4) returned None", "`return` missing", "net.py:40 in ramp", argv=RAMP),
+    edit("a schedule that gives 5", 2, "def my_loss", "def ramp(step, steps):\n    return 5.0\n\n\ndef my_loss",
+         "ramp(0, 4) returned 5", "from 0 to 1", "optim.lr=…", "net.py:40 in ramp", argv=RAMP),
+    edit("a schedule that gives the rate", 0, "def my_loss", "def ramp(step, steps):\n    return 1e-3\n\n\ndef my_loss",
+         "warning: schedule=net.ramp returns at most 0.001", "optim.lr=0.001", argv=RAMP),
     typo("an optimizer as schedule", "schedule=torch.optim.Adam ~schedule.warmup_steps", "is an optimizer, not a"),
 ]  # fmt: skip
 OTHERS = [

@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.machinery
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Mapping
@@ -64,7 +65,11 @@ def build(section: Any, trust: Iterable[str] = (), partial: bool = False, **extr
     target = locate(section[TARGET], trust)
     in_conf = bound(section[TARGET])  # conf/ wins: a file cannot turn a `_partial_` target into a call
     if (partial or section.get(PARTIAL)) if in_conf is None else in_conf:
+        if is_module(target) and not settings:  # a loss with tensors, such as class weights
+            return target
         return functools.partial(target, **settings, **extra)
+    if is_module(target):
+        raise made_at_import(section[TARGET], target)
     return target(**settings, **extra)
 
 
@@ -104,12 +109,59 @@ def locate(target: str, trust: Iterable[str] = ()) -> Any:
         near = difflib.get_close_matches(attribute, own, 1, 0.6)
         fix = f"did you mean {module_name}.{near[0]}?" if near else "check the spelling"
         raise bad(TARGET, target, f"{module_name} has no {attribute}", fix)
+    if not callable(found):
+        raise made_at_import(target, found)
+    if is_module(found):  # an object of torch: nothing that this module only imported
+        return found
     # reject names that a trusted module merely imported, e.g. subprocess.Popen
-    home = getattr(found, "__module__", None) or ""
-    names = (home, f"{home}.{getattr(found, '__name__', '')}")
+    defined = found.func if isinstance(found, functools.partial) else found
+    home = getattr(defined, "__module__", None) or ""
+    names = (home, f"{home}.{getattr(defined, '__name__', '')}")
     if not (home.partition(".")[0] == target.partition(".")[0] == "dtrain" or any(allowed(n, trust) for n in names)):
+        if allowed(target, trust) and not own_file(home.partition(".")[0]):
+            raise imported(target, defined, names[1], defined is not found)
         raise untrusted(TARGET, names[1] if own_file(home.partition(".")[0]) else target, trust)
     return found
+
+
+def is_module(thing: Any) -> bool:
+    """Is it an object of torch.nn.Module, and not a class? This file does not import torch."""
+    return not isinstance(thing, type) and any(
+        kind.__module__ == "torch.nn.modules.module" and kind.__name__ == "Module" for kind in type(thing).__mro__
+    )
+
+
+def made_at_import(target: str, found: Any) -> ValueError:
+    """Refuse an object: it is made when its module is imported, before random numbers are seeded, and only once."""
+    module, _, name = target.rpartition(".")
+    kind = "an array" if hasattr(found, "dtype") else f"an object ({type(found).__name__})"
+    rule = f"is {kind} that {module} makes when it is imported, but dtrain calls a class or function to make one"
+    file = getattr(sys.modules.get(module), "__file__", None)
+    lines = Path(file).read_text(encoding="utf-8").splitlines() if file and file.endswith(".py") else []
+    at = next(((i, line) for i, line in enumerate(lines, 1) if re.match(rf"{name}\s*[:=,]", line)), None)
+    made = at[1].partition("=")[2].strip() if at else "…"
+    made = made if at and re.search(r"[\w)\]]$", made) and made.count("(") == made.count(")") else f"{name}"
+    fix = f"def my_{name}(): return {made} at the top level of {module}, and give that name: {module}.my_{name}"
+    if hasattr(found, "param_groups"):
+        kind, example = type(found).__name__, "(named_parameters, lr=…)"
+        known = f"torch.optim.{kind}, the class; or " if type(found).__module__.startswith("torch.optim.") else ""
+        fix = f"{known}def my_{name}(named_parameters): return {kind}{example} at the top level of {module}"
+    error = bad(TARGET, target, rule, fix)
+    if at:
+        error.add_note(f'File "{file}", line {at[0]}, in <module>')
+    return error
+
+
+def imported(target: str, defined: Any, full: str, is_partial: bool) -> ValueError:
+    """Refuse what a trusted module did not define: trust in it does not reach there."""
+    module, public = target.rpartition(".")[0], full
+    for parent in ("torch.optim", "torch.nn", "torch.nn.functional"):  # people know these names
+        short = str(getattr(defined, "__name__", ""))
+        if getattr(sys.modules.get(parent), short, None) is defined:
+            public = f"{parent}.{short}"
+    rule = f"is {'a functools.partial of ' if is_partial else ''}{public}, which {module} only imports"
+    fix = f"{public}, with its arguments as settings; or a function of {module} that calls it"
+    return bad(TARGET, target, rule, fix)
 
 
 def untrusted(key: str, target: str, trust: Iterable[str]) -> ValueError:

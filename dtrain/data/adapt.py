@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dtrain.config.build import build, locate
 from dtrain.config.files import TARGET
+from dtrain.data.check import check_length
 from dtrain.data.collate import Batch, collated, counts_targets, standard, targets_of
 from dtrain.data.fields import Fields
 from dtrain.data.seeding import own_draws, seed_draws
@@ -224,6 +225,7 @@ def adapted(name: str, data: Any, again: Callable[[], Any] | None = None, functi
         assert again is not None, "each process builds a stream itself"
         return Stream(name, with_tensors(data, collate), lambda: with_tensors(again(), collate), collate, notes, reader)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (str, Mapping)):
+        check_length(name, data)
         return Samples(name, data, collate, order, notes, reader)
     if hasattr(type(data), "__getitem__") and not isinstance(data, (str, Mapping)):
         raise without_length(name, type(data))

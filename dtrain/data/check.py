@@ -32,6 +32,7 @@ def dataset_of(data: Any, split: str, section: Mapping[str, Any] | None = None) 
         if is_users(type(dataset)):
             fix = f"add {' and '.join(f'`{METHODS[m]}`' for m in missing)} to {name}"
         raise at_class(bad("data", name_of(data), rule, f"{fix} (docs/your-own.md)"), type(dataset))
+    check_length(name_of(data), dataset)
     if len(dataset) == 0:
         rule = f'the "{split}" split has no samples'
         fix = "train.eval_batches=0, or " if split == "val" else ""
@@ -48,6 +49,18 @@ def dataset_of(data: Any, split: str, section: Mapping[str, Any] | None = None) 
             error = bad("data", name_of(data), rule, f"{fix}check {typed or reads}")
         raise at_return(error, length_of(dataset))
     return dataset
+
+
+def check_length(name: str, data: Any) -> None:
+    """Reject a __len__ that gives no number: Python's own error has no line of the user."""
+    try:
+        len(data)
+    except (TypeError, ValueError) as error:
+        method = getattr(type(data), "__len__", None)
+        if not is_users(method) or (error.__traceback__ and error.__traceback__.tb_next):  # or one in it
+            raise
+        rule = f"{type(data).__name__}.__len__ returned no number of samples ({error})"
+        raise at_return(bad("data", name, rule, "return len(…) of what holds the samples"), method) from error
 
 
 def class_names(data: Any, number: int) -> list[str]:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from dtrain.data.counter_rng import sample_keys
 from dtrain.data.seeding import seed_draws
 from dtrain.errors import CheckpointError, bad
+from dtrain.runs.source_lines import at_return
 from dtrain.util import json_state
 
 log = logging.getLogger("dtrain")
@@ -114,9 +115,20 @@ class Reader:
         is_iterator = hasattr(data, "__next__")
         if state is not None and has_state(data) and not is_iterator:
             data.load_state_dict(json_state.decode(state))
-        self.items, self.data = iter(data), data
+        self.items, self.data = self._iterator(data), data
         if state is not None and has_state(self.items) and (is_iterator or not has_state(data)):
             self.items.load_state_dict(json_state.decode(state))
+
+    def _iterator(self, data: Any) -> Any:
+        try:
+            return iter(data)
+        except TypeError as error:
+            if "non-iterator" not in str(error):
+                raise
+            kind, gave = type(data), str(error).rpartition("type ")[2].strip("'")
+            rule = f"{kind.__name__}.__iter__ returned {'None' if gave == 'NoneType' else f'a {gave}'}, not an iterator"
+            fix = "`yield sample` for each sample in it, or `return iter(samples)`"
+            raise at_return(bad("data", self.stream.name, rule, fix), kind.__iter__) from error
 
     def next(self) -> Any:
         """Return the next sample; at the end of an epoch the first one of the next."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from dtrain.config.files import default_options
+from dtrain.config.source import inherited, likely, spec_of
 from dtrain.errors import bad
-from dtrain.runs.source_lines import at_attribute, at_return
+from dtrain.runs.source_lines import at_attribute, at_class, at_return
 
 
 def check(model: Any, function: Any = None) -> None:
@@ -29,6 +34,10 @@ def check(model: Any, function: Any = None) -> None:
             rule = f"{name} is lazy: it has no shape before forward() runs, and dtrain must know what to divide"
             fix = "a module with all its sizes: nn.Linear(in_features, out_features), not nn.LazyLinear"
             raise at_attribute(bad("model", type(model).__name__, rule, fix), model, name.rpartition(".")[0])
+    for place, wanted in not_trained(model):
+        rule = f"{place} is a tensor with requires_grad, but no Parameter, so it is not trained"
+        fix = f"self.{place.rpartition('.')[2]} = nn.{wanted}(…), or a buffer without requires_grad"
+        raise at_attribute(bad("model", type(model).__name__, rule, fix), model, place)
     known = {id(module) for module in model.modules()}
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
@@ -48,6 +57,74 @@ def check(model: Any, function: Any = None) -> None:
                     rule = f"{place} is a plain {type(value).__name__} of {kind.lower()}s, which are not trained"
                     refused = bad("model", type(model).__name__, rule, f"self.{name} = {wanted}")
                     raise at_attribute(refused, model, place)
+
+
+def not_trained(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the names of tensors that want a gradient, but which no optimizer sees, and what each should be."""
+    for prefix, module in model.named_modules():
+        held = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules")}
+        for name, value in (held | module._buffers).items():
+            items = inside(value) if isinstance(value, (list, tuple, dict)) else (value,)
+            for item in items:
+                wants = isinstance(item, Tensor) and not isinstance(item, nn.Parameter) and item.requires_grad
+                if wants and item.is_leaf:
+                    kinds: dict[type, str] = {list: "ParameterList", tuple: "ParameterList", dict: "ParameterDict"}
+                    yield f"{prefix}.{name}" if prefix else name, kinds.get(type(value), "Parameter")
+                    break
+
+
+def check_trains(model: nn.Module) -> None:
+    """Reject a model without anything to train."""
+    if any(p.requires_grad for p in model.parameters()):
+        return
+    name = type(model).__name__
+    frozen = [weight for weight, _ in model.named_parameters()]
+    rule = "has no parameters, so there is nothing to train"
+    fix = f"layers as attributes: self.layer = nn.Linear(…) in {name}.__init__"
+    if frozen:
+        rule = f"has no parameter to train: all {len(frozen)} have requires_grad=False"
+        fix = f"leave out requires_grad_(False) for some of them, for example {frozen[-1]}"
+    raise at_class(bad("model", name, rule, fix), type(model))
+
+
+def check_reads(model: Any, inputs: Any, targets: Any, choices: Mapping[str, Any]) -> None:
+    """Reject a batch of the user's data that a model of dtrain cannot read, as tokens or images."""
+    name, gives = str(choices.get("model")), f"data={choices.get('data')} gives "
+    shape = f"inputs {list(inputs.shape)} of {inputs.dtype}" if isinstance(inputs, Tensor) else "several inputs"
+    tokens = getattr(model, "vocab_size", None)
+    if not isinstance(inputs, Tensor):
+        wanted = "one tensor"
+    elif tokens and (inputs.dtype not in (torch.int64, torch.int32) or inputs.dim() != 2):
+        wanted = "tokens, whole numbers of shape [batch, places]"
+    elif tokens and getattr(model, "positions", None) is not None and inputs.shape[1] > model.seq_len:
+        rule = f"reads at most {model.seq_len} tokens, and {gives}{shape}"
+        raise bad("model.seq_len", model.seq_len, rule, f"model.seq_len={inputs.shape[1]}")
+    elif tokens and inputs.numel() and not 0 <= int(inputs.min()) <= int(inputs.max()) < tokens:
+        low, high = int(inputs.min()), int(inputs.max())
+        rule = f"reads tokens from 0 to {tokens - 1}, and {gives}{high if low >= 0 else low}"
+        fix = f"model.vocab_size={high + 1}, or more" if low >= 0 else "tokens from 0"
+        raise bad("model.vocab_size", tokens, rule, fix)
+    elif not tokens and (inputs.dim() != 4 or not inputs.is_floating_point()):
+        wanted = "images, floating point of shape [batch, channels, height, width]"
+    else:
+        return
+    is_default = name == default_options()["model"]
+    rule = f"reads {wanted}, and {gives}{shape}" + (": it is the default, if no model is named" if is_default else "")
+    module = str(choices.get("data")).rpartition(".")[0]
+    spec = spec_of(module)
+    own = likely("model", Path(spec.origin)) if spec and spec.origin and spec.origin.endswith(".py") else []
+    first = f"model={module}.{own[0]}{needed_loss(f'{module}.{own[0]}', targets, choices)}" if own else ""
+    first = first or "name yours, model=MODULE.NAME"
+    raise bad("model", name, rule, f"{first}; or data that it reads (docs/models.md)")
+
+
+def needed_loss(model: str, targets: Any, choices: Mapping[str, Any]) -> str:
+    """Return the loss to type beside a model that takes only inputs."""
+    forward = inherited(model, "forward")
+    takes_one = isinstance(forward, ast.FunctionDef) and len(forward.args.args) == 2 and not forward.args.vararg
+    if choices.get("loss") != "own" or not takes_one or not isinstance(targets, Tensor) or not targets.numel():
+        return ""
+    return " loss=mse" if targets.is_floating_point() else " loss=cross_entropy"
 
 
 def inside(value: Any) -> Iterator[Any]:

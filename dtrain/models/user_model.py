@@ -43,6 +43,7 @@ def construct(build: Callable[[], nn.Module], seed: int, function: Any = None) -
         why = f"{type(error).__name__}: {error}"
     if why:
         model = on_cpu(build, seed)  # errors that occur on every device are raised here
+        check_model.check(model, function)
         log.info("the model cannot be built on the meta device, so it was built on the CPU first (%s)", why)
         to_meta(model)
     return model

@@ -19,7 +19,7 @@ from dtrain.report.evidence import Evidence, last_error, line_of, metrics_before
 from dtrain.runs.folder import latest_checkpoint, newest_step, read_json
 from dtrain.runs.protocol import BAD_CONFIG, HANG_FILE, POSITION_FILE
 from dtrain.runs.record import Record
-from dtrain.ui.console import can_resume, next_commands, skipped_text
+from dtrain.ui.console import can_resume, next_commands, skipped_text, used
 from dtrain.util.format import as_dict, finite
 
 AGAIN = "Starting again resumes from {origin}."
@@ -77,6 +77,7 @@ CAUSES = {
     "time": Cause("The job's time was up.", AGAIN),
     "start": Cause(UNKNOWN, AGAIN),
     "died": Cause(UNKNOWN, AGAIN),
+    "object": Cause("No line of yours is in its traceback, but it came up while dtrain used what you gave it.", SAME),
     "dtrain": Cause("No line of yours is involved: it may be a bug in dtrain or in a library.", SAME),
     "unknown": Cause(UNKNOWN, AGAIN),
 }
@@ -252,6 +253,7 @@ def classify(
         (kind == "launch", "start", "The program that starts the ranks failed before any rank reported an error."),
         (failure.get("where"), "code", f"{{who}} failed with {kind}{where}: {says}."),
         (FIX in message, "code", f"{{who}} failed with {kind}: {says}."),  # a mistake that dtrain knows
+        (used(failure), "object", f"{{who}} failed with {kind}: {says}. dtrain was using {'; '.join(used(failure))}."),
         (own is not None or failure.get("traceback"), "dtrain", f"{{who}} failed with {kind}: {says}."),
     ):  # fmt: skip
         if matches:

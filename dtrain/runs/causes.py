@@ -24,6 +24,15 @@ INJECTED = str(Path(__file__).parents[1] / "faults" / "inject.py")
 RAISE = opmap["RAISE_VARARGS"]
 MOST_FRAMES = 4  # of the user's code that are shown
 LONGEST = 200  # characters of a line that are shown
+# A folder of dtrain that calls objects of the user: the groups that make them.
+GROUPS_OF = {
+    "data": ("data",),
+    "optim": ("optim", "schedule"),
+    "models": ("model", "loss"),
+    "kernels": ("model", "loss"),
+    "strategies": ("model", "loss", "optim", "schedule", "strategy"),
+    "loggers": ("logger",),
+}
 FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')  # in a traceback that is text
 
 
@@ -84,6 +93,21 @@ def own_frames(error: BaseException) -> list[dict[str, Any]]:
             names = ("file", "line", "function", "text")
             return [dict(zip(names, (*frame, text), strict=True)) for frame, text in zip(shown, texts, strict=True)]
     return []
+
+
+def groups_of(error: BaseException) -> list[tuple[str, ...]]:
+    """Return which groups' objects dtrain was using when an error came up, the innermost call first."""
+    package = f"{Path(__file__).parent.parent}/"
+    found: list[tuple[str, ...]] = []
+    for one in chain(error):
+        files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(one.__traceback__)]
+        files += [place[0] for text in getattr(one, "__notes__", []) for place in FRAME.findall(text)]
+        for file in reversed(files):
+            folder, _, rest = file.removeprefix(package).partition("/")
+            groups = ("hooks",) if folder == "train" and rest.startswith("hook") else GROUPS_OF.get(folder)
+            if file.startswith(package) and groups and groups not in found:
+                found.append(groups)
+    return found
 
 
 def is_users_file(path: str) -> bool:

@@ -27,14 +27,15 @@ from torch import Tensor
 
 import dtrain
 from dtrain.config import run_file
-from dtrain.config.files import SEVERAL
+from dtrain.config.files import GROUPS, SEVERAL, TARGET
 from dtrain.config.redaction import hide
 from dtrain.errors import bad
-from dtrain.runs import causes
+from dtrain.runs import causes, source_lines
 from dtrain.runs.folder import write_json
 from dtrain.runs.protocol import ELASTIC, STOP_FILE, STOP_SIGNALS, note_leave
 from dtrain.train.hints import hint
 from dtrain.util import collective, disk_space
+from dtrain.util.format import short_path
 
 log = logging.getLogger("dtrain")
 VOTE_S = 0.1  # approximate seconds between stop votes; callers tolerate a few seconds
@@ -231,10 +232,32 @@ def as_typed(text: str, run_dir: Path) -> str:
         choices = run_file.load(run_dir).get("choices", {}) if found else {}
         own = {k: v for k, v in choices.items() if k not in SEVERAL and isinstance(v, str) and "." in v}
         # an error of an import names the target alone
-        group = next((found[1] or k for k, v in own.items() if k == found[1] or v == found[2]), "") if found else ""
+        named = found[1] if found and found[1] != TARGET else None
+        group = next((named or k for k, v in own.items() if k == named or v == found[2]), "") if found else ""
         if found and group in own:
             return f"{group}={own[group]}: {text[found.end() :]}"
     return text
+
+
+def objects_of(run_dir: Path, error: BaseException) -> list[str]:
+    """Return what of the user's dtrain was using, as data=net.points, net.py:12: of an error without a line of it."""
+    with contextlib.suppress(Exception):  # the error itself is what matters
+        choices = run_file.load(run_dir).get("choices", {})
+        own: dict[str, list[str]] = {}
+        for group, chosen in choices.items():
+            names = str(chosen).strip("[]").split(",")
+            own[group] = [name for name in map(str.strip, names) if "." in name and not name.startswith("dtrain.")]
+        own = {group: names for group, names in own.items() if names and group in GROUPS}
+        used = next((groups for groups in causes.groups_of(error) if own.keys() & {*groups}), tuple(own))
+        return [described(group, name) for group in used for name in own.get(group, ())]
+    return []
+
+
+def described(group: str, name: str) -> str:
+    """Return `data=net.points, net.py:12`."""
+    module, _, attribute = name.rpartition(".")
+    found = source_lines.source(getattr(sys.modules.get(module), attribute, None))
+    return f"{group}={name}" + (f", {short_path(Path(found[0]))}:{found[1].lineno}" if found else "")
 
 
 def report_failure(run_dir: Path, rank: int, error: BaseException, exit_code: int) -> None:
@@ -243,7 +266,7 @@ def report_failure(run_dir: Path, rank: int, error: BaseException, exit_code: in
     note = {
         "time": time.time(), "rank": rank, "type": type(error).__name__, "exit_code": exit_code,
         "message": message(error, run_dir), "where": causes.own_line(error),
-        "frames": causes.own_frames(error),
+        "frames": (frames := causes.own_frames(error)), "objects": [] if frames else objects_of(run_dir, error),
         "lost_peer": causes.is_lost_peer(error), "change": getattr(error, "change", {}),
         "log": f"logs/rank-{rank}.log", "traceback": "".join(traceback.format_exception(error)),
     }  # fmt: skip

@@ -29,7 +29,9 @@ from dtrain.data.loader import Loader
 from dtrain.data.stream_loader import StreamLoader
 from dtrain.errors import CheckpointError, bad
 from dtrain.models.calling import shifts_labels
+from dtrain.models.check_model import check_reads, check_trains
 from dtrain.optim import build as optimizers
+from dtrain.optim.schedule import checked
 from dtrain.runs.best import METRICS, check_split
 from dtrain.runs.folder import newest_metrics, predicted, read_json, write_json
 from dtrain.runs.metrics import OWN, own_names
@@ -157,11 +159,16 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver, time
     data_identity = process.check_same_start(folder, train_set, val_set)
     epochs, per_epoch = cfg.train.get("epochs"), samples_of(train_set)
     cfg.train["steps"] = run_length.steps_of(cfg.train, per_epoch, name_of(train_set))
+    warnings = [*of_few_samples(cfg, per_epoch, world_size)]
     times.done("data")
     model = models.make(cfg, trust)  # on the meta device: the strategy decides which shard each rank holds
     models.set_num_targets(model, train_set, val_set)
+    check_trains(model)
     precision = build(cfg.precision, trust)
     schedule = build(cfg.schedule, trust, partial=True, steps=cfg.train.steps)
+    if not cfg.schedule[TARGET].startswith("dtrain."):
+        schedule, small = checked(schedule, cfg.schedule[TARGET], cfg.train.steps)
+        warnings += small
     chosen: Strategy = build(cfg.strategy, trust)
     strategy = chosen.for_world(world_size)
     if strategy is not chosen:
@@ -200,6 +207,8 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver, time
         train_data = Loader(train_set, batch_size, *of_rank, **reading)
     sample = train_data.sample()
     begin_compile_cache(cfg, strategy, sample)
+    if type(model).__module__.startswith("dtrain.") and not cfg.data[TARGET].startswith("dtrain."):
+        check_reads(model, *sample, cfg.choices)
     check_batch(model, strategy, *sample, train_set, cfg.loss[TARGET])
     validation, evaluated = None, {"of": 0} if cfg.train.eval_batches else {}  # no such split; not asked for
     if val_set is not None:
@@ -243,12 +252,14 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver, time
         "total_steps": cfg.train.steps, "steps": step, "train_loss": None, "val_loss": None,
         "val_accuracy": None, "evaluated": evaluated, "predicted": predicted(folder),
         "versions": metrics.versions(device),
-        **({"ended_by": hooks.ended} if hooks.ended else {}),
+        **({"ended_by": hooks.ended} if hooks.ended else {}), **({"warnings": warnings} if warnings else {}),
     }  # fmt: skip
     if origin := ownership.forked_from(folder / "checkpoints"):
         summary["forked_from"] = origin
     recorder = Recorder(folder, step) if rank == 0 else None
     if recorder:
+        for line in warnings:
+            log.warning("%s", line)
         if step == last_step:  # the run saved its last step but ended before writing its summary
             summary |= newest_metrics(folder)
         write_json(folder / "summary.json", summary)
@@ -279,6 +290,20 @@ def check_epochs(folder: Path, cfg: Settings, step: int) -> None:
     if dist.get_rank() == 0:
         for line in run_length.of_warmup(cfg, cfg.train.steps):
             log.warning(line)
+
+
+def of_few_samples(cfg: Settings, num_samples: int | None, world_size: int) -> Iterator[str]:
+    """Warn of data that are less than one batch: each step then reads a sample several times."""
+    size, group = cfg.train.global_batch_size, world_size if cfg.train.micro_batch_size is None else 0
+    if num_samples is None or not 0 < num_samples < size:
+        return
+    has = f"{num_samples} sample{'s' * (num_samples != 1)}"
+    fitting = num_samples // group * group if group else 0
+    fix = f"train.global_batch_size={fitting}, or more samples" if fitting else "more samples, or a smaller batch"
+    yield (
+        f"data={cfg.choices.get('data')} has {has}, fewer than a batch of train.global_batch_size={size}: each step "
+        f"repeats samples, {size / num_samples:.3g} epochs in all; fix: {fix}"
+    )
 
 
 def samples_of(dataset: Any) -> int | None:

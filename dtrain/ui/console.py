@@ -308,7 +308,14 @@ def places(failure: dict[str, Any]) -> list[str]:
     for frame in map(as_dict, frames if isinstance(frames, list) else []):
         lines.append(f"{short_path(Path(str(frame.get('file'))))}:{frame.get('line')} in {frame.get('function')}")
         lines += [f"    {frame['text']}"] if frame.get("text") else []
-    return lines or ([str(failure["where"])] if failure.get("where") else [])
+    lines = lines or ([str(failure["where"])] if failure.get("where") else [])
+    return lines or used(failure)
+
+
+def used(failure: dict[str, Any]) -> list[str]:
+    """What of the user's dtrain was using, as data=net.points, net.py:12: of an error without a line of it."""
+    objects = failure.get("objects")
+    return [clean(one) for one in objects if isinstance(one, str)] if isinstance(objects, list) else []
 
 
 def _say_failure(console: Console, run_dir: Path, failure: dict[str, Any]) -> None:
@@ -326,6 +333,6 @@ def _say_failure(console: Console, run_dir: Path, failure: dict[str, Any]) -> No
     for line in [line for line in message.splitlines() if line.strip()][-5:]:
         say(console, label(""), line)
     for i, line in enumerate(places(failure)):
-        say(console, (label("" if i else "at"), "dim"), line)
+        say(console, (label("" if i else "using" if line in used(failure) else "at"), "dim"), line)
     if failure.get("log"):
         say(console, (label("log"), "dim"), short_path(run_dir / str(failure["log"])))

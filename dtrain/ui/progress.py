@@ -110,7 +110,7 @@ class Monitor:
         self.summary: dict[str, Any] = {}
         self.header: list[tuple[str, str]] = []
         self.row: dict[str, Any] = {}  # the newest metrics line
-        self.warned: Any = None  # of weights without a gradient
+        self.warned: list[str] = []  # the ranks' warnings that are on the screen
         self.evaluation = ""  # the newest one; in a notebook it belongs to the live line
         self.printed: dict[str, Any] = {}  # the newest printed one (plain output)
         self.printed_at = 0.0
@@ -220,9 +220,11 @@ class Monitor:
             self.header = header
             for label, text in header:
                 say(self.console, (f"{label:<10}", "dim"), text)
-        if summary.get("unused") not in (None, self.warned):
-            self.warned = summary["unused"]
-            self.message(f"warning: {self.warned}")
+        found = summary.get("warnings")
+        for warning in [*(found if isinstance(found, list) else ()), *filter(None, [summary.get("unused")])]:
+            if str(warning) not in self.warned:
+                self.warned.append(str(warning))
+                self.message(f"warning: {warning}")
 
     @staticmethod
     def _signature(path: Path) -> tuple[int, int, int] | None:

@@ -244,7 +244,7 @@ def test_a_stopped_run_goes_on_exactly_and_another_strategy_follows(model: str, 
 
 def test_our_models_take_no_dicts(tmp_path: Path) -> None:
     run = own_run(tmp_path / "run", 1, "model=gpt2-tiny", f"data={ME}.Dicts", code=2)
-    assert "dtrain's models take one tensor" in (run / "logs" / "rank-0.log").read_text()
+    assert "model=gpt2-tiny: reads one tensor" in (run / "logs" / "rank-0.log").read_text()
 
 
 def test_validation_reads_what_its_own_sampler_reads() -> None:

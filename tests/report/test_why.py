@@ -31,6 +31,7 @@ CASES = [
     (failure("RuntimeError", "shapes do not fit", where=USERS), "code", 1),
     (failure("ConnectionResetError", "[Errno 104] Connection reset by peer", where=USERS), "code", 1),
     (failure("AttributeError", "'NoneType' object has no attribute 'x'"), "dtrain", 1),
+    (failure("TypeError", "'Loader' object is not callable", objects=["data=net.Points, net.py:3"]), "object", 1),
     (failure("IndexError", "loss=cross_entropy: targets are 0 to 7\n  fix: as many outputs as classes"), "code", 1),
     (
         failure("hang", "no progress for 31s: 3 of 4 ranks wait in all_reduce 812; rank 1 is in my.py:8, in f"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from dtrain.data.adapt import Arrays
 from dtrain.train import process
 from tests.world import spawn
 
@@ -171,3 +173,28 @@ def test_an_allocation_larger_than_the_machine_needs_a_smaller_model(tmp_path: P
     assert "\n  fix: a smaller model or batch: this allocation alone is " in process.message(caught.value, tmp_path)
     small = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes")
     assert "fix: " not in process.message(small, tmp_path), "then other processes have the memory"
+
+
+def of_the_user() -> None:
+    """Stands for what data= names."""
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"data": f"{__name__}.of_the_user", "model": "net.Net"}, [f"data={__name__}.of_the_user"]),
+        ({"data": "mnist", "model": "net.Net"}, ["model=net.Net"]),
+        ({"data": "mnist", "model": "gpt2-tiny"}, []),
+    ],
+)
+def test_an_error_in_dtrain_names_the_object_that_it_used(
+    tmp_path: Path, choices: dict[str, str], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text(f"choices: {json.dumps(choices)}\n")
+    with pytest.raises(TypeError) as caught:
+        Arrays("net.points", (None,))
+    error = caught.value.with_traceback(caught.value.__traceback__.tb_next)  # without this file
+    found = process.objects_of(tmp_path, error)
+    assert [one.partition(", ")[0] for one in found] == words
+    assert all(f"test_process.py:{of_the_user.__code__.co_firstlineno}" in one for one in found if "of_the" in one)
