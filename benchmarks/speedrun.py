@@ -10,9 +10,10 @@ same release of Python has it, and its hash is printed. 5% of the files are held
 files of another folder.
 
 Rates: with --lrs each contestant first tries these peak rates, each for a quarter of its steps, with a seed that is not
-in the contest, and takes the best one. Then the target is fixed: --target, or the loss that the first contestant has at
-its end with that seed, plus 0.01 and rounded up to 0.01. Each contestant then trains once with each seed, with the
-number of steps that CONTESTANTS gives it and a whole cosine schedule over them.
+in the contest, and takes the best one (`AdamW=2.5e-4` is for that contestant alone). Then the target is fixed:
+--target, or the loss that the first contestant has at its end with that seed, plus 0.01 and rounded up to 0.01. Each
+contestant then trains once with each seed, with the number of steps that CONTESTANTS gives it and a whole cosine
+schedule over them.
 
 The clock is the number of steps times the seconds of one step. Those are measured apart, alone on the GPU, in blocks of
 steps that take turns in one process (turns.py): compilation and evaluations are not in them, and neither is whatever
@@ -235,6 +236,11 @@ def draw(content: Row) -> str:
     return "\n".join([*drawn, "</svg>", ""])
 
 
+def rates_of(name: str, words: list[str]) -> list[float]:
+    """The rates that a contestant tries."""
+    return [float(rate) for of, _, rate in (word.rpartition("=") for word in words) if of in ("", name)]
+
+
 def ticks(low: float, high: float) -> list[float]:
     """About five round numbers."""
     rough = (high - low) / 5
@@ -247,7 +253,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="of the first contestant")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--lrs", type=float, nargs="*", default=[], help="peak rates to try first")
+    parser.add_argument("--lrs", nargs="*", default=[], metavar="[NAME=]LR", help="peak rates to try first")
     parser.add_argument("--together", type=int, default=1, help="runs at a time; steps are timed alone")
     parser.add_argument("--target", type=float, help="a validation loss; default: from a pilot")
     parser.add_argument("--only", nargs="*", choices=list(CONTESTANTS), metavar="NAME", help="contestants")
@@ -299,7 +305,8 @@ def contest(content: Row, names: list[str], corpus: Path, ends: float, options: 
         return row
 
     with ThreadPoolExecutor(options.together) as pool:
-        tasks = [(name, PILOT_SEED, lr, max(1, steps[name] // 4)) for name in names for lr in options.lrs]
+        pairs = [(name, lr) for name in names for lr in rates_of(name, options.lrs)]
+        tasks = [(name, PILOT_SEED, lr, max(1, steps[name] // 4)) for name, lr in pairs]
         content["tried"] = [row for row in pool.map(run, tasks) if "error" not in row]
         rates = dict.fromkeys(names, LR)
         for name in names:
