@@ -160,6 +160,12 @@ OPTIONS_ELSEWHERE = {
         "loss=cross_entropy": "ce xent nll crossentropy cross-entropy crossentropyloss softmax_cross_entropy "
         "categorical_crossentropy sparse_categorical_crossentropy",
         "loss=mse": "mseloss l2 mean_squared_error mse_loss",
+        "loss=torch.nn.L1Loss": "mae l1 l1loss l1_loss maeloss mae_loss mean_absolute_error",
+        "loss=torch.nn.SmoothL1Loss": "smoothl1 smooth-l1",
+        "loss=torch.nn.BCEWithLogitsLoss": "bce bceloss bce_loss bcewithlogits bce_with_logits sigmoid_cross_entropy "
+        "binary_cross_entropy binary_crossentropy binarycrossentropy binary_cross_entropy_with_logits binary",
+        "loss=torch.nn.KLDivLoss": "kl kldiv kl_div kl_divergence",
+        "loss=torch.nn.MultiMarginLoss": "hinge hinge_loss",
         "loss=own": "none model",
     },
     "model": {

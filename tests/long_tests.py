@@ -174,6 +174,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "no-samples", "NaN-in-one-sample", "layers-in-a-plain-list", "a-detached-output", "a-misspelt-argument",
         "an-optimizer-without-a-return", "a-schedule-that-gives-5", "fewer-samples-than-a-batch",
         "a-data-set-that-is-made-at-import", "no-model-for-own-data",
+        "a-loss-as-a-number", "a-model-with-a-loss-of-its-own", "no-targets",
         "an-unused-layer-on-two-ranks", "a-weight-that-forward-makes", "a-forward-that-needs-targets",
     ),
     # recipes: each composes and shows its command; these also train

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,13 @@ from dtrain.checks.validate import validate
 from dtrain.config import run_length
 from dtrain.config.files import is_script
 from dtrain.config.hardware import count_cores, count_gpus
+from dtrain.config.source import inherited, place, source_of
 
+TRUE = ("target", "targets", "label", "labels", "y", "y_true", "true", "truth", "gt", "ground_truth")
+PREDICTED = (
+    "output", "outputs", "out", "pred", "preds", "y_pred", "prediction", "predictions", "predicted", "logits", "scores",
+    "y_hat", "yhat",
+)  # fmt: skip
 CROWDED = 8  # ranks on a core; so many still start in seconds, e.g. to try tp=4 pp=2 on a small machine
 
 
@@ -18,6 +25,22 @@ def warnings(config: dict[str, Any]) -> Iterator[str]:
     if not is_script(config) and (steps := config["train"]["steps"]):  # the ranks know those of train.epochs
         yield from run_length.of_warmup(config, steps)
     yield from of_crowding(config)
+    yield from of_loss(config)
+
+
+def of_loss(config: dict[str, Any]) -> Iterator[str]:
+    """A loss whose arguments are named the other way round: one that raises is refused by the ranks."""
+    target = config["loss"]["_target_"]
+    if is_script(config) or target.startswith(("dtrain.", "torch.")):
+        return
+    function = source_of(target)
+    if isinstance(function, ast.ClassDef):
+        function = method if isinstance(method := inherited(target, "forward"), ast.FunctionDef) else None
+    names = [a.arg for a in function.args.args if a.arg != "self"] if isinstance(function, ast.FunctionDef) else []
+    if function is not None and len(names) > 1 and names[0].lower() in TRUE and names[1].lower() in PREDICTED:
+        where = f"{place(target, function)}: {function.name}({', '.join(names)})"
+        fix = f"fix, if they differ: def {function.name}({names[1]}, {names[0]})"
+        yield f"loss={target}: {where} gets the outputs first, and then the targets; {fix}"
 
 
 def of_crowding(config: dict[str, Any]) -> Iterator[str]:

@@ -21,6 +21,7 @@ from dtrain.data.fields import TARGETS, Fields, has_targets
 from dtrain.errors import bad
 from dtrain.models import losses
 from dtrain.runs.source_lines import at_def, at_return
+from dtrain.util.format import kind_of
 
 log = logging.getLogger("dtrain")
 MOST_INPUTS = 8  # arguments for which a message writes a forward(); more are numbers of one input
@@ -118,8 +119,11 @@ def plain(targets: Any) -> Any:
     return targets.values if isinstance(targets, Fields) else targets
 
 
-def loss_in(model: Any, outputs: Any, name: str) -> Tensor:
-    """Return the loss in what a model returned; in evaluation followed by its parts, if it is a sum of several."""
+def loss_in(model: Any, outputs: Any, key: str = "model", name: str = "", function: Any = None) -> Tensor:
+    """Return the loss in what a model or a loss returned; in evaluation followed by the parts that it is a sum of.
+
+    key, name, function: the setting, and the user's function that returned it, for messages.
+    """
     if isinstance(outputs, Tensor):
         return outputs
     found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
@@ -138,8 +142,29 @@ def loss_in(model: Any, outputs: Any, name: str) -> Tensor:
         numbers = [part for part in outputs if isinstance(part, Tensor) and part.dim() == 0]
         if numbers and (len(numbers) == 1 or numbers[0] is outputs[0]):
             return numbers[0]
-    kind = f"a dict with {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else type(outputs).__name__
-    raise bad("loss", "own", f"{name}.forward returned {kind}, without a loss", FIX)
+    if is_number(found):
+        raise losses.without_gradient(key, name, f"its loss is {kind_of(found)}, which has no gradient", function)
+    kind = f"a dict with {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else kind_of(outputs)
+    kind = "None: is a `return` missing?" if outputs is None else f"{kind}, without a loss"
+    raise at_return(bad(key, name, f"{'forward ' * (key == 'model')}returned {kind}", FIX), function)
+
+
+def is_number(value: Any) -> bool:
+    """Is it a number, or an array of numpy, where a tensor is needed?"""
+    return isinstance(value, (int, float)) or type(value).__module__ == "numpy"
+
+
+def lacks_gradient(model: nn.Module, value: Any) -> bool:
+    """In a step of the training: does a tensor depend on none of the weights, though some are trained?"""
+    if not isinstance(value, Tensor) or value.requires_grad or not torch.is_grad_enabled() or not model.training:
+        return False
+    return any(p.requires_grad for p in model.parameters())
+
+
+def without_gradient(model: nn.Module, what: str) -> ValueError:
+    """Return the error of outputs, or of a model's own loss, that lack a gradient."""
+    name, function = type(model).__name__, type(model).forward
+    return losses.without_gradient("model", name, f"{what} of {name}.forward has no gradient", function)
 
 
 def scores(outputs: Any) -> Any:
@@ -182,6 +207,14 @@ def own_loss(model: nn.Module) -> Callable[..., Any]:
             return call(own, inputs)
         if shifts and isinstance(inputs, Tensor):  # our targets are not the inputs: each is that of its own place
             return losses.cross_entropy(scores(call(own, inputs)), targets)
-        return loss_in(self, call(own, inputs, targets), name)
+        returned = call(own, inputs, targets)
+        if is_number(returned):
+            raise losses.without_gradient(
+                "model", name, f"forward returned {kind_of(returned)}, which has no gradient", type(self).forward
+            )
+        loss = loss_in(self, returned, "model", name, type(self).forward)
+        if not torch.compiler.is_compiling() and lacks_gradient(self, loss):
+            raise without_gradient(self, "the loss")
+        return loss
 
     return forward

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dtrain.errors import bad
+from dtrain.runs.source_lines import at_def, at_return, gradient_cuts
 from dtrain.util.format import kind_of
 
 if TYPE_CHECKING:
@@ -96,6 +97,45 @@ def call(loss: Any, name: str, outputs: Any, targets: Any, **more: bool) -> Any:
         raise better from error
 
 
+def call_own(loss: Any, name: str, outputs: Any, targets: Any, **more: bool) -> Any:
+    """Return loss(outputs, targets) of the user; if it works with its arguments swapped, that was the mistake."""
+    try:
+        return loss(outputs, targets, **more)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        function = getattr(loss, "forward", getattr(loss, "func", loss))
+        if "numpy() on Tensor" in str(error):  # torch's advice there is detach()
+            raise without_gradient("loss", name, "numpy computes no gradient", function) from error
+        if "\n  fix: " in str(error) or not works(loss, targets, outputs, **more):
+            raise
+        rule = "fails as it is called, with the outputs first and then the targets, and works with the two swapped"
+        first = "self, " if hasattr(loss, "forward") else ""
+        fix = f"swap its arguments: def {getattr(function, '__name__', name)}({first}outputs, targets)"
+        raise at_def(bad("loss", name, rule, fix), function) from error
+
+
+def works(loss: Any, *arguments: Any, **more: bool) -> bool:
+    import torch
+
+    try:
+        with torch.no_grad():
+            value = loss(*arguments, **more)
+    except Exception:
+        return False
+    return isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+def without_gradient(key: str, name: str, what: str, function: Any) -> ValueError:
+    """Return the error of a loss or of outputs that depend on no weight. function: made what is without a gradient."""
+    cuts, counts, line = gradient_cuts(function)
+    where = f" in line {line}" if line else ""
+    fix = "compute it from the weights: without .detach(), .item(), .numpy(), torch.no_grad() and torch.tensor(…)"
+    if cuts:
+        fix = f"leave out {' and '.join(cuts)}{where}" + ", and compute with torch" * (".numpy()" in cuts)
+    elif counts:
+        fix = f"{' and '.join(counts)}{where} only count: loss=cross_entropy, and the count as a metric of a hook"
+    return at_return(bad(key, name, f"{what}, so nothing would be trained", fix), function)
+
+
 def check_pairs(name: str, outputs: Any, targets: Any) -> None:
     """Reject different shapes: a loss in NUMBERS would only warn, and broadcast one of them."""
     if hasattr(outputs, "shape") and hasattr(targets, "shape") and outputs.shape != targets.shape:
@@ -138,7 +178,7 @@ def takes_classes(outputs: Tensor, targets: Tensor) -> bool:
     return targets.shape == shape and not targets.is_floating_point()
 
 
-def out_of_range(loss: Any, name: str, outputs: Tensor, targets: Tensor) -> IndexError | None:
+def out_of_range(loss: Any, name: str, outputs: Tensor, targets: Tensor) -> ValueError | None:
     """Return the error of class numbers for which there is no score."""
     second = outputs.dim() > 2 and targets.shape != outputs.shape[:-1]
     scores, left_out = outputs.shape[1 if second else -1], getattr(loss, "ignore_index", IGNORED)
@@ -153,10 +193,10 @@ def out_of_range(loss: Any, name: str, outputs: Tensor, targets: Tensor) -> Inde
     elif low == 1 and high == scores:
         fix = "give class numbers that start at 0"
     else:
-        fix = f"as many outputs as there are classes: {high + 1} or more; or check the targets"
+        fix = f"as many outputs as the data have classes, which are {high + 1} or more: this batch has class {high}"
     shapes = f"outputs are {described(outputs)} and targets {described(targets)}"
     rule = f"targets are {low} to {high}, but the model gives {scores} scores, for the classes 0 to {scores - 1}"
-    return IndexError(f"loss={name}: {rule} ({shapes})\n  fix: {fix}")
+    return bad("loss", name, f"{rule} ({shapes})", fix)
 
 
 def described(tensor: Tensor) -> str:

@@ -23,6 +23,7 @@ from dtrain.errors import bad
 from dtrain.models import calling, check_model, losses
 from dtrain.models.layers import eval_metrics
 from dtrain.runs.source_lines import at_return
+from dtrain.util.format import kind_of
 from dtrain.util.meta_device import on_meta
 
 log = logging.getLogger("dtrain")
@@ -147,12 +148,19 @@ def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
         mode = {"training": self.training} if knows_mode else {}
         if has_pairs:  # also under compile, where it costs nothing in a step
             losses.check_pairs(name, outputs, targets)
-        if is_known and not torch.compiler.is_compiling():
-            value = losses.call(loss, name, outputs, targets, **mode)
-        else:  # an error has the user's own line
+        if torch.compiler.is_compiling():
             value = loss(outputs, targets, **mode)
+        else:
+            value = (losses.call if is_known else losses.call_own)(loss, name, outputs, targets, **mode)
+            own = getattr(function, "forward", function)
+            if calling.is_number(value):
+                raise losses.without_gradient("loss", name, f"returned {kind_of(value)}, which has no gradient", own)
+            if calling.lacks_gradient(self, value):
+                if calling.lacks_gradient(self, outputs):
+                    raise calling.without_gradient(self, "the output")
+                raise losses.without_gradient("loss", name, "what it returns has no gradient", own)
         if not isinstance(value, Tensor):
-            return calling.loss_in(self, value, name)
+            return calling.loss_in(self, value, "loss", name, getattr(function, "forward", function))
         if value.shape != ((1 + len(metrics),) if metrics and not self.training else ()):
             rule = f"returned a tensor of shape {list(value.shape)}, not a scalar"
             refused = bad("loss", name, rule, "return the mean over the targets")

@@ -82,6 +82,7 @@ def is_own(place: Any, name: str) -> bool:
 def source(thing: Any) -> tuple[str, ast.ClassDef | Function] | None:
     """The file and the syntax tree, with the file's line numbers; None unless a file of the user defines it."""
     try:
+        thing = inspect.unwrap(thing)  # under @torch.no_grad()
         file = inspect.getsourcefile(thing)
         if file is None or not is_users_file(file):
             return None
@@ -93,6 +94,38 @@ def source(thing: Any) -> tuple[str, ast.ClassDef | Function] | None:
         return None  # a lambda, also in a decorator
     ast.increment_lineno(tree, first - 1)
     return file, tree
+
+
+CUTS = ("detach", "data", "item", "numpy", "tolist", "tensor", "as_tensor", "no_grad", "inference_mode", "float", "int")
+COUNTS = ("argmax", "argmin", "argsort", "topk", "long", "bool", "round", "sign", "eq")
+
+
+def gradient_cuts(function: Any) -> tuple[list[str], list[str], int]:
+    """What cuts the gradient in a function of the user: as `.item()`; what only counts, as `.argmax()`; the line of the
+    first of them, 0 if there is none."""
+    found = source(function)
+    names: dict[str, str] = {}
+    line = 0
+    for node in ast.walk(found[1]) if found else ():
+        name, text = "", ""
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            name, text = (
+                node.func.attr,
+                f"{'torch' * of_torch}.{node.func.attr}({'…' * (node.func.attr.endswith('tensor'))})",
+            )
+            name = "" if name in ("float", "int", "data") else name  # x.float() keeps the gradient
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            name, text = node.func.id, f"{node.func.id}(…)"
+        elif isinstance(node, ast.Attribute) and node.attr == "data":
+            name, text = "data", ".data"
+        elif isinstance(node, ast.Compare):
+            name, text = "eq", "comparisons"
+        if name in (*CUTS, *COUNTS):
+            names[text] = name
+            line = line or getattr(node, "lineno", 0)
+    cuts = [text for text, name in names.items() if name in CUTS]
+    return cuts, [text for text, name in names.items() if name in COUNTS], line
 
 
 def own_nodes(tree: ast.AST) -> Iterator[ast.AST]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
+import traceback
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,8 +18,9 @@ from dtrain.config.build import locate
 from dtrain.config.files import TARGET
 from dtrain.data.check import reader_of
 from dtrain.data.loader import Loader
-from dtrain.models import calling
-from dtrain.runs.source_lines import at_return
+from dtrain.errors import bad
+from dtrain.models import calling, losses
+from dtrain.runs.source_lines import at_def, at_return
 from dtrain.strategies.ddp import DDP
 from dtrain.train.process import log
 
@@ -27,7 +30,6 @@ if TYPE_CHECKING:
 OF_THE_BATCH = re.compile(r"and targets \[.*\n  fix: give |has NaN or Inf in its (inputs|targets)")
 NO_GRADIENT = re.compile(r"element 0 of tensors does not require grad")
 IN_PLACE = re.compile(r"modified by an inplace operation")
-CUTS = "look for .detach(), .item(), torch.no_grad() or torch.tensor(…) there"
 
 
 @contextlib.contextmanager
@@ -35,7 +37,7 @@ def explained(run: Run) -> Iterator[None]:
     """Add to an error what a second look at the step finds."""
     try:
         yield
-    except (RuntimeError, IndexError, ValueError) as error:
+    except (RuntimeError, IndexError, ValueError, TypeError, KeyError, AttributeError) as error:
         found = None
         try:
             found = second_look(run, error)
@@ -54,11 +56,14 @@ def second_look(run: Run, error: Exception) -> Exception | None:
     # one rank may fail alone, and sharded weights need all ranks
     if not isinstance(data, Loader) or not (dist.get_world_size() == 1 or isinstance(run.strategy, DDP)):
         return None
-    if not any(pattern.search(text) for pattern in (NO_GRADIENT, IN_PLACE)):
+    in_forward = "\n  fix: " not in text and hasattr(run.strategy.module, "watch") and is_of_forward(run, error)
+    if not in_forward and not any(pattern.search(text) for pattern in (NO_GRADIENT, IN_PLACE)):
         return None
     count = run.cfg.train.micro_batch_size or len(data.sample()[0])
     inputs, targets = (part.to(run.device) for part in data.batch(run.samples))
     inputs, targets = inputs[:count], targets[:count]
+    if in_forward:
+        return of_own_loss(run, inputs, targets)
     return of_gradient(run, text, inputs) if NO_GRADIENT.search(text) else of_place(run, text, inputs, targets)
 
 
@@ -71,18 +76,45 @@ def outputs_of(run: Run, inputs: Any) -> Tensor | None:
     return outputs if isinstance(outputs, Tensor) else None
 
 
+def is_of_forward(run: Run, error: Exception) -> bool:
+    """Was it raised while the model's forward ran?"""
+    code = getattr(inspect.unwrap(type(run.strategy.module).forward), "__code__", None)
+    return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def of_own_loss(run: Run, inputs: Any, targets: Any) -> Exception | None:
+    """Does the model compute its loss itself, and fail because loss= calls it with the inputs alone?"""
+    module: Any = run.strategy.module
+    name, forward = type(module).__name__, type(module).forward.__get__(module)
+    call = calling.call_of(module)
+    chosen = run.cfg.choices.get("loss") or run.cfg.loss[TARGET]
+    ways = {
+        "loss=own": lambda: call(forward, inputs, targets),
+        "loss=own, and `batch` as the name of that argument": lambda: forward((inputs, calling.plain(targets))),
+    }
+    for fix, way in ways.items():
+        with contextlib.suppress(Exception), torch.no_grad(), run.strategy.autocast():
+            value = calling.loss_in(module, way())
+            called = f"{name}.forward({', '.join(call.names)})"
+            rule = f"{called} computes the loss itself, of the inputs and the targets, and gets the inputs alone"
+            if value.dim():
+                rule = f"{called} works with the inputs and the targets, and gets the inputs alone"
+                fix = "def forward(self, x), without the targets"
+            return at_def(bad("loss", chosen, rule, fix), type(module).forward)
+    return None
+
+
 def of_gradient(run: Run, text: str, inputs: Any) -> Exception:
+    """Of a compiled model: the others find it while they compute the loss (models/user_model.py)."""
     module = run.strategy.module
-    name = type(module).__name__
     with torch.enable_grad():
         outputs = outputs_of(run, inputs)
     if outputs is None or not outputs.requires_grad:
-        what = "the output" if outputs is not None else "the loss"
-        rule = f"{what} of {name}.forward has no gradient: {text}"
-        return at_return(RuntimeError(f"{rule}\n  fix: {CUTS}"), type(module).forward)
-    function = locate(run.cfg.loss[TARGET], run.cfg.trust)
-    rule = f"the model's output has a gradient, the loss of {run.cfg.loss[TARGET]} has none: {text}"
-    return at_return(RuntimeError(f"{rule}\n  fix: {CUTS}"), getattr(function, "forward", function))
+        return calling.without_gradient(module, "the output" if outputs is not None else "the loss")
+    name = run.cfg.loss[TARGET]
+    function = locate(name, run.cfg.trust)
+    own = getattr(function, "forward", function)
+    return losses.without_gradient("loss", name.rpartition(".")[2], "what it returns has no gradient", own)
 
 
 def of_place(run: Run, text: str, inputs: Any, targets: Any) -> Exception:

@@ -18,6 +18,10 @@ HINTS: tuple[tuple[str, str], ...] = (
         "and in the loss",
     ),
     (
+        r"Can't call numpy\(\) on Tensor that requires grad",
+        "compute with torch in place of numpy, which has no gradients; for a value to look at: x.detach().numpy()",
+    ),
+    (
         r"Target -?\d+ is out of bounds",
         "class numbers are 0 to the number of outputs - 1; -100, torch's ignore_index, is left out: check the targets "
         "and the size of the last layer",

@@ -91,13 +91,13 @@ def test_what_a_model_returns() -> None:
     one, two = torch.tensor(1.0), torch.tensor(2.0)
     model = nn.Linear(1, 1)
     for outputs in ({"loss": one, "logits": two}, (one, two), one):
-        assert calling.loss_in(model, outputs, "m") == 1
+        assert calling.loss_in(model, outputs, "model", "m") == 1
     parts = {"a": one, "b": two}
-    assert calling.loss_in(model, parts, "m") == 3
+    assert calling.loss_in(model, parts, "model", "m") == 3
     model.eval()
-    assert calling.loss_in(model, parts, "m").tolist() == [3, 1, 2] and model.eval_metrics == ("a", "b")
+    assert calling.loss_in(model, parts, "model", "m").tolist() == [3, 1, 2] and model.eval_metrics == ("a", "b")
     with pytest.raises(ValueError, match=r"returned a dict with logits, without a loss.*\n  fix: "):
-        calling.loss_in(model, {"logits": torch.ones(2, 2)}, "m")
+        calling.loss_in(model, {"logits": torch.ones(2, 2)}, "model", "m")
 
 
 def test_pairs_are_next_tokens_and_dicts_are_shifted_by_the_model() -> None:

@@ -112,14 +112,14 @@ def test_torch_would_only_warn_and_broadcast(
     [
         ([-1, 0, 2], "give -100 where there is no class"),
         ([-100, 1, 3], "give class numbers that start at 0"),
-        ([0, 1, 7], "as many outputs as there are classes: 8 or more"),
+        ([0, 1, 7], "as many outputs as the data have classes, which are 8 or more: this batch has class 7"),
     ],
 )
 @pytest.mark.parametrize("loss", [losses.cross_entropy, nn.CrossEntropyLoss(), F.nll_loss])
 def test_class_numbers_out_of_range(loss: Any, targets: list[int], fix: str) -> None:
     low = min(target for target in targets if target != -100)
     told = rf"targets are {low} to {max(targets)}, but the model gives 3 scores, .* 0 to 2 .*\n  fix: {fix}"
-    with pytest.raises(IndexError, match=told):
+    with pytest.raises(ValueError, match=told):
         losses.call(loss, getattr(loss, "__name__", type(loss).__name__), torch.zeros(3, 3), torch.tensor(targets))
 
 
@@ -222,3 +222,18 @@ def test_a_loss_that_cannot_be_is_refused(module: str, words: list[str], told: s
 def test_a_loss_suits_tensor_parallel_and_a_pipeline_of_one(module: str) -> None:
     resolved("loss=cross_entropy", "strategy=tensor")
     resolved("loss=cross_entropy", "strategy=pipeline", "strategy.pp=1")
+
+
+def swapped(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs, targets)
+
+
+def test_a_loss_with_its_arguments_swapped() -> None:
+    outputs, targets = torch.zeros(4, 3), torch.tensor([0, 1, 2, 0])
+    with pytest.raises(
+        ValueError, match=r"loss=m.swapped: .*\n  fix: swap its arguments: def swapped\(outputs, targets\)"
+    ):
+        losses.call_own(swapped, "m.swapped", outputs, targets)
+    with pytest.raises(NotImplementedError):  # neither order works
+        losses.call_own(swapped, "m.swapped", outputs, targets + 7)
+    assert losses.call_own(lambda y, x: (x - y).square().mean(), "mean", outputs, outputs) == 0

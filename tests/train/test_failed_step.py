@@ -56,6 +56,28 @@ class InPlace(Net):
         return y
 
 
+class OwnLoss(Net):
+    def forward(self, x: Tensor, y: Any = None) -> Tensor:
+        return nn.functional.cross_entropy(self.last(x), y)
+
+
+class OwnLossOfPair(Net):
+    def forward(self, pair: Any) -> Tensor:
+        x, y = pair
+        return nn.functional.cross_entropy(self.last(x), y)
+
+
+class Unpacks(Net):
+    def forward(self, batch: Any) -> Tensor:
+        x, _ = batch
+        return self.last(x)
+
+
+class Fails(Net):
+    def forward(self, x: Any) -> Tensor:
+        return self.last(x + None)
+
+
 def cut(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs.detach(), targets)
 
@@ -67,19 +89,24 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def failed(model: Net, dataset: Samples, loss: Callable[..., Tensor] = losses.cross_entropy) -> Exception:
+def failed(
+    model: Net, dataset: Samples, loss: Callable[..., Tensor] = losses.cross_entropy, is_compiled: bool = False
+) -> Exception:
     """Run one step as the loop does; return its error."""
     user_model.attach_loss(model, loss)
+    if is_compiled:
+        model.compile(backend="eager")
     cfg = SimpleNamespace(
         train=SimpleNamespace(micro_batch_size=None),
         loss={"_target_": f"{loss.__module__}.{loss.__name__}"},
         trust=["tests"],
+        choices={"loss": loss.__name__},
     )
     strategy = SimpleNamespace(module=model, autocast=contextlib.nullcontext, context={})
     run: Any = SimpleNamespace(
         cfg=cfg, strategy=strategy, train_data=Loader(dataset, 6, 0), samples=0, device=torch.device("cpu")
     )
-    with pytest.raises((RuntimeError, IndexError, ValueError)) as caught, failed_step.explained(run):
+    with pytest.raises((RuntimeError, TypeError, ValueError)) as caught, failed_step.explained(run):
         model(*run.train_data.batch(0)).backward()
     return caught.value
 
@@ -88,16 +115,37 @@ def shown(error: Exception) -> str:
     return str(own_frames(error)[-1]["text"])
 
 
-def test_an_output_without_a_gradient() -> None:
-    error = failed(Detached(), Samples())
-    assert str(error).startswith("the output of Detached.forward has no gradient: element 0 of tensors")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_an_output_without_a_gradient(is_compiled: bool) -> None:
+    error = failed(Detached(), Samples(), is_compiled=is_compiled)
+    assert str(error).startswith("model=Detached: the output of Detached.forward has no gradient, so nothing")
+    assert "fix: leave out .detach() in line" in str(error)
     assert shown(error) == "return self.last(x).detach()"
 
 
-def test_a_loss_without_a_gradient() -> None:
-    error = failed(Net(), Samples(), cut)
-    assert str(error).startswith(f"the model's output has a gradient, the loss of {__name__}.cut has none: ")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_loss_without_a_gradient(is_compiled: bool) -> None:
+    error = failed(Net(), Samples(), cut, is_compiled)
+    assert str(error).startswith("loss=cut: what it returns has no gradient, so nothing would be trained\n  fix: leave")
     assert shown(error) == "return nn.functional.cross_entropy(outputs.detach(), targets)"
+
+
+@pytest.mark.parametrize(
+    ("model", "fix"),
+    [
+        (OwnLoss, "loss=own"),
+        (OwnLossOfPair, "loss=own, and `batch` as the name of that argument"),
+        (Unpacks, "def forward(self, x), without the targets"),
+    ],
+)
+def test_a_model_that_takes_the_targets_under_a_loss(model: type[Net], fix: str) -> None:
+    error = failed(model(), Samples())
+    assert str(error).startswith(f"loss=cross_entropy: {model.__name__}.forward(")
+    assert str(error).endswith(f"gets the inputs alone\n  fix: {fix}") and shown(error).startswith("def forward(self, ")
+
+
+def test_an_error_that_the_targets_do_not_heal_stays() -> None:
+    assert isinstance(failed(Fails(), Samples()), TypeError)
 
 
 def test_class_numbers_that_do_not_start_at_0() -> None:
@@ -133,6 +181,6 @@ def test_an_error_of_another_kind_stays() -> None:
 def test_a_second_look_that_fails_hides_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(failed_step, "of_gradient", lambda *_: 1 / 0)
+    monkeypatch.setattr(failed_step, "of_place", lambda *_: 1 / 0)
     with caplog.at_level(logging.ERROR, "dtrain"):
-        assert "does not require grad" in str(failed(Detached(), Samples()))
+        assert "modified by an inplace operation" in str(failed(InPlace(), Samples()))
